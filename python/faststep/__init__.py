@@ -1,0 +1,1 @@
+"""The training step of MLX, native."""

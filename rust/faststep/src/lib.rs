@@ -1,0 +1,1 @@
+//! The training step of MLX, native: gradients, clipping, update and evaluation in one call.

@@ -1,0 +1,42 @@
+//! Compiles the bridge to the arrays of `mlx.core`: nanobind of the same version and domain.
+use std::{env, path::PathBuf, process::Command};
+
+fn python(code: &str) -> PathBuf {
+    let python = env::var("PYO3_PYTHON").unwrap_or_else(|_| "python3".into());
+    let output = Command::new(&python).args(["-c", code]).output();
+    let output = output.unwrap_or_else(|error| panic!("{python}: {error}"));
+    assert!(
+        output.status.success(),
+        "{python} -c '{code}':\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
+}
+
+fn main() {
+    println!("cargo:rerun-if-changed=native");
+    println!("cargo:rerun-if-env-changed=PYO3_PYTHON");
+    println!("cargo:rerun-if-env-changed=PYTHONPATH");
+    let nanobind = python("import nanobind, os; print(os.path.dirname(nanobind.__file__))");
+    let headers = python("import sysconfig; print(sysconfig.get_paths()['include'])");
+    println!("cargo:rerun-if-changed={}", nanobind.join("src").display());
+    let mut build = cc::Build::new();
+    build
+        .cpp(true)
+        .std("c++20")
+        .pic(true)
+        .warnings(false)
+        .define("NB_DOMAIN", "mlx") // the domain of mlx.core: its arrays become ours
+        .define("NDEBUG", None)
+        .flag("-fvisibility=hidden")
+        .include(nanobind.join("include"))
+        .include(nanobind.join("ext/robin_map/include"))
+        .include(headers)
+        .file(nanobind.join("src/nb_combined.cpp"))
+        .file("native/bridge.cpp");
+    for dir in env::split_paths(&env::var_os("DEP_MLX_INCLUDE").unwrap_or_default()) {
+        build.flag("-isystem").flag(dir);
+    }
+    build.compile("faststep_bridge");
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,$ORIGIN/../mlx/lib");
+}
