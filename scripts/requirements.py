@@ -1,0 +1,27 @@
+"""Print what a development environment installs, one requirement a line: all from pyproject.toml, its only list.
+
+Usage: requirements.py EXTRA...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10: the copy that pip brings
+    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+
+
+def main(extras: list[str]) -> None:
+    """Print the build requirements, the dependencies and those extras."""
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    project = pyproject["project"]
+    groups = [pyproject["build-system"]["requires"], project["dependencies"]]
+    groups += [project["optional-dependencies"][extra] for extra in extras]
+    print(*dict.fromkeys(requirement for group in groups for requirement in group), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
