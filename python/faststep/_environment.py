@@ -64,6 +64,7 @@ def bind_blas() -> None:
         if [name for name in _BACK_ENDS if _installed(name)] == ["mlx-cpu"]:
             _warn(f'scipy-openblas32 is not installed: pip install "{_NAME}[cpu]"')
         return
+    importlib.import_module("mlx.core")  # first: it brings the libmlx that the extension module is linked with
     core = importlib.import_module("faststep._core")
     openblas = importlib.import_module("scipy_openblas32")
     try:
