@@ -4,8 +4,8 @@ The ways take turns in one process, in rotating order, on the same batches from 
 within a round, so that what disturbs the machine disturbs both sides of it. Memory and BLAS are measured in processes
 of their own::
 
-    python benches/step.py            # measures, and writes a sample below benches/samples
-    python benches/step.py --report   # writes docs/benchmarks.md from the samples there
+    python benches/step.py            # measures, writes a sample below benches/samples, and the report
+    python benches/step.py --report   # only writes the report, docs/benchmarks.md, from the samples there
 """
 
 from __future__ import annotations
@@ -165,6 +165,8 @@ def main() -> None:
         file = args.samples / f"{result['date']}-{result['commit'].split()[0]}.json"
         file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {file.name}")
+        if args.samples == SAMPLES:
+            write_report(SAMPLES, REPORT)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from cases import MAX_GRAD_NORM, loss_fn
-
 from faststep import fast_step
 
 StepFn = Callable[..., mx.array]

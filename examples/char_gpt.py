@@ -27,12 +27,11 @@ try:
     import mlx.nn as nn
     import mlx.optimizers as optim
     import numpy as np
+    from faststep import fast_step
     from matplotlib.figure import Figure
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from side_by_side import compare
-
-    from faststep import fast_step
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing}. What this example needs: pip install 'mlx-faststep[cpu,train]' (cuda13 for cpu on a GPU)")
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from faststep import fast_step
 from rich.console import Console
 from rich.table import Table
-
-from faststep import fast_step
 
 LossFn = Callable[..., mx.array]
 StepFn = Callable[..., mx.array]

@@ -1,0 +1,46 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import faststep  # noqa: F401, before any array: its kernels and BLAS are those of both sides of each comparison
+import mlx.core as mx
+import pytest
+
+TESTS = Path(__file__).parent
+Child = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Start every test from the same random state, and leave nothing running behind it."""
+    mx.random.seed(0)
+    yield
+    mx.synchronize()
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Child:
+    """Run Python code in a process of its own, with the tests' helpers on its path."""
+
+    def run(code: str, *, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "child.py"
+        script.write_text(textwrap.dedent(code), encoding="utf-8")
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run(
+            [sys.executable, script],
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0 or not check, done.stdout + done.stderr
+        return done
+
+    return run

@@ -1,0 +1,223 @@
+"""Models of every kind that the contract names, in plain MLX, small enough to share compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+WIDTH, CLASSES, BATCH, SEQ = 16, 4, 8, 6
+Draw = Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
+
+
+class MLP(nn.Module):
+    """Two layers and a Python number that the loss depends on."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(width, 2 * width), nn.Linear(2 * width, CLASSES)]
+        self.scale = 1.0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes]."""
+        return self.scale * self.layers[1](nn.relu(self.layers[0](x)))
+
+
+class ConvNet(nn.Module):
+    """Buffers (BatchNorm's) and random numbers (dropout's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, kernel_size=3, padding=1)
+        self.norm = nn.BatchNorm(4)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(4, CLASSES)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes], as an image of 4 x 4."""
+        x = nn.relu(self.norm(self.conv(x.reshape(-1, 4, 4, 1))))
+        return self.head(self.dropout(x.mean(axis=(1, 2))))
+
+
+class TiedLM(nn.Module):
+    """An embedding that is the output too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Map tokens [batch, seq] to logits [batch, seq, 32]."""
+        return self.embedding.as_linear(self.mix(self.embedding(tokens)))
+
+
+class Nested(nn.Module):
+    """Modules and bare arrays in lists and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = {
+            "in": [nn.Linear(WIDTH, WIDTH), {"deep": nn.Linear(WIDTH, WIDTH)}],
+            "out": nn.Linear(WIDTH, CLASSES),
+        }
+        self.gains = [mx.ones((WIDTH,)), {"late": mx.array(0.5)}]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes]."""
+        first, second = self.parts["in"]
+        x = nn.relu(first(x)) * self.gains[0]
+        return self.parts["out"](second["deep"](x) * self.gains[1]["late"])
+
+
+class Recurrent(nn.Module):
+    """An LSTM over the features of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes], as 4 steps of 4."""
+        hidden, _ = self.cell(x.reshape(-1, 4, 4))
+        return self.head(hidden[:, -1])
+
+
+class LoRALinear(nn.Module):
+    """A quantized layer that stays, and an adapter of low rank that trains."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.QuantizedLinear.from_linear(nn.Linear(inputs, outputs), group_size=32, bits=4)
+        self.a = mx.random.normal((inputs, 4)) * 0.1
+        self.b = mx.random.normal((4, outputs)) * 0.1
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Add the adapter to the base."""
+        return self.base(x) + (x @ self.a) @ self.b
+
+
+class QuantizedLoRA(nn.Module):
+    """Quantized layers with adapters; only those and the head train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(WIDTH, 32)
+        self.adapted = [LoRALinear(32, 32), LoRALinear(32, 32)]
+        self.head = nn.Linear(32, CLASSES)
+        self.widen.freeze()
+        for layer in self.adapted:
+            layer.base.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes]."""
+        x = self.widen(x)
+        for layer in self.adapted:
+            x = nn.relu(layer(x))
+        return self.head(x)
+
+
+class Decorated(nn.Module):
+    """A checkpointed part and a compiled one, as users write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, CLASSES)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes]."""
+        return self.second(squash(nn.utils.checkpoint(self.first)(x)))
+
+
+@mx.compile
+def squash(x: mx.array) -> mx.array:
+    """Apply an activation that is compiled by itself."""
+    return x * mx.sigmoid(x)
+
+
+class GPT(nn.Module):
+    """MLX's own encoder, masked, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, WIDTH)
+        self.blocks = nn.TransformerEncoder(2, WIDTH, 2, mlp_dims=32, dropout=0.1, norm_first=True)
+        self.head = nn.Linear(WIDTH, 32, bias=False)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Map tokens [batch, seq] to logits [batch, seq, 32]."""
+        mask = nn.MultiHeadAttention.create_additive_causal_mask(tokens.shape[1])
+        return self.head(self.blocks(self.tokens(tokens), mask))
+
+
+def cross_entropy(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    """Return the loss of most rows."""
+    return nn.losses.cross_entropy(model(x).astype(mx.float32), y, reduction="mean")
+
+
+def draw_classes(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw float32 [batch, width] and int32 [batch]."""
+    return rng.standard_normal((BATCH, WIDTH), dtype=np.float32), rng.integers(CLASSES, size=BATCH, dtype=np.int32)
+
+
+def draw_tokens(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw int32 [batch, seq] tokens and their successors."""
+    tokens = rng.integers(32, size=(BATCH, SEQ + 1), dtype=np.int32)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model with its batches, and how far a step may be from the reference's."""
+
+    make: Callable[[], nn.Module]
+    draw: Draw = draw_classes
+    tolerance: float = 1e-6
+    loss_fn: Callable[..., Any] = cross_entropy
+
+    def batches(self, count: int) -> list[tuple[mx.array, mx.array]]:
+        """Draw batches, equal each time."""
+        rng = np.random.default_rng(3)
+        return [(mx.array(x), mx.array(y)) for x, y in (self.draw(rng) for _ in range(count))]
+
+
+def frozen_mlp() -> nn.Module:
+    """Build an MLP whose first layer does not train."""
+    model = MLP()
+    model.layers[0].freeze()
+    return model
+
+
+def bfloat16_mlp() -> nn.Module:
+    """Build an MLP in bfloat16."""
+    model = MLP()
+    model.set_dtype(mx.bfloat16)
+    return model
+
+
+def mixed_mlp() -> nn.Module:
+    """Build an MLP with layers of different dtypes."""
+    model = MLP()
+    model.layers[0].set_dtype(mx.bfloat16)
+    return model
+
+
+MODELS = {
+    "mlp": ModelCase(MLP),
+    "conv": ModelCase(ConvNet),
+    "tied": ModelCase(TiedLM, draw_tokens),
+    "nested": ModelCase(Nested),
+    "lstm": ModelCase(Recurrent),
+    "lora": ModelCase(QuantizedLoRA),
+    "frozen": ModelCase(frozen_mlp),
+    "decorated": ModelCase(Decorated),
+    "gpt": ModelCase(GPT, draw_tokens),
+    "bf16": ModelCase(bfloat16_mlp, tolerance=1e-2),
+    "mixed": ModelCase(mixed_mlp, tolerance=1e-2),
+}

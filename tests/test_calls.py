@@ -1,0 +1,174 @@
+"""How a step is called: aux outputs, trees, keywords, static values, and gradients alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from faststep import Step, StepOutput, fast_step
+from helpers import Row, Tree, assert_close, plain_step, snapshot
+from mlx.utils import tree_flatten
+from models import cross_entropy
+
+ROW = Row("mlp", "adamw")
+
+
+@pytest.fixture
+def data() -> Iterator[tuple[mx.array, mx.array]]:
+    return iter(ROW.case.batches(20))
+
+
+def with_aux(model: nn.Module, x: mx.array, y: mx.array) -> tuple[mx.array, dict[str, mx.array], list[Any]]:
+    logits = model(x)
+    loss = nn.losses.cross_entropy(logits, y, reduction="mean")
+    hits = (logits.argmax(axis=-1) == y).sum()
+    return loss, {"logits": logits}, [hits, "named", None, 3]
+
+
+def test_a_loss_alone(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    model, optimizer = ROW.new()
+    out = Step(model, optimizer, cross_entropy)(*next(data))
+    assert isinstance(out, StepOutput)
+    assert (out.loss.shape, out.loss.dtype) == ((), mx.float32)
+    assert out.aux == ()
+    assert out.grad_norm is None
+    loss = fast_step(model, optimizer, cross_entropy, *next(data))
+    assert isinstance(loss, mx.array)
+    assert loss.shape == ()
+
+
+def test_what_follows_the_loss_comes_back_as_it_is(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, with_aux), Step(*ours, with_aux)
+    for _ in range(3):
+        batch = next(data)
+        (loss, logits, rest), _ = take(*batch)
+        out = step(*batch)
+        np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
+        assert len(out.aux) == 2
+        np.testing.assert_allclose(out.aux[0]["logits"], logits["logits"], rtol=1e-5, atol=1e-6)
+        assert out.aux[1][0].item() == rest[0].item()
+        assert out.aux[1][1:] == ["named", None, 3]
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) == 1
+    value = fast_step(*ours, with_aux, *next(data))
+    assert isinstance(value, tuple)
+    assert len(value) == 3
+    assert value[1]["logits"].shape == (8, 4)
+
+
+def tree_loss(model: nn.Module, batch: Tree, *, weight: mx.array, smooth: float = 0.0) -> mx.array:
+    x, extra = batch["inputs"]
+    losses = nn.losses.cross_entropy(model(x) + extra["bias"][0], batch["y"], label_smoothing=smooth)
+    return (losses * weight).mean()
+
+
+def test_batches_are_trees_and_arguments_have_names(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, tree_loss), Step(*ours, tree_loss)
+    for number in range(3):
+        x, y = next(data)
+        batch = {"inputs": (x, {"bias": [mx.array(0.1 * number), "unused"]}), "y": y}
+        weight = mx.arange(8) / (number + 1)
+        loss, _ = take(batch, weight=weight, smooth=0.1)
+        out = step(batch, weight=weight, smooth=0.1)
+        np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
+        named = fast_step(*ROW.new(), tree_loss, batch, weight=weight, smooth=0.1, max_grad_norm=1.0)
+        assert named.shape == ()
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) == 1
+
+
+def test_a_new_static_value_is_a_new_trace_and_an_old_one_is_not(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, tree_loss), Step(*ours, tree_loss)
+    for smooth, traces in [(0.0, 1), (0.2, 2), (0.0, 2), (0.2, 2), (0.4, 3)]:
+        x, y = next(data)
+        batch, weight = {"inputs": [x, {"bias": [mx.array(0.0)]}], "y": y}, mx.ones(8)
+        loss, _ = take(batch, weight=weight, smooth=smooth)
+        np.testing.assert_allclose(step(batch, weight=weight, smooth=smooth).loss, loss, rtol=1e-5)
+        assert len(step.stats.traces) == traces
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+
+
+def test_static_values_that_are_equal_but_not_the_same_type_are_told_apart() -> None:
+    def loss_fn(model: nn.Module, x: mx.array, exponent: Tree) -> mx.array:
+        seen.append(exponent)
+        return (model(x) * (2.0 if exponent is True else 3.0)).mean()
+
+    seen: list[Any] = []
+    x = mx.ones((8, 16))
+    losses = []
+    for value in (True, 1, 1.0):
+        model, optimizer = ROW.new()
+        losses.append(float(Step(model, optimizer, loss_fn)(x, value).loss))
+    model, optimizer = ROW.new()
+    step = Step(model, optimizer, loss_fn)
+    start = model.parameters()
+    got = []
+    for value in (True, 1, 1.0):
+        model.update(start)
+        got.append(float(step(x, value).loss))
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    assert {type(value) for value in seen[-3:]} >= {bool, int}
+
+
+def test_a_new_shape_or_dtype_is_a_new_trace() -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
+    x, y = ROW.case.batches(1)[0]
+    batches = [(x, y), (x[:3], y[:3]), (x.astype(mx.bfloat16), y), (x, y), (x[:3], y[:3])]
+    for batch in batches:
+        loss, _ = take(*batch)
+        np.testing.assert_allclose(step(*batch).loss, loss, rtol=2e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-4)
+    assert len(step.stats.traces) == 3
+    for trace in step.stats.traces:
+        assert trace.cause
+        assert trace.seconds > 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "frozen", "lora", "tied"])
+def test_gradients_are_those_of_value_and_grad_and_change_nothing(name: str) -> None:
+    row = Row(name, "adamw")
+    (model, _), ours = row.new(), row.new()
+    step = Step(*ours, row.case.loss_fn)
+    batch = row.case.batches(1)[0]
+    mx.random.seed(5)
+    loss, grads = nn.value_and_grad(model, row.case.loss_fn)(model, *batch)
+    mx.random.seed(5)
+    before = ours[0].parameters()
+    arrays = {path: np.array(array) for path, array in tree_flatten(ours[0].trainable_parameters())}
+    our_loss, our_grads = step.gradients(*batch)
+    np.testing.assert_allclose(our_loss, loss, rtol=1e-6)
+    wanted, got = dict(tree_flatten(grads)), dict(tree_flatten(our_grads))
+    assert got.keys() == wanted.keys()
+    for path, grad in wanted.items():
+        np.testing.assert_allclose(got[path], grad, rtol=1e-4, atol=1e-6, err_msg=path)
+    for path, array in tree_flatten(ours[0].trainable_parameters()):
+        np.testing.assert_array_equal(array, arrays[path])
+    assert [path for path, _ in tree_flatten(before)] == [path for path, _ in tree_flatten(ours[0].parameters())]
+    assert step.stats.steps == 0
+
+
+def test_gradients_with_aux_give_what_the_loss_returns() -> None:
+    model, optimizer = ROW.new()
+    value, grads = Step(model, optimizer, with_aux).gradients(*ROW.case.batches(1)[0])
+    assert len(value) == 3
+    assert value[1]["logits"].shape == (8, 4)
+    assert grads["layers"][0]["weight"].shape == (32, 16)
+
+
+def test_steps_are_counted_and_synchronize_waits() -> None:
+    model, optimizer = ROW.new()
+    step = Step(model, optimizer, cross_entropy, max_grad_norm=1.0, in_flight=3)
+    for batch in ROW.case.batches(7):
+        out = step(*batch)
+    step.synchronize()
+    assert step.stats.steps == 7
+    assert float(out.grad_norm) > 0
+    assert int(optimizer.state["step"]) == 7
