@@ -6,6 +6,8 @@ SHELL := bash
 
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
+# One empty file for each thing that need not be done again.
+STAMPS := .venv/stamps
 
 # One python and one target directory for every build: another value would compile mlx-c again.
 export PYO3_PYTHON := $(BIN)/python
@@ -21,70 +23,78 @@ CARGO_TEST = LD_LIBRARY_PATH="$(mlx_lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
 
-.PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-mlx-rs deny bench wheels run all
+.PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-install \
+	test-mlx-rs deny bench wheels run all
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-dev: .venv/.built ## Create .venv with all that development needs, and install the package into it, editable
+dev: $(STAMPS)/built ## Create .venv with all that development needs, and install the package into it, editable
 
-build: .venv/.built ## Bring the extension module up to date
+build: $(STAMPS)/built ## Bring the extension module up to date
 
-.venv/.requirements: pyproject.toml scripts/requirements.py
+$(STAMPS)/requirements: pyproject.toml scripts/requirements.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python scripts/requirements.py cpu train test > .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
+	mkdir -p $(STAMPS)
 	touch $@
 
-.venv/.built: .venv/.requirements $(SOURCES)
+$(STAMPS)/built: $(STAMPS)/requirements $(SOURCES)
 	maturin develop --release --locked
 	touch $@
 
-fmt: .venv/.requirements ## Format Python and Rust
+fmt: $(STAMPS)/requirements ## Format Python and Rust
 	ruff check --fix-only --quiet .
 	ruff format .
 	cargo fmt --all
 
-lint: .venv/.requirements ## ruff, rustfmt and clippy; changes nothing
+lint: $(STAMPS)/requirements ## ruff, rustfmt and clippy; changes nothing
 	ruff check .
 	ruff format --check .
 	cargo fmt --all --check
 	cargo clippy --release --locked --workspace --all-targets -- --deny warnings
 
-types: .venv/.built ## mypy, and the stub of the extension module against the module
+types: $(STAMPS)/built ## mypy, and the stub of the extension module against the module
 	mypy
 	python -m mypy.stubtest faststep._core
 
-test: lint types test-rust test-python test-consumer deny ## All that CI checks
+test: lint types test-rust test-python test-consumer test-install deny ## All that CI checks
 	@echo "make test: all passed"
 
-test-rust: .venv/.requirements ## Unit, integration and documentation tests of the Rust crates
+test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests of the Rust crates
 	$(CARGO_TEST) --package faststep
 
-test-python: .venv/.built ## pytest, with the examples of README and docstrings
-	python -m pytest
+test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
+	python -m pytest --ignore tests/test_install.py
 
-test-consumer: target/.consumer ## A crate outside the checkout that depends on faststep: built and tested
+test-consumer: $(STAMPS)/consumer ## A crate outside the checkout that depends on faststep: built and tested
 
-target/.consumer: .venv/.requirements $(SOURCES) $(shell find tests/consumer -type f) scripts/consumer.sh
+$(STAMPS)/consumer: $(STAMPS)/requirements $(SOURCES) $(shell find tests/consumer -type f) scripts/consumer.sh
 	scripts/consumer.sh
 	touch $@
 
-test-mlx-rs: .venv/.requirements ## The library tests of mlx-rs on our mlx-sys; no part of `test` (docs/building.md)
+test-install: $(STAMPS)/installed ## Wheel, isolated installation and sdist, each in an environment of its own
+
+$(STAMPS)/installed: $(STAMPS)/built $(shell find python scripts -name '*.py') tests/test_install.py
+	python -m pytest tests/test_install.py
+	touch $@
+
+test-mlx-rs: $(STAMPS)/requirements ## The library tests of mlx-rs on our mlx-sys; no part of `test` (docs/building.md)
 	scripts/mlx_rs_tests.sh
 
 deny: ## Licences and sources of the Rust dependencies, where cargo-deny is installed
 	@if cargo deny --version > /dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "make deny: skipped, cargo-deny is not installed (cargo install --locked cargo-deny)"; fi
 
-bench: .venv/.built ## Side-by-side benchmark; rewrites docs/benchmarks.md
+bench: $(STAMPS)/built ## Side-by-side benchmark; rewrites docs/benchmarks.md
 	python benches/step.py
 
 wheels: ## One wheel for each Python 3.10+ on PATH, into dist
 	$(PYTHON) scripts/wheels.py
 
-run: .venv/.built ## Train a small GPT on real text (examples/char_gpt.py)
+run: $(STAMPS)/built ## Train a small GPT on real text (examples/char_gpt.py)
 	python examples/char_gpt.py
 
 all: test ## What CI runs

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10: the copy that pip brings
-    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+else:
+    from pip._vendor import tomli as tomllib  # the standard library has none: the copy that pip brings
 
 
 def main(extras: list[str]) -> None:

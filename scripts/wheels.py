@@ -1,0 +1,119 @@
+"""Build one wheel for each Python from 3.10 on that is found on PATH, into dist, and list those that are missing.
+
+Usage: wheels.py [PYTHON...]   (without names: python3.10 to python3.14)
+
+The wheels hold no libmlx and no path of this machine: both are checked. Each interpreter gets its own environment below
+target/wheels with the build requirements of pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "target" / "wheels"
+DIST = ROOT / "dist"
+NAMES = [f"python3.{minor}" for minor in range(10, 15)]
+GLIBC = 35  # 2.35, as the wheels of MLX
+
+
+def main(names: list[str]) -> None:
+    """Build what can be built and print one line for each interpreter."""
+    missing = []
+    built = []
+    for name in names:
+        if reason := why_missing(name):
+            missing.append(f"{name}: {reason}")
+        else:
+            built.append(build(name))
+    for wheel in built:
+        check(wheel)
+        print(f"built    {wheel.relative_to(ROOT)}")
+    for line in missing:
+        print(f"missing  {line}")
+    if not built:
+        sys.exit("no wheel was built")
+
+
+def why_missing(name: str) -> str | None:
+    """Return why that interpreter cannot build a wheel: version managers leave commands with nothing behind them."""
+    if shutil.which(name) is None:
+        return "not on PATH"
+    code = "import ensurepip, os, sysconfig; print(os.path.exists(sysconfig.get_paths()['include'] + '/Python.h'))"
+    found = subprocess.run([name, "-c", code], capture_output=True, text=True, check=False)
+    if found.returncode:
+        return "on PATH, but it does not start or has no ensurepip"
+    return None if found.stdout.strip() == "True" else "its headers are not installed"
+
+
+def build(name: str) -> Path:
+    """Build the wheel of one interpreter and return it."""
+    environment = WORK / name
+    python = environment / "bin" / "python"
+    requirements = WORK / "requirements.txt"
+    run([name, "-m", "venv", str(environment)])
+    requirements.write_text(run([str(python), str(ROOT / "scripts" / "requirements.py")], stdout=subprocess.PIPE))
+    run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)])
+    with tempfile.TemporaryDirectory(dir=WORK) as out:
+        command = [str(environment / "bin" / "maturin"), "build", "--release", "--locked", "--strip", "--out", out]
+        if sys.platform.startswith("linux"):
+            command += ["--compatibility", f"manylinux_2_{GLIBC}"]
+        run([*command, "--interpreter", str(python)], env=os.environ | build_environment(python))
+        (wheel,) = Path(out).glob("*.whl")
+        DIST.mkdir(exist_ok=True)
+        return Path(shutil.move(wheel, DIST / wheel.name))
+
+
+def machine_paths() -> dict[str, str]:
+    """Return the directories of this machine, outermost first, and what stands for each in a wheel."""
+    home = Path.home()
+    cargo = Path(os.environ.get("CARGO_HOME", home / ".cargo"))
+    return {str(home): "home", str(cargo): "cargo", str(ROOT): "faststep"}
+
+
+def build_environment(python: Path) -> dict[str, str]:
+    """Return the variables of a build that keeps the machine's paths out of the library."""
+    flags = [f"--remap-path-prefix={path}={name}" for path, name in machine_paths().items()]
+    prefixes = " ".join(f"-ffile-prefix-map={path}={name}" for path, name in machine_paths().items())
+    return {
+        "PYO3_PYTHON": str(python),
+        "VIRTUAL_ENV": str(python.parents[1]),
+        "CARGO_TARGET_DIR": str(WORK / "build"),
+        "CARGO_ENCODED_RUSTFLAGS": "\x1f".join(flags),
+        "CFLAGS": prefixes,
+        "CXXFLAGS": prefixes,
+    }
+
+
+def check(wheel: Path) -> None:
+    """Refuse a wheel with a copy of a library, a path of this machine, or symbols newer than its tag says."""
+    paths = [path.encode() + b"/" for path in (*machine_paths(), tempfile.gettempdir())]
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if re.search(r"lib(mlx|blas|lapack|gfortran|quadmath)", name):
+                sys.exit(f"{wheel.name}: {name} must not be in the wheel")
+            if found := [path.decode() for path in paths if path in content]:
+                sys.exit(f"{wheel.name}: {name} holds paths of this machine: {found}")
+            newest = max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)), default=0)
+            if newest > GLIBC:
+                sys.exit(f"{wheel.name}: {name} needs glibc 2.{newest}")
+
+
+def run(command: list[str], env: dict[str, str] | None = None, stdout: int | None = None) -> str:
+    """Run a command, end with its exit status when it fails, and return what it printed if that was asked for."""
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=stdout, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: exit status {done.returncode}")
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or NAMES)

@@ -1,0 +1,1 @@
+//! A crate that depends on faststep from outside its workspace.
