@@ -6,7 +6,8 @@ outside=$(mktemp -d)
 trap 'rm -rf "$outside"' EXIT
 
 cp -r "$root/tests/consumer/." "$outside"
-cp "$root/Cargo.lock" "$outside" # the same versions: what is compiled already need not be compiled again
+# the same versions and compiler: what is compiled already need not be compiled again
+cp "$root/Cargo.lock" "$root/rust-toolchain.toml" "$outside"
 sed -i.orig "s|\"\.\./\.\./|\"$root/|" "$outside/Cargo.toml"
 cd "$outside"
 CARGO_PROFILE_RELEASE_DEBUG=line-tables-only cargo test --release

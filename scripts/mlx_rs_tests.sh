@@ -11,7 +11,7 @@ import json, os, sys
 packages = json.load(sys.stdin)["packages"]
 print(*(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] == "mlx-rs"))')
 wheel=$("${PYO3_PYTHON:-python3}" -c 'import importlib.util as u; print(u.find_spec("mlx").submodule_search_locations[0])')
-cp -r "$source/." "$outside" # the registry's copy must stay as it is
+cp -r "$source/." "$root/rust-toolchain.toml" "$outside" # the registry's copy must stay as it is
 cd "$outside"
 export LD_LIBRARY_PATH="$wheel/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 cargo test --release --lib --no-default-features --config "patch.crates-io.mlx-sys.path='$root/rust/mlx-sys'" -- \
