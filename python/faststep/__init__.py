@@ -1,1 +1,7 @@
-"""The training step of MLX, native."""
+"""The training step of MLX, native: gradients, clipping, update and evaluation in one call."""
+
+from faststep._environment import version
+from faststep._step import Stats, Step, StepOutput, fast_step
+
+__all__ = ["Stats", "Step", "StepOutput", "fast_step"]
+__version__ = version()

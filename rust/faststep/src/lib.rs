@@ -1,1 +1,16 @@
 //! The training step of MLX, native: gradients, clipping, update and evaluation in one call.
+//!
+//! Three things are kept apart: what a step computes ([`trace`]), how it is evaluated ([`step`]), and how the user's
+//! objects see the result, which is the caller's matter ([`step::Owner`]).
+#![deny(unsafe_code)]
+
+pub mod array;
+pub mod blas;
+pub mod clip;
+pub mod error;
+pub mod layout;
+pub mod optimizer;
+pub mod step;
+pub mod trace;
+
+pub use error::{Error, Result};

@@ -1,0 +1,74 @@
+//! What the step needs of MLX's arrays and mlx-c leaves out: identity, views that share a buffer, hollow arrays.
+//!
+//! The C++ behind it reads and makes `mlx::core::array` objects, which is what the `ctx` of mlx-c's handles points at in
+//! the MLX that this crate is built against. It keeps nothing between calls and may be used from any thread that owns
+//! the arrays that it passes.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use mlx_rs::{error::Exception, Array};
+
+extern "C" {
+    fn faststep_array_id(array: *const c_void) -> usize;
+    fn faststep_array_is_lazy(array: *const c_void) -> i32;
+    fn faststep_array_is_foreign(array: *const c_void) -> i32;
+    fn faststep_array_view(
+        flat: *const c_void,
+        shape: *const i32,
+        ndim: usize,
+        offset: usize,
+    ) -> *mut c_void;
+    fn faststep_array_hollow() -> *mut c_void;
+}
+
+/// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
+#[must_use]
+pub fn id(array: &Array) -> usize {
+    // SAFETY: an `Array` always holds a live mlx::core::array.
+    unsafe { faststep_array_id(array.as_ptr().ctx) }
+}
+
+/// Whether the array still waits to be evaluated.
+#[must_use]
+pub fn is_lazy(array: &Array) -> bool {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_is_lazy(array.as_ptr().ctx) != 0 }
+}
+
+/// Whether the array waits for work on a stream of another thread, so that this thread cannot evaluate it.
+#[must_use]
+pub fn is_foreign(array: &Array) -> bool {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_is_foreign(array.as_ptr().ctx) != 0 }
+}
+
+/// The part of a one-dimensional buffer that begins at element `offset`, in the given shape, without a copy.
+///
+/// # Errors
+/// When MLX refuses the lazy view of a buffer that is not evaluated.
+pub fn view(buffer: &Array, shape: &[i32], offset: usize) -> Result<Array, Exception> {
+    // SAFETY: as in `id`; shape and length come from one slice; the layout keeps offset + size within the buffer.
+    let part = unsafe {
+        faststep_array_view(buffer.as_ptr().ctx, shape.as_ptr(), shape.len(), offset)
+    };
+    if part.is_null() {
+        return Err(Exception::custom(format!(
+            "no view of shape {shape:?} at element {offset} of a buffer of {} elements",
+            buffer.size()
+        )));
+    }
+    // SAFETY: a fresh mlx::core::array on the heap, which is what mlx-c's handles own.
+    Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: part }) })
+}
+
+/// An array without a value: what an object holds while its value is in the device's hands. Reading it is an error.
+#[must_use]
+pub fn hollow() -> Array {
+    // SAFETY: as in `view`.
+    unsafe {
+        Array::from_ptr(mlx_sys::mlx_array {
+            ctx: faststep_array_hollow(),
+        })
+    }
+}

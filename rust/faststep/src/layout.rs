@@ -1,0 +1,201 @@
+//! Which tensor lies where: small tensors of one dtype share flat buffers, large ones stay their own.
+//!
+//! One buffer instead of hundreds of tensors makes the norm one reduction, the update one fused kernel and the joint
+//! evaluation a handful of outputs. Sharing is capped, so that no big copy is made and a tensor that somebody holds
+//! keeps no more than one buffer alive.
+use mlx_rs::{error::Result, ops, Array, Dtype};
+
+use crate::array;
+
+/// Tensors of at least this many bytes keep a buffer of their own.
+const OWN_BYTES: usize = 1 << 20;
+/// A shared buffer takes no more tensors once it holds this many bytes.
+const SHARED_BYTES: usize = 16 << 20;
+
+/// Shape and dtype of an array.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// The size of each axis.
+    pub shape: Vec<i32>,
+    /// The type of the elements.
+    pub dtype: Dtype,
+}
+
+impl Tensor {
+    /// Shape and dtype of `array`.
+    #[must_use]
+    pub fn of(array: &Array) -> Self {
+        Self {
+            shape: array.shape().to_vec(),
+            dtype: array.dtype(),
+        }
+    }
+
+    /// The number of elements.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.shape
+            .iter()
+            .map(|&n| usize::try_from(n).unwrap_or(0))
+            .product()
+    }
+
+    fn bytes(&self) -> usize {
+        self.size() * element_bytes(self.dtype)
+    }
+}
+
+fn element_bytes(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::Bool | Dtype::Uint8 | Dtype::Int8 => 1,
+        Dtype::Uint16 | Dtype::Int16 | Dtype::Float16 | Dtype::Bfloat16 => 2,
+        Dtype::Uint32 | Dtype::Int32 | Dtype::Float32 => 4,
+        Dtype::Uint64 | Dtype::Int64 | Dtype::Float64 | Dtype::Complex64 => 8,
+    }
+}
+
+/// One buffer: the tensors in it, in order. With a single member it is that tensor, in its own shape.
+#[derive(Clone, Debug)]
+struct Buffer {
+    dtype: Dtype,
+    members: Vec<usize>,
+    bytes: usize,
+}
+
+/// The place of every tensor.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    tensors: Vec<Tensor>,
+    buffers: Vec<Buffer>,
+}
+
+impl Layout {
+    /// Lay tensors into shared buffers where they are small.
+    #[must_use]
+    pub fn flat(tensors: Vec<Tensor>) -> Self {
+        let mut buffers: Vec<Buffer> = Vec::new();
+        for (index, tensor) in tensors.iter().enumerate() {
+            let bytes = tensor.bytes();
+            let shared = (0 < bytes && bytes < OWN_BYTES).then(|| {
+                buffers.iter_mut().find(|buffer| {
+                    buffer.dtype == tensor.dtype && 0 < buffer.bytes && buffer.bytes < SHARED_BYTES
+                })
+            });
+            if let Some(Some(buffer)) = shared {
+                buffer.members.push(index);
+                buffer.bytes += bytes;
+            } else {
+                // a buffer that counts no bytes takes no second member
+                let open = 0 < bytes && bytes < OWN_BYTES;
+                buffers.push(Buffer {
+                    dtype: tensor.dtype,
+                    members: vec![index],
+                    bytes: if open { bytes } else { 0 },
+                });
+            }
+        }
+        Self { tensors, buffers }
+    }
+
+    /// Give every tensor a buffer of its own.
+    #[must_use]
+    pub fn separate(tensors: Vec<Tensor>) -> Self {
+        let buffers = tensors.iter().enumerate().map(|(index, tensor)| Buffer {
+            dtype: tensor.dtype,
+            members: vec![index],
+            bytes: 0,
+        });
+        Self {
+            buffers: buffers.collect(),
+            tensors,
+        }
+    }
+
+    /// The tensors, in the order in which they were given.
+    #[must_use]
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// The number of buffers.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.buffers.len()
+    }
+
+    /// Whether there is no tensor at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.buffers.is_empty()
+    }
+
+    /// The buffer in which each tensor lies.
+    #[must_use]
+    pub fn buffer_of(&self, tensor: usize) -> usize {
+        self.buffers
+            .iter()
+            .position(|buffer| buffer.members.contains(&tensor))
+            .unwrap_or(self.buffers.len())
+    }
+
+    /// The tensor that has this buffer to itself, if one has.
+    #[must_use]
+    pub fn single(&self, buffer: usize) -> Option<usize> {
+        match self.buffers[buffer].members.as_slice() {
+            [only] => Some(*only),
+            _ => None,
+        }
+    }
+
+    /// Buffers that hold more than one tensor.
+    pub fn shared(&self) -> impl Iterator<Item = usize> + '_ {
+        let buffers = self.buffers.iter().enumerate();
+        buffers.filter_map(|(index, buffer)| (buffer.members.len() > 1).then_some(index))
+    }
+
+    /// Join tensors into their buffers (lazily).
+    ///
+    /// # Errors
+    /// When the arrays are not of the layout's shapes.
+    pub fn pack(&self, tensors: &[Array]) -> Result<Vec<Array>> {
+        (0..self.buffers.len())
+            .map(|buffer| self.pack_one(buffer, tensors))
+            .collect()
+    }
+
+    /// Join the tensors of one buffer (lazily).
+    ///
+    /// # Errors
+    /// As [`Layout::pack`].
+    pub fn pack_one(&self, buffer: usize, tensors: &[Array]) -> Result<Array> {
+        match self.buffers[buffer].members.as_slice() {
+            [only] => Ok(tensors[*only].clone()),
+            members => {
+                let flat = members.iter().map(|&i| tensors[i].reshape(&[-1]));
+                let flat = flat.collect::<Result<Vec<_>>>()?;
+                Ok(ops::concatenate(&flat, 0)?)
+            }
+        }
+    }
+
+    /// The tensors as views into their buffers, in the order in which they were given to the layout.
+    ///
+    /// # Errors
+    /// When MLX refuses a view of a buffer that is not evaluated.
+    pub fn views(&self, buffers: &[Array]) -> Result<Vec<Array>> {
+        let mut views: Vec<Option<Array>> = vec![None; self.tensors.len()];
+        for (buffer, flat) in self.buffers.iter().zip(buffers) {
+            if let [only] = buffer.members.as_slice() {
+                views[*only] = Some(flat.clone());
+                continue;
+            }
+            let mut offset = 0;
+            for &member in &buffer.members {
+                let tensor = &self.tensors[member];
+                views[member] = Some(array::view(flat, &tensor.shape, offset)?);
+                offset += tensor.size();
+            }
+        }
+        Ok(views.into_iter().flatten().collect())
+    }
+}

@@ -1,0 +1,76 @@
+//! Python's `mx.array` objects and mlx-rs arrays: the same `mlx::core::array`, without a copy.
+//!
+//! Guarantee: an object made here is an ordinary `mlx.core.array`, an [`Array`] read here shares its value. Rationale:
+//! `mlx.core` is built with nanobind, domain `mlx`; the C++ beside this file is built with the same version and domain
+//! and so finds its array type. Limits: the mlx package is pinned, because neither nanobind's nor MLX's C++ ABI is
+//! stable. Threads: every function wants the GIL, which its `Bound` argument proves.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use mlx_rs::Array;
+use pyo3::{ffi::PyObject, prelude::*};
+
+extern "C" {
+    fn faststep_bridge_init(module: *mut PyObject) -> i32;
+    fn faststep_bridge_is_array(object: *mut PyObject) -> i32;
+    fn faststep_bridge_borrow(object: *mut PyObject) -> *mut c_void;
+    fn faststep_bridge_clone(object: *mut PyObject) -> *mut c_void;
+    fn faststep_bridge_wrap(array: *const c_void) -> *mut PyObject;
+    fn faststep_bridge_assign(object: *mut PyObject, array: *const c_void);
+    fn faststep_array_id(array: *const c_void) -> usize;
+}
+
+/// Join the domain of `mlx.core`. To be called once, before anything else of this module.
+pub fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    // SAFETY: a live module; mlx.core has been imported.
+    if unsafe { faststep_bridge_init(module.as_ptr()) } != 0 {
+        return Err(PyErr::fetch(module.py()));
+    }
+    Ok(())
+}
+
+/// Whether the object is an `mx.array`.
+pub fn is_array(object: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: a live object.
+    unsafe { faststep_bridge_is_array(object.as_ptr()) != 0 }
+}
+
+/// The identity of the value inside an `mx.array` object; `None` for other objects.
+pub fn id(object: &Bound<'_, PyAny>) -> Option<usize> {
+    // SAFETY: `borrow` only sees arrays, and what it returns lives as long as the object.
+    is_array(object).then(|| unsafe { faststep_array_id(faststep_bridge_borrow(object.as_ptr())) })
+}
+
+/// The value inside an `mx.array` object; `None` for other objects.
+pub fn get(object: &Bound<'_, PyAny>) -> Option<Array> {
+    // SAFETY: `clone` only sees arrays, and returns a heap handle of the kind that mlx-c's arrays own.
+    is_array(object).then(|| unsafe {
+        Array::from_ptr(mlx_sys::mlx_array {
+            ctx: faststep_bridge_clone(object.as_ptr()),
+        })
+    })
+}
+
+/// A new `mx.array` object.
+pub fn wrap<'py>(py: Python<'py>, array: &Array) -> PyResult<Bound<'py, PyAny>> {
+    // SAFETY: a live array in, a new reference or null with an error set out.
+    unsafe { Bound::from_owned_ptr_or_err(py, faststep_bridge_wrap(array.as_ptr().ctx)) }
+}
+
+/// Give an `mx.array` object another value; other objects stay as they are.
+///
+/// Whoever else holds the object sees it change, and a memoryview of it loses its memory: only for objects that
+/// nobody but the caller's container refers to ([`refcount`]).
+pub fn assign(object: &Bound<'_, PyAny>, array: &Array) {
+    if is_array(object) {
+        // SAFETY: an array object and a live array.
+        unsafe { faststep_bridge_assign(object.as_ptr(), array.as_ptr().ctx) }
+    }
+}
+
+/// How many references there are to the object, the given one included.
+pub fn refcount(object: &Bound<'_, PyAny>) -> isize {
+    // SAFETY: a live object.
+    unsafe { pyo3::ffi::Py_REFCNT(object.as_ptr()) }
+}

@@ -1,0 +1,16 @@
+//! Errors of the engine as Python exceptions.
+use faststep::Error;
+use pyo3::{
+    exceptions::{PyRuntimeError, PyValueError},
+    prelude::*,
+};
+
+/// The exception for an error of the engine.
+pub fn to_python(error: &Error) -> PyErr {
+    match error {
+        Error::Trace(e) | Error::Mlx(e) => PyValueError::new_err(e.what().to_owned()),
+        Error::FirstEvaluation(e) => PyRuntimeError::new_err(e.what().to_owned()),
+        Error::NoParameters => PyValueError::new_err(error.to_string()),
+        Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
+    }
+}

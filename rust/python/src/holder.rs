@@ -1,0 +1,117 @@
+//! The user's objects around an evaluation: they let go of the old arrays before it and show the new ones after it.
+use faststep::step::{Engine, Owner};
+use pyo3::prelude::*;
+
+use crate::{
+    host::Role,
+    moments::Moments,
+    store::Prepared,
+    tree::Slot,
+};
+
+/// Work that may cross the point where the GIL is released.
+struct Unlocked<'a>(&'a mut dyn FnMut());
+
+// SAFETY: the closure runs on the thread that made it, while that thread waits for it.
+#[allow(unsafe_code)]
+unsafe impl Send for Unlocked<'_> {}
+
+impl Unlocked<'_> {
+    fn run(self) {
+        (self.0)();
+    }
+}
+
+/// Waits without the GIL.
+pub struct Waiting<'py>(pub Python<'py>);
+
+impl Owner for Waiting<'_> {
+    fn release(&mut self) {}
+
+    fn unlocked(&mut self, work: &mut dyn FnMut()) {
+        let work = Unlocked(work);
+        self.0.detach(|| work.run());
+    }
+}
+
+/// The slots of one call.
+pub struct Holder<'a, 'py> {
+    py: Python<'py>,
+    prepared: &'a Prepared<'py>,
+    roles: &'a [(Role, Vec<String>)],
+    moments: Option<&'a mut Moments>,
+    released: bool,
+    held: bool,
+    error: Option<PyErr>,
+}
+
+impl<'a, 'py> Holder<'a, 'py> {
+    /// For the slots of a prepared call.
+    pub fn new(
+        py: Python<'py>,
+        prepared: &'a Prepared<'py>,
+        roles: &'a [(Role, Vec<String>)],
+        moments: Option<&'a mut Moments>,
+    ) -> Self {
+        Self {
+            py,
+            prepared,
+            roles,
+            moments,
+            released: false,
+            held: false,
+            error: None,
+        }
+    }
+
+    fn parameters(&self) -> impl Iterator<Item = (usize, &Slot<'py>)> {
+        let slots = self.prepared.model.iter().zip(self.roles);
+        slots.filter_map(|(slot, (role, _))| match role {
+            Role::Parameter(index) => Some((*index, slot)),
+            Role::Other(_) => None,
+        })
+    }
+
+    /// Show what the engine holds, where `release` was called.
+    pub fn show(&mut self, engine: &Engine) -> PyResult<()> {
+        if !self.released {
+            return Ok(());
+        }
+        for (index, slot) in self.parameters() {
+            slot.show(&engine.parameters()[index])?;
+        }
+        for (slot, array) in self.prepared.state.iter().zip(engine.state()) {
+            if !slot.holds(array) {
+                slot.show(array)?;
+            }
+        }
+        if let (Some(moments), true) = (&mut self.moments, self.held) {
+            moments.show(self.py, engine)?;
+        }
+        self.error.take().map_or(Ok(()), Err)
+    }
+}
+
+impl Owner for Holder<'_, '_> {
+    fn release(&mut self) {
+        self.released = true;
+        let hollow = faststep::array::hollow();
+        for (_, slot) in self.parameters() {
+            slot.empty(&hollow);
+        }
+        let Some(moments) = &mut self.moments else {
+            for slot in &self.prepared.state {
+                slot.empty(&hollow);
+            }
+            return;
+        };
+        if moments.is_shown() {
+            self.held = moments.is_held(self.py, self.prepared.state.len());
+            self.error = moments.hide(self.py).err();
+        }
+    }
+
+    fn unlocked(&mut self, work: &mut dyn FnMut()) {
+        Waiting(self.py).unlocked(work);
+    }
+}

@@ -1,0 +1,97 @@
+//! Which store belongs to which optimizer, for `optimizer.state` to be current when it is read.
+use std::{
+    cell::{BorrowMutError, RefCell, RefMut},
+    collections::HashMap,
+    sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
+};
+
+use pyo3::{intern, prelude::*};
+
+use crate::store::Store;
+
+/// A store that several steps share.
+pub struct Shared(RefCell<Store>);
+
+// SAFETY: a store is entered with the GIL held only, which orders all accesses; `Store::check_thread` keeps other threads
+// from running a step, and showing the optimizer's state touches nothing that is bound to a thread.
+#[allow(unsafe_code)]
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Enter the store, unless a step is under way.
+    pub fn try_borrow_mut(&self) -> Result<RefMut<'_, Store>, BorrowMutError> {
+        self.0.try_borrow_mut()
+    }
+}
+
+impl Drop for Shared {
+    // the last step of this pair goes: what it held flat goes back to the optimizer
+    fn drop(&mut self) {
+        Python::attach(|py| {
+            let store = self.0.get_mut();
+            if let Err(error) = store.expose(py) {
+                error.write_unraisable(py, None);
+            }
+        });
+    }
+}
+
+// by the address of the optimizer; a store checks whether it is still that optimizer's
+static STORES: LazyLock<Mutex<HashMap<usize, Weak<Shared>>>> = LazyLock::new(Mutex::default);
+
+fn stores() -> MutexGuard<'static, HashMap<usize, Weak<Shared>>> {
+    STORES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn find(optimizer: &Bound<'_, PyAny>) -> Option<Arc<Shared>> {
+    let address = optimizer.as_ptr() as usize;
+    let found = stores().get(&address).and_then(Weak::upgrade);
+    found
+}
+
+/// The store of a model and an optimizer, a new one where there is none.
+pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Arc<Shared>> {
+    if let Some(found) = find(optimizer) {
+        if found.0.try_borrow().is_ok_and(|store| store.is_of(model, optimizer)) {
+            return Ok(found);
+        }
+    }
+    let new = Arc::new(Shared(RefCell::new(Store::new(model, optimizer)?)));
+    claim(&new, optimizer)?;
+    Ok(new)
+}
+
+/// Make a store the one that keeps the optimizer's state; what another one kept goes back to the optimizer.
+pub fn claim(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
+    let owner = find(optimizer);
+    if owner.as_ref().is_some_and(|owner| Arc::ptr_eq(owner, shared)) {
+        return Ok(());
+    }
+    if let Some(owner) = owner {
+        if let Ok(mut store) = owner.0.try_borrow_mut() {
+            store.expose(optimizer.py())?;
+            store.forget();
+        }
+    }
+    let mut stores = stores();
+    stores.retain(|_, store| store.strong_count() > 0);
+    stores.insert(optimizer.as_ptr() as usize, Arc::downgrade(shared));
+    Ok(())
+}
+
+/// `Optimizer.state`: the optimizer's own dict, made current.
+#[pyfunction]
+pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    if let Some(shared) = find(optimizer) {
+        // while a step is under way, its loss sees the dict as it is
+        if let Ok(mut store) = shared.try_borrow_mut() {
+            if store.is_owner(optimizer) {
+                store.expose(optimizer.py())?;
+            }
+        }
+    }
+    optimizer.getattr(intern!(optimizer.py(), "_state"))
+}

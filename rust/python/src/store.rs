@@ -1,0 +1,516 @@
+//! One model and one optimizer: their arrays in the engine, and whether the user has changed them since.
+//!
+//! Every step of this pair shares the store. The user's objects are the truth: at each call they are walked, and what
+//! is not what the last step left is taken over.
+use std::{rc::Rc, thread::ThreadId};
+
+use faststep::{
+    layout::{Layout, Tensor},
+    optimizer::Optimizer as NativeRule,
+    step::{Engine, Output},
+    trace::Rule,
+};
+use mlx_rs::Array;
+use pyo3::{
+    exceptions::{PyRuntimeError, PyTypeError},
+    intern,
+    prelude::*,
+    types::{PyAnyMethods, PyList, PyWeakrefReference},
+};
+
+use crate::{
+    bridge,
+    errors::to_python,
+    host::Role,
+    moments::Moments,
+    optimizer::native_rule,
+    random::key_list,
+    tree::{rebuild, Place, Scope, Slot, Snapshot, Tree},
+};
+
+/// What a model looks like, apart from the values of its arrays.
+pub struct ModelSignature {
+    /// Tells signatures of one store apart.
+    pub id: usize,
+    tree: Tree,
+    /// The role of each slot, and the path to it.
+    pub roles: Rc<Vec<(Role, Vec<String>)>>,
+    /// The tree of trainable parameters, with holes for the arrays.
+    pub trainable: Py<PyAny>,
+    parameters: Vec<usize>, // the slot of each
+    aliased: bool,
+}
+
+impl ModelSignature {
+    fn paths(&self) -> Vec<Vec<String>> {
+        self.parameters.iter().map(|&slot| self.roles[slot].1.clone()).collect()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        self.parameters.iter().map(|&slot| self.tree.tensors()[slot].clone()).collect()
+    }
+}
+
+/// The slots of a call, and what undoes its preparation.
+pub struct Prepared<'py> {
+    /// The model's array slots.
+    pub model: Vec<Slot<'py>>,
+    /// The slots of the optimizer's arrays that the engine's state stands for.
+    pub state: Vec<Slot<'py>>,
+    /// What the optimizer was before it was initialised, if that has just been done.
+    pub undo: Option<Snapshot<'py>>,
+}
+
+/// The state of one model and optimizer.
+pub struct Store {
+    model: Py<PyWeakrefReference>,
+    optimizer: Py<PyWeakrefReference>,
+    thread: ThreadId,
+    /// `mx.random`'s key list of the thread.
+    pub key_list: Py<PyList>,
+    models: Vec<Rc<ModelSignature>>,
+    current: Option<Rc<ModelSignature>>,
+    options: Vec<(usize, Tree)>, // most recent last
+    next_id: usize,
+    /// The values of the model's other arrays.
+    pub others: Vec<Array>,
+    /// Parameters and state, once a step has begun.
+    pub engine: Option<Engine>,
+    /// The dicts of a natively updated optimizer.
+    pub moments: Option<Moments>,
+    /// How the optimizer is updated.
+    pub rule: Rule,
+}
+
+fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
+    Ok(object.get_type().fully_qualified_name()?.to_string())
+}
+
+impl Store {
+    /// A store that takes over nothing yet.
+    pub fn new(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if !crate::tree::is_module(model) {
+            let message = format!("model: expected mlx.nn.Module, got {}", class_name(model)?);
+            return Err(PyTypeError::new_err(message));
+        }
+        if !crate::tree::is_optimizer(optimizer) {
+            let message = format!(
+                "optimizer: expected mlx.optimizers.Optimizer, got {}",
+                class_name(optimizer)?
+            );
+            return Err(PyTypeError::new_err(message));
+        }
+        Ok(Self {
+            model: PyWeakrefReference::new(model)?.unbind(),
+            optimizer: PyWeakrefReference::new(optimizer)?.unbind(),
+            thread: std::thread::current().id(),
+            key_list: key_list(model.py())?.unbind(),
+            models: Vec::new(),
+            current: None,
+            options: Vec::new(),
+            next_id: 0,
+            others: Vec::new(),
+            engine: None,
+            moments: None,
+            rule: Rule::None,
+        })
+    }
+
+    /// Whether this is the store of that model and optimizer.
+    pub fn is_of(&self, model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> bool {
+        let py = model.py();
+        self.model.bind(py).upgrade().is_some_and(|m| m.is(model)) && self.is_owner(optimizer)
+    }
+
+    /// Whether the store is of that optimizer.
+    pub fn is_owner(&self, optimizer: &Bound<'_, PyAny>) -> bool {
+        let mine = self.optimizer.bind(optimizer.py()).upgrade();
+        mine.is_some_and(|mine| mine.is(optimizer))
+    }
+
+    /// An error on every thread but the one that made the store.
+    pub fn check_thread(&self) -> PyResult<()> {
+        if std::thread::current().id() == self.thread {
+            return Ok(());
+        }
+        Err(PyRuntimeError::new_err(
+            "this step belongs to the thread that made it, because MLX's streams and random state do: \
+             call it there, or make a Step of its own in this thread",
+        ))
+    }
+
+    /// The model's signature at the last preparation.
+    pub fn signature(&self) -> PyResult<Rc<ModelSignature>> {
+        let current = self.current.clone();
+        current.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))
+    }
+
+    /// The id of the optimizer's options at the last preparation.
+    pub fn options_id(&self) -> usize {
+        self.options.last().map_or(0, |(id, _)| *id)
+    }
+
+    /// Take over whatever the user has changed since the last step.
+    pub fn prepare<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Prepared<'py>> {
+        let slots = self.look_at_model(model)?;
+        self.look_at_moments(optimizer)?;
+        let mut undo = None;
+        let state = match self.look_at_optimizer(optimizer)? {
+            Some(state) => state,
+            None => {
+                undo = Some(self.adopt(model, optimizer, &slots)?);
+                self.state_slots(optimizer)?
+            }
+        };
+        self.take_values(&slots, &state, undo.is_some())?;
+        Ok(Prepared {
+            model: slots,
+            state,
+            undo,
+        })
+    }
+
+    /// Forget what was taken over; the next step takes it over anew.
+    pub fn forget(&mut self) {
+        self.engine = None;
+        self.moments = None;
+    }
+
+    /// Make `optimizer.state` current.
+    pub fn expose(&mut self, py: Python<'_>) -> PyResult<()> {
+        match (&mut self.moments, &self.engine) {
+            (Some(moments), Some(engine)) => moments.show(py, engine),
+            _ => Ok(()),
+        }
+    }
+
+    fn known(&self) -> Vec<usize> {
+        let (Some(current), Some(engine)) = (&self.current, &self.engine) else {
+            return Vec::new();
+        };
+        let id = |array: Option<&Array>| array.map_or(0, faststep::array::id);
+        let roles = current.roles.iter().map(|(role, _)| match role {
+            Role::Parameter(i) => id(engine.parameters().get(*i)),
+            Role::Other(i) => id(self.others.get(*i)),
+        });
+        roles.collect()
+    }
+
+    fn look_at_model<'py>(&mut self, model: &Bound<'py, PyAny>) -> PyResult<Vec<Slot<'py>>> {
+        if let Some(current) = &self.current {
+            if let Some(slots) = current.tree.check(model, Scope::Whole, &self.known()) {
+                return Ok(slots);
+            }
+        }
+        let py = model.py();
+        let (tree, slots) = Tree::record(model, Scope::Whole)?;
+        let at = self.models.iter().position(|known| known.tree.equals(&tree, py));
+        let signature = match at {
+            // the recorded objects are the ones that a fast check will meet again
+            Some(at) => {
+                let known = self.models.remove(at);
+                Rc::new(ModelSignature {
+                    id: known.id,
+                    tree,
+                    roles: known.roles.clone(),
+                    trainable: known.trainable.clone_ref(py),
+                    parameters: known.parameters.clone(),
+                    aliased: known.aliased,
+                })
+            }
+            None => Rc::new(self.sign(model, tree, &slots)?),
+        };
+        self.models.push(signature.clone());
+        if self.models.len() > crate::step::MAX_TRACES {
+            self.models.remove(0);
+        }
+        self.switch(py, signature)?;
+        Ok(slots)
+    }
+
+    fn sign(
+        &mut self,
+        model: &Bound<'_, PyAny>,
+        tree: Tree,
+        slots: &[Slot<'_>],
+    ) -> PyResult<ModelSignature> {
+        let py = model.py();
+        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+        let hole = bridge::wrap(py, &faststep::array::hollow())?;
+        let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
+        let trainable_paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
+        let trainable_paths: std::collections::HashSet<_> = trainable_paths.into_iter().collect();
+        let (mut parameters, mut others) = (Vec::new(), 0);
+        let mut roles = Vec::new();
+        for (slot, path) in tree.paths(py).into_iter().enumerate() {
+            if trainable_paths.contains(&path) {
+                roles.push((Role::Parameter(parameters.len()), path));
+                parameters.push(slot);
+            } else {
+                roles.push((Role::Other(others), path));
+                others += 1;
+            }
+        }
+        let mut places = std::collections::HashSet::new();
+        let aliased = !slots.iter().all(|slot| match &slot.place {
+            Place::Dict(dict, key) => places.insert((dict.as_ptr(), key.as_ptr() as usize)),
+            Place::List(list, index) => places.insert((list.as_ptr(), *index)),
+            Place::Tuple => true,
+        });
+        self.next_id += 1;
+        Ok(ModelSignature {
+            id: self.next_id,
+            tree,
+            roles: Rc::new(roles),
+            trainable: trainable.unbind(),
+            parameters,
+            aliased,
+        })
+    }
+
+    // another signature: the engine stays where it trains the same tensors
+    fn switch(&mut self, py: Python<'_>, signature: Rc<ModelSignature>) -> PyResult<()> {
+        if let Some(old) = &self.current {
+            if old.paths() != signature.paths() || old.tensors() != signature.tensors() {
+                self.expose(py)?;
+                self.forget();
+            }
+        }
+        self.others.clear();
+        self.current = Some(signature);
+        Ok(())
+    }
+
+    // nothing in the dicts of a native optimizer's state may have been replaced
+    fn look_at_moments(&mut self, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
+        let current = match &self.moments {
+            Some(moments) => moments.is_current(optimizer)?,
+            None => true,
+        };
+        if !current {
+            self.forget();
+        }
+        Ok(())
+    }
+
+    // the optimizer's slots; None when it has to be adopted anew
+    fn look_at_optimizer<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Vec<Slot<'py>>>> {
+        let Some(engine) = &self.engine else {
+            return Ok(None);
+        };
+        let scope = self.scope();
+        let known: Vec<usize> = match scope {
+            Scope::Whole => engine.state().iter().map(faststep::array::id).collect(),
+            Scope::Options | Scope::Arguments => Vec::new(),
+        };
+        let tree = self.options.last().map(|(_, tree)| tree);
+        if let Some(slots) = tree.and_then(|tree| tree.check(optimizer, scope, &known)) {
+            return self.state_or(slots, optimizer);
+        }
+        let before = tree.map(|tree| tree.tensors().to_vec());
+        let (tree, slots) = Tree::record(optimizer, scope)?;
+        let same = before.is_some_and(|before| before == tree.tensors());
+        self.sign_options(optimizer.py(), tree);
+        if let Rule::Native(old) = &self.rule {
+            match native_rule(optimizer) {
+                Some(rule) if rule.moments() == old.moments() => self.rule = Rule::Native(rule),
+                _ => return Ok(None),
+            }
+        } else if !same {
+            return Ok(None);
+        }
+        self.state_or(slots, optimizer)
+    }
+
+    fn state_or<'py>(
+        &self,
+        slots: Vec<Slot<'py>>,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Vec<Slot<'py>>>> {
+        match &self.moments {
+            Some(moments) => Ok(moments.scalars(optimizer.py())?.map(Vec::from)),
+            None => Ok(Some(slots)),
+        }
+    }
+
+    fn scope(&self) -> Scope {
+        match self.rule {
+            Rule::Native(_) => Scope::Options,
+            Rule::Host | Rule::None => Scope::Whole,
+        }
+    }
+
+    fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
+        let at = self.options.iter().position(|(_, known)| known.equals(&tree, py));
+        let id = match at {
+            Some(at) => self.options.remove(at).0,
+            None => {
+                self.next_id += 1;
+                self.next_id
+            }
+        };
+        self.options.push((id, tree));
+        if self.options.len() > crate::step::MAX_TRACES {
+            self.options.remove(0);
+        }
+    }
+
+    // lay the model's and the optimizer's arrays out anew
+    fn adopt<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        slots: &[Slot<'py>],
+    ) -> PyResult<Snapshot<'py>> {
+        let py = model.py();
+        self.expose(py)?;
+        self.forget();
+        let signature = self.signature()?;
+        let snapshot = Snapshot::take(optimizer)?;
+        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+        optimizer.call_method1(intern!(py, "init"), (trainable,))?;
+        let parameters = signature.parameters.iter().map(|&slot| bridge::get(&slots[slot].object));
+        let parameters: Vec<Array> = parameters.flatten().collect();
+        let built = match self.native_state(optimizer, &signature)? {
+            Some((layout, moments, state)) => {
+                self.moments = Some(moments);
+                Engine::new(Rc::new(layout), parameters, state)
+            }
+            None => {
+                self.rule = Rule::Host;
+                let layout = Layout::separate(signature.tensors());
+                let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
+                let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
+                Engine::new(Rc::new(layout), parameters, state.collect())
+            }
+        };
+        let (tree, _) = Tree::record(optimizer, self.scope())?;
+        self.sign_options(py, tree);
+        match built {
+            Ok(engine) => {
+                self.engine = Some(engine);
+                Ok(snapshot)
+            }
+            Err(error) => {
+                snapshot.restore()?;
+                self.forget();
+                Err(to_python(&error))
+            }
+        }
+    }
+
+    #[allow(clippy::type_complexity)]
+    fn native_state(
+        &mut self,
+        optimizer: &Bound<'_, PyAny>,
+        signature: &ModelSignature,
+    ) -> PyResult<Option<(Layout, Moments, Vec<Array>)>> {
+        let tensors = signature.tensors();
+        let native = native_rule(optimizer).filter(|_| {
+            !signature.aliased && tensors.iter().all(|t| NativeRule::supports(t.dtype))
+        });
+        let Some(rule) = native else {
+            return Ok(None);
+        };
+        let Some(moments) = Moments::find(optimizer, &signature.paths(), rule.moments())? else {
+            return Ok(None);
+        };
+        let Some([step, rate]) = moments.scalars(optimizer.py())? else {
+            return Ok(None);
+        };
+        let mut state: Vec<Array> = [step, rate].iter().filter_map(|slot| bridge::get(&slot.object)).collect();
+        let layout = Layout::flat(tensors.clone());
+        for moment in moments.arrays() {
+            if moment.iter().map(Tensor::of).ne(tensors.iter().cloned()) {
+                return Ok(None); // moments of another shape or dtype: as the optimizer itself would take them
+            }
+            let packed = layout.pack(&moment);
+            state.extend(packed.map_err(|e| to_python(&faststep::Error::Mlx(e)))?);
+        }
+        self.rule = Rule::Native(rule);
+        Ok(Some((layout, moments, state)))
+    }
+
+    fn state_slots<'py>(&self, optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<Slot<'py>>> {
+        match &self.moments {
+            Some(moments) => Ok(moments.scalars(optimizer.py())?.map(Vec::from).unwrap_or_default()),
+            None => Ok(Tree::record(optimizer, Scope::Whole)?.1),
+        }
+    }
+
+    /// Show what a step wrote beside parameters and optimizer state: buffers and the random key.
+    pub fn take_output(
+        &mut self,
+        py: Python<'_>,
+        prepared: &Prepared<'_>,
+        output: &Output,
+    ) -> PyResult<()> {
+        let signature = self.signature()?;
+        for (index, array) in &output.others {
+            let slots = prepared.model.iter().zip(signature.roles.iter());
+            let mut found = slots.filter(|(_, (role, _))| *role == Role::Other(*index));
+            if let Some((slot, _)) = found.next() {
+                self.others[*index] = array.clone();
+                slot.show(array)?;
+            }
+        }
+        if let Some(key) = &output.key {
+            let keys = self.key_list.bind(py);
+            keys.set_item(0, bridge::wrap(py, key)?)?;
+        }
+        Ok(())
+    }
+
+    // arrays that are not the ones that the last step left
+    fn take_values(
+        &mut self,
+        model: &[Slot<'_>],
+        state: &[Slot<'_>],
+        adopted: bool,
+    ) -> PyResult<()> {
+        let signature = self.signature()?;
+        let Some(engine) = &mut self.engine else {
+            return Ok(());
+        };
+        let differs = |slot: &Slot<'_>, array: Option<&Array>| {
+            bridge::id(&slot.object) != array.map(faststep::array::id)
+        };
+        let mut changed = Vec::new();
+        for (slot, (role, _)) in model.iter().zip(signature.roles.iter()) {
+            let known = match role {
+                Role::Parameter(i) => engine.parameters().get(*i),
+                Role::Other(i) => self.others.get(*i),
+            };
+            if !differs(slot, known) {
+                continue;
+            }
+            let Some(value) = bridge::get(&slot.object) else {
+                continue;
+            };
+            match role {
+                Role::Parameter(_) if adopted => {}
+                Role::Parameter(i) => changed.push((*i, value)),
+                Role::Other(i) if *i < self.others.len() => self.others[*i] = value,
+                Role::Other(_) => self.others.push(value),
+            }
+        }
+        for (index, slot) in state.iter().enumerate() {
+            if differs(slot, engine.state().get(index)) {
+                if let Some(value) = bridge::get(&slot.object) {
+                    engine.set_state(index, value);
+                }
+            }
+        }
+        if !changed.is_empty() {
+            engine.set_parameters(changed).map_err(|e| to_python(&e))?;
+        }
+        Ok(())
+    }
+}
