@@ -183,9 +183,20 @@ def update(
 
 def snapshot(model: nn.Module, optimizer: optim.Optimizer | None = None) -> dict[str, np.ndarray]:
     """Copy all that a step may change: arrays of the model, optimizer state, random state."""
-    trees = {"model": model.parameters(), "optimizer": optimizer.state if optimizer else {}}
-    arrays = dict(tree_flatten(trees)) | {"random": mx.random.state[0]}
-    return {name: to_numpy(array) for name, array in arrays.items()}
+    trees = {"model": model.parameters(), "optimizer": optimizer.state if optimizer else {}, "random": random_key()}
+    return {name: to_numpy(array) for name, array in flat(trees).items()}
+
+
+def flat(tree: Tree) -> dict[str, mx.array]:
+    """Name the arrays of a tree by their paths; they are the tree's own."""
+    return {path: leaf for path, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)}  # type: ignore[str-unpack]
+
+
+def random_key() -> mx.array:
+    """Return the key that this thread's next random numbers come from."""
+    state: Tree = mx.random.state
+    key: mx.array = state[0]
+    return key
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
@@ -208,8 +219,9 @@ def copy_tree(tree: Tree) -> Tree:
 
 def save_and_load(tree: Tree, file: str) -> Tree:
     """Write a tree to a safetensors file and read it again."""
-    mx.save_safetensors(file, dict(tree_flatten(tree)))
-    return tree_unflatten(list(mx.load(file).items()))
+    mx.save_safetensors(file, flat(tree))
+    loaded: Tree = mx.load(file)
+    return tree_unflatten(list(loaded.items()))
 
 
 def run(row: Row, make: MakeStep, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:

@@ -61,11 +61,11 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = {
+        self.parts: dict[str, Any] = {
             "in": [nn.Linear(WIDTH, WIDTH), {"deep": nn.Linear(WIDTH, WIDTH)}],
             "out": nn.Linear(WIDTH, CLASSES),
         }
-        self.gains = [mx.ones((WIDTH,)), {"late": mx.array(0.5)}]
+        self.gains: list[Any] = [mx.ones((WIDTH,)), {"late": mx.array(0.5)}]
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map [batch, width] to logits [batch, classes]."""

@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 from conftest import Child
 from faststep import Step
-from helpers import Row
-from mlx.utils import tree_flatten
+from helpers import Row, flat, random_key
 from models import MODELS
 
 STATM = Path("/proc/self/statm")
@@ -64,13 +63,13 @@ def test_memory_is_flat_over_1500_steps(child: Child, model: str, optimizer: str
 def test_names_dtypes_and_shapes_are_kept(name: str) -> None:
     row = Row(name, "adamw", 1.0)
     model, optimizer = row.new()
-    before = {path: (array.dtype, array.shape) for path, array in tree_flatten(model.parameters())}
-    trained = {path for path, _ in tree_flatten(model.trainable_parameters())}
+    before = {path: (array.dtype, array.shape) for path, array in flat(model.parameters()).items()}
+    trained = set(flat(model.trainable_parameters()))
     step = Step(model, optimizer, row.case.loss_fn, max_grad_norm=1.0)
     for batch in row.case.batches(3):
         step(*batch)
-    assert {path: (array.dtype, array.shape) for path, array in tree_flatten(model.parameters())} == before
-    moments = {path: array for path, array in tree_flatten(optimizer.state) if path.endswith((".m", ".v"))}
+    assert {path: (array.dtype, array.shape) for path, array in flat(model.parameters()).items()} == before
+    moments = {path: array for path, array in flat(optimizer.state).items() if path.endswith((".m", ".v"))}
     assert {path[:-2] for path in moments} == trained
     for path, moment in moments.items():
         assert (moment.dtype, moment.shape) == before[path[:-2]], path
@@ -116,10 +115,10 @@ def test_arrays_that_a_step_does_not_change_stay_the_same_objects() -> None:
     row = Row("lora", "adamw")
     model, optimizer = row.new()
     frozen = [model.widen.weight, model.adapted[0].base.weight, model.adapted[1].base.scales]
-    key = mx.random.state[0]
+    key = random_key()
     step = Step(model, optimizer, row.case.loss_fn)
     for batch in row.case.batches(3):
         step(*batch)
     now = [model.widen.weight, model.adapted[0].base.weight, model.adapted[1].base.scales]
     assert all(a is b for a, b in zip(now, frozen, strict=True))
-    assert mx.array_equal(mx.random.state[0], key)
+    assert mx.array_equal(random_key(), key)
