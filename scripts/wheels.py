@@ -28,6 +28,7 @@ def main(names: list[str]) -> None:
     """Build what can be built and print one line for each interpreter."""
     missing = []
     built = []
+    run(["cargo", "fetch", "--quiet", "--locked"])  # a registry's directory is known once something lies in it
     for name in names:
         if reason := why_missing(name):
             missing.append(f"{name}: {reason}")
@@ -75,7 +76,8 @@ def machine_paths() -> dict[str, str]:
     """Return the directories of this machine, outermost first, and what stands for each in a wheel."""
     home = Path.home()
     cargo = Path(os.environ.get("CARGO_HOME", home / ".cargo"))
-    return {str(home): "home", str(cargo): "cargo", str(ROOT): "faststep"}
+    registries = {str(path): "crates" for path in (cargo / "registry" / "src").glob("*")}
+    return {str(home): "home", str(cargo): "cargo", **registries, str(ROOT): "faststep"}
 
 
 def build_environment(python: Path) -> dict[str, str]:
@@ -94,7 +96,7 @@ def build_environment(python: Path) -> dict[str, str]:
 
 def check(wheel: Path) -> None:
     """Refuse a wheel with a copy of a library, a path of this machine, or symbols newer than its tag says."""
-    paths = [path.encode() + b"/" for path in (*machine_paths(), tempfile.gettempdir())]
+    paths = [path.encode() + b"/" for path in (*machine_paths(), tempfile.gettempdir(), "registry/src")]
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             content = archive.read(name)
