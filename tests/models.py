@@ -28,11 +28,11 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Buffers (BatchNorm's) and random numbers (dropout's)."""
+    """Buffers (BatchNorm's) and random numbers (dropout's); a bias would have the noise of zero as its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 4, kernel_size=3, padding=1)
+        self.conv = nn.Conv2d(1, 4, kernel_size=3, padding=1, bias=False)
         self.norm = nn.BatchNorm(4)
         self.dropout = nn.Dropout(0.3)
         self.head = nn.Linear(4, CLASSES)
