@@ -2,7 +2,10 @@
 //!
 //! The function's inputs and outputs are plain lists of arrays in a fixed order, so that MLX can compile it, and
 //! whoever evaluates it needs to know nothing of what is in it.
-use std::{cell::RefCell, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
 
 use mlx_rs::{
     error::{Exception, Result},
@@ -10,7 +13,7 @@ use mlx_rs::{
     Array,
 };
 
-use crate::{clip, layout::Layout, optimizer::Optimizer};
+use crate::{array, clip, layout::Layout, optimizer::Optimizer};
 
 /// What the loss is computed from.
 #[derive(Clone, Copy, Debug)]
@@ -128,7 +131,9 @@ type Function = Box<dyn FnMut(&[Array]) -> Result<Vec<Array>>>;
 pub struct Trace {
     function: Function,
     outline: Rc<RefCell<Outline>>,
-    pub(crate) recipe: Rc<Recipe>,
+    recipe: Rc<Recipe>,
+    traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
+    eager: bool,
     pub(crate) warm: bool,
 }
 
@@ -146,9 +151,11 @@ impl Trace {
     pub fn new(recipe: Recipe, host: Rc<dyn Host>, compiled: bool) -> Self {
         let recipe = Rc::new(recipe);
         let outline = Rc::new(RefCell::new(Outline::default()));
+        let traced = Rc::new(Cell::new(0));
         let body = {
-            let (recipe, outline) = (recipe.clone(), outline.clone());
+            let (recipe, outline, traced) = (recipe.clone(), outline.clone(), traced.clone());
             move |inputs: &[Array]| -> Result<Vec<Array>> {
+                traced.set(inputs.first().map_or(0, array::id));
                 Body {
                     recipe: &recipe,
                     host: &*host,
@@ -166,13 +173,27 @@ impl Trace {
             function,
             outline,
             recipe,
+            traced,
+            eager: !compiled,
             warm: false,
         }
     }
 
+    /// Whether the host is called at every call: without `compiled`, and where MLX compiles nothing because it finds no
+    /// compiler or has been told not to.
+    #[must_use]
+    pub fn is_eager(&self) -> bool {
+        self.eager
+    }
+
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.
     pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<(Vec<Array>, Outline)> {
+        self.traced.set(0);
         let outputs = (self.function)(inputs)?;
+        if self.traced.get() != 0 {
+            // a trace sees tracers, an eager call the arrays themselves
+            self.eager = inputs.first().map(array::id) == Some(self.traced.get());
+        }
         Ok((outputs, self.outline.borrow().clone()))
     }
 }

@@ -70,6 +70,7 @@ struct Inner {
     max_grad_norm: Option<f64>,
     in_flight: usize,
     compiled: bool,
+    checked: bool,
     host: Rc<PythonHost>,
     entries: Vec<Entry>, // most recent last
     steps: usize,
@@ -99,6 +100,7 @@ impl Step {
                 max_grad_norm,
                 in_flight,
                 compiled: compile,
+                checked: false,
                 host: Rc::new(PythonHost::default()),
                 entries: Vec::new(),
                 steps: 0,
@@ -338,11 +340,27 @@ impl Inner {
     }
 
     fn way_of(&self, store: &Store) -> &'static str {
-        match (self.compiled, &store.rule) {
-            (false, _) => "plain",
-            (true, Rule::Native(_)) => "native",
-            (true, _) => "traced",
+        let eager = self.entries.last().is_none_or(|entry| entry.trace.is_eager());
+        match (eager, &store.rule) {
+            (true, _) => "plain",
+            (false, Rule::Native(_)) => "native",
+            (false, _) => "traced",
         }
+    }
+
+    // where MLX finds no g++ it compiles nothing for the CPU, without a word
+    fn check_compiler(&mut self, py: Python<'_>) -> PyResult<()> {
+        if !self.compiled || std::mem::replace(&mut self.checked, true) {
+            return Ok(());
+        }
+        let mlx = py.import("mlx.core")?;
+        let device = mlx.call_method0("default_device")?.getattr("type")?;
+        let compiler = py.import("shutil")?.call_method1("which", ("g++",))?;
+        if cfg!(target_os = "linux") && compiler.is_none() && device.eq(mlx.getattr("cpu")?)? {
+            fall_back(py, "there is no C++ compiler (g++) on this machine")?;
+            self.compiled = false;
+        }
+        Ok(())
     }
 
     // the call's trace becomes the last entry; a new one has a cause
@@ -354,6 +372,7 @@ impl Inner {
         update: bool,
     ) -> PyResult<Option<String>> {
         let py = user.py();
+        self.check_compiler(py)?;
         let signature = store.signature()?;
         let rule = if update { store.rule.clone() } else { Rule::None };
         let options = if update { store.options_id() } else { 0 };
@@ -494,11 +513,11 @@ fn fill<'a, 'py>(
     })
 }
 
-// without a working compiler MLX cannot build its fused CPU kernels: nothing has changed by then
+// a kernel that the compiler refuses (a full disk will do): nothing has changed by then
 fn from_device(error: &Error) -> Stop {
     match error {
         Error::FirstEvaluation(e) if e.what().contains("[Compile::eval_cpu]") => {
-            Stop::Untraceable("MLX found no C++ compiler (g++) for its fused CPU kernels".into())
+            Stop::Untraceable("the C++ compiler (g++) failed on one of MLX's CPU kernels".into())
         }
         _ => Stop::Raised(to_python(error)),
     }
