@@ -7,7 +7,7 @@ Model, loss and optimizer are plain MLX; the training step is one call::
 First the same 20 steps run in plain MLX, in compiled MLX and with ``fast_step``: the numbers agree, and the table shows
 what the step gains. Then the model trains, shows its loss on files it never sees, and writes some Python of its own::
 
-    python examples/char_gpt.py --steps 1000 --out runs/char_gpt
+    python examples/char_gpt.py --steps 800 --out runs/char_gpt
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def plot(curve: Curve, file: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source of Python's standard library.")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="training steps (default: %(default)s)")
     parser.add_argument("--compare", type=int, default=20, help="steps taken three ways first; 0: none (%(default)s)")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between held-out losses (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/char_gpt"), help="folder for the results (%(default)s)")
