@@ -64,7 +64,7 @@ test: lint types test-rust test-python test-consumer test-install deny ## All th
 	@echo "make test: all passed"
 
 test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests of the Rust crates
-	$(CARGO_TEST) --package faststep
+	$(CARGO_TEST) --workspace
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
 	python -m pytest --ignore tests/test_install.py

@@ -78,7 +78,12 @@ impl<'a, 'py> Holder<'a, 'py> {
             return Ok(());
         }
         for (index, slot) in self.parameters() {
-            slot.show(&engine.parameters()[index])?;
+            let array = &engine.parameters()[index];
+            if self.prepared.aliased {
+                slot.put(array)?; // the last of the slots that are one wins, as in `model.update`
+            } else {
+                slot.show(array)?;
+            }
         }
         for (slot, array) in self.prepared.state.iter().zip(engine.state()) {
             if !slot.holds(array) {

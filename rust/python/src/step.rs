@@ -271,6 +271,7 @@ impl Inner {
             }
             let output = outcome?;
             store.take_output(py, &prepared, &output)?;
+            store.check_layout(py)?;
             Ok(output)
         });
         if outcome.is_err() {

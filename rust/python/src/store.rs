@@ -25,7 +25,7 @@ use crate::{
     moments::Moments,
     optimizer::native_rule,
     random::key_list,
-    tree::{rebuild, Place, Scope, Slot, Snapshot, Tree},
+    tree::{rebuild, Scope, Slot, Snapshot, Tree},
 };
 
 /// What a model looks like, apart from the values of its arrays.
@@ -38,7 +38,6 @@ pub struct ModelSignature {
     /// The tree of trainable parameters, with holes for the arrays.
     pub trainable: Py<PyAny>,
     parameters: Vec<usize>, // the slot of each
-    aliased: bool,
 }
 
 impl ModelSignature {
@@ -57,6 +56,8 @@ pub struct Prepared<'py> {
     pub model: Vec<Slot<'py>>,
     /// The slots of the optimizer's arrays that the engine's state stands for.
     pub state: Vec<Slot<'py>>,
+    /// Whether several of the model's slots are one.
+    pub aliased: bool,
     /// What the optimizer was before it was initialised, if that has just been done.
     pub undo: Option<Snapshot<'py>>,
 }
@@ -168,10 +169,25 @@ impl Store {
         };
         self.take_values(&slots, &state, undo.is_some())?;
         Ok(Prepared {
+            aliased: self.signature()?.tree.is_aliased(),
             model: slots,
             state,
             undo,
         })
+    }
+
+    /// After a new trace: where an update gave a parameter another dtype, everything is looked at anew.
+    pub fn check_layout(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(engine) = &self.engine else {
+            return Ok(());
+        };
+        let now = engine.parameters().iter().map(Tensor::of);
+        if now.ne(engine.layout().tensors().iter().cloned()) {
+            self.expose(py)?;
+            self.forget();
+            self.current = None;
+        }
+        Ok(())
     }
 
     /// Forget what was taken over; the next step takes it over anew.
@@ -219,10 +235,9 @@ impl Store {
                     roles: known.roles.clone(),
                     trainable: known.trainable.clone_ref(py),
                     parameters: known.parameters.clone(),
-                    aliased: known.aliased,
                 })
             }
-            None => Rc::new(self.sign(model, tree, &slots)?),
+            None => Rc::new(self.sign(model, tree)?),
         };
         self.models.push(signature.clone());
         if self.models.len() > crate::step::MAX_TRACES {
@@ -236,7 +251,6 @@ impl Store {
         &mut self,
         model: &Bound<'_, PyAny>,
         tree: Tree,
-        slots: &[Slot<'_>],
     ) -> PyResult<ModelSignature> {
         let py = model.py();
         let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
@@ -255,12 +269,6 @@ impl Store {
                 others += 1;
             }
         }
-        let mut places = std::collections::HashSet::new();
-        let aliased = !slots.iter().all(|slot| match &slot.place {
-            Place::Dict(dict, key) => places.insert((dict.as_ptr(), key.as_ptr() as usize)),
-            Place::List(list, index) => places.insert((list.as_ptr(), *index)),
-            Place::Tuple => true,
-        });
         self.next_id += 1;
         Ok(ModelSignature {
             id: self.next_id,
@@ -268,14 +276,16 @@ impl Store {
             roles: Rc::new(roles),
             trainable: trainable.unbind(),
             parameters,
-            aliased,
         })
     }
 
     // another signature: the engine stays where it trains the same tensors
     fn switch(&mut self, py: Python<'_>, signature: Rc<ModelSignature>) -> PyResult<()> {
         if let Some(old) = &self.current {
-            if old.paths() != signature.paths() || old.tensors() != signature.tensors() {
+            let same = old.paths() == signature.paths()
+                && old.tensors() == signature.tensors()
+                && old.tree.is_aliased() == signature.tree.is_aliased();
+            if !same {
                 self.expose(py)?;
                 self.forget();
             }
@@ -414,7 +424,7 @@ impl Store {
     ) -> PyResult<Option<(Layout, Moments, Vec<Array>)>> {
         let tensors = signature.tensors();
         let native = native_rule(optimizer).filter(|_| {
-            !signature.aliased && tensors.iter().all(|t| NativeRule::supports(t.dtype))
+            !signature.tree.is_aliased() && tensors.iter().all(|t| NativeRule::supports(t.dtype))
         });
         let Some(rule) = native else {
             return Ok(None);
@@ -458,7 +468,11 @@ impl Store {
             let mut found = slots.filter(|(_, (role, _))| *role == Role::Other(*index));
             if let Some((slot, _)) = found.next() {
                 self.others[*index] = array.clone();
-                slot.show(array)?;
+                if prepared.aliased {
+                    slot.put(array)?;
+                } else {
+                    slot.show(array)?;
+                }
             }
         }
         if let Some(key) = &output.key {

@@ -82,6 +82,11 @@ impl<'py> Slot<'py> {
             bridge::assign(&self.object, array);
             return Ok(());
         }
+        self.put(array)
+    }
+
+    /// Put a new object with another value into the slot.
+    pub fn put(&self, array: &Array) -> PyResult<()> {
         self.place.set(&bridge::wrap(self.object.py(), array)?)
     }
 
@@ -331,6 +336,17 @@ enum Item {
 pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
+    aliases: Vec<(usize, usize)>,
+}
+
+/// Containers that stand at several places: the number of each, and of the one before it that is the same.
+fn aliases(containers: &[usize]) -> Vec<(usize, usize)> {
+    let mut sorted: Vec<(usize, usize)> = containers.iter().copied().zip(0..).collect();
+    sorted.sort_unstable();
+    let pairs = sorted.windows(2).filter(|pair| pair[0].0 == pair[1].0);
+    let mut pairs: Vec<_> = pairs.map(|pair| (pair[1].1, pair[0].1)).collect();
+    pairs.sort_unstable();
+    pairs
 }
 
 impl Tree {
@@ -347,6 +363,7 @@ impl Tree {
             ..Recorder::default()
         };
         recorder.run(root)?;
+        recorder.tree.aliases = aliases(&recorder.containers);
         Ok((recorder.tree, recorder.slots))
     }
 
@@ -395,9 +412,16 @@ impl Tree {
             known,
             at: 0,
             slots: Vec::with_capacity(self.tensors.len()),
+            containers: Vec::new(),
         };
         walk(root.clone(), Place::Tuple, 0, &mut checker)?;
-        (checker.at == self.items.len()).then_some(checker.slots)
+        let same = checker.at == self.items.len() && aliases(&checker.containers) == self.aliases;
+        same.then_some(checker.slots)
+    }
+
+    /// Whether a container of arrays stands at more than one place.
+    pub fn is_aliased(&self) -> bool {
+        !self.aliases.is_empty()
     }
 
     /// Shape and dtype of the array in each slot.
@@ -408,6 +432,7 @@ impl Tree {
     /// Whether both have the same keys and values, and arrays of the same shapes and dtypes.
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         self.tensors == other.tensors
+            && self.aliases == other.aliases
             && self.items.len() == other.items.len()
             && self.items.iter().zip(&other.items).all(|pair| match pair {
                 (Item::Open(a, n), Item::Open(b, m)) => a == b && n == m,
@@ -507,6 +532,7 @@ impl Paths {
 struct Recorder<'py> {
     tree: Tree,
     slots: Vec<Slot<'py>>,
+    containers: Vec<usize>,
     scope: Scope,
     refused: Option<Bound<'py, PyAny>>,
     error: Option<PyErr>,
@@ -531,6 +557,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             self.refused = Some(container.clone());
             return None;
         }
+        self.containers.push(container.as_ptr() as usize);
         self.tree.items.push(Item::Open(kind, len));
         Some(())
     }
@@ -586,6 +613,7 @@ struct Checker<'a, 'py> {
     known: &'a [usize],
     at: usize,
     slots: Vec<Slot<'py>>,
+    containers: Vec<usize>,
 }
 
 impl Checker<'_, '_> {
@@ -597,7 +625,8 @@ impl Checker<'_, '_> {
 }
 
 impl<'py> Visitor<'py> for Checker<'_, 'py> {
-    fn open(&mut self, kind: Kind, _: &Bound<'py, PyAny>, len: usize) -> Option<()> {
+    fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
+        self.containers.push(container.as_ptr() as usize);
         matches!(self.next()?, Item::Open(k, n) if *k == kind && *n == len).then_some(())
     }
 
