@@ -97,6 +97,34 @@ def test_a_step_that_is_not_compiled_is_the_plain_loop(optimizer: str) -> None:
     assert step.stats.way == "plain"
 
 
+class Weights(nn.Module):
+    """Parameters whose gradients are the arrays of the batch."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.parts = [mx.zeros(shape) for shape in shapes]
+
+    def __call__(self, factors: list[mx.array]) -> mx.array:
+        """Return the loss."""
+        return mx.stack([(part * factor).sum() for part, factor in zip(self.parts, factors, strict=True)]).sum()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(1500, 1000)], [(300, 100)] * 50, [(1500, 1000), (7,), (300, 100)]],
+    ids=["one-array", "many-arrays", "large-and-small"],
+)
+def test_the_norm_of_many_elements_is_exact(shapes: list[tuple[int, ...]]) -> None:
+    rng = np.random.default_rng(0)
+    factors = [rng.random(shape, dtype=np.float32) for shape in shapes]
+    norm = np.sqrt(sum(np.square(factor.astype(np.float64)).sum() for factor in factors))
+    model = Weights(shapes)
+    step = Step(model, optim.SGD(1.0), lambda model, factors: model(factors), max_grad_norm=1.0)
+    out = step([mx.array(factor) for factor in factors])
+    np.testing.assert_allclose(out.grad_norm, norm, rtol=2e-6)
+    np.testing.assert_allclose(model.parts[0], -factors[0] / norm, rtol=5e-6)
+
+
 def test_the_table_has_every_optimizer_of_mlx() -> None:
     has = {type(make()) for make in OPTIMIZERS.values()}
     listed = [getattr(optim, name) for name in dir(optim)]
