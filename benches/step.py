@@ -69,7 +69,7 @@ def measure(case: Case, rounds: int, progress: Progress) -> dict[str, Any]:
     steps = {name: way(*case.new_run()) for name, way in WAYS.items()}
     gap = check(steps, batches)
     fastest = min(run_block(steps["plain MLX"], batches, 2) for _ in range(4))
-    count = max(1, round(60 / fastest))  # some 60 ms a block
+    count = max(4, round(60 / fastest))  # some 60 ms a block, and enough for steps in flight to overlap
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
