@@ -1,6 +1,9 @@
 //! Clipping by the global norm of the gradients.
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
+/// How many values are added one after the other.
+const ROW: i32 = 512;
+
 
 
 /// The Euclidean norm of all gradients together: a float32 scalar. Half precision is squared and summed in float32.
@@ -14,13 +17,45 @@ pub fn global_norm(gradients: &[Array]) -> Result<Array> {
             Dtype::Float16 | Dtype::Bfloat16 => gradient.as_dtype(Dtype::Float32)?,
             _ => gradient.clone(),
         };
-        let squares = gradient.square()?.sum(None)?;
+        let squares = sum(gradient.square()?)?;
         total = Some(match total {
             None => squares,
             Some(total) => total.add(squares)?,
         });
     }
     Ok(total.unwrap_or_else(|| Array::from_f32(0.0)).sqrt()?)
+}
+
+// MLX's CPU adds one element after the other: over a million of them a float32 sum is off by a thousandth. Sums of rows,
+// and sums of those, keep it within rounding.
+fn sum(values: Array) -> Result<Array> {
+    // whole rows first: joining the rows of a transposed gradient would copy it
+    let row = values.shape().last().is_some_and(|n| (16..=16 * ROW).contains(n));
+    let values = if values.ndim() > 1 && row { values.sum_axis(-1, None)? } else { values };
+    let mut values = values.reshape(&[-1])?;
+    let mut rest: Option<Array> = None;
+    loop {
+        let size = i32::try_from(values.size()).unwrap_or(i32::MAX);
+        let rows = size / ROW;
+        if rows < 2 {
+            let total = values.sum(None)?;
+            return rest.map_or(Ok(total.clone()), |rest| total.add(rest));
+        }
+        let even = rows * ROW;
+        let mut parts = if even < size {
+            values.split_at_indices(&[even], 0)?
+        } else {
+            vec![values]
+        };
+        if let Some(tail) = parts.get(1) {
+            let tail = tail.sum(None)?;
+            rest = Some(match rest {
+                None => tail,
+                Some(rest) => rest.add(tail)?,
+            });
+        }
+        values = parts.swap_remove(0).reshape(&[rows, ROW])?.sum_axis(1, None)?;
+    }
 }
 
 /// Scale gradients so that their norm is at most `max_norm`: `min(max_norm / (norm + 1e-6), 1)` times each, the formula
@@ -32,7 +67,8 @@ pub fn by_global_norm(gradients: &[Array], norm: &Array, max_norm: f64) -> Resul
     #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
     let max_norm = Array::from_f32(max_norm as f32);
     let scale = max_norm.divide(norm.add(Array::from_f32(1e-6))?)?;
-    let scale = ops::minimum(scale, Array::from_f32(1.0))?;
+    // a barrier: fused into the update, the division would be done again for every element
+    let scale = ops::minimum(scale, Array::from_f32(1.0))?.contiguous()?;
     let clip = |gradient: &Array| Ok(gradient.multiply(&scale)?.as_dtype(gradient.dtype())?);
     gradients.iter().map(clip).collect()
 }

@@ -1,7 +1,9 @@
 //! Which tensor lies where: small tensors of one dtype share flat buffers, large ones stay their own.
 //!
-//! One buffer instead of hundreds of tensors makes the norm one reduction, the update one fused kernel and the joint
-//! evaluation a handful of outputs. Sharing is capped, so that no big copy is made and a tensor that somebody holds
+//! A few buffers instead of hundreds of tensors make the norm a few reductions, the update a few fused kernels and the
+//! joint evaluation a handful of outputs. Tensors share a buffer when all their axes but the first agree: then they are
+//! joined along the first one as they are, and a gradient that is the transpose of a product, as every linear layer's
+//! is, is copied once and not twice. Sharing is capped, so that no big copy is made and a tensor that somebody holds
 //! keeps no more than one buffer alive.
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
@@ -54,12 +56,12 @@ fn element_bytes(dtype: Dtype) -> usize {
     }
 }
 
-/// One buffer: the tensors in it, in order. With a single member it is that tensor, in its own shape.
+/// One buffer: the tensors in it, joined in order along their first axis.
 #[derive(Clone, Debug)]
 struct Buffer {
-    dtype: Dtype,
     members: Vec<usize>,
     bytes: usize,
+    open: bool,
 }
 
 /// The place of every tensor.
@@ -76,21 +78,23 @@ impl Layout {
         let mut buffers: Vec<Buffer> = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
             let bytes = tensor.bytes();
-            let shared = (0 < bytes && bytes < OWN_BYTES).then(|| {
-                buffers.iter_mut().find(|buffer| {
-                    buffer.dtype == tensor.dtype && 0 < buffer.bytes && buffer.bytes < SHARED_BYTES
-                })
-            });
-            if let Some(Some(buffer)) = shared {
+            let small = 0 < bytes && bytes < OWN_BYTES && !tensor.shape.is_empty();
+            let joins = |buffer: &&mut Buffer| {
+                let first = &tensors[buffer.members[0]];
+                small
+                    && buffer.open
+                    && buffer.bytes < SHARED_BYTES
+                    && first.dtype == tensor.dtype
+                    && first.shape[1..] == tensor.shape[1..]
+            };
+            if let Some(buffer) = buffers.iter_mut().find(joins) {
                 buffer.members.push(index);
                 buffer.bytes += bytes;
             } else {
-                // a buffer that counts no bytes takes no second member
-                let open = 0 < bytes && bytes < OWN_BYTES;
                 buffers.push(Buffer {
-                    dtype: tensor.dtype,
                     members: vec![index],
-                    bytes: if open { bytes } else { 0 },
+                    bytes,
+                    open: small,
                 });
             }
         }
@@ -101,9 +105,9 @@ impl Layout {
     #[must_use]
     pub fn separate(tensors: Vec<Tensor>) -> Self {
         let buffers = tensors.iter().enumerate().map(|(index, tensor)| Buffer {
-            dtype: tensor.dtype,
             members: vec![index],
-            bytes: 0,
+            bytes: tensor.bytes(),
+            open: false,
         });
         Self {
             buffers: buffers.collect(),
@@ -171,9 +175,8 @@ impl Layout {
         match self.buffers[buffer].members.as_slice() {
             [only] => Ok(tensors[*only].clone()),
             members => {
-                let flat = members.iter().map(|&i| tensors[i].reshape(&[-1]));
-                let flat = flat.collect::<Result<Vec<_>>>()?;
-                Ok(ops::concatenate(&flat, 0)?)
+                let members: Vec<&Array> = members.iter().map(|&i| &tensors[i]).collect();
+                ops::concatenate(&members, 0)
             }
         }
     }

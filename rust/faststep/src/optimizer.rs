@@ -152,6 +152,7 @@ impl Optimizer {
         let mut parameter = parameter.clone();
         if let Some(decay) = weight_decay {
             let keep = number(1.0).subtract(rate.multiply(number(decay))?)?;
+            let keep = keep.contiguous()?; // once, not for every element
             parameter = parameter.multiply(keep)?;
         }
         let m = number(b1).multiply(m)?;
@@ -163,8 +164,8 @@ impl Optimizer {
                 let power = scalar(beta, Dtype::Float32).power(step)?;
                 Ok(scalar(1.0, Dtype::Float32).subtract(power)?)
             };
-            let c1 = rate.divide(power(b1)?)?.as_dtype(dtype)?;
-            let c2 = power(b2)?.rsqrt()?.as_dtype(dtype)?;
+            let c1 = rate.divide(power(b1)?)?.as_dtype(dtype)?.contiguous()?;
+            let c2 = power(b2)?.rsqrt()?.as_dtype(dtype)?.contiguous()?;
             (c1.multiply(&m)?, v.sqrt()?.multiply(c2)?.add(number(eps))?)
         } else {
             (rate.multiply(&m)?, v.sqrt()?.add(number(eps))?)
