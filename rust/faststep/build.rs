@@ -4,7 +4,11 @@ use std::env;
 fn main() {
     println!("cargo:rerun-if-changed=native");
     let mut build = cc::Build::new();
-    build.cpp(true).std("c++20").pic(true).file("native/array.cpp");
+    build
+        .cpp(true)
+        .std("c++20")
+        .pic(true)
+        .file("native/array.cpp");
     let include = env::var_os("DEP_MLX_INCLUDE").unwrap_or_default();
     for dir in env::split_paths(&include) {
         build.flag("-isystem").flag(dir);

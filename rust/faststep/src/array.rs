@@ -49,9 +49,8 @@ pub fn is_foreign(array: &Array) -> bool {
 /// When MLX refuses the lazy view of a buffer that is not evaluated.
 pub fn view(buffer: &Array, shape: &[i32], offset: usize) -> Result<Array, Exception> {
     // SAFETY: as in `id`; shape and length come from one slice; the layout keeps offset + size within the buffer.
-    let part = unsafe {
-        faststep_array_view(buffer.as_ptr().ctx, shape.as_ptr(), shape.len(), offset)
-    };
+    let part =
+        unsafe { faststep_array_view(buffer.as_ptr().ctx, shape.as_ptr(), shape.len(), offset) };
     if part.is_null() {
         return Err(Exception::custom(format!(
             "no view of shape {shape:?} at element {offset} of a buffer of {} elements",

@@ -4,8 +4,6 @@ use mlx_rs::{error::Result, ops, Array, Dtype};
 /// How many values are added one after the other.
 const ROW: i32 = 512;
 
-
-
 /// The Euclidean norm of all gradients together: a float32 scalar. Half precision is squared and summed in float32.
 ///
 /// # Errors
@@ -23,15 +21,22 @@ pub fn global_norm(gradients: &[Array]) -> Result<Array> {
             Some(total) => total.add(squares)?,
         });
     }
-    Ok(total.unwrap_or_else(|| Array::from_f32(0.0)).sqrt()?)
+    total.unwrap_or_else(|| Array::from_f32(0.0)).sqrt()
 }
 
 // MLX's CPU adds one element after the other: over a million of them a float32 sum is off by a thousandth. Sums of rows,
 // and sums of those, keep it within rounding.
 fn sum(values: Array) -> Result<Array> {
     // whole rows first: joining the rows of a transposed gradient would copy it
-    let row = values.shape().last().is_some_and(|n| (16..=16 * ROW).contains(n));
-    let values = if values.ndim() > 1 && row { values.sum_axis(-1, None)? } else { values };
+    let row = values
+        .shape()
+        .last()
+        .is_some_and(|n| (16..=16 * ROW).contains(n));
+    let values = if values.ndim() > 1 && row {
+        values.sum_axis(-1, None)?
+    } else {
+        values
+    };
     let mut values = values.reshape(&[-1])?;
     let mut rest: Option<Array> = None;
     loop {
@@ -54,7 +59,10 @@ fn sum(values: Array) -> Result<Array> {
                 Some(rest) => rest.add(tail)?,
             });
         }
-        values = parts.swap_remove(0).reshape(&[rows, ROW])?.sum_axis(1, None)?;
+        values = parts
+            .swap_remove(0)
+            .reshape(&[rows, ROW])?
+            .sum_axis(1, None)?;
     }
 }
 
@@ -69,6 +77,6 @@ pub fn by_global_norm(gradients: &[Array], norm: &Array, max_norm: f64) -> Resul
     let scale = max_norm.divide(norm.add(Array::from_f32(1e-6))?)?;
     // a barrier: fused into the update, the division would be done again for every element
     let scale = ops::minimum(scale, Array::from_f32(1.0))?.contiguous()?;
-    let clip = |gradient: &Array| Ok(gradient.multiply(&scale)?.as_dtype(gradient.dtype())?);
+    let clip = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
     gradients.iter().map(clip).collect()
 }

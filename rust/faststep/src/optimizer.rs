@@ -2,8 +2,6 @@
 use half::{bf16, f16};
 use mlx_rs::{error::Result, Array, Dtype};
 
-
-
 /// Buffers of at least this many bytes are updated by one kernel for each output: a fused kernel with several outputs
 /// cannot take over its inputs' memory, one with a single output can.
 const BARRIER_BYTES: usize = 16 << 20;
@@ -162,7 +160,7 @@ impl Optimizer {
         let (numerator, denominator) = if bias_correction {
             let power = |beta| -> Result<Array> {
                 let power = scalar(beta, Dtype::Float32).power(step)?;
-                Ok(scalar(1.0, Dtype::Float32).subtract(power)?)
+                scalar(1.0, Dtype::Float32).subtract(power)
             };
             let c1 = rate.divide(power(b1)?)?.as_dtype(dtype)?.contiguous()?;
             let c2 = power(b2)?.rsqrt()?.as_dtype(dtype)?.contiguous()?;
@@ -180,5 +178,5 @@ fn alone(moment: Array) -> Result<Array> {
     if moment.nbytes() < BARRIER_BYTES {
         return Ok(moment);
     }
-    Ok(moment.contiguous()?)
+    moment.contiguous()
 }

@@ -143,7 +143,12 @@ impl Engine {
         let shared = self.layout.shared();
         let packed = shared.map(|buffer| self.layout.pack_one(buffer, &self.parameters));
         self.shared = packed.collect::<MlxResult<_>>()?;
-        eval(self.shared.iter().chain(&self.parameters).chain(&self.state))?;
+        eval(
+            self.shared
+                .iter()
+                .chain(&self.parameters)
+                .chain(&self.state),
+        )?;
         let buffers = self.buffers();
         self.parameters = self.layout.views(&buffers)?;
         Ok(())
@@ -172,7 +177,8 @@ impl Engine {
         self.complete(owner)?;
         let inputs = self.take(call);
         let traced = trace.call(&inputs);
-        let traced = traced.and_then(|(values, outline)| Ok((Outputs::split(values, &outline)?, outline)));
+        let traced =
+            traced.and_then(|(values, outline)| Ok((Outputs::split(values, &outline)?, outline)));
         let (mut outputs, outline) = match traced {
             Ok(traced) => traced,
             Err(error) => {
@@ -181,7 +187,7 @@ impl Engine {
             }
         };
         if !trace.warm {
-            if let Err(error) = self.try_out(&outputs, owner) {
+            if let Err(error) = try_out(&outputs, owner) {
                 self.put_back(inputs);
                 return Err(Error::FirstEvaluation(error));
             }
@@ -258,7 +264,9 @@ impl Engine {
     fn dispatch(&mut self, outputs: &Outputs, owner: &mut dyn Owner) -> Result<()> {
         let arrays = || {
             let rest = outputs.before_update().chain(&outputs.others);
-            rest.chain(&outputs.key).chain(&self.fresh).chain(&self.state)
+            rest.chain(&outputs.key)
+                .chain(&self.fresh)
+                .chain(&self.state)
         };
         let mut sent = Ok(());
         owner.unlocked(&mut || sent = async_eval(arrays()));
@@ -305,22 +313,22 @@ impl Engine {
         self.failed = false;
         Ok(())
     }
+}
 
-    // everything that comes before the update, then a part of the update, while the old state is held
-    fn try_out(&self, outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
-        let before = outputs.before_update().chain(&outputs.others);
-        evaluate(before.chain(&outputs.key), owner)?;
-        let mut update: Vec<&Array> = outputs.parameters.iter().chain(&outputs.state).collect();
-        update.sort_by_key(|array| array.nbytes());
-        let mut bytes = 0;
-        let trial = update.into_iter().take_while(|array| {
-            let fits = bytes == 0 || bytes + array.nbytes() <= TRIAL_BYTES;
-            bytes += array.nbytes();
-            fits
-        });
-        let trial: Vec<&Array> = trial.collect();
-        evaluate(trial, owner)
-    }
+// everything that comes before the update, then a part of the update, while the old state is held
+fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
+    let before = outputs.before_update().chain(&outputs.others);
+    evaluate(before.chain(&outputs.key), owner)?;
+    let mut update: Vec<&Array> = outputs.parameters.iter().chain(&outputs.state).collect();
+    update.sort_by_key(|array| array.nbytes());
+    let mut bytes = 0;
+    let trial = update.into_iter().take_while(|array| {
+        let fits = bytes == 0 || bytes + array.nbytes() <= TRIAL_BYTES;
+        bytes += array.nbytes();
+        fits
+    });
+    let trial: Vec<&Array> = trial.collect();
+    evaluate(trial, owner)
 }
 
 fn evaluate<'a>(
@@ -370,7 +378,9 @@ impl Outputs {
     }
 
     fn before_update(&self) -> impl Iterator<Item = &Array> {
-        let values = std::iter::once(&self.loss).chain(&self.aux).chain(&self.kept);
+        let values = std::iter::once(&self.loss)
+            .chain(&self.aux)
+            .chain(&self.kept);
         values.chain(&self.norm).chain(&self.gradients)
     }
 

@@ -293,7 +293,11 @@ impl Body<'_> {
             value_and_grad_with_argnums(loss, numbers.as_slice())(inputs.parameters)?;
         let rebound = rebound.into_inner();
         let assigned = values.split_off(values.len() - rebound.len());
-        Ok((values, rebound.into_iter().zip(assigned).collect(), gradients))
+        Ok((
+            values,
+            rebound.into_iter().zip(assigned).collect(),
+            gradients,
+        ))
     }
 
     // appends norm, gradients, parameters, state
@@ -312,9 +316,12 @@ impl Body<'_> {
         }
         let parameters = self.parameters(inputs, rebound)?;
         let updated = match &self.recipe.rule {
-            Rule::Native(rule) => {
-                self.native(rule, inputs, clipped.as_ref().unwrap_or(&gradients), &parameters)?
-            }
+            Rule::Native(rule) => self.native(
+                rule,
+                inputs,
+                clipped.as_ref().unwrap_or(&gradients),
+                &parameters,
+            )?,
             Rule::Host | Rule::None => self.host.update(UpdateCall {
                 gradients: clipped.as_ref().unwrap_or(&gradients),
                 parameters: &parameters,
@@ -362,7 +369,9 @@ impl Body<'_> {
         parameters: &[Array],
     ) -> Result<UpdateOutput> {
         let [step, rate, moments @ ..] = inputs.state else {
-            return Err(Exception::custom("an update needs its step and learning rate"));
+            return Err(Exception::custom(
+                "an update needs its step and learning rate",
+            ));
         };
         let scheduled = self.host.learning_rate(step)?;
         let rate = scheduled.as_ref().unwrap_or(rate);

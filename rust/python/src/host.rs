@@ -106,7 +106,9 @@ impl Host for PythonHost {
             };
             let rate = schedule.call1((bridge::wrap(py, step)?,))?;
             let rate = bridge::get(&rate);
-            Ok(Some(rate.ok_or_else(|| expected("a schedule to return mx.array"))?))
+            Ok(Some(rate.ok_or_else(|| {
+                expected("a schedule to return mx.array")
+            })?))
         })
     }
 
@@ -219,8 +221,14 @@ impl Current {
             bridge::wrap(py, tracer)
         })?;
         let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
-        let positional = arguments.get_item(0)?.cast_into::<PyTuple>().map_err(PyErr::from)?;
-        let named = arguments.get_item(1)?.cast_into::<PyDict>().map_err(PyErr::from)?;
+        let positional = arguments
+            .get_item(0)?
+            .cast_into::<PyTuple>()
+            .map_err(PyErr::from)?;
+        let named = arguments
+            .get_item(1)?
+            .cast_into::<PyDict>()
+            .map_err(PyErr::from)?;
         let mut all = vec![self.model.bind(py).clone()];
         all.extend(positional.iter());
         let returned = self
@@ -283,7 +291,9 @@ impl Current {
         let fill = |arrays: &[Array]| {
             let mut arrays = arrays.iter();
             rebuild(trainable, &mut |_| {
-                let array = arrays.next().ok_or_else(|| expected("as many arrays as parameters"))?;
+                let array = arrays
+                    .next()
+                    .ok_or_else(|| expected("as many arrays as parameters"))?;
                 bridge::wrap(py, array)
             })
         };
@@ -311,7 +321,9 @@ impl Current {
 
     // the optimizer's tree of new parameters, in the order of the model's
     fn in_order(&self, py: Python<'_>, updated: &Bound<'_, PyAny>) -> Result<Vec<Array>, Stop> {
-        let wanted = Tree::record(self.trainable.bind(py), Scope::Whole)?.0.paths(py);
+        let wanted = Tree::record(self.trainable.bind(py), Scope::Whole)?
+            .0
+            .paths(py);
         let (tree, slots) = Tree::record(updated, Scope::Whole)?;
         let found = tree.paths(py);
         let find = |path: &Vec<String>| {
@@ -345,7 +357,9 @@ fn stop(py: Python<'_>, error: PyErr) -> Stop {
     let mut place = None;
     let mut next = error.traceback(py).map(Bound::into_any);
     while let Some(traceback) = next {
-        let line = traceback.getattr("tb_lineno").and_then(|l| l.extract::<usize>());
+        let line = traceback
+            .getattr("tb_lineno")
+            .and_then(|l| l.extract::<usize>());
         let file = traceback
             .getattr("tb_frame")
             .and_then(|frame| frame.getattr("f_code"))

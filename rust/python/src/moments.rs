@@ -41,7 +41,9 @@ impl Moments {
                 let next = if let Ok(list) = at.cast::<PyList>() {
                     part.parse().ok().and_then(|i: usize| list.get_item(i).ok())
                 } else {
-                    at.cast::<PyDict>().ok().and_then(|d| d.get_item(part).ok().flatten())
+                    at.cast::<PyDict>()
+                        .ok()
+                        .and_then(|d| d.get_item(part).ok().flatten())
                 };
                 let Some(next) = next else {
                     return Ok(None);
@@ -110,7 +112,10 @@ impl Moments {
     /// Whether this is still the optimizer's state, with nothing in it replaced.
     pub fn is_current(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = optimizer.py();
-        if !optimizer.getattr(intern!(py, "_state"))?.is(self.state.bind(py)) {
+        if !optimizer
+            .getattr(intern!(py, "_state"))?
+            .is(self.state.bind(py))
+        {
             return Ok(false);
         }
         let Some(shown) = &self.shown else {
@@ -129,7 +134,10 @@ impl Moments {
     pub fn is_held(&self, py: Python<'_>, slots: usize) -> bool {
         let own = isize::try_from(2 + slots).unwrap_or(isize::MAX);
         bridge::refcount(self.state.bind(py).as_any()) > own
-            || self.containers.iter().any(|c| bridge::refcount(c.bind(py)) > 2)
+            || self
+                .containers
+                .iter()
+                .any(|c| bridge::refcount(c.bind(py)) > 2)
     }
 
     /// Whether the entries hold their values.
@@ -153,9 +161,9 @@ impl Moments {
         if self.shown.is_some() {
             return Ok(());
         }
-        let views = self.views(engine).map_err(|e| {
-            pyo3::exceptions::PyRuntimeError::new_err(e.what().to_owned())
-        })?;
+        let views = self
+            .views(engine)
+            .map_err(|e| pyo3::exceptions::PyRuntimeError::new_err(e.what().to_owned()))?;
         for (slot, array) in self.slots(py)?.iter().zip(&views) {
             slot.show(array)?;
         }
@@ -167,9 +175,13 @@ impl Moments {
     fn views(&self, engine: &Engine) -> MlxResult<Vec<Array>> {
         let layout = engine.layout();
         let buffers = engine.state().get(2..).unwrap_or_default();
-        let moments = buffers.chunks(layout.len()).map(|buffers| layout.views(buffers));
+        let moments = buffers
+            .chunks(layout.len())
+            .map(|buffers| layout.views(buffers));
         let moments = moments.collect::<MlxResult<Vec<_>>>()?;
         let tensors = 0..self.entries.len();
-        Ok(tensors.flat_map(|i| moments.iter().map(move |m| m[i].clone())).collect())
+        Ok(tensors
+            .flat_map(|i| moments.iter().map(move |m| m[i].clone()))
+            .collect())
     }
 }

@@ -21,7 +21,10 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
         plain.then(|| value.extract::<f64>().ok()).flatten()
     };
     let flag = |name: &str| optimizer.getattr(name).ok()?.extract::<bool>().ok();
-    let only_rate_scheduled = schedulers(optimizer).ok()?.iter().all(|(name, _)| name == "learning_rate");
+    let only_rate_scheduled = schedulers(optimizer)
+        .ok()?
+        .iter()
+        .all(|(name, _)| name == "learning_rate");
     if !only_rate_scheduled {
         return None;
     }
@@ -60,18 +63,20 @@ pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     all
 }
 
-fn schedulers<'py>(
-    optimizer: &Bound<'py, PyAny>,
-) -> PyResult<Vec<(String, Bound<'py, PyAny>)>> {
+fn schedulers<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<(String, Bound<'py, PyAny>)>> {
     let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;
     let schedulers = schedulers.cast::<PyDict>()?;
-    let pairs = schedulers.iter().map(|(name, schedule)| Ok((name.extract()?, schedule)));
+    let pairs = schedulers
+        .iter()
+        .map(|(name, schedule)| Ok((name.extract()?, schedule)));
     pairs.collect()
 }
 
 // MLX's own schedules are functions of arrays, whatever they join has to be one too
 fn is_traceable(schedule: &Bound<'_, PyAny>) -> bool {
-    let module = schedule.getattr("__module__").and_then(|m| m.extract::<String>());
+    let module = schedule
+        .getattr("__module__")
+        .and_then(|m| m.extract::<String>());
     if !matches!(module.as_deref(), Ok("mlx.optimizers.schedulers")) {
         return false;
     }
@@ -88,7 +93,8 @@ fn is_traceable(schedule: &Bound<'_, PyAny>) -> bool {
         let Ok(list) = content.cast::<PyList>() else {
             return !content.is_instance_of::<PyFunction>() && !content.is_callable();
         };
-        list.iter().all(|item| !item.is_callable() || is_traceable(&item))
+        list.iter()
+            .all(|item| !item.is_callable() || is_traceable(&item))
     })
 }
 
@@ -122,7 +128,6 @@ impl<'py> HostSchedules<'py> {
         }
     }
 
-
     /// Call each with the number of updates so far, and put the value where the optimizer looks for it.
     pub fn call(&mut self) -> PyResult<()> {
         for (optimizer, name, schedule) in &self.found {
@@ -135,7 +140,8 @@ impl<'py> HostSchedules<'py> {
                     value.get_type().fully_qualified_name()?
                 )));
             }
-            self.old.push((state.clone(), name.clone(), state.get_item(name)?));
+            self.old
+                .push((state.clone(), name.clone(), state.get_item(name)?));
             state.set_item(name, value)?;
         }
         Ok(())

@@ -55,7 +55,11 @@ fn find(optimizer: &Bound<'_, PyAny>) -> Option<Arc<Shared>> {
 /// The store of a model and an optimizer, a new one where there is none.
 pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Arc<Shared>> {
     if let Some(found) = find(optimizer) {
-        if found.0.try_borrow().is_ok_and(|store| store.is_of(model, optimizer)) {
+        if found
+            .0
+            .try_borrow()
+            .is_ok_and(|store| store.is_of(model, optimizer))
+        {
             return Ok(found);
         }
     }
@@ -67,7 +71,10 @@ pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResul
 /// Make a store the one that keeps the optimizer's state; what another one kept goes back to the optimizer.
 pub fn claim(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
     let owner = find(optimizer);
-    if owner.as_ref().is_some_and(|owner| Arc::ptr_eq(owner, shared)) {
+    if owner
+        .as_ref()
+        .is_some_and(|owner| Arc::ptr_eq(owner, shared))
+    {
         return Ok(());
     }
     if let Some(owner) = owner {

@@ -153,7 +153,9 @@ impl Step {
 
     /// Steps, way and traces.
     fn stats(&self, py: Python<'_>) -> PyResult<(usize, &'static str, Vec<TraceRecord>)> {
-        self.enter(py, |inner, _| Ok((inner.steps, inner.way, inner.records.clone())))
+        self.enter(py, |inner, _| {
+            Ok((inner.steps, inner.way, inner.records.clone()))
+        })
     }
 }
 
@@ -164,7 +166,8 @@ impl Step {
         _py: Python<'_>,
         work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
     ) -> PyResult<T> {
-        let busy = || PyRuntimeError::new_err("a step of this model and optimizer is already running");
+        let busy =
+            || PyRuntimeError::new_err("a step of this model and optimizer is already running");
         let mut store = self.shared.try_borrow_mut().map_err(|_| busy())?;
         store.check_thread()?;
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
@@ -211,7 +214,10 @@ impl<'py> User<'py> {
         let py = self.py();
         let named = |tree: &Tree| self.name(&tree.last_path(py));
         let (tree, slots) = Tree::record_arguments(self.arguments.as_any(), named)?;
-        let arrays: Vec<Array> = slots.iter().filter_map(|slot| bridge::get(&slot.object)).collect();
+        let arrays: Vec<Array> = slots
+            .iter()
+            .filter_map(|slot| bridge::get(&slot.object))
+            .collect();
         for (index, array) in arrays.iter().enumerate() {
             if faststep::array::is_lazy(array) && faststep::array::is_foreign(array) {
                 return Err(PyValueError::new_err(format!(
@@ -233,7 +239,9 @@ impl<'py> User<'py> {
         };
         let mut name = first.clone();
         if let (true, Ok(index)) = (positional, first.parse::<usize>()) {
-            name = self.parameter(index + 1).unwrap_or_else(|_| format!("{index}"));
+            name = self
+                .parameter(index + 1)
+                .unwrap_or_else(|_| format!("{index}"));
         }
         for part in parts {
             let part = if part.parse::<usize>().is_ok() {
@@ -250,7 +258,9 @@ impl<'py> User<'py> {
         let inspect = self.py().import("inspect")?;
         let signature = inspect.call_method1("signature", (&self.loss_fn,))?;
         let names = signature.getattr("parameters")?.try_iter()?;
-        let names = names.map(|name| name?.extract()).collect::<PyResult<Vec<String>>>()?;
+        let names = names
+            .map(|name| name?.extract())
+            .collect::<PyResult<Vec<String>>>()?;
         let missing = || PyValueError::new_err("more arguments than the loss function has");
         names.into_iter().nth(index).ok_or_else(missing)
     }
@@ -326,7 +336,11 @@ impl Inner {
                 }
                 Err(stop) => stop,
             };
-            let failed = if cause.is_some() { self.entries.pop() } else { None };
+            let failed = if cause.is_some() {
+                self.entries.pop()
+            } else {
+                None
+            };
             match (stop, failed) {
                 (Stop::Untraceable(why), Some(failed)) if self.compiled => {
                     fall_back(user.py(), &why)?;
@@ -341,7 +355,10 @@ impl Inner {
     }
 
     fn way_of(&self, store: &Store) -> &'static str {
-        let eager = self.entries.last().is_none_or(|entry| entry.trace.is_eager());
+        let eager = self
+            .entries
+            .last()
+            .is_none_or(|entry| entry.trace.is_eager());
         match (eager, &store.rule) {
             (true, _) => "plain",
             (false, Rule::Native(_)) => "native",
@@ -375,7 +392,11 @@ impl Inner {
         let py = user.py();
         self.check_compiler(py)?;
         let signature = store.signature()?;
-        let rule = if update { store.rule.clone() } else { Rule::None };
+        let rule = if update {
+            store.rule.clone()
+        } else {
+            Rule::None
+        };
         let options = if update { store.options_id() } else { 0 };
         let known = self.entries.iter().rposition(|entry| {
             entry.loss == user.loss_number
@@ -390,7 +411,8 @@ impl Inner {
             return Ok(None);
         }
         let engine = store.engine.as_ref();
-        let engine = engine.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))?;
+        let engine =
+            engine.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))?;
         let recipe = Recipe {
             layout: engine.layout().clone(),
             rule: rule.clone(),
@@ -429,7 +451,8 @@ impl Inner {
             return "optimizer: an option has changed".into();
         }
         let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
-        let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b) else {
+        let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b)
+        else {
             return "arguments: a static value or the structure has changed".into();
         };
         format!(
@@ -494,7 +517,10 @@ impl Inner {
 
     // what the loss function returned, with the arrays of this step
     fn returned<'py>(&self, py: Python<'py>, output: &Output) -> PyResult<Bound<'py, PyAny>> {
-        let template = self.entries.last().and_then(|entry| entry.template.as_ref());
+        let template = self
+            .entries
+            .last()
+            .and_then(|entry| entry.template.as_ref());
         match template.map(|template| template.bind(py)) {
             Some(template) if !bridge::is_array(template) => {
                 fill(template, std::iter::once(&output.loss).chain(&output.aux))

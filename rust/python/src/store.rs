@@ -42,11 +42,17 @@ pub struct ModelSignature {
 
 impl ModelSignature {
     fn paths(&self) -> Vec<Vec<String>> {
-        self.parameters.iter().map(|&slot| self.roles[slot].1.clone()).collect()
+        self.parameters
+            .iter()
+            .map(|&slot| self.roles[slot].1.clone())
+            .collect()
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        self.parameters.iter().map(|&slot| self.tree.tensors()[slot].clone()).collect()
+        self.parameters
+            .iter()
+            .map(|&slot| self.tree.tensors()[slot].clone())
+            .collect()
     }
 }
 
@@ -160,12 +166,11 @@ impl Store {
         let slots = self.look_at_model(model)?;
         self.look_at_moments(optimizer)?;
         let mut undo = None;
-        let state = match self.look_at_optimizer(optimizer)? {
-            Some(state) => state,
-            None => {
-                undo = Some(self.adopt(model, optimizer, &slots)?);
-                self.state_slots(optimizer)?
-            }
+        let state = if let Some(state) = self.look_at_optimizer(optimizer)? {
+            state
+        } else {
+            undo = Some(self.adopt(model, optimizer, &slots)?);
+            self.state_slots(optimizer)?
         };
         self.take_values(&slots, &state, undo.is_some())?;
         Ok(Prepared {
@@ -224,7 +229,10 @@ impl Store {
         }
         let py = model.py();
         let (tree, slots) = Tree::record(model, Scope::Whole)?;
-        let at = self.models.iter().position(|known| known.tree.equals(&tree, py));
+        let at = self
+            .models
+            .iter()
+            .position(|known| known.tree.equals(&tree, py));
         let signature = match at {
             // the recorded objects are the ones that a fast check will meet again
             Some(at) => {
@@ -247,11 +255,7 @@ impl Store {
         Ok(slots)
     }
 
-    fn sign(
-        &mut self,
-        model: &Bound<'_, PyAny>,
-        tree: Tree,
-    ) -> PyResult<ModelSignature> {
+    fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
         let py = model.py();
         let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
         let hole = bridge::wrap(py, &faststep::array::hollow())?;
@@ -358,13 +362,15 @@ impl Store {
     }
 
     fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
-        let at = self.options.iter().position(|(_, known)| known.equals(&tree, py));
-        let id = match at {
-            Some(at) => self.options.remove(at).0,
-            None => {
-                self.next_id += 1;
-                self.next_id
-            }
+        let at = self
+            .options
+            .iter()
+            .position(|(_, known)| known.equals(&tree, py));
+        let id = if let Some(at) = at {
+            self.options.remove(at).0
+        } else {
+            self.next_id += 1;
+            self.next_id
         };
         self.options.push((id, tree));
         if self.options.len() > crate::step::MAX_TRACES {
@@ -386,21 +392,22 @@ impl Store {
         let snapshot = Snapshot::take(optimizer)?;
         let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
         optimizer.call_method1(intern!(py, "init"), (trainable,))?;
-        let parameters = signature.parameters.iter().map(|&slot| bridge::get(&slots[slot].object));
+        let parameters = signature
+            .parameters
+            .iter()
+            .map(|&slot| bridge::get(&slots[slot].object));
         let parameters: Vec<Array> = parameters.flatten().collect();
-        let built = match self.native_state(optimizer, &signature)? {
-            Some((layout, moments, state)) => {
+        let built =
+            if let Some((layout, moments, state)) = self.native_state(optimizer, &signature)? {
                 self.moments = Some(moments);
                 Engine::new(Rc::new(layout), parameters, state)
-            }
-            None => {
+            } else {
                 self.rule = Rule::Host;
                 let layout = Layout::separate(signature.tensors());
                 let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
                 let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
                 Engine::new(Rc::new(layout), parameters, state.collect())
-            }
-        };
+            };
         let (tree, _) = Tree::record(optimizer, self.scope())?;
         self.sign_options(py, tree);
         match built {
@@ -435,7 +442,10 @@ impl Store {
         let Some([step, rate]) = moments.scalars(optimizer.py())? else {
             return Ok(None);
         };
-        let mut state: Vec<Array> = [step, rate].iter().filter_map(|slot| bridge::get(&slot.object)).collect();
+        let mut state: Vec<Array> = [step, rate]
+            .iter()
+            .filter_map(|slot| bridge::get(&slot.object))
+            .collect();
         let layout = Layout::flat(tensors.clone());
         for moment in moments.arrays() {
             if moment.iter().map(Tensor::of).ne(tensors.iter().cloned()) {
@@ -450,7 +460,10 @@ impl Store {
 
     fn state_slots<'py>(&self, optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<Slot<'py>>> {
         match &self.moments {
-            Some(moments) => Ok(moments.scalars(optimizer.py())?.map(Vec::from).unwrap_or_default()),
+            Some(moments) => Ok(moments
+                .scalars(optimizer.py())?
+                .map(Vec::from)
+                .unwrap_or_default()),
             None => Ok(Tree::record(optimizer, Scope::Whole)?.1),
         }
     }

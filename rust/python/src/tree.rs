@@ -75,7 +75,7 @@ pub struct Slot<'py> {
     pub object: Bound<'py, PyAny>,
 }
 
-impl<'py> Slot<'py> {
+impl Slot<'_> {
     /// Show another value in the slot: in the same object when nobody else refers to it, else in a new one.
     pub fn show(&self, array: &Array) -> PyResult<()> {
         if self.is_unshared() {
@@ -197,7 +197,9 @@ fn walk_attributes<'py>(
     depth: usize,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
-    let attributes = object.getattr(pyo3::intern!(object.py(), "__dict__")).ok()?;
+    let attributes = object
+        .getattr(pyo3::intern!(object.py(), "__dict__"))
+        .ok()?;
     let attributes = attributes.cast::<PyDict>().ok()?;
     if !is_optimizer(object) {
         visitor.open(Kind::Attributes, attributes.as_any(), attributes.len())?;
@@ -269,7 +271,9 @@ impl Static {
             return Ok(Self::Constant(array));
         }
         if let Ok(set) = object.cast::<PySet>() {
-            return Ok(Self::Set(PyFrozenSet::new(object.py(), set.iter())?.unbind()));
+            return Ok(Self::Set(
+                PyFrozenSet::new(object.py(), set.iter())?.unbind(),
+            ));
         }
         if !is_plain(object) {
             if let Ok(weak) = PyWeakrefReference::new(object) {
@@ -287,8 +291,7 @@ impl Static {
             Self::Weak(weak) => weak.bind(py).upgrade().is_some_and(|o| o.is(object)),
             Self::Set(members) => object.cast::<PySet>().is_ok_and(|set| {
                 let members = members.bind(py);
-                set.len() == members.len()
-                    && (set.is_empty() || set.eq(members).unwrap_or(false))
+                set.len() == members.len() && (set.is_empty() || set.eq(members).unwrap_or(false))
             }),
             Self::Constant(array) => bridge::id(object) == Some(faststep::array::id(array)),
         }
@@ -298,7 +301,9 @@ impl Static {
         let object = match other {
             Self::Value(value) => Some(value.bind(py).clone()),
             Self::Weak(weak) => weak.bind(py).upgrade(),
-            Self::Set(set) => return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py))),
+            Self::Set(set) => {
+                return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py)))
+            }
             Self::Constant(array) => {
                 let id = faststep::array::id(array);
                 return matches!(self, Self::Constant(mine) if faststep::array::id(mine) == id);
@@ -354,10 +359,7 @@ impl Tree {
     ///
     /// # Errors
     /// A tree that is nested too deeply.
-    pub fn record<'py>(
-        root: &Bound<'py, PyAny>,
-        scope: Scope,
-    ) -> PyResult<(Self, Vec<Slot<'py>>)> {
+    pub fn record<'py>(root: &Bound<'py, PyAny>, scope: Scope) -> PyResult<(Self, Vec<Slot<'py>>)> {
         let mut recorder = Recorder {
             scope,
             ..Recorder::default()
@@ -482,7 +484,11 @@ impl Paths {
     fn step(&mut self, item: &Item, py: Python<'_>) {
         match item {
             Item::Key(key) => {
-                self.key = Some(key.bind(py).str().map_or_else(|_| "?".into(), |s| s.to_string()));
+                self.key = Some(
+                    key.bind(py)
+                        .str()
+                        .map_or_else(|_| "?".into(), |s| s.to_string()),
+                );
             }
             Item::Open(kind, len) => {
                 let part = match (self.key.take(), self.open.last()) {
@@ -601,10 +607,10 @@ impl<'py> Visitor<'py> for Recorder<'py> {
 // what may stand in a call beside arrays and numbers: functions, classes, enums, dtypes
 fn is_static_object(object: &Bound<'_, PyAny>) -> bool {
     let class = object.get_type();
-    let module = class.module().map_or_else(|_| String::new(), |m| m.to_string());
-    object.is_callable()
-        || module == "mlx.core"
-        || class.hasattr("__members__").unwrap_or(false)
+    let module = class
+        .module()
+        .map_or_else(|_| String::new(), |m| m.to_string());
+    object.is_callable() || module == "mlx.core" || class.hasattr("__members__").unwrap_or(false)
 }
 
 struct Checker<'a, 'py> {
@@ -693,7 +699,8 @@ impl<'py> Snapshot<'py> {
         if let Ok(dict) = container.cast::<PyDict>() {
             self.dicts.push((dict.clone(), dict.copy()?));
         } else if let Ok(list) = container.cast::<PyList>() {
-            self.lists.push((list.clone(), list.get_slice(0, list.len())));
+            self.lists
+                .push((list.clone(), list.get_slice(0, list.len())));
         }
         Ok(())
     }
