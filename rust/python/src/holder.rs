@@ -2,7 +2,7 @@
 use faststep::step::{Engine, Owner};
 use pyo3::prelude::*;
 
-use crate::{host::Role, moments::Moments, store::Prepared, tree::Slot};
+use crate::{host::Role, moments::Moments, store::Prepared, walk::Slot};
 
 /// Work that may cross the point where the GIL is released.
 struct Unlocked<'a>(&'a mut dyn FnMut());

@@ -19,7 +19,8 @@ use pyo3::{
 use crate::{
     bridge,
     optimizer::{traceable_rate, HostSchedules},
-    tree::{rebuild, Scope, Slot, Snapshot, Tree},
+    tree::Tree,
+    walk::{rebuild, Scope, Slot, Snapshot},
 };
 
 /// What an array slot of the model is to the step.

@@ -12,6 +12,7 @@ mod registry;
 mod step;
 mod store;
 mod tree;
+mod walk;
 
 use std::path::PathBuf;
 

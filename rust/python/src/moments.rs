@@ -12,7 +12,7 @@ use pyo3::{
 
 use crate::{
     bridge,
-    tree::{Place, Slot},
+    walk::{Place, Slot},
 };
 
 /// The dicts of one optimizer that is updated natively.

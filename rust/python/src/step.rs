@@ -21,7 +21,8 @@ use crate::{
     optimizer::HostSchedules,
     registry::{self, Shared},
     store::{Prepared, Store},
-    tree::{rebuild, Tree},
+    tree::Tree,
+    walk::rebuild,
 };
 
 /// So many traces are kept for each step, and so many signatures for each model; the one used least recently goes first.

@@ -25,7 +25,8 @@ use crate::{
     moments::Moments,
     optimizer::native_rule,
     random::key_list,
-    tree::{rebuild, Scope, Slot, Snapshot, Tree},
+    tree::Tree,
+    walk::{rebuild, Scope, Slot, Snapshot},
 };
 
 /// What a model looks like, apart from the values of its arrays.
@@ -96,11 +97,11 @@ fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
 impl Store {
     /// A store that takes over nothing yet.
     pub fn new(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if !crate::tree::is_module(model) {
+        if !crate::walk::is_module(model) {
             let message = format!("model: expected mlx.nn.Module, got {}", class_name(model)?);
             return Err(PyTypeError::new_err(message));
         }
-        if !crate::tree::is_optimizer(optimizer) {
+        if !crate::walk::is_optimizer(optimizer) {
             let message = format!(
                 "optimizer: expected mlx.optimizers.Optimizer, got {}",
                 class_name(optimizer)?
