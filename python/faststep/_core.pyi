@@ -6,6 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+__all__ = ["Step", "TraceRecord", "bind_blas", "current_state"]
+
 @final
 class TraceRecord:
     @property

@@ -65,10 +65,7 @@ def _remember_function(function: FunctionType) -> _Same:
         )
     captured = _remember_all(_captured(function))
     return lambda x: (
-        isinstance(x, FunctionType)
-        and x.__code__ == code
-        and id(x.__globals__) == scope
-        and captured(_captured(x))
+        isinstance(x, FunctionType) and x.__code__ == code and id(x.__globals__) == scope and captured(_captured(x))
     )
 
 

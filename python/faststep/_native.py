@@ -26,9 +26,10 @@ def _hook() -> None:
 
     A native step keeps the moments in buffers of its own; the optimizer's dicts get them back when somebody looks.
     """
-    state = Optimizer.state
-    Optimizer.state = property(core.current_state, state.fset, doc=state.__doc__)
-    Optimizer.__getstate__ = _getstate
+    state: property = vars(Optimizer)["state"]
+    current = property(core.current_state, state.fset, doc=state.__doc__)
+    for name, value in {"state": current, "__getstate__": _getstate}.items():
+        setattr(Optimizer, name, value)
 
 
 _hook()

@@ -89,8 +89,8 @@ class Step:
         Args:
             model: The model, of which everything trainable is updated.
             optimizer: The optimizer; it is initialised when it has not been.
-            loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one: what
-                `nn.value_and_grad(model, loss_fn)` takes.
+            loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
+                for `nn.value_and_grad(model, loss_fn)`.
             max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
             compile: Compile the step. Without, the loss function is called at every step.
             in_flight: How many steps may be under way on the device when a call returns.
@@ -159,7 +159,7 @@ class Step:
 
 
 class Program:
-    """The native step of a model, an optimizer and a set of options, for any loss function; holds neither of the two."""
+    """The native step of a model, an optimizer and options, for any loss function; keeps neither of the two alive."""
 
     def __init__(
         self,
@@ -172,9 +172,7 @@ class Program:
         """Check the options."""
         if in_flight < 0:
             raise ValueError(f"in_flight: expected a number from 0 on, got {in_flight}")
-        self.core = core.Step(
-            model, optimizer, max_grad_norm=max_grad_norm, compile=compile, in_flight=in_flight
-        )
+        self.core = core.Step(model, optimizer, max_grad_norm=max_grad_norm, compile=compile, in_flight=in_flight)
         self._losses = Losses()
 
     def step(
@@ -226,8 +224,8 @@ def fast_step(
     Args:
         model: The model, of which everything trainable is updated.
         optimizer: The optimizer.
-        loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A lambda
-            made anew at every call is the same loss as long as its code, defaults and closure are.
+        loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A
+            lambda made anew at every call is the same loss as long as its code, defaults and closure are.
         *batch: Arrays, dicts, lists and tuples of them, and static values.
         max_grad_norm: Clip the gradients to this global norm; None: no clipping.
         compile: Compile the step.

@@ -91,6 +91,9 @@ impl Engine {
         if layout.is_empty() {
             return Err(Error::NoParameters);
         }
+        // A thread's first evaluation settles its stream, which is a key of MLX's cache of compiled functions: without it
+        // the first step would be traced twice.
+        eval([&Array::from_int(0).add(Array::from_int(0))?])?;
         let mut engine = Self {
             layout,
             parameters,
