@@ -249,6 +249,18 @@ def test_a_model_that_stores_new_arrays_runs_plainly_and_keeps_them() -> None:
     assert "_last" in messages[0]
 
 
+@pytest.mark.parametrize("compile", [True, False])
+def test_gradients_of_a_model_that_stores_new_arrays_leave_nothing_on_it(compile: bool) -> None:
+    model, optimizer = Remembering(None), optim.AdamW(1e-2)
+    step = Step(model, optimizer, cross_entropy, compile=compile)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, gradients = step.gradients(*Row("mlp", "adamw").case.batches(1)[0])
+    assert len(caught) == compile
+    assert model._last is None
+    mx.eval(gradients, model.state)
+
+
 def test_an_array_that_is_stored_anew_in_each_step_is_a_buffer() -> None:
     state, way, messages = remember(mx.zeros((8, 4)), fast=True)
     assert_close(state, remember(mx.zeros((8, 4)), fast=False)[0], 1e-5)

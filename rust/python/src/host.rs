@@ -48,8 +48,10 @@ pub struct Current {
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
     /// The model's trainable parameters as a tree.
     pub trainable: Py<PyAny>,
-    /// Whether the loss is computed once and replayed: then nothing that it does to the model may stay.
+    /// Whether the loss is computed once and replayed: then it may store no arrays beside the model's slots.
     pub compiled: bool,
+    /// Whether everything that the loss does to the model is taken back.
+    pub restore: bool,
     /// What ended the trace.
     pub stop: Option<Stop>,
     /// What the loss returned, with holes for its arrays.
@@ -130,7 +132,7 @@ impl Current {
         let keys = self.key_list.bind(py).clone();
         let key = keys.get_item(0)?;
         let outcome = self.traced_loss(py, call, &before, &slots);
-        if outcome.is_err() || self.compiled {
+        if outcome.is_err() || self.restore {
             snapshot.restore()?;
         } else {
             for slot in &slots {

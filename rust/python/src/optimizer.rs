@@ -55,7 +55,7 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
 /// The optimizer and, of a `MultiOptimizer`, those in it.
 pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     let mut all = vec![optimizer.clone()];
-    if let Ok(children) = optimizer.getattr(intern!(optimizer.py(), "optimizers")) {
+    if let Ok(Some(children)) = optimizer.getattr_opt(intern!(optimizer.py(), "optimizers")) {
         if let Ok(children) = children.cast::<PyList>() {
             all.extend(children.iter().flat_map(|child| members(&child)));
         }
@@ -105,10 +105,15 @@ pub fn traceable_rate<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, P
     rate.map(|(_, schedule)| schedule).filter(is_traceable)
 }
 
+fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
+    Ok(state.cast_into()?)
+}
+
 /// Schedules that are called on the host, and what they replaced in the optimizer's state.
 pub struct HostSchedules<'py> {
     found: Vec<(Bound<'py, PyAny>, String, Bound<'py, PyAny>)>, // optimizer, name, schedule
-    old: Vec<(Bound<'py, PyDict>, String, Option<Bound<'py, PyAny>>)>,
+    old: Vec<Option<Bound<'py, PyAny>>>, // the value of each, as far as they have been called
 }
 
 impl<'py> HostSchedules<'py> {
@@ -131,8 +136,7 @@ impl<'py> HostSchedules<'py> {
     /// Call each with the number of updates so far, and put the value where the optimizer looks for it.
     pub fn call(&mut self) -> PyResult<()> {
         for (optimizer, name, schedule) in &self.found {
-            let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
-            let state = state.cast_into::<PyDict>()?;
+            let state = state(optimizer)?;
             let value = schedule.call1((state.get_item("step")?,))?;
             if !bridge::is_array(&value) {
                 return Err(PyTypeError::new_err(format!(
@@ -140,8 +144,7 @@ impl<'py> HostSchedules<'py> {
                     value.get_type().fully_qualified_name()?
                 )));
             }
-            self.old
-                .push((state.clone(), name.clone(), state.get_item(name)?));
+            self.old.push(state.get_item(name)?);
             state.set_item(name, value)?;
         }
         Ok(())
@@ -149,10 +152,10 @@ impl<'py> HostSchedules<'py> {
 
     /// Put back what `call` replaced.
     pub fn undo(self) -> PyResult<()> {
-        for (state, name, value) in self.old {
-            match value {
-                Some(value) => state.set_item(name, value)?,
-                None => state.del_item(name)?,
+        for ((optimizer, name, _), old) in self.found.into_iter().zip(self.old) {
+            match old {
+                Some(old) => state(&optimizer)?.set_item(name, old)?,
+                None => state(&optimizer)?.del_item(name)?,
             }
         }
         Ok(())
@@ -162,8 +165,7 @@ impl<'py> HostSchedules<'py> {
     pub fn hold(&self) -> PyResult<()> {
         for (optimizer, name, _) in &self.found {
             let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;
-            let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
-            let value = state.get_item(name)?.unbind();
+            let value = state(optimizer)?.as_any().get_item(name)?.unbind();
             let held = pyo3::types::PyCFunction::new_closure(
                 optimizer.py(),
                 None,

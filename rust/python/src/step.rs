@@ -280,9 +280,11 @@ impl Inner {
                 undo.restore()?;
                 store.forget();
             }
-            let output = outcome?;
+            let (output, new) = outcome?;
             store.take_output(py, &prepared, &output)?;
-            store.check_layout(py)?;
+            if new {
+                store.check_layout(py)?;
+            }
             Ok(output)
         });
         if outcome.is_err() {
@@ -307,13 +309,13 @@ impl Inner {
             undo.restore()?; // the optimizer is initialised by its first update
             store.forget();
         }
-        let output = outcome?;
+        let (output, _) = outcome?;
         let trainable = store.signature()?.trainable.bind(user.py()).clone();
         let tree = fill(&trainable, output.gradients.iter())?;
         Ok((self.returned(user.py(), &output)?, tree))
     }
 
-    // traces where it has to and runs; once more, uncompiled, where the loss cannot be traced
+    // traces where it has to and runs; once more, uncompiled, where the loss cannot be traced. True: a new trace
     fn run(
         &mut self,
         store: &mut Store,
@@ -322,18 +324,18 @@ impl Inner {
         tree: Tree,
         batch: &[Array],
         update: bool,
-    ) -> PyResult<Output> {
+    ) -> PyResult<(Output, bool)> {
         let started = Instant::now();
         let mut cause = self.find(store, user, tree, update)?;
         loop {
             let stop = match self.attempt(store, user, prepared, batch) {
                 Ok(output) => {
-                    if let Some(cause) = cause.take() {
+                    let new = cause.take().map(|cause| {
                         let seconds = started.elapsed().as_secs_f64();
                         self.records.push(TraceRecord { cause, seconds });
-                    }
+                    });
                     self.way = self.way_of(store);
-                    return Ok(output);
+                    return Ok((output, new.is_some()));
                 }
                 Err(stop) => stop,
             };
@@ -491,7 +493,8 @@ impl Inner {
             key_list: store.key_list.clone_ref(py),
             roles: signature.roles.clone(),
             trainable: signature.trainable.clone_ref(py),
-            compiled: self.compiled && entry.rule != Rule::None,
+            compiled: self.compiled,
+            restore: self.compiled || entry.rule == Rule::None,
             stop: None,
             template: None,
         }));
