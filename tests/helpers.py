@@ -82,25 +82,26 @@ NATIVE: dict[str, Callable[[], optim.Optimizer]] = {
     "adamw-joined": lambda: optim.AdamW(joined(), weight_decay=0.1),
     "adamw-halving": lambda: optim.AdamW(halving),
     "adam-branching": lambda: optim.Adam(branching),
-}
-
-TRACED: dict[str, Callable[[], optim.Optimizer]] = {
     "lion": lambda: optim.Lion(1e-3, weight_decay=0.1),
     "rmsprop": lambda: optim.RMSprop(1e-3),
     "adagrad": lambda: optim.Adagrad(1e-2),
     "adadelta": lambda: optim.AdaDelta(1.0),
     "adamax": lambda: optim.Adamax(1e-2),
+    "lion-cosine": lambda: optim.Lion(optim.cosine_decay(1e-2, 5), betas=[0.8, 0.9]),
+}
+
+TRACED: dict[str, Callable[[], optim.Optimizer]] = {
     "adafactor": lambda: optim.Adafactor(),
     "adafactor-fixed": lambda: optim.Adafactor(1e-3, relative_step=False, scale_parameter=False, beta_1=0.9),
     "muon": lambda: optim.Muon(1e-2, weight_decay=0.1),
     "multi": lambda: optim.MultiOptimizer([optim.Muon(1e-2), optim.AdamW(joined())], [is_matrix]),
-    "lion-branching": lambda: optim.Lion(branching),
     "user": lambda: SignedDescent(1e-3),
     "user-adam": lambda: HalvedAdam(1e-2),
+    "user-branching": lambda: HalvedAdam(branching),
 }
 
 OPTIMIZERS = NATIVE | TRACED
-HOST_SCHEDULES = ("adam-branching", "lion-branching")  # mx.compile cannot take them
+HOST_SCHEDULES = ("adam-branching", "user-branching")  # mx.compile cannot take them
 
 
 @dataclass(frozen=True)

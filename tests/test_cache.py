@@ -30,7 +30,7 @@ def counter() -> None:
     traced.clear()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam"])
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_model_that_is_dropped_is_freed(optimizer: str, calls: int) -> None:
     row = Row("conv", optimizer)
@@ -154,7 +154,7 @@ def test_losses_and_options_in_turns_train_one_model() -> None:
 
 def test_a_new_optimizer_for_the_same_model() -> None:
     reference, ours = ROW.new(), ROW.new()
-    for optimizer in ("adamw", "sgd-momentum", "lion", "adamw"):
+    for optimizer in ("adamw", "sgd-momentum", "user-adam", "adamw"):
         pairs = [(model, Row("mlp", optimizer).new()[1]) for model in (reference[0], ours[0])]
         plain = plain_step(*pairs[0], cross_entropy)
         for batch in ROW.case.batches(2):
@@ -178,7 +178,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam"])
 def test_the_interpreter_exits_cleanly_with_steps_alive(child: Child, optimizer: str) -> None:
     done = child(f"OPTIMIZER = {optimizer!r}\n" + EXIT)
     assert done.stdout == "done\n"

@@ -129,7 +129,7 @@ def test_a_change_between_calls_is_seen(change: str, max_grad_norm: float | None
     assert step.stats.way == "native"
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "user", "multi"])
+@pytest.mark.parametrize("optimizer", ["user-adam", "user", "multi"])
 @pytest.mark.parametrize("change", ["update", "submodule", "eval", "learning-rate", "seed", "add-in-place", "freeze"])
 def test_a_change_is_seen_by_a_traced_optimizer(optimizer: str, change: str) -> None:
     row = Row("conv", optimizer)
@@ -151,7 +151,7 @@ def test_a_change_is_seen_by_a_traced_optimizer(optimizer: str, change: str) -> 
         ("sgd-momentum", "nesterov", True),
         ("sgd-weight-decay", "weight_decay", 0.5),
         ("adam", "bias_correction", True),
-        ("lion", "betas", [0.5, 0.6]),
+        ("user-adam", "betas", [0.5, 0.6]),
         ("user", "decay", 0.1),
     ],
 )
@@ -196,7 +196,7 @@ def test_train_and_eval_in_turns_make_two_traces() -> None:
     assert len(step.stats.traces) == 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-joined", "sgd-nesterov", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw-joined", "sgd-nesterov", "user-adam"])
 def test_a_run_goes_on_from_files(optimizer: str, tmp_path: Path) -> None:
     row = Row("conv", optimizer, 0.1)
     reference, ours = row.new(), row.new()

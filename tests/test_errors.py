@@ -47,7 +47,7 @@ def everything(pair: Pair) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("error", [Ours("no"), ValueError("[eval] looks like it"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "lion", "multi"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "user-adam", "multi"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_error_in_the_loss_changes_nothing(error: BaseException, optimizer: str, steps_before: int) -> None:
     row, loss_fn = Row("conv", optimizer), Failing()
@@ -172,7 +172,7 @@ def line_of(function: Callable[..., object], text: str) -> int:
 @pytest.mark.parametrize(
     ("loss_fn", "text"), [(reading, "loss.item()"), (branching, "loss < 1e6"), (converting, "np.array(x)")]
 )
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam"])
 def test_a_loss_that_reads_values_runs_plainly_after_one_warning(
     loss_fn: Callable[..., Tree], text: str, optimizer: str
 ) -> None:

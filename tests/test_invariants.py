@@ -48,7 +48,7 @@ print(json.dumps([b - a for a, b in zip(before, after)] + [len(step.stats.traces
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["unread", "held"])
-@pytest.mark.parametrize(("model", "optimizer"), [("conv", "adamw"), ("gpt", "sgd-momentum"), ("mlp", "lion")])
+@pytest.mark.parametrize(("model", "optimizer"), [("conv", "adamw"), ("gpt", "sgd-momentum"), ("mlp", "user-adam")])
 @pytest.mark.skipif(not STATM.exists(), reason="reads the resident size from /proc")
 def test_memory_is_flat_over_1500_steps(child: Child, model: str, optimizer: str, holds: bool) -> None:
     names = f"MODEL, OPTIMIZER, HOLDS = {model!r}, {optimizer!r}, {holds}\n"
@@ -75,7 +75,7 @@ def test_names_dtypes_and_shapes_are_kept(name: str) -> None:
         assert (moment.dtype, moment.shape) == before[path[:-2]], path
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-joined", "adam-branching", "sgd-cosine", "lion", "multi"])
+@pytest.mark.parametrize("optimizer", ["adamw-joined", "adam-branching", "sgd-cosine", "user-adam", "multi"])
 def test_one_trace_serves_all_steps(optimizer: str) -> None:
     row = Row("conv", optimizer)
     model, opt = row.new()

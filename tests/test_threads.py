@@ -51,6 +51,31 @@ def test_a_step_belongs_to_its_thread(steps_before: int) -> None:
     assert float(step(*batches[3]).loss) > 0
 
 
+def test_another_thread_makes_a_step_of_its_own() -> None:
+    reference, ours = ROW.new(), ROW.new()
+    plain, batches = plain_step(*reference, cross_entropy), ROW.case.batches(6)
+    here = Step(*ours, cross_entropy)
+    there: list[Step] = []
+
+    def train() -> None:
+        there.append(Step(*ours, cross_entropy))
+        for batch in batches[2:4]:
+            there[0](*batch)
+        there[0].synchronize()
+
+    for batch in batches:
+        plain(*batch)
+    for batch in batches[:2]:
+        here(*batch)
+    here.synchronize()
+    elsewhere(train)
+    for batch in batches[4:]:
+        here(*batch)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-6)
+    with pytest.raises(RuntimeError, match="thread"):
+        there[0](*batches[0])
+
+
 def tree_loss(model: nn.Module, batch: dict[str, Tree], rest: list[mx.array]) -> mx.array:
     return cross_entropy(model, batch["x"], batch["y"]) + rest[1].sum()
 

@@ -1,15 +1,19 @@
 //! The updates of `mlx.optimizers`, operation for operation, over whole buffers.
 use half::{bf16, f16};
-use mlx_rs::{error::Result, Array, Dtype};
+use mlx_rs::{
+    error::{Exception, Result},
+    ops, Array, Dtype,
+};
 
 /// Buffers of at least this many bytes are updated by one kernel for each output: a fused kernel with several outputs
 /// cannot take over its inputs' memory, one with a single output can.
 const BARRIER_BYTES: usize = 16 << 20;
 
-/// An update rule with its options. The learning rate and the step are arrays of their own.
+/// An update rule with its options, named and meant as in `mlx.optimizers`. The learning rate and the step are arrays of
+/// their own.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Optimizer {
-    /// `mlx.optimizers.SGD`.
+    /// Stochastic gradient descent.
     Sgd {
         /// The momentum strength; 0 keeps no velocity.
         momentum: f64,
@@ -20,7 +24,7 @@ pub enum Optimizer {
         /// Nesterov momentum.
         nesterov: bool,
     },
-    /// `mlx.optimizers.Adam`, and `AdamW` where there is a weight decay.
+    /// Adam, and `AdamW` where there is a weight decay.
     Adam {
         /// The decay of the running averages of the gradient and of its square.
         betas: (f64, f64),
@@ -30,6 +34,39 @@ pub enum Optimizer {
         bias_correction: bool,
         /// The decoupled weight decay of `AdamW`; `None` is Adam.
         weight_decay: Option<f64>,
+    },
+    /// Adam with the infinity norm in place of the root of the second moment.
+    Adamax {
+        /// The decay of the running averages.
+        betas: (f64, f64),
+        /// Added to the denominator.
+        eps: f64,
+    },
+    /// The sign of an interpolated momentum.
+    Lion {
+        /// The interpolation of the update, and the decay of the momentum.
+        betas: (f64, f64),
+        /// The decoupled weight decay.
+        weight_decay: f64,
+    },
+    /// Gradients over the root of their mean square.
+    RmsProp {
+        /// The decay of the mean square.
+        alpha: f64,
+        /// Added to the denominator.
+        eps: f64,
+    },
+    /// Gradients over the root of their sum of squares.
+    Adagrad {
+        /// Added to the denominator.
+        eps: f64,
+    },
+    /// Steps in the units of the parameters.
+    AdaDelta {
+        /// The decay of both running averages.
+        rho: f64,
+        /// Added below both roots.
+        eps: f64,
     },
 }
 
@@ -55,8 +92,10 @@ impl Optimizer {
     pub fn moments(&self) -> &'static [&'static str] {
         match self {
             Self::Sgd { momentum, .. } if *momentum <= 0.0 => &[],
-            Self::Sgd { .. } => &["v"],
-            Self::Adam { .. } => &["m", "v"],
+            Self::Adam { .. } | Self::Adamax { .. } => &["m", "v"],
+            Self::Lion { .. } => &["m"],
+            Self::AdaDelta { .. } => &["v", "u"],
+            Self::Sgd { .. } | Self::RmsProp { .. } | Self::Adagrad { .. } => &["v"],
         }
     }
 
@@ -76,50 +115,109 @@ impl Optimizer {
         step: &Array,
     ) -> Result<(Array, Vec<Array>)> {
         let rate = learning_rate.as_dtype(gradient.dtype())?;
-        match self {
-            Self::Sgd { .. } => self.sgd(gradient, parameter, moments, &rate),
-            Self::Adam { .. } => self.adam(gradient, parameter, moments, &rate, step),
+        let given = Given {
+            gradient,
+            parameter,
+            rate: &rate,
+        };
+        match (self, moments) {
+            (
+                &Self::Sgd {
+                    momentum,
+                    weight_decay,
+                    dampening,
+                    nesterov,
+                },
+                moments,
+            ) => given.sgd(
+                moments.first(),
+                (momentum, dampening, nesterov),
+                weight_decay,
+            ),
+            (
+                &Self::Adam {
+                    betas,
+                    eps,
+                    bias_correction,
+                    weight_decay,
+                },
+                [m, v],
+            ) => given.adam(
+                [m, v],
+                betas,
+                eps,
+                bias_correction.then_some(step),
+                weight_decay,
+            ),
+            (&Self::Adamax { betas, eps }, [m, v]) => given.adamax([m, v], betas, eps),
+            (
+                &Self::Lion {
+                    betas,
+                    weight_decay,
+                },
+                [m],
+            ) => given.lion(m, betas, weight_decay),
+            (&Self::RmsProp { alpha, eps }, [v]) => given.rms_prop(v, alpha, eps),
+            (&Self::Adagrad { eps }, [v]) => given.adagrad(v, eps),
+            (&Self::AdaDelta { rho, eps }, [v, u]) => given.ada_delta([v, u], rho, eps),
+            _ => Err(Exception::custom(format!(
+                "{self:?}: expected the moments {:?}, got {}",
+                self.moments(),
+                moments.len()
+            ))),
         }
+    }
+}
+
+/// What every rule is given.
+#[derive(Clone, Copy)]
+struct Given<'a> {
+    gradient: &'a Array,
+    parameter: &'a Array,
+    rate: &'a Array,
+}
+
+type Updated = Result<(Array, Vec<Array>)>;
+
+impl Given<'_> {
+    fn number(&self, value: f64) -> Array {
+        scalar(value, self.gradient.dtype())
+    }
+
+    // decay * average + (1 - decay) * value
+    fn average(&self, decay: f64, average: &Array, value: &Array) -> Result<Array> {
+        let old = self.number(decay).multiply(average)?;
+        old.add(self.number(1.0 - decay).multiply(value)?)
     }
 
     // v = momentum v + (1 - dampening) g;  w = w - lr v, or w - lr (g + momentum v) with Nesterov
     fn sgd(
         &self,
-        gradient: &Array,
-        parameter: &Array,
-        moments: &[Array],
-        rate: &Array,
-    ) -> Result<(Array, Vec<Array>)> {
-        let &Self::Sgd {
-            momentum,
-            weight_decay,
-            dampening,
-            nesterov,
-        } = self
-        else {
-            return Ok((parameter.clone(), moments.to_vec()));
-        };
-        let number = |value| scalar(value, gradient.dtype());
-        let mut gradient = gradient.clone();
+        velocity: Option<&Array>,
+        (momentum, dampening, nesterov): (f64, f64, bool),
+        weight_decay: f64,
+    ) -> Updated {
+        let mut gradient = self.gradient.clone();
         if weight_decay != 0.0 {
-            gradient = gradient.add(number(weight_decay).multiply(parameter)?)?;
+            gradient = gradient.add(self.number(weight_decay).multiply(self.parameter)?)?;
         }
-        let [velocity] = moments else {
-            return Ok((parameter.subtract(rate.multiply(&gradient)?)?, Vec::new()));
+        let Some(velocity) = velocity else {
+            let parameter = self.parameter.subtract(self.rate.multiply(&gradient)?)?;
+            return Ok((parameter, Vec::new()));
         };
-        let mut velocity = number(momentum).multiply(velocity)?;
+        let mut velocity = self.number(momentum).multiply(velocity)?;
         velocity = if dampening > 0.0 {
-            velocity.add(number(1.0 - dampening).multiply(&gradient)?)?
+            velocity.add(self.number(1.0 - dampening).multiply(&gradient)?)?
         } else {
             velocity.add(&gradient)?
         };
         velocity = alone(velocity)?;
         let update = if nesterov {
-            gradient.add(number(momentum).multiply(&velocity)?)?
+            gradient.add(self.number(momentum).multiply(&velocity)?)?
         } else {
             velocity.clone()
         };
-        let parameter = parameter.subtract(rate.multiply(update)?)?;
+        let parameter = self.parameter.subtract(self.rate.multiply(update)?)?;
         Ok((parameter, vec![velocity]))
     }
 
@@ -127,49 +225,94 @@ impl Optimizer {
     // AdamW decays w by (1 - lr wd) before; bias correction scales m by 1 / (1 - b1^t) and v by 1 / (1 - b2^t)
     fn adam(
         &self,
-        gradient: &Array,
-        parameter: &Array,
-        moments: &[Array],
-        rate: &Array,
-        step: &Array,
-    ) -> Result<(Array, Vec<Array>)> {
-        let (
-            &Self::Adam {
-                betas: (b1, b2),
-                eps,
-                bias_correction,
-                weight_decay,
-            },
-            [m, v],
-        ) = (self, moments)
-        else {
-            return Ok((parameter.clone(), moments.to_vec()));
-        };
-        let dtype = gradient.dtype();
-        let number = |value| scalar(value, dtype);
-        let mut parameter = parameter.clone();
+        [m, v]: [&Array; 2],
+        (b1, b2): (f64, f64),
+        eps: f64,
+        corrected_at: Option<&Array>,
+        weight_decay: Option<f64>,
+    ) -> Updated {
+        let dtype = self.gradient.dtype();
+        let mut parameter = self.parameter.clone();
         if let Some(decay) = weight_decay {
-            let keep = number(1.0).subtract(rate.multiply(number(decay))?)?;
-            let keep = keep.contiguous()?; // once, not for every element
-            parameter = parameter.multiply(keep)?;
+            let keep = self
+                .number(1.0)
+                .subtract(self.rate.multiply(self.number(decay))?)?;
+            parameter = parameter.multiply(keep.contiguous()?)?; // once, not for every element
         }
-        let m = number(b1).multiply(m)?;
-        let m = alone(m.add(number(1.0 - b1).multiply(gradient)?)?)?;
-        let v = number(b2).multiply(v)?;
-        let v = alone(v.add(number(1.0 - b2).multiply(gradient.square()?)?)?)?;
-        let (numerator, denominator) = if bias_correction {
-            let power = |beta| -> Result<Array> {
+        let m = alone(self.average(b1, m, self.gradient)?)?;
+        let v = alone(self.average(b2, v, &self.gradient.square()?)?)?;
+        let (numerator, denominator) = if let Some(step) = corrected_at {
+            let rest = |beta| -> Result<Array> {
                 let power = scalar(beta, Dtype::Float32).power(step)?;
                 scalar(1.0, Dtype::Float32).subtract(power)
             };
-            let c1 = rate.divide(power(b1)?)?.as_dtype(dtype)?.contiguous()?;
-            let c2 = power(b2)?.rsqrt()?.as_dtype(dtype)?.contiguous()?;
-            (c1.multiply(&m)?, v.sqrt()?.multiply(c2)?.add(number(eps))?)
+            let c1 = self.rate.divide(rest(b1)?)?.as_dtype(dtype)?.contiguous()?;
+            let c2 = rest(b2)?.rsqrt()?.as_dtype(dtype)?.contiguous()?;
+            (
+                c1.multiply(&m)?,
+                v.sqrt()?.multiply(c2)?.add(self.number(eps))?,
+            )
         } else {
-            (rate.multiply(&m)?, v.sqrt()?.add(number(eps))?)
+            (self.rate.multiply(&m)?, v.sqrt()?.add(self.number(eps))?)
         };
-        let parameter = parameter.subtract(numerator.divide(denominator)?)?;
-        Ok((parameter, vec![m, v]))
+        Ok((
+            parameter.subtract(numerator.divide(denominator)?)?,
+            vec![m, v],
+        ))
+    }
+
+    // m = b1 m + (1 - b1) g;  v = max(b2 v, |g|);  w = w - lr m / (v + eps)
+    fn adamax(&self, [m, v]: [&Array; 2], (b1, b2): (f64, f64), eps: f64) -> Updated {
+        let m = alone(self.average(b1, m, self.gradient)?)?;
+        let v = alone(ops::maximum(
+            self.number(b2).multiply(v)?,
+            self.gradient.abs()?,
+        )?)?;
+        let update = self.rate.multiply(&m)?.divide(v.add(self.number(eps))?)?;
+        Ok((self.parameter.subtract(update)?, vec![m, v]))
+    }
+
+    // c = b1 m + (1 - b1) g;  m = b2 m + (1 - b2) g;  w = (1 - lr wd) w - lr sign(c)
+    fn lion(&self, m: &Array, (b1, b2): (f64, f64), weight_decay: f64) -> Updated {
+        let direction = self.average(b1, m, self.gradient)?;
+        let m = alone(self.average(b2, m, self.gradient)?)?;
+        let mut parameter = self.parameter.clone();
+        if weight_decay > 0.0 {
+            let decay = self.rate.multiply(self.number(weight_decay))?;
+            let keep = self.number(1.0).subtract(decay)?.contiguous()?;
+            parameter = keep.multiply(parameter)?;
+        }
+        let update = self.rate.multiply(ops::sign(direction)?)?;
+        Ok((parameter.subtract(update)?, vec![m]))
+    }
+
+    // v = alpha v + (1 - alpha) g^2;  w = w - lr g / (sqrt(v) + eps)
+    fn rms_prop(&self, v: &Array, alpha: f64, eps: f64) -> Updated {
+        let v = alone(self.average(alpha, v, &self.gradient.square()?)?)?;
+        self.over_root(v, eps)
+    }
+
+    // v = v + g^2;  w = w - lr g / (sqrt(v) + eps)
+    fn adagrad(&self, v: &Array, eps: f64) -> Updated {
+        let v = alone(v.add(self.gradient.square()?)?)?;
+        self.over_root(v, eps)
+    }
+
+    fn over_root(&self, v: Array, eps: f64) -> Updated {
+        let root = v.sqrt()?.add(self.number(eps))?;
+        let update = self.rate.multiply(self.gradient)?.divide(root)?;
+        Ok((self.parameter.subtract(update)?, vec![v]))
+    }
+
+    // v = rho v + (1 - rho) g^2;  d = sqrt(u + eps) / sqrt(v + eps) g;  u = rho u + (1 - rho) d^2;  w = w - lr d
+    fn ada_delta(&self, [v, u]: [&Array; 2], rho: f64, eps: f64) -> Updated {
+        let v = alone(self.average(rho, v, &self.gradient.square()?)?)?;
+        let ratio = u.add(self.number(eps))?.sqrt()?;
+        let ratio = ratio.divide(v.add(self.number(eps))?.sqrt()?)?;
+        let delta = ratio.multiply(self.gradient)?;
+        let u = alone(self.average(rho, u, &delta.square()?)?)?;
+        let parameter = self.parameter.subtract(self.rate.multiply(delta)?)?;
+        Ok((parameter, vec![v, u]))
     }
 }
 

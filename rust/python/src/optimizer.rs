@@ -9,7 +9,7 @@ use pyo3::{
 
 use crate::bridge;
 
-/// The engine's rule for an optimizer of exactly `SGD`, `Adam` or `AdamW`; `None` for every other.
+/// The engine's rule for an optimizer of exactly one of MLX's elementwise classes; `None` for every other.
 pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
     let class = optimizer.get_type();
     if class.module().ok()?.to_str().ok()? != "mlx.optimizers.optimizers" {
@@ -21,6 +21,18 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
         plain.then(|| value.extract::<f64>().ok()).flatten()
     };
     let flag = |name: &str| optimizer.getattr(name).ok()?.extract::<bool>().ok();
+    let betas = || -> Option<(f64, f64)> {
+        let betas: [f64; 2] = optimizer.getattr("betas").ok()?.extract().ok()?;
+        Some((betas[0], betas[1]))
+    };
+    let adam = |weight_decay| {
+        Some(Rule::Adam {
+            betas: betas()?,
+            eps: number("eps")?,
+            bias_correction: flag("bias_correction")?,
+            weight_decay,
+        })
+    };
     let only_rate_scheduled = schedulers(optimizer)
         .ok()?
         .iter()
@@ -35,19 +47,27 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
             dampening: number("dampening")?,
             nesterov: flag("nesterov")?,
         }),
-        name @ ("Adam" | "AdamW") => {
-            let betas: [f64; 2] = optimizer.getattr("betas").ok()?.extract().ok()?;
-            Some(Rule::Adam {
-                betas: (betas[0], betas[1]),
-                eps: number("eps")?,
-                bias_correction: flag("bias_correction")?,
-                weight_decay: if name == "AdamW" {
-                    Some(number("weight_decay")?)
-                } else {
-                    None
-                },
-            })
-        }
+        "Adam" => adam(None),
+        "AdamW" => adam(Some(number("weight_decay")?)),
+        "Adamax" => Some(Rule::Adamax {
+            betas: betas()?,
+            eps: number("eps")?,
+        }),
+        "Lion" => Some(Rule::Lion {
+            betas: betas()?,
+            weight_decay: number("weight_decay")?,
+        }),
+        "RMSprop" => Some(Rule::RmsProp {
+            alpha: number("alpha")?,
+            eps: number("eps")?,
+        }),
+        "Adagrad" => Some(Rule::Adagrad {
+            eps: number("eps")?,
+        }),
+        "AdaDelta" => Some(Rule::AdaDelta {
+            rho: number("rho")?,
+            eps: number("eps")?,
+        }),
         _ => None,
     }
 }

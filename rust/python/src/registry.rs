@@ -52,14 +52,11 @@ fn find(optimizer: &Bound<'_, PyAny>) -> Option<Arc<Shared>> {
     found
 }
 
-/// The store of a model and an optimizer, a new one where there is none.
+/// The store of a model and an optimizer in this thread, a new one where there is none.
 pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Arc<Shared>> {
     if let Some(found) = find(optimizer) {
-        if found
-            .0
-            .try_borrow()
-            .is_ok_and(|store| store.is_of(model, optimizer))
-        {
+        let mine = |store: &Store| store.is_of(model, optimizer) && store.check_thread().is_ok();
+        if found.0.try_borrow().is_ok_and(|store| mine(&store)) {
             return Ok(found);
         }
     }

@@ -122,8 +122,10 @@ impl Step {
         named: &Bound<'py, PyDict>,
     ) -> PyResult<Returned<'py>> {
         let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
-        registry::claim(&self.shared, optimizer)?;
-        self.enter(model.py(), |inner, store| inner.step(store, &user))
+        self.enter(model.py(), |inner, store| {
+            registry::claim(&self.shared, optimizer)?;
+            inner.step(store, &user)
+        })
     }
 
     /// What the loss function returned, and the tree of gradients.
@@ -137,8 +139,10 @@ impl Step {
         named: &Bound<'py, PyDict>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
-        registry::claim(&self.shared, optimizer)?;
-        self.enter(model.py(), |inner, store| inner.gradients(store, &user))
+        self.enter(model.py(), |inner, store| {
+            registry::claim(&self.shared, optimizer)?;
+            inner.gradients(store, &user)
+        })
     }
 
     /// Wait for all work in flight.
