@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +13,8 @@ from mlx.optimizers import Optimizer
 
 from faststep._loss import Losses
 from faststep._native import core
+
+Nonfinite = Literal["skip", "raise", "allow"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,15 @@ class StepOutput:
     Attributes:
         loss: The loss, a scalar in the dtype in which the loss function returned it.
         aux: What the loss function returned beside the loss, an empty tuple where it returned nothing else.
-        grad_norm: The global norm of the gradients before clipping, a float32 scalar; None without `max_grad_norm`.
+        grad_norm: The global norm of the gradients before clipping, a float32 scalar; None where nothing needs it: with
+            `nonfinite="allow"` and without `max_grad_norm`.
+        skipped: Whether the step was not taken, a bool scalar; False with `nonfinite="allow"`.
     """
 
     loss: mx.array
     aux: tuple[Any, ...]
     grad_norm: mx.array | None
+    skipped: mx.array | bool
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,16 @@ class Stats:
     """What a step has done so far.
 
     Attributes:
-        steps: The number of updates.
+        steps: The number of steps.
+        skipped: How many of them were not taken, because loss or gradients were not finite or the loss too large.
+            Asking waits for the steps in flight.
         way: How the update is computed. "native": on flat buffers, in Rust. "traced": the optimizer's own Python code,
             compiled with the rest. "plain": the same step without compilation.
         traces: Every trace that was made, with its cause and how long it took.
     """
 
     steps: int
+    skipped: int
     way: str
     traces: tuple[core.TraceRecord, ...]
 
@@ -81,6 +89,8 @@ class Step:
         loss_fn: Callable[..., Any],
         *,
         max_grad_norm: float | None = None,
+        nonfinite: Nonfinite = "skip",
+        max_loss: float | None = None,
         compile: bool = True,
         in_flight: int = 2,
     ) -> None:
@@ -92,15 +102,20 @@ class Step:
             loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
                 for `nn.value_and_grad(model, loss_fn)`.
             max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
+            nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
+                optimizer state and buffers as they are, on the device, without a wait. "raise": the same, then wait
+                for the step and raise `FloatingPointError`, which names the first such gradient. "allow": take every
+                step, as the plain loop does.
+            max_loss: A loss above this counts as not finite; None: no limit.
             compile: Compile the step. Without, the loss function is called at every step.
             in_flight: How many steps may be under way on the device when a call returns.
 
         Raises:
             TypeError: `model` or `optimizer` is something else.
-            ValueError: `max_grad_norm` or `in_flight` is negative or no number.
+            ValueError: An option is out of its range.
         """
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self._program = Program(model, optimizer, max_grad_norm, compile, in_flight)
+        self._program = Program(model, optimizer, max_grad_norm, nonfinite, max_loss, compile, in_flight)
 
     def __call__(self, *batch: Any, **named: Any) -> StepOutput:
         """Train on one batch.
@@ -119,11 +134,11 @@ class Step:
                 shape. Exceptions of the loss function pass unchanged. All of these leave model, optimizer and random
                 state as they were.
             RuntimeError: The step belongs to another thread, or the device failed.
+            FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
-        value, norm = self._program.step(self.model, self.optimizer, self.loss_fn, batch, named)
-        if isinstance(value, tuple):
-            return StepOutput(value[0], value[1:], norm)
-        return StepOutput(value, (), norm)
+        value, norm, skipped = self._program.step(self.model, self.optimizer, self.loss_fn, batch, named)
+        loss, aux = (value[0], value[1:]) if isinstance(value, tuple) else (value, ())
+        return StepOutput(loss, aux, norm, False if skipped is None else skipped)
 
     def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """Compute loss and gradients of one batch and change nothing.
@@ -154,8 +169,8 @@ class Step:
     @property
     def stats(self) -> Stats:
         """What the step has done so far."""
-        steps, way, traces = self._program.core.stats()
-        return Stats(steps, way, tuple(traces))
+        steps, skipped, way, traces = self._program.core.stats()
+        return Stats(steps, skipped, way, tuple(traces))
 
 
 class Program:
@@ -166,13 +181,23 @@ class Program:
         model: nn.Module,
         optimizer: Optimizer,
         max_grad_norm: float | None,
+        nonfinite: Nonfinite,
+        max_loss: float | None,
         compile: bool,
         in_flight: int,
     ) -> None:
         """Check the options."""
         if in_flight < 0:
             raise ValueError(f"in_flight: expected a number from 0 on, got {in_flight}")
-        self.core = core.Step(model, optimizer, max_grad_norm=max_grad_norm, compile=compile, in_flight=in_flight)
+        self.core = core.Step(
+            model,
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            max_loss=max_loss,
+            compile=compile,
+            in_flight=in_flight,
+        )
         self._losses = Losses()
 
     def step(
@@ -182,8 +207,8 @@ class Program:
         loss_fn: Callable[..., Any],
         batch: tuple[Any, ...],
         named: dict[str, Any],
-    ) -> tuple[Any, mx.array | None]:
-        """Return what the loss function returned and the gradients' norm."""
+    ) -> tuple[Any, mx.array | None, mx.array | None]:
+        """Return what the loss function returned, the gradients' norm, and whether the step was skipped."""
         return self.core.step(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
 
     def gradients(
@@ -198,7 +223,7 @@ class Program:
         return self.core.gradients(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
 
 
-_Key = tuple[int, int, float | None, bool, int]
+_Key = tuple[int, int, float | None, Nonfinite, float | None, bool, int]
 _programs: dict[_Key, tuple[weakref.ref[nn.Module], weakref.ref[Optimizer], Program]] = {}
 
 
@@ -208,6 +233,8 @@ def fast_step(
     loss_fn: Callable[..., Any],
     *batch: Any,
     max_grad_norm: float | None = None,
+    nonfinite: Nonfinite = "skip",
+    max_loss: float | None = None,
     compile: bool = True,
     in_flight: int = 2,
     **named: Any,
@@ -228,9 +255,11 @@ def fast_step(
             lambda made anew at every call is the same loss as long as its code, defaults and closure are.
         *batch: Arrays, dicts, lists and tuples of them, and static values.
         max_grad_norm: Clip the gradients to this global norm; None: no clipping.
+        nonfinite: "skip" a step whose loss or gradients are not finite, "raise" for it, or "allow" it.
+        max_loss: A loss above this counts as not finite; None: no limit.
         compile: Compile the step.
         in_flight: How many steps may be under way on the device when a call returns.
-        **named: Arguments of the loss function by name; the three options above are not among them.
+        **named: Arguments of the loss function by name; the options above are not among them.
 
     Returns:
         What the loss function returned, lazily.
@@ -239,6 +268,7 @@ def fast_step(
         TypeError: As `Step` and its call do.
         ValueError: As `Step` and its call do.
         RuntimeError: As `Step` and its call do.
+        FloatingPointError: As a `Step`'s call does.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -252,7 +282,7 @@ def fast_step(
         >>> loss.shape, optimizer.step.item()
         ((), 3)
     """
-    key = (id(model), id(optimizer), max_grad_norm, compile, in_flight)
+    key = (id(model), id(optimizer), max_grad_norm, nonfinite, max_loss, compile, in_flight)
     known = _programs.get(key)
     if known is None or known[0]() is not model or known[1]() is not optimizer:
         known = _keep(key, model, optimizer)

@@ -8,6 +8,7 @@ pub mod array;
 pub mod blas;
 pub mod clip;
 pub mod error;
+pub mod guard;
 pub mod layout;
 pub mod optimizer;
 pub mod step;

@@ -5,6 +5,8 @@ use mlx_rs::{
     ops, Array, Dtype,
 };
 
+use crate::guard::choose;
+
 /// Buffers of at least this many bytes are updated by one kernel for each output: a fused kernel with several outputs
 /// cannot take over its inputs' memory, one with a single output can.
 const BARRIER_BYTES: usize = 16 << 20;
@@ -102,7 +104,7 @@ impl Optimizer {
     /// One update: the new parameter and its new moments.
     ///
     /// `gradient`, `parameter` and `moments` are of one shape and dtype; `learning_rate` is a float scalar, `step` the
-    /// number of this update (from 1), an integer scalar.
+    /// number of this update (from 1), an integer scalar. Where `take` is given and false, all come back as they were.
     ///
     /// # Errors
     /// When MLX refuses an operation.
@@ -113,12 +115,14 @@ impl Optimizer {
         moments: &[Array],
         learning_rate: &Array,
         step: &Array,
+        take: Option<&Array>,
     ) -> Result<(Array, Vec<Array>)> {
         let rate = learning_rate.as_dtype(gradient.dtype())?;
         let given = Given {
             gradient,
             parameter,
             rate: &rate,
+            take,
         };
         match (self, moments) {
             (
@@ -175,6 +179,7 @@ struct Given<'a> {
     gradient: &'a Array,
     parameter: &'a Array,
     rate: &'a Array,
+    take: Option<&'a Array>,
 }
 
 type Updated = Result<(Array, Vec<Array>)>;
@@ -182,6 +187,15 @@ type Updated = Result<(Array, Vec<Array>)>;
 impl Given<'_> {
     fn number(&self, value: f64) -> Array {
         scalar(value, self.gradient.dtype())
+    }
+
+    // the new moment, chosen before the parameter is computed from it: then its memory can still be the old one's
+    fn moment(&self, new: Array, old: &Array) -> Result<Array> {
+        alone(choose(self.take, new, old)?)
+    }
+
+    fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
+        Ok((choose(self.take, parameter, self.parameter)?, moments))
     }
 
     // decay * average + (1 - decay) * value
@@ -201,24 +215,24 @@ impl Given<'_> {
         if weight_decay != 0.0 {
             gradient = gradient.add(self.number(weight_decay).multiply(self.parameter)?)?;
         }
-        let Some(velocity) = velocity else {
+        let Some(old) = velocity else {
             let parameter = self.parameter.subtract(self.rate.multiply(&gradient)?)?;
-            return Ok((parameter, Vec::new()));
+            return self.updated(parameter, Vec::new());
         };
-        let mut velocity = self.number(momentum).multiply(velocity)?;
+        let mut velocity = self.number(momentum).multiply(old)?;
         velocity = if dampening > 0.0 {
             velocity.add(self.number(1.0 - dampening).multiply(&gradient)?)?
         } else {
             velocity.add(&gradient)?
         };
-        velocity = alone(velocity)?;
+        velocity = self.moment(velocity, old)?;
         let update = if nesterov {
             gradient.add(self.number(momentum).multiply(&velocity)?)?
         } else {
             velocity.clone()
         };
         let parameter = self.parameter.subtract(self.rate.multiply(update)?)?;
-        Ok((parameter, vec![velocity]))
+        self.updated(parameter, vec![velocity])
     }
 
     // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w = w - lr m / (sqrt(v) + eps)
@@ -239,8 +253,8 @@ impl Given<'_> {
                 .subtract(self.rate.multiply(self.number(decay))?)?;
             parameter = parameter.multiply(keep.contiguous()?)?; // once, not for every element
         }
-        let m = alone(self.average(b1, m, self.gradient)?)?;
-        let v = alone(self.average(b2, v, &self.gradient.square()?)?)?;
+        let m = self.moment(self.average(b1, m, self.gradient)?, m)?;
+        let v = self.moment(self.average(b2, v, &self.gradient.square()?)?, v)?;
         let (numerator, denominator) = if let Some(step) = corrected_at {
             let rest = |beta| -> Result<Array> {
                 let power = scalar(beta, Dtype::Float32).power(step)?;
@@ -255,27 +269,23 @@ impl Given<'_> {
         } else {
             (self.rate.multiply(&m)?, v.sqrt()?.add(self.number(eps))?)
         };
-        Ok((
-            parameter.subtract(numerator.divide(denominator)?)?,
-            vec![m, v],
-        ))
+        let parameter = parameter.subtract(numerator.divide(denominator)?)?;
+        self.updated(parameter, vec![m, v])
     }
 
     // m = b1 m + (1 - b1) g;  v = max(b2 v, |g|);  w = w - lr m / (v + eps)
     fn adamax(&self, [m, v]: [&Array; 2], (b1, b2): (f64, f64), eps: f64) -> Updated {
-        let m = alone(self.average(b1, m, self.gradient)?)?;
-        let v = alone(ops::maximum(
-            self.number(b2).multiply(v)?,
-            self.gradient.abs()?,
-        )?)?;
+        let m = self.moment(self.average(b1, m, self.gradient)?, m)?;
+        let decayed = self.number(b2).multiply(v)?;
+        let v = self.moment(ops::maximum(decayed, self.gradient.abs()?)?, v)?;
         let update = self.rate.multiply(&m)?.divide(v.add(self.number(eps))?)?;
-        Ok((self.parameter.subtract(update)?, vec![m, v]))
+        self.updated(self.parameter.subtract(update)?, vec![m, v])
     }
 
     // c = b1 m + (1 - b1) g;  m = b2 m + (1 - b2) g;  w = (1 - lr wd) w - lr sign(c)
     fn lion(&self, m: &Array, (b1, b2): (f64, f64), weight_decay: f64) -> Updated {
         let direction = self.average(b1, m, self.gradient)?;
-        let m = alone(self.average(b2, m, self.gradient)?)?;
+        let m = self.moment(self.average(b2, m, self.gradient)?, m)?;
         let mut parameter = self.parameter.clone();
         if weight_decay > 0.0 {
             let decay = self.rate.multiply(self.number(weight_decay))?;
@@ -283,36 +293,36 @@ impl Given<'_> {
             parameter = keep.multiply(parameter)?;
         }
         let update = self.rate.multiply(ops::sign(direction)?)?;
-        Ok((parameter.subtract(update)?, vec![m]))
+        self.updated(parameter.subtract(update)?, vec![m])
     }
 
     // v = alpha v + (1 - alpha) g^2;  w = w - lr g / (sqrt(v) + eps)
     fn rms_prop(&self, v: &Array, alpha: f64, eps: f64) -> Updated {
-        let v = alone(self.average(alpha, v, &self.gradient.square()?)?)?;
+        let v = self.moment(self.average(alpha, v, &self.gradient.square()?)?, v)?;
         self.over_root(v, eps)
     }
 
     // v = v + g^2;  w = w - lr g / (sqrt(v) + eps)
     fn adagrad(&self, v: &Array, eps: f64) -> Updated {
-        let v = alone(v.add(self.gradient.square()?)?)?;
+        let v = self.moment(v.add(self.gradient.square()?)?, v)?;
         self.over_root(v, eps)
     }
 
     fn over_root(&self, v: Array, eps: f64) -> Updated {
         let root = v.sqrt()?.add(self.number(eps))?;
         let update = self.rate.multiply(self.gradient)?.divide(root)?;
-        Ok((self.parameter.subtract(update)?, vec![v]))
+        self.updated(self.parameter.subtract(update)?, vec![v])
     }
 
     // v = rho v + (1 - rho) g^2;  d = sqrt(u + eps) / sqrt(v + eps) g;  u = rho u + (1 - rho) d^2;  w = w - lr d
     fn ada_delta(&self, [v, u]: [&Array; 2], rho: f64, eps: f64) -> Updated {
-        let v = alone(self.average(rho, v, &self.gradient.square()?)?)?;
+        let v = self.moment(self.average(rho, v, &self.gradient.square()?)?, v)?;
         let ratio = u.add(self.number(eps))?.sqrt()?;
         let ratio = ratio.divide(v.add(self.number(eps))?.sqrt()?)?;
         let delta = ratio.multiply(self.gradient)?;
-        let u = alone(self.average(rho, u, &delta.square()?)?)?;
+        let u = self.moment(self.average(rho, u, &delta.square()?)?, u)?;
         let parameter = self.parameter.subtract(self.rate.multiply(delta)?)?;
-        Ok((parameter, vec![v, u]))
+        self.updated(parameter, vec![v, u])
     }
 }
 

@@ -57,9 +57,11 @@ pub struct Output {
     pub loss: Array,
     /// What the loss function returned beside it.
     pub aux: Vec<Array>,
-    /// The gradients' global norm before clipping, where it is clipped.
+    /// The gradients' global norm before clipping, where they are clipped or guarded.
     pub norm: Option<Array>,
-    /// Gradients by tensor, of a trace without an update.
+    /// Whether the step was not taken, a bool scalar, where it is guarded.
+    pub skipped: Option<Array>,
+    /// Gradients: by tensor of a trace without an update, by buffer where the recipe keeps them.
     pub gradients: Vec<Array>,
     /// Buffers of the model that were written, with their index among the others.
     pub others: Vec<(usize, Array)>,
@@ -197,7 +199,9 @@ impl Engine {
             trace.warm = true;
         }
         owner.release();
-        outputs.gradients.clear();
+        if !trace.recipe.keep_gradients {
+            outputs.gradients.clear();
+        }
         self.adopt(inputs, &mut outputs, &outline);
         self.dispatch(&outputs, owner)?;
         self.wait(in_flight, owner)?;
@@ -354,6 +358,7 @@ struct Outputs {
     aux: Vec<Array>,
     kept: Vec<Array>,
     norm: Option<Array>,
+    skipped: Option<Array>,
     gradients: Vec<Array>,
     parameters: Vec<Array>,
     state: Vec<Array>,
@@ -372,6 +377,7 @@ impl Outputs {
             aux: take(outline.aux),
             kept: take(outline.kept),
             norm: take(usize::from(outline.norm)).pop(),
+            skipped: take(usize::from(outline.skipped)).pop(),
             gradients: take(outline.gradients),
             parameters: take(outline.parameters),
             state: take(outline.state.len()),
@@ -384,7 +390,10 @@ impl Outputs {
         let values = std::iter::once(&self.loss)
             .chain(&self.aux)
             .chain(&self.kept);
-        values.chain(&self.norm).chain(&self.gradients)
+        values
+            .chain(&self.norm)
+            .chain(&self.skipped)
+            .chain(&self.gradients)
     }
 
     fn into_output(self, outline: Outline) -> Output {
@@ -392,6 +401,7 @@ impl Outputs {
             loss: self.loss,
             aux: self.aux,
             norm: self.norm,
+            skipped: self.skipped,
             gradients: self.gradients,
             others: outline.others.into_iter().zip(self.others).collect(),
             state: outline.state,

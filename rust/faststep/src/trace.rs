@@ -13,7 +13,12 @@ use mlx_rs::{
     Array,
 };
 
-use crate::{array, clip, layout::Layout, optimizer::Optimizer};
+use crate::{
+    array, clip,
+    guard::{choose, Guard},
+    layout::Layout,
+    optimizer::Optimizer,
+};
 
 /// What the loss is computed from.
 #[derive(Clone, Copy, Debug)]
@@ -104,8 +109,12 @@ pub struct Recipe {
     pub layout: Rc<Layout>,
     /// How they are updated.
     pub rule: Rule,
-    /// The global norm to clip to; the norm is computed only where there is one.
+    /// The global norm to clip to.
     pub max_grad_norm: Option<f64>,
+    /// Which steps are not to be taken; `None` takes every one.
+    pub guard: Option<Guard>,
+    /// Whether the gradients are given out too, buffer by buffer.
+    pub keep_gradients: bool,
     /// The number of state arrays.
     pub state: usize,
     /// The number of other arrays of the model.
@@ -118,6 +127,7 @@ pub(crate) struct Outline {
     pub aux: usize,
     pub kept: usize,
     pub norm: bool,
+    pub skipped: bool,
     pub gradients: usize,
     pub parameters: usize,
     pub state: Vec<usize>,
@@ -131,7 +141,7 @@ type Function = Box<dyn FnMut(&[Array]) -> Result<Vec<Array>>>;
 pub struct Trace {
     function: Function,
     outline: Rc<RefCell<Outline>>,
-    recipe: Rc<Recipe>,
+    pub(crate) recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     eager: bool,
     pub(crate) warm: bool,
@@ -237,13 +247,17 @@ impl Body<'_> {
     fn trace(&self, inputs: &[Array]) -> Result<Vec<Array>> {
         let inputs = self.split(inputs)?;
         let (mut values, rebound, gradients) = self.differentiate(&inputs)?;
-        let buffers_written = values.split_off(self.values_before_others());
+        let mut buffers_written = values.split_off(self.values_before_others());
         if self.recipe.rule == Rule::None {
             self.outline.borrow_mut().gradients = gradients.len();
             values.extend(gradients);
         } else {
             let gradients = self.recipe.layout.pack(&gradients)?;
-            self.update(&inputs, &rebound, gradients, &mut values)?;
+            let good = self.update(&inputs, &rebound, gradients, &mut values)?;
+            let written = &self.outline.borrow().others;
+            for (new, &index) in buffers_written.iter_mut().zip(written) {
+                *new = choose(good.as_ref(), new.clone(), &inputs.others[index])?;
+            }
         }
         values.extend(buffers_written);
         Ok(values)
@@ -300,45 +314,77 @@ impl Body<'_> {
         ))
     }
 
-    // appends norm, gradients, parameters, state
+    // appends norm, skipped, gradients, parameters, state; gives whether the step is good
     fn update(
         &self,
         inputs: &Inputs,
         rebound: &[(usize, Array)],
         gradients: Vec<Array>,
         values: &mut Vec<Array>,
-    ) -> Result<()> {
-        let mut clipped = None;
-        if let Some(max_norm) = self.recipe.max_grad_norm {
-            let norm = clip::global_norm(&gradients)?;
-            clipped = Some(clip::by_global_norm(&gradients, &norm, max_norm)?);
-            values.push(norm);
+    ) -> Result<Option<Array>> {
+        let recipe = self.recipe;
+        let mut norm = None;
+        if recipe.max_grad_norm.is_some() || recipe.guard.is_some() {
+            norm = Some(clip::global_norm(&gradients)?);
         }
-        let parameters = self.parameters(inputs, rebound)?;
-        let updated = match &self.recipe.rule {
-            Rule::Native(rule) => self.native(
-                rule,
-                inputs,
-                clipped.as_ref().unwrap_or(&gradients),
-                &parameters,
-            )?,
-            Rule::Host | Rule::None => self.host.update(UpdateCall {
-                gradients: clipped.as_ref().unwrap_or(&gradients),
-                parameters: &parameters,
-                state: inputs.state,
-            })?,
+        let good = match (&recipe.guard, &norm) {
+            (Some(guard), Some(norm)) => Some(guard.good(&values[0], norm)?),
+            _ => None,
         };
+        let clipped = match (recipe.max_grad_norm, &norm) {
+            (Some(max_norm), Some(norm)) => clip::by_global_norm(&gradients, norm, max_norm)?,
+            _ => gradients.clone(),
+        };
+        let updated = self.updated(inputs, rebound, &clipped, good.as_ref())?;
         let mut outline = self.outline.borrow_mut();
-        outline.norm = clipped.is_some();
+        outline.norm = norm.is_some();
+        outline.skipped = good.is_some();
         outline.gradients = gradients.len();
         outline.parameters = updated.parameters.len();
+        values.extend(norm);
+        values.extend(good.as_ref().map(Array::logical_not).transpose()?);
         values.extend(gradients);
         values.extend(updated.parameters);
         for (index, array) in updated.state {
             outline.state.push(index);
             values.push(array);
         }
-        Ok(())
+        Ok(good)
+    }
+
+    fn updated(
+        &self,
+        inputs: &Inputs,
+        rebound: &[(usize, Array)],
+        gradients: &[Array],
+        good: Option<&Array>,
+    ) -> Result<UpdateOutput> {
+        let parameters = self.parameters(inputs, rebound)?;
+        let mut output = match &self.recipe.rule {
+            Rule::Native(rule) => self.native(rule, inputs, gradients, &parameters, good)?,
+            Rule::Host | Rule::None => {
+                let mut output = self.host.update(UpdateCall {
+                    gradients,
+                    parameters: &parameters,
+                    state: inputs.state,
+                })?;
+                for (new, old) in output.parameters.iter_mut().zip(&parameters) {
+                    *new = choose(good, new.clone(), old)?;
+                }
+                for (index, new) in &mut output.state {
+                    *new = choose(good, new.clone(), &inputs.state[*index])?;
+                }
+                output
+            }
+        };
+        if !rebound.is_empty() {
+            // a step that is not taken leaves what was there before the loss
+            let before = self.parameters(inputs, &[])?;
+            for (new, old) in output.parameters.iter_mut().zip(&before) {
+                *new = choose(good, new.clone(), old)?;
+            }
+        }
+        Ok(output)
     }
 
     // the buffers to update: what the step was given, or what the loss assigned
@@ -367,6 +413,7 @@ impl Body<'_> {
         inputs: &Inputs,
         gradients: &[Array],
         parameters: &[Array],
+        good: Option<&Array>,
     ) -> Result<UpdateOutput> {
         let [step, rate, moments @ ..] = inputs.state else {
             return Err(Exception::custom(
@@ -374,7 +421,9 @@ impl Body<'_> {
             ));
         };
         let scheduled = self.host.learning_rate(step)?;
+        let old_rate = rate;
         let rate = scheduled.as_ref().unwrap_or(rate);
+        let old_step = step;
         let step = step.add(Array::from_int(1).as_dtype(step.dtype())?)?;
         let buffers = parameters.len();
         let mut state = Vec::with_capacity(inputs.state.len());
@@ -382,12 +431,14 @@ impl Body<'_> {
         for (buffer, (gradient, parameter)) in gradients.iter().zip(parameters).enumerate() {
             let places: Vec<usize> = (buffer..moments.len()).step_by(buffers).collect();
             let old: Vec<Array> = places.iter().map(|&i| moments[i].clone()).collect();
-            let (parameter, new) = rule.update(gradient, parameter, &old, rate, &step)?;
+            let (parameter, new) = rule.update(gradient, parameter, &old, rate, &step, good)?;
             updated.push(parameter);
             state.extend(places.into_iter().map(|i| i + 2).zip(new));
         }
-        state.push((0, step));
-        state.extend(scheduled.map(|rate| (1, rate)));
+        state.push((0, choose(good, step, old_step)?));
+        if let Some(rate) = scheduled {
+            state.push((1, choose(good, rate, old_rate)?));
+        }
         Ok(UpdateOutput {
             parameters: updated,
             state,

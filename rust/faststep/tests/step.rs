@@ -7,6 +7,7 @@ use std::{
 };
 
 use faststep::{
+    guard::Guard,
     layout::{Layout, Tensor},
     optimizer::Optimizer,
     step::{Call, Engine, Output},
@@ -72,6 +73,20 @@ const SGD: Optimizer = Optimizer::Sgd {
 
 impl Run {
     fn new(rule: Optimizer, max_grad_norm: Option<f64>, compiled: bool) -> Self {
+        Self::with(rule, max_grad_norm, None, compiled)
+    }
+
+    fn guarded(rule: Optimizer, max_loss: f64) -> Self {
+        let max_loss = Some(max_loss);
+        Self::with(rule, None, Some(Guard { max_loss }), true)
+    }
+
+    fn with(
+        rule: Optimizer,
+        max_grad_norm: Option<f64>,
+        guard: Option<Guard>,
+        compiled: bool,
+    ) -> Self {
         let parameters = vec![
             Array::from_slice(&[0.5f32, -0.25, 0.125], &[3, 1]),
             Array::from_slice(&[0.0f32], &[1]),
@@ -92,6 +107,8 @@ impl Run {
             layout: layout.clone(),
             rule: Rule::Native(rule),
             max_grad_norm,
+            guard,
+            keep_gradients: false,
             state: state.len(),
             others: 0,
         };
@@ -176,6 +193,26 @@ fn the_first_update_is_the_one_of_the_formula() {
     assert!(norm > 0.5, "the case has to be clipped: {norm}");
     // learning rate 0.1 times a gradient of norm 0.5
     assert!((moved.sqrt() - 0.05).abs() < 1e-6, "{}", moved.sqrt());
+}
+
+#[test]
+fn a_step_that_is_no_number_is_not_taken() {
+    for rule in [
+        SGD,
+        Optimizer::AdaDelta {
+            rho: 0.9,
+            eps: 1e-6,
+        },
+    ] {
+        let mut run = Run::guarded(rule, 10.0);
+        assert!(!run.step().unwrap().skipped.unwrap().item_exact::<bool>());
+        let far = Array::from_slice(&[1e3f32], &[1]);
+        run.engine.set_parameters(vec![(1, far)]).unwrap();
+        let before = run.values();
+        assert!(run.step().unwrap().skipped.unwrap().item_exact::<bool>());
+        assert_eq!(run.values(), before);
+        assert_eq!(run.engine.state()[0].item_exact::<u64>(), 1);
+    }
 }
 
 #[test]

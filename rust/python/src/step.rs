@@ -2,13 +2,14 @@
 use std::{cell::RefCell, rc::Rc, sync::Arc, time::Instant};
 
 use faststep::{
-    step::{Call, Output},
+    guard::Guard,
+    step::{Call, Output, Owner},
     trace::{Recipe, Rule, Trace},
     Error,
 };
 use mlx_rs::Array;
 use pyo3::{
-    exceptions::{PyRuntimeError, PyRuntimeWarning, PyValueError},
+    exceptions::{PyFloatingPointError, PyRuntimeError, PyRuntimeWarning, PyValueError},
     prelude::*,
     types::{PyDict, PyTuple},
 };
@@ -17,7 +18,7 @@ use crate::{
     bridge,
     errors::to_python,
     holder::{Holder, Waiting},
-    host::{Current, PythonHost, Stop},
+    host::{dotted, Current, PythonHost, Stop},
     optimizer::HostSchedules,
     registry::{self, Shared},
     store::{Prepared, Store},
@@ -27,6 +28,8 @@ use crate::{
 
 /// So many traces are kept for each step, and so many signatures for each model; the one used least recently goes first.
 pub const MAX_TRACES: usize = 64;
+/// So many steps may pass before it is counted which of them were skipped; by then they are long done.
+const MAX_FLAGS: usize = 256;
 
 /// A trace, what it is valid for, and what the loss returned while it was made.
 struct Entry {
@@ -69,12 +72,16 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 
 struct Inner {
     max_grad_norm: Option<f64>,
+    guard: Option<Guard>,
+    raises: bool,
     in_flight: usize,
     compiled: bool,
     checked: bool,
     host: Rc<PythonHost>,
     entries: Vec<Entry>, // most recent last
     steps: usize,
+    skipped: usize,
+    flags: Vec<Array>, // of steps for which nobody has asked yet whether they were skipped
     records: Vec<TraceRecord>,
     way: &'static str,
 }
@@ -82,11 +89,13 @@ struct Inner {
 #[pymethods]
 impl Step {
     #[new]
-    #[pyo3(signature = (model, optimizer, *, max_grad_norm, compile, in_flight))]
+    #[pyo3(signature = (model, optimizer, *, max_grad_norm, nonfinite, max_loss, compile, in_flight))]
     fn new(
         model: &Bound<'_, PyAny>,
         optimizer: &Bound<'_, PyAny>,
         max_grad_norm: Option<f64>,
+        nonfinite: &str,
+        max_loss: Option<f64>,
         compile: bool,
         in_flight: usize,
     ) -> PyResult<Self> {
@@ -95,23 +104,41 @@ impl Step {
                 "max_grad_norm: expected a number from 0 on or None, got {norm}"
             )));
         }
+        let guard = match (nonfinite, max_loss) {
+            ("skip" | "raise", max_loss) => Some(Guard { max_loss }),
+            ("allow", None) => None,
+            ("allow", Some(_)) => {
+                let message =
+                    "max_loss: expected None with nonfinite=\"allow\", which takes every step";
+                return Err(PyValueError::new_err(message));
+            }
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "nonfinite: expected \"skip\", \"raise\" or \"allow\", got {nonfinite:?}"
+                )))
+            }
+        };
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
                 max_grad_norm,
+                guard,
+                raises: nonfinite == "raise",
                 in_flight,
                 compiled: compile,
                 checked: false,
                 host: Rc::new(PythonHost::default()),
                 entries: Vec::new(),
                 steps: 0,
+                skipped: 0,
+                flags: Vec::new(),
                 records: Vec::new(),
                 way: "native",
             })),
         })
     }
 
-    /// One step: what the loss function returned, and the gradients' norm before clipping.
+    /// One step: what the loss function returned, the gradients' norm before clipping, whether the step was skipped.
     fn step<'py>(
         &self,
         model: &Bound<'py, PyAny>,
@@ -156,10 +183,11 @@ impl Step {
         })
     }
 
-    /// Steps, way and traces.
-    fn stats(&self, py: Python<'_>) -> PyResult<(usize, &'static str, Vec<TraceRecord>)> {
+    /// Steps, those of them that were skipped, way and traces.
+    fn stats(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, Vec<TraceRecord>)> {
         self.enter(py, |inner, _| {
-            Ok((inner.steps, inner.way, inner.records.clone()))
+            inner.count(py)?;
+            Ok((inner.steps, inner.skipped, inner.way, inner.records.clone()))
         })
     }
 }
@@ -180,7 +208,12 @@ impl Step {
     }
 }
 
-type Returned<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+/// What the loss function returned, the gradients' norm, and whether the step was skipped.
+type Returned<'py> = (
+    Bound<'py, PyAny>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+);
 
 /// What the user passed to one call.
 struct User<'py> {
@@ -285,6 +318,9 @@ impl Inner {
                 store.forget();
             }
             let (output, new) = outcome?;
+            if self.raises {
+                refuse(py, store, &output)?;
+            }
             store.take_output(py, &prepared, &output)?;
             if new {
                 store.check_layout(py)?;
@@ -296,8 +332,31 @@ impl Inner {
         }
         let output = outcome?;
         self.steps += 1;
-        let norm = output.norm.as_ref().map(|norm| bridge::wrap(py, norm));
-        Ok((self.returned(py, &output)?, norm.transpose()?))
+        let wrap = |array: &Option<Array>| array.as_ref().map(|a| bridge::wrap(py, a)).transpose();
+        let (norm, skipped) = (wrap(&output.norm)?, wrap(&output.skipped)?);
+        let returned = self.returned(py, &output)?;
+        self.flags.extend(output.skipped);
+        if self.flags.len() >= MAX_FLAGS {
+            self.count(py)?;
+        }
+        Ok((returned, norm, skipped))
+    }
+
+    // reads the flags that have not been read
+    fn count(&mut self, py: Python<'_>) -> PyResult<()> {
+        let flags = std::mem::take(&mut self.flags);
+        let mut skipped = 0;
+        let mut read = Ok(());
+        Waiting(py).unlocked(&mut || {
+            for flag in &flags {
+                match flag.try_item_exact::<bool>() {
+                    Ok(flag) => skipped += usize::from(flag),
+                    Err(error) => read = Err(error.to_string()),
+                }
+            }
+        });
+        self.skipped += skipped;
+        read.map_err(PyRuntimeError::new_err)
     }
 
     fn gradients<'py>(
@@ -424,6 +483,8 @@ impl Inner {
             layout: engine.layout().clone(),
             rule: rule.clone(),
             max_grad_norm: self.max_grad_norm,
+            guard: self.guard,
+            keep_gradients: self.raises,
             state: engine.state().len(),
             others: store.others.len(),
         };
@@ -536,6 +597,46 @@ impl Inner {
             _ => bridge::wrap(py, &output.loss),
         }
     }
+}
+
+// raises for a step that was not taken, with the first tensor whose gradient is no number; waits for the step
+fn refuse(py: Python<'_>, store: &Store, output: &Output) -> PyResult<()> {
+    let failed = |e: mlx_rs::error::Exception| to_python(&Error::Mlx(e));
+    let read = |array: &Array| -> PyResult<bool> {
+        let mut value = Ok(true);
+        Waiting(py).unlocked(&mut || value = array.try_item_exact::<bool>());
+        value.map_err(|e| PyRuntimeError::new_err(e.to_string()))
+    };
+    if !output
+        .skipped
+        .as_ref()
+        .map(read)
+        .transpose()?
+        .unwrap_or(false)
+    {
+        return Ok(());
+    }
+    let (signature, Some(engine)) = (store.signature()?, &store.engine) else {
+        return Ok(());
+    };
+    let gradients = engine.layout().views(&output.gradients).map_err(failed)?;
+    for (gradient, path) in gradients.iter().zip(signature.paths()) {
+        let finite = gradient
+            .abs()
+            .and_then(|g| g.lt(Array::from_f32(f32::INFINITY)));
+        let finite = finite.and_then(|finite| finite.all(None)).map_err(failed)?;
+        if !read(&finite)? {
+            return Err(PyFloatingPointError::new_err(format!(
+                "the gradient of {} has NaN or infinite values; nothing was updated",
+                dotted(&path)
+            )));
+        }
+    }
+    let loss = output.loss.try_item_cast::<f32>();
+    let loss = loss.map_or_else(|e| e.to_string(), |loss| loss.to_string());
+    Err(PyFloatingPointError::new_err(format!(
+        "the loss is {loss}, not finite or above max_loss; nothing was updated"
+    )))
 }
 
 fn fill<'a, 'py>(

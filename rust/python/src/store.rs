@@ -42,7 +42,8 @@ pub struct ModelSignature {
 }
 
 impl ModelSignature {
-    fn paths(&self) -> Vec<Vec<String>> {
+    /// The path to each parameter.
+    pub fn paths(&self) -> Vec<Vec<String>> {
         self.parameters
             .iter()
             .map(|&slot| self.roles[slot].1.clone())

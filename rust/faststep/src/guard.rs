@@ -1,0 +1,37 @@
+//! What a step does about a loss or a gradient that is no number: it takes nothing of it, without asking the host.
+use mlx_rs::{error::Result, ops, Array, Dtype};
+
+/// Which steps are not to be taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Guard {
+    /// A loss above this counts as bad as NaN does.
+    pub max_loss: Option<f64>,
+}
+
+impl Guard {
+    /// Whether the step is good, a bool scalar: loss and norm are finite and the loss is not above its limit.
+    ///
+    /// A gradient so large that its square overflows float32 counts as infinite.
+    ///
+    /// # Errors
+    /// When MLX refuses an operation.
+    pub fn good(&self, loss: &Array, norm: &Array) -> Result<Array> {
+        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+        let limit = self.max_loss.map_or(f32::MAX, |limit| limit as f32);
+        let loss = loss.as_dtype(Dtype::Float32)?;
+        // NaN compares as false
+        let below = loss.le(Array::from_f32(limit))?;
+        let above = loss.ge(Array::from_f32(f32::MIN))?;
+        let finite = norm.le(Array::from_f32(f32::MAX))?;
+        let good = ops::logical_and(ops::logical_and(below, above)?, finite)?;
+        good.contiguous() // a barrier: once, not for every element
+    }
+}
+
+/// `new` where `take` is true or not asked for, `old` where it is false.
+pub(crate) fn choose(take: Option<&Array>, new: Array, old: &Array) -> Result<Array> {
+    match take {
+        Some(take) => ops::select(take, new, old),
+        None => Ok(new),
+    }
+}
