@@ -105,7 +105,7 @@ class Step:
             nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
                 optimizer state and buffers as they are, on the device, without a wait. "raise": the same, then wait
                 for the step and raise `FloatingPointError`, which names the first such gradient. "allow": take every
-                step, as the plain loop does.
+                step, as the plain loop does. A gradient whose square overflows float32 counts as infinite.
             max_loss: A loss above this counts as not finite; None: no limit.
             compile: Compile the step. Without, the loss function is called at every step.
             in_flight: How many steps may be under way on the device when a call returns.

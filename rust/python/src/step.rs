@@ -28,7 +28,7 @@ use crate::{
 
 /// So many traces are kept for each step, and so many signatures for each model; the one used least recently goes first.
 pub const MAX_TRACES: usize = 64;
-/// So many steps may pass before it is counted which of them were skipped; by then they are long done.
+/// So many steps may pass before it is counted which of them were skipped.
 const MAX_FLAGS: usize = 256;
 
 /// A trace, what it is valid for, and what the loss returned while it was made.
@@ -186,7 +186,7 @@ impl Step {
     /// Steps, those of them that were skipped, way and traces.
     fn stats(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, Vec<TraceRecord>)> {
         self.enter(py, |inner, _| {
-            inner.count(py)?;
+            inner.count(py, inner.flags.len())?;
             Ok((inner.steps, inner.skipped, inner.way, inner.records.clone()))
         })
     }
@@ -337,14 +337,14 @@ impl Inner {
         let returned = self.returned(py, &output)?;
         self.flags.extend(output.skipped);
         if self.flags.len() >= MAX_FLAGS {
-            self.count(py)?;
+            self.count(py, MAX_FLAGS / 2)?; // the older half is long done
         }
         Ok((returned, norm, skipped))
     }
 
-    // reads the flags that have not been read
-    fn count(&mut self, py: Python<'_>) -> PyResult<()> {
-        let flags = std::mem::take(&mut self.flags);
+    // reads the first flags of those that have not been read
+    fn count(&mut self, py: Python<'_>, first: usize) -> PyResult<()> {
+        let flags: Vec<Array> = self.flags.drain(..first).collect();
         let mut skipped = 0;
         let mut read = Ok(());
         Waiting(py).unlocked(&mut || {
