@@ -34,7 +34,8 @@ def test_a_loss_alone(data: Iterator[tuple[mx.array, mx.array]]) -> None:
     assert isinstance(out, StepOutput)
     assert (out.loss.shape, out.loss.dtype) == ((), mx.float32)
     assert out.aux == ()
-    assert out.grad_norm is None
+    assert out.grad_norm is not None
+    assert out.skipped.item() is False
     loss = fast_step(model, optimizer, cross_entropy, *next(data))
     assert isinstance(loss, mx.array)
     assert loss.shape == ()
