@@ -214,6 +214,29 @@ def test_an_error_after_the_fall_back_changes_nothing() -> None:
     assert float(step(*batches[1]).loss) > 0
 
 
+class Unwilling(optim.Adam):
+    """A user's optimizer that fails while it is initialised, after it has begun."""
+
+    willing = False
+
+    def init_single(self, parameter: mx.array, state: dict[str, Tree]) -> None:
+        """Refuse vectors."""
+        if parameter.ndim == 1 and not self.willing:
+            raise Ours("no vectors")
+        super().init_single(parameter, state)
+
+
+def test_an_optimizer_that_cannot_be_initialised_stays_as_it_was() -> None:
+    row = Row("mlp", "adamw")
+    model, optimizer = row.new()[0], Unwilling(1e-2)
+    step, batch = Step(model, optimizer, cross_entropy), row.case.batches(1)[0]
+    with pytest.raises(Ours, match="no vectors"):
+        step(*batch)
+    assert set(optimizer.state) == {"step", "learning_rate"}
+    optimizer.willing = True
+    assert float(step(*batch).loss) > 0
+
+
 class Remembering(nn.Module):
     """A model that keeps its last activation."""
 

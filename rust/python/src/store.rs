@@ -380,18 +380,37 @@ impl Store {
         }
     }
 
-    // lay the model's and the optimizer's arrays out anew
+    // lay the model's and the optimizer's arrays out anew; whatever fails, the optimizer is what it was
     fn adopt<'py>(
         &mut self,
         model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
         slots: &[Slot<'py>],
     ) -> PyResult<Snapshot<'py>> {
-        let py = model.py();
-        self.expose(py)?;
+        self.expose(model.py())?;
         self.forget();
-        let signature = self.signature()?;
         let snapshot = Snapshot::take(optimizer)?;
+        match self.lay_out(model, optimizer, slots) {
+            Ok(engine) => {
+                self.engine = Some(engine);
+                Ok(snapshot)
+            }
+            Err(error) => {
+                snapshot.restore()?;
+                self.forget();
+                Err(error)
+            }
+        }
+    }
+
+    fn lay_out<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        slots: &[Slot<'py>],
+    ) -> PyResult<Engine> {
+        let py = model.py();
+        let signature = self.signature()?;
         let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
         optimizer.call_method1(intern!(py, "init"), (trainable,))?;
         let parameters = signature
@@ -399,7 +418,7 @@ impl Store {
             .iter()
             .map(|&slot| bridge::get(&slots[slot].object));
         let parameters: Vec<Array> = parameters.flatten().collect();
-        let built =
+        let engine =
             if let Some((layout, moments, state)) = self.native_state(optimizer, &signature)? {
                 self.moments = Some(moments);
                 Engine::new(Rc::new(layout), parameters, state)
@@ -410,19 +429,10 @@ impl Store {
                 let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
                 Engine::new(Rc::new(layout), parameters, state.collect())
             };
+        let engine = engine.map_err(|error| to_python(&error))?;
         let (tree, _) = Tree::record(optimizer, self.scope())?;
         self.sign_options(py, tree);
-        match built {
-            Ok(engine) => {
-                self.engine = Some(engine);
-                Ok(snapshot)
-            }
-            Err(error) => {
-                snapshot.restore()?;
-                self.forget();
-                Err(to_python(&error))
-            }
-        }
+        Ok(engine)
     }
 
     #[allow(clippy::type_complexity)]
