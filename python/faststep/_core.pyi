@@ -1,12 +1,27 @@
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, final
+from typing import Any, TypedDict, final, type_check_only
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from faststep._options import Options
+
 __all__ = ["Step", "TraceRecord", "bind_blas", "current_state"]
+
+_Named = list[tuple[str, mx.array]]
+
+@type_check_only
+class State(TypedDict):
+    masters: _Named | None
+    ema: _Named | None
+    window: _Named | None
+    weight: mx.array | None
+    batches: int
+    loss_scale: tuple[mx.array, mx.array] | None
+
+_Stats = tuple[int, int, int, str, list[TraceRecord], int, dict[str, float], dict[str, int]]
 
 @final
 class TraceRecord:
@@ -17,17 +32,7 @@ class TraceRecord:
 
 @final
 class Step:
-    def __new__(
-        cls,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        max_grad_norm: float | None,
-        nonfinite: str,
-        max_loss: float | None,
-        compile: bool,
-        in_flight: int,
-    ) -> Step: ...
+    def __new__(cls, model: nn.Module, optimizer: Optimizer, options: Options) -> Step: ...
     def step(
         self,
         model: nn.Module,
@@ -36,7 +41,9 @@ class Step:
         loss_number: int,
         args: tuple[Any, ...],
         named: dict[str, Any],
-    ) -> tuple[Any, mx.array | None, mx.array | None]: ...
+        accumulate: int,
+    ) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]: ...
+    def flush(self, model: nn.Module, optimizer: Optimizer) -> bool: ...
     def gradients(
         self,
         model: nn.Module,
@@ -47,7 +54,9 @@ class Step:
         named: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]: ...
     def synchronize(self) -> None: ...
-    def stats(self) -> tuple[int, int, str, list[TraceRecord]]: ...
+    def state(self) -> State | None: ...
+    def load_state(self, state: State, steps: int, updates: int, skipped: int) -> None: ...
+    def stats(self) -> _Stats: ...
 
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...

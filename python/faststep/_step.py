@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from faststep import _state
 from faststep._loss import Losses
 from faststep._native import core
-
-Nonfinite = Literal["skip", "raise", "allow"]
+from faststep._options import Nonfinite, Options
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,24 @@ class StepOutput:
 
     Attributes:
         loss: The loss, a scalar in the dtype in which the loss function returned it.
-        aux: What the loss function returned beside the loss, an empty tuple where it returned nothing else.
-        grad_norm: The global norm of the gradients before clipping, a float32 scalar; None where nothing needs it: with
-            `nonfinite="allow"` and without `max_grad_norm`.
-        skipped: Whether the step was not taken, a bool scalar; False with `nonfinite="allow"`.
+        aux: What the loss function returned beside the loss (and, with `weighted=True`, beside its weight), an empty
+            tuple where it returned nothing else.
+        grad_norm: The global norm of the gradients before clipping, a float32 scalar; with `accumulate`, that of the
+            window's average. None where there was no update, and where nothing needs it: with `nonfinite="allow"` and
+            without `max_grad_norm`.
+        skipped: Whether nothing of the batch was taken, a bool scalar; False with `nonfinite="allow"`.
     """
 
     loss: mx.array
     aux: tuple[Any, ...]
     grad_norm: mx.array | None
     skipped: mx.array | bool
+    _update: mx.array | bool  # whether there was one, or the array that tells whether it was missed
+
+    @property
+    def updated(self) -> mx.array | bool:
+        """Whether parameters and optimizer state were updated: a bool scalar, or False within a window."""
+        return self._update if isinstance(self._update, bool) else mx.logical_not(self._update)
 
 
 @dataclass(frozen=True)
@@ -40,18 +49,29 @@ class Stats:
     """What a step has done so far.
 
     Attributes:
-        steps: The number of steps.
-        skipped: How many of them were not taken, because loss or gradients were not finite or the loss too large.
+        steps: The number of calls.
+        updates: The number of updates that were made.
+        skipped: How many batches were not taken, because loss or gradients were not finite or the loss too large.
             Asking waits for the steps in flight.
         way: How the update is computed. "native": on flat buffers, in Rust. "traced": the optimizer's own Python code,
             compiled with the rest. "plain": the same step without compilation.
-        traces: Every trace that was made, with its cause and how long it took.
+        traces: The traces that are kept, each with its cause and how long it took.
+        traced: The number of all traces that were made.
+        seconds: Where the time of all calls went. "look": at what the user has changed. "trace": calls that made a
+            trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
+            of it then. "wait": for steps in flight. "show": giving the results to the user's objects.
+        bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
+            model's other arrays.
     """
 
     steps: int
+    updates: int
     skipped: int
     way: str
     traces: tuple[core.TraceRecord, ...]
+    traced: int
+    seconds: dict[str, float]
+    bytes: dict[str, int]
 
 
 class Step:
@@ -89,10 +109,18 @@ class Step:
         loss_fn: Callable[..., Any],
         *,
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        accumulate: int = 1,
+        weighted: bool = False,
         nonfinite: Nonfinite = "skip",
         max_loss: float | None = None,
+        compute_dtype: mx.Dtype | None = None,
+        ema_decay: float | None = None,
         compile: bool = True,
         in_flight: int = 2,
+        max_traces: int = 64,
+        cache_limit: int | None = None,
+        clear_cache_every: int = 0,
     ) -> None:
         """Make the step; nothing is traced before its first call.
 
@@ -102,20 +130,68 @@ class Step:
             loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
                 for `nn.value_and_grad(model, loss_fn)`.
             max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
+            max_grad_value: Bring every element of the gradients into `[-max_grad_value, max_grad_value]`, after
+                clipping by norm where both are given, so that both limits hold. None: no clipping.
+            accumulate: Update once for so many calls, by the average of their gradients, which are summed in float32
+                where the parameters are in half precision. `Step.accumulate` may be changed at any time.
+            weighted: The loss function returns `(mean_loss, weight, *aux)`, the weight being what the loss is a mean
+                over (tokens, say), a scalar array or a number: the average is weighted by it.
             nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
                 optimizer state and buffers as they are, on the device, without a wait. "raise": the same, then wait
                 for the step and raise `FloatingPointError`, which names the first such gradient. "allow": take every
-                step, as the plain loop does. A gradient whose square overflows float32 counts as infinite.
+                step, as the plain loop does. A gradient whose square overflows float32 counts as infinite. A batch that
+                is skipped does not count in the average of its window.
             max_loss: A loss above this counts as not finite; None: no limit.
+            compute_dtype: Compute the loss in this dtype: `mx.bfloat16` or `mx.float16`. Trainable parameters and
+                float32 arrays of the batch are cast to it (frozen parameters and buffers are not), while the update
+                works on float32 masters and float32 optimizer state; the model shows its parameters in the dtype that
+                they had. With float16 the loss is scaled dynamically, and a step whose gradients overflow is skipped.
+                With `mx.float32` the loss is computed in float32 and the masters are kept. None: everything in the
+                parameters' own dtype.
+            ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
+                update, in float32 for half precision; see `average`. None: none.
             compile: Compile the step. Without, the loss function is called at every step.
             in_flight: How many steps may be under way on the device when a call returns.
+            max_traces: How many traces are kept; the one used least recently goes first.
+            cache_limit: Let MLX keep at most so many bytes of freed memory, in the whole process
+                (`mx.set_cache_limit`). None: leave it.
+            clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
 
         Raises:
-            TypeError: `model` or `optimizer` is something else.
+            TypeError: `model` or `optimizer` is something else, or an option has another type.
             ValueError: An option is out of its range.
         """
+        options = Options(
+            max_grad_norm,
+            max_grad_value,
+            weighted,
+            nonfinite,
+            max_loss,
+            compute_dtype,
+            ema_decay,
+            compile,
+            in_flight,
+            max_traces,
+            clear_cache_every,
+        )
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self._program = Program(model, optimizer, max_grad_norm, nonfinite, max_loss, compile, in_flight)
+        self._weighted = weighted
+        self._averaging = False
+        self._program = Program(model, optimizer, options)
+        self.accumulate = accumulate
+        if cache_limit is not None:
+            mx.set_cache_limit(cache_limit)
+
+    @property
+    def accumulate(self) -> int:
+        """How many calls make one update. An open window is applied at the call at which it has as many batches."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, calls: int) -> None:
+        if calls < 1:
+            raise ValueError(f"accumulate: expected a number from 1 on, got {calls}")
+        self._accumulate = calls
 
     def __call__(self, *batch: Any, **named: Any) -> StepOutput:
         """Train on one batch.
@@ -133,12 +209,85 @@ class Step:
             ValueError: The loss is no scalar, nothing is trainable, an array waits for another thread, or MLX refuses a
                 shape. Exceptions of the loss function pass unchanged. All of these leave model, optimizer and random
                 state as they were.
-            RuntimeError: The step belongs to another thread, or the device failed.
+            RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
-        value, norm, skipped = self._program.step(self.model, self.optimizer, self.loss_fn, batch, named)
-        loss, aux = (value[0], value[1:]) if isinstance(value, tuple) else (value, ())
-        return StepOutput(loss, aux, norm, False if skipped is None else skipped)
+        if self._averaging:
+            raise RuntimeError(
+                "the model shows its average: expected a step after the `with step.average()` block, got one in it"
+            )
+        value, norm, skipped, update = self._program.step(
+            self.model, self.optimizer, self.loss_fn, batch, named, self._accumulate
+        )
+        loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
+        return StepOutput(loss, aux, norm, False if skipped is None else skipped, update)
+
+    def flush(self) -> bool:
+        """Update by the window that is open, averaged over what is in it.
+
+        To be called at the end of an epoch, whose last window may not be full.
+
+        Returns:
+            Whether there was a window.
+
+        Raises:
+            RuntimeError: As a step does.
+            FloatingPointError: As a step does.
+        """
+        return self._program.core.flush(self.model, self.optimizer)
+
+    @contextlib.contextmanager
+    def average(self) -> Iterator[nn.Module]:
+        """Show the average of the parameters in the model, for evaluation.
+
+        In a `with` block the model has the average in place of its parameters, in their dtypes; behind it, whatever
+        happens, it has its parameters back. Before the first step the average is the parameters.
+
+        Yields:
+            The model.
+
+        Raises:
+            ValueError: The step has no `ema_decay`.
+        """
+        if self._program.options.ema_decay is None:
+            raise ValueError("average: expected a step with ema_decay, got one without")
+        kept = self._program.core.state()
+        parameters = self.model.trainable_parameters()
+        if kept is not None and kept["ema"] is not None:
+            self.model.update(_state.like(parameters, dict(kept["ema"])))
+        self._averaging = True
+        try:
+            yield self.model
+        finally:
+            self._averaging = False
+            self.model.update(parameters)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What an exact resume needs beyond model, optimizer and random state: a tree of arrays and plain numbers.
+
+        "masters", "ema" and "window" are trees like `model.trainable_parameters()`, float32 where the parameters are in
+        half precision (masters are kept for those only), and there only where the step keeps them; "weight", a float32
+        scalar, and "batches", a number, tell how much is in the window; "loss_scale", a float32 scalar, goes with
+        "good_steps", an int32 scalar; "steps", "updates" and "skipped" are the counts of `stats`. Asking waits for the
+        steps in flight.
+        """
+        return _state.tree(self._program.core.state(), self._program.core.stats()[:3])
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, in this process or another.
+
+        The model and the optimizer are loaded by themselves, before or after. A master counts as long as it rounds to
+        the parameter that the model has at the next step; otherwise the parameter is the new master.
+
+        Args:
+            state: What `Step.state` gave; its arrays may have been through a safetensors file.
+
+        Raises:
+            ValueError: It has unknown or missing names, or arrays of other shapes than the model's. Nothing has
+                changed.
+        """
+        self._program.core.load_state(*_state.flat(state, self.model.trainable_parameters()))
 
     def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """Compute loss and gradients of one batch and change nothing.
@@ -169,35 +318,17 @@ class Step:
     @property
     def stats(self) -> Stats:
         """What the step has done so far."""
-        steps, skipped, way, traces = self._program.core.stats()
-        return Stats(steps, skipped, way, tuple(traces))
+        steps, updates, skipped, way, traces, traced, seconds, held = self._program.core.stats()
+        return Stats(steps, updates, skipped, way, tuple(traces), traced, seconds, held)
 
 
 class Program:
     """The native step of a model, an optimizer and options, for any loss function; keeps neither of the two alive."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        max_grad_norm: float | None,
-        nonfinite: Nonfinite,
-        max_loss: float | None,
-        compile: bool,
-        in_flight: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
         """Check the options."""
-        if in_flight < 0:
-            raise ValueError(f"in_flight: expected a number from 0 on, got {in_flight}")
-        self.core = core.Step(
-            model,
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            nonfinite=nonfinite,
-            max_loss=max_loss,
-            compile=compile,
-            in_flight=in_flight,
-        )
+        self.options = options
+        self.core = core.Step(model, optimizer, options)
         self._losses = Losses()
 
     def step(
@@ -207,9 +338,10 @@ class Program:
         loss_fn: Callable[..., Any],
         batch: tuple[Any, ...],
         named: dict[str, Any],
-    ) -> tuple[Any, mx.array | None, mx.array | None]:
-        """Return what the loss function returned, the gradients' norm, and whether the step was skipped."""
-        return self.core.step(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
+        accumulate: int,
+    ) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]:
+        """Return what the loss function returned, the gradients' norm, whether it was skipped, and the update."""
+        return self.core.step(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named, accumulate)
 
     def gradients(
         self,
@@ -223,7 +355,7 @@ class Program:
         return self.core.gradients(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
 
 
-_Key = tuple[int, int, float | None, Nonfinite, float | None, bool, int]
+_Key = tuple[int, int, Options]
 _programs: dict[_Key, tuple[weakref.ref[nn.Module], weakref.ref[Optimizer], Program]] = {}
 
 
@@ -233,10 +365,17 @@ def fast_step(
     loss_fn: Callable[..., Any],
     *batch: Any,
     max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
+    accumulate: int = 1,
+    weighted: bool = False,
     nonfinite: Nonfinite = "skip",
     max_loss: float | None = None,
+    compute_dtype: mx.Dtype | None = None,
+    ema_decay: float | None = None,
     compile: bool = True,
     in_flight: int = 2,
+    max_traces: int = 64,
+    clear_cache_every: int = 0,
     **named: Any,
 ) -> Any:
     """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options, weakly.
@@ -255,10 +394,19 @@ def fast_step(
             lambda made anew at every call is the same loss as long as its code, defaults and closure are.
         *batch: Arrays, dicts, lists and tuples of them, and static values.
         max_grad_norm: Clip the gradients to this global norm; None: no clipping.
+        max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.
+        accumulate: Update once for so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window that
+            is not
+            full: a `Step` of the same model and optimizer shares it.
+        weighted: The loss function returns `(mean_loss, weight, *aux)`.
         nonfinite: "skip" a step whose loss or gradients are not finite, "raise" for it, or "allow" it.
         max_loss: A loss above this counts as not finite; None: no limit.
+        compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
+        ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
         compile: Compile the step.
         in_flight: How many steps may be under way on the device when a call returns.
+        max_traces: How many traces are kept.
+        clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
         **named: Arguments of the loss function by name; the options above are not among them.
 
     Returns:
@@ -282,11 +430,26 @@ def fast_step(
         >>> loss.shape, optimizer.step.item()
         ((), 3)
     """
-    key = (id(model), id(optimizer), max_grad_norm, nonfinite, max_loss, compile, in_flight)
+    options = Options(
+        max_grad_norm,
+        max_grad_value,
+        weighted,
+        nonfinite,
+        max_loss,
+        compute_dtype,
+        ema_decay,
+        compile,
+        in_flight,
+        max_traces,
+        clear_cache_every,
+    )
+    if accumulate < 1:
+        raise ValueError(f"accumulate: expected a number from 1 on, got {accumulate}")
+    key = (id(model), id(optimizer), options)
     known = _programs.get(key)
     if known is None or known[0]() is not model or known[1]() is not optimizer:
         known = _keep(key, model, optimizer)
-    return known[2].step(model, optimizer, loss_fn, batch, named)[0]
+    return known[2].step(model, optimizer, loss_fn, batch, named, accumulate)[0]
 
 
 def _keep(
@@ -296,6 +459,6 @@ def _keep(
         if (kept := _programs.get(key)) and reference in kept[:2]:
             del _programs[key]
 
-    program = Program(model, optimizer, *key[2:])
+    program = Program(model, optimizer, key[2])
     _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program
     return _programs[key]

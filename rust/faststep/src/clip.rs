@@ -1,5 +1,7 @@
-//! Clipping by the global norm of the gradients.
+//! Clipping by the global norm of the gradients, and by value.
 use mlx_rs::{error::Result, ops, Array, Dtype};
+
+use crate::optimizer::scalar;
 
 /// How many values are added one after the other.
 const ROW: i32 = 512;
@@ -66,17 +68,37 @@ fn sum(values: Array) -> Result<Array> {
     }
 }
 
-/// Scale gradients so that their norm is at most `max_norm`: `min(max_norm / (norm + 1e-6), 1)` times each, the formula
-/// of `mlx.optimizers.clip_grad_norm`.
+/// What gradients of this norm have to be multiplied by for their norm to be at most `max_norm`, a float32 scalar:
+/// `min(max_norm / (norm + 1e-6), 1)`, the formula of `mlx.optimizers.clip_grad_norm`.
 ///
 /// # Errors
 /// When MLX refuses an operation.
-pub fn by_global_norm(gradients: &[Array], norm: &Array, max_norm: f64) -> Result<Vec<Array>> {
+pub fn scale(norm: &Array, max_norm: f64) -> Result<Array> {
     #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
     let max_norm = Array::from_f32(max_norm as f32);
     let scale = max_norm.divide(norm.add(Array::from_f32(1e-6))?)?;
-    // a barrier: fused into the update, the division would be done again for every element
-    let scale = ops::minimum(scale, Array::from_f32(1.0))?.contiguous()?;
-    let clip = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
+    ops::minimum(scale, Array::from_f32(1.0))
+}
+
+/// Multiply gradients by a scalar, in their own dtypes.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn by(gradients: &[Array], scale: &Array) -> Result<Vec<Array>> {
+    // a barrier: fused into the update, the scalar would be computed again for every element
+    let scale = scale.contiguous()?;
+    let multiply = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
+    gradients.iter().map(multiply).collect()
+}
+
+/// Bring every element of the gradients into `[-max_value, max_value]`.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn by_value(gradients: &[Array], max_value: f64) -> Result<Vec<Array>> {
+    let clip = |gradient: &Array| {
+        let limit = scalar(max_value, gradient.dtype());
+        ops::maximum(ops::minimum(gradient, &limit)?, limit.negative()?)
+    };
     gradients.iter().map(clip).collect()
 }

@@ -22,9 +22,18 @@ impl Guard {
         // NaN compares as false
         let below = loss.le(Array::from_f32(limit))?;
         let above = loss.ge(Array::from_f32(f32::MIN))?;
-        let finite = norm.le(Array::from_f32(f32::MAX))?;
-        let good = ops::logical_and(ops::logical_and(below, above)?, finite)?;
+        let good = ops::logical_and(ops::logical_and(below, above)?, Self::finite(norm)?)?;
         good.contiguous() // a barrier: once, not for every element
+    }
+
+    /// Whether a norm is a number, a bool scalar.
+    pub(crate) fn finite(norm: &Array) -> Result<Array> {
+        norm.le(Array::from_f32(f32::MAX))
+    }
+
+    /// Whether there is anything to average over, as [`Guard::good`].
+    pub(crate) fn any(good: &Array, weight: &Array) -> Result<Array> {
+        ops::logical_and(good, weight.gt(Array::from_f32(0.0))?)?.contiguous()
     }
 }
 

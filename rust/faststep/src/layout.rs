@@ -7,7 +7,7 @@
 //! keeps no more than one buffer alive.
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
-use crate::array;
+use crate::{array, precision};
 
 /// Tensors of at least this many bytes keep a buffer of their own.
 const OWN_BYTES: usize = 1 << 20;
@@ -151,6 +151,17 @@ impl Layout {
         }
     }
 
+    /// The dtype of a buffer.
+    #[must_use]
+    pub fn dtype(&self, buffer: usize) -> Dtype {
+        self.tensors[self.buffers[buffer].members[0]].dtype
+    }
+
+    /// Buffers in half precision.
+    pub fn halves(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.len()).filter(|&buffer| precision::is_half(self.dtype(buffer)))
+    }
+
     /// Buffers that hold more than one tensor.
     pub fn shared(&self) -> impl Iterator<Item = usize> + '_ {
         let buffers = self.buffers.iter().enumerate();
@@ -179,6 +190,32 @@ impl Layout {
                 ops::concatenate(&members, 0)
             }
         }
+    }
+
+    /// The tensors of buffers that are not evaluated (lazily), in the order in which they were given to the layout.
+    ///
+    /// # Errors
+    /// When the buffers are not of the layout's shapes.
+    pub fn unpack(&self, buffers: &[Array]) -> Result<Vec<Array>> {
+        let mut tensors: Vec<Option<Array>> = vec![None; self.tensors.len()];
+        for (buffer, flat) in self.buffers.iter().zip(buffers) {
+            let mut ends = Vec::with_capacity(buffer.members.len());
+            for &member in &buffer.members {
+                ends.push(
+                    ends.last().unwrap_or(&0) + self.tensors[member].shape.first().unwrap_or(&1),
+                );
+            }
+            ends.pop();
+            let parts = if ends.is_empty() {
+                vec![flat.clone()]
+            } else {
+                flat.split_at_indices(&ends, 0)?
+            };
+            for (&member, part) in buffer.members.iter().zip(parts) {
+                tensors[member] = Some(part);
+            }
+        }
+        Ok(tensors.into_iter().flatten().collect())
     }
 
     /// The tensors as views into their buffers, in the order in which they were given to the layout.

@@ -6,11 +6,16 @@
 
 pub mod array;
 pub mod blas;
+mod body;
 pub mod clip;
 pub mod error;
+pub mod extras;
 pub mod guard;
 pub mod layout;
+pub mod memory;
 pub mod optimizer;
+pub mod outputs;
+pub mod precision;
 pub mod step;
 pub mod trace;
 

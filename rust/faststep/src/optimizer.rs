@@ -74,7 +74,7 @@ pub enum Optimizer {
 
 /// A scalar in the dtype in which MLX puts a Python number beside an array.
 #[allow(clippy::cast_possible_truncation)]
-fn scalar(value: f64, dtype: Dtype) -> Array {
+pub(crate) fn scalar(value: f64, dtype: Dtype) -> Array {
     match dtype {
         Dtype::Float16 => Array::from_slice(&[f16::from_f32(value as f32)], &[]),
         Dtype::Bfloat16 => Array::from_slice(&[bf16::from_f32(value as f32)], &[]),
@@ -327,7 +327,7 @@ impl Given<'_> {
 }
 
 // A barrier to fusion, without a copy, where the memory that it saves outweighs a kernel more.
-fn alone(moment: Array) -> Result<Array> {
+pub(crate) fn alone(moment: Array) -> Result<Array> {
     if moment.nbytes() < BARRIER_BYTES {
         return Ok(moment);
     }

@@ -3,18 +3,21 @@
 //! Between two steps the engine holds every array of the state once. For the evaluation it lets go of all of them, so
 //! that MLX can write the new values into the old memory; whoever shows the arrays to a user lets go too, when
 //! [`Owner::release`] is called, and shows the new ones afterwards.
-use std::{collections::VecDeque, rc::Rc};
+use std::{collections::VecDeque, rc::Rc, time::Instant};
 
 use mlx_rs::{
-    error::{Exception, Result as MlxResult},
+    error::Result as MlxResult,
     transforms::{async_eval, eval},
-    Array,
+    Array, Dtype,
 };
 
 use crate::{
     error::{Error, Result},
+    extras::{Keep, Needs, Places},
     layout::Layout,
-    trace::{Outline, Trace},
+    outputs::Outputs,
+    precision,
+    trace::{Part, Trace},
 };
 
 /// Of a first evaluation's update, so many bytes are computed while the old state is still held: enough to meet every
@@ -40,35 +43,46 @@ impl Owner for () {
 }
 
 /// The arrays that a step reads beside parameters and state.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Call {
     /// The model's other arrays.
     pub others: Vec<Array>,
-    /// The random key.
-    pub key: Array,
-    /// The arrays of the batch.
-    pub batch: Vec<Array>,
+    /// The random key, then the arrays of the batch.
+    pub rest: Vec<Array>,
+}
+
+/// Where the time of a call goes, in seconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Seconds {
+    /// Tracing, or replaying a trace into a graph.
+    pub build: f64,
+    /// Handing the graph to MLX, which on a CPU computes most of it.
+    pub evaluate: f64,
+    /// Waiting for steps in flight.
+    pub wait: f64,
 }
 
 /// What a step gives beside new parameters and state.
 #[derive(Debug)]
 pub struct Output {
-    /// The loss.
-    pub loss: Array,
-    /// What the loss function returned beside it.
-    pub aux: Vec<Array>,
-    /// The gradients' global norm before clipping, where they are clipped or guarded.
-    pub norm: Option<Array>,
-    /// Whether the step was not taken, a bool scalar, where it is guarded.
-    pub skipped: Option<Array>,
-    /// Gradients: by tensor of a trace without an update, by buffer where the recipe keeps them.
-    pub gradients: Vec<Array>,
-    /// Buffers of the model that were written, with their index among the others.
-    pub others: Vec<(usize, Array)>,
-    /// State arrays that were written, by index.
-    pub state: Vec<usize>,
-    /// The random key, where it was drawn from.
-    pub key: Option<Array>,
+    /// Loss, auxiliary arrays, buffers, random key, and whether nothing is taken of this batch.
+    pub batch: Outputs,
+    /// Norm, and whether nothing is taken, of the update by a window that this batch has filled.
+    pub update: Option<Outputs>,
+    /// Where the time went.
+    pub seconds: Seconds,
+}
+
+impl Output {
+    /// Of a call that has one part only.
+    #[must_use]
+    pub fn of(batch: Outputs) -> Self {
+        Self {
+            batch,
+            update: None,
+            seconds: Seconds::default(),
+        }
+    }
 }
 
 /// Parameters and optimizer state of one model, and the steps in flight.
@@ -78,9 +92,12 @@ pub struct Engine {
     parameters: Vec<Array>,
     shared: Vec<Array>,
     state: Vec<Array>,
-    states: usize,
+    places: Places,
+    batches: usize, // in the window
+    masters_are_old: bool,
     fresh: Vec<Array>,
     in_flight: VecDeque<Array>,
+    seconds: Seconds,
     failed: bool,
 }
 
@@ -100,10 +117,13 @@ impl Engine {
             layout,
             parameters,
             shared: Vec::new(),
-            states: state.len(),
+            places: Places::behind(state.len()),
             state,
+            batches: 0,
+            masters_are_old: false,
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
+            seconds: Seconds::default(),
             failed: false,
         };
         engine.pack()?;
@@ -116,6 +136,12 @@ impl Engine {
         &self.layout
     }
 
+    /// Where the arrays of the state stand.
+    #[must_use]
+    pub fn places(&self) -> Places {
+        self.places
+    }
+
     /// The parameters, by tensor.
     #[must_use]
     pub fn parameters(&self) -> &[Array] {
@@ -125,7 +151,25 @@ impl Engine {
     /// The optimizer's arrays.
     #[must_use]
     pub fn state(&self) -> &[Array] {
-        &self.state
+        &self.state[..self.places.optimizer]
+    }
+
+    /// The bytes of what is kept beside parameters and the optimizer's state.
+    #[must_use]
+    pub fn extra_bytes(&self) -> usize {
+        let extras = self.state[self.places.optimizer..].iter();
+        extras.map(Array::nbytes).sum()
+    }
+
+    /// The number of batches in the window.
+    #[must_use]
+    pub fn batches(&self) -> usize {
+        self.batches
+    }
+
+    /// Take the last batch out of the count: it was refused.
+    pub fn forget_batch(&mut self) {
+        self.batches = self.batches.saturating_sub(1);
     }
 
     /// Put another value into the optimizer's state.
@@ -133,15 +177,41 @@ impl Engine {
         self.state[index] = value;
     }
 
-    /// Put other values into parameters; the buffers in which they lie are joined anew.
+    /// Put other values into parameters; the buffers in which they lie are joined anew, and so are their masters.
     ///
     /// # Errors
     /// An array that cannot be evaluated.
     pub fn set_parameters(&mut self, values: Vec<(usize, Array)>) -> Result<()> {
+        let changed: Vec<usize> = values.iter().map(|(index, _)| *index).collect();
         for (index, value) in values {
             self.parameters[index] = value;
         }
-        self.pack()
+        self.pack()?;
+        if self.places.masters.is_some() {
+            let mut masters = self.masters()?;
+            for index in changed {
+                masters[index] = None;
+            }
+            self.set_masters(&masters)?;
+        }
+        Ok(())
+    }
+
+    /// Make room for what a step needs beside the optimizer's state.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn need(&mut self, needs: Needs) -> Result<()> {
+        let old = needs.masters && std::mem::take(&mut self.masters_are_old);
+        if old && self.places.masters.is_some() {
+            self.set_masters(&vec![None; self.layout.tensors().len()])?;
+        }
+        let new = self.places.add(needs, &self.layout, &self.buffers())?;
+        if !new.is_empty() {
+            eval(&new)?;
+            self.state.extend(new);
+        }
+        Ok(())
     }
 
     fn pack(&mut self) -> Result<()> {
@@ -168,29 +238,192 @@ impl Engine {
         buffers.flatten().cloned().collect()
     }
 
+    /// What the step keeps beside the optimizer's state, by tensor.
+    ///
+    /// # Errors
+    /// When MLX refuses a view.
+    pub fn keep(&self) -> Result<Keep> {
+        let places = self.places;
+        let by_tensor = |first: usize| -> Result<Vec<Option<Array>>> {
+            let buffers = &self.state[first..first + self.layout.len()];
+            Ok(self.layout.views(buffers)?.into_iter().map(Some).collect())
+        };
+        let open = places.window.filter(|_| self.batches > 0);
+        Ok(Keep {
+            masters: match places.masters {
+                Some(_) if !self.masters_are_old => Some(self.masters()?),
+                _ => None,
+            },
+            average: places.average.map(by_tensor).transpose()?,
+            window: open.map(by_tensor).transpose()?,
+            weight: open.map(|first| self.state[first + self.layout.len()].clone()),
+            batches: self.batches,
+            scale: places
+                .scale
+                .map(|at| [self.state[at].clone(), self.state[at + 1].clone()]),
+        })
+    }
+
+    /// Take up what a step has kept. What is missing begins anew; a master counts as long as it rounds to its parameter.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn take_up(&mut self, keep: &Keep) -> Result<()> {
+        self.batches = keep.batches;
+        self.need(Needs {
+            masters: keep.masters.is_some(),
+            average: keep.average.is_some(),
+            window: keep.window.is_some(),
+            scale: keep.scale.is_some(),
+        })?;
+        if let Some(masters) = &keep.masters {
+            let mut masters = masters.clone();
+            for (master, parameter) in masters.iter_mut().zip(&self.parameters) {
+                if let Some(value) = master {
+                    let rounded = value.as_dtype(parameter.dtype())?;
+                    if !rounded.eq_values(parameter)? {
+                        *master = None;
+                    }
+                }
+            }
+            self.set_masters(&masters)?;
+        }
+        for (kept, first) in [
+            (&keep.average, self.places.average),
+            (&keep.window, self.places.window),
+        ] {
+            if let (Some(kept), Some(first)) = (kept, first) {
+                self.set_kept(kept, first)?;
+            }
+        }
+        if let (Some(weight), Some(at)) = (&keep.weight, self.places.total(&self.layout)) {
+            self.state[at] = weight.clone();
+        }
+        if let (Some(scale), Some(at)) = (&keep.scale, self.places.scale) {
+            self.state.splice(at..at + 2, scale.iter().cloned());
+        }
+        eval(&self.state)?;
+        Ok(())
+    }
+
+    // buffers from tensors; those that are missing stay what they are
+    fn set_kept(&mut self, kept: &[Option<Array>], first: usize) -> Result<()> {
+        let buffers = first..first + self.layout.len();
+        let mut tensors = self.layout.views(&self.state[buffers.clone()])?;
+        for (tensor, kept) in tensors.iter_mut().zip(kept) {
+            if let Some(kept) = kept {
+                *tensor = kept.as_dtype(tensor.dtype())?;
+            }
+        }
+        let packed = self.layout.pack(&tensors)?;
+        self.state.splice(buffers, packed);
+        Ok(())
+    }
+
+    // by tensor; none for those that need none
+    fn masters(&self) -> Result<Vec<Option<Array>>> {
+        let mut buffers = self.buffers();
+        for buffer in self.layout.halves() {
+            if let Some(at) = self.places.master(&self.layout, buffer) {
+                buffers[buffer] = self.state[at].clone();
+            }
+        }
+        let tensors = self.layout.views(&buffers)?.into_iter();
+        let tensors = tensors.zip(self.layout.tensors());
+        Ok(tensors
+            .map(|(master, tensor)| precision::is_half(tensor.dtype).then_some(master))
+            .collect())
+    }
+
+    // masters by tensor; those that are missing are the parameters
+    fn set_masters(&mut self, masters: &[Option<Array>]) -> Result<()> {
+        let tensors = masters.iter().zip(&self.parameters);
+        let tensors = tensors.map(|(master, parameter)| match master {
+            Some(master) => master.as_dtype(Dtype::Float32),
+            None => parameter.as_dtype(Dtype::Float32),
+        });
+        let tensors = tensors.collect::<MlxResult<Vec<_>>>()?;
+        for buffer in self.layout.halves() {
+            if let Some(at) = self.places.master(&self.layout, buffer) {
+                self.state[at] = self.layout.pack_one(buffer, &tensors)?;
+            }
+        }
+        eval(&self.state)?;
+        Ok(())
+    }
+
     /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps wait for the device.
+    ///
+    /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window.
     ///
     /// # Errors
     /// [`Error::Trace`] and [`Error::FirstEvaluation`] leave everything as it was.
     pub fn step(
         &mut self,
         trace: &mut Trace,
+        update: Option<&mut Trace>,
         call: Call,
         in_flight: usize,
         owner: &mut dyn Owner,
     ) -> Result<Output> {
         self.complete(owner)?;
+        self.seconds = Seconds::default();
+        let mut update = update;
+        if let Some(update) = update.as_mut().filter(|update| !update.warm) {
+            self.try_update(update)?;
+        }
+        let batch = self.run(trace, call, owner)?;
+        self.batches += usize::from(trace.recipe.part == Part::Batch);
+        let mut done = batch.marker().cloned();
+        let update = match update {
+            Some(trace) => {
+                let update = self.run(trace, Call::default(), owner)?;
+                self.batches = 0;
+                done = update.marker().cloned();
+                Some(update)
+            }
+            None => None,
+        };
+        self.in_flight.extend(done);
+        self.wait(in_flight, owner)?;
+        Ok(Output {
+            batch,
+            update,
+            seconds: self.seconds,
+        })
+    }
+
+    /// Update by a window that is not full.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
+        self.complete(owner)?;
+        let outputs = self.run(update, Call::default(), owner)?;
+        self.batches = 0;
+        self.in_flight.extend(outputs.marker().cloned());
+        Ok(outputs)
+    }
+
+    // an update that cannot be traced is no reason to lose a batch
+    fn try_update(&mut self, update: &mut Trace) -> Result<()> {
+        let inputs = self.take(Call::default());
+        let traced = update.call(&inputs);
+        self.put_back(inputs);
+        traced.map(drop).map_err(Error::Trace)
+    }
+
+    fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
+        let started = Instant::now();
         let inputs = self.take(call);
-        let traced = trace.call(&inputs);
-        let traced =
-            traced.and_then(|(values, outline)| Ok((Outputs::split(values, &outline)?, outline)));
-        let (mut outputs, outline) = match traced {
-            Ok(traced) => traced,
+        let mut outputs = match trace.call(&inputs) {
+            Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
                 return Err(Error::Trace(error));
             }
         };
+        self.seconds.build += started.elapsed().as_secs_f64();
         if !trace.warm {
             if let Err(error) = try_out(&outputs, owner) {
                 self.put_back(inputs);
@@ -198,14 +431,25 @@ impl Engine {
             }
             trace.warm = true;
         }
-        owner.release();
+        let updates = !outputs.parameters.is_empty();
+        if updates {
+            owner.release();
+            self.masters_are_old = trace.recipe.compute.is_none();
+        }
         if !trace.recipe.keep_gradients {
             outputs.gradients.clear();
         }
-        self.adopt(inputs, &mut outputs, &outline);
+        self.put_back(inputs);
+        for (index, array) in std::mem::take(&mut outputs.state) {
+            self.state[index] = array;
+        }
+        if updates {
+            self.parameters.clear();
+            self.shared.clear();
+            self.fresh = std::mem::take(&mut outputs.parameters);
+        }
         self.dispatch(&outputs, owner)?;
-        self.wait(in_flight, owner)?;
-        Ok(outputs.into_output(outline))
+        Ok(outputs)
     }
 
     /// Loss and gradients; nothing changes.
@@ -217,15 +461,14 @@ impl Engine {
         trace: &mut Trace,
         call: Call,
         owner: &mut dyn Owner,
-    ) -> Result<Output> {
+    ) -> Result<Outputs> {
         self.complete(owner)?;
         let inputs = self.take(call);
         let traced = trace.call(&inputs);
         self.put_back(inputs);
-        let (outputs, outline) = traced.map_err(Error::Trace)?;
-        let outputs = Outputs::split(outputs, &outline).map_err(Error::Trace)?;
+        let outputs = traced.map_err(Error::Trace)?;
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
-        Ok(outputs.into_output(outline))
+        Ok(outputs)
     }
 
     /// Wait for everything in flight.
@@ -243,8 +486,7 @@ impl Engine {
         inputs.append(&mut self.shared);
         inputs.append(&mut self.state);
         inputs.extend(call.others);
-        inputs.push(call.key);
-        inputs.extend(call.batch);
+        inputs.extend(call.rest);
         inputs
     }
 
@@ -253,32 +495,19 @@ impl Engine {
         self.parameters = inputs;
         let mut state = rest.split_off(self.layout.shared().count());
         self.shared = rest;
-        state.truncate(self.states);
+        state.truncate(self.places.len);
         self.state = state;
     }
 
-    // the new parameters and state in the place of the old ones, of which nothing is kept
-    fn adopt(&mut self, inputs: Vec<Array>, outputs: &mut Outputs, outline: &Outline) {
-        self.put_back(inputs);
-        for (&index, array) in outline.state.iter().zip(outputs.state.drain(..)) {
-            self.state[index] = array;
-        }
-        self.parameters.clear();
-        self.shared.clear();
-        self.fresh = std::mem::take(&mut outputs.parameters);
-    }
-
     fn dispatch(&mut self, outputs: &Outputs, owner: &mut dyn Owner) -> Result<()> {
-        let arrays = || {
-            let rest = outputs.before_update().chain(&outputs.others);
-            rest.chain(&outputs.key)
-                .chain(&self.fresh)
-                .chain(&self.state)
-        };
+        let started = Instant::now();
         let mut sent = Ok(());
-        owner.unlocked(&mut || sent = async_eval(arrays()));
+        owner.unlocked(&mut || {
+            let arrays = outputs.before_update().chain(&self.fresh);
+            sent = async_eval(arrays.chain(&self.state));
+        });
         self.show()?;
-        self.in_flight.push_back(outputs.loss.clone());
+        self.seconds.evaluate += started.elapsed().as_secs_f64();
         if sent.is_err() {
             self.failed = true; // what was not computed stays lazy: once more, all of it
             self.complete(owner)?;
@@ -288,6 +517,9 @@ impl Engine {
 
     // parameters as views into the new buffers
     fn show(&mut self) -> Result<()> {
+        if self.fresh.is_empty() {
+            return Ok(());
+        }
         let buffers = std::mem::take(&mut self.fresh);
         self.parameters = self.layout.views(&buffers)?;
         let shared: Vec<usize> = self.layout.shared().collect();
@@ -298,15 +530,17 @@ impl Engine {
     }
 
     fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {
+        let started = Instant::now();
         while self.in_flight.len() > in_flight {
-            let Some(loss) = self.in_flight.pop_front() else {
+            let Some(done) = self.in_flight.pop_front() else {
                 break;
             };
-            if let Err(error) = evaluate(std::iter::once(&loss), owner) {
+            if let Err(error) = evaluate(std::iter::once(&done), owner) {
                 self.failed = true;
                 return Err(Error::Device(error));
             }
         }
+        self.seconds.wait += started.elapsed().as_secs_f64();
         Ok(())
     }
 
@@ -324,9 +558,9 @@ impl Engine {
 
 // everything that comes before the update, then a part of the update, while the old state is held
 fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
-    let before = outputs.before_update().chain(&outputs.others);
-    evaluate(before.chain(&outputs.key), owner)?;
-    let mut update: Vec<&Array> = outputs.parameters.iter().chain(&outputs.state).collect();
+    evaluate(outputs.before_update(), owner)?;
+    let state = outputs.state.iter().map(|(_, array)| array);
+    let mut update: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
     update.sort_by_key(|array| array.nbytes());
     let mut bytes = 0;
     let trial = update.into_iter().take_while(|array| {
@@ -350,62 +584,4 @@ fn evaluate<'a>(
         }
     });
     result
-}
-
-/// A trace's outputs, named.
-struct Outputs {
-    loss: Array,
-    aux: Vec<Array>,
-    kept: Vec<Array>,
-    norm: Option<Array>,
-    skipped: Option<Array>,
-    gradients: Vec<Array>,
-    parameters: Vec<Array>,
-    state: Vec<Array>,
-    others: Vec<Array>,
-    key: Option<Array>,
-}
-
-impl Outputs {
-    fn split(outputs: Vec<Array>, outline: &Outline) -> MlxResult<Self> {
-        let mut outputs = outputs.into_iter();
-        let short = || Exception::custom("a traced step returned too few arrays");
-        let loss = outputs.next().ok_or_else(short)?;
-        let mut take = |n: usize| outputs.by_ref().take(n).collect::<Vec<_>>();
-        Ok(Self {
-            loss,
-            aux: take(outline.aux),
-            kept: take(outline.kept),
-            norm: take(usize::from(outline.norm)).pop(),
-            skipped: take(usize::from(outline.skipped)).pop(),
-            gradients: take(outline.gradients),
-            parameters: take(outline.parameters),
-            state: take(outline.state.len()),
-            others: take(outline.others.len()),
-            key: take(usize::from(outline.key)).pop(),
-        })
-    }
-
-    fn before_update(&self) -> impl Iterator<Item = &Array> {
-        let values = std::iter::once(&self.loss)
-            .chain(&self.aux)
-            .chain(&self.kept);
-        values
-            .chain(&self.norm)
-            .chain(&self.skipped)
-            .chain(&self.gradients)
-    }
-
-    fn into_output(self, outline: Outline) -> Output {
-        Output {
-            loss: self.loss,
-            aux: self.aux,
-            norm: self.norm,
-            skipped: self.skipped,
-            gradients: self.gradients,
-            others: outline.others.into_iter().zip(self.others).collect(),
-            state: outline.state,
-            key: self.key,
-        }
-    }
 }

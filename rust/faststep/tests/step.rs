@@ -10,8 +10,9 @@ use faststep::{
     guard::Guard,
     layout::{Layout, Tensor},
     optimizer::Optimizer,
-    step::{Call, Engine, Output},
-    trace::{Host, LossCall, LossOutput, Recipe, Rule, Trace, UpdateCall, UpdateOutput},
+    outputs::Outputs,
+    step::{Call, Engine},
+    trace::{Host, LossCall, LossOutput, Part, Recipe, Rule, Trace, UpdateCall, UpdateOutput},
     Error,
 };
 use mlx_rs::{
@@ -41,6 +42,7 @@ impl Host for Regression {
         let error = x.matmul(w)?.add(b)?.subtract(y)?;
         Ok(LossOutput {
             loss: error.square()?.mean(None)?,
+            weight: None,
             aux: vec![error],
             parameters: Vec::new(),
             others: Vec::new(),
@@ -103,35 +105,40 @@ impl Run {
             state.extend(layout.pack(&zeros).unwrap());
         }
         let host = Rc::new(Regression::default());
+        let engine = Engine::new(layout.clone(), parameters, state).unwrap();
         let recipe = Recipe {
-            layout: layout.clone(),
-            rule: Rule::Native(rule),
+            part: Part::Whole(Rule::Native(rule)),
+            layout,
+            places: engine.places(),
             max_grad_norm,
+            max_grad_value: None,
             guard,
+            compute: None,
+            ema_decay: None,
             keep_gradients: false,
-            state: state.len(),
             others: 0,
         };
         Self {
             trace: Trace::new(recipe, host.clone(), compiled),
-            engine: Engine::new(layout, parameters, state).unwrap(),
+            engine,
             host,
         }
     }
 
-    fn step(&mut self) -> Result<Output, Error> {
+    fn step(&mut self) -> Result<Outputs, Error> {
         let x = [
             1.0f32, 2.0, 3.0, -1.0, 0.5, 0.0, 0.25, -2.0, 1.0, 1.0, 1.0, 1.0,
         ];
         let call = Call {
             others: Vec::new(),
-            key: Array::from_slice(&[0u32, 0], &[2]),
-            batch: vec![
+            rest: vec![
+                Array::from_slice(&[0u32, 0], &[2]),
                 Array::from_slice(&x, &[4, 3]),
                 Array::from_slice(&[1.0f32, -1.0, 0.5, 2.0], &[4, 1]),
             ],
         };
-        self.engine.step(&mut self.trace, call, 2, &mut ())
+        let output = self.engine.step(&mut self.trace, None, call, 2, &mut ())?;
+        Ok(output.batch)
     }
 
     fn values(&self) -> Vec<f32> {
@@ -146,7 +153,7 @@ impl Run {
 fn the_loss_falls_and_is_traced_once() {
     let mut run = Run::new(SGD, None, true);
     let losses: Vec<f32> = (0..20)
-        .map(|_| run.step().unwrap().loss.item_exact::<f32>())
+        .map(|_| run.step().unwrap().loss.unwrap().item_exact::<f32>())
         .collect();
     assert!(losses[19] < 0.5 * losses[0], "{losses:?}");
     assert_eq!(run.host.calls.get(), 1);
@@ -235,7 +242,7 @@ fn other_values_are_taken_over() {
     let bias = Array::from_slice(&[7.0f32], &[1]);
     run.engine.set_parameters(vec![(1, bias)]).unwrap();
     assert!((run.values()[3] - 7.0).abs() < f32::EPSILON);
-    let high = run.step().unwrap().loss.item_exact::<f32>();
+    let high = run.step().unwrap().loss.unwrap().item_exact::<f32>();
     assert!(high > 20.0, "{high}");
 }
 

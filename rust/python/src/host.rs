@@ -33,6 +33,7 @@ pub enum Role {
 }
 
 /// The call during which a trace may be made.
+#[allow(clippy::struct_excessive_bools)] // what a loss may do and gives has several independent answers
 pub struct Current {
     /// The user's model.
     pub model: Py<PyAny>,
@@ -40,6 +41,8 @@ pub struct Current {
     pub optimizer: Py<PyAny>,
     /// The user's loss function.
     pub loss_fn: Py<PyAny>,
+    /// Whether it returns a weight behind the loss.
+    pub weighted: bool,
     /// The positional arguments and a dict of the named ones.
     pub arguments: Py<PyTuple>,
     /// `mx.random`'s key list.
@@ -48,6 +51,8 @@ pub struct Current {
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
     /// The model's trainable parameters as a tree.
     pub trainable: Py<PyAny>,
+    /// Whether the loss is computed in another dtype than the parameters': then it may assign in that one.
+    pub mixed: bool,
     /// Whether the loss is computed once and replayed: then it may store no arrays beside the model's slots.
     pub compiled: bool,
     /// Whether everything that the loss does to the model is taken back.
@@ -120,6 +125,43 @@ impl Host for PythonHost {
     }
 }
 
+/// What a loss function returned.
+struct Read {
+    loss: Array,
+    weight: Option<Array>,
+    aux: Vec<Array>, // the weight among them, where it is an array
+}
+
+// a scalar array, or a number that the shapes of the batch determine
+fn read_weight(returned: &Bound<'_, PyAny>) -> Result<Array, Stop> {
+    let second = returned
+        .cast::<PyTuple>()
+        .ok()
+        .and_then(|tuple| tuple.get_item(1).ok());
+    if let Some(weight) = second.as_ref().and_then(bridge::get) {
+        if weight.ndim() == 0 {
+            return Ok(weight);
+        }
+        return Err(Stop::Raised(PyValueError::new_err(format!(
+            "the loss function: expected a scalar weight behind the loss, got one of shape {:?}",
+            weight.shape()
+        ))));
+    }
+    if let Some(weight) = second.as_ref().and_then(|w| w.extract::<f32>().ok()) {
+        return Ok(Array::from_f32(weight));
+    }
+    Err(Stop::Raised(PyTypeError::new_err(format!(
+        "the loss function: expected (mean loss, weight, ...) with weighted=True, the weight a scalar mx.array or a number, \
+         got {}",
+        second.unwrap_or_else(|| returned.clone()).get_type().fully_qualified_name()?
+    ))))
+}
+
+#[allow(clippy::needless_pass_by_value)] // for map_err
+fn failed(error: Exception) -> Stop {
+    Stop::Raised(PyValueError::new_err(error.what().to_owned()))
+}
+
 fn expected(what: &str) -> PyErr {
     PyTypeError::new_err(format!("expected {what}"))
 }
@@ -161,10 +203,11 @@ impl Current {
         let keys = self.key_list.bind(py).clone();
         keys.set_item(0, bridge::wrap(py, call.key)?)?;
 
-        let (loss, aux) = self.call_loss(py, call.batch)?;
+        let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
 
         let mut output = LossOutput {
             loss,
+            weight,
             aux,
             parameters: Vec::new(),
             others: Vec::new(),
@@ -180,6 +223,11 @@ impl Current {
             if faststep::array::id(&now) == faststep::array::id(tracer) {
                 continue;
             }
+            let now = if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
+                now.as_dtype(tracer.dtype()).map_err(failed)?
+            } else {
+                now
+            };
             if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
                 return Err(Stop::Untraceable(format!(
                     "it assigns an array of another shape or dtype to {}",
@@ -217,7 +265,7 @@ impl Current {
         Ok(())
     }
 
-    fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<(Array, Vec<Array>), Stop> {
+    fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<Read, Stop> {
         let mut tracers = batch.iter();
         let arguments = rebuild(self.arguments.bind(py), &mut |_| {
             let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
@@ -242,7 +290,7 @@ impl Current {
         self.read_loss(&returned)
     }
 
-    fn read_loss(&mut self, returned: &Bound<'_, PyAny>) -> Result<(Array, Vec<Array>), Stop> {
+    fn read_loss(&mut self, returned: &Bound<'_, PyAny>) -> Result<Read, Stop> {
         let first = match returned.cast::<PyTuple>() {
             Ok(tuple) => tuple.get_item(0).ok(),
             Err(_) => Some(returned.clone()),
@@ -259,6 +307,11 @@ impl Current {
                 loss.shape()
             ))));
         }
+        let weight = if self.weighted {
+            Some(read_weight(returned)?)
+        } else {
+            None
+        };
         let hole = bridge::wrap(returned.py(), &faststep::array::hollow())?;
         let mut arrays = Vec::new();
         let template = rebuild(returned, &mut |object| {
@@ -267,7 +320,11 @@ impl Current {
         })?;
         self.template = Some(template.unbind());
         arrays.remove(0);
-        Ok((loss, arrays))
+        Ok(Read {
+            loss,
+            weight,
+            aux: arrays,
+        })
     }
 
     fn update(&mut self, py: Python<'_>, call: UpdateCall) -> Result<UpdateOutput, Stop> {

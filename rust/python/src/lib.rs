@@ -2,15 +2,19 @@
 #![deny(unsafe_code)]
 
 mod bridge;
+mod call;
 mod errors;
+mod extras;
 mod holder;
 mod host;
 mod moments;
 mod optimizer;
+mod options;
 mod random;
 mod registry;
 mod step;
 mod store;
+mod traces;
 mod tree;
 mod walk;
 
@@ -43,7 +47,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.py().import("mlx.core")?;
     bridge::init(module)?;
     module.add_class::<step::Step>()?;
-    module.add_class::<step::TraceRecord>()?;
+    module.add_class::<traces::TraceRecord>()?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
     module.add_function(wrap_pyfunction!(registry::current_state, module)?)
 }

@@ -77,7 +77,7 @@ pub fn claim(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()>
     if let Some(owner) = owner {
         if let Ok(mut store) = owner.0.try_borrow_mut() {
             store.expose(optimizer.py())?;
-            store.forget();
+            store.forget()?;
         }
     }
     let mut stores = stores();

@@ -1,56 +1,39 @@
 //! The step of one model, optimizer, loss function and set of options, as Python calls it.
-use std::{cell::RefCell, rc::Rc, sync::Arc, time::Instant};
+use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc, time::Instant};
 
 use faststep::{
-    guard::Guard,
-    step::{Call, Output, Owner},
-    trace::{Recipe, Rule, Trace},
+    layout::Layout,
+    memory,
+    outputs::Outputs,
+    step::{Call, Output, Owner, Seconds},
+    trace::{Part, Recipe, Rule, Trace},
     Error,
 };
 use mlx_rs::Array;
 use pyo3::{
-    exceptions::{PyFloatingPointError, PyRuntimeError, PyRuntimeWarning, PyValueError},
+    exceptions::{PyFloatingPointError, PyRuntimeError},
     prelude::*,
-    types::{PyDict, PyTuple},
+    types::{PyBool, PyDict, PyTuple},
 };
 
 use crate::{
     bridge,
+    call::User,
     errors::to_python,
+    extras::{Carried, State},
     holder::{Holder, Waiting},
     host::{dotted, Current, PythonHost, Stop},
     optimizer::HostSchedules,
+    options::Options,
     registry::{self, Shared},
     store::{Prepared, Store},
+    traces::{warn, Key, TraceRecord, Traces},
     tree::Tree,
     walk::rebuild,
 };
 
-/// So many traces are kept for each step, and so many signatures for each model; the one used least recently goes first.
-pub const MAX_TRACES: usize = 64;
 /// So many steps may pass before it is counted which of them were skipped.
 const MAX_FLAGS: usize = 256;
-
-/// A trace, what it is valid for, and what the loss returned while it was made.
-struct Entry {
-    loss: usize,
-    model: usize,
-    options: usize,
-    rule: Rule,
-    batch: Tree,
-    trace: Trace,
-    template: Option<Py<PyAny>>,
-}
-
-/// One trace in `Step.stats`.
-#[pyclass(frozen, get_all, module = "faststep._core")]
-#[derive(Clone)]
-pub struct TraceRecord {
-    /// What made the trace necessary.
-    cause: String,
-    /// How long it took, first evaluation included, in seconds.
-    seconds: f64,
-}
 
 /// The native part of a step.
 ///
@@ -71,74 +54,96 @@ unsafe impl<T> Send for ThreadBound<T> {}
 unsafe impl<T> Sync for ThreadBound<T> {}
 
 struct Inner {
-    max_grad_norm: Option<f64>,
-    guard: Option<Guard>,
-    raises: bool,
-    in_flight: usize,
+    options: Options,
     compiled: bool,
     checked: bool,
     host: Rc<PythonHost>,
-    entries: Vec<Entry>, // most recent last
+    traces: Traces,
     steps: usize,
-    skipped: usize,
-    flags: Vec<Array>, // of steps for which nobody has asked yet whether they were skipped
-    records: Vec<TraceRecord>,
+    updates: usize,
+    skips: Flags,
+    misses: Flags,
+    seconds: Spent,
     way: &'static str,
 }
+
+/// Flags on the device, of which nobody has asked yet whether they are true.
+#[derive(Default)]
+struct Flags {
+    pending: Vec<Array>,
+    count: usize,
+}
+
+/// Where the time went, in seconds.
+#[derive(Default)]
+struct Spent {
+    look: f64,
+    trace: f64,
+    engine: Seconds,
+    show: f64,
+}
+
+/// What a call is to do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Task {
+    /// A batch and an update.
+    Whole,
+    /// A batch for the window, and the update where it is full.
+    Batch { fills: bool },
+    /// The update by the window as it is.
+    Flush,
+    /// Gradients.
+    Gradients,
+}
+
+impl Task {
+    fn updates(self) -> bool {
+        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
+    }
+}
+
+/// Steps, updates and skipped batches, the way, the kept traces and the number of all, seconds and bytes by name.
+type Stats = (
+    usize,
+    usize,
+    usize,
+    &'static str,
+    Vec<TraceRecord>,
+    usize,
+    HashMap<&'static str, f64>,
+    HashMap<&'static str, usize>,
+);
 
 #[pymethods]
 impl Step {
     #[new]
-    #[pyo3(signature = (model, optimizer, *, max_grad_norm, nonfinite, max_loss, compile, in_flight))]
     fn new(
         model: &Bound<'_, PyAny>,
         optimizer: &Bound<'_, PyAny>,
-        max_grad_norm: Option<f64>,
-        nonfinite: &str,
-        max_loss: Option<f64>,
-        compile: bool,
-        in_flight: usize,
+        options: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        if let Some(norm) = max_grad_norm.filter(|norm| norm.is_nan() || *norm < 0.0) {
-            return Err(PyValueError::new_err(format!(
-                "max_grad_norm: expected a number from 0 on or None, got {norm}"
-            )));
-        }
-        let guard = match (nonfinite, max_loss) {
-            ("skip" | "raise", max_loss) => Some(Guard { max_loss }),
-            ("allow", None) => None,
-            ("allow", Some(_)) => {
-                let message =
-                    "max_loss: expected None with nonfinite=\"allow\", which takes every step";
-                return Err(PyValueError::new_err(message));
-            }
-            _ => {
-                return Err(PyValueError::new_err(format!(
-                    "nonfinite: expected \"skip\", \"raise\" or \"allow\", got {nonfinite:?}"
-                )))
-            }
-        };
+        let options = Options::read(options)?;
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
-                max_grad_norm,
-                guard,
-                raises: nonfinite == "raise",
-                in_flight,
-                compiled: compile,
+                compiled: options.compiled,
+                options,
                 checked: false,
                 host: Rc::new(PythonHost::default()),
-                entries: Vec::new(),
+                traces: Traces::default(),
                 steps: 0,
-                skipped: 0,
-                flags: Vec::new(),
-                records: Vec::new(),
+                updates: 0,
+                skips: Flags::default(),
+                misses: Flags::default(),
+                seconds: Spent::default(),
                 way: "native",
             })),
         })
     }
 
-    /// One step: what the loss function returned, the gradients' norm before clipping, whether the step was skipped.
+    /// One step: what the loss function returned, the gradients' norm before clipping, whether the batch was skipped, and
+    /// whether there was an update, or whether it was missed.
+    #[allow(clippy::too_many_arguments)] // what the user passes
     fn step<'py>(
         &self,
         model: &Bound<'py, PyAny>,
@@ -147,11 +152,45 @@ impl Step {
         loss_number: usize,
         args: &Bound<'py, PyTuple>,
         named: &Bound<'py, PyDict>,
+        accumulate: usize,
     ) -> PyResult<Returned<'py>> {
         let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
         self.enter(model.py(), |inner, store| {
             registry::claim(&self.shared, optimizer)?;
-            inner.step(store, &user)
+            let open = store.batches();
+            let task = if accumulate <= 1 && open == 0 {
+                Task::Whole
+            } else {
+                Task::Batch {
+                    fills: open + 1 >= accumulate,
+                }
+            };
+            inner.step(store, &user, task)
+        })
+    }
+
+    /// Update by a window that is not full; whether there was one.
+    fn flush<'py>(
+        &self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<bool> {
+        let py = model.py();
+        let none = py.None().into_bound(py);
+        let user = User::new(
+            model,
+            optimizer,
+            &none,
+            0,
+            &PyTuple::empty(py),
+            &PyDict::new(py),
+        )?;
+        self.enter(py, |inner, store| {
+            registry::claim(&self.shared, optimizer)?;
+            if store.batches() == 0 {
+                return Ok(false);
+            }
+            inner.step(store, &user, Task::Flush).map(|_| true)
         })
     }
 
@@ -183,11 +222,50 @@ impl Step {
         })
     }
 
-    /// Steps, those of them that were skipped, way and traces.
-    fn stats(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, Vec<TraceRecord>)> {
-        self.enter(py, |inner, _| {
-            inner.count(py, inner.flags.len())?;
-            Ok((inner.steps, inner.skipped, inner.way, inner.records.clone()))
+    /// What is kept beside model and optimizer.
+    fn state<'py>(&self, py: Python<'py>) -> PyResult<Option<State<'py>>> {
+        self.enter(py, |_, store| {
+            store.carried()?.map(|carried| carried.show(py)).transpose()
+        })
+    }
+
+    /// Keep something else, and count on from these numbers.
+    #[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
+    fn load_state(
+        &self,
+        py: Python<'_>,
+        state: State<'_>,
+        steps: usize,
+        updates: usize,
+        skipped: usize,
+    ) -> PyResult<()> {
+        self.enter(py, |inner, store| {
+            store.carry(py, Carried::read(&state))?;
+            (inner.steps, inner.updates) = (steps, updates);
+            inner.skips = Flags {
+                count: skipped,
+                ..Flags::default()
+            };
+            inner.misses = Flags::default();
+            Ok(())
+        })
+    }
+
+    /// What the step has done so far.
+    fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
+        self.enter(py, |inner, store| {
+            inner.skips.read(py, 0)?;
+            inner.misses.read(py, 0)?;
+            Ok((
+                inner.steps,
+                inner.updates - inner.misses.count,
+                inner.skips.count,
+                inner.way,
+                inner.traces.records(),
+                inner.traces.made(),
+                inner.seconds.by_name(),
+                bytes(store),
+            ))
         })
     }
 }
@@ -208,155 +286,151 @@ impl Step {
     }
 }
 
-/// What the loss function returned, the gradients' norm, and whether the step was skipped.
+/// What the loss function returned, the gradients' norm, whether the batch was skipped, whether there was an update (or
+/// the flag that tells whether it was missed).
 type Returned<'py> = (
     Bound<'py, PyAny>,
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
+    Bound<'py, PyAny>,
 );
 
-/// What the user passed to one call.
-struct User<'py> {
-    model: Bound<'py, PyAny>,
-    optimizer: Bound<'py, PyAny>,
-    loss_fn: Bound<'py, PyAny>,
-    loss_number: usize, // equal for functions that compute the same
-    arguments: Bound<'py, PyTuple>,
+impl Flags {
+    fn push(&mut self, py: Python<'_>, flag: Option<&Array>) -> PyResult<()> {
+        self.pending.extend(flag.cloned());
+        if self.pending.len() < MAX_FLAGS {
+            return Ok(());
+        }
+        self.read(py, MAX_FLAGS / 2) // the older half is long done
+    }
+
+    // reads all but the last ones
+    fn read(&mut self, py: Python<'_>, keep: usize) -> PyResult<()> {
+        let rest = self.pending.len().saturating_sub(keep);
+        for flag in self.pending.drain(..rest) {
+            self.count += usize::from(is_true(py, &flag)?);
+        }
+        Ok(())
+    }
 }
 
-impl<'py> User<'py> {
-    fn new(
-        model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
-        loss_fn: &Bound<'py, PyAny>,
-        loss_number: usize,
-        args: &Bound<'py, PyTuple>,
-        named: &Bound<'py, PyDict>,
-    ) -> PyResult<Self> {
-        let arguments = PyTuple::new(model.py(), [args.as_any(), named.as_any()])?;
-        Ok(Self {
-            model: model.clone(),
-            optimizer: optimizer.clone(),
-            loss_fn: loss_fn.clone(),
-            loss_number,
-            arguments,
-        })
+impl Spent {
+    fn add(&mut self, engine: Seconds) {
+        self.engine.build += engine.build;
+        self.engine.evaluate += engine.evaluate;
+        self.engine.wait += engine.wait;
     }
 
-    fn py(&self) -> Python<'py> {
-        self.model.py()
+    fn by_name(&self) -> HashMap<&'static str, f64> {
+        HashMap::from([
+            ("look", self.look),
+            ("trace", self.trace),
+            ("build", self.engine.build),
+            ("evaluate", self.engine.evaluate),
+            ("wait", self.engine.wait),
+            ("show", self.show),
+        ])
     }
+}
 
-    // the arrays of the batch; none may wait for another thread
-    fn batch(&self) -> PyResult<(Tree, Vec<Array>)> {
-        let py = self.py();
-        let named = |tree: &Tree| self.name(&tree.last_path(py));
-        let (tree, slots) = Tree::record_arguments(self.arguments.as_any(), named)?;
-        let arrays: Vec<Array> = slots
-            .iter()
-            .filter_map(|slot| bridge::get(&slot.object))
-            .collect();
-        for (index, array) in arrays.iter().enumerate() {
-            if faststep::array::is_lazy(array) && faststep::array::is_foreign(array) {
-                return Err(PyValueError::new_err(format!(
-                    "argument {}: expected an evaluated array, got one that still waits to be computed on another \
-                     thread: call mx.eval() on it in the thread that makes it, before it is passed on",
-                    self.name(&tree.paths(py)[index])
-                )));
-            }
-        }
-        Ok((tree, arrays))
-    }
-
-    // a path as the loss function names it: x, or batch["tokens"][0]
-    fn name(&self, path: &[String]) -> String {
-        let mut parts = path.iter();
-        let positional = parts.next().is_some_and(|first| first == "0");
-        let Some(first) = parts.next() else {
-            return "(the batch)".into();
-        };
-        let mut name = first.clone();
-        if let (true, Ok(index)) = (positional, first.parse::<usize>()) {
-            name = self
-                .parameter(index + 1)
-                .unwrap_or_else(|_| format!("{index}"));
-        }
-        for part in parts {
-            let part = if part.parse::<usize>().is_ok() {
-                format!("[{part}]")
-            } else {
-                format!("[{part:?}]")
-            };
-            name.push_str(&part);
-        }
-        name
-    }
-
-    fn parameter(&self, index: usize) -> PyResult<String> {
-        let inspect = self.py().import("inspect")?;
-        let signature = inspect.call_method1("signature", (&self.loss_fn,))?;
-        let names = signature.getattr("parameters")?.try_iter()?;
-        let names = names
-            .map(|name| name?.extract())
-            .collect::<PyResult<Vec<String>>>()?;
-        let missing = || PyValueError::new_err("more arguments than the loss function has");
-        names.into_iter().nth(index).ok_or_else(missing)
-    }
+fn bytes(store: &Store) -> HashMap<&'static str, usize> {
+    let sum = |arrays: &[Array]| arrays.iter().map(Array::nbytes).sum();
+    let engine = store.engine.as_ref();
+    HashMap::from([
+        ("parameters", engine.map_or(0, |e| sum(e.parameters()))),
+        ("optimizer", engine.map_or(0, |e| sum(e.state()))),
+        (
+            "step",
+            engine.map_or(0, faststep::step::Engine::extra_bytes),
+        ),
+        ("model", sum(&store.others)),
+    ])
 }
 
 impl Inner {
-    fn step<'py>(&mut self, store: &mut Store, user: &User<'py>) -> PyResult<Returned<'py>> {
+    fn step<'py>(
+        &mut self,
+        store: &mut Store,
+        user: &User<'py>,
+        task: Task,
+    ) -> PyResult<Returned<'py>> {
         let py = user.py();
+        let started = Instant::now();
         let (tree, batch) = user.batch()?;
         let mut schedules = HostSchedules::of(&user.optimizer);
-        let outcome = schedules.call().and_then(|()| {
-            let mut prepared = store.prepare(&user.model, &user.optimizer)?;
+        let called = if task.updates() {
+            schedules.call()
+        } else {
+            Ok(())
+        };
+        let outcome = called.and_then(|()| {
+            let mut prepared = self.prepare(store, user, task)?;
             let undo = prepared.undo.take();
-            let outcome = self.run(store, user, &prepared, tree, &batch, true);
+            self.seconds.look += started.elapsed().as_secs_f64();
+            let outcome = self.run(store, user, &prepared, tree, &batch, task);
             if let (Err(_), Some(undo)) = (&outcome, undo) {
                 undo.restore()?;
-                store.forget();
+                store.discard();
             }
             let (output, new) = outcome?;
-            if self.raises {
-                refuse(py, store, &output)?;
-            }
-            store.take_output(py, &prepared, &output)?;
+            let shown = Instant::now();
+            store.take_output(py, &prepared, &output.batch)?;
             if new {
                 store.check_layout(py)?;
             }
+            self.seconds.add(output.seconds);
+            self.seconds.show += shown.elapsed().as_secs_f64();
             Ok(output)
         });
         if outcome.is_err() {
             schedules.undo()?;
         }
-        let output = outcome?;
-        self.steps += 1;
-        let wrap = |array: &Option<Array>| array.as_ref().map(|a| bridge::wrap(py, a)).transpose();
-        let (norm, skipped) = (wrap(&output.norm)?, wrap(&output.skipped)?);
-        let returned = self.returned(py, &output)?;
-        self.flags.extend(output.skipped);
-        if self.flags.len() >= MAX_FLAGS {
-            self.count(py, MAX_FLAGS / 2)?; // the older half is long done
-        }
-        Ok((returned, norm, skipped))
+        self.taken(py, &outcome?, task)
     }
 
-    // reads the first flags of those that have not been read
-    fn count(&mut self, py: Python<'_>, first: usize) -> PyResult<()> {
-        let flags: Vec<Array> = self.flags.drain(..first).collect();
-        let mut skipped = 0;
-        let mut read = Ok(());
-        Waiting(py).unlocked(&mut || {
-            for flag in &flags {
-                match flag.try_item_exact::<bool>() {
-                    Ok(flag) => skipped += usize::from(flag),
-                    Err(error) => read = Err(error.to_string()),
-                }
-            }
-        });
-        self.skipped += skipped;
-        read.map_err(PyRuntimeError::new_err)
+    // counts a step, and gives out what came of it
+    fn taken<'py>(
+        &mut self,
+        py: Python<'py>,
+        output: &Output,
+        task: Task,
+    ) -> PyResult<Returned<'py>> {
+        let update = output.update.as_ref().unwrap_or(&output.batch);
+        if task != Task::Flush {
+            self.steps += 1;
+            self.skips.push(py, output.batch.skipped.as_ref())?;
+        }
+        let every = self.options.clear_cache_every;
+        if every > 0 && self.steps.is_multiple_of(every) {
+            memory::clear_cache();
+        }
+        let returned = match &output.batch.loss {
+            Some(_) => self.returned(py, &output.batch)?,
+            None => py.None().into_bound(py),
+        };
+        let wrap = |array: &Option<Array>| array.as_ref().map(|a| bridge::wrap(py, a)).transpose();
+        let skipped = wrap(&output.batch.skipped)?;
+        if !task.updates() {
+            let updated = PyBool::new(py, false).to_owned().into_any();
+            return Ok((returned, None, skipped, updated));
+        }
+        self.updates += 1;
+        self.misses.push(py, update.skipped.as_ref())?;
+        let missed = wrap(&update.skipped)?;
+        let updated = missed.unwrap_or_else(|| PyBool::new(py, true).to_owned().into_any());
+        Ok((returned, wrap(&update.norm)?, skipped, updated))
+    }
+
+    fn prepare<'py>(
+        &self,
+        store: &mut Store,
+        user: &User<'py>,
+        task: Task,
+    ) -> PyResult<Prepared<'py>> {
+        let needs = self
+            .options
+            .needs(matches!(task, Task::Batch { .. } | Task::Flush));
+        store.prepare(&user.model, &user.optimizer, needs)
     }
 
     fn gradients<'py>(
@@ -365,17 +439,17 @@ impl Inner {
         user: &User<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let (tree, batch) = user.batch()?;
-        let mut prepared = store.prepare(&user.model, &user.optimizer)?;
+        let mut prepared = self.prepare(store, user, Task::Gradients)?;
         let undo = prepared.undo.take();
-        let outcome = self.run(store, user, &prepared, tree, &batch, false);
+        let outcome = self.run(store, user, &prepared, tree, &batch, Task::Gradients);
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
-            store.forget();
+            store.discard();
         }
         let (output, _) = outcome?;
         let trainable = store.signature()?.trainable.bind(user.py()).clone();
-        let tree = fill(&trainable, output.gradients.iter())?;
-        Ok((self.returned(user.py(), &output)?, tree))
+        let tree = fill(&trainable, output.batch.gradients.iter())?;
+        Ok((self.returned(user.py(), &output.batch)?, tree))
     }
 
     // traces where it has to and runs; once more, uncompiled, where the loss cannot be traced. True: a new trace
@@ -386,48 +460,43 @@ impl Inner {
         prepared: &Prepared<'_>,
         tree: Tree,
         batch: &[Array],
-        update: bool,
+        task: Task,
     ) -> PyResult<(Output, bool)> {
         let started = Instant::now();
-        let mut cause = self.find(store, user, tree, update)?;
+        let tree = Rc::new(tree);
+        self.check_compiler(user.py())?;
         loop {
-            let stop = match self.attempt(store, user, prepared, batch) {
+            self.find(store, user, &tree, task)?;
+            let stop = match self.attempt(store, user, prepared, batch, task) {
                 Ok(output) => {
-                    let new = cause.take().map(|cause| {
-                        let seconds = started.elapsed().as_secs_f64();
-                        self.records.push(TraceRecord { cause, seconds });
-                    });
+                    let seconds = started.elapsed().as_secs_f64();
+                    let new = self.traces.settle(user.py(), seconds)?;
+                    if new {
+                        self.seconds.trace += seconds;
+                    }
                     self.way = self.way_of(store);
-                    return Ok((output, new.is_some()));
+                    return Ok((output, new));
                 }
                 Err(stop) => stop,
             };
-            let failed = if cause.is_some() {
-                self.entries.pop()
-            } else {
-                None
-            };
-            match (stop, failed) {
-                (Stop::Untraceable(why), Some(failed)) if self.compiled => {
+            let new = self.traces.discard();
+            match stop {
+                Stop::Untraceable(why) if self.compiled && new => {
                     fall_back(user.py(), &why)?;
                     self.compiled = false;
-                    self.entries.clear();
-                    cause = self.find(store, user, failed.batch, update)?;
+                    self.traces.clear();
                 }
-                (Stop::Untraceable(why), _) => return Err(PyRuntimeError::new_err(why)),
-                (Stop::Raised(error), _) => return Err(error),
+                Stop::Untraceable(why) => return Err(PyRuntimeError::new_err(why)),
+                Stop::Raised(error) => return Err(error),
             }
         }
     }
 
     fn way_of(&self, store: &Store) -> &'static str {
-        let eager = self
-            .entries
-            .last()
-            .is_none_or(|entry| entry.trace.is_eager());
+        let eager = self.traces.last().is_none_or(|e| e.trace.is_eager());
         match (eager, &store.rule) {
             (true, _) => "plain",
-            (false, Rule::Native(_)) => "native",
+            (false, Some(Rule::Native(_))) => "native",
             (false, _) => "traced",
         }
     }
@@ -447,90 +516,57 @@ impl Inner {
         Ok(())
     }
 
-    // the call's trace becomes the last entry; a new one has a cause
+    // the call's traces become the last entries: that of the update, then that of the batch
     fn find(
         &mut self,
         store: &Store,
         user: &User<'_>,
-        tree: Tree,
-        update: bool,
-    ) -> PyResult<Option<String>> {
-        let py = user.py();
-        self.check_compiler(py)?;
+        tree: &Rc<Tree>,
+        task: Task,
+    ) -> PyResult<()> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let rule = || store.rule.clone().ok_or_else(missing);
+        let parts = match task {
+            Task::Whole => vec![Part::Whole(rule()?)],
+            Task::Batch { fills: true } => vec![Part::Update(rule()?), Part::Batch],
+            Task::Batch { fills: false } => vec![Part::Batch],
+            Task::Flush => vec![Part::Update(rule()?)],
+            Task::Gradients => vec![Part::Gradients],
+        };
+        let engine = store.engine.as_ref().ok_or_else(missing)?;
         let signature = store.signature()?;
-        let rule = if update {
-            store.rule.clone()
-        } else {
-            Rule::None
-        };
-        let options = if update { store.options_id() } else { 0 };
-        let known = self.entries.iter().rposition(|entry| {
-            entry.loss == user.loss_number
-                && entry.model == signature.id
-                && entry.options == options
-                && entry.rule == rule
-                && entry.batch.equals(&tree, py)
-        });
-        if let Some(at) = known {
-            let entry = self.entries.remove(at);
-            self.entries.push(entry);
-            return Ok(None);
+        for part in parts {
+            let updates = matches!(part, Part::Whole(_) | Part::Update(_));
+            let has_loss = !matches!(part, Part::Update(_));
+            let key = Key {
+                loss: if has_loss { user.loss_number } else { 0 },
+                model: signature.id,
+                options: if updates { store.options_id() } else { 0 },
+                places: engine.places(),
+                batch: if has_loss {
+                    tree.clone()
+                } else {
+                    Rc::default()
+                },
+                part: part.clone(),
+            };
+            let options = self.options;
+            let recipe = || Recipe {
+                part,
+                layout: engine.layout().clone(),
+                places: engine.places(),
+                max_grad_norm: options.max_grad_norm,
+                max_grad_value: options.max_grad_value,
+                guard: options.guard,
+                compute: options.compute,
+                ema_decay: options.ema_decay,
+                keep_gradients: options.raises,
+                others: if has_loss { store.others.len() } else { 0 },
+            };
+            let make = || Trace::new(recipe(), self.host.clone(), self.compiled);
+            self.traces.find(user, key, options.max_traces, make);
         }
-        let engine = store.engine.as_ref();
-        let engine =
-            engine.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))?;
-        let recipe = Recipe {
-            layout: engine.layout().clone(),
-            rule: rule.clone(),
-            max_grad_norm: self.max_grad_norm,
-            guard: self.guard,
-            keep_gradients: self.raises,
-            state: engine.state().len(),
-            others: store.others.len(),
-        };
-        let entry = Entry {
-            loss: user.loss_number,
-            model: signature.id,
-            options,
-            rule,
-            batch: tree,
-            trace: Trace::new(recipe, self.host.clone(), self.compiled),
-            template: None,
-        };
-        let cause = self.cause(user, &entry);
-        self.entries.push(entry);
-        if self.entries.len() > MAX_TRACES {
-            self.entries.remove(0);
-        }
-        Ok(Some(cause))
-    }
-
-    fn cause(&self, user: &User<'_>, new: &Entry) -> String {
-        let Some(last) = self.entries.last() else {
-            return "first call".into();
-        };
-        if last.loss != new.loss {
-            return "another loss function, or one with another closure".into();
-        }
-        if last.model != new.model {
-            return "model: a mode, a number, or an array's shape has changed".into();
-        }
-        if last.options != new.options || last.rule != new.rule {
-            return "optimizer: an option has changed".into();
-        }
-        let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
-        let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b)
-        else {
-            return "arguments: a static value or the structure has changed".into();
-        };
-        format!(
-            "argument {}: {:?} {:?} -> {:?} {:?}",
-            user.name(&new.batch.paths(user.py())[index]),
-            old.dtype,
-            old.shape,
-            new_tensor.dtype,
-            new_tensor.shape
-        )
+        Ok(())
     }
 
     fn attempt(
@@ -539,100 +575,137 @@ impl Inner {
         user: &User<'_>,
         prepared: &Prepared<'_>,
         batch: &[Array],
+        task: Task,
     ) -> Result<Output, Stop> {
         let py = user.py();
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let entry = self.entries.last_mut().ok_or_else(missing)?;
         let key = bridge::get(&store.key_list.bind(py).get_item(0)?).ok_or_else(missing)?;
+        let mut rest = vec![key];
+        rest.extend_from_slice(batch);
         let call = Call {
             others: store.others.clone(),
-            key,
-            batch: batch.to_vec(),
+            rest,
         };
         self.host.current.replace(Some(Current {
             model: user.model.clone().unbind(),
             optimizer: user.optimizer.clone().unbind(),
             loss_fn: user.loss_fn.clone().unbind(),
+            weighted: self.options.weighted,
+            mixed: self.options.compute.is_some(),
             arguments: user.arguments.clone().unbind(),
             key_list: store.key_list.clone_ref(py),
             roles: signature.roles.clone(),
             trainable: signature.trainable.clone_ref(py),
             compiled: self.compiled,
-            restore: self.compiled || entry.rule == Rule::None,
+            restore: self.compiled || task == Task::Gradients,
             stop: None,
             template: None,
         }));
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
-        let outcome = if entry.rule == Rule::None {
-            engine.gradients(&mut entry.trace, call, &mut holder)
-        } else {
-            engine.step(&mut entry.trace, call, self.in_flight, &mut holder)
+        let (last, before) = self.traces.last_two();
+        let last = last.ok_or_else(missing)?;
+        let in_flight = self.options.in_flight;
+        let outcome = match (task, before) {
+            (Task::Gradients, _) => engine
+                .gradients(&mut last.trace, call, &mut holder)
+                .map(Output::of),
+            (Task::Flush, _) => engine.flush(&mut last.trace, &mut holder).map(Output::of),
+            (Task::Batch { fills: true }, Some(update)) if !self.options.raises => engine.step(
+                &mut last.trace,
+                Some(&mut update.trace),
+                call,
+                in_flight,
+                &mut holder,
+            ),
+            _ => engine.step(&mut last.trace, None, call, in_flight, &mut holder),
+        };
+        let refusal = match (&outcome, self.options.raises) {
+            (Ok(output), true) => refuse(py, &signature.paths(), engine.layout(), output).err(),
+            _ => None,
+        };
+        if refusal.is_some() {
+            engine.forget_batch();
+        }
+        let outcome = match (outcome, task, self.traces.last_two().1) {
+            (Ok(mut output), Task::Batch { fills: true }, Some(update))
+                if self.options.raises && refusal.is_none() =>
+            {
+                let updated = engine.flush(&mut update.trace, &mut holder);
+                updated.map(|updated| {
+                    output.update = Some(updated);
+                    output
+                })
+            }
+            (outcome, ..) => outcome,
         };
         let shown = holder.show(engine);
         let current = self.host.current.take();
         let (stop, template) = current.map_or((None, None), |c| (c.stop, c.template));
-        if template.is_some() {
-            entry.template = template;
+        if let (Some(last), Some(template)) = (self.traces.last_two().0, template) {
+            last.template = Some(template);
         }
         shown?;
-        match (outcome, stop) {
-            (Ok(output), _) => Ok(output),
-            (Err(_), Some(stop)) => Err(stop),
-            (Err(error), None) => Err(from_device(&error)),
+        match (outcome, stop, refusal) {
+            (_, _, Some(refusal)) => Err(Stop::Raised(refusal)),
+            (Ok(output), ..) => Ok(output),
+            (Err(_), Some(stop), _) => Err(stop),
+            (Err(error), None, _) => Err(from_device(&error)),
         }
     }
 
     // what the loss function returned, with the arrays of this step
-    fn returned<'py>(&self, py: Python<'py>, output: &Output) -> PyResult<Bound<'py, PyAny>> {
-        let template = self
-            .entries
-            .last()
-            .and_then(|entry| entry.template.as_ref());
+    fn returned<'py>(&self, py: Python<'py>, output: &Outputs) -> PyResult<Bound<'py, PyAny>> {
+        let template = self.traces.last().and_then(|entry| entry.template.as_ref());
         match template.map(|template| template.bind(py)) {
             Some(template) if !bridge::is_array(template) => {
-                fill(template, std::iter::once(&output.loss).chain(&output.aux))
+                fill(template, output.loss.iter().chain(&output.aux))
             }
-            _ => bridge::wrap(py, &output.loss),
+            _ => match &output.loss {
+                Some(loss) => bridge::wrap(py, loss),
+                None => Ok(py.None().into_bound(py)),
+            },
         }
     }
 }
 
-// raises for a step that was not taken, with the first tensor whose gradient is no number; waits for the step
-fn refuse(py: Python<'_>, store: &Store, output: &Output) -> PyResult<()> {
+fn is_true(py: Python<'_>, flag: &Array) -> PyResult<bool> {
+    let mut value = Ok(true);
+    Waiting(py).unlocked(&mut || value = flag.try_item_exact::<bool>());
+    value.map_err(|e| PyRuntimeError::new_err(e.to_string()))
+}
+
+// raises for a batch that was not taken, with the first tensor whose gradient is no number; waits for the step
+fn refuse(py: Python<'_>, paths: &[Vec<String>], layout: &Layout, output: &Output) -> PyResult<()> {
     let failed = |e: mlx_rs::error::Exception| to_python(&Error::Mlx(e));
-    let read = |array: &Array| -> PyResult<bool> {
-        let mut value = Ok(true);
-        Waiting(py).unlocked(&mut || value = array.try_item_exact::<bool>());
-        value.map_err(|e| PyRuntimeError::new_err(e.to_string()))
-    };
-    if !output
-        .skipped
-        .as_ref()
-        .map(read)
+    let flag = output.batch.skipped.as_ref();
+    if !flag
+        .map(|flag| is_true(py, flag))
         .transpose()?
         .unwrap_or(false)
     {
         return Ok(());
     }
-    let (signature, Some(engine)) = (store.signature()?, &store.engine) else {
-        return Ok(());
+    let Some(loss) = &output.batch.loss else {
+        return Err(PyFloatingPointError::new_err(
+            "the sum of the window's gradients is not finite; nothing was updated",
+        ));
     };
-    let gradients = engine.layout().views(&output.gradients).map_err(failed)?;
-    for (gradient, path) in gradients.iter().zip(signature.paths()) {
+    let gradients = layout.views(&output.batch.gradients).map_err(failed)?;
+    for (gradient, path) in gradients.iter().zip(paths) {
         let finite = gradient
             .abs()
             .and_then(|g| g.lt(Array::from_f32(f32::INFINITY)));
         let finite = finite.and_then(|finite| finite.all(None)).map_err(failed)?;
-        if !read(&finite)? {
+        if !is_true(py, &finite)? {
             return Err(PyFloatingPointError::new_err(format!(
                 "the gradient of {} has NaN or infinite values; nothing was updated",
-                dotted(&path)
+                dotted(path)
             )));
         }
     }
-    let loss = output.loss.try_item_cast::<f32>();
+    let loss = loss.try_item_cast::<f32>();
     let loss = loss.map_or_else(|e| e.to_string(), |loss| loss.to_string());
     Err(PyFloatingPointError::new_err(format!(
         "the loss is {loss}, not finite or above max_loss; nothing was updated"
@@ -660,9 +733,8 @@ fn from_device(error: &Error) -> Stop {
 }
 
 fn fall_back(py: Python<'_>, why: &str) -> PyResult<()> {
-    let message = format!(
-        "faststep: this step cannot be compiled: {why}. It runs uncompiled from here on, with the same numbers but slower"
-    );
-    let message = std::ffi::CString::new(message)?;
-    PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &message, 2)
+    warn(
+        py,
+        &format!("this step cannot be compiled: {why}. It runs uncompiled from here on, with the same numbers but slower"),
+    )
 }

@@ -5,9 +5,12 @@
 use std::{rc::Rc, thread::ThreadId};
 
 use faststep::{
+    extras::Needs,
     layout::{Layout, Tensor},
     optimizer::Optimizer as NativeRule,
-    step::{Engine, Output},
+    outputs::Outputs,
+    precision::wide,
+    step::Engine,
     trace::Rule,
 };
 use mlx_rs::Array;
@@ -21,13 +24,17 @@ use pyo3::{
 use crate::{
     bridge,
     errors::to_python,
-    host::Role,
+    extras::Carried,
+    host::{dotted, Role},
     moments::Moments,
     optimizer::native_rule,
     random::key_list,
     tree::Tree,
     walk::{rebuild, Scope, Slot, Snapshot},
 };
+
+/// So many signatures of the model, and of the optimizer's options, are remembered; the oldest goes first.
+const MAX_SIGNATURES: usize = 64;
 
 /// What a model looks like, apart from the values of its arrays.
 pub struct ModelSignature {
@@ -87,8 +94,14 @@ pub struct Store {
     pub engine: Option<Engine>,
     /// The dicts of a natively updated optimizer.
     pub moments: Option<Moments>,
-    /// How the optimizer is updated.
-    pub rule: Rule,
+    /// How the optimizer is updated, once a step has begun.
+    pub rule: Option<Rule>,
+    mixed: bool,              // the optimizer updates float32 masters
+    carried: Option<Carried>, // what an engine that is gone has kept
+}
+
+fn mlx(error: mlx_rs::error::Exception) -> PyErr {
+    to_python(&faststep::Error::Mlx(error))
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
@@ -121,7 +134,9 @@ impl Store {
             others: Vec::new(),
             engine: None,
             moments: None,
-            rule: Rule::None,
+            rule: None,
+            mixed: false,
+            carried: None,
         })
     }
 
@@ -159,22 +174,33 @@ impl Store {
         self.options.last().map_or(0, |(id, _)| *id)
     }
 
-    /// Take over whatever the user has changed since the last step.
+    /// Take over whatever the user has changed since the last step, for one that needs this beside the optimizer's state.
     pub fn prepare<'py>(
         &mut self,
         model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
+        needs: Needs,
     ) -> PyResult<Prepared<'py>> {
         let slots = self.look_at_model(model)?;
+        if std::mem::replace(&mut self.mixed, needs.masters) != needs.masters {
+            let engine = self.engine.as_ref();
+            if engine.is_some_and(|engine| engine.layout().halves().next().is_some()) {
+                self.expose(model.py())?;
+                self.forget()?;
+            }
+        }
         self.look_at_moments(optimizer)?;
         let mut undo = None;
         let state = if let Some(state) = self.look_at_optimizer(optimizer)? {
             state
         } else {
-            undo = Some(self.adopt(model, optimizer, &slots)?);
+            undo = Some(self.adopt(model, optimizer, &slots, needs)?);
             self.state_slots(optimizer)?
         };
         self.take_values(&slots, &state, undo.is_some())?;
+        if let Some(engine) = &mut self.engine {
+            engine.need(needs).map_err(|error| to_python(&error))?;
+        }
         Ok(Prepared {
             aliased: self.signature()?.tree.is_aliased(),
             model: slots,
@@ -191,16 +217,59 @@ impl Store {
         let now = engine.parameters().iter().map(Tensor::of);
         if now.ne(engine.layout().tensors().iter().cloned()) {
             self.expose(py)?;
-            self.forget();
+            self.forget()?;
             self.current = None;
         }
         Ok(())
     }
 
-    /// Forget what was taken over; the next step takes it over anew.
-    pub fn forget(&mut self) {
+    /// Forget what was taken over, apart from what only the steps keep; the next step takes it over anew.
+    pub fn forget(&mut self) -> PyResult<()> {
+        if let Some(engine) = self.engine.take() {
+            let keep = engine.keep().map_err(|e| to_python(&e))?;
+            self.carried = Some(Carried::new(self.names()?, keep));
+        }
+        self.moments = None;
+        Ok(())
+    }
+
+    /// Forget what a call has taken over that then failed.
+    pub fn discard(&mut self) {
         self.engine = None;
         self.moments = None;
+    }
+
+    /// What the steps keep beside the optimizer's state; `None`: nothing yet.
+    pub fn carried(&self) -> PyResult<Option<Carried>> {
+        match &self.engine {
+            Some(engine) => {
+                let keep = engine.keep().map_err(|e| to_python(&e))?;
+                Ok(Some(Carried::new(self.names()?, keep)))
+            }
+            None => Ok(self.carried.clone()),
+        }
+    }
+
+    /// Keep something else.
+    pub fn carry(&mut self, py: Python<'_>, carried: Carried) -> PyResult<()> {
+        self.expose(py)?;
+        self.discard();
+        self.carried = Some(carried);
+        Ok(())
+    }
+
+    /// The number of batches in the window.
+    pub fn batches(&self) -> usize {
+        match (&self.engine, &self.carried) {
+            (Some(engine), _) => engine.batches(),
+            (None, Some(carried)) => carried.batches(),
+            (None, None) => 0,
+        }
+    }
+
+    fn names(&self) -> PyResult<Vec<String>> {
+        let paths = self.signature()?.paths();
+        Ok(paths.iter().map(|path| dotted(path)).collect())
     }
 
     /// Make `optimizer.state` current.
@@ -250,7 +319,7 @@ impl Store {
             None => Rc::new(self.sign(model, tree)?),
         };
         self.models.push(signature.clone());
-        if self.models.len() > crate::step::MAX_TRACES {
+        if self.models.len() > MAX_SIGNATURES {
             self.models.remove(0);
         }
         self.switch(py, signature)?;
@@ -293,7 +362,7 @@ impl Store {
                 && old.tree.is_aliased() == signature.tree.is_aliased();
             if !same {
                 self.expose(py)?;
-                self.forget();
+                self.forget()?;
             }
         }
         self.others.clear();
@@ -308,7 +377,7 @@ impl Store {
             None => true,
         };
         if !current {
-            self.forget();
+            self.forget()?;
         }
         Ok(())
     }
@@ -334,9 +403,11 @@ impl Store {
         let (tree, slots) = Tree::record(optimizer, scope)?;
         let same = before.is_some_and(|before| before == tree.tensors());
         self.sign_options(optimizer.py(), tree);
-        if let Rule::Native(old) = &self.rule {
+        if let Some(Rule::Native(old)) = &self.rule {
             match native_rule(optimizer) {
-                Some(rule) if rule.moments() == old.moments() => self.rule = Rule::Native(rule),
+                Some(rule) if rule.moments() == old.moments() => {
+                    self.rule = Some(Rule::Native(rule));
+                }
                 _ => return Ok(None),
             }
         } else if !same {
@@ -358,8 +429,8 @@ impl Store {
 
     fn scope(&self) -> Scope {
         match self.rule {
-            Rule::Native(_) => Scope::Options,
-            Rule::Host | Rule::None => Scope::Whole,
+            Some(Rule::Native(_)) => Scope::Options,
+            Some(Rule::Host) | None => Scope::Whole,
         }
     }
 
@@ -375,7 +446,7 @@ impl Store {
             self.next_id
         };
         self.options.push((id, tree));
-        if self.options.len() > crate::step::MAX_TRACES {
+        if self.options.len() > MAX_SIGNATURES {
             self.options.remove(0);
         }
     }
@@ -386,18 +457,19 @@ impl Store {
         model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
         slots: &[Slot<'py>],
+        needs: Needs,
     ) -> PyResult<Snapshot<'py>> {
         self.expose(model.py())?;
-        self.forget();
+        self.forget()?;
         let snapshot = Snapshot::take(optimizer)?;
-        match self.lay_out(model, optimizer, slots) {
+        match self.lay_out(model, optimizer, slots, needs) {
             Ok(engine) => {
                 self.engine = Some(engine);
                 Ok(snapshot)
             }
             Err(error) => {
                 snapshot.restore()?;
-                self.forget();
+                self.discard();
                 Err(error)
             }
         }
@@ -408,10 +480,22 @@ impl Store {
         model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
         slots: &[Slot<'py>],
+        needs: Needs,
     ) -> PyResult<Engine> {
         let py = model.py();
         let signature = self.signature()?;
         let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+        let trainable = if self.mixed {
+            rebuild(&trainable, &mut |object| {
+                let array = bridge::get(object).map(|a| a.as_dtype(wide(a.dtype())));
+                match array.transpose().map_err(mlx)? {
+                    Some(array) => bridge::wrap(py, &array),
+                    None => Ok(object.clone()),
+                }
+            })?
+        } else {
+            trainable
+        };
         optimizer.call_method1(intern!(py, "init"), (trainable,))?;
         let parameters = signature
             .parameters
@@ -423,13 +507,18 @@ impl Store {
                 self.moments = Some(moments);
                 Engine::new(Rc::new(layout), parameters, state)
             } else {
-                self.rule = Rule::Host;
+                self.rule = Some(Rule::Host);
                 let layout = Layout::separate(signature.tensors());
                 let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
                 let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
                 Engine::new(Rc::new(layout), parameters, state.collect())
             };
-        let engine = engine.map_err(|error| to_python(&error))?;
+        let mut engine = engine.map_err(|error| to_python(&error))?;
+        if let Some(carried) = &self.carried {
+            let keep = carried.onto(&self.names()?, &signature.tensors());
+            engine.need(needs).map_err(|error| to_python(&error))?;
+            engine.take_up(&keep).map_err(|error| to_python(&error))?;
+        }
         let (tree, _) = Tree::record(optimizer, self.scope())?;
         self.sign_options(py, tree);
         Ok(engine)
@@ -459,14 +548,27 @@ impl Store {
             .filter_map(|slot| bridge::get(&slot.object))
             .collect();
         let layout = Layout::flat(tensors.clone());
-        for moment in moments.arrays() {
-            if moment.iter().map(Tensor::of).ne(tensors.iter().cloned()) {
+        for mut moment in moments.arrays() {
+            if self.mixed {
+                let widened = moment
+                    .iter()
+                    .map(|array| array.as_dtype(wide(array.dtype())));
+                moment = widened.collect::<Result<_, _>>().map_err(mlx)?;
+            }
+            let expected = tensors.iter().map(|tensor| Tensor {
+                dtype: if self.mixed {
+                    wide(tensor.dtype)
+                } else {
+                    tensor.dtype
+                },
+                ..tensor.clone()
+            });
+            if moment.iter().map(Tensor::of).ne(expected) {
                 return Ok(None); // moments of another shape or dtype: as the optimizer itself would take them
             }
-            let packed = layout.pack(&moment);
-            state.extend(packed.map_err(|e| to_python(&faststep::Error::Mlx(e)))?);
+            state.extend(layout.pack(&moment).map_err(mlx)?);
         }
-        self.rule = Rule::Native(rule);
+        self.rule = Some(Rule::Native(rule));
         Ok(Some((layout, moments, state)))
     }
 
@@ -485,7 +587,7 @@ impl Store {
         &mut self,
         py: Python<'_>,
         prepared: &Prepared<'_>,
-        output: &Output,
+        output: &Outputs,
     ) -> PyResult<()> {
         let signature = self.signature()?;
         for (index, array) in &output.others {

@@ -1,0 +1,130 @@
+//! What a traced step gives, named; as the plain list of arrays that MLX's compilation wants, and back.
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+/// A trace's outputs.
+#[derive(Debug, Default)]
+pub struct Outputs {
+    /// The loss; none where only the update is computed.
+    pub loss: Option<Array>,
+    /// What the loss function returned beside it.
+    pub aux: Vec<Array>,
+    /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
+    pub kept: Vec<Array>,
+    /// The gradients' global norm before clipping.
+    pub norm: Option<Array>,
+    /// Whether nothing is taken of this step: a bool scalar.
+    pub skipped: Option<Array>,
+    /// Gradients.
+    pub gradients: Vec<Array>,
+    /// The new parameters, by buffer.
+    pub parameters: Vec<Array>,
+    /// The state's arrays that changed, with their index.
+    pub state: Vec<(usize, Array)>,
+    /// The model's other arrays that were written, with their index.
+    pub others: Vec<(usize, Array)>,
+    /// The random key, where it was drawn from.
+    pub key: Option<Array>,
+}
+
+/// How many outputs of each kind there are, in their order.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outline {
+    loss: usize,
+    aux: usize,
+    kept: usize,
+    norm: usize,
+    skipped: usize,
+    gradients: usize,
+    parameters: usize,
+    state: Vec<usize>,
+    others: Vec<usize>,
+    key: usize,
+}
+
+impl Outputs {
+    pub(crate) fn flatten(self) -> (Vec<Array>, Outline) {
+        let (state, state_values): (Vec<_>, Vec<_>) = self.state.into_iter().unzip();
+        let (others, other_values): (Vec<_>, Vec<_>) = self.others.into_iter().unzip();
+        let outline = Outline {
+            loss: usize::from(self.loss.is_some()),
+            aux: self.aux.len(),
+            kept: self.kept.len(),
+            norm: usize::from(self.norm.is_some()),
+            skipped: usize::from(self.skipped.is_some()),
+            gradients: self.gradients.len(),
+            parameters: self.parameters.len(),
+            state,
+            others,
+            key: usize::from(self.key.is_some()),
+        };
+        let mut values: Vec<Array> = self.loss.into_iter().collect();
+        values.extend(self.aux);
+        values.extend(self.kept);
+        values.extend(self.norm);
+        values.extend(self.skipped);
+        values.extend(self.gradients);
+        values.extend(self.parameters);
+        values.extend(state_values);
+        values.extend(other_values);
+        values.extend(self.key);
+        (values, outline)
+    }
+
+    pub(crate) fn split(values: Vec<Array>, outline: Outline) -> Result<Self> {
+        let wanted = outline.loss
+            + outline.aux
+            + outline.kept
+            + outline.norm
+            + outline.skipped
+            + outline.gradients
+            + outline.parameters
+            + outline.state.len()
+            + outline.others.len()
+            + outline.key;
+        if values.len() != wanted {
+            return Err(Exception::custom(format!(
+                "a traced step returned {} arrays, expected {wanted}",
+                values.len()
+            )));
+        }
+        let mut values = values.into_iter();
+        let mut take = |n: usize| values.by_ref().take(n).collect::<Vec<_>>();
+        Ok(Self {
+            loss: take(outline.loss).pop(),
+            aux: take(outline.aux),
+            kept: take(outline.kept),
+            norm: take(outline.norm).pop(),
+            skipped: take(outline.skipped).pop(),
+            gradients: take(outline.gradients),
+            parameters: take(outline.parameters),
+            state: {
+                let values = take(outline.state.len());
+                outline.state.into_iter().zip(values).collect()
+            },
+            others: {
+                let values = take(outline.others.len());
+                outline.others.into_iter().zip(values).collect()
+            },
+            key: take(outline.key).pop(),
+        })
+    }
+
+    // everything that is computed before the update
+    pub(crate) fn before_update(&self) -> impl Iterator<Item = &Array> {
+        let values = self.loss.iter().chain(&self.aux).chain(&self.kept);
+        let values = values.chain(&self.norm).chain(&self.skipped);
+        let others = self.others.iter().map(|(_, array)| array);
+        values.chain(&self.gradients).chain(others).chain(&self.key)
+    }
+
+    // an array that is there when the step is done and that no later step takes over
+    pub(crate) fn marker(&self) -> Option<&Array> {
+        let values = self.loss.iter().chain(&self.skipped).chain(&self.norm);
+        values
+            .chain(self.state.last().map(|(_, array)| array))
+            .next()
+    }
+}

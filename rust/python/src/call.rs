@@ -1,0 +1,105 @@
+//! What the user passed to one call: its arrays, and how the user names them.
+use mlx_rs::Array;
+use pyo3::{
+    exceptions::PyValueError,
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
+
+use crate::{bridge, tree::Tree};
+
+/// What the user passed to one call.
+pub struct User<'py> {
+    /// The model.
+    pub model: Bound<'py, PyAny>,
+    /// The optimizer.
+    pub optimizer: Bound<'py, PyAny>,
+    /// The loss function; `None` where only a window is flushed.
+    pub loss_fn: Bound<'py, PyAny>,
+    /// Equal for functions that compute the same.
+    pub loss_number: usize,
+    /// The positional arguments and a dict of the named ones.
+    pub arguments: Bound<'py, PyTuple>,
+}
+
+impl<'py> User<'py> {
+    /// Of one call.
+    pub fn new(
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        loss_fn: &Bound<'py, PyAny>,
+        loss_number: usize,
+        args: &Bound<'py, PyTuple>,
+        named: &Bound<'py, PyDict>,
+    ) -> PyResult<Self> {
+        let arguments = PyTuple::new(model.py(), [args.as_any(), named.as_any()])?;
+        Ok(Self {
+            model: model.clone(),
+            optimizer: optimizer.clone(),
+            loss_fn: loss_fn.clone(),
+            loss_number,
+            arguments,
+        })
+    }
+
+    /// The token of the GIL.
+    pub fn py(&self) -> Python<'py> {
+        self.model.py()
+    }
+
+    /// The arrays of the batch; none may wait for another thread.
+    pub fn batch(&self) -> PyResult<(Tree, Vec<Array>)> {
+        let py = self.py();
+        let named = |tree: &Tree| self.name(&tree.last_path(py));
+        let (tree, slots) = Tree::record_arguments(self.arguments.as_any(), named)?;
+        let arrays: Vec<Array> = slots
+            .iter()
+            .filter_map(|slot| bridge::get(&slot.object))
+            .collect();
+        for (index, array) in arrays.iter().enumerate() {
+            if faststep::array::is_lazy(array) && faststep::array::is_foreign(array) {
+                return Err(PyValueError::new_err(format!(
+                    "argument {}: expected an evaluated array, got one that still waits to be computed on another \
+                     thread: call mx.eval() on it in the thread that makes it, before it is passed on",
+                    self.name(&tree.paths(py)[index])
+                )));
+            }
+        }
+        Ok((tree, arrays))
+    }
+
+    /// A path as the loss function names it: `x`, or `batch["tokens"][0]`.
+    pub fn name(&self, path: &[String]) -> String {
+        let mut parts = path.iter();
+        let positional = parts.next().is_some_and(|first| first == "0");
+        let Some(first) = parts.next() else {
+            return "(the batch)".into();
+        };
+        let mut name = first.clone();
+        if let (true, Ok(index)) = (positional, first.parse::<usize>()) {
+            name = self
+                .parameter(index + 1)
+                .unwrap_or_else(|_| format!("{index}"));
+        }
+        for part in parts {
+            let part = if part.parse::<usize>().is_ok() {
+                format!("[{part}]")
+            } else {
+                format!("[{part:?}]")
+            };
+            name.push_str(&part);
+        }
+        name
+    }
+
+    fn parameter(&self, index: usize) -> PyResult<String> {
+        let inspect = self.py().import("inspect")?;
+        let signature = inspect.call_method1("signature", (&self.loss_fn,))?;
+        let names = signature.getattr("parameters")?.try_iter()?;
+        let names = names
+            .map(|name| name?.extract())
+            .collect::<PyResult<Vec<String>>>()?;
+        let missing = || PyValueError::new_err("more arguments than the loss function has");
+        names.into_iter().nth(index).ok_or_else(missing)
+    }
+}
