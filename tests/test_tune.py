@@ -149,7 +149,7 @@ def given(run: Run, *milliseconds: float, loss: float = 1.0) -> None:
 
 def searched(*, loss: float = 1.0, again: float = 1.0) -> Search:
     """Return a search that has tried A=1, of half the time, and has verified it."""
-    search = Search("a:b", 1.0, 1.0, 1e-4)
+    search = Search("a:b", 1.0, 1.0, 1e-5)
     search.reference = Measured(10.0, (1.0,), 1000, "cpu", "a device")
     for groups in search.tried, search.verified:
         group = Group([{"A": "1"}])
