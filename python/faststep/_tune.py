@@ -55,8 +55,7 @@ def tune(
         seconds: How long each child measures, after a warm-up of a quarter of it.
         rounds: How often each setting is measured, at least 3.
         timeout: The seconds that a child may take in all.
-        tolerance: The relative difference up to which losses count as equal: sums in another order stay far below 1e-5
-            in float32, other arithmetic does not.
+        tolerance: The relative difference up to which losses count as equal.
 
     Returns:
         The settings to use, the table of all that were tried, and how sure that is.
