@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
+LossFn = Callable[..., mx.array]
+Batch = tuple[np.ndarray, np.ndarray]
 MAX_GRAD_NORM = 1.0
-BYTES = 256
 CLASSES = 10
 
 
@@ -19,7 +21,7 @@ class MLP(nn.Module):
     """Linear layers with ReLU between them."""
 
     def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [nn.Linear(width, width) for _ in range(layers - 1)]
         self.head = nn.Linear(width, CLASSES)
 
@@ -29,27 +31,55 @@ class MLP(nn.Module):
             x = nn.relu(layer(x))
         return self.head(x)
 
+    @staticmethod
+    def draw(rng: np.random.Generator, batch: int, width: int, **_: int) -> Batch:
+        """Draw float32 [batch, width] and classes, int32 [batch]."""
+        x = rng.standard_normal((batch, width), dtype=np.float32)
+        return x, rng.integers(CLASSES, size=batch, dtype=np.int32)
+
 
 class GPT(nn.Module):
     """MLX's own encoder with a causal mask; 24 layers of it make 293 tensors."""
 
-    def __init__(self, layers: int, width: int, seq: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(BYTES, width)
+    def __init__(self, layers: int, width: int, heads: int, seq: int, vocab: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(seq, width)
-        self.blocks = nn.TransformerEncoder(layers, width, num_heads=4, norm_first=True)
-        self.head = nn.Linear(width, BYTES, bias=False)
+        self.blocks = nn.TransformerEncoder(layers, width, num_heads=heads, norm_first=True)
+        self.head = nn.Linear(width, vocab, bias=False)
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Map tokens, int32 [batch, seq], to logits, float32 [batch, seq, 256]."""
-        seq = tokens.shape[1]
-        mask = nn.MultiHeadAttention.create_additive_causal_mask(seq)
-        return self.head(self.blocks(self.tokens(tokens) + self.positions(mx.arange(seq)), mask))
+        """Map tokens, int32 [batch, seq], to logits, [batch, seq, vocab] in the dtype of the parameters."""
+        x = self.tokens(tokens) + self.positions(mx.arange(tokens.shape[1]))
+        return self.head(self.blocks(x, "causal"))  # the mask for which MLX's GPU attention has a kernel
+
+    @staticmethod
+    def draw(rng: np.random.Generator, batch: int, seq: int, vocab: int, **_: int) -> Batch:
+        """Draw tokens, int32 [batch, seq], and those one later."""
+        tokens = rng.integers(vocab, size=(batch, seq + 1), dtype=np.int32)
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
-    """Return the mean cross entropy, in nats."""
-    return nn.losses.cross_entropy(model(x), y, reduction="mean")
+    """Return the mean cross entropy, a float32 scalar in nats."""
+    return nn.losses.cross_entropy(model(x).astype(mx.float32), y, reduction="mean")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a way of taking a step is made of.
+
+    Attributes:
+        model: The model.
+        optimizer: Its optimizer.
+        loss_fn: What ``nn.value_and_grad(model, loss_fn)`` takes.
+        max_grad_norm: The norm that gradients are clipped to; None: no clipping.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    loss_fn: LossFn
+    max_grad_norm: float | None = MAX_GRAD_NORM
 
 
 @dataclass(frozen=True)
@@ -58,50 +88,61 @@ class Case:
 
     Attributes:
         title: What the report calls it.
-        model: Builds the model.
-        batch: Draws x and y from a generator.
+        model: The model's class.
+        shape: Its arguments.
+        batch: The number of examples in a batch.
+        dtype: The dtype of parameters and optimizer state.
     """
 
     title: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
+    model: type[MLP] | type[GPT]
+    shape: dict[str, int]
+    batch: int
+    dtype: mx.Dtype = mx.float32
 
-    def new_run(self) -> tuple[nn.Module, optim.Optimizer]:
+    def new_run(self, loss_fn: LossFn = loss_fn, max_grad_norm: float | None = MAX_GRAD_NORM) -> Run:
         """Build the model, equal each time, and its AdamW."""
         mx.random.seed(0)
-        model = self.model()
-        mx.eval(model.parameters())
-        return model, optim.AdamW(learning_rate=1e-3, weight_decay=0.1)
+        model = self.model(**self.shape)
+        model.set_dtype(self.dtype)
+        mx.eval(model.state)
+        return Run(model, adamw(), loss_fn, max_grad_norm)
 
-    def batches(self, count: int = 8) -> list[tuple[mx.array, mx.array]]:
-        """Draw batches, equal each time."""
+    def batches(self, count: int = 8) -> list[tuple[mx.array, ...]]:
+        """Draw batches, equal each time; images in the dtype of the parameters."""
         rng = np.random.default_rng(0)
-        pairs = [self.batch(rng) for _ in range(count)]
-        return [(mx.array(x), mx.array(y)) for x, y in pairs]
+        pairs = [self.model.draw(rng, self.batch, **self.shape) for _ in range(count)]
+        return [(cast(mx.array(x), self.dtype), mx.array(y)) for x, y in pairs]
 
 
-def images(batch: int, width: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
-    """Return a source of float32 [batch, width] with int32 [batch] classes."""
-
-    def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        x = rng.standard_normal((batch, width), dtype=np.float32)
-        return x, rng.integers(CLASSES, size=batch, dtype=np.int32)
-
-    return draw
+def adamw() -> optim.Optimizer:
+    """Return the optimizer that everything is measured with."""
+    return optim.AdamW(learning_rate=1e-3, weight_decay=0.1)
 
 
-def text(batch: int, seq: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
-    """Return a source of int32 [batch, seq] tokens, and the same one later."""
-
-    def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        tokens = rng.integers(BYTES, size=(batch, seq + 1), dtype=np.int32)
-        return tokens[:, :-1], tokens[:, 1:]
-
-    return draw
+def cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Cast numbers, leave tokens."""
+    return x if mx.issubdtype(x.dtype, mx.integer) else x.astype(dtype)
 
 
+def gpt(
+    layers: int, width: int, heads: int, batch: int, seq: int, vocab: int = 256, dtype: mx.Dtype = mx.float32
+) -> Case:
+    """Return the case of a GPT; its title says all its sizes."""
+    title = f"GPT, {layers} layers x {width}, {heads} heads, vocabulary {vocab:,}, batch {batch}, sequence {seq}"
+    shape = {"layers": layers, "width": width, "heads": heads, "seq": seq, "vocab": vocab}
+    return Case(title + (", bfloat16" if dtype == mx.bfloat16 else ""), GPT, shape, batch, dtype)
+
+
+# GPT-2 small (Radford et al., 2019), without biases in the attention and with an output layer of its own
+gpt2 = functools.partial(gpt, layers=12, width=768, heads=12, batch=8, seq=512, vocab=50257)
 CASES = {
-    "mlp": Case("MLP, 4 layers x 128, batch 64", lambda: MLP(4, 128), images(64, 128)),
-    "gpt24": Case("GPT, 24 layers x 64, batch 1, sequence 16", lambda: GPT(24, 64, 16), text(1, 16)),
-    "gpt4": Case("GPT, 4 layers x 128, batch 4, sequence 64", lambda: GPT(4, 128, 64), text(4, 64)),
+    "mlp": Case("MLP, 4 layers x 128, batch 64", MLP, {"layers": 4, "width": 128}, batch=64),
+    "gpt24": gpt(layers=24, width=64, heads=4, batch=1, seq=16),
+    "gpt4": gpt(layers=4, width=128, heads=4, batch=4, seq=64),
+    "gpt6": gpt(layers=6, width=384, heads=6, batch=8, seq=256),
+    "gpt2": gpt2(),
+    "gpt2-bf16": gpt2(dtype=mx.bfloat16),
 }
+ON_CPU = ("mlp", "gpt24", "gpt4")
+ON_GPU = ("mlp", "gpt24", "gpt6", "gpt2", "gpt2-bf16")

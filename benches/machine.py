@@ -41,8 +41,15 @@ def machine() -> dict[str, str]:
         "memory": f"{memory:.0f} GiB",
         "system": f"{platform.system()} {platform.machine()}",
         "device": device(),
+        "settings": settings(),
         "load before": f"{os.getloadavg()[0]:.1f}",
     }
+
+
+def settings() -> str:
+    """Return the environment variables that have a say in the speed."""
+    names = sorted(name for name in os.environ if name.startswith(("MLX_", "FASTSTEP_", "OPENBLAS_", "OMP_")))
+    return " ".join(f"{name}={os.environ[name]}" for name in names) or "none"
 
 
 def processor() -> str:
@@ -52,7 +59,7 @@ def processor() -> str:
         return platform.processor() or platform.machine()
     fields = dict(re.findall(r"^([^\t:]+)\t*: (.*)$", info.read_text(), flags=re.MULTILINE))
     family = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
-    return fields.get("model name", platform.machine()) + family
+    return f"{fields.get('model name', platform.machine())}{family}"
 
 
 def device() -> str:
@@ -61,6 +68,11 @@ def device() -> str:
     if default.type == mx.cpu:
         return "CPU"
     return str(mx.device_info().get("device_name", default))
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has in use (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def versions() -> dict[str, str]:

@@ -10,27 +10,27 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from cases import MAX_GRAD_NORM, loss_fn
+from cases import Run
 from faststep import fast_step
 
 StepFn = Callable[..., mx.array]
 IN_FLIGHT = 2  # as many as fast_step allows
 
 
-def plain(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
+def plain(run: Run) -> StepFn:
     """Take the step as MLX's documentation writes it."""
 
     def step(*batch: mx.array) -> mx.array:
-        loss = update(model, optimizer, *batch)
-        mx.eval(loss, model.state, optimizer.state)
+        loss = update(run, *batch)
+        mx.eval(loss, run.model.state, run.optimizer.state)
         return loss
 
     return step
 
 
-def compiled(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
+def compiled(run: Run) -> StepFn:
     """Take the plain step in ``mx.compile``, its state captured, and wait for it."""
-    traced, state = compile_step(model, optimizer)
+    traced, state = compile_step(run)
 
     def step(*batch: mx.array) -> mx.array:
         loss = traced(*batch)
@@ -40,9 +40,9 @@ def compiled(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
     return step
 
 
-def compiled_async(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
+def compiled_async(run: Run) -> StepFn:
     """Take the compiled step and wait for the one before the last only."""
-    traced, state = compile_step(model, optimizer)
+    traced, state = compile_step(run)
     running: deque[mx.array] = deque()
 
     def step(*batch: mx.array) -> mx.array:
@@ -56,25 +56,26 @@ def compiled_async(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
     return step
 
 
-def fast(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
-    """Take the step with this package."""
+def fast(run: Run, **options: Any) -> StepFn:
+    """Take the step with this package; an option more is a line more in ``WAYS``."""
 
     def step(*batch: mx.array) -> mx.array:
-        loss: mx.array = fast_step(model, optimizer, loss_fn, *batch, max_grad_norm=MAX_GRAD_NORM)
+        loss: mx.array = fast_step(
+            run.model, run.optimizer, run.loss_fn, *batch, max_grad_norm=run.max_grad_norm, **options
+        )
         return loss
 
     return step
 
 
-def gradients_only(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
+def gradients_only(run: Run) -> StepFn:
     """Take compiled gradients and no update: what no step can be faster than by much."""
-    del optimizer
-    loss_and_grads = nn.value_and_grad(model, loss_fn)
+    loss_and_grads = nn.value_and_grad(run.model, run.loss_fn)
 
     # Outputs too, though nothing changes: the trace leaves its placeholders in the model otherwise.
-    @functools.partial(mx.compile, inputs=model.state, outputs=model.state)
+    @functools.partial(mx.compile, inputs=run.model.state, outputs=run.model.state)
     def traced(*batch: mx.array) -> tuple[mx.array, Any]:
-        loss, grads = loss_and_grads(model, *batch)
+        loss, grads = loss_and_grads(run.model, *batch)
         return loss, grads
 
     def step(*batch: mx.array) -> mx.array:
@@ -85,27 +86,31 @@ def gradients_only(model: nn.Module, optimizer: optim.Optimizer) -> StepFn:
     return step
 
 
-def update(model: nn.Module, optimizer: optim.Optimizer, *batch: mx.array) -> mx.array:
+def update(run: Run, *batch: mx.array) -> mx.array:
     """Build the plain step, lazily."""
-    loss, grads = nn.value_and_grad(model, loss_fn)(model, *batch)
-    grads, _ = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
-    optimizer.update(model, grads)
+    loss: mx.array
+    loss, grads = nn.value_and_grad(run.model, run.loss_fn)(run.model, *batch)
+    if run.max_grad_norm is not None:
+        grads, _ = optim.clip_grad_norm(grads, run.max_grad_norm)
+    run.optimizer.update(run.model, grads)
     return loss
 
 
-def compile_step(model: nn.Module, optimizer: optim.Optimizer) -> tuple[StepFn, list[Any]]:
+def compile_step(run: Run) -> tuple[StepFn, list[Any]]:
     """Compile the plain step; return it with the state that it captures."""
-    optimizer.init(model.trainable_parameters())
-    state = [model.state, optimizer.state, mx.random.state]
-    traced = mx.compile(functools.partial(update, model, optimizer), inputs=state, outputs=state)
+    run.optimizer.init(run.model.trainable_parameters())
+    state = [run.model.state, run.optimizer.state, mx.random.state]
+    traced: StepFn = mx.compile(functools.partial(update, run), inputs=state, outputs=state)
     return traced, state
 
 
+PLAIN = "plain MLX"
+COMPILED = "mx.compile'd"
 FAST = "fast_step"
 BOUND = "forward and backward alone"
-WAYS: dict[str, Callable[[nn.Module, optim.Optimizer], StepFn]] = {
-    "plain MLX": plain,
-    "mx.compile'd": compiled,
+WAYS: dict[str, Callable[[Run], StepFn]] = {
+    PLAIN: plain,
+    COMPILED: compiled,
     "mx.compile'd, async": compiled_async,
     FAST: fast,
     BOUND: gradients_only,

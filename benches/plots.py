@@ -1,0 +1,91 @@
+"""The plots of the report: SVG files, equal for equal samples."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from ways import COMPILED, FAST
+
+COLOURS = {COMPILED: "#d55e00", FAST: "#0072b2"}  # told apart by the colour-blind too (Okabe and Ito)
+
+
+class Panel(NamedTuple):
+    """One of the axes over the steps of a run: which columns, in which style, times what."""
+
+    title: str
+    unit: str
+    scale: float
+    columns: dict[str, str]
+
+
+PANELS = (
+    Panel("Resident memory of the process", "MB", 1e-6, {"resident": "-"}),
+    Panel("Memory of MLX: active, and cache (dashed)", "MB", 1e-6, {"active": "-", "cache": "--"}),
+    Panel("Traces made", "traces", 1, {"traces": "-"}),
+    Panel("Time of a step", "ms, mean between points", 1, {"ms": "-"}),
+)
+mpl.rcParams.update(
+    {
+        "svg.hashsalt": "faststep",
+        "svg.fonttype": "none",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 11,
+    }
+)
+
+
+def scaling(axis: str, title: str, points: list[dict[str, Any]], file: Path) -> None:
+    """Plot milliseconds a step against the number of tensors or parameters, both logarithmic."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for way, colour in COLOURS.items():
+        quartiles = [statistics.quantiles(point["ms"][way], n=4, method="inclusive") for point in points]
+        low, middle, high = zip(*quartiles, strict=True)
+        sizes = [point[axis] for point in points]
+        axes.fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.plot(sizes, middle, "o-", color=colour, label=way)
+    axes.set(title=title, xlabel=axis, ylabel="ms a step (median, quartiles shaded)", xscale="log", yscale="log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.legend(frameon=False)
+    save(figure, file)
+
+
+def run(title: str, ways: dict[str, Any], file: Path) -> None:
+    """Plot memory, traces and the time of a step over the steps of a run."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(2, 2)
+    for axes, panel in zip(panels.flat, PANELS, strict=True):
+        draw(axes, panel, ways)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), frameon=False)
+    save(figure, file)
+
+
+def draw(axes: Axes, panel: Panel, ways: dict[str, Any]) -> None:
+    """Draw the columns of one panel, every way in its colour; a line that lies on another is thinner."""
+    for way, columns in ways.items():
+        for name, style in panel.columns.items():
+            values = [panel.scale * value for value in columns[name]]
+            width = 1.5 if way == FAST else 3
+            axes.plot(columns["step"], values, style, color=COLOURS[way], linewidth=width, label=way)
+    axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", nbins=5)
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write a figure, on white so that it can be read on a dark page too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    text = file.read_text(encoding="utf-8")
+    file.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")

@@ -1,0 +1,51 @@
+"""The report of ``runs.py``."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import plots
+from markdown import megabytes, short, table
+
+RUNS = """Each way alone in a process, every step with a new batch. Resident memory is the process's; active and cache
+are what MLX has handed out and what it keeps for later. The loss is called while tracing only, which counts the traces.
+Growth is that of the resident memory over the second half of the run, by least squares.
+"""
+
+
+def runs(result: dict[str, Any], plot: Path) -> list[str]:
+    """Lay out one run, with its plot."""
+    plots.run(result["title"], result["ways"], plot)
+    head = ["way", "steps", "traces", "resident after a tenth, MB", "at the end", "growth, KB a step"]
+    head += ["active at the end, MB", "cache", "ms a step, second tenth", "last tenth"]
+    lines = [f"#### {result['title']}", "", f"![{result['title']}](plots/{plot.name})", ""]
+    lines += table(head, (row(way, columns) for way, columns in result["ways"].items()))
+    for way, columns in result["ways"].items():
+        if columns["ended early"]:
+            lines += [f"{way}: {columns['ended early']}.", ""]
+    return lines
+
+
+def row(way: str, columns: dict[str, Any]) -> list[str]:
+    """Lay out one way."""
+    tenth = max(1, len(columns["step"]) // 10)
+    memory = [megabytes(columns[name][at]) for name, at in (("resident", tenth - 1), ("resident", -1))]
+    rest = [megabytes(columns[name][-1]) for name in ("active", "cache")]
+    times = [columns["ms"][tenth : 2 * tenth], columns["ms"][-tenth:]]
+    return [
+        way,
+        f"{columns['step'][-1]:,}",
+        f"{columns['traces'][-1]:,}",
+        *memory,
+        f"{growth(columns) / 1e3:.2f}",
+        *rest,
+        *(short(statistics.median(part)) for part in times),
+    ]
+
+
+def growth(columns: dict[str, Any]) -> float:
+    """Return the slope of the resident memory over the second half, in bytes a step."""
+    half = len(columns["step"]) // 2
+    return statistics.linear_regression(columns["step"][half:], columns["resident"][half:]).slope

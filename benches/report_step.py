@@ -1,0 +1,63 @@
+"""The report of ``step.py``, and of ``matmul.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from markdown import megabytes, spread, table
+from ways import BOUND, FAST
+
+STEP = """All ways take their turns in rotating order, on the same batches from the same weights: AdamW, gradients
+clipped to norm 1.0, parameters, optimizer state and random state evaluated; `fast_step` with its defaults, so that a
+step that is not finite would be left out. Times are milliseconds a step: the median, and in brackets the quartiles over
+the rounds. A ratio is a way's time over `fast_step`'s in the same round: above 1, `fast_step` is faster. Peak memory is
+MLX's own (`mx.get_peak_memory`), each way alone in a process, once the first steps are done.
+"""
+MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
+
+
+def step(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out time, ratio and memory of each way in one case."""
+    head = ["way", "ms a step", "time over fast_step's", "peak memory, MB", "without clipping, MB"]
+    return [f"#### {result['title']}", "", *table(head, (row(result, way) for way in result["ms"])), *notes(result)]
+
+
+def row(result: dict[str, Any], way: str) -> list[str]:
+    """Lay out one way."""
+    ratios = [a / b for a, b in zip(result["ms"][way], result["ms"][FAST], strict=True)]
+    peaks = {**result["memory"], **result.get("PyTorch", {}).get("ways", {})}
+    memory = [megabytes(peaks.get(way, {}).get(name)) for name in ("peak", "peak without clipping")]
+    return [way, spread(result["ms"][way]), "" if way == FAST else spread(ratios), *memory]
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Say what the table's numbers rest on."""
+    lines = [
+        f"Rounds: {len(result['ms'][FAST])}, steps of each way in a round: {result['steps in a block']}; parameters "
+        f"{megabytes(result['parameters'])} MB; largest difference between the losses of the first steps "
+        f"{result['largest loss difference']:.1e} ({BOUND}: compiled gradients, no update).",
+        "",
+    ]
+    return lines + (torch_notes(result["PyTorch"]) if "PyTorch" in result else [])
+
+
+def torch_notes(peer: dict[str, Any]) -> list[str]:
+    """Say what PyTorch's numbers rest on."""
+    precision = peer["matmul precision"]
+    return [
+        f"PyTorch {peer['version']}: a process of its own, which takes its turns in the same rounds while this one "
+        "waits. The same shapes, initial weights and batches, the first losses agree; fused AdamW, with its bias "
+        "correction, which MLX's has only when told; `clip_grad_norm_`; compiled are model and loss. Its peak is "
+        "`torch.cuda.max_memory_allocated` over the first steps, compilation and capture included. Products of float32 "
+        f"on a GPU are {'' if precision == 'high' else 'not '}in TF32 on both sides: MLX_ENABLE_TF32, and "
+        f'`torch.set_float32_matmul_precision("{precision}")`.',
+        "",
+    ]
+
+
+def matmul(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out what our BLAS does for a product."""
+    fastest = min(by["ms"] for by in result.values())
+    rows = ([way, f"{by['ms']:.1f}", f"{by['ms'] / fastest:.1f}", f"{by['error']:.1e}"] for way, by in result.items())
+    return table(["float32 product", "ms", "time over the fastest", "largest error, relative"], rows)

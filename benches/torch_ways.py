@@ -1,0 +1,106 @@
+"""PyTorch's ways to take the step, in a process of another Python, which take their turns beside those of ``ways``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from cases import MAX_GRAD_NORM, Case
+from machine import ROOT
+from mlx.utils import tree_flatten
+from samples import on_gpu
+
+PEER = ROOT / "benches" / "torch_peer.py"
+
+
+class TorchWays:
+    """The ways of a running ``torch_peer.py``; it waits while others take their turns.
+
+    Attributes:
+        built: What the peer says of itself, and of each way its first loss and the peak of its memory in bytes.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        """Wait until all ways are built and compiled."""
+        self.process = process
+        self.built: dict[str, Any] = self.answer()
+
+    def run_block(self, way: str, count: int) -> float:
+        """Do what ``timing.run_block`` does, there."""
+        assert self.process.stdin is not None
+        print(json.dumps([way, count]), file=self.process.stdin, flush=True)
+        ms: float = self.answer()
+        return ms
+
+    def answer(self) -> Any:
+        """Return the next line.
+
+        Raises:
+            SystemExit: The process has ended, and said why itself.
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{PEER.name} has ended with status {self.process.wait()}")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def start(python: str, case: Case) -> Iterator[TorchWays]:
+    """Run the peer with this Python on a case; it ends with the context.
+
+    Args:
+        python: Path of a Python that has PyTorch.
+        case: What to measure; its initial weights and batches go along as float32.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(Path(folder, "arrays.npz"), allow_pickle=False, **arrays(case))
+        Path(folder, "case.json").write_text(json.dumps(description(case)), encoding="utf-8")
+        command = [python, str(PEER), folder]
+        with subprocess.Popen(
+            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            yield TorchWays(process)
+
+
+def description(case: Case) -> dict[str, Any]:
+    """Return what the peer has to know."""
+    return {
+        "model": case.model.__name__,
+        "shape": case.shape,
+        "precisions": ["bfloat16", "autocast"] if case.dtype == mx.bfloat16 else ["float32"],
+        "max_grad_norm": MAX_GRAD_NORM,
+        "device": "cuda" if on_gpu() else "cpu",
+        "matmul precision": matmul_precision(),
+    }
+
+
+def matmul_precision() -> str:
+    """Return PyTorch's name for how MLX multiplies float32 on a GPU: in TF32 unless told otherwise (mlx/utils.h)."""
+    return "high" if os.environ.get("MLX_ENABLE_TF32", "1") != "0" else "highest"
+
+
+def arrays(case: Case) -> dict[str, np.ndarray]:
+    """Return the initial weights by name, behind ``p.``, and the batches, stacked, as x and y."""
+    weights = dict(tree_flatten(case.new_run().model.parameters(), prefix=".p"))
+    xs, ys = zip(*case.batches(), strict=True)
+    stacked = {"x": mx.stack(list(xs)), "y": mx.stack(list(ys))}
+    return {name: as_numpy(array) for name, array in {**weights, **stacked}.items()}
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """Return a copy that NumPy can hold: it has no bfloat16."""
+    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
+
+
+def environment() -> dict[str, str]:
+    """Return our environment without what is meant for our Python."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
