@@ -13,6 +13,7 @@ use crate::{
     guard::{choose, Guard},
     optimizer::{alone, scalar, Optimizer},
     outputs::Outputs,
+    pack::{self, Packed},
     precision,
     trace::{Host, LossCall, LossOutput, Part, Recipe, Rule, UpdateCall, UpdateOutput},
 };
@@ -96,9 +97,10 @@ impl<'a> Body<'a> {
     fn whole(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
         let made = self.differentiate(inputs)?;
         let mut outputs = made.outputs;
-        let packed = self.recipe.layout.pack(&made.gradients)?;
-        let gradients = self.wide(inputs, &packed)?;
-        let norm = self.norm(&gradients)?;
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
+        let gradients = self.wide(inputs, &packed.buffers)?;
+        let clips = self.recipe.max_grad_norm.is_some();
+        let norm = self.norm(inputs, &gradients, &packed, clips)?;
         let good = self.good(&outputs, norm.as_ref(), made.weight.as_ref())?;
         let mut clipped = gradients;
         if let (Some(max_norm), Some(norm)) = (self.recipe.max_grad_norm, &norm) {
@@ -117,7 +119,7 @@ impl<'a> Body<'a> {
         )?;
         self.settle(inputs, good.as_ref(), &mut outputs)?;
         outputs.norm = norm;
-        outputs.gradients = packed;
+        outputs.gradients = packed.buffers;
         Ok(outputs)
     }
 
@@ -131,12 +133,9 @@ impl<'a> Body<'a> {
             ));
         }
         let mut outputs = made.outputs;
-        let packed = self.recipe.layout.pack(&made.gradients)?;
-        let gradients = self.wide(inputs, &packed)?;
-        let norm = match self.recipe.guard {
-            Some(_) => Some(clip::global_norm(&gradients)?),
-            None => None,
-        };
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
+        let gradients = self.wide(inputs, &packed.buffers)?;
+        let norm = self.norm(inputs, &gradients, &packed, false)?;
         let good = self.good(&outputs, norm.as_ref(), None)?;
         let (first, total) = self.window(inputs)?;
         let fresh = total.le(Array::from_f32(0.0))?.contiguous()?;
@@ -157,7 +156,7 @@ impl<'a> Body<'a> {
         let new = choose(good.as_ref(), total.add(weight)?, total)?;
         outputs.state.push((first + gradients.len(), new));
         self.settle(inputs, good.as_ref(), &mut outputs)?;
-        outputs.gradients = packed;
+        outputs.gradients = packed.buffers;
         Ok(outputs)
     }
 
@@ -169,7 +168,7 @@ impl<'a> Body<'a> {
         let mut outputs = Outputs::default();
         let mut factor = share.clone();
         if self.recipe.max_grad_norm.is_some() || self.recipe.guard.is_some() {
-            let norm = clip::global_norm(sums)?.multiply(&share)?;
+            let norm = clip::global_norm(sums, &[])?.multiply(&share)?;
             if let Some(max_norm) = self.recipe.max_grad_norm {
                 factor = factor.multiply(clip::scale(&norm, max_norm)?)?;
             }
@@ -278,11 +277,22 @@ impl<'a> Body<'a> {
             .collect()
     }
 
-    fn norm(&self, gradients: &[Array]) -> Result<Option<Array>> {
-        if self.recipe.max_grad_norm.is_none() && self.recipe.guard.is_none() {
+    // the norm of the gradients, where it is needed; the sums that came with packing are of scaled gradients
+    fn norm(
+        &self,
+        inputs: &Inputs,
+        gradients: &[Array],
+        packed: &Packed,
+        clips: bool,
+    ) -> Result<Option<Array>> {
+        if !clips && self.recipe.guard.is_none() {
             return Ok(None);
         }
-        clip::global_norm(gradients).map(Some)
+        let Some([scale, _]) = self.scale(inputs) else {
+            return clip::global_norm(gradients, &packed.squares).map(Some);
+        };
+        let norm = clip::global_norm(&packed.buffers, &packed.squares)?;
+        norm.divide(scale).map(Some)
     }
 
     fn good(

@@ -1,23 +1,26 @@
 //! Clipping by the global norm of the gradients, and by value.
-use mlx_rs::{error::Result, ops, Array, Dtype};
+use mlx_rs::{error::Result, ops, Array};
 
-use crate::optimizer::scalar;
+use crate::{optimizer::scalar, pack, precision};
 
 /// How many values are added one after the other.
 const ROW: i32 = 512;
 
 /// The Euclidean norm of all gradients together: a float32 scalar. Half precision is squared and summed in float32.
 ///
+/// `squares`: for each gradient, sums of its squares that are there already.
+///
 /// # Errors
 /// When MLX refuses an operation.
-pub fn global_norm(gradients: &[Array]) -> Result<Array> {
+pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Array> {
     let mut total: Option<Array> = None;
-    for gradient in gradients {
-        let gradient = match gradient.dtype() {
-            Dtype::Float16 | Dtype::Bfloat16 => gradient.as_dtype(Dtype::Float32)?,
-            _ => gradient.clone(),
+    for (index, gradient) in gradients.iter().enumerate() {
+        let squares = match squares.get(index) {
+            Some(Some(squares)) => squares.sum(None)?,
+            _ => sum(gradient
+                .as_dtype(precision::wide(gradient.dtype()))?
+                .square()?)?,
         };
-        let squares = sum(gradient.square()?)?;
         total = Some(match total {
             None => squares,
             Some(total) => total.add(squares)?,
@@ -27,8 +30,11 @@ pub fn global_norm(gradients: &[Array]) -> Result<Array> {
 }
 
 // MLX's CPU adds one element after the other: over a million of them a float32 sum is off by a thousandth. Sums of rows,
-// and sums of those, keep it within rounding.
+// and sums of those, keep it within rounding. CUDA sums by blocks itself.
 fn sum(values: Array) -> Result<Array> {
+    if pack::is_cuda() {
+        return values.sum(None);
+    }
     // whole rows first: joining the rows of a transposed gradient would copy it
     let row = values
         .shape()

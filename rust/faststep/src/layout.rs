@@ -7,12 +7,29 @@
 //! keeps no more than one buffer alive.
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
-use crate::{array, precision};
+use crate::{array, pack, precision};
 
-/// Tensors of at least this many bytes keep a buffer of their own.
-const OWN_BYTES: usize = 1 << 20;
-/// A shared buffer takes no more tensors once it holds this many bytes.
-const SHARED_BYTES: usize = 16 << 20;
+/// How much is shared.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    own_bytes: usize, // tensors of at least this many bytes keep a buffer of their own
+    shared_bytes: usize, // a shared buffer takes no more tensors once it holds this many bytes
+    members: usize,   // or once it holds this many tensors
+}
+
+/// Copies cost a CPU its caches.
+const CPU: Limits = Limits {
+    own_bytes: 1 << 20,
+    shared_bytes: 16 << 20,
+    members: usize::MAX,
+};
+
+/// Kernels cost a GPU more than copies.
+const CUDA: Limits = Limits {
+    own_bytes: 64 << 20,
+    shared_bytes: 64 << 20,
+    members: pack::MAX_PARTS,
+};
 
 /// Shape and dtype of an array.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,15 +92,17 @@ impl Layout {
     /// Lay tensors into shared buffers where they are small.
     #[must_use]
     pub fn flat(tensors: Vec<Tensor>) -> Self {
+        let limits = if pack::is_cuda() { CUDA } else { CPU };
         let mut buffers: Vec<Buffer> = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
             let bytes = tensor.bytes();
-            let small = 0 < bytes && bytes < OWN_BYTES && !tensor.shape.is_empty();
+            let small = 0 < bytes && bytes < limits.own_bytes && !tensor.shape.is_empty();
             let joins = |buffer: &&mut Buffer| {
                 let first = &tensors[buffer.members[0]];
                 small
                     && buffer.open
-                    && buffer.bytes < SHARED_BYTES
+                    && buffer.bytes < limits.shared_bytes
+                    && buffer.members.len() < limits.members
                     && first.dtype == tensor.dtype
                     && first.shape[1..] == tensor.shape[1..]
             };
@@ -140,6 +159,11 @@ impl Layout {
             .iter()
             .position(|buffer| buffer.members.contains(&tensor))
             .unwrap_or(self.buffers.len())
+    }
+
+    /// The tensors of a buffer, in order.
+    pub fn members(&self, buffer: usize) -> impl Iterator<Item = usize> + '_ {
+        self.buffers[buffer].members.iter().copied()
     }
 
     /// The tensor that has this buffer to itself, if one has.

@@ -15,6 +15,7 @@ pub mod layout;
 pub mod memory;
 pub mod optimizer;
 pub mod outputs;
+pub mod pack;
 pub mod precision;
 pub mod step;
 pub mod trace;

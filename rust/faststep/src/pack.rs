@@ -1,0 +1,107 @@
+//! Gradients by buffer: on CUDA, many tensors are joined by one kernel, which sums their squares on its way.
+//!
+//! MLX joins arrays by a copy for each, and a gradient of a linear layer is the transpose of a product: a few hundred
+//! small kernels a step, each of which costs the host more than the device. The C++ beside this file makes one of them;
+//! it only builds arrays, and runs on no device but CUDA's.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+use crate::layout::Layout;
+
+extern "C" {
+    fn faststep_is_cuda() -> i32;
+    fn faststep_pack(
+        parts: *const *const c_void,
+        count: usize,
+        slots: usize,
+        flat: *mut *mut c_void,
+        squares: *mut *mut c_void,
+    ) -> i32;
+}
+
+/// So many tensors fit into one kernel: their pointers are its parameters, of which 4 KB are sure.
+pub const MAX_PARTS: usize = 448;
+/// Kernels are compiled for these numbers of tensors, and called with fewer.
+const SLOTS: [usize; 2] = [32, MAX_PARTS];
+
+/// Whether arrays are computed by CUDA unless told otherwise.
+#[must_use]
+pub fn is_cuda() -> bool {
+    // SAFETY: asks MLX for its default device, which any thread may.
+    unsafe { faststep_is_cuda() != 0 }
+}
+
+/// Gradients by buffer, and sums of their squares where they came for free, a float32 vector for each buffer.
+#[derive(Debug)]
+pub struct Packed {
+    /// The gradients.
+    pub buffers: Vec<Array>,
+    /// The sums.
+    pub squares: Vec<Option<Array>>,
+}
+
+/// Join gradients, given by tensor, into their buffers (lazily).
+///
+/// # Errors
+/// When the arrays are not of the layout's shapes.
+pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
+    let cuda = is_cuda();
+    let mut packed = Packed {
+        buffers: Vec::with_capacity(layout.len()),
+        squares: Vec::with_capacity(layout.len()),
+    };
+    for buffer in 0..layout.len() {
+        let parts: Vec<&Array> = layout.members(buffer).map(|i| &gradients[i]).collect();
+        let same = parts.iter().all(|part| part.dtype() == parts[0].dtype());
+        let (flat, squares) = if cuda && same && (2..=MAX_PARTS).contains(&parts.len()) {
+            let (flat, squares) = join(&parts)?;
+            (flat, Some(squares))
+        } else {
+            (layout.pack_one(buffer, gradients)?, None)
+        };
+        packed.buffers.push(if parts.len() == 1 && flat.ndim() > 1 {
+            flat.contiguous()? // a gradient that is a transpose is updated several times slower
+        } else {
+            flat
+        });
+        packed.squares.push(squares);
+    }
+    Ok(packed)
+}
+
+fn join(parts: &[&Array]) -> Result<(Array, Array)> {
+    let pointers: Vec<*const c_void> = parts.iter().map(|p| p.as_ptr().ctx.cast_const()).collect();
+    let slots = SLOTS.into_iter().find(|&slots| slots >= parts.len());
+    let slots = slots.unwrap_or(MAX_PARTS);
+    let (mut flat, mut squares) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: live arrays and their number; the two results are written where 0 is returned.
+    let failed = unsafe {
+        faststep_pack(
+            pointers.as_ptr(),
+            pointers.len(),
+            slots,
+            &raw mut flat,
+            &raw mut squares,
+        )
+    };
+    if failed != 0 {
+        return Err(Exception::custom(format!(
+            "MLX refused to join {} gradients of shapes like {:?}",
+            parts.len(),
+            parts[0].shape()
+        )));
+    }
+    // SAFETY: fresh arrays on the heap, which is what mlx-c's handles own.
+    Ok(unsafe {
+        (
+            Array::from_ptr(mlx_sys::mlx_array { ctx: flat }),
+            Array::from_ptr(mlx_sys::mlx_array { ctx: squares }),
+        )
+    })
+}
