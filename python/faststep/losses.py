@@ -36,11 +36,11 @@ def linear_cross_entropy(
     the backward pass computes the logits of each chunk again, as in "Cut Your Losses in Large-Vocabulary Language
     Models" (Wijmans et al., 2025, https://arxiv.org/abs/2411.09009). Counted in products of the size of
     `hidden @ weight.T` that is one without gradients, three for the gradient of `hidden` alone (a frozen layer) and
-    four for all; the lines above take one, two and three. MLX allocates ahead of the work: on a CPU for some ten chunks.
+    four for all; the lines above take one, two and three. MLX allocates ahead of the work, on a CPU for some ten
+    chunks; the gradient of `weight` is there twice for a moment, in chunks and whole.
 
     Logits, sums and products are float32 (float64 if `hidden` or `weight` is), so half-precision arguments lose nothing
-    further; each gradient has the dtype of its argument. That of `weight` is there twice for a moment, in
-    chunks and whole. Only reverse mode is there: `mx.jvp` and `mx.vmap` raise an error.
+    further; each gradient has the dtype of its argument. Only reverse mode is there: `mx.jvp` and `mx.vmap` raise.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
