@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+import pytest
 from faststep import Step
-from helpers import SignedDescent, Tree, assert_close, compiled_step, flat, snapshot
+from helpers import Row, SignedDescent, Tree, assert_close, compiled_step, flat, snapshot
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
@@ -145,3 +146,17 @@ def test_any_batch_reaches_the_loss_as_it_is(shapes: Tree) -> None:
     assert seen[0] == outline(batch)
     model.always = start
     np.testing.assert_allclose(loss, summing(model, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_a_checkpointed_module_is_given_while_gradients_are_taken_does_not_stay(accumulate: int) -> None:
+    row = Row("decorated", "adamw")
+    model, optimizer = row.new()
+    step = Step(model, optimizer, row.case.loss_fn, accumulate=accumulate)
+    batch = row.case.batches(1)[0]
+    weight = model.first.weight
+    step.gradients(*batch)
+    assert model.first.weight is weight
+    for _ in range(4):
+        step(*batch)
+        mx.eval(model.parameters())

@@ -26,6 +26,9 @@ const TRIAL_BYTES: usize = 64 << 20;
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
+    /// The loss has been run, and parts of it once more while it was differentiated: what that has left behind goes.
+    fn clean(&mut self);
+
     /// Let go of the arrays of parameters and state: their memory is about to be reused.
     fn release(&mut self);
 
@@ -35,6 +38,8 @@ pub trait Owner {
 
 /// Nobody else does.
 impl Owner for () {
+    fn clean(&mut self) {}
+
     fn release(&mut self) {}
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {
@@ -416,7 +421,11 @@ impl Engine {
     fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
         let started = Instant::now();
         let inputs = self.take(call);
-        let mut outputs = match trace.call(&inputs) {
+        let traced = trace.call(&inputs);
+        if trace.has_traced() {
+            owner.clean();
+        }
+        let mut outputs = match traced {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
@@ -465,6 +474,9 @@ impl Engine {
         self.complete(owner)?;
         let inputs = self.take(call);
         let traced = trace.call(&inputs);
+        if trace.has_traced() {
+            owner.clean();
+        }
         self.put_back(inputs);
         let outputs = traced.map_err(Error::Trace)?;
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;

@@ -197,6 +197,11 @@ impl Trace {
         self.eager
     }
 
+    /// Whether the last call ran the host's functions.
+    pub(crate) fn has_traced(&self) -> bool {
+        self.traced.get() != 0
+    }
+
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.
     pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<Outputs> {
         self.traced.set(0);

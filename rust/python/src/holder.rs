@@ -21,6 +21,8 @@ impl Unlocked<'_> {
 pub struct Waiting<'py>(pub Python<'py>);
 
 impl Owner for Waiting<'_> {
+    fn clean(&mut self) {}
+
     fn release(&mut self) {}
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {
@@ -69,9 +71,13 @@ impl<'a, 'py> Holder<'a, 'py> {
 
     /// Show what the engine holds, where `release` was called.
     pub fn show(&mut self, engine: &Engine) -> PyResult<()> {
-        if !self.released {
-            return Ok(());
+        if self.released {
+            self.show_all(engine)?;
         }
+        self.error.take().map_or(Ok(()), Err)
+    }
+
+    fn show_all(&mut self, engine: &Engine) -> PyResult<()> {
         for (index, slot) in self.parameters() {
             let array = &engine.parameters()[index];
             if self.prepared.aliased {
@@ -88,11 +94,20 @@ impl<'a, 'py> Holder<'a, 'py> {
         if let (Some(moments), true) = (&mut self.moments, self.held) {
             moments.show(self.py, engine)?;
         }
-        self.error.take().map_or(Ok(()), Err)
+        Ok(())
     }
 }
 
 impl Owner for Holder<'_, '_> {
+    // `nn.utils.checkpoint` puts tracers into its module when the gradients are taken, behind the loss
+    fn clean(&mut self) {
+        for slot in &self.prepared.model {
+            if let Err(error) = slot.put_back() {
+                self.error.get_or_insert(error);
+            }
+        }
+    }
+
     fn release(&mut self) {
         self.released = true;
         let hollow = faststep::array::hollow();
@@ -107,7 +122,9 @@ impl Owner for Holder<'_, '_> {
         };
         if moments.is_shown() {
             self.held = moments.is_held(self.py, self.prepared.state.len());
-            self.error = moments.hide(self.py).err();
+            if let Err(error) = moments.hide(self.py) {
+                self.error.get_or_insert(error);
+            }
         }
     }
 
