@@ -21,7 +21,7 @@ class State(TypedDict):
     batches: int
     loss_scale: tuple[mx.array, mx.array] | None
 
-_Stats = tuple[int, int, int, str, list[TraceRecord], int, dict[str, float], dict[str, int]]
+_Stats = tuple[int, int, int, str, list[TraceRecord], int, dict[str, float], dict[str, int], float | None]
 
 @final
 class TraceRecord:

@@ -62,6 +62,9 @@ class Stats:
             of it then. "wait": for steps in flight. "show": giving the results to the user's objects.
         bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
             model's other arrays.
+        unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each
+            buffer, at one update in 128 (the second one first), weights whose first moment is zero left out. Near 1 the
+            parameters are too coarse for the learning rate: see `compute_dtype`. None before the first reading.
     """
 
     steps: int
@@ -72,6 +75,7 @@ class Stats:
     traced: int
     seconds: dict[str, float]
     bytes: dict[str, int]
+    unchanged: float | None
 
 
 class Step:
@@ -318,8 +322,8 @@ class Step:
     @property
     def stats(self) -> Stats:
         """What the step has done so far."""
-        steps, updates, skipped, way, traces, traced, seconds, held = self._program.core.stats()
-        return Stats(steps, updates, skipped, way, tuple(traces), traced, seconds, held)
+        steps, updates, skipped, way, traces, traced, seconds, held, unchanged = self._program.core.stats()
+        return Stats(steps, updates, skipped, way, tuple(traces), traced, seconds, held, unchanged)
 
 
 class Program:

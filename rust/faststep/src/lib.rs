@@ -13,6 +13,7 @@ pub mod extras;
 pub mod guard;
 pub mod layout;
 pub mod memory;
+mod meter;
 pub mod optimizer;
 pub mod outputs;
 pub mod pack;

@@ -15,14 +15,18 @@ use crate::{
     error::{Error, Result},
     extras::{Keep, Needs, Places},
     layout::Layout,
+    meter::{self, Reading},
     outputs::Outputs,
     precision,
-    trace::{Part, Trace},
+    trace::{Part, Rule, Trace},
 };
 
 /// Of a first evaluation's update, so many bytes are computed while the old state is still held: enough to meet every
 /// kernel, little enough not to need the memory twice.
 const TRIAL_BYTES: usize = 64 << 20;
+
+/// Of so many updates one is metered.
+const METER_EVERY: usize = 128;
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
@@ -100,6 +104,8 @@ pub struct Engine {
     places: Places,
     batches: usize, // in the window
     masters_are_old: bool,
+    updates: usize,
+    reading: Option<Reading>,
     fresh: Vec<Array>,
     in_flight: VecDeque<Array>,
     seconds: Seconds,
@@ -126,6 +132,8 @@ impl Engine {
             state,
             batches: 0,
             masters_are_old: false,
+            updates: 0,
+            reading: None,
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
             seconds: Seconds::default(),
@@ -164,6 +172,12 @@ impl Engine {
     pub fn extra_bytes(&self) -> usize {
         let extras = self.state[self.places.optimizer..].iter();
         extras.map(Array::nbytes).sum()
+    }
+
+    /// The share of weights that the last metered update left as they were, from 0 to 1; waits for that update.
+    #[must_use]
+    pub fn unchanged(&self) -> Option<f64> {
+        self.reading.as_ref()?.share()
     }
 
     /// The number of batches in the window.
@@ -325,14 +339,20 @@ impl Engine {
         Ok(())
     }
 
-    // by tensor; none for those that need none
-    fn masters(&self) -> Result<Vec<Option<Array>>> {
+    // the buffers, masters in the place of what has one
+    fn wide_buffers(&self) -> Vec<Array> {
         let mut buffers = self.buffers();
         for buffer in self.layout.halves() {
             if let Some(at) = self.places.master(&self.layout, buffer) {
                 buffers[buffer] = self.state[at].clone();
             }
         }
+        buffers
+    }
+
+    // by tensor; none for those that need none
+    fn masters(&self) -> Result<Vec<Option<Array>>> {
+        let buffers = self.wide_buffers();
         let tensors = self.layout.views(&buffers)?.into_iter();
         let tensors = tensors.zip(self.layout.tensors());
         Ok(tensors
@@ -420,6 +440,7 @@ impl Engine {
 
     fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
         let started = Instant::now();
+        let metered = self.sample(trace, owner)?;
         let inputs = self.take(call);
         let traced = trace.call(&inputs);
         if trace.has_traced() {
@@ -458,7 +479,52 @@ impl Engine {
             self.fresh = std::mem::take(&mut outputs.parameters);
         }
         self.dispatch(&outputs, owner)?;
+        if let Some(before) = metered {
+            self.meter(trace, &before, outputs.skipped.clone(), owner)?;
+        }
+        self.updates += usize::from(updates);
         Ok(outputs)
+    }
+
+    // every now and then: a few weights before the update
+    fn sample(&self, trace: &Trace, owner: &mut dyn Owner) -> Result<Option<Vec<Array>>> {
+        let updates = matches!(trace.recipe.part, Part::Whole(_) | Part::Update(_));
+        if !updates || self.updates % METER_EVERY != 1 {
+            return Ok(None);
+        }
+        let sample = meter::sample(&self.weights(trace))?;
+        evaluate(&sample, owner)?; // before the update takes the memory over
+        Ok(Some(sample))
+    }
+
+    fn meter(
+        &mut self,
+        trace: &Trace,
+        before: &[Array],
+        skipped: Option<Array>,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let after = meter::sample(&self.weights(trace))?;
+        let moments = match &trace.recipe.part {
+            Part::Whole(Rule::Native(rule)) | Part::Update(Rule::Native(rule)) => {
+                let moments = self.state().get(2..2 + self.layout.len());
+                moments.filter(|_| !rule.moments().is_empty())
+            }
+            _ => None,
+        };
+        let moments = moments.map(meter::sample).transpose()?;
+        let reading = Reading::of(before, &after, moments.as_deref(), skipped)?;
+        evaluate(reading.arrays(), owner)?;
+        self.reading = Some(reading);
+        Ok(())
+    }
+
+    // the buffers that the trace updates
+    fn weights(&self, trace: &Trace) -> Vec<Array> {
+        match trace.recipe.compute {
+            Some(_) => self.wide_buffers(),
+            None => self.buffers(),
+        }
     }
 
     /// Loss and gradients; nothing changes.

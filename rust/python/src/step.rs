@@ -102,7 +102,8 @@ impl Task {
     }
 }
 
-/// Steps, updates and skipped batches, the way, the kept traces and the number of all, seconds and bytes by name.
+/// Steps, updates and skipped batches, the way, the kept traces and the number of all, seconds and bytes by name, the
+/// share of weights that an update left as they were.
 type Stats = (
     usize,
     usize,
@@ -112,6 +113,7 @@ type Stats = (
     usize,
     HashMap<&'static str, f64>,
     HashMap<&'static str, usize>,
+    Option<f64>,
 );
 
 #[pymethods]
@@ -265,6 +267,10 @@ impl Step {
                 inner.traces.made(),
                 inner.seconds.by_name(),
                 bytes(store),
+                store
+                    .engine
+                    .as_ref()
+                    .and_then(faststep::step::Engine::unchanged),
             ))
         })
     }
