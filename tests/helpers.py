@@ -12,14 +12,13 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from models import MODELS, ModelCase
+from models import MODELS, Batch, ModelCase, cross_entropy
 
 Tree = Any  # an array or another value, or lists, tuples and dicts of trees
-Batch = tuple[Tree, ...]
 LossFn = Callable[..., Tree]
 Taken = tuple[Tree, "mx.array | None"]  # what loss_fn returned, and the norm of the gradients where they are clipped
 StepFn = Callable[..., Taken]
-MakeStep = Callable[[nn.Module, optim.Optimizer, LossFn, "float | None"], StepFn]
+Pair = tuple[nn.Module, optim.Optimizer]
 
 
 class SignedDescent(optim.Optimizer):
@@ -106,14 +105,24 @@ HOST_SCHEDULES = ("adam-branching", "user-branching")  # mx.compile cannot take 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: a model, an optimizer, and the norm that gradients are clipped to."""
+    """One row of the table: a model, an optimizer, what gradients are clipped to, and the batches of an update."""
 
     model: str
     optimizer: str
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+    accumulate: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.optimizer}" + ("-clip" if self.max_grad_norm else "")
+        options = ["clip" if self.max_grad_norm else "", "value" if self.max_grad_value else ""]
+        options.append(f"x{self.accumulate}" if self.accumulate > 1 else "")
+        return "-".join([self.model, self.optimizer, *filter(None, options)])
+
+    @property
+    def options(self) -> dict[str, Tree]:
+        """The options of a step, as the reference loops and the package's take them."""
+        names = ("max_grad_norm", "max_grad_value", "accumulate")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def case(self) -> ModelCase:
@@ -125,7 +134,7 @@ class Row:
         """The way that such a step has to go."""
         return "native" if self.optimizer in NATIVE else "traced"
 
-    def new(self) -> tuple[nn.Module, optim.Optimizer]:
+    def new(self) -> Pair:
         """Build the model, equal each time, and its optimizer."""
         mx.random.seed(7)
         model = self.case.make()
@@ -134,14 +143,26 @@ class Row:
 
 
 def plain_step(
-    model: nn.Module, optimizer: optim.Optimizer, loss_fn: LossFn, max_grad_norm: float | None = None
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    loss_fn: LossFn,
+    max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
+    accumulate: int = 1,
 ) -> StepFn:
     """Return the loop of MLX's documentation, the reference of every comparison."""
+    window: list[Tree] = []
 
     def step(*batch: Tree, **named: Tree) -> Taken:
-        taken = update(model, optimizer, loss_fn, max_grad_norm, batch, named)
-        mx.eval(taken, model.state, optimizer.state, mx.random.state)
-        return taken
+        value, grads = nn.value_and_grad(model, loss_fn)(model, *batch, **named)
+        window.append(grads)
+        norm = None
+        if len(window) == accumulate:
+            clipped, norm = clip(average(window), max_grad_norm, max_grad_value)
+            optimizer.update(model, tree_map(lambda new, old: new.astype(old.dtype), clipped, grads))
+            window.clear()
+        mx.eval(value, norm, window, model.state, optimizer.state, mx.random.state)
+        return value, norm
 
     return step
 
@@ -175,16 +196,64 @@ def update(
 ) -> Taken:
     """Build one step, lazily."""
     value, grads = nn.value_and_grad(model, loss_fn)(model, *batch, **named)
-    norm = None
-    if max_grad_norm is not None:
-        grads, norm = optim.clip_grad_norm(grads, max_grad_norm)
+    grads, norm = clip(grads, max_grad_norm)
     optimizer.update(model, grads)
     return value, norm
 
 
-def snapshot(model: nn.Module, optimizer: optim.Optimizer | None = None) -> dict[str, np.ndarray]:
-    """Copy all that a step may change: arrays of the model, optimizer state, random state."""
+def average(window: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
+    """Average trees of gradients, half precision in float32."""
+    if len(window) == 1:
+        return window[0]
+    weights = weights or [1.0] * len(window)
+
+    def mean(*grads: mx.array) -> mx.array:
+        products = [weight * each.astype(mx.float32) for weight, each in zip(weights, grads, strict=True)]
+        return sum(products[1:], products[0]) / sum(weights)
+
+    return tree_map(mean, *window)
+
+
+def clip(grads: Tree, max_grad_norm: float | None = None, max_grad_value: float | None = None) -> Taken:
+    """Clip by norm, then by value; return the norm too, where it was needed."""
+    norm = None
+    if max_grad_norm is not None:
+        grads, norm = optim.clip_grad_norm(grads, max_grad_norm)
+    if max_grad_value is not None:
+        grads = tree_map(lambda g: mx.clip(g, -max_grad_value, max_grad_value), grads)
+    return grads, norm
+
+
+def learn(
+    pair: Pair,
+    window: Sequence[Batch],
+    weights: Sequence[float] | None = None,
+    loss_fn: LossFn = cross_entropy,
+    max_grad_norm: float | None = None,
+) -> None:
+    """Update once by the average over a window of any size, the reference where its size is the question."""
+    model, optimizer = pair
+    grads = []
+    for batch in window:
+        grads.append(nn.value_and_grad(model, loss_fn)(model, *batch)[1])
+        mx.eval(grads, model.state, mx.random.state)
+    optimizer.update(model, clip(average(grads, weights), max_grad_norm)[0])
+    mx.eval(model.state, optimizer.state)
+
+
+def spoilt(batch: Batch) -> Batch:
+    """Return the batch with a row that is no number."""
+    first = mx.array(np.array(batch[0]))
+    first[0] = float("nan")
+    return (first, *batch[1:])
+
+
+def snapshot(
+    model: nn.Module, optimizer: optim.Optimizer | None = None, kept: dict[str, Tree] | None = None
+) -> dict[str, np.ndarray]:
+    """Copy all that a step may change: arrays of the model, optimizer state, random state, and what the step keeps."""
     trees = {"model": model.parameters(), "optimizer": optimizer.state if optimizer else {}, "random": random_key()}
+    trees["kept"] = tree_map(mx.array, kept or {})
     return {name: to_numpy(array) for name, array in flat(trees).items()}
 
 
@@ -205,12 +274,6 @@ def to_numpy(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
 
 
-def copy_state(source: tuple[nn.Module, optim.Optimizer], target: tuple[nn.Module, optim.Optimizer]) -> None:
-    """Bring a model and its optimizer to another pair's state, through the ways that users have."""
-    target[0].update(copy_tree(source[0].parameters()))
-    target[1].state = copy_tree(source[1].state)
-
-
 def copy_tree(tree: Tree) -> Tree:
     """Copy a tree, arrays and containers."""
     copied = tree_map(lambda a: mx.array(a) if isinstance(a, mx.array) else a, tree)
@@ -225,13 +288,15 @@ def save_and_load(tree: Tree, file: str) -> Tree:
     return tree_unflatten(list(loaded.items()))
 
 
-def run(row: Row, make: MakeStep, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Take steps from the row's start; return the losses and the state they end in."""
-    model, optimizer = row.new()
-    step = make(model, optimizer, row.case.loss_fn, row.max_grad_norm)
+def run(row: Row, pair: Pair, step: StepFn, updates: int) -> dict[str, np.ndarray]:
+    """Take so many updates; return the state in which they end, each loss, and each norm where it is clipped to."""
     mx.random.seed(11)
-    losses = [float(step(*batch)[0]) for batch in row.case.batches(steps)]
-    return losses, snapshot(model, optimizer)
+    taken = [step(*batch) for batch in row.case.batches(updates * row.accumulate)]
+    state = snapshot(*pair)
+    state["losses"] = np.array([float(loss) for loss, _ in taken])
+    if row.max_grad_norm:
+        state["norms"] = np.array([float(norm) for _, norm in taken if norm is not None])
+    return state
 
 
 def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
@@ -243,8 +308,3 @@ def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tole
             np.testing.assert_allclose(got[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
         else:
             np.testing.assert_array_equal(got[name], value, err_msg=name)
-
-
-def rows(names: Sequence[str], optimizers: Sequence[str], max_grad_norm: float | None = None) -> list[Row]:
-    """Make a row of each model with each optimizer."""
-    return [Row(model, optimizer, max_grad_norm) for model in names for optimizer in optimizers]
