@@ -56,6 +56,7 @@ def write_report(samples: Path, docs: Path) -> Path:
         lines += [f"## {section.title}", "", section.text] if measured else []
         for sample in measured:
             lines += device_lines(section, sample, docs / "plots")
+    docs.mkdir(parents=True, exist_ok=True)
     file = docs / "benchmarks.md"
     file.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return file
