@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from faststep._native import core
 
@@ -15,8 +16,8 @@ _COUNTS = ("steps", "updates", "skipped")
 _KNOWN = {*_GROUPS, *_COUNTS, "weight", "batches", "loss_scale", "good_steps"}
 
 
-def tree(kept: core.State | None, counts: tuple[int, int, int]) -> dict[str, Any]:
-    """Build the tree of what the native step keeps."""
+def tree(kept: core.State | None, counts: tuple[int, int, int], parameters: Tree) -> dict[str, Any]:
+    """Build the tree of what the native step keeps for a model with these trainable parameters."""
     state: dict[str, Any] = dict(zip(_COUNTS, counts, strict=True))
     state["batches"] = kept["batches"] if kept else 0
     if kept is None:
@@ -24,7 +25,7 @@ def tree(kept: core.State | None, counts: tuple[int, int, int]) -> dict[str, Any
     for group in _GROUPS:
         named = kept[group]  # type: ignore[literal-required]
         if named is not None:
-            state[group] = tree_unflatten(named)
+            state[group] = like(parameters, dict(named))
     if kept["weight"] is not None:
         state["weight"] = kept["weight"]
     if kept["loss_scale"] is not None:
@@ -36,45 +37,80 @@ def flat(state: dict[str, Any], parameters: Tree) -> tuple[core.State, int, int,
     """Read such a tree for a model with these trainable parameters.
 
     Raises:
-        ValueError: It has unknown or missing names, or arrays of other shapes than the parameters'.
+        TypeError: It is no dict.
+        ValueError: It has unknown or missing names, or values that `tree` does not give.
     """
-    if unknown := sorted(state.keys() - _KNOWN):
+    if not isinstance(state, dict):
+        raise TypeError(f"state: expected the dict of Step.state, got {type(state).__name__}")
+    if unknown := sorted(map(str, state.keys() - _KNOWN)):
         raise ValueError(f"state: expected the keys of Step.state, {sorted(_KNOWN)}, got {unknown} beside them")
     arrays: dict[str, mx.array] = dict(tree_flatten(parameters))
     groups = {group: _named(group, state[group], arrays) if group in state else None for group in _GROUPS}
-    batches = int(state.get("batches", 0))
-    if (groups["window"] is not None and "weight" in state) != (batches > 0):
-        raise ValueError(f"state: expected a window and its weight where there are batches, got {batches} batches")
+    steps, updates, skipped, batches = (_count(name, state.get(name, 0)) for name in (*_COUNTS, "batches"))
+    together = {"window": groups["window"] is not None, "weight": "weight" in state, "batches": batches > 0}
+    if len(set(together.values())) > 1:
+        raise ValueError(f"state: expected window, weight and batches together, got {together}")
     if ("loss_scale" in state) != ("good_steps" in state):
         raise ValueError("state: expected loss_scale and good_steps together, got one of them")
-    scale = (mx.array(state["loss_scale"]), mx.array(state["good_steps"])) if "loss_scale" in state else None
+    scale = None
+    if "loss_scale" in state:
+        scale = (_scalar(state, "loss_scale", mx.float32), _scalar(state, "good_steps", mx.int32))
     kept: core.State = {
         "masters": groups["masters"],
         "ema": groups["ema"],
         "window": groups["window"],
-        "weight": mx.array(state["weight"]) if batches else None,
+        "weight": _scalar(state, "weight", mx.float32) if batches else None,
         "batches": batches,
         "loss_scale": scale,
     }
-    steps, updates, skipped = (int(state.get(count, 0)) for count in _COUNTS)
     return kept, steps, updates, skipped
 
 
-def like(parameters: Tree, named: dict[str, mx.array]) -> Tree:
-    """Return the arrays of these names as a tree like the parameters, in their dtypes."""
-    arrays: dict[str, mx.array] = dict(tree_flatten(parameters))
-    return tree_unflatten([(name, named[name].astype(old.dtype)) for name, old in arrays.items() if name in named])
+def like(parameters: Tree, named: dict[str, mx.array], path: str = "") -> Tree:
+    """Return the arrays of these names as a tree like the parameters, without what has no array."""
+    if isinstance(parameters, dict):
+        parts = {key: like(part, named, f"{path}.{key}") for key, part in parameters.items()}
+        return {key: part for key, part in parts.items() if not (isinstance(part, dict) and not part)}
+    if isinstance(parameters, list | tuple):
+        listed = [like(part, named, f"{path}.{index}") for index, part in enumerate(parameters)]
+        return listed if any(not isinstance(part, dict) or part for part in listed) else {}
+    return named.get(path[1:], {})
 
 
 def _named(group: str, values: Tree, parameters: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
-    found: dict[str, mx.array] = dict(tree_flatten(values))
+    found: dict[str, Any] = dict(tree_flatten(values)) if isinstance(values, dict | list) else {"": values}
     wanted = parameters
     if group == "masters":
         wanted = {name: array for name, array in parameters.items() if array.dtype in (mx.float16, mx.bfloat16)}
     for name in sorted(found.keys() ^ wanted.keys()):
-        what = "nothing" if name in wanted else "an array"
-        raise ValueError(f"state: {group}: expected the model's trainable parameters, got {what} for {name}")
-    for name, array in found.items():
-        if array.shape != wanted[name].shape:
-            raise ValueError(f"state: {group}: {name}: expected shape {wanted[name].shape}, got {array.shape}")
-    return list(found.items())
+        what = "nothing" if name in wanted else "a value"
+        raise ValueError(f"state: {group}: expected the model's trainable parameters, got {what} for {name!r}")
+    return [(name, _array(f"{group}: {name}", value, wanted[name].shape)) for name, value in found.items()]
+
+
+def _array(name: str, value: Any, shape: tuple[int, ...]) -> mx.array:
+    if not isinstance(value, mx.array):
+        if not hasattr(value, "__array__"):
+            raise ValueError(f"state: {name}: expected an array of shape {shape}, got {type(value).__name__}")
+        value = mx.array(value)
+    array: mx.array = value
+    if array.shape != shape:
+        raise ValueError(f"state: {name}: expected shape {shape}, got {array.shape}")
+    return array
+
+
+def _scalar(state: dict[str, Any], name: str, dtype: mx.Dtype) -> mx.array:
+    value = state[name]
+    if isinstance(value, int | float):
+        value = mx.array(value)
+    return _array(name, value, ()).astype(dtype)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        count = operator.index(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError):
+        raise ValueError(f"state: {name}: expected a number from 0 on, got {value!r}") from None
+    if count < 0:
+        raise ValueError(f"state: {name}: expected a number from 0 on, got {count}")
+    return count

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
+from mlx.utils import tree_map
 
 from faststep import _state
 from faststep._loss import Losses
@@ -180,11 +183,10 @@ class Step:
         )
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._weighted = weighted
-        self._averaging = False
         self._program = Program(model, optimizer, options)
         self.accumulate = accumulate
         if cache_limit is not None:
-            mx.set_cache_limit(cache_limit)
+            mx.set_cache_limit(_count("cache_limit", cache_limit, 0))
 
     @property
     def accumulate(self) -> int:
@@ -193,9 +195,7 @@ class Step:
 
     @accumulate.setter
     def accumulate(self, calls: int) -> None:
-        if calls < 1:
-            raise ValueError(f"accumulate: expected a number from 1 on, got {calls}")
-        self._accumulate = calls
+        self._accumulate = _count("accumulate", calls, 1)
 
     def __call__(self, *batch: Any, **named: Any) -> StepOutput:
         """Train on one batch.
@@ -216,10 +216,6 @@ class Step:
             RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
-        if self._averaging:
-            raise RuntimeError(
-                "the model shows its average: expected a step after the `with step.average()` block, got one in it"
-            )
         value, norm, skipped, update = self._program.step(
             self.model, self.optimizer, self.loss_fn, batch, named, self._accumulate
         )
@@ -238,7 +234,7 @@ class Step:
             RuntimeError: As a step does.
             FloatingPointError: As a step does.
         """
-        return self._program.core.flush(self.model, self.optimizer)
+        return self._program.flush(self.model, self.optimizer)
 
     @contextlib.contextmanager
     def average(self) -> Iterator[nn.Module]:
@@ -258,12 +254,15 @@ class Step:
         kept = self._program.core.state()
         parameters = self.model.trainable_parameters()
         if kept is not None and kept["ema"] is not None:
-            self.model.update(_state.like(parameters, dict(kept["ema"])))
-        self._averaging = True
+            average = _state.like(parameters, dict(kept["ema"]))
+            self.model.update(tree_map(lambda ema, parameter: ema.astype(parameter.dtype), average, parameters))
+        _showing[id(self.model)] += 1
         try:
             yield self.model
         finally:
-            self._averaging = False
+            _showing[id(self.model)] -= 1
+            if not _showing[id(self.model)]:
+                del _showing[id(self.model)]
             self.model.update(parameters)
 
     @property
@@ -276,7 +275,9 @@ class Step:
         "good_steps", an int32 scalar; "steps", "updates" and "skipped" are the counts of `stats`. Asking waits for the
         steps in flight.
         """
-        return _state.tree(self._program.core.state(), self._program.core.stats()[:3])
+        return _state.tree(
+            self._program.core.state(), self._program.core.stats()[:3], self.model.trainable_parameters()
+        )
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave, in this process or another.
@@ -345,7 +346,13 @@ class Program:
         accumulate: int,
     ) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]:
         """Return what the loss function returned, the gradients' norm, whether it was skipped, and the update."""
+        _refuse_average(model)
         return self.core.step(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named, accumulate)
+
+    def flush(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Update by the window that is open; return whether there was one."""
+        _refuse_average(model)
+        return self.core.flush(model, optimizer)
 
     def gradients(
         self,
@@ -356,7 +363,29 @@ class Program:
         named: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
         """Return what the loss function returned and the tree of gradients."""
+        _refuse_average(model)
         return self.core.gradients(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
+
+
+_showing: Counter[int] = Counter()  # ids of models that show their average
+
+
+def _refuse_average(model: nn.Module) -> None:
+    if id(model) in _showing:
+        raise RuntimeError(
+            "the model shows its average: expected steps behind the `with step.average()` block, got one in it"
+        )
+
+
+def _count(name: str, value: int, least: int) -> int:
+    """Check a number that an option counts."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if count < least:
+        raise ValueError(f"{name}: expected a number from {least} on, got {count}")
+    return count
 
 
 _Key = tuple[int, int, Options]
@@ -447,10 +476,13 @@ def fast_step(
         max_traces,
         clear_cache_every,
     )
-    if accumulate < 1:
-        raise ValueError(f"accumulate: expected a number from 1 on, got {accumulate}")
+    accumulate = _count("accumulate", accumulate, 1)
     key = (id(model), id(optimizer), options)
-    known = _programs.get(key)
+    try:
+        known = _programs.get(key)
+    except TypeError:  # an option that is not even hashable
+        Program(model, optimizer, options)
+        raise
     if known is None or known[0]() is not model or known[1]() is not optimizer:
         known = _keep(key, model, optimizer)
     return known[2].step(model, optimizer, loss_fn, batch, named, accumulate)[0]

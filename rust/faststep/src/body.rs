@@ -136,7 +136,10 @@ impl<'a> Body<'a> {
         let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
         let norm = self.norm(inputs, &gradients, &packed, false)?;
-        let good = self.good(&outputs, norm.as_ref(), None)?;
+        let mut good = self.good(&outputs, norm.as_ref(), None)?;
+        if let (Some(yes), Some(weight)) = (&good, &made.weight) {
+            good = Some(Guard::and_weight(yes, weight)?);
+        }
         let (first, total) = self.window(inputs)?;
         let fresh = total.le(Array::from_f32(0.0))?.contiguous()?;
         let weight = match &made.weight {
@@ -190,7 +193,9 @@ impl<'a> Body<'a> {
         }
         self.update(inputs, rule, &[], &gradients, good.as_ref(), &mut outputs)?;
         outputs.skipped = good.as_ref().map(Array::logical_not).transpose()?;
-        let empty = ops::minimum(total, Array::from_f32(0.0))?;
+        // of the total, so that it is an array of this step and no constant
+        let nothing = Array::from_f32(0.0);
+        let empty = ops::select(total.ge(&nothing)?, &nothing, &nothing)?;
         outputs.state.push((first + sums.len(), empty));
         Ok(outputs)
     }
@@ -221,7 +226,7 @@ impl<'a> Body<'a> {
         let Some(compute) = self.recipe.compute else {
             return Ok(inputs.parameters.to_vec());
         };
-        let buffers = self.buffers(inputs, inputs.parameters, &[])?;
+        let buffers = self.buffers(inputs);
         let buffers = buffers.iter().map(|buffer| buffer.as_dtype(compute));
         self.recipe
             .layout
@@ -400,45 +405,35 @@ impl<'a> Body<'a> {
         Ok(output)
     }
 
-    // the buffers of the given parameters, with what the loss assigned
-    fn buffers(
-        &self,
-        inputs: &Inputs,
-        parameters: &[Array],
-        rebound: &Rebound,
-    ) -> Result<Vec<Array>> {
-        let layout = &self.recipe.layout;
-        let mut parameters = parameters.to_vec();
-        for (index, array) in rebound {
-            parameters[*index] = array.clone();
-        }
+    // the buffers of the given parameters
+    fn buffers(&self, inputs: &Inputs) -> Vec<Array> {
         let mut shared = inputs.shared.iter();
-        let touched: Vec<usize> = rebound.iter().map(|(i, _)| layout.buffer_of(*i)).collect();
-        (0..layout.len())
-            .map(|buffer| match layout.single(buffer) {
-                Some(tensor) => Ok(parameters[tensor].clone()),
-                None => match shared.next() {
-                    Some(flat) if !touched.contains(&buffer) => Ok(flat.clone()),
-                    _ => layout.pack_one(buffer, &parameters),
-                },
-            })
-            .collect()
+        let layout = &self.recipe.layout;
+        let buffers = (0..layout.len()).map(|buffer| match layout.single(buffer) {
+            Some(tensor) => inputs.parameters.get(tensor),
+            None => shared.next(),
+        });
+        buffers.flatten().cloned().collect()
     }
 
     // the buffers to update: masters, or what the step was given, or what the loss assigned
     fn weights(&self, inputs: &Inputs, rebound: &Rebound) -> Result<Vec<Array>> {
         let layout = &self.recipe.layout;
-        let mut weights = self.buffers(inputs, inputs.parameters, rebound)?;
-        let touched: Vec<usize> = rebound.iter().map(|(i, _)| layout.buffer_of(*i)).collect();
+        let mut weights = self.buffers(inputs);
         for (buffer, weight) in weights.iter_mut().enumerate() {
-            *weight = match self.master(buffer) {
-                Some(at) if !touched.contains(&buffer) => inputs.state[at].clone(),
-                Some(_) => weight.as_dtype(Dtype::Float32)?,
-                // in mixed precision the loss assigns in the dtype that it computes in
-                None => weight.as_dtype(layout.dtype(buffer))?,
-            };
+            if let Some(at) = self.master(buffer) {
+                *weight = inputs.state[at].clone();
+            }
         }
-        Ok(weights)
+        if rebound.is_empty() {
+            return Ok(weights);
+        }
+        let mut tensors = layout.unpack(&weights)?;
+        for (index, array) in rebound {
+            // in mixed precision the loss assigns in the dtype that it computes in
+            tensors[*index] = array.as_dtype(tensors[*index].dtype())?;
+        }
+        layout.pack(&tensors)
     }
 
     fn native(

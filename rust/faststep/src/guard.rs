@@ -17,7 +17,10 @@ impl Guard {
     /// When MLX refuses an operation.
     pub fn good(&self, loss: &Array, norm: &Array) -> Result<Array> {
         #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
-        let limit = self.max_loss.map_or(f32::MAX, |limit| limit as f32);
+        let limit = self
+            .max_loss
+            .map_or(f32::MAX, |limit| limit as f32)
+            .min(f32::MAX);
         let loss = loss.as_dtype(Dtype::Float32)?;
         // NaN compares as false
         let below = loss.le(Array::from_f32(limit))?;
@@ -33,7 +36,18 @@ impl Guard {
 
     /// Whether there is anything to average over, as [`Guard::good`].
     pub(crate) fn any(good: &Array, weight: &Array) -> Result<Array> {
-        ops::logical_and(good, weight.gt(Array::from_f32(0.0))?)?.contiguous()
+        let some = weight.gt(Array::from_f32(0.0))?;
+        Self::and_weight(&ops::logical_and(good, some)?, weight)
+    }
+
+    /// Whether a weight is a number from 0 on too, as [`Guard::good`].
+    pub(crate) fn and_weight(good: &Array, weight: &Array) -> Result<Array> {
+        let weight = weight.as_dtype(Dtype::Float32)?;
+        let within = ops::logical_and(
+            weight.ge(Array::from_f32(0.0))?,
+            weight.le(Array::from_f32(f32::MAX))?,
+        )?;
+        ops::logical_and(good, within)?.contiguous()
     }
 }
 

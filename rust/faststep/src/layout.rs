@@ -17,9 +17,9 @@ struct Limits {
     members: usize,   // or once it holds this many tensors
 }
 
-/// Copies cost a CPU its caches.
+/// A CPU joins arrays element by element: from about this size on that costs more than a kernel more.
 const CPU: Limits = Limits {
-    own_bytes: 1 << 20,
+    own_bytes: 128 << 10,
     shared_bytes: 16 << 20,
     members: usize::MAX,
 };
@@ -150,15 +150,6 @@ impl Layout {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.buffers.is_empty()
-    }
-
-    /// The buffer in which each tensor lies.
-    #[must_use]
-    pub fn buffer_of(&self, tensor: usize) -> usize {
-        self.buffers
-            .iter()
-            .position(|buffer| buffer.members.contains(&tensor))
-            .unwrap_or(self.buffers.len())
     }
 
     /// The tensors of a buffer, in order.

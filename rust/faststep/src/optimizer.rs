@@ -9,7 +9,7 @@ use crate::guard::choose;
 
 /// Buffers of at least this many bytes are updated by one kernel for each output: a fused kernel with several outputs
 /// cannot take over its inputs' memory, one with a single output can.
-const BARRIER_BYTES: usize = 16 << 20;
+const BARRIER_BYTES: usize = 1 << 20;
 
 /// An update rule with its options, named and meant as in `mlx.optimizers`. The learning rate and the step are arrays of
 /// their own.

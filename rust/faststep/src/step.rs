@@ -186,11 +186,6 @@ impl Engine {
         self.batches
     }
 
-    /// Take the last batch out of the count: it was refused.
-    pub fn forget_batch(&mut self) {
-        self.batches = self.batches.saturating_sub(1);
-    }
-
     /// Put another value into the optimizer's state.
     pub fn set_state(&mut self, index: usize, value: Array) {
         self.state[index] = value;
@@ -201,17 +196,13 @@ impl Engine {
     /// # Errors
     /// An array that cannot be evaluated.
     pub fn set_parameters(&mut self, values: Vec<(usize, Array)>) -> Result<()> {
-        let changed: Vec<usize> = values.iter().map(|(index, _)| *index).collect();
         for (index, value) in values {
             self.parameters[index] = value;
         }
         self.pack()?;
         if self.places.masters.is_some() {
-            let mut masters = self.masters()?;
-            for index in changed {
-                masters[index] = None;
-            }
-            self.set_masters(&masters)?;
+            let masters = self.masters()?;
+            self.set_masters(masters)?;
         }
         Ok(())
     }
@@ -223,7 +214,7 @@ impl Engine {
     pub fn need(&mut self, needs: Needs) -> Result<()> {
         let old = needs.masters && std::mem::take(&mut self.masters_are_old);
         if old && self.places.masters.is_some() {
-            self.set_masters(&vec![None; self.layout.tensors().len()])?;
+            self.set_masters(vec![None; self.layout.tensors().len()])?;
         }
         let new = self.places.add(needs, &self.layout, &self.buffers())?;
         if !new.is_empty() {
@@ -296,16 +287,7 @@ impl Engine {
             scale: keep.scale.is_some(),
         })?;
         if let Some(masters) = &keep.masters {
-            let mut masters = masters.clone();
-            for (master, parameter) in masters.iter_mut().zip(&self.parameters) {
-                if let Some(value) = master {
-                    let rounded = value.as_dtype(parameter.dtype())?;
-                    if !rounded.eq_values(parameter)? {
-                        *master = None;
-                    }
-                }
-            }
-            self.set_masters(&masters)?;
+            self.set_masters(masters.clone())?;
         }
         for (kept, first) in [
             (&keep.average, self.places.average),
@@ -360,14 +342,16 @@ impl Engine {
             .collect())
     }
 
-    // masters by tensor; those that are missing are the parameters
-    fn set_masters(&mut self, masters: &[Option<Array>]) -> Result<()> {
-        let tensors = masters.iter().zip(&self.parameters);
-        let tensors = tensors.map(|(master, parameter)| match master {
-            Some(master) => master.as_dtype(Dtype::Float32),
-            None => parameter.as_dtype(Dtype::Float32),
-        });
-        let tensors = tensors.collect::<MlxResult<Vec<_>>>()?;
+    // masters by tensor; for those that are missing, or round to another value, the parameters
+    fn set_masters(&mut self, masters: Vec<Option<Array>>) -> Result<()> {
+        let mut tensors = Vec::with_capacity(masters.len());
+        for (master, parameter) in masters.into_iter().zip(&self.parameters) {
+            let kept = match master {
+                Some(master) if master.as_dtype(parameter.dtype())?.eq_values(parameter)? => master,
+                _ => parameter.clone(),
+            };
+            tensors.push(kept.as_dtype(Dtype::Float32)?);
+        }
         for buffer in self.layout.halves() {
             if let Some(at) = self.places.master(&self.layout, buffer) {
                 self.state[at] = self.layout.pack_one(buffer, &tensors)?;
@@ -379,35 +363,47 @@ impl Engine {
 
     /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps wait for the device.
     ///
-    /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window.
+    /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
     ///
     /// # Errors
     /// [`Error::Trace`] and [`Error::FirstEvaluation`] leave everything as it was.
     pub fn step(
         &mut self,
         trace: &mut Trace,
-        update: Option<&mut Trace>,
+        mut update: Option<&mut Trace>,
         call: Call,
         in_flight: usize,
         owner: &mut dyn Owner,
+        approve: &mut dyn FnMut(&Layout, &Outputs) -> bool,
     ) -> Result<Output> {
         self.complete(owner)?;
         self.seconds = Seconds::default();
-        let mut update = update;
-        if let Some(update) = update.as_mut().filter(|update| !update.warm) {
-            self.try_update(update)?;
-        }
+        let before = match &mut update {
+            Some(update) => self.prove(update)?,
+            None => None,
+        };
+        let adds = trace.recipe.part == Part::Batch;
         let batch = self.run(trace, call, owner)?;
-        self.batches += usize::from(trace.recipe.part == Part::Batch);
+        let waiting = Instant::now();
+        let approved = approve(&self.layout, &batch);
+        self.seconds.wait += waiting.elapsed().as_secs_f64();
+        self.batches += usize::from(adds && approved);
         let mut done = batch.marker().cloned();
         let update = match update {
-            Some(trace) => {
-                let update = self.run(trace, Call::default(), owner)?;
-                self.batches = 0;
-                done = update.marker().cloned();
-                Some(update)
-            }
-            None => None,
+            Some(trace) if approved => match self.update(trace, owner) {
+                Ok(update) => {
+                    done = update.marker().cloned();
+                    Some(update)
+                }
+                Err(error) => {
+                    if let (Some(window), Some(first)) = (before, self.places.window) {
+                        self.state.splice(first..first + window.len(), window);
+                    }
+                    self.batches -= 1;
+                    return Err(error);
+                }
+            },
+            _ => None,
         };
         self.in_flight.extend(done);
         self.wait(in_flight, owner)?;
@@ -422,20 +418,41 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::step`].
-    pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
+    pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
         self.complete(owner)?;
+        self.seconds = Seconds::default();
+        let outputs = self.update(update, owner)?;
+        self.in_flight.extend(outputs.marker().cloned());
+        Ok(Output {
+            batch: outputs,
+            update: None,
+            seconds: self.seconds,
+        })
+    }
+
+    fn update(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
         let outputs = self.run(update, Call::default(), owner)?;
         self.batches = 0;
-        self.in_flight.extend(outputs.marker().cloned());
         Ok(outputs)
     }
 
-    // an update that cannot be traced is no reason to lose a batch
-    fn try_update(&mut self, update: &mut Trace) -> Result<()> {
-        let inputs = self.take(Call::default());
-        let traced = update.call(&inputs);
-        self.put_back(inputs);
-        traced.map(drop).map_err(Error::Trace)
+    // An update that cannot be traced is no reason to lose a batch. What it gives beside: the window as it is, for an
+    // update that may still fail.
+    fn prove(&mut self, update: &mut Trace) -> Result<Option<Vec<Array>>> {
+        if update.warm && !update.is_eager() {
+            return Ok(None);
+        }
+        if !update.is_eager() {
+            let inputs = self.take(Call::default());
+            let traced = update.call(&inputs);
+            self.put_back(inputs);
+            traced.map_err(Error::Trace)?;
+        }
+        let window = self
+            .places
+            .window
+            .map(|first| first..=first + self.layout.len());
+        Ok(window.map(|window| self.state[window].to_vec()))
     }
 
     fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {

@@ -7,7 +7,11 @@ use std::{
     rc::Rc,
 };
 
-use mlx_rs::{error::Result, transforms::compile::compile, Array, Dtype};
+use mlx_rs::{
+    error::{Exception, Result},
+    transforms::compile::compile,
+    Array, Dtype,
+};
 
 use crate::{
     array,
@@ -147,6 +151,7 @@ pub struct Trace {
     outline: Rc<RefCell<Outline>>,
     pub(crate) recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
+    error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
     pub(crate) warm: bool,
 }
@@ -166,11 +171,17 @@ impl Trace {
         let recipe = Rc::new(recipe);
         let outline = Rc::new(RefCell::new(Outline::default()));
         let traced = Rc::new(Cell::new(0));
+        let error = Rc::new(RefCell::new(None));
         let body = {
             let (recipe, outline, traced) = (recipe.clone(), outline.clone(), traced.clone());
+            let error = error.clone();
             move |inputs: &[Array]| -> Result<Vec<Array>> {
                 traced.set(inputs.first().map_or(0, array::id));
-                let (values, made) = Body::new(&recipe, &*host).trace(inputs)?.flatten();
+                let made = Body::new(&recipe, &*host).trace(inputs);
+                let made = made.inspect_err(|e| {
+                    error.replace(Some(Exception::custom(e.what())));
+                })?;
+                let (values, made) = made.flatten();
                 outline.replace(made);
                 Ok(values)
             }
@@ -185,6 +196,7 @@ impl Trace {
             outline,
             recipe,
             traced,
+            error,
             eager: !compiled,
             warm: false,
         }
@@ -205,7 +217,8 @@ impl Trace {
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.
     pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<Outputs> {
         self.traced.set(0);
-        let outputs = (self.function)(inputs)?;
+        let outputs = (self.function)(inputs);
+        let outputs = outputs.map_err(|error| self.error.take().unwrap_or(error))?;
         if self.traced.get() != 0 {
             // a trace sees tracers, an eager call the arrays themselves
             self.eager = inputs.first().map(array::id) == Some(self.traced.get());

@@ -137,7 +137,9 @@ impl Run {
                 Array::from_slice(&[1.0f32, -1.0, 0.5, 2.0], &[4, 1]),
             ],
         };
-        let output = self.engine.step(&mut self.trace, None, call, 2, &mut ())?;
+        let output = self
+            .engine
+            .step(&mut self.trace, None, call, 2, &mut (), &mut |_, _| true)?;
         Ok(output.batch)
     }
 

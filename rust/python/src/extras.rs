@@ -40,6 +40,39 @@ impl Carried {
         Self { names, keep }
     }
 
+    /// With what an earlier one has kept for other parameters.
+    pub fn with_rest_of(mut self, before: &Self) -> Self {
+        let mine: HashSet<&String> = self.names.iter().collect();
+        let rest: Vec<usize> = (0..before.names.len())
+            .filter(|&i| !mine.contains(&before.names[i]))
+            .collect();
+        let known = self.names.len();
+        let add = |group: &mut Option<Vec<Option<Array>>>, old: &Option<Vec<Option<Array>>>| {
+            if let (None, Some(_)) = (&group, old) {
+                *group = Some(vec![None; known]);
+            }
+            if let Some(group) = group {
+                let old = |i: &usize| old.as_ref().and_then(|old| old[*i].clone());
+                group.extend(rest.iter().map(old));
+            }
+        };
+        add(&mut self.keep.masters, &before.keep.masters);
+        add(&mut self.keep.average, &before.keep.average);
+        if self.keep.batches > 0 {
+            add(&mut self.keep.window, &before.keep.window);
+        }
+        self.names
+            .extend(rest.iter().map(|&i| before.names[i].clone()));
+        self
+    }
+
+    /// The window has been used up.
+    pub fn close_window(&mut self) {
+        self.keep.window = None;
+        self.keep.weight = None;
+        self.keep.batches = 0;
+    }
+
     /// The number of batches in the window.
     pub fn batches(&self) -> usize {
         self.keep.batches

@@ -69,9 +69,9 @@ impl<'a, 'py> Holder<'a, 'py> {
         })
     }
 
-    /// Show what the engine holds, where `release` was called.
-    pub fn show(&mut self, engine: &Engine) -> PyResult<()> {
-        if self.released {
+    /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out anew.
+    pub fn show(&mut self, engine: &Engine, done: bool) -> PyResult<()> {
+        if self.released || (done && self.prepared.packed) {
             self.show_all(engine)?;
         }
         self.error.take().map_or(Ok(()), Err)

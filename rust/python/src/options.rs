@@ -1,7 +1,10 @@
 //! The options of a step, checked.
 use faststep::{extras::Needs, guard::Guard, precision};
 use mlx_rs::Dtype;
-use pyo3::{exceptions::PyValueError, prelude::*};
+use pyo3::{
+    exceptions::{PyTypeError, PyValueError},
+    prelude::*,
+};
 
 /// The options as Python's `Options` has them.
 #[derive(FromPyObject)]
@@ -76,6 +79,9 @@ fn limit(name: &str, value: Option<f64>) -> PyResult<Option<f64>> {
 
 impl Given {
     fn guard(&self) -> PyResult<Option<Guard>> {
+        if self.max_loss.is_some_and(f64::is_nan) {
+            return Err(refused("max_loss", "a number or None", "nan"));
+        }
         match (self.nonfinite.as_str(), self.max_loss) {
             ("skip" | "raise", max_loss) => Ok(Some(Guard { max_loss })),
             ("allow", None) => Ok(None),
@@ -98,6 +104,12 @@ impl Given {
         };
         let given = given.bind(py);
         let mlx = py.import("mlx.core")?;
+        if !given.is_instance(&mlx.getattr("Dtype")?)? {
+            return Err(PyTypeError::new_err(format!(
+                "compute_dtype: expected mx.Dtype or None, got {}",
+                given.get_type().fully_qualified_name()?
+            )));
+        }
         for (name, dtype) in [
             ("bfloat16", Dtype::Bfloat16),
             ("float16", Dtype::Float16),

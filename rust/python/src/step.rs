@@ -2,6 +2,7 @@
 use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc, time::Instant};
 
 use faststep::{
+    guard::Guard,
     layout::Layout,
     memory,
     outputs::Outputs,
@@ -381,6 +382,9 @@ impl Inner {
             let (output, new) = outcome?;
             let shown = Instant::now();
             store.take_output(py, &prepared, &output.batch)?;
+            if task.updates() {
+                store.close_window();
+            }
             if new {
                 store.check_layout(py)?;
             }
@@ -391,7 +395,11 @@ impl Inner {
         if outcome.is_err() {
             schedules.undo()?;
         }
-        self.taken(py, &outcome?, task)
+        let taken = self.taken(py, &outcome?, task)?;
+        if let Some(message) = self.traces.warning() {
+            warn(py, &message)?; // which may raise: everything is in its place by now
+        }
+        Ok(taken)
     }
 
     // counts a step, and gives out what came of it
@@ -476,7 +484,7 @@ impl Inner {
             let stop = match self.attempt(store, user, prepared, batch, task) {
                 Ok(output) => {
                     let seconds = started.elapsed().as_secs_f64();
-                    let new = self.traces.settle(user.py(), seconds)?;
+                    let new = self.traces.settle(seconds);
                     if new {
                         self.seconds.trace += seconds;
                     }
@@ -613,40 +621,38 @@ impl Inner {
         let (last, before) = self.traces.last_two();
         let last = last.ok_or_else(missing)?;
         let in_flight = self.options.in_flight;
-        let outcome = match (task, before) {
-            (Task::Gradients, _) => engine
+        let mut refusal = None;
+        let mut approve = |layout: &Layout, batch: &Outputs| {
+            if self.options.raises {
+                refusal = refuse(py, &signature.paths(), layout, self.options.guard, batch).err();
+            }
+            refusal.is_none()
+        };
+        let update = match before {
+            Some(update) if matches!(task, Task::Batch { fills: true }) => Some(&mut update.trace),
+            _ => None,
+        };
+        let outcome = match task {
+            Task::Gradients => engine
                 .gradients(&mut last.trace, call, &mut holder)
                 .map(Output::of),
-            (Task::Flush, _) => engine.flush(&mut last.trace, &mut holder).map(Output::of),
-            (Task::Batch { fills: true }, Some(update)) if !self.options.raises => engine.step(
+            Task::Flush => engine.flush(&mut last.trace, &mut holder),
+            _ => engine.step(
                 &mut last.trace,
-                Some(&mut update.trace),
+                update,
                 call,
                 in_flight,
                 &mut holder,
+                &mut approve,
             ),
-            _ => engine.step(&mut last.trace, None, call, in_flight, &mut holder),
         };
-        let refusal = match (&outcome, self.options.raises) {
-            (Ok(output), true) => refuse(py, &signature.paths(), engine.layout(), output).err(),
-            _ => None,
-        };
-        if refusal.is_some() {
-            engine.forget_batch();
-        }
-        let outcome = match (outcome, task, self.traces.last_two().1) {
-            (Ok(mut output), Task::Batch { fills: true }, Some(update))
-                if self.options.raises && refusal.is_none() =>
-            {
-                let updated = engine.flush(&mut update.trace, &mut holder);
-                updated.map(|updated| {
-                    output.update = Some(updated);
-                    output
-                })
+        if let (Ok(output), true) = (&outcome, self.options.raises && task != Task::Whole) {
+            let update = output.update.as_ref().unwrap_or(&output.batch);
+            if task.updates() && refusal.is_none() {
+                refusal = refuse_update(update).err();
             }
-            (outcome, ..) => outcome,
-        };
-        let shown = holder.show(engine);
+        }
+        let shown = holder.show(engine, outcome.is_ok() && task != Task::Gradients);
         let current = self.host.current.take();
         let (stop, template) = current.map_or((None, None), |c| (c.stop, c.template));
         if let (Some(last), Some(template)) = (self.traces.last_two().0, template) {
@@ -682,10 +688,16 @@ fn is_true(py: Python<'_>, flag: &Array) -> PyResult<bool> {
     value.map_err(|e| PyRuntimeError::new_err(e.to_string()))
 }
 
-// raises for a batch that was not taken, with the first tensor whose gradient is no number; waits for the step
-fn refuse(py: Python<'_>, paths: &[Vec<String>], layout: &Layout, output: &Output) -> PyResult<()> {
+// raises for a batch that is no number, with the first tensor whose gradient is none; waits for the step
+fn refuse(
+    py: Python<'_>,
+    paths: &[Vec<String>],
+    layout: &Layout,
+    guard: Option<Guard>,
+    batch: &Outputs,
+) -> PyResult<()> {
     let failed = |e: mlx_rs::error::Exception| to_python(&Error::Mlx(e));
-    let flag = output.batch.skipped.as_ref();
+    let flag = batch.skipped.as_ref();
     if !flag
         .map(|flag| is_true(py, flag))
         .transpose()?
@@ -693,12 +705,7 @@ fn refuse(py: Python<'_>, paths: &[Vec<String>], layout: &Layout, output: &Outpu
     {
         return Ok(());
     }
-    let Some(loss) = &output.batch.loss else {
-        return Err(PyFloatingPointError::new_err(
-            "the sum of the window's gradients is not finite; nothing was updated",
-        ));
-    };
-    let gradients = layout.views(&output.batch.gradients).map_err(failed)?;
+    let gradients = layout.views(&batch.gradients).map_err(failed)?;
     for (gradient, path) in gradients.iter().zip(paths) {
         let finite = gradient
             .abs()
@@ -711,11 +718,29 @@ fn refuse(py: Python<'_>, paths: &[Vec<String>], layout: &Layout, output: &Outpu
             )));
         }
     }
-    let loss = loss.try_item_cast::<f32>();
-    let loss = loss.map_or_else(|e| e.to_string(), |loss| loss.to_string());
+    let loss = batch.loss.as_ref().map(Array::try_item_cast::<f32>);
+    let loss = loss.and_then(Result::ok).unwrap_or(f32::NAN);
+    let limit = guard.and_then(|guard| guard.max_loss);
+    if loss.is_finite() && limit.is_none_or(|limit| f64::from(loss) <= limit) {
+        return refuse_norm(batch, "the gradients"); // or the weight is none: nothing to average, and nothing bad
+    }
     Err(PyFloatingPointError::new_err(format!(
         "the loss is {loss}, not finite or above max_loss; nothing was updated"
     )))
+}
+
+fn refuse_update(update: &Outputs) -> PyResult<()> {
+    refuse_norm(update, "the sum of the window's gradients")
+}
+
+fn refuse_norm(outputs: &Outputs, what: &str) -> PyResult<()> {
+    let norm = outputs.norm.as_ref().map(Array::try_item_exact::<f32>);
+    match norm.and_then(Result::ok) {
+        Some(norm) if norm == f32::INFINITY => Err(PyFloatingPointError::new_err(format!(
+            "{what}: the norm overflows float32; nothing was updated"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn fill<'a, 'py>(

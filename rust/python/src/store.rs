@@ -73,6 +73,8 @@ pub struct Prepared<'py> {
     pub state: Vec<Slot<'py>>,
     /// Whether several of the model's slots are one.
     pub aliased: bool,
+    /// Whether parameters have been laid out anew: the model's arrays are not the engine's yet.
+    pub packed: bool,
     /// What the optimizer was before it was initialised, if that has just been done.
     pub undo: Option<Snapshot<'py>>,
 }
@@ -102,6 +104,16 @@ pub struct Store {
 
 fn mlx(error: mlx_rs::error::Exception) -> PyErr {
     to_python(&faststep::Error::Mlx(error))
+}
+
+// arrays in half precision as float32, in their places
+fn widen(slots: &[Slot<'_>]) -> PyResult<()> {
+    for slot in slots {
+        if let Some(array) = bridge::get(&slot.object).filter(|a| wide(a.dtype()) != a.dtype()) {
+            slot.put(&array.as_dtype(wide(array.dtype())).map_err(mlx)?)?;
+        }
+    }
+    Ok(())
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
@@ -197,12 +209,13 @@ impl Store {
             undo = Some(self.adopt(model, optimizer, &slots, needs)?);
             self.state_slots(optimizer)?
         };
-        self.take_values(&slots, &state, undo.is_some())?;
+        let packed = self.take_values(&slots, &state, undo.is_some())? || undo.is_some();
         if let Some(engine) = &mut self.engine {
             engine.need(needs).map_err(|error| to_python(&error))?;
         }
         Ok(Prepared {
             aliased: self.signature()?.tree.is_aliased(),
+            packed,
             model: slots,
             state,
             undo,
@@ -227,7 +240,11 @@ impl Store {
     pub fn forget(&mut self) -> PyResult<()> {
         if let Some(engine) = self.engine.take() {
             let keep = engine.keep().map_err(|e| to_python(&e))?;
-            self.carried = Some(Carried::new(self.names()?, keep));
+            let carried = Carried::new(self.names()?, keep);
+            self.carried = Some(match self.carried.take() {
+                Some(before) => carried.with_rest_of(&before), // what is frozen now
+                None => carried,
+            });
         }
         self.moments = None;
         Ok(())
@@ -256,6 +273,13 @@ impl Store {
         self.discard();
         self.carried = Some(carried);
         Ok(())
+    }
+
+    /// The window has been used up.
+    pub fn close_window(&mut self) {
+        if let Some(carried) = &mut self.carried {
+            carried.close_window();
+        }
     }
 
     /// The number of batches in the window.
@@ -509,6 +533,9 @@ impl Store {
             } else {
                 self.rule = Some(Rule::Host);
                 let layout = Layout::separate(signature.tensors());
+                if self.mixed {
+                    widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
+                }
                 let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
                 let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
                 Engine::new(Rc::new(layout), parameters, state.collect())
@@ -609,16 +636,16 @@ impl Store {
         Ok(())
     }
 
-    // arrays that are not the ones that the last step left
+    // arrays that are not the ones that the last step left; whether there were parameters among them
     fn take_values(
         &mut self,
         model: &[Slot<'_>],
         state: &[Slot<'_>],
         adopted: bool,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let signature = self.signature()?;
         let Some(engine) = &mut self.engine else {
-            return Ok(());
+            return Ok(false);
         };
         let differs = |slot: &Slot<'_>, array: Option<&Array>| {
             bridge::id(&slot.object) != array.map(faststep::array::id)
@@ -649,9 +676,10 @@ impl Store {
                 }
             }
         }
-        if !changed.is_empty() {
+        let packed = !changed.is_empty();
+        if packed {
             engine.set_parameters(changed).map_err(|e| to_python(&e))?;
         }
-        Ok(())
+        Ok(packed)
     }
 }

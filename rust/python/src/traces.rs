@@ -71,6 +71,7 @@ pub struct Traces {
     entries: Vec<Entry>, // most recent last
     made: usize,
     dropped: usize,
+    warning: Option<String>,
 }
 
 impl Traces {
@@ -121,25 +122,27 @@ impl Traces {
     }
 
     /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
-    pub fn settle(&mut self, py: Python<'_>, seconds: f64) -> PyResult<bool> {
+    pub fn settle(&mut self, seconds: f64) -> bool {
         let new: Vec<usize> = self.unsettled().collect();
+        let before = self.made;
         for &at in &new {
             self.made += 1;
             self.entries[at].number = self.made;
             self.entries[at].seconds = Some(seconds);
         }
-        if let (Some(&at), true) = (new.last(), self.made == MANY + 1) {
-            warn(
-                py,
-                &format!(
-                    "{} traces have been made for this step, the last because of {}. Each takes seconds to make and memory \
-                     to keep: pad batches to a few lengths, and pass numbers that change as mx.array. step.stats.traces has \
-                     the causes",
-                    self.made, self.entries[at].cause
-                ),
-            )?;
+        if let (Some(&at), true) = (new.last(), before <= MANY && self.made > MANY) {
+            self.warning = Some(format!(
+                "{} traces have been made for this step, the last because of {}. Each takes seconds to make and memory to \
+                 keep: pad batches to a few lengths, and pass numbers that change as mx.array. step.stats.traces has the causes",
+                self.made, self.entries[at].cause
+            ));
         }
-        Ok(!new.is_empty())
+        !new.is_empty()
+    }
+
+    /// What the user has to be told, once.
+    pub fn warning(&mut self) -> Option<String> {
+        self.warning.take()
     }
 
     fn unsettled(&self) -> impl Iterator<Item = usize> + '_ {
@@ -195,8 +198,11 @@ impl Traces {
         if last.model != new.model {
             return "model: a mode, a number, or an array's shape has changed".into();
         }
-        if last.options != new.options || last.part != new.part || last.places != new.places {
+        if last.options != new.options || last.part != new.part {
             return "optimizer: an option has changed".into();
+        }
+        if last.places != new.places {
+            return "the step keeps more: a window, an average or masters".into();
         }
         let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
         let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b)
