@@ -4,6 +4,7 @@
 //! objects see the result, which is the caller's matter ([`step::Owner`]).
 #![deny(unsafe_code)]
 
+pub mod adafactor;
 pub mod array;
 pub mod blas;
 mod body;
@@ -13,10 +14,12 @@ pub mod extras;
 pub mod guard;
 pub mod layout;
 pub mod memory;
+pub mod muon;
 pub mod optimizer;
 pub mod outputs;
 pub mod pack;
 pub mod precision;
+pub mod rules;
 pub mod step;
 pub mod trace;
 

@@ -106,7 +106,7 @@ impl Owner for Holder<'_, '_> {
             return;
         };
         if moments.is_shown() {
-            self.held = moments.is_held(self.py, self.prepared.state.len());
+            self.held = moments.is_held(self.py);
             self.error = moments.hide(self.py).err();
         }
     }
