@@ -87,13 +87,16 @@ NATIVE: dict[str, Callable[[], optim.Optimizer]] = {
     "adadelta": lambda: optim.AdaDelta(1.0),
     "adamax": lambda: optim.Adamax(1e-2),
     "lion-cosine": lambda: optim.Lion(optim.cosine_decay(1e-2, 5), betas=[0.8, 0.9]),
-}
-
-TRACED: dict[str, Callable[[], optim.Optimizer]] = {
     "adafactor": lambda: optim.Adafactor(),
     "adafactor-fixed": lambda: optim.Adafactor(1e-3, relative_step=False, scale_parameter=False, beta_1=0.9),
     "muon": lambda: optim.Muon(1e-2, weight_decay=0.1),
     "multi": lambda: optim.MultiOptimizer([optim.Muon(1e-2), optim.AdamW(joined())], [is_matrix]),
+    "adafactor-warmup": lambda: optim.Adafactor(halving, warmup_init=True, weight_decay=0.1),
+    "muon-momentum": lambda: optim.Muon(joined(), weight_decay=0.0, nesterov=False, ns_steps=3),
+    "multi-flat": lambda: optim.MultiOptimizer([optim.SGD(1e-2, momentum=0.9), optim.Lion(joined())], [is_matrix]),
+}
+
+TRACED: dict[str, Callable[[], optim.Optimizer]] = {
     "user": lambda: SignedDescent(1e-3),
     "user-adam": lambda: HalvedAdam(1e-2),
     "user-branching": lambda: HalvedAdam(branching),

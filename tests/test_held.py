@@ -17,7 +17,7 @@ from helpers import Row, Tree, assert_close, flat, plain_step, save_and_load, sn
 from models import cross_entropy
 
 Pair = tuple[nn.Module, optim.Optimizer]
-WAYS = ["adamw", "sgd-momentum", "user-adam", "multi"]
+WAYS = ["adamw", "sgd-momentum", "user-adam", "multi", "multi-flat", "adafactor"]
 
 
 def take(pair: Pair, count: int = 3, model: str = "mlp") -> Step:

@@ -11,7 +11,7 @@ use mlx_rs::{
 use crate::{
     clip,
     guard::{choose, Guard},
-    optimizer::{alone, scalar, Optimizer},
+    optimizer::{alone, scalar},
     outputs::Outputs,
     pack::{self, Packed},
     precision,
@@ -388,7 +388,10 @@ impl<'a> Body<'a> {
     ) -> Result<UpdateOutput> {
         let state = &inputs.state[..self.recipe.places.optimizer];
         let rule = match rule {
-            Rule::Native(rule) => return self.native(rule, state, gradients, weights, good),
+            Rule::Native(rules) => {
+                let given = (gradients, weights);
+                return rules.update(&self.recipe.layout, self.host, state, given, good);
+            }
             Rule::Host => self.host,
         };
         let mut output = rule.update(UpdateCall {
@@ -434,44 +437,6 @@ impl<'a> Body<'a> {
             tensors[*index] = array.as_dtype(tensors[*index].dtype())?;
         }
         layout.pack(&tensors)
-    }
-
-    fn native(
-        &self,
-        rule: &Optimizer,
-        state: &[Array],
-        gradients: &[Array],
-        weights: &[Array],
-        good: Option<&Array>,
-    ) -> Result<UpdateOutput> {
-        let [step, rate, moments @ ..] = state else {
-            return Err(Exception::custom(
-                "an update needs its step and learning rate",
-            ));
-        };
-        let scheduled = self.host.learning_rate(step)?;
-        let old_rate = rate;
-        let rate = scheduled.as_ref().unwrap_or(rate);
-        let old_step = step;
-        let step = step.add(Array::from_int(1).as_dtype(step.dtype())?)?;
-        let buffers = weights.len();
-        let mut new_state = Vec::with_capacity(state.len());
-        let mut updated = Vec::with_capacity(buffers);
-        for (buffer, (gradient, weight)) in gradients.iter().zip(weights).enumerate() {
-            let places: Vec<usize> = (buffer..moments.len()).step_by(buffers).collect();
-            let old: Vec<Array> = places.iter().map(|&i| moments[i].clone()).collect();
-            let (weight, new) = rule.update(gradient, weight, &old, rate, &step, good)?;
-            updated.push(weight);
-            new_state.extend(places.into_iter().map(|i| i + 2).zip(new));
-        }
-        new_state.push((0, choose(good, step, old_step)?));
-        if let Some(rate) = scheduled {
-            new_state.push((1, choose(good, rate, old_rate)?));
-        }
-        Ok(UpdateOutput {
-            parameters: updated,
-            state: new_state,
-        })
     }
 }
 

@@ -89,18 +89,22 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lay tensors into shared buffers where they are small.
+    /// Lay tensors into shared buffers where they are small and of one key; `None` is a key that no other tensor has.
+    ///
+    /// `keys`: one for each tensor.
     #[must_use]
-    pub fn flat(tensors: Vec<Tensor>) -> Self {
+    pub fn flat(tensors: Vec<Tensor>, keys: &[Option<usize>]) -> Self {
         let limits = if pack::is_cuda() { CUDA } else { CPU };
         let mut buffers: Vec<Buffer> = Vec::new();
-        for (index, tensor) in tensors.iter().enumerate() {
+        for (index, (tensor, key)) in tensors.iter().zip(keys).enumerate() {
             let bytes = tensor.bytes();
             let small = 0 < bytes && bytes < limits.own_bytes && !tensor.shape.is_empty();
+            let small = small && key.is_some();
             let joins = |buffer: &&mut Buffer| {
                 let first = &tensors[buffer.members[0]];
                 small
                     && buffer.open
+                    && keys[buffer.members[0]] == *key
                     && buffer.bytes < limits.shared_bytes
                     && buffer.members.len() < limits.members
                     && first.dtype == tensor.dtype
@@ -198,12 +202,18 @@ impl Layout {
     /// # Errors
     /// As [`Layout::pack`].
     pub fn pack_one(&self, buffer: usize, tensors: &[Array]) -> Result<Array> {
-        match self.buffers[buffer].members.as_slice() {
-            [only] => Ok(tensors[*only].clone()),
-            members => {
-                let members: Vec<&Array> = members.iter().map(|&i| &tensors[i]).collect();
-                ops::concatenate(&members, 0)
-            }
+        let members = self.members(buffer).map(|tensor| &tensors[tensor]);
+        Self::join(&members.collect::<Vec<_>>())
+    }
+
+    /// Join the members of one buffer (lazily).
+    ///
+    /// # Errors
+    /// As [`Layout::pack`].
+    pub fn join(members: &[&Array]) -> Result<Array> {
+        match members {
+            [only] => Ok((*only).clone()),
+            members => ops::concatenate(members, 0),
         }
     }
 
@@ -239,18 +249,33 @@ impl Layout {
     /// When MLX refuses a view of a buffer that is not evaluated.
     pub fn views(&self, buffers: &[Array]) -> Result<Vec<Array>> {
         let mut views: Vec<Option<Array>> = vec![None; self.tensors.len()];
-        for (buffer, flat) in self.buffers.iter().zip(buffers) {
-            if let [only] = buffer.members.as_slice() {
-                views[*only] = Some(flat.clone());
+        for (buffer, flat) in buffers.iter().enumerate() {
+            if let Some(only) = self.single(buffer) {
+                views[only] = Some(flat.clone());
                 continue;
             }
-            let mut offset = 0;
-            for &member in &buffer.members {
-                let tensor = &self.tensors[member];
-                views[member] = Some(array::view(flat, &tensor.shape, offset)?);
-                offset += tensor.size();
+            for (member, view) in self.members(buffer).zip(self.views_of(buffer, flat)?) {
+                views[member] = Some(view);
             }
         }
         Ok(views.into_iter().flatten().collect())
+    }
+
+    /// The members of one buffer as views into `flat`, which may be of any shape where a tensor is alone.
+    ///
+    /// # Errors
+    /// As [`Layout::views`].
+    pub fn views_of(&self, buffer: usize, flat: &Array) -> Result<Vec<Array>> {
+        if self.single(buffer).is_some() {
+            return Ok(vec![flat.clone()]);
+        }
+        let mut offset = 0;
+        let views = self.members(buffer).map(|member| {
+            let tensor = &self.tensors[member];
+            let view = array::view(flat, &tensor.shape, offset);
+            offset += tensor.size();
+            view
+        });
+        views.collect()
     }
 }

@@ -4,6 +4,7 @@
 //! objects see the result, which is the caller's matter ([`step::Owner`]).
 #![deny(unsafe_code)]
 
+pub mod adafactor;
 pub mod array;
 pub mod blas;
 mod body;
@@ -14,10 +15,12 @@ pub mod guard;
 pub mod layout;
 pub mod memory;
 mod meter;
+pub mod muon;
 pub mod optimizer;
 pub mod outputs;
 pub mod pack;
 pub mod precision;
+pub mod rules;
 pub mod step;
 pub mod trace;
 

@@ -19,15 +19,17 @@ pub(crate) struct Reading {
     skipped: Option<Array>, // whether the update was not made at all
 }
 
-/// A few elements of each buffer, evenly spread, as copies (lazily).
-pub(crate) fn sample(buffers: &[Array]) -> Result<Vec<Array>> {
-    let samples = buffers.iter().map(|buffer| {
-        let stride = i32::try_from(buffer.size() / SAMPLES).unwrap_or(i32::MAX);
-        let sample = buffer.reshape(&[-1])?;
-        let sample = sample.try_index((..).stride_by(stride.max(1)))?;
-        sample.multiply(Array::from_int(1).as_dtype(buffer.dtype())?) // a view would keep the buffer
-    });
-    samples.collect()
+/// A few elements of a buffer, evenly spread, as a copy (lazily).
+pub(crate) fn sample(buffer: &Array) -> Result<Array> {
+    let stride = i32::try_from(buffer.size() / SAMPLES).unwrap_or(i32::MAX);
+    let sample = buffer.reshape(&[-1])?;
+    let sample = sample.try_index((..).stride_by(stride.max(1)))?;
+    sample.multiply(Array::from_int(1).as_dtype(buffer.dtype())?) // a view would keep the buffer
+}
+
+/// A few elements of each buffer.
+pub(crate) fn samples(buffers: &[Array]) -> Result<Vec<Array>> {
+    buffers.iter().map(sample).collect()
 }
 
 impl Reading {
@@ -36,13 +38,13 @@ impl Reading {
     pub(crate) fn of(
         before: &[Array],
         after: &[Array],
-        moments: Option<&[Array]>,
+        moments: &[Option<Array>],
         skipped: Option<Array>,
     ) -> Result<Self> {
         let (mut same, mut all) = (Array::from_int(0), Array::from_int(0));
         for (buffer, (before, after)) in before.iter().zip(after).enumerate() {
-            let moved = match moments {
-                Some(moments) => moments[buffer].ne(Array::from_int(0))?,
+            let moved = match &moments[buffer] {
+                Some(moment) => moment.ne(Array::from_int(0))?,
                 None => after.eq(after)?,
             };
             let equal = ops::logical_and(before.eq(after)?, &moved)?;

@@ -1,11 +1,11 @@
-//! The updates of `mlx.optimizers`, operation for operation, over whole buffers.
+//! The updates of `mlx.optimizers`, operation for operation, over whole buffers where they are elementwise.
 use half::{bf16, f16};
 use mlx_rs::{
     error::{Exception, Result},
     ops, Array, Dtype,
 };
 
-use crate::guard::choose;
+use crate::{adafactor::Adafactor, guard::choose, muon::Muon};
 
 /// Buffers of at least this many bytes are updated by one kernel for each output: a fused kernel with several outputs
 /// cannot take over its inputs' memory, one with a single output can.
@@ -70,7 +70,14 @@ pub enum Optimizer {
         /// Added below both roots.
         eps: f64,
     },
+    /// Factored second moments.
+    Adafactor(Adafactor),
+    /// Orthogonalised momentum.
+    Muon(Muon),
 }
+
+/// A name in a tensor's part of `optimizer.state`, and the shape of the array behind it.
+pub type Moment = (&'static str, Vec<i32>);
 
 /// A scalar in the dtype in which MLX puts a Python number beside an array.
 #[allow(clippy::cast_possible_truncation)]
@@ -89,22 +96,43 @@ impl Optimizer {
         matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)
     }
 
-    /// The names of a tensor's state that the update reads and writes, as in `optimizer.state`.
+    /// The state of a tensor of this shape that the update reads and writes, in its order, in the tensor's dtype.
     #[must_use]
-    pub fn moments(&self) -> &'static [&'static str] {
-        match self {
+    pub fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        let names: &[_] = match self {
+            Self::Adafactor(rule) => return rule.moments(shape),
             Self::Sgd { momentum, .. } if *momentum <= 0.0 => &[],
             Self::Adam { .. } | Self::Adamax { .. } => &["m", "v"],
             Self::Lion { .. } => &["m"],
             Self::AdaDelta { .. } => &["v", "u"],
-            Self::Sgd { .. } | Self::RmsProp { .. } | Self::Adagrad { .. } => &["v"],
+            Self::Sgd { .. } | Self::RmsProp { .. } | Self::Adagrad { .. } | Self::Muon(_) => {
+                &["v"]
+            }
+        };
+        names.iter().map(|name| (*name, shape.to_vec())).collect()
+    }
+
+    /// Whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
+    #[must_use]
+    pub fn is_elementwise(&self, shape: &[i32]) -> bool {
+        match self {
+            Self::Adafactor(_) => false,
+            Self::Muon(_) => shape.len() < 2,
+            _ => true,
         }
+    }
+
+    /// Whether `optimizer.state` has a learning rate.
+    #[must_use]
+    pub fn has_rate(&self) -> bool {
+        !matches!(self, Self::Adafactor(rule) if !rule.has_rate)
     }
 
     /// One update: the new parameter and its new moments.
     ///
-    /// `gradient`, `parameter` and `moments` are of one shape and dtype; `learning_rate` is a float scalar, `step` the
-    /// number of this update (from 1), an integer scalar. Where `take` is given and false, all come back as they were.
+    /// `gradient`, `parameter` and `moments` are of one dtype, the moments of the shapes that [`Optimizer::moments`] gives;
+    /// `learning_rate` is a float scalar where the rule has one, `step` the number of this update (from 1), an integer
+    /// scalar. Where `take` is given and false, all come back as they were.
     ///
     /// # Errors
     /// When MLX refuses an operation.
@@ -113,11 +141,15 @@ impl Optimizer {
         gradient: &Array,
         parameter: &Array,
         moments: &[Array],
-        learning_rate: &Array,
+        learning_rate: Option<&Array>,
         step: &Array,
         take: Option<&Array>,
     ) -> Result<(Array, Vec<Array>)> {
-        let rate = learning_rate.as_dtype(gradient.dtype())?;
+        if let Self::Adafactor(rule) = self {
+            return rule.update([gradient, parameter], moments, learning_rate, step, take);
+        }
+        let rate = learning_rate.ok_or_else(|| no_rate(self))?;
+        let rate = rate.as_dtype(gradient.dtype())?;
         let given = Given {
             gradient,
             parameter,
@@ -164,37 +196,46 @@ impl Optimizer {
             (&Self::RmsProp { alpha, eps }, [v]) => given.rms_prop(v, alpha, eps),
             (&Self::Adagrad { eps }, [v]) => given.adagrad(v, eps),
             (&Self::AdaDelta { rho, eps }, [v, u]) => given.ada_delta([v, u], rho, eps),
-            _ => Err(Exception::custom(format!(
-                "{self:?}: expected the moments {:?}, got {}",
-                self.moments(),
-                moments.len()
-            ))),
+            (Self::Muon(rule), [v]) => rule.update(&given, v),
+            _ => Err(wrong(self, parameter, moments)),
         }
     }
 }
 
-/// What every rule is given.
-#[derive(Clone, Copy)]
-struct Given<'a> {
-    gradient: &'a Array,
-    parameter: &'a Array,
-    rate: &'a Array,
-    take: Option<&'a Array>,
+pub(crate) fn no_rate(rule: &Optimizer) -> Exception {
+    Exception::custom(format!("{rule:?}: expected a learning rate, got none"))
 }
 
-type Updated = Result<(Array, Vec<Array>)>;
+pub(crate) fn wrong(rule: &Optimizer, parameter: &Array, moments: &[Array]) -> Exception {
+    Exception::custom(format!(
+        "{rule:?}: expected the moments {:?}, got {}",
+        rule.moments(parameter.shape()),
+        moments.len()
+    ))
+}
+
+/// What every rule is given.
+#[derive(Clone, Copy)]
+pub(crate) struct Given<'a> {
+    pub(crate) gradient: &'a Array,
+    pub(crate) parameter: &'a Array,
+    pub(crate) rate: &'a Array,
+    pub(crate) take: Option<&'a Array>,
+}
+
+pub(crate) type Updated = Result<(Array, Vec<Array>)>;
 
 impl Given<'_> {
-    fn number(&self, value: f64) -> Array {
+    pub(crate) fn number(&self, value: f64) -> Array {
         scalar(value, self.gradient.dtype())
     }
 
     // the new moment, chosen before the parameter is computed from it: then its memory can still be the old one's
-    fn moment(&self, new: Array, old: &Array) -> Result<Array> {
+    pub(crate) fn moment(&self, new: Array, old: &Array) -> Result<Array> {
         alone(choose(self.take, new, old)?)
     }
 
-    fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
+    pub(crate) fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
         Ok((choose(self.take, parameter, self.parameter)?, moments))
     }
 

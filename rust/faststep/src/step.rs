@@ -509,7 +509,7 @@ impl Engine {
         if !updates || self.updates % METER_EVERY != 1 {
             return Ok(None);
         }
-        let sample = meter::sample(&self.weights(trace))?;
+        let sample = meter::samples(&self.weights(trace))?;
         evaluate(&sample, owner)?; // before the update takes the memory over
         Ok(Some(sample))
     }
@@ -521,19 +521,28 @@ impl Engine {
         skipped: Option<Array>,
         owner: &mut dyn Owner,
     ) -> Result<()> {
-        let after = meter::sample(&self.weights(trace))?;
-        let moments = match &trace.recipe.part {
-            Part::Whole(Rule::Native(rule)) | Part::Update(Rule::Native(rule)) => {
-                let moments = self.state().get(2..2 + self.layout.len());
-                moments.filter(|_| !rule.moments().is_empty())
-            }
-            _ => None,
-        };
-        let moments = moments.map(meter::sample).transpose()?;
-        let reading = Reading::of(before, &after, moments.as_deref(), skipped)?;
+        let after = meter::samples(&self.weights(trace))?;
+        let moments = self.first_moments(trace)?;
+        let reading = Reading::of(before, &after, &moments, skipped)?;
         evaluate(reading.arrays(), owner)?;
         self.reading = Some(reading);
         Ok(())
+    }
+
+    // samples of the first moment of each buffer that has one of its own size
+    fn first_moments(&self, trace: &Trace) -> Result<Vec<Option<Array>>> {
+        let (Part::Whole(Rule::Native(rules)) | Part::Update(Rule::Native(rules))) =
+            &trace.recipe.part
+        else {
+            return Ok(vec![None; self.layout.len()]);
+        };
+        let places = rules.places(&self.layout).into_iter();
+        let samples = places.zip(self.buffers()).map(|(place, buffer)| {
+            let moment = self.state[place].first();
+            let moment = moment.filter(|moment| moment.size() == buffer.size());
+            moment.map(meter::sample).transpose()
+        });
+        Ok(samples.collect::<MlxResult<_>>()?)
     }
 
     // the buffers that the trace updates

@@ -19,8 +19,8 @@ use crate::{
     extras::Places,
     guard::Guard,
     layout::Layout,
-    optimizer::Optimizer,
     outputs::{Outline, Outputs},
+    rules::Rules,
 };
 
 /// What the loss is computed from.
@@ -83,11 +83,13 @@ pub trait Host {
     /// Whatever the loss raises; it ends the trace.
     fn loss(&self, call: LossCall) -> Result<LossOutput>;
 
-    /// The learning rate of a schedule after `step` updates; `None` where the rate is not scheduled on the device.
+    /// The learning rate of a rule's schedule after `step` updates; `None` where it is not scheduled on the device.
+    ///
+    /// `rule`: its number in [`Rules::rules`].
     ///
     /// # Errors
     /// Whatever the schedule raises.
-    fn learning_rate(&self, step: &Array) -> Result<Option<Array>>;
+    fn learning_rate(&self, rule: usize, step: &Array) -> Result<Option<Array>>;
 
     /// Update by an optimizer of the host's own.
     ///
@@ -99,8 +101,8 @@ pub trait Host {
 /// How parameters are updated.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rule {
-    /// By a rule of this crate. State: step, learning rate, then each moment's buffers.
-    Native(Optimizer),
+    /// By rules of this crate. State: as [`Rules`] has it.
+    Native(Rc<Rules>),
     /// By the host's optimizer. State: its arrays.
     Host,
 }

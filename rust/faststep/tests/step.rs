@@ -11,6 +11,7 @@ use faststep::{
     layout::{Layout, Tensor},
     optimizer::Optimizer,
     outputs::Outputs,
+    rules::Rules,
     step::{Call, Engine},
     trace::{Host, LossCall, LossOutput, Part, Recipe, Rule, Trace, UpdateCall, UpdateOutput},
     Error,
@@ -51,7 +52,7 @@ impl Host for Regression {
         })
     }
 
-    fn learning_rate(&self, _: &Array) -> MlxResult<Option<Array>> {
+    fn learning_rate(&self, _: usize, _: &Array) -> MlxResult<Option<Array>> {
         Ok(None)
     }
 
@@ -94,20 +95,20 @@ impl Run {
             Array::from_slice(&[0.0f32], &[1]),
         ];
         let tensors: Vec<Tensor> = parameters.iter().map(Tensor::of).collect();
-        let layout = Rc::new(Layout::flat(tensors));
+        let rules = Rules::one(rule, tensors.len());
+        let layout = Rc::new(rules.layout(tensors));
         let mut state = vec![
             Array::from_slice(&[0u64], &[]),
             Array::from_f32(0.1), // the learning rate
         ];
-        for _ in rule.moments() {
-            let zeros = parameters.iter().map(|p| p.multiply(Array::from_f32(0.0)));
-            let zeros: Vec<Array> = zeros.collect::<MlxResult<_>>().unwrap();
-            state.extend(layout.pack(&zeros).unwrap());
+        // [3, 1] and [1] lie in buffers of their own
+        for (_, shape) in rules.moments(layout.tensors()).flatten() {
+            state.push(mlx_rs::ops::zeros_dtype(&shape, Dtype::Float32).unwrap());
         }
         let host = Rc::new(Regression::default());
         let engine = Engine::new(layout.clone(), parameters, state).unwrap();
         let recipe = Recipe {
-            part: Part::Whole(Rule::Native(rule)),
+            part: Part::Whole(Rule::Native(Rc::new(rules))),
             layout,
             places: engine.places(),
             max_grad_norm,
@@ -250,7 +251,7 @@ fn other_values_are_taken_over() {
 
 #[test]
 fn nothing_to_train_is_an_error() {
-    let layout = Rc::new(Layout::flat(Vec::new()));
+    let layout = Rc::new(Layout::flat(Vec::new(), &[]));
     let engine = Engine::new(layout, Vec::new(), Vec::new());
     assert!(matches!(engine, Err(Error::NoParameters)));
 }
@@ -270,7 +271,8 @@ fn views_are_the_tensors_that_were_packed() {
             Array::from_slice(&values, shape)
         })
         .collect();
-    let layout = Layout::flat(tensors.iter().map(Tensor::of).collect());
+    let keys = [Some(0); 6];
+    let layout = Layout::flat(tensors.iter().map(Tensor::of).collect(), &keys);
     assert_eq!(layout.shared().count(), 2); // [4, 3] with [2, 3]; [3] with [5]
     let lazy = layout.views(&layout.pack(&tensors).unwrap()).unwrap();
     let buffers = layout.pack(&tensors).unwrap();

@@ -14,3 +14,8 @@ pub fn to_python(error: &Error) -> PyErr {
         Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
     }
 }
+
+/// The exception for an operation that MLX refused.
+pub fn mlx(error: mlx_rs::error::Exception) -> PyErr {
+    to_python(&Error::Mlx(error))
+}

@@ -121,7 +121,7 @@ impl Owner for Holder<'_, '_> {
             return;
         };
         if moments.is_shown() {
-            self.held = moments.is_held(self.py, self.prepared.state.len());
+            self.held = moments.is_held(self.py);
             if let Err(error) = moments.hide(self.py) {
                 self.error.get_or_insert(error);
             }

@@ -18,7 +18,7 @@ use pyo3::{
 
 use crate::{
     bridge,
-    optimizer::{traceable_rate, HostSchedules},
+    optimizer::{leaves, traceable_rate, HostSchedules},
     tree::Tree,
     walk::{rebuild, Scope, Slot, Snapshot},
 };
@@ -107,9 +107,10 @@ impl Host for PythonHost {
         self.run(|py, current| current.loss(py, call))
     }
 
-    fn learning_rate(&self, step: &Array) -> MlxResult<Option<Array>> {
+    fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>> {
         self.run(|py, current| {
-            let Some(schedule) = traceable_rate(current.optimizer.bind(py)) else {
+            let optimizers = leaves(current.optimizer.bind(py));
+            let Some(schedule) = optimizers.get(rule).and_then(traceable_rate) else {
                 return Ok(None);
             };
             let rate = schedule.call1((bridge::wrap(py, step)?,))?;

@@ -8,6 +8,7 @@ mod extras;
 mod holder;
 mod host;
 mod moments;
+mod native;
 mod optimizer;
 mod options;
 mod random;

@@ -2,26 +2,65 @@
 //!
 //! The dicts are MLX's own and stay where they are. Between steps their arrays are hollow, unless somebody holds one of
 //! the dicts or has read the property since: then they are views of the buffers.
-use faststep::step::Engine;
+use std::ops::Range;
+
+use faststep::{layout::Layout, rules::Rules, step::Engine};
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyList},
+    types::{PyDict, PyList, PyString},
 };
 
 use crate::{
     bridge,
+    optimizer::{leaves, state},
     walk::{Place, Slot},
 };
 
-/// The dicts of one optimizer that is updated natively.
+/// The dicts of an optimizer that is updated natively, or of those in a `MultiOptimizer`.
 pub struct Moments {
-    state: Py<PyDict>,
-    entries: Vec<Py<PyDict>>, // by tensor
+    members: Vec<Member>, // by rule
+    entries: Vec<Entry>,  // by tensor
     containers: Vec<Py<PyAny>>,
-    names: &'static [&'static str],
+    places: Vec<Range<usize>>, // of each buffer's arrays in the engine's state
     shown: Option<Vec<Array>>, // what the entries hold, tensor by tensor; None: nothing
+}
+
+struct Member {
+    state: Py<PyDict>,
+    scalars: &'static [&'static str],
+}
+
+struct Entry {
+    dict: Py<PyDict>,
+    names: Vec<&'static str>,
+}
+
+fn slot<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Slot<'py>>> {
+    let key = PyString::intern(dict.py(), name);
+    let object = dict.get_item(&key)?.filter(bridge::is_array);
+    let place = Place::Dict(dict.clone(), key.into_any());
+    Ok(object.map(|object| Slot { place, object }))
+}
+
+// what stands at a path, and what is on the way to it
+fn follow<'py>(
+    state: &Bound<'py, PyDict>,
+    path: &[String],
+    containers: &mut Vec<Py<PyAny>>,
+) -> Option<Bound<'py, PyDict>> {
+    let mut at = state.clone().into_any();
+    for part in path {
+        at = match at.cast::<PyList>() {
+            Ok(list) => list.get_item(part.parse::<usize>().ok()?).ok()?,
+            Err(_) => at.cast::<PyDict>().ok()?.get_item(part).ok()??,
+        };
+        if !containers.iter().any(|c| c.is(&at)) {
+            containers.push(at.clone().unbind());
+        }
+    }
+    at.cast_into().ok()
 }
 
 impl Moments {
@@ -29,94 +68,91 @@ impl Moments {
     pub fn find(
         optimizer: &Bound<'_, PyAny>,
         paths: &[Vec<String>],
-        names: &'static [&'static str],
+        rules: &Rules,
+        layout: &Layout,
     ) -> PyResult<Option<Self>> {
-        let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
-        let state = state.cast_into::<PyDict>()?;
+        let states = leaves(optimizer)
+            .iter()
+            .map(state)
+            .collect::<PyResult<Vec<_>>>()?;
         let mut containers: Vec<Py<PyAny>> = Vec::new();
         let mut entries = Vec::with_capacity(paths.len());
-        for path in paths {
-            let mut at = state.clone().into_any();
-            for part in path {
-                let next = if let Ok(list) = at.cast::<PyList>() {
-                    part.parse().ok().and_then(|i: usize| list.get_item(i).ok())
-                } else {
-                    at.cast::<PyDict>()
-                        .ok()
-                        .and_then(|d| d.get_item(part).ok().flatten())
-                };
-                let Some(next) = next else {
-                    return Ok(None);
-                };
-                if !containers.iter().any(|c| c.is(&next)) {
-                    containers.push(next.clone().unbind());
-                }
-                at = next;
-            }
-            let Ok(entry) = at.cast_into::<PyDict>() else {
+        let moments = rules.moments(layout.tensors());
+        for ((path, &rule), moments) in paths.iter().zip(rules.of()).zip(moments) {
+            let Some(dict) = follow(&states[rule], path, &mut containers) else {
                 return Ok(None);
             };
-            entries.push(entry.unbind());
+            entries.push(Entry {
+                dict: dict.unbind(),
+                names: moments.iter().map(|(name, _)| *name).collect(),
+            });
         }
+        let members = states
+            .into_iter()
+            .zip(rules.rules())
+            .map(|(state, rule)| Member {
+                state: state.unbind(),
+                scalars: if rule.has_rate() {
+                    &["step", "learning_rate"]
+                } else {
+                    &["step"]
+                },
+            });
         let mut moments = Self {
-            state: state.unbind(),
+            members: members.collect(),
             entries,
             containers,
-            names,
+            places: rules.places(layout),
             shown: None,
         };
         let shown = moments.slots(optimizer.py())?;
         let arrays = shown.iter().map(|slot| bridge::get(&slot.object)).collect();
         moments.shown = arrays;
-        let complete = shown.len() == moments.entries.len() * names.len();
+        let names = moments.entries.iter().map(|entry| entry.names.len());
+        let complete = shown.len() == names.sum::<usize>();
         Ok(complete.then_some(moments))
     }
 
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Slot<'py>>> {
-        let mut slots = Vec::with_capacity(self.entries.len() * self.names.len());
+        let mut slots = Vec::new();
         for entry in &self.entries {
-            let entry = entry.bind(py);
-            for name in self.names {
-                let key = pyo3::types::PyString::intern(py, name);
-                if let Some(object) = entry.get_item(&key)? {
-                    if bridge::is_array(&object) {
-                        let place = Place::Dict(entry.clone(), key.into_any());
-                        slots.push(Slot { place, object });
-                    }
-                }
+            for name in &entry.names {
+                slots.extend(slot(entry.dict.bind(py), name)?);
             }
         }
         Ok(slots)
     }
 
-    /// The arrays that the entries show: for each moment, a list by tensor.
-    pub fn arrays(&self) -> Vec<Vec<Array>> {
-        let shown = self.shown.as_deref().unwrap_or_default();
-        let by_name = (0..self.names.len()).map(|n| shown.iter().skip(n).step_by(self.names.len()));
-        by_name.map(|arrays| arrays.cloned().collect()).collect()
+    /// The arrays that the entries show: for each tensor, a list by name.
+    pub fn arrays(&self) -> Vec<&[Array]> {
+        let mut rest = self.shown.as_deref().unwrap_or_default();
+        let entries = self.entries.iter().map(|entry| {
+            let (arrays, others) = rest.split_at(entry.names.len().min(rest.len()));
+            rest = others;
+            arrays
+        });
+        entries.collect()
     }
 
-    /// The slots of step and learning rate.
-    pub fn scalars<'py>(&self, py: Python<'py>) -> PyResult<Option<[Slot<'py>; 2]>> {
-        let state = self.state.bind(py);
-        let slot = |key: &Bound<'py, pyo3::types::PyString>| -> PyResult<Option<Slot<'py>>> {
-            let object = state.get_item(key)?.filter(bridge::is_array);
-            let place = Place::Dict(state.clone(), key.clone().into_any());
-            Ok(object.map(|object| Slot { place, object }))
-        };
-        let step = slot(intern!(py, "step"))?;
-        let rate = slot(intern!(py, "learning_rate"))?;
-        Ok(step.zip(rate).map(|(step, rate)| [step, rate]))
+    /// The slots of step and learning rate of each optimizer; `None` where one is missing.
+    pub fn scalars<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Slot<'py>>>> {
+        let members = self.members.iter();
+        let names = members.flat_map(|m| m.scalars.iter().map(|name| (m.state.bind(py), name)));
+        names.map(|(state, name)| slot(state, name)).collect()
     }
 
     /// Whether this is still the optimizer's state, with nothing in it replaced.
     pub fn is_current(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = optimizer.py();
-        if !optimizer
-            .getattr(intern!(py, "_state"))?
-            .is(self.state.bind(py))
-        {
+        let optimizers = leaves(optimizer);
+        if optimizers.len() != self.members.len() {
             return Ok(false);
+        }
+        for (optimizer, member) in optimizers.iter().zip(&self.members) {
+            let state = optimizer.getattr(intern!(py, "_state"))?;
+            if !state.is(member.state.bind(py)) {
+                return Ok(false);
+            }
         }
         let Some(shown) = &self.shown else {
             return Ok(true);
@@ -130,14 +166,11 @@ impl Moments {
         Ok(same)
     }
 
-    /// Whether somebody else refers to the state or to a part of it, beside `slots` of the call under way.
-    pub fn is_held(&self, py: Python<'_>, slots: usize) -> bool {
-        let own = isize::try_from(2 + slots).unwrap_or(isize::MAX);
-        bridge::refcount(self.state.bind(py).as_any()) > own
-            || self
-                .containers
-                .iter()
-                .any(|c| bridge::refcount(c.bind(py)) > 2)
+    /// Whether somebody else refers to a state or to a part of it, beside the call under way with the slots of `scalars`.
+    pub fn is_held(&self, py: Python<'_>) -> bool {
+        let count = |object: &Bound<'_, PyAny>| bridge::refcount(object).unsigned_abs();
+        let held = |member: &Member| count(member.state.bind(py)) > 2 + member.scalars.len();
+        self.members.iter().any(held) || self.containers.iter().any(|c| count(c.bind(py)) > 2)
     }
 
     /// Whether the entries hold their values.
@@ -173,15 +206,16 @@ impl Moments {
 
     // tensor by tensor
     fn views(&self, engine: &Engine) -> MlxResult<Vec<Array>> {
-        let layout = engine.layout();
-        let buffers = engine.state().get(2..).unwrap_or_default();
-        let moments = buffers
-            .chunks(layout.len())
-            .map(|buffers| layout.views(buffers));
-        let moments = moments.collect::<MlxResult<Vec<_>>>()?;
-        let tensors = 0..self.entries.len();
-        Ok(tensors
-            .flat_map(|i| moments.iter().map(move |m| m[i].clone()))
-            .collect())
+        let (layout, state) = (engine.layout(), engine.state());
+        let mut views = vec![Vec::new(); self.entries.len()];
+        for (buffer, place) in self.places.iter().enumerate() {
+            for array in state.get(place.clone()).unwrap_or_default() {
+                let parts = layout.views_of(buffer, array)?;
+                for (tensor, part) in layout.members(buffer).zip(parts) {
+                    views[tensor].push(part);
+                }
+            }
+        }
+        Ok(views.into_iter().flatten().collect())
     }
 }

@@ -1,5 +1,7 @@
 //! What a Python optimizer is: a rule that the engine has, or one to be traced; its schedules.
-use faststep::optimizer::Optimizer as Rule;
+use std::collections::HashMap;
+
+use faststep::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer as Rule, rules::Rules};
 use pyo3::{
     exceptions::PyTypeError,
     intern,
@@ -7,14 +9,70 @@ use pyo3::{
     types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple},
 };
 
-use crate::bridge;
+use crate::{bridge, tree::Tree, walk::Scope};
 
-/// The engine's rule for an optimizer of exactly one of MLX's elementwise classes; `None` for every other.
-pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
+// the name of an optimizer's class, where it is one of MLX's own
+fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
     let class = optimizer.get_type();
-    if class.module().ok()?.to_str().ok()? != "mlx.optimizers.optimizers" {
-        return None;
+    let module = class.module().ok()?;
+    let own = module.to_str().ok()? == "mlx.optimizers.optimizers";
+    own.then(|| class.name().ok()?.extract().ok()).flatten()
+}
+
+/// The engine's rules for an optimizer, of which every part is of exactly one of MLX's classes; `None` for every other.
+///
+/// `trainable`: the parameters as a tree, for the predicates of a `MultiOptimizer`; `paths`: where its arrays stand.
+pub fn native_rules(
+    optimizer: &Bound<'_, PyAny>,
+    paths: &[Vec<String>],
+    trainable: &Bound<'_, PyAny>,
+) -> PyResult<Option<Rules>> {
+    if children(optimizer).is_none() {
+        return Ok(native_rule(optimizer).map(|rule| Rules::one(rule, paths.len())));
     }
+    let mut parts = Vec::new();
+    split(optimizer, trainable, &mut parts)?;
+    let places: HashMap<_, _> = paths.iter().zip(0..).collect();
+    let mut of = vec![None; paths.len()];
+    let mut rules = Vec::with_capacity(parts.len());
+    for (number, (part, tree)) in parts.iter().enumerate() {
+        let known = parts[..number].iter().any(|(other, _)| other.is(part));
+        let Some(rule) = native_rule(part).filter(|_| !known) else {
+            return Ok(None);
+        };
+        rules.push(rule);
+        for path in Tree::record(tree, Scope::Whole)?.0.paths(tree.py()) {
+            if let Some(&at) = places.get(&path) {
+                of[at] = Some(number);
+            }
+        }
+    }
+    let of: Option<Vec<usize>> = of.into_iter().collect();
+    Ok(of.map(|of| Rules::new(rules, of)))
+}
+
+// the optimizers that update, each with its part of the parameters
+fn split<'py>(
+    optimizer: &Bound<'py, PyAny>,
+    trainable: &Bound<'py, PyAny>,
+    parts: &mut Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+) -> PyResult<()> {
+    let multi = class_of_mlx(optimizer).as_deref() == Some("MultiOptimizer");
+    let Some(children) = children(optimizer).filter(|_| multi) else {
+        parts.push((optimizer.clone(), trainable.clone()));
+        return Ok(());
+    };
+    let method = intern!(optimizer.py(), "_split_dictionary");
+    let trees = optimizer.call_method1(method, (trainable,))?;
+    for (child, tree) in children.iter().zip(trees.try_iter()?) {
+        split(&child, &tree?, parts)?;
+    }
+    Ok(())
+}
+
+/// The engine's rule for an optimizer of exactly one of MLX's classes that update; `None` for every other.
+pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
+    let class = class_of_mlx(optimizer)?;
     let number = |name: &str| {
         let value = optimizer.getattr(name).ok()?;
         let plain = value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyInt>();
@@ -40,7 +98,7 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
     if !only_rate_scheduled {
         return None;
     }
-    match class.name().ok()?.to_str().ok()? {
+    match class.as_str() {
         "SGD" => Some(Rule::Sgd {
             momentum: number("momentum")?,
             weight_decay: number("weight_decay")?,
@@ -68,19 +126,54 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
             rho: number("rho")?,
             eps: number("eps")?,
         }),
+        "Muon" => Some(Rule::Muon(Muon {
+            momentum: number("momentum")?,
+            weight_decay: number("weight_decay")?,
+            nesterov: flag("nesterov")?,
+            ns_steps: optimizer.getattr("ns_steps").ok()?.extract().ok()?,
+        })),
+        "Adafactor" => adafactor(optimizer).map(Rule::Adafactor),
         _ => None,
     }
+}
+
+fn adafactor(optimizer: &Bound<'_, PyAny>) -> Option<Adafactor> {
+    let get = |name: &str| optimizer.getattr(name).ok();
+    let rule = Adafactor {
+        eps: get("eps")?.extract().ok()?,
+        clip_threshold: get("clip_threshold")?.extract().ok()?,
+        decay_rate: get("decay_rate")?.extract().ok()?,
+        beta_1: get("beta_1")?.extract().ok()?,
+        weight_decay: get("weight_decay")?.extract().ok()?,
+        scale_parameter: get("scale_parameter")?.extract().ok()?,
+        relative_step: get("relative_step")?.extract().ok()?,
+        warmup_init: get("warmup_init")?.extract().ok()?,
+        has_rate: state(optimizer).ok()?.contains("learning_rate").ok()?,
+    };
+    (rule.has_rate || rule.relative_step).then_some(rule)
+}
+
+// what a `MultiOptimizer` delegates to
+fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
+    let children = optimizer.getattr_opt(intern!(optimizer.py(), "optimizers"));
+    children.ok()??.cast_into().ok()
 }
 
 /// The optimizer and, of a `MultiOptimizer`, those in it.
 pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     let mut all = vec![optimizer.clone()];
-    if let Ok(Some(children)) = optimizer.getattr_opt(intern!(optimizer.py(), "optimizers")) {
-        if let Ok(children) = children.cast::<PyList>() {
-            all.extend(children.iter().flat_map(|child| members(&child)));
-        }
+    for child in children(optimizer).iter().flatten() {
+        all.extend(members(&child));
     }
     all
+}
+
+/// Those among the members that update: the order of their rules.
+pub fn leaves<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+    match children(optimizer) {
+        Some(children) => children.iter().flat_map(|child| leaves(&child)).collect(),
+        None => vec![optimizer.clone()],
+    }
 }
 
 fn schedulers<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<(String, Bound<'py, PyAny>)>> {
@@ -125,7 +218,8 @@ pub fn traceable_rate<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, P
     rate.map(|(_, schedule)| schedule).filter(is_traceable)
 }
 
-fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+/// The dict behind `optimizer.state`, as it is.
+pub fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
     let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
     Ok(state.cast_into()?)
 }

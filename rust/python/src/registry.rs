@@ -7,7 +7,7 @@ use std::{
 
 use pyo3::{intern, prelude::*};
 
-use crate::store::Store;
+use crate::{optimizer::members, store::Store};
 
 /// A store that several steps share.
 pub struct Shared(RefCell<Store>);
@@ -65,8 +65,14 @@ pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResul
     Ok(new)
 }
 
-/// Make a store the one that keeps the optimizer's state; what another one kept goes back to the optimizer.
+/// Make a store the one that keeps the state of the optimizer and of those in it; what another one kept goes back to them.
 pub fn claim(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
+    members(optimizer)
+        .iter()
+        .try_for_each(|member| claim_one(shared, member))
+}
+
+fn claim_one(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
     let owner = find(optimizer);
     if owner
         .as_ref()

@@ -7,7 +7,6 @@ use std::{rc::Rc, thread::ThreadId};
 use faststep::{
     extras::Needs,
     layout::{Layout, Tensor},
-    optimizer::Optimizer as NativeRule,
     outputs::Outputs,
     precision::wide,
     step::Engine,
@@ -23,11 +22,12 @@ use pyo3::{
 
 use crate::{
     bridge,
-    errors::to_python,
+    errors::{mlx, to_python},
     extras::Carried,
     host::{dotted, Role},
     moments::Moments,
-    optimizer::native_rule,
+    native::Native,
+    optimizer::{members, native_rule},
     random::key_list,
     tree::Tree,
     walk::{rebuild, Scope, Slot, Snapshot},
@@ -102,10 +102,6 @@ pub struct Store {
     carried: Option<Carried>, // what an engine that is gone has kept
 }
 
-fn mlx(error: mlx_rs::error::Exception) -> PyErr {
-    to_python(&faststep::Error::Mlx(error))
-}
-
 // arrays in half precision as float32, in their places
 fn widen(slots: &[Slot<'_>]) -> PyResult<()> {
     for slot in slots {
@@ -155,13 +151,16 @@ impl Store {
     /// Whether this is the store of that model and optimizer.
     pub fn is_of(&self, model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> bool {
         let py = model.py();
-        self.model.bind(py).upgrade().is_some_and(|m| m.is(model)) && self.is_owner(optimizer)
+        let is = |mine: &Py<PyWeakrefReference>, other: &Bound<'_, PyAny>| {
+            mine.bind(py).upgrade().is_some_and(|mine| mine.is(other))
+        };
+        is(&self.model, model) && is(&self.optimizer, optimizer)
     }
 
-    /// Whether the store is of that optimizer.
+    /// Whether the store is of that optimizer, or of one that it is in.
     pub fn is_owner(&self, optimizer: &Bound<'_, PyAny>) -> bool {
         let mine = self.optimizer.bind(optimizer.py()).upgrade();
-        mine.is_some_and(|mine| mine.is(optimizer))
+        mine.is_some_and(|mine| members(&mine).iter().any(|member| member.is(optimizer)))
     }
 
     /// An error on every thread but the one that made the store.
@@ -414,6 +413,7 @@ impl Store {
         let Some(engine) = &self.engine else {
             return Ok(None);
         };
+        let layout = engine.layout().clone();
         let scope = self.scope();
         let known: Vec<usize> = match scope {
             Scope::Whole => engine.state().iter().map(faststep::array::id).collect(),
@@ -428,12 +428,12 @@ impl Store {
         let same = before.is_some_and(|before| before == tree.tensors());
         self.sign_options(optimizer.py(), tree);
         if let Some(Rule::Native(old)) = &self.rule {
-            match native_rule(optimizer) {
-                Some(rule) if rule.moments() == old.moments() => {
-                    self.rule = Some(Rule::Native(rule));
-                }
-                _ => return Ok(None),
-            }
+            let rule = native_rule(optimizer);
+            let rule = rule.and_then(|rule| old.replaced(rule, layout.tensors()));
+            let Some(rules) = rule else {
+                return Ok(None); // of a `MultiOptimizer`, predicates may have changed
+            };
+            self.rule = Some(Rule::Native(Rc::new(rules)));
         } else if !same {
             return Ok(None);
         }
@@ -446,7 +446,7 @@ impl Store {
         optimizer: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Vec<Slot<'py>>>> {
         match &self.moments {
-            Some(moments) => Ok(moments.scalars(optimizer.py())?.map(Vec::from)),
+            Some(moments) => moments.scalars(optimizer.py()),
             None => Ok(Some(slots)),
         }
     }
@@ -520,26 +520,26 @@ impl Store {
         } else {
             trainable
         };
-        optimizer.call_method1(intern!(py, "init"), (trainable,))?;
+        optimizer.call_method1(intern!(py, "init"), (&trainable,))?;
         let parameters = signature
             .parameters
             .iter()
             .map(|&slot| bridge::get(&slots[slot].object));
         let parameters: Vec<Array> = parameters.flatten().collect();
-        let engine =
-            if let Some((layout, moments, state)) = self.native_state(optimizer, &signature)? {
-                self.moments = Some(moments);
-                Engine::new(Rc::new(layout), parameters, state)
-            } else {
-                self.rule = Some(Rule::Host);
-                let layout = Layout::separate(signature.tensors());
-                if self.mixed {
-                    widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
-                }
-                let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
-                let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
-                Engine::new(Rc::new(layout), parameters, state.collect())
-            };
+        let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
+            self.rule = Some(Rule::Native(Rc::new(native.rules)));
+            self.moments = Some(native.moments);
+            Engine::new(Rc::new(native.layout), parameters, native.state)
+        } else {
+            self.rule = Some(Rule::Host);
+            let layout = Layout::separate(signature.tensors());
+            if self.mixed {
+                widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
+            }
+            let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
+            let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
+            Engine::new(Rc::new(layout), parameters, state.collect())
+        };
         let mut engine = engine.map_err(|error| to_python(&error))?;
         if let Some(carried) = &self.carried {
             let keep = carried.onto(&self.names()?, &signature.tensors());
@@ -551,60 +551,22 @@ impl Store {
         Ok(engine)
     }
 
-    #[allow(clippy::type_complexity)]
-    fn native_state(
-        &mut self,
+    fn native(
+        &self,
         optimizer: &Bound<'_, PyAny>,
         signature: &ModelSignature,
-    ) -> PyResult<Option<(Layout, Moments, Vec<Array>)>> {
-        let tensors = signature.tensors();
-        let native = native_rule(optimizer).filter(|_| {
-            !signature.tree.is_aliased() && tensors.iter().all(|t| NativeRule::supports(t.dtype))
-        });
-        let Some(rule) = native else {
+        trainable: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Native>> {
+        if signature.tree.is_aliased() {
             return Ok(None);
-        };
-        let Some(moments) = Moments::find(optimizer, &signature.paths(), rule.moments())? else {
-            return Ok(None);
-        };
-        let Some([step, rate]) = moments.scalars(optimizer.py())? else {
-            return Ok(None);
-        };
-        let mut state: Vec<Array> = [step, rate]
-            .iter()
-            .filter_map(|slot| bridge::get(&slot.object))
-            .collect();
-        let layout = Layout::flat(tensors.clone());
-        for mut moment in moments.arrays() {
-            if self.mixed {
-                let widened = moment
-                    .iter()
-                    .map(|array| array.as_dtype(wide(array.dtype())));
-                moment = widened.collect::<Result<_, _>>().map_err(mlx)?;
-            }
-            let expected = tensors.iter().map(|tensor| Tensor {
-                dtype: if self.mixed {
-                    wide(tensor.dtype)
-                } else {
-                    tensor.dtype
-                },
-                ..tensor.clone()
-            });
-            if moment.iter().map(Tensor::of).ne(expected) {
-                return Ok(None); // moments of another shape or dtype: as the optimizer itself would take them
-            }
-            state.extend(layout.pack(&moment).map_err(mlx)?);
         }
-        self.rule = Some(Rule::Native(rule));
-        Ok(Some((layout, moments, state)))
+        let given = (signature.paths(), signature.tensors());
+        Native::find(optimizer, given, trainable, self.mixed)
     }
 
     fn state_slots<'py>(&self, optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<Slot<'py>>> {
         match &self.moments {
-            Some(moments) => Ok(moments
-                .scalars(optimizer.py())?
-                .map(Vec::from)
-                .unwrap_or_default()),
+            Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
             None => Ok(Tree::record(optimizer, Scope::Whole)?.1),
         }
     }

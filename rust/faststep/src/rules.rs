@@ -1,0 +1,174 @@
+//! Which tensor is updated by which rule, and where the arrays of an update stand in the list of the state.
+//!
+//! First come step and learning rate of each rule, then the moments of each buffer.
+use std::ops::Range;
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+use crate::{
+    guard::choose,
+    layout::{Layout, Tensor},
+    optimizer::{Moment, Optimizer},
+    trace::{Host, UpdateOutput},
+};
+
+/// The rules of a step: one, or those of a `MultiOptimizer`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rules {
+    rules: Vec<Optimizer>,
+    of: Vec<usize>,
+}
+
+/// The scalars of one rule.
+struct Head {
+    at: usize,
+    step: Array,
+    rate: Option<Array>,
+    scheduled: bool,
+}
+
+impl Rules {
+    /// `of`: for each tensor, the rule that updates it.
+    #[must_use]
+    pub fn new(rules: Vec<Optimizer>, of: Vec<usize>) -> Self {
+        Self { rules, of }
+    }
+
+    /// One rule for so many tensors.
+    #[must_use]
+    pub fn one(rule: Optimizer, tensors: usize) -> Self {
+        Self::new(vec![rule], vec![0; tensors])
+    }
+
+    /// The rules.
+    #[must_use]
+    pub fn rules(&self) -> &[Optimizer] {
+        &self.rules
+    }
+
+    /// For each tensor, the rule that updates it.
+    #[must_use]
+    pub fn of(&self) -> &[usize] {
+        &self.of
+    }
+
+    /// The state of each tensor.
+    pub fn moments<'a>(&'a self, tensors: &'a [Tensor]) -> impl Iterator<Item = Vec<Moment>> + 'a {
+        let pairs = self.of.iter().zip(tensors);
+        pairs.map(|(&rule, tensor)| self.rules[rule].moments(&tensor.shape))
+    }
+
+    /// Lay out tensors so that those share buffers which one rule updates element by element.
+    #[must_use]
+    pub fn layout(&self, tensors: Vec<Tensor>) -> Layout {
+        let pairs = self.of.iter().zip(&tensors);
+        let keys = pairs.map(|(&rule, tensor)| {
+            let elementwise = self.rules[rule].is_elementwise(&tensor.shape);
+            elementwise.then_some(rule)
+        });
+        let keys: Vec<_> = keys.collect();
+        Layout::flat(tensors, &keys)
+    }
+
+    /// The same with another rule in place of the only one; `None` where that one keeps another state.
+    #[must_use]
+    pub fn replaced(&self, rule: Optimizer, tensors: &[Tensor]) -> Option<Self> {
+        let new = Self::one(rule, self.of.len());
+        let same = self.rules.len() == 1
+            && self.rules[0].has_rate() == new.rules[0].has_rate()
+            && std::mem::discriminant(&self.rules[0]) == std::mem::discriminant(&new.rules[0])
+            && self.moments(tensors).eq(new.moments(tensors));
+        same.then_some(new)
+    }
+
+    /// The number of steps and learning rates.
+    #[must_use]
+    pub fn scalars(&self) -> usize {
+        let rules = self.rules.iter();
+        rules.map(|rule| 1 + usize::from(rule.has_rate())).sum()
+    }
+
+    /// Where the moments of each buffer stand.
+    #[must_use]
+    pub fn places(&self, layout: &Layout) -> Vec<Range<usize>> {
+        let mut end = self.scalars();
+        let buffers = 0..layout.len();
+        let places = buffers.map(|buffer| {
+            let start = end;
+            if let Some(first) = layout.members(buffer).next() {
+                let tensor = &layout.tensors()[first];
+                end += self.rules[self.of[first]].moments(&tensor.shape).len();
+            }
+            start..end
+        });
+        places.collect()
+    }
+
+    /// One update of every buffer: the new parameters, and what is new in `state`.
+    pub(crate) fn update(
+        &self,
+        layout: &Layout,
+        host: &dyn Host,
+        state: &[Array],
+        (gradients, weights): (&[Array], &[Array]),
+        good: Option<&Array>,
+    ) -> Result<UpdateOutput> {
+        let heads = self.heads(host, state)?;
+        let mut new_state = Vec::with_capacity(state.len());
+        let mut parameters = Vec::with_capacity(weights.len());
+        let buffers = gradients.iter().zip(weights).enumerate();
+        for ((buffer, (gradient, weight)), place) in buffers.zip(self.places(layout)) {
+            let Some(old) = state.get(place.clone()) else {
+                return Err(short());
+            };
+            let rule = layout.members(buffer).next().map_or(0, |i| self.of[i]);
+            let (head, rule) = (&heads[rule], &self.rules[rule]);
+            let rate = head.rate.as_ref();
+            let (weight, new) = rule.update(gradient, weight, old, rate, &head.step, good)?;
+            parameters.push(weight);
+            new_state.extend(place.zip(new));
+        }
+        for head in heads {
+            let step = choose(good, head.step, &state[head.at])?;
+            new_state.push((head.at, step));
+            if let (Some(rate), true) = (head.rate, head.scheduled) {
+                let rate = choose(good, rate, &state[head.at + 1])?;
+                new_state.push((head.at + 1, rate));
+            }
+        }
+        Ok(UpdateOutput {
+            parameters,
+            state: new_state,
+        })
+    }
+
+    // the number of this update, and the learning rate that its schedule gives for those before
+    fn heads(&self, host: &dyn Host, state: &[Array]) -> Result<Vec<Head>> {
+        let mut at = 0;
+        let heads = self.rules.iter().enumerate().map(|(number, rule)| {
+            let here = at;
+            at += 1 + usize::from(rule.has_rate());
+            let [step, rate @ ..] = state.get(here..at).ok_or_else(short)? else {
+                return Err(short());
+            };
+            let scheduled = match rate {
+                [_] => host.learning_rate(number, step)?,
+                _ => None,
+            };
+            Ok(Head {
+                at: here,
+                step: step.add(Array::from_int(1).as_dtype(step.dtype())?)?,
+                scheduled: scheduled.is_some(),
+                rate: scheduled.or_else(|| rate.first().cloned()),
+            })
+        });
+        heads.collect()
+    }
+}
+
+fn short() -> Exception {
+    Exception::custom("an update needs step, learning rate and moments")
+}
