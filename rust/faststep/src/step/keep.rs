@@ -1,0 +1,124 @@
+//! What the engine keeps beside the optimizer's state, given out and taken up by tensor, and the masters among it.
+use mlx_rs::{transforms::eval, Array, Dtype};
+
+use super::Engine;
+use crate::{
+    error::Result,
+    extras::{Keep, Needs},
+    precision,
+};
+
+impl Engine {
+    /// What the step keeps beside the optimizer's state, by tensor.
+    ///
+    /// # Errors
+    /// When MLX refuses a view.
+    pub fn keep(&self) -> Result<Keep> {
+        let places = self.places;
+        let by_tensor = |first: usize| -> Result<Vec<Option<Array>>> {
+            let buffers = &self.state[first..first + self.layout.len()];
+            Ok(self.layout.views(buffers)?.into_iter().map(Some).collect())
+        };
+        let open = places.window.filter(|_| self.batches > 0);
+        Ok(Keep {
+            masters: match places.masters {
+                Some(_) if !self.masters_are_old => Some(self.masters()?),
+                _ => None,
+            },
+            average: places.average.map(by_tensor).transpose()?,
+            window: open.map(by_tensor).transpose()?,
+            weight: open.map(|first| self.state[first + self.layout.len()].clone()),
+            batches: self.batches,
+            scale: places
+                .scale
+                .map(|at| [self.state[at].clone(), self.state[at + 1].clone()]),
+        })
+    }
+
+    /// Take up what a step has kept. What is missing begins anew; a master counts as long as it rounds to its parameter.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn take_up(&mut self, keep: &Keep) -> Result<()> {
+        self.batches = keep.batches;
+        self.need(Needs {
+            masters: keep.masters.is_some(),
+            average: keep.average.is_some(),
+            window: keep.window.is_some(),
+            scale: keep.scale.is_some(),
+        })?;
+        if let Some(masters) = &keep.masters {
+            self.set_masters(masters.clone())?;
+        }
+        for (kept, first) in [
+            (&keep.average, self.places.average),
+            (&keep.window, self.places.window),
+        ] {
+            if let (Some(kept), Some(first)) = (kept, first) {
+                self.set_kept(kept, first)?;
+            }
+        }
+        if let (Some(weight), Some(at)) = (&keep.weight, self.places.total(&self.layout)) {
+            self.state[at] = weight.clone();
+        }
+        if let (Some(scale), Some(at)) = (&keep.scale, self.places.scale) {
+            self.state.splice(at..at + 2, scale.iter().cloned());
+        }
+        eval(&self.state)?;
+        Ok(())
+    }
+
+    // buffers from tensors; those that are missing stay what they are
+    fn set_kept(&mut self, kept: &[Option<Array>], first: usize) -> Result<()> {
+        let buffers = first..first + self.layout.len();
+        let mut tensors = self.layout.views(&self.state[buffers.clone()])?;
+        for (tensor, kept) in tensors.iter_mut().zip(kept) {
+            if let Some(kept) = kept {
+                *tensor = kept.as_dtype(tensor.dtype())?;
+            }
+        }
+        let packed = self.layout.pack(&tensors)?;
+        self.state.splice(buffers, packed);
+        Ok(())
+    }
+
+    // the buffers, masters in the place of what has one
+    pub(super) fn wide_buffers(&self) -> Vec<Array> {
+        let mut buffers = self.buffers();
+        for buffer in self.layout.halves() {
+            if let Some(at) = self.places.master(&self.layout, buffer) {
+                buffers[buffer] = self.state[at].clone();
+            }
+        }
+        buffers
+    }
+
+    // by tensor; none for those that need none
+    pub(super) fn masters(&self) -> Result<Vec<Option<Array>>> {
+        let buffers = self.wide_buffers();
+        let tensors = self.layout.views(&buffers)?.into_iter();
+        let tensors = tensors.zip(self.layout.tensors());
+        Ok(tensors
+            .map(|(master, tensor)| precision::is_half(tensor.dtype).then_some(master))
+            .collect())
+    }
+
+    // masters by tensor; for those that are missing, or round to another value, the parameters
+    pub(super) fn set_masters(&mut self, masters: Vec<Option<Array>>) -> Result<()> {
+        let mut tensors = Vec::with_capacity(masters.len());
+        for (master, parameter) in masters.into_iter().zip(&self.parameters) {
+            let kept = match master {
+                Some(master) if master.as_dtype(parameter.dtype())?.eq_values(parameter)? => master,
+                _ => parameter.clone(),
+            };
+            tensors.push(kept.as_dtype(Dtype::Float32)?);
+        }
+        for buffer in self.layout.halves() {
+            if let Some(at) = self.places.master(&self.layout, buffer) {
+                self.state[at] = self.layout.pack_one(buffer, &tensors)?;
+            }
+        }
+        eval(&self.state)?;
+        Ok(())
+    }
+}
