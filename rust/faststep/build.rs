@@ -1,15 +1,26 @@
-//! Compiles the few lines of C++ that reach what mlx-c leaves out.
+//! Compiles the C++ that reaches what mlx-c leaves out.
 use std::env;
+
+/// The sources below `native`.
+const SOURCES: [&str; 9] = [
+    "array",
+    "pack",
+    "plan/device",
+    "plan/ffi",
+    "plan/memory",
+    "plan/plan",
+    "plan/queue",
+    "plan/rules",
+    "plan/sharing",
+];
 
 fn main() {
     println!("cargo:rerun-if-changed=native");
     let mut build = cc::Build::new();
-    build
-        .cpp(true)
-        .std("c++20")
-        .pic(true)
-        .file("native/array.cpp")
-        .file("native/pack.cpp");
+    build.cpp(true).std("c++20").pic(true);
+    for source in SOURCES {
+        build.file(format!("native/{source}.cpp"));
+    }
     let include = env::var_os("DEP_MLX_INCLUDE").unwrap_or_default();
     for dir in env::split_paths(&include) {
         build.flag("-isystem").flag(dir);

@@ -1,0 +1,47 @@
+// One primitive at work, and the ways to give its outputs memory.
+#pragma once
+
+#include "plan.hpp"
+
+namespace faststep::plan {
+
+struct Site {
+  Memory& memory;
+  const Op& op;
+  Work work;
+
+  Node& in(size_t i) {
+    return *op.inputs[i];
+  }
+  Node& out(size_t i = 0) {
+    return *op.outputs[i];
+  }
+};
+
+// The memory and layout of an array.
+void lay_out(Node& node, Data data, size_t data_size, mx::Strides strides, mx::array::Flags flags);
+// Memory of its own: in rows, or laid out like another array.
+void fresh(Site& site, Node& out);
+void fresh_like(Site& site, Node& out, const mx::array& like);
+void share(Node& out, const Node& in);
+// A buffer that is needed only while the kernels run.
+void temporary(Site& site, size_t bytes);
+// Whether nobody else has the array.
+bool is_free(const Node& in);
+
+// The primitives whose outputs are views, take over an input's memory, or copy it as it lies (sharing.cpp).
+void view(Site& site);
+void reshape(Site& site);
+void unary(Site& site);
+void binary(Site& site);
+void select(Site& site);
+void as_type(Site& site);
+void full(Site& site);
+void contiguous(Site& site);
+void scatter(Site& site);
+void slice_update(Site& site);
+void sort(Site& site);
+void compiled(Site& site);
+void copy_into(Site& site, const Node& in, Node& out, bool vector);
+
+} // namespace faststep::plan

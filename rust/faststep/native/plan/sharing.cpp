@@ -1,0 +1,301 @@
+// Which arrays share memory: mlx/backend/common/{common,slicing,broadcasting,utils,compiled}.cpp and
+// mlx/backend/common/{unary,binary,ternary,copy}.h, which the CPU and the GPUs have in common.
+#include <algorithm>
+
+#include "mlx/backend/common/binary.h"
+#include "mlx/backend/common/ternary.h"
+#include "mlx/backend/common/utils.h"
+#include "rules.hpp"
+
+namespace faststep::plan {
+
+namespace {
+
+constexpr size_t donation_extra = 16384; // an array may take over a buffer that is larger by so many bytes
+
+// An array of that shape and dtype without memory, and memory that is none.
+mx::array bare(const mx::array& face) {
+  return mx::array(face.shape(), face.dtype(), nullptr, {});
+}
+
+mx::allocator::Data nothing() {
+  return {mx::allocator::Buffer(nullptr), {}};
+}
+
+// The strides with which `in` can be seen in another shape, where that needs no copy.
+bool reshapes(const mx::array& in, const mx::Shape& to, mx::Strides& strides) {
+  mx::Shape shape;
+  mx::Strides steps;
+  for (int i = 0; i < static_cast<int>(in.ndim()); ++i) {
+    if (i == 0 || (in.shape(i) != 1 && in.strides(i) * in.shape(i) != steps.back())) {
+      shape.push_back(in.shape(i));
+      steps.push_back(in.strides(i));
+    } else if (in.shape(i) != 1) {
+      shape.back() *= in.shape(i);
+      steps.back() = in.strides(i);
+    }
+  }
+  size_t j = 0;
+  for (auto n : to) {
+    if (j < shape.size() && shape[j] % n == 0) {
+      shape[j] /= n;
+      strides.push_back(shape[j] * steps[j]);
+      j += shape[j] == 1;
+    } else if (n == 1) {
+      strides.push_back(strides.back());
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether a fused kernel can go through all of its inputs as they lie.
+bool lies_together(const std::vector<Node*>& inputs, const mx::Shape& shape) {
+  bool any = true, rows = true, columns = true;
+  int count = 0;
+  for (const auto* in : inputs) {
+    if (in->face.ndim() == 0) {
+      continue;
+    }
+    ++count;
+    auto flags = in->face.flags();
+    bool same = in->face.shape() == shape;
+    any &= flags.contiguous && same;
+    rows &= flags.row_contiguous && same;
+    columns &= flags.col_contiguous && same;
+  }
+  return count == 0 ? shape.empty() : count == 1 ? any : rows || columns;
+}
+
+} // namespace
+
+void lay_out(Node& node, Data data, size_t data_size, mx::Strides strides, mx::array::Flags flags) {
+  node.face = bare(node.face);
+  node.face.set_data(nothing(), data_size, std::move(strides), flags, 0);
+  node.data = std::move(data);
+}
+
+void fresh(Site& site, Node& out) {
+  out.face = bare(out.face);
+  out.face.set_data(nothing());
+  out.data = site.memory.allocate(out.face.nbytes());
+}
+
+void fresh_like(Site& site, Node& out, const mx::array& like) {
+  auto data = site.memory.allocate(like.data_size() * out.face.itemsize());
+  lay_out(out, std::move(data), like.data_size(), like.strides(), like.flags());
+}
+
+void share(Node& out, const Node& in) {
+  lay_out(out, in.data, in.face.data_size(), in.face.strides(), in.face.flags());
+}
+
+void temporary(Site& site, size_t bytes) {
+  site.work.temporaries.push_back(site.memory.allocate(bytes));
+  ++site.work.kernels;
+}
+
+bool is_free(const Node& in) {
+  return in.refs == 1 && in.data.use_count() == 1 && in.data->owned;
+}
+
+namespace {
+
+bool can_donate(const Node& in, const Node& out) {
+  return is_free(in) && in.face.itemsize() == out.face.itemsize() &&
+      in.data->bytes <= out.face.nbytes() + donation_extra;
+}
+
+bool takes_over(const Node& in, Node& out) {
+  if (can_donate(in, out)) {
+    share(out, in);
+    return true;
+  }
+  return false;
+}
+
+void binary_into(Site& site, Node& out) {
+  auto &a = site.in(0), &b = site.in(1);
+  auto whole = [&out](const Node& x) {
+    return x.face.flags().row_contiguous && x.face.size() == out.face.size();
+  };
+  switch (mx::get_binary_op_type(a.face, b.face)) {
+    case mx::BinaryOpType::ScalarScalar:
+      lay_out(out, site.memory.allocate(out.face.itemsize()), 1, a.face.strides(), a.face.flags());
+      break;
+    case mx::BinaryOpType::ScalarVector:
+      takes_over(b, out) || (fresh_like(site, out, b.face), true);
+      break;
+    case mx::BinaryOpType::VectorScalar:
+      takes_over(a, out) || (fresh_like(site, out, a.face), true);
+      break;
+    case mx::BinaryOpType::VectorVector:
+      takes_over(a, out) || takes_over(b, out) || (fresh_like(site, out, a.face), true);
+      break;
+    case mx::BinaryOpType::General:
+      (whole(a) && takes_over(a, out)) || (whole(b) && takes_over(b, out)) || (fresh(site, out), true);
+      break;
+  }
+}
+
+} // namespace
+
+// The primitives whose outputs are views lay them out themselves: on arrays without memory.
+void view(Site& site) {
+  std::vector<mx::array> inputs, outputs;
+  for (auto* in : site.op.inputs) {
+    inputs.push_back(bare(in->face));
+    inputs.back().set_data(nothing(), in->face.data_size(), in->face.strides(), in->face.flags(), 0);
+  }
+  for (auto* out : site.op.outputs) {
+    outputs.push_back(bare(out->face));
+  }
+  site.op.primitive->eval_cpu(inputs, outputs);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto& face = outputs[i];
+    Data data;
+    for (size_t j = 0; j < inputs.size(); ++j) {
+      if (inputs[j].data_shared_ptr() == face.data_shared_ptr()) {
+        data = site.in(j).data;
+      }
+    }
+    data = data ? data : site.memory.allocate(0);
+    lay_out(site.out(i), std::move(data), face.data_size(), face.strides(), face.flags());
+  }
+  site.work.kernels = 0;
+}
+
+void reshape(Site& site) {
+  const auto& in = site.in(0);
+  auto& out = site.out();
+  const auto& shape = out.face.shape();
+  auto flags = in.face.flags();
+  mx::Strides strides;
+  site.work.kernels = 0;
+  if (in.face.size() == 0 || flags.row_contiguous) {
+    auto longest = std::max_element(shape.begin(), shape.end());
+    flags.col_contiguous = out.face.size() <= 1 || out.face.size() == static_cast<size_t>(*longest);
+    strides = mx::make_contiguous_strides(shape);
+  } else if (in.face.ndim() == 0) {
+    strides = mx::Strides(shape.size(), 0);
+  } else if (!reshapes(in.face, shape, strides)) {
+    site.work.kernels = 1;
+    fresh(site, out);
+    return;
+  }
+  lay_out(out, in.data, in.face.data_size(), std::move(strides), flags);
+}
+
+void unary(Site& site) {
+  auto &in = site.in(0), &out = site.out();
+  if (!in.face.flags().contiguous) {
+    fresh(site, out);
+  } else if (!takes_over(in, out)) {
+    fresh_like(site, out, in.face);
+  }
+}
+
+void binary(Site& site) {
+  for (auto* out : site.op.outputs) {
+    binary_into(site, *out);
+  }
+}
+
+void select(Site& site) {
+  auto &a = site.in(0), &b = site.in(1), &c = site.in(2), &out = site.out();
+  auto type = mx::get_ternary_op_type(a.face, b.face, c.face);
+  auto taken = [&](const Node& x) {
+    bool fits = type == mx::TernaryOpType::VectorVectorVector || x.face.flags().row_contiguous;
+    return fits && takes_over(x, out);
+  };
+  if (type == mx::TernaryOpType::ScalarScalarScalar) {
+    lay_out(out, site.memory.allocate(out.face.itemsize()), 1, b.face.strides(), b.face.flags());
+  } else if (!(taken(a) || taken(b) || taken(c))) {
+    if (type == mx::TernaryOpType::VectorVectorVector) {
+      fresh_like(site, out, b.face);
+    } else {
+      fresh(site, out);
+    }
+  }
+}
+
+// A copy of the buffer as it lies (`vector`), or one in rows.
+void copy_into(Site& site, const Node& in, Node& out, bool vector) {
+  if (!vector) {
+    fresh(site, out);
+  } else if (takes_over(in, out)) {
+    site.work.kernels -= in.face.dtype() == out.face.dtype();
+  } else {
+    fresh_like(site, out, in.face);
+  }
+}
+
+void as_type(Site& site) {
+  copy_into(site, site.in(0), site.out(), site.in(0).face.flags().contiguous);
+}
+
+void full(Site& site) {
+  const auto& face = site.in(0).face;
+  copy_into(site, site.in(0), site.out(), face.data_size() != 1 && face.flags().contiguous);
+}
+
+void contiguous(Site& site) {
+  const auto& in = site.in(0);
+  auto& out = site.out();
+  if (in.data->bytes <= out.face.nbytes() + donation_extra && in.face.flags().row_contiguous) {
+    share(out, in);
+    site.work.kernels = 0;
+  } else {
+    fresh(site, out);
+  }
+}
+
+void scatter(Site& site) {
+  ++site.work.kernels;
+  copy_into(site, site.in(0), site.out(), site.in(0).face.flags().row_contiguous);
+}
+
+void slice_update(Site& site) {
+  const auto& face = site.in(0).face;
+  bool vector = face.data_size() != 1 && face.flags().contiguous && face.size() == face.data_size();
+  ++site.work.kernels;
+  copy_into(site, site.in(0), site.out(), vector);
+}
+
+void sort(Site& site) {
+  ++site.work.kernels;
+  copy_into(site, site.in(0), site.out(), site.in(0).face.flags().contiguous);
+}
+
+// A fused kernel.
+void compiled(Site& site) {
+  const auto& outputs = site.op.outputs;
+  bool together = lies_together(site.op.inputs, outputs[0]->face.shape());
+  const mx::array* like = nullptr;
+  size_t next = 0;
+  for (auto* in : site.op.inputs) {
+    if (next == outputs.size()) {
+      break;
+    }
+    auto& out = *outputs[next];
+    bool fits = together || (in->face.flags().row_contiguous && in->face.size() == out.face.size());
+    if (like == nullptr && together && in->face.size() == out.face.size()) {
+      like = &in->face;
+    }
+    if (fits && in->face.ndim() > 0 && in->face.itemsize() == out.face.itemsize() && is_free(*in)) {
+      auto strides = together ? in->face.strides() : mx::make_contiguous_strides(out.face.shape());
+      lay_out(out, in->data, in->face.data_size(), std::move(strides), in->face.flags());
+      ++next;
+    }
+  }
+  for (; next < outputs.size(); ++next) {
+    if (like != nullptr) {
+      fresh_like(site, *outputs[next], *like);
+    } else {
+      fresh(site, *outputs[next]);
+    }
+  }
+}
+
+} // namespace faststep::plan
