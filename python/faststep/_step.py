@@ -19,6 +19,7 @@ from faststep import _state
 from faststep._loss import Losses
 from faststep._native import core
 from faststep._options import Nonfinite, Options
+from faststep._plan import MemoryPlan, memory_plan
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,36 @@ class Step:
         """
         return self._program.gradients(self.model, self.optimizer, self.loss_fn, batch, named)
 
+    def memory_plan(self, *batch: Any, **named: Any) -> MemoryPlan:
+        """Say what steps on such a batch will take of the device's memory, before the first one takes it.
+
+        The step is traced, which the first step then need not do, and MLX's evaluation of it is gone through without
+        computing anything: model, optimizer and random state stay as they are. A loss function that cannot be traced is
+        called and may compute; what the plan says is then less certain.
+
+        Args:
+            *batch: As for a step.
+            **named: As for a step.
+
+        Returns:
+            The plan. A `RuntimeWarning` says so when it does not fit into the device's memory.
+
+        Raises:
+            TypeError: As a step does.
+            ValueError: As a step does.
+            RuntimeError: As a step does.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from faststep import Step
+            >>> step = Step(nn.Linear(1000, 1000), optim.Adam(1e-3), lambda model, x: model(x).square().mean())
+            >>> plan = step.memory_plan(mx.zeros((64, 1000)))
+            >>> plan.parameters, plan.fits
+            (4004000, True)
+        """
+        plan = self._program.memory_plan(self.model, self.optimizer, self.loss_fn, batch, named, self._accumulate)
+        return memory_plan(plan)
+
     def synchronize(self) -> None:
         """Wait for all work in flight.
 
@@ -365,6 +396,20 @@ class Program:
         """Return what the loss function returned and the tree of gradients."""
         _refuse_average(model)
         return self.core.gradients(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
+
+    def memory_plan(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any],
+        batch: tuple[Any, ...],
+        named: dict[str, Any],
+        accumulate: int,
+    ) -> core.MemoryPlan:
+        """Return what steps on the batch will take of the device's memory."""
+        _refuse_average(model)
+        number = self._losses.number(loss_fn)
+        return self.core.memory_plan(model, optimizer, loss_fn, number, batch, named, accumulate)
 
 
 _showing: Counter[int] = Counter()  # ids of models that show their average

@@ -9,6 +9,7 @@ pub mod array;
 pub mod blas;
 mod body;
 pub mod clip;
+mod course;
 pub mod error;
 pub mod extras;
 pub mod guard;
@@ -19,8 +20,10 @@ pub mod muon;
 pub mod optimizer;
 pub mod outputs;
 pub mod pack;
+pub mod plan;
 pub mod precision;
 pub mod rules;
+mod simulation;
 pub mod step;
 pub mod trace;
 

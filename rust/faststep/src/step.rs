@@ -14,11 +14,13 @@ use mlx_rs::{
 };
 
 use crate::{
+    course::{Part as Planned, Scene},
     error::{Error, Result},
     extras::{Needs, Places},
     layout::Layout,
     meter::{self, Reading},
     outputs::Outputs,
+    plan::{self, Plan},
     trace::{Part, Rule, Trace},
 };
 
@@ -111,6 +113,7 @@ pub struct Engine {
     in_flight: VecDeque<Array>,
     seconds: Seconds,
     failed: bool,
+    drafted: bool, // nothing is evaluated: to be planned with
 }
 
 impl Engine {
@@ -119,6 +122,23 @@ impl Engine {
     /// # Errors
     /// [`Error::NoParameters`], or an array that cannot be evaluated.
     pub fn new(layout: Rc<Layout>, parameters: Vec<Array>, state: Vec<Array>) -> Result<Self> {
+        Self::of(layout, parameters, state, false)
+    }
+
+    /// The same without memory of its own: everything stays lazy, to be planned with and dropped.
+    ///
+    /// # Errors
+    /// [`Error::NoParameters`], or an array that cannot be joined.
+    pub fn draft(layout: Rc<Layout>, parameters: Vec<Array>, state: Vec<Array>) -> Result<Self> {
+        Self::of(layout, parameters, state, true)
+    }
+
+    fn of(
+        layout: Rc<Layout>,
+        parameters: Vec<Array>,
+        state: Vec<Array>,
+        drafted: bool,
+    ) -> Result<Self> {
         if layout.is_empty() {
             return Err(Error::NoParameters);
         }
@@ -139,6 +159,7 @@ impl Engine {
             in_flight: VecDeque::new(),
             seconds: Seconds::default(),
             failed: false,
+            drafted,
         };
         engine.pack()?;
         Ok(engine)
@@ -219,7 +240,9 @@ impl Engine {
         }
         let new = self.places.add(needs, &self.layout, &self.buffers())?;
         if !new.is_empty() {
-            eval(&new)?;
+            if !self.drafted {
+                eval(&new)?;
+            }
             self.state.extend(new);
         }
         Ok(())
@@ -229,12 +252,10 @@ impl Engine {
         let shared = self.layout.shared();
         let packed = shared.map(|buffer| self.layout.pack_one(buffer, &self.parameters));
         self.shared = packed.collect::<MlxResult<_>>()?;
-        eval(
-            self.shared
-                .iter()
-                .chain(&self.parameters)
-                .chain(&self.state),
-        )?;
+        if !self.drafted {
+            let arrays = self.shared.iter().chain(&self.parameters);
+            eval(arrays.chain(&self.state))?;
+        }
         let buffers = self.buffers();
         self.parameters = self.layout.views(&buffers)?;
         Ok(())
@@ -347,11 +368,7 @@ impl Engine {
         let started = Instant::now();
         let metered = self.sample(trace, owner)?;
         let inputs = self.take(call);
-        let traced = trace.call(&inputs);
-        if trace.has_traced() {
-            owner.clean();
-        }
-        let mut outputs = match traced {
+        let mut outputs = match build(trace, &inputs, owner) {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
@@ -453,14 +470,62 @@ impl Engine {
     ) -> Result<Outputs> {
         self.complete(owner)?;
         let inputs = self.take(call);
-        let traced = trace.call(&inputs);
-        if trace.has_traced() {
-            owner.clean();
-        }
+        let traced = build(trace, &inputs, owner);
         self.put_back(inputs);
         let outputs = traced.map_err(Error::Trace)?;
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
         Ok(outputs)
+    }
+
+    /// What `calls` steps, which make one update, take of the device's memory. They are traced and not evaluated, and
+    /// nothing changes. `shown` is what the user's objects hold of parameters and state until the first update.
+    ///
+    /// # Errors
+    /// Of a trace, or of a step before.
+    pub fn plan(
+        &mut self,
+        trace: &mut Trace,
+        update: Option<&mut Trace>,
+        call: Call,
+        (calls, in_flight): (usize, usize),
+        shown: &[Array],
+        owner: &mut dyn Owner,
+    ) -> Result<Plan> {
+        self.synchronize(owner)?;
+        let others = call.others.len();
+        let inputs = self.take(call);
+        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
+        let mut traced = build(trace, &inputs, owner).map(|outputs| vec![outputs]);
+        let mut asked = vec![trace];
+        if let (Ok(all), Some(update)) = (&mut traced, update) {
+            match build(update, &inputs[..kept], owner) {
+                Ok(outputs) => all.push(outputs),
+                Err(error) => traced = Err(error),
+            }
+            asked.push(update);
+        }
+        let planned = traced.and_then(|outputs| {
+            let parts = asked.iter().zip(&outputs);
+            let parts = parts.map(|(trace, outputs)| Planned {
+                outputs,
+                keep_gradients: trace.recipe.keep_gradients,
+                warm: trace.warm,
+                eager: trace.is_eager(),
+            });
+            plan::plan(&Scene {
+                layout: &self.layout,
+                inputs: &inputs,
+                states: self.places.len,
+                window: self.places.window,
+                others,
+                shown,
+                parts: &parts.collect::<Vec<_>>(),
+                calls,
+                in_flight,
+            })
+        });
+        self.put_back(inputs);
+        planned.map_err(Error::Trace)
     }
 
     /// Wait for everything in flight.
@@ -548,9 +613,23 @@ impl Engine {
     }
 }
 
+// the graph of a trace
+fn build(trace: &mut Trace, inputs: &[Array], owner: &mut dyn Owner) -> MlxResult<Outputs> {
+    let outputs = trace.call(inputs);
+    if trace.has_traced() {
+        owner.clean();
+    }
+    outputs
+}
+
 // everything that comes before the update, then a part of the update, while the old state is held
 fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
     evaluate(outputs.before_update(), owner)?;
+    evaluate(trial(outputs), owner)
+}
+
+// the part of the update that a first evaluation tries out
+pub(crate) fn trial(outputs: &Outputs) -> Vec<&Array> {
     let state = outputs.state.iter().map(|(_, array)| array);
     let mut update: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
     update.sort_by_key(|array| array.nbytes());
@@ -560,8 +639,7 @@ fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
         bytes += array.nbytes();
         fits
     });
-    let trial: Vec<&Array> = trial.collect();
-    evaluate(trial, owner)
+    trial.collect()
 }
 
 fn evaluate<'a>(

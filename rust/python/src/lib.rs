@@ -48,6 +48,7 @@ fn bind_blas(library: PathBuf) -> PyResult<usize> {
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.py().import("mlx.core")?;
     bridge::init(module)?;
+    module.add_class::<step::MemoryPlan>()?;
     module.add_class::<step::Step>()?;
     module.add_class::<traces::TraceRecord>()?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;

@@ -173,6 +173,11 @@ impl Moments {
         self.members.iter().any(held) || self.containers.iter().any(|c| count(c.bind(py)) > 2)
     }
 
+    /// What the entries hold, tensor by tensor; nothing where they are hollow.
+    pub fn shown(&self) -> &[Array] {
+        self.shown.as_deref().unwrap_or_default()
+    }
+
     /// Whether the entries hold their values.
     pub fn is_shown(&self) -> bool {
         self.shown.is_some()

@@ -33,6 +33,10 @@ use crate::{
     walk::rebuild,
 };
 
+mod plan;
+
+pub use plan::MemoryPlan;
+
 /// So many steps may pass before it is counted which of them were skipped.
 const MAX_FLAGS: usize = 256;
 
@@ -214,6 +218,25 @@ impl Step {
         })
     }
 
+    /// What a step on this batch will take of the device's memory; nothing is computed and nothing changes.
+    #[allow(clippy::too_many_arguments)] // what the user passes
+    fn memory_plan<'py>(
+        &self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        loss_fn: &Bound<'py, PyAny>,
+        loss_number: usize,
+        args: &Bound<'py, PyTuple>,
+        named: &Bound<'py, PyDict>,
+        accumulate: usize,
+    ) -> PyResult<MemoryPlan> {
+        let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
+        self.enter(model.py(), |inner, store| {
+            registry::claim(&self.shared, optimizer)?;
+            inner.memory_plan(store, &user, accumulate)
+        })
+    }
+
     /// Wait for all work in flight.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         self.enter(py, |_, store| match &mut store.engine {
@@ -374,7 +397,9 @@ impl Inner {
             let mut prepared = self.prepare(store, user, task)?;
             let undo = prepared.undo.take();
             self.seconds.look += started.elapsed().as_secs_f64();
-            let outcome = self.run(store, user, &prepared, tree, &batch, task);
+            let outcome = self.run(store, user, tree, task, |inner, store| {
+                inner.attempt(store, user, &prepared, &batch, task)
+            });
             if let (Err(_), Some(undo)) = (&outcome, undo) {
                 undo.restore()?;
                 store.discard();
@@ -455,7 +480,9 @@ impl Inner {
         let (tree, batch) = user.batch()?;
         let mut prepared = self.prepare(store, user, Task::Gradients)?;
         let undo = prepared.undo.take();
-        let outcome = self.run(store, user, &prepared, tree, &batch, Task::Gradients);
+        let outcome = self.run(store, user, tree, Task::Gradients, |inner, store| {
+            inner.attempt(store, user, &prepared, &batch, Task::Gradients)
+        });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
@@ -467,21 +494,20 @@ impl Inner {
     }
 
     // traces where it has to and runs; once more, uncompiled, where the loss cannot be traced. True: a new trace
-    fn run(
+    fn run<T>(
         &mut self,
         store: &mut Store,
         user: &User<'_>,
-        prepared: &Prepared<'_>,
         tree: Tree,
-        batch: &[Array],
         task: Task,
-    ) -> PyResult<(Output, bool)> {
+        mut attempt: impl FnMut(&mut Self, &mut Store) -> Result<T, Stop>,
+    ) -> PyResult<(T, bool)> {
         let started = Instant::now();
         let tree = Rc::new(tree);
         self.check_compiler(user.py())?;
         loop {
             self.find(store, user, &tree, task)?;
-            let stop = match self.attempt(store, user, prepared, batch, task) {
+            let stop = match attempt(self, store) {
                 Ok(output) => {
                     let seconds = started.elapsed().as_secs_f64();
                     let new = self.traces.settle(seconds);
@@ -594,28 +620,8 @@ impl Inner {
         let py = user.py();
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let key = bridge::get(&store.key_list.bind(py).get_item(0)?).ok_or_else(missing)?;
-        let mut rest = vec![key];
-        rest.extend_from_slice(batch);
-        let call = Call {
-            others: store.others.clone(),
-            rest,
-        };
-        self.host.current.replace(Some(Current {
-            model: user.model.clone().unbind(),
-            optimizer: user.optimizer.clone().unbind(),
-            loss_fn: user.loss_fn.clone().unbind(),
-            weighted: self.options.weighted,
-            mixed: self.options.compute.is_some(),
-            arguments: user.arguments.clone().unbind(),
-            key_list: store.key_list.clone_ref(py),
-            roles: signature.roles.clone(),
-            trainable: signature.trainable.clone_ref(py),
-            compiled: self.compiled,
-            restore: self.compiled || task == Task::Gradients,
-            stop: None,
-            template: None,
-        }));
+        let restore = self.compiled || task == Task::Gradients;
+        let call = self.enter_host(store, user, batch, restore)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
         let (last, before) = self.traces.last_two();
@@ -653,11 +659,7 @@ impl Inner {
             }
         }
         let shown = holder.show(engine, outcome.is_ok() && task != Task::Gradients);
-        let current = self.host.current.take();
-        let (stop, template) = current.map_or((None, None), |c| (c.stop, c.template));
-        if let (Some(last), Some(template)) = (self.traces.last_two().0, template) {
-            last.template = Some(template);
-        }
+        let stop = self.leave_host();
         shown?;
         match (outcome, stop, refusal) {
             (_, _, Some(refusal)) => Err(Stop::Raised(refusal)),
@@ -665,6 +667,49 @@ impl Inner {
             (Err(_), Some(stop), _) => Err(stop),
             (Err(error), None, _) => Err(from_device(&error)),
         }
+    }
+
+    // what the host is given for the call under way, and what the engine is
+    fn enter_host(
+        &self,
+        store: &Store,
+        user: &User<'_>,
+        batch: &[Array],
+        restore: bool,
+    ) -> PyResult<Call> {
+        let py = user.py();
+        let signature = store.signature()?;
+        let missing = || PyRuntimeError::new_err("there is no random key");
+        let key = bridge::get(&store.key_list.bind(py).get_item(0)?).ok_or_else(missing)?;
+        self.host.current.replace(Some(Current {
+            model: user.model.clone().unbind(),
+            optimizer: user.optimizer.clone().unbind(),
+            loss_fn: user.loss_fn.clone().unbind(),
+            weighted: self.options.weighted,
+            mixed: self.options.compute.is_some(),
+            arguments: user.arguments.clone().unbind(),
+            key_list: store.key_list.clone_ref(py),
+            roles: signature.roles.clone(),
+            trainable: signature.trainable.clone_ref(py),
+            compiled: self.compiled,
+            restore,
+            stop: None,
+            template: None,
+        }));
+        Ok(Call {
+            others: store.others.clone(),
+            rest: std::iter::once(key).chain(batch.iter().cloned()).collect(),
+        })
+    }
+
+    // after the engine's call: what ended the trace
+    fn leave_host(&mut self) -> Option<Stop> {
+        let current = self.host.current.take();
+        let (stop, template) = current.map_or((None, None), |c| (c.stop, c.template));
+        if let (Some(last), Some(template)) = (self.traces.last_two().0, template) {
+            last.template = Some(template);
+        }
+        stop
     }
 
     // what the loss function returned, with the arrays of this step

@@ -98,6 +98,7 @@ pub struct Store {
     pub moments: Option<Moments>,
     /// How the optimizer is updated, once a step has begun.
     pub rule: Option<Rule>,
+    drafts: bool,             // what is taken over stays lazy
     mixed: bool,              // the optimizer updates float32 masters
     carried: Option<Carried>, // what an engine that is gone has kept
 }
@@ -143,6 +144,7 @@ impl Store {
             engine: None,
             moments: None,
             rule: None,
+            drafts: false,
             mixed: false,
             carried: None,
         })
@@ -219,6 +221,19 @@ impl Store {
             state,
             undo,
         })
+    }
+
+    /// The same for a plan: what has not been taken over yet takes no memory, and is to be discarded.
+    pub fn prepare_draft<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        needs: Needs,
+    ) -> PyResult<Prepared<'py>> {
+        self.drafts = true;
+        let prepared = self.prepare(model, optimizer, needs);
+        self.drafts = false;
+        prepared
     }
 
     /// After a new trace: where an update gave a parameter another dtype, everything is looked at anew.
@@ -526,10 +541,15 @@ impl Store {
             .iter()
             .map(|&slot| bridge::get(&slots[slot].object));
         let parameters: Vec<Array> = parameters.flatten().collect();
+        let take = if self.drafts {
+            Engine::draft
+        } else {
+            Engine::new
+        };
         let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
             self.rule = Some(Rule::Native(Rc::new(native.rules)));
             self.moments = Some(native.moments);
-            Engine::new(Rc::new(native.layout), parameters, native.state)
+            take(Rc::new(native.layout), parameters, native.state)
         } else {
             self.rule = Some(Rule::Host);
             let layout = Layout::separate(signature.tensors());
@@ -538,7 +558,7 @@ impl Store {
             }
             let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
             let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
-            Engine::new(Rc::new(layout), parameters, state.collect())
+            take(Rc::new(layout), parameters, state.collect())
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
         if let Some(carried) = &self.carried {

@@ -119,6 +119,7 @@ void Plan::begin(const Arrays& given, const Arrays& roots) {
       each.data.reset();
     }
   }
+  queue_.shift();
   foreign_.clear();
   for (const auto& [_, resident] : residents_) {
     auto data = resident.data.lock();

@@ -106,6 +106,7 @@ class Queue {
   explicit Queue(const Device& device);
   void dispatch(Work work, size_t elements, std::vector<Data> keeps);
   size_t finish(); // the end of an evaluation; what to wait for
+  void shift(); // something else has been evaluated in between
   void wait(size_t until);
   void wait_for_one();
   int tasks() const {
@@ -126,7 +127,7 @@ class Queue {
   size_t pending_ = 0, elements_ = 0; // of the task or graph that is being filled
   std::vector<Data> keeps_;
   std::deque<Item> items_;
-  size_t done_ = 0;
+  size_t done_ = 0, shifts_ = 0;
 };
 
 using Arrays = std::vector<const mx::array*>;

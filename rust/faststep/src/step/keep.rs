@@ -47,6 +47,9 @@ impl Engine {
             window: keep.window.is_some(),
             scale: keep.scale.is_some(),
         })?;
+        if self.drafted {
+            return Ok(()); // a plan asks for no values
+        }
         if let Some(masters) = &keep.masters {
             self.set_masters(masters.clone())?;
         }

@@ -1,0 +1,225 @@
+//! The course of training, call by call, as [`crate::simulation`] goes through it: what is evaluated, and who holds what.
+//!
+//! It follows [`crate::step::Engine`]: what that evaluates, lets go of or takes up in another order, this has to as well.
+use std::collections::{HashSet, VecDeque};
+
+use mlx_rs::{error::Result, Array};
+
+use crate::{
+    array,
+    layout::Layout,
+    outputs::Outputs,
+    simulation::{Device, Reading, Simulation, Use},
+    step::trial,
+};
+
+/// Of the calls that make one update, so many at the most.
+const MOST_CALLS: usize = 4;
+
+/// A part of a step that has been traced.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part<'a> {
+    pub outputs: &'a Outputs,
+    pub keep_gradients: bool,
+    /// Whether it has been evaluated before.
+    pub warm: bool,
+    /// Whether the host computes it anew each time.
+    pub eager: bool,
+}
+
+/// What the parts of a step are computed from, and how they follow each other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scene<'a> {
+    pub layout: &'a Layout,
+    /// Parameters, shared buffers, state, others; then key and batch.
+    pub inputs: &'a [Array],
+    pub states: usize,
+    /// The place of the window in the state: one array for each buffer, and one more.
+    pub window: Option<usize>,
+    pub others: usize,
+    /// What the user's objects hold of parameters and state.
+    pub shown: &'a [Array],
+    /// The whole step or that of a batch, and the update by a window.
+    pub parts: &'a [Part<'a>],
+    /// The calls that make one update.
+    pub calls: usize,
+    pub in_flight: usize,
+}
+
+impl<'a> Scene<'a> {
+    fn parameters(&self) -> &'a [Array] {
+        let shared = self.layout.shared().count();
+        &self.inputs[..self.layout.tensors().len() + shared]
+    }
+
+    fn state(&self) -> &'a [Array] {
+        let first = self.parameters().len();
+        &self.inputs[first..first + self.states]
+    }
+
+    fn window(&self) -> &'a [Array] {
+        let window = self.window.map(|first| first..=first + self.layout.len());
+        window.map_or(&[], |window| &self.state()[window])
+    }
+
+    fn others(&self) -> &'a [Array] {
+        let first = self.parameters().len() + self.states;
+        &self.inputs[first..first + self.others]
+    }
+
+    fn rest(&self) -> &'a [Array] {
+        &self.inputs[self.parameters().len() + self.states + self.others..]
+    }
+
+    // which output takes the place of which input
+    fn pairs(&self, outputs: &'a Outputs) -> Vec<(&'a Array, &'a Array)> {
+        let (parameters, state, others) = (self.parameters(), self.state(), self.others());
+        let (tensors, shared) = parameters.split_at(self.layout.tensors().len());
+        let mut shared = shared.iter();
+        let mut pairs = Vec::new();
+        for (buffer, new) in outputs.parameters.iter().enumerate() {
+            if self.layout.single(buffer).is_none() {
+                pairs.extend(shared.next().map(|old| (old, new)));
+            }
+            pairs.extend(self.layout.members(buffer).map(|i| (&tensors[i], new)));
+        }
+        pairs.extend(outputs.state.iter().map(|(i, new)| (&state[*i], new)));
+        pairs.extend(outputs.others.iter().map(|(i, new)| (&others[*i], new)));
+        pairs.extend(self.rest().first().zip(outputs.key.as_ref()));
+        pairs
+    }
+}
+
+/// The simulation of a scene, and how far it has come.
+pub(crate) struct Course<'a> {
+    scene: &'a Scene<'a>,
+    simulation: Simulation,
+    shown: bool, // whether the user's objects still hold what was there before the first step
+    warm: Vec<bool>,
+    in_flight: VecDeque<usize>,
+}
+
+impl<'a> Course<'a> {
+    /// Begin on that device.
+    pub fn new(scene: &'a Scene<'a>, device: &Device) -> Self {
+        Self {
+            scene,
+            simulation: Simulation::new(device),
+            shown: true,
+            warm: scene.parts.iter().map(|part| part.warm).collect(),
+            in_flight: VecDeque::new(),
+        }
+    }
+
+    /// What it has come to since this was last asked.
+    pub fn read(&mut self) -> Reading {
+        let reading = self.simulation.read();
+        self.simulation.reset_peak();
+        reading
+    }
+
+    /// Before the first step, parameters are joined and state is made, while the user's objects hold their own.
+    pub fn lay_out(&mut self) -> Result<()> {
+        let scene = self.scene;
+        let all = [scene.inputs, scene.shown].concat();
+        let all: Vec<&Array> = all.iter().collect();
+        let (key, batch) = scene.rest().split_at(scene.rest().len().min(1));
+        self.simulation.mark(scene.shown, Use::Parameter)?;
+        self.simulation.mark(scene.parameters(), Use::Parameter)?;
+        self.simulation.mark(scene.state(), Use::State)?;
+        self.simulation.mark(scene.others(), Use::Other)?;
+        self.simulation.mark(key, Use::Other)?;
+        self.simulation.mark(batch, Use::Batch)?;
+        for part in scene.parts {
+            self.simulation
+                .mark(&part.outputs.gradients, Use::Gradient)?;
+        }
+        self.simulation.begin(&[], &all)?;
+        self.simulation.hold(&all)?;
+        let owned = scene.parameters().iter().chain(scene.state());
+        let owned: Vec<&Array> = owned.chain(scene.shown).collect();
+        self.simulation.eval(&owned)
+    }
+
+    /// The calls that make one update; of many, a few do for all.
+    pub fn update(&mut self) -> Result<()> {
+        let last = self.scene.parts.len() - 1;
+        for call in (0..self.scene.calls.min(MOST_CALLS)).rev() {
+            let updates = call == 0 && last > 0;
+            // the window is kept for an update that may fail
+            let proves = updates && (!self.warm[last] || self.scene.parts[last].eager);
+            let mut done = self.run(0, if proves { self.scene.window() } else { &[] })?;
+            if updates {
+                done = self.run(last, &[])?;
+            }
+            self.in_flight.push_back(done);
+            self.wait(self.scene.in_flight);
+        }
+        Ok(())
+    }
+
+    /// Let so many calls be under way, no more.
+    pub fn wait(&mut self, in_flight: usize) {
+        let done = self.in_flight.len().saturating_sub(in_flight);
+        for done in self.in_flight.drain(..done) {
+            self.simulation.wait(done);
+        }
+    }
+
+    fn run(&mut self, number: usize, kept: &[Array]) -> Result<usize> {
+        let (scene, part) = (self.scene, self.scene.parts[number]);
+        let outputs = part.outputs;
+        let state = outputs.state.iter().map(|(_, array)| array);
+        let updated: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
+        let before: Vec<&Array> = outputs.before_update().collect();
+        let all = [before.as_slice(), &updated].concat();
+        let shown = if self.shown { scene.shown } else { &[] };
+        let inputs: Vec<&Array> = scene.inputs.iter().chain(shown).collect();
+        self.simulation.begin(&inputs, &all)?;
+        self.simulation.hold(&inputs)?;
+        self.simulation.hold(&all)?;
+        if !std::mem::replace(&mut self.warm[number], true) {
+            self.simulation.eval(&before)?;
+            self.simulation.eval(&trial(outputs))?;
+        }
+        self.simulation.hold(&kept.iter().collect::<Vec<_>>())?;
+        self.let_go(&part, shown)?;
+        let done = if part.keep_gradients {
+            self.simulation.async_eval(&all)?
+        } else {
+            let gradients: HashSet<usize> = outputs.gradients.iter().map(array::id).collect();
+            let rest = all.into_iter();
+            let rest = rest.filter(|array| !gradients.contains(&array::id(array)));
+            self.simulation.async_eval(&rest.collect::<Vec<_>>())?
+        };
+        if outputs.loss.is_some() {
+            let returned = outputs.loss.iter().chain(&outputs.aux);
+            let returned: Vec<&Array> = returned.chain(kept).collect();
+            self.simulation.keep(&returned)?;
+        }
+        for (input, output) in scene.pairs(outputs) {
+            self.simulation.carry(input, output)?;
+        }
+        Ok(done)
+    }
+
+    // what an evaluation may write over: what the engine and the user's objects hold no more
+    fn let_go(&mut self, part: &Part, shown: &[Array]) -> Result<()> {
+        let (scene, outputs) = (self.scene, part.outputs);
+        if !outputs.parameters.is_empty() {
+            let shown: Vec<&Array> = shown.iter().chain(scene.parameters()).collect();
+            self.simulation.release(&shown)?;
+            self.shown = false;
+        }
+        if !part.keep_gradients {
+            let gradients: Vec<&Array> = outputs.gradients.iter().collect();
+            self.simulation.release(&gradients)?;
+        }
+        let state: Vec<&Array> = outputs
+            .state
+            .iter()
+            .map(|(i, _)| &scene.state()[*i])
+            .collect();
+        self.simulation.release(&state)
+    }
+}

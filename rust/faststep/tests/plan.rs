@@ -1,0 +1,164 @@
+//! A plan of the engine's: nothing is evaluated, nothing changes, and its trace is the step's.
+#![allow(clippy::unwrap_used)] // how a test fails
+
+use std::{cell::Cell, rc::Rc};
+
+use faststep::{
+    array,
+    extras::Places,
+    layout::{Layout, Tensor},
+    optimizer::Optimizer,
+    plan::Plan,
+    rules::Rules,
+    step::{Call, Engine},
+    trace::{Host, LossCall, LossOutput, Part, Recipe, Rule, Trace, UpdateCall, UpdateOutput},
+    Error,
+};
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    Array, Dtype,
+};
+
+const WIDTH: i32 = 512;
+const BATCH: i32 = 64;
+
+/// The mean square of `tanh(x w)`; counts its calls.
+#[derive(Default)]
+struct Squares(Cell<usize>);
+
+impl Host for Squares {
+    fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
+        self.0.set(self.0.get() + 1);
+        let ([w], [x]) = (call.parameters, call.batch) else {
+            return Err(Exception::custom("expected w and x"));
+        };
+        let y = mlx_rs::ops::tanh(x.matmul(w)?)?;
+        Ok(LossOutput {
+            loss: y.square()?.mean(None)?,
+            weight: None,
+            aux: Vec::new(),
+            parameters: Vec::new(),
+            others: Vec::new(),
+            kept: Vec::new(),
+            key: None,
+        })
+    }
+
+    fn learning_rate(&self, _: usize, _: &Array) -> MlxResult<Option<Array>> {
+        Ok(None)
+    }
+
+    fn update(&self, _: UpdateCall) -> MlxResult<UpdateOutput> {
+        Err(Exception::custom("the update is native"))
+    }
+}
+
+fn zeros(shape: &[i32]) -> Array {
+    mlx_rs::ops::zeros_dtype(shape, Dtype::Float32).unwrap()
+}
+
+fn parts() -> (Rc<Layout>, Vec<Array>, Vec<Array>) {
+    let w = zeros(&[WIDTH, WIDTH]);
+    let state = vec![
+        Array::from_int(0),
+        Array::from_f32(0.1),
+        zeros(&[WIDTH, WIDTH]),
+        zeros(&[WIDTH, WIDTH]),
+    ];
+    let layout = Rc::new(Layout::flat(vec![Tensor::of(&w)], &[Some(0)]));
+    (layout, vec![w], state)
+}
+
+fn adam() -> Rule {
+    let adam = Optimizer::Adam {
+        betas: (0.9, 0.999),
+        eps: 1e-8,
+        bias_correction: false,
+        weight_decay: None,
+    };
+    Rule::Native(Rc::new(Rules::one(adam, 1)))
+}
+
+fn trace(layout: &Rc<Layout>, host: &Rc<Squares>) -> Trace {
+    let recipe = Recipe {
+        part: Part::Whole(adam()),
+        layout: layout.clone(),
+        places: Places::behind(4),
+        max_grad_norm: None,
+        max_grad_value: None,
+        guard: None,
+        compute: None,
+        ema_decay: None,
+        keep_gradients: false,
+        others: 0,
+    };
+    Trace::new(recipe, host.clone(), true)
+}
+
+fn call(width: i32) -> Call {
+    Call {
+        others: Vec::new(),
+        rest: vec![Array::from_slice(&[0_u32, 0], &[2]), zeros(&[BATCH, width])],
+    }
+}
+
+fn plan(engine: &mut Engine, trace: &mut Trace, call: Call) -> Result<Plan, Error> {
+    let shown = engine.parameters().to_vec();
+    engine.plan(trace, None, call, (1, 2), &shown, &mut ())
+}
+
+#[test]
+fn a_draft_is_planned_without_memory() {
+    let (layout, parameters, state) = parts();
+    let host = Rc::new(Squares::default());
+    let mut trace = trace(&layout, &host);
+    let mut draft = Engine::draft(layout, parameters, state).unwrap();
+    let plan = plan(&mut draft, &mut trace, call(WIDTH)).unwrap();
+
+    let square = 4 * usize::try_from(WIDTH * WIDTH).unwrap();
+    assert_eq!(plan.parameters, square);
+    assert_eq!(plan.gradients, square);
+    assert_eq!(plan.state, 2 * square + 8);
+    assert_eq!(plan.batch, 4 * usize::try_from(BATCH * WIDTH).unwrap());
+    let own = plan.peak() - plan.elsewhere; // other tests run in this process too
+    assert!((4 * square..20 * square).contains(&own), "{plan:?}");
+    assert!(plan.fits());
+    assert!(array::is_lazy(&draft.parameters()[0]));
+    assert!(array::is_lazy(&draft.state()[2]));
+}
+
+#[test]
+fn the_trace_of_a_plan_is_the_step_s() {
+    let (layout, parameters, state) = parts();
+    let host = Rc::new(Squares::default());
+    let mut trace = trace(&layout, &host);
+    let mut draft = Engine::draft(layout.clone(), parameters.clone(), state.clone()).unwrap();
+    let before = plan(&mut draft, &mut trace, call(WIDTH)).unwrap();
+    drop(draft);
+    let mut engine = Engine::new(layout, parameters, state).unwrap();
+    let step = |engine: &mut Engine, trace: &mut Trace| {
+        let take = &mut |_: &Layout, _: &_| true;
+        engine.step(trace, None, call(WIDTH), 0, &mut (), take)
+    };
+    step(&mut engine, &mut trace).unwrap();
+    let after = plan(&mut engine, &mut trace, call(WIDTH)).unwrap();
+    step(&mut engine, &mut trace).unwrap();
+
+    assert_eq!(host.0.get(), 1);
+    let own = |plan: &Plan| plan.steady - plan.elsewhere;
+    assert!(own(&before).abs_diff(own(&after)) < 1 << 10);
+    assert_eq!(engine.state()[0].item_exact::<i32>(), 2);
+}
+
+#[test]
+fn a_plan_that_fails_leaves_the_engine_as_it_was() {
+    let (layout, parameters, state) = parts();
+    let mut trace = trace(&layout, &Rc::new(Squares::default()));
+    let mut engine = Engine::new(layout, parameters, state).unwrap();
+    let before: Vec<usize> = engine.state().iter().map(array::id).collect();
+    let refused = plan(&mut engine, &mut trace, call(WIDTH + 1));
+    assert!(matches!(refused, Err(Error::Trace(_))));
+    let after: Vec<usize> = engine.state().iter().map(array::id).collect();
+    assert_eq!(before, after);
+    assert_eq!(engine.parameters().len(), 1);
+}

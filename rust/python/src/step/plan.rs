@@ -1,0 +1,137 @@
+//! The memory plan of a step: its trace, which the step after it takes over, and what comes of it.
+use faststep::{plan::Plan, trace::Part};
+use mlx_rs::Array;
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+
+use super::{from_device, Inner, Task};
+use crate::{
+    bridge,
+    call::User,
+    holder::Holder,
+    host::{Role, Stop},
+    moments::Moments,
+    store::{Prepared, Store},
+};
+
+/// What a step will take of the device's memory, in bytes.
+#[pyclass(frozen, get_all, module = "faststep._core")]
+pub struct MemoryPlan {
+    /// The trainable parameters.
+    parameters: usize,
+    /// The optimizer's state.
+    optimizer_state: usize,
+    /// The gradients.
+    gradients: usize,
+    /// Activations and temporaries at the peak.
+    activations: usize,
+    /// The batch.
+    batch: usize,
+    /// The model's other arrays.
+    other_arrays: usize,
+    /// What the process holds beside this step.
+    elsewhere: usize,
+    /// Freed buffers that MLX keeps.
+    cache: usize,
+    /// The peak of the first step.
+    first_peak: usize,
+    /// The peak of the steps after it.
+    steady_peak: usize,
+    /// What there is.
+    device_memory: Option<usize>,
+    /// Whether that is enough.
+    fits: bool,
+}
+
+impl From<Plan> for MemoryPlan {
+    fn from(plan: Plan) -> Self {
+        Self {
+            parameters: plan.parameters,
+            optimizer_state: plan.state,
+            gradients: plan.gradients,
+            activations: plan.activations,
+            batch: plan.batch,
+            other_arrays: plan.others,
+            elsewhere: plan.elsewhere,
+            cache: plan.cache,
+            first_peak: plan.first,
+            steady_peak: plan.steady,
+            device_memory: plan.memory,
+            fits: plan.fits(),
+        }
+    }
+}
+
+impl Inner {
+    /// Plan steps on the user's batch, so many of which make one update.
+    pub(super) fn memory_plan(
+        &mut self,
+        store: &mut Store,
+        user: &User<'_>,
+        accumulate: usize,
+    ) -> PyResult<MemoryPlan> {
+        let (tree, batch) = user.batch()?;
+        let (task, calls) = if accumulate <= 1 && store.batches() == 0 {
+            (Task::Whole, 1)
+        } else {
+            (Task::Batch { fills: true }, accumulate)
+        };
+        let needs = self.options.needs(task != Task::Whole);
+        let mut prepared = store.prepare_draft(&user.model, &user.optimizer, needs)?;
+        let undo = prepared.undo.take();
+        let outcome = self.run(store, user, tree, task, |inner, store| {
+            inner.plan(store, user, &prepared, &batch, calls)
+        });
+        if let Some(undo) = undo {
+            undo.restore()?; // the optimizer is initialised by its first update
+            store.discard();
+        }
+        Ok(outcome?.0.into())
+    }
+
+    fn plan(
+        &mut self,
+        store: &mut Store,
+        user: &User<'_>,
+        prepared: &Prepared<'_>,
+        batch: &[Array],
+        calls: usize,
+    ) -> Result<Plan, Stop> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let signature = store.signature()?;
+        let shown = shown(store, prepared)?;
+        let call = self.enter_host(store, user, batch, true)?;
+        let engine = store.engine.as_mut().ok_or_else(missing)?;
+        let (last, before) = self.traces.last_two();
+        let last = last.ok_or_else(missing)?;
+        let update = before.filter(|_| last.key.part == Part::Batch);
+        let in_flight = self.options.in_flight;
+        let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
+        let outcome = engine.plan(
+            &mut last.trace,
+            update.map(|update| &mut update.trace),
+            call,
+            (calls, in_flight),
+            &shown,
+            &mut holder,
+        );
+        let put_back = holder.show(engine, false);
+        let stop = self.leave_host();
+        put_back?;
+        match (outcome, stop) {
+            (Ok(plan), _) => Ok(plan),
+            (Err(_), Some(stop)) => Err(stop),
+            (Err(error), None) => Err(from_device(&error)),
+        }
+    }
+}
+
+// what the model's and the optimizer's objects hold of what a step replaces
+fn shown(store: &Store, prepared: &Prepared<'_>) -> PyResult<Vec<Array>> {
+    let signature = store.signature()?;
+    let slots = prepared.model.iter().zip(signature.roles.iter());
+    let parameters = slots.filter(|(_, (role, _))| matches!(role, Role::Parameter(_)));
+    let slots = parameters.map(|(slot, _)| slot).chain(&prepared.state);
+    let arrays = slots.filter_map(|slot| bridge::get(&slot.object));
+    let moments = store.moments.iter().flat_map(Moments::shown);
+    Ok(arrays.chain(moments.cloned()).collect())
+}
