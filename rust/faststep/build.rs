@@ -2,16 +2,18 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 11] = [
     "array",
     "pack",
     "plan/device",
+    "plan/evaluate",
     "plan/ffi",
     "plan/memory",
     "plan/plan",
     "plan/queue",
     "plan/rules",
     "plan/sharing",
+    "plan/views",
 ];
 
 fn main() {

@@ -9,7 +9,7 @@ use crate::{
     array,
     layout::Layout,
     outputs::Outputs,
-    simulation::{Device, Reading, Simulation, Use},
+    simulation::{Device, Reading, Simulation, Slot},
     step::trial,
 };
 
@@ -47,12 +47,23 @@ pub(crate) struct Scene<'a> {
 }
 
 impl<'a> Scene<'a> {
+    /// The trainable parameters, as the user has them.
+    pub fn tensors(&self) -> &'a [Array] {
+        &self.inputs[..self.layout.tensors().len()]
+    }
+
+    /// Their gradients.
+    pub fn gradients(&self) -> &'a [Array] {
+        &self.parts[0].outputs.gradients
+    }
+
     fn parameters(&self) -> &'a [Array] {
         let shared = self.layout.shared().count();
         &self.inputs[..self.layout.tensors().len() + shared]
     }
 
-    fn state(&self) -> &'a [Array] {
+    /// The optimizer's state, and what is kept beside it.
+    pub fn state(&self) -> &'a [Array] {
         let first = self.parameters().len();
         &self.inputs[first..first + self.states]
     }
@@ -113,9 +124,15 @@ impl<'a> Course<'a> {
 
     /// What it has come to since this was last asked.
     pub fn read(&mut self) -> Reading {
-        let reading = self.simulation.read();
-        self.simulation.reset_peak();
-        reading
+        self.simulation.read()
+    }
+
+    /// What is held when nothing is under way, in bytes.
+    pub fn rest(&mut self) -> Result<usize> {
+        self.simulation.keep(Slot::Returned, &[])?;
+        let inputs: Vec<&Array> = self.scene.inputs.iter().collect();
+        self.simulation.begin(&inputs, &[])?;
+        Ok(self.simulation.read().active)
     }
 
     /// Before the first step, parameters are joined and state is made, while the user's objects hold their own.
@@ -123,17 +140,6 @@ impl<'a> Course<'a> {
         let scene = self.scene;
         let all = [scene.inputs, scene.shown].concat();
         let all: Vec<&Array> = all.iter().collect();
-        let (key, batch) = scene.rest().split_at(scene.rest().len().min(1));
-        self.simulation.mark(scene.shown, Use::Parameter)?;
-        self.simulation.mark(scene.parameters(), Use::Parameter)?;
-        self.simulation.mark(scene.state(), Use::State)?;
-        self.simulation.mark(scene.others(), Use::Other)?;
-        self.simulation.mark(key, Use::Other)?;
-        self.simulation.mark(batch, Use::Batch)?;
-        for part in scene.parts {
-            self.simulation
-                .mark(&part.outputs.gradients, Use::Gradient)?;
-        }
         self.simulation.begin(&[], &all)?;
         self.simulation.hold(&all)?;
         let owned = scene.parameters().iter().chain(scene.state());
@@ -146,11 +152,14 @@ impl<'a> Course<'a> {
         let last = self.scene.parts.len() - 1;
         for call in (0..self.scene.calls.min(MOST_CALLS)).rev() {
             let updates = call == 0 && last > 0;
-            // the window is kept for an update that may fail
-            let proves = updates && (!self.warm[last] || self.scene.parts[last].eager);
-            let mut done = self.run(0, if proves { self.scene.window() } else { &[] })?;
+            if updates && (!self.warm[last] || self.scene.parts[last].eager) {
+                // for an update that may fail
+                self.simulation.keep(Slot::Window, self.scene.window())?;
+            }
+            let mut done = self.run(0)?;
             if updates {
-                done = self.run(last, &[])?;
+                done = self.run(last)?;
+                self.simulation.keep(Slot::Window, &[])?;
             }
             self.in_flight.push_back(done);
             self.wait(self.scene.in_flight);
@@ -166,7 +175,7 @@ impl<'a> Course<'a> {
         }
     }
 
-    fn run(&mut self, number: usize, kept: &[Array]) -> Result<usize> {
+    fn run(&mut self, number: usize) -> Result<usize> {
         let (scene, part) = (self.scene, self.scene.parts[number]);
         let outputs = part.outputs;
         let state = outputs.state.iter().map(|(_, array)| array);
@@ -182,7 +191,6 @@ impl<'a> Course<'a> {
             self.simulation.eval(&before)?;
             self.simulation.eval(&trial(outputs))?;
         }
-        self.simulation.hold(&kept.iter().collect::<Vec<_>>())?;
         self.let_go(&part, shown)?;
         let done = if part.keep_gradients {
             self.simulation.async_eval(&all)?
@@ -194,8 +202,7 @@ impl<'a> Course<'a> {
         };
         if outputs.loss.is_some() {
             let returned = outputs.loss.iter().chain(&outputs.aux);
-            let returned: Vec<&Array> = returned.chain(kept).collect();
-            self.simulation.keep(&returned)?;
+            self.simulation.keep(Slot::Returned, returned)?;
         }
         for (input, output) in scene.pairs(outputs) {
             self.simulation.carry(input, output)?;

@@ -78,7 +78,8 @@ impl Places {
         if needs.average && self.average.is_none() {
             self.average = Some(start + new.len());
             for buffer in buffers {
-                new.push(buffer.as_dtype(precision::wide(buffer.dtype()))?);
+                let wide = buffer.as_dtype(precision::wide(buffer.dtype()))?;
+                new.push(wide.contiguous()?); // shares the memory, but is another array
             }
         }
         if needs.window && self.window.is_none() {

@@ -8,39 +8,35 @@ use mlx_rs::{error::Result, Array};
 
 use crate::{
     course::{Course, Scene},
-    simulation::{Device, Reading, Use},
+    simulation::Device,
 };
 
 /// So many updates after the first one are gone through. The CPU takes its work in portions, which end somewhere else in
 /// every step: so many meet most of the ways in which they can.
 const STEADY_UPDATES: usize = 20;
 
-/// Memory in bytes.
+/// Memory in bytes. Parameters, state, gradients, activations and others add up to the peak, unless the gradients are
+/// never there all at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The trainable parameters.
     pub parameters: usize,
-    /// The optimizer's state.
+    /// The optimizer's state, and what the step keeps beside it.
     pub state: usize,
     /// The gradients, all of them.
     pub gradients: usize,
-    /// What else the computation needs at the peak: activations, temporaries and the memory that is not free yet because
-    /// the device has not come so far.
+    /// The rest of the peak: activations, temporaries, and memory that is not free yet.
     pub activations: usize,
-    /// The arrays of the batch.
-    pub batch: usize,
-    /// The model's other arrays: frozen parameters and buffers.
+    /// What else is held all the time: the batch, the model's other arrays and what the process holds beside this step.
     pub others: usize,
-    /// What the process holds beside this step.
-    pub elsewhere: usize,
     /// Freed buffers that MLX keeps for itself.
     pub cache: usize,
-    /// The peak of the first step, which holds old and new state for a while.
+    /// The peak of the first update, which holds old and new state for a while.
     pub first: usize,
-    /// The peak of the steps after it.
+    /// The peak of the updates after it.
     pub steady: usize,
     /// What the device has, or what the process may have of it; `None` where nobody says.
-    pub memory: Option<usize>,
+    pub limit: Option<usize>,
     /// Whether MLX gives its cache back before it runs out of memory, as it does on GPUs.
     pub gives_back: bool,
 }
@@ -56,8 +52,7 @@ impl Plan {
     #[must_use]
     pub fn fits(&self) -> bool {
         let cache = if self.gives_back { 0 } else { self.cache };
-        self.memory
-            .is_none_or(|memory| self.peak() + cache <= memory)
+        self.limit.is_none_or(|limit| self.peak() + cache <= limit)
     }
 }
 
@@ -67,53 +62,35 @@ pub(crate) fn plan(scene: &Scene) -> Result<Plan> {
     let mut course = Course::new(scene, &device);
     course.lay_out()?;
     course.update()?;
-    let first = course.read();
+    let first = course.read().peak;
     for _ in 0..STEADY_UPDATES {
         course.update()?;
     }
     course.wait(0);
-    let gradients = &scene.parts[0].outputs.gradients;
-    let gradients = gradients.iter().map(Array::nbytes).sum();
-    let mut plan = of(gradients, &first, &course.read());
-    plan.gives_back = device.is_gpu();
-    plan.memory = if device.is_gpu() {
-        memory
-    } else {
-        memory.into_iter().chain(group_limit()).min()
-    };
-    Ok(plan)
+    let steady = course.read();
+    let held = course.rest()?;
+    let [parameters, state, gradients] =
+        [scene.tensors(), scene.state(), scene.gradients()].map(bytes);
+    Ok(Plan {
+        parameters,
+        state,
+        gradients,
+        activations: first.max(steady.peak).saturating_sub(held + gradients),
+        others: held.saturating_sub(parameters + state),
+        cache: steady.cache,
+        first,
+        steady: steady.peak,
+        limit: if device.is_gpu() {
+            memory
+        } else {
+            memory.into_iter().chain(group_limit()).min()
+        },
+        gives_back: device.is_gpu(),
+    })
 }
 
-fn of(gradients: usize, first: &Reading, steady: &Reading) -> Plan {
-    let highest = if first.peak > steady.peak {
-        first
-    } else {
-        steady
-    };
-    let now = steady.now;
-    let held = [
-        Use::Parameter,
-        Use::State,
-        Use::Batch,
-        Use::Other,
-        Use::Elsewhere,
-    ];
-    let held: usize = held.into_iter().map(|usage| now.of(usage)).sum();
-    let there = highest.at_peak.of(Use::Gradient).min(gradients);
-    Plan {
-        parameters: now.of(Use::Parameter),
-        state: now.of(Use::State),
-        gradients,
-        activations: highest.peak.saturating_sub(held + there),
-        batch: now.of(Use::Batch),
-        others: now.of(Use::Other),
-        elsewhere: now.of(Use::Elsewhere),
-        cache: steady.cache,
-        first: first.peak,
-        steady: steady.peak,
-        memory: None,
-        gives_back: false,
-    }
+fn bytes(arrays: &[Array]) -> usize {
+    arrays.iter().map(Array::nbytes).sum()
 }
 
 // what the process's control groups allow it, where that is less than the machine has

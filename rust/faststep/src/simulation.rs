@@ -12,39 +12,6 @@ use mlx_rs::{
     Array,
 };
 
-/// What a buffer is for; 0 is what none of these are: activations and temporaries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Use {
-    /// Trainable parameters.
-    Parameter = 1,
-    /// The optimizer's state.
-    State,
-    /// Gradients, joined as the parameters are.
-    Gradient,
-    /// The model's other arrays: frozen parameters and buffers.
-    Other,
-    /// The batch.
-    Batch,
-    /// What the process holds beside this step.
-    Elsewhere,
-}
-
-/// The number of uses.
-const USES: usize = 7;
-
-/// Bytes by [`Use`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Bytes([usize; USES]);
-
-impl Bytes {
-    /// The bytes in that use.
-    #[must_use]
-    pub fn of(&self, usage: Use) -> usize {
-        self.0[usage as usize]
-    }
-}
-
 /// The device, as MLX's allocator describes it, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -80,12 +47,6 @@ extern "C" {
     fn faststep_plan_new(device: *const Device) -> *mut c_void;
     fn faststep_plan_delete(simulation: *mut c_void);
     fn faststep_plan_error(simulation: *mut c_void) -> *const c_char;
-    fn faststep_plan_mark(
-        simulation: *mut c_void,
-        arrays: *const *const c_void,
-        count: usize,
-        usage: u8,
-    ) -> c_int;
     fn faststep_plan_begin(
         simulation: *mut c_void,
         given: *const *const c_void,
@@ -101,6 +62,7 @@ extern "C" {
     ) -> c_int;
     fn faststep_plan_keep(
         simulation: *mut c_void,
+        slot: usize,
         arrays: *const *const c_void,
         count: usize,
     ) -> c_int;
@@ -116,21 +78,29 @@ extern "C" {
         output: *const c_void,
     ) -> c_int;
     fn faststep_plan_wait(simulation: *mut c_void, done: usize);
-    fn faststep_plan_reset_peak(simulation: *mut c_void);
-    fn faststep_plan_read(simulation: *mut c_void, numbers: *mut usize);
+    fn faststep_plan_read(simulation: *mut c_void, reading: *mut Reading);
 }
 
-/// What a simulation has come to.
-#[derive(Clone, Copy, Debug)]
+/// What a simulation has come to, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
 pub struct Reading {
-    /// The most memory that was in use at once.
-    pub peak: usize,
-    /// What was in it.
-    pub at_peak: Bytes,
     /// What is in use now.
-    pub now: Bytes,
+    pub active: usize,
+    /// The most that was in use at once since this was last asked.
+    pub peak: usize,
     /// Freed buffers that MLX keeps.
     pub cache: usize,
+}
+
+/// What is held between evaluations.
+#[derive(Clone, Copy, Debug)]
+#[repr(usize)]
+pub enum Slot {
+    /// What the last call returned.
+    Returned,
+    /// A window for an update that may fail.
+    Window,
 }
 
 /// The evaluations of a step, one after another.
@@ -161,17 +131,6 @@ impl Simulation {
         Err(Exception::custom(message.to_string_lossy()))
     }
 
-    /// Say what arrays are for, from now on.
-    ///
-    /// # Errors
-    /// When the graph cannot be read.
-    pub fn mark(&mut self, arrays: &[Array], usage: Use) -> Result<()> {
-        let all = pointers(arrays);
-        // SAFETY: a live simulation and live arrays, as in all calls below.
-        let code = unsafe { faststep_plan_mark(self.0, all.as_ptr(), all.len(), usage as u8) };
-        self.check(code)
-    }
-
     /// The graph of `roots` is built, from the values of `given` and from constants.
     ///
     /// # Errors
@@ -179,7 +138,7 @@ impl Simulation {
     pub fn begin(&mut self, given: &[&Array], roots: &[&Array]) -> Result<()> {
         let given = pointers(given.iter().copied());
         let roots = pointers(roots.iter().copied());
-        // SAFETY: as in `mark`.
+        // SAFETY: a live simulation and live arrays, as in all calls below.
         let code = unsafe {
             faststep_plan_begin(
                 self.0,
@@ -198,7 +157,7 @@ impl Simulation {
     /// When the graph cannot be read.
     pub fn hold(&mut self, arrays: &[&Array]) -> Result<()> {
         let all = pointers(arrays.iter().copied());
-        // SAFETY: as in `mark`.
+        // SAFETY: as in `begin`.
         let code = unsafe { faststep_plan_hold(self.0, all.as_ptr(), all.len(), 1) };
         self.check(code)
     }
@@ -209,19 +168,23 @@ impl Simulation {
     /// When the graph cannot be read.
     pub fn release(&mut self, arrays: &[&Array]) -> Result<()> {
         let all = pointers(arrays.iter().copied());
-        // SAFETY: as in `mark`.
+        // SAFETY: as in `begin`.
         let code = unsafe { faststep_plan_hold(self.0, all.as_ptr(), all.len(), -1) };
         self.check(code)
     }
 
-    /// Hold the memory of arrays, and let go of what was held so before.
+    /// Hold the memory of arrays, and let go of what the slot held before.
     ///
     /// # Errors
     /// When the graph cannot be read.
-    pub fn keep(&mut self, arrays: &[&Array]) -> Result<()> {
-        let all = pointers(arrays.iter().copied());
-        // SAFETY: as in `mark`.
-        let code = unsafe { faststep_plan_keep(self.0, all.as_ptr(), all.len()) };
+    pub fn keep<'a>(
+        &mut self,
+        slot: Slot,
+        arrays: impl IntoIterator<Item = &'a Array>,
+    ) -> Result<()> {
+        let all = pointers(arrays);
+        // SAFETY: as in `begin`.
+        let code = unsafe { faststep_plan_keep(self.0, slot as usize, all.as_ptr(), all.len()) };
         self.check(code)
     }
 
@@ -242,7 +205,7 @@ impl Simulation {
     pub fn async_eval(&mut self, arrays: &[&Array]) -> Result<usize> {
         let all = pointers(arrays.iter().copied());
         let mut done = 0;
-        // SAFETY: as in `mark`; one number is written.
+        // SAFETY: as in `begin`; one number is written.
         let code =
             unsafe { faststep_plan_evaluate(self.0, all.as_ptr(), all.len(), &raw mut done) };
         self.check(code)?;
@@ -254,36 +217,23 @@ impl Simulation {
     /// # Errors
     /// When the graph cannot be read.
     pub fn carry(&mut self, input: &Array, output: &Array) -> Result<()> {
-        // SAFETY: as in `mark`.
+        // SAFETY: as in `begin`.
         let code = unsafe { faststep_plan_carry(self.0, input.as_ptr().ctx, output.as_ptr().ctx) };
         self.check(code)
     }
 
     /// Wait until an evaluation is done.
     pub fn wait(&mut self, done: usize) {
-        // SAFETY: as in `mark`.
+        // SAFETY: as in `begin`.
         unsafe { faststep_plan_wait(self.0, done) }
     }
 
-    /// Begin anew to look for a peak.
-    pub fn reset_peak(&mut self) {
-        // SAFETY: as in `mark`.
-        unsafe { faststep_plan_reset_peak(self.0) }
-    }
-
-    /// What it has come to.
-    #[must_use]
-    pub fn read(&self) -> Reading {
-        let mut numbers = [0; 2 + 2 * USES];
-        // SAFETY: as in `mark`; so many numbers are written.
-        unsafe { faststep_plan_read(self.0, numbers.as_mut_ptr()) };
-        let bytes = |at: usize| std::array::from_fn(|usage| numbers[at + usage]);
-        Reading {
-            peak: numbers[0],
-            cache: numbers[1],
-            at_peak: Bytes(bytes(2)),
-            now: Bytes(bytes(2 + USES)),
-        }
+    /// What it has come to since this was last asked.
+    pub fn read(&mut self) -> Reading {
+        let mut reading = Reading::default();
+        // SAFETY: as in `begin`; the struct that it fills.
+        unsafe { faststep_plan_read(self.0, &raw mut reading) };
+        reading
     }
 }
 

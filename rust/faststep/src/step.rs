@@ -392,15 +392,17 @@ impl Engine {
             outputs.gradients.clear();
         }
         self.put_back(inputs);
+        let mut changed = Vec::new();
         for (index, array) in std::mem::take(&mut outputs.state) {
             self.state[index] = array;
+            changed.push(index);
         }
         if updates {
             self.parameters.clear();
             self.shared.clear();
             self.fresh = std::mem::take(&mut outputs.parameters);
         }
-        self.dispatch(&outputs, owner)?;
+        self.dispatch(&outputs, &changed, owner)?;
         if let Some(before) = metered {
             self.meter(trace, &before, outputs.skipped.clone(), owner)?;
         }
@@ -556,12 +558,18 @@ impl Engine {
         self.state = state;
     }
 
-    fn dispatch(&mut self, outputs: &Outputs, owner: &mut dyn Owner) -> Result<()> {
+    // no array but those that changed: what an evaluation is asked for, no later one can take over before it is done
+    fn dispatch(
+        &mut self,
+        outputs: &Outputs,
+        changed: &[usize],
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
         let started = Instant::now();
         let mut sent = Ok(());
         owner.unlocked(&mut || {
             let arrays = outputs.before_update().chain(&self.fresh);
-            sent = async_eval(arrays.chain(&self.state));
+            sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();

@@ -119,8 +119,8 @@ fn a_draft_is_planned_without_memory() {
     assert_eq!(plan.parameters, square);
     assert_eq!(plan.gradients, square);
     assert_eq!(plan.state, 2 * square + 8);
-    assert_eq!(plan.batch, 4 * usize::try_from(BATCH * WIDTH).unwrap());
-    let own = plan.peak() - plan.elsewhere; // other tests run in this process too
+    assert!(plan.others >= 4 * usize::try_from(BATCH * WIDTH).unwrap());
+    let own = plan.peak() - plan.others; // other tests run in this process too
     assert!((4 * square..20 * square).contains(&own), "{plan:?}");
     assert!(plan.fits());
     assert!(array::is_lazy(&draft.parameters()[0]));
@@ -145,7 +145,7 @@ fn the_trace_of_a_plan_is_the_step_s() {
     step(&mut engine, &mut trace).unwrap();
 
     assert_eq!(host.0.get(), 1);
-    let own = |plan: &Plan| plan.steady - plan.elsewhere;
+    let own = |plan: &Plan| plan.steady - plan.others;
     assert!(own(&before).abs_diff(own(&after)) < 1 << 10);
     assert_eq!(engine.state()[0].item_exact::<i32>(), 2);
 }

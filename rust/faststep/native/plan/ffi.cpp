@@ -16,6 +16,11 @@ struct Simulation {
   std::string error;
 };
 
+// The order is that of `Reading` in simulation.rs.
+struct Reading {
+  size_t active, peak, cache;
+};
+
 Simulation& at(void* simulation) {
   return *static_cast<Simulation*>(simulation);
 }
@@ -54,10 +59,6 @@ const char* faststep_plan_error(void* simulation) {
   return at(simulation).error.c_str();
 }
 
-int faststep_plan_mark(void* simulation, const void* const* arrays, size_t count, uint8_t use) {
-  return guarded(simulation, [&](Plan& plan) { plan.mark(list(arrays, count), static_cast<Use>(use)); });
-}
-
 int faststep_plan_begin(
     void* simulation, const void* const* given, size_t givens, const void* const* roots, size_t count) {
   return guarded(simulation, [&](Plan& plan) { plan.begin(list(given, givens), list(roots, count)); });
@@ -67,8 +68,8 @@ int faststep_plan_hold(void* simulation, const void* const* arrays, size_t count
   return guarded(simulation, [&](Plan& plan) { plan.hold(list(arrays, count), handles); });
 }
 
-int faststep_plan_keep(void* simulation, const void* const* arrays, size_t count) {
-  return guarded(simulation, [&](Plan& plan) { plan.keep(list(arrays, count)); });
+int faststep_plan_keep(void* simulation, size_t slot, const void* const* arrays, size_t count) {
+  return guarded(simulation, [&](Plan& plan) { plan.keep(slot, list(arrays, count)); });
 }
 
 int faststep_plan_evaluate(void* simulation, const void* const* arrays, size_t count, size_t* done) {
@@ -85,16 +86,10 @@ void faststep_plan_wait(void* simulation, size_t done) {
   at(simulation).plan.wait(done);
 }
 
-void faststep_plan_reset_peak(void* simulation) {
-  at(simulation).plan.memory.reset_peak();
-}
-
-// The peak, the cache, and the bytes by use: those at the peak, then those now.
-void faststep_plan_read(void* simulation, size_t* numbers) {
-  const auto& memory = at(simulation).plan.memory;
-  *numbers++ = memory.peak;
-  *numbers++ = memory.cached;
-  numbers = std::copy(memory.at_peak, memory.at_peak + uses, numbers);
-  std::copy(memory.live, memory.live + uses, numbers);
+// What is in use, the most that was since the last call, and the cache, in bytes.
+void faststep_plan_read(void* simulation, Reading* reading) {
+  auto& memory = at(simulation).plan.memory;
+  *reading = {memory.active, memory.peak, memory.cached};
+  memory.peak = memory.active;
 }
 }

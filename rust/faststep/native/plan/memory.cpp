@@ -15,7 +15,7 @@ constexpr size_t gpu_small = 8;
 } // namespace
 
 Buffer::~Buffer() {
-  memory.release(bytes, use);
+  memory.release(bytes);
 }
 
 Memory::Memory(const Device& device)
@@ -23,10 +23,7 @@ Memory::Memory(const Device& device)
       peak(device.active),
       cached(device.cached),
       gpu_(device.gpu != 0),
-      cache_limit_(device.cache_limit) {
-  live[static_cast<size_t>(Use::elsewhere)] = active;
-  reset_peak();
-}
+      cache_limit_(device.cache_limit) {}
 
 size_t Memory::rounded(size_t bytes) const {
   if (!gpu_ || bytes == 0) {
@@ -58,39 +55,17 @@ Data Memory::allocate(size_t bytes) {
   if (auto old = reused(size)) {
     size = old;
   }
-  live[static_cast<size_t>(Use::activation)] += size;
   active += size;
-  if (active > peak) {
-    peak = active;
-    std::copy(live, live + uses, at_peak);
-  }
-  return std::make_shared<Buffer>(*this, size, true, Use::activation);
+  peak = std::max(peak, active);
+  return std::make_shared<Buffer>(*this, size, true);
 }
 
-Data Memory::adopt(size_t bytes, bool owned, Use use) {
-  auto data = std::make_shared<Buffer>(*this, bytes, owned, Use::elsewhere);
-  retag(*data, use);
-  return data;
-}
-
-void Memory::release(size_t bytes, Use use) {
-  live[static_cast<size_t>(use)] -= bytes;
+void Memory::release(size_t bytes) {
   active -= bytes;
   if (bytes > 0 && cached + bytes <= cache_limit_) {
     ++pool_[bytes];
     cached += bytes;
   }
-}
-
-void Memory::retag(Buffer& buffer, Use use) {
-  live[static_cast<size_t>(buffer.use)] -= buffer.bytes;
-  live[static_cast<size_t>(use)] += buffer.bytes;
-  buffer.use = use;
-}
-
-void Memory::reset_peak() {
-  peak = active;
-  std::copy(live, live + uses, at_peak);
 }
 
 } // namespace faststep::plan

@@ -1,24 +1,10 @@
-// The order of evaluation, and who holds what meanwhile: mlx/transforms.cpp (eval_impl), mlx/array.cpp (detach),
-// mlx/backend/cpu/eval.cpp, mlx/backend/cuda/eval.cpp.
+// The graph as MLX has it, and who holds its arrays before and after an evaluation.
 #include "plan.hpp"
 
 #include <algorithm>
-#include <cstdlib>
-#include <string>
 #include <unordered_set>
 
 namespace faststep::plan {
-
-namespace {
-
-constexpr int max_active_tasks = 10;
-
-size_t bfs_max_width() {
-  const char* width = std::getenv("MLX_BFS_MAX_WIDTH");
-  return width ? std::strtoul(width, nullptr, 10) : 20;
-}
-
-} // namespace
 
 Plan::Plan(const Device& device) : memory(device), device_(device), queue_(device) {}
 
@@ -82,22 +68,11 @@ void Plan::settle(Node& node) {
     return; // a placeholder without a value
   }
   const auto& shared = node.face.data_shared_ptr();
-  auto& resident = residents_.try_emplace(shared.get(), Resident{node.face, {}, 0}).first->second;
-  node.data = resident.data.lock();
+  auto& resident = residents_[shared.get()];
+  node.data = resident.lock();
   if (!node.data) {
-    node.data = memory.adopt(node.face.buffer_size(), shared->is_owned(), Use::elsewhere);
-    resident.data = node.data;
-  }
-  ++resident.arrays;
-}
-
-void Plan::mark(const Arrays& arrays, Use use) {
-  for (const auto* array : arrays) {
-    auto& marked = node(*array);
-    marked.use = use;
-    if (marked.data) {
-      memory.retag(*marked.data, use);
-    }
+    node.data = std::make_shared<Buffer>(memory, node.face.buffer_size(), shared->is_owned());
+    resident = node.data;
   }
 }
 
@@ -117,14 +92,6 @@ void Plan::begin(const Arrays& given, const Arrays& roots) {
     } else if (!value) {
       each.done = false;
       each.data.reset();
-    }
-  }
-  queue_.shift();
-  foreign_.clear();
-  for (const auto& [_, resident] : residents_) {
-    auto data = resident.data.lock();
-    if (data && resident.array.data_shared_ptr().use_count() > resident.arrays) {
-      foreign_.push_back(data);
     }
   }
   for (const auto* array : roots) {
@@ -162,12 +129,12 @@ void Plan::hold(const Arrays& arrays, int handles) {
   }
 }
 
-void Plan::keep(const Arrays& arrays) {
+void Plan::keep(size_t slot, const Arrays& arrays) {
   std::vector<Data> keeps;
   for (const auto* array : arrays) {
     keeps.push_back(node(*array).data);
   }
-  kept_ = std::move(keeps);
+  kept_[slot] = std::move(keeps);
 }
 
 void Plan::carry(const mx::array& input, const mx::array& output) {
@@ -179,7 +146,6 @@ void Plan::carry(const mx::array& input, const mx::array& output) {
     to.face = from.face;
   }
   to.data = from.data;
-  memory.retag(*to.data, to.use);
 }
 
 void Plan::release(Node& node, int handles) {
@@ -197,119 +163,6 @@ void Plan::release(Node& node, int handles) {
       release(*in, static_cast<int>(node.op->outputs.size()));
     }
   }
-}
-
-// What is to be computed, last things first.
-std::vector<Node*> Plan::tape(const std::vector<Node*>& outputs) {
-  for (auto& each : nodes_) {
-    each.degree = 0;
-  }
-  std::vector<const std::vector<Node*>*> todo{&outputs};
-  while (!todo.empty()) {
-    const auto& inputs = *todo.back();
-    todo.pop_back();
-    for (auto* in : inputs) {
-      if (in->done) {
-        continue;
-      }
-      if (in->degree == 0) {
-        todo.push_back(&in->op->inputs);
-      }
-      for (auto* out : in->op->outputs) {
-        ++out->degree;
-      }
-    }
-  }
-  // breadth first with a limit to the width
-  auto width = bfs_max_width();
-  std::vector<Node*> tape;
-  std::vector<std::pair<const std::vector<Node*>*, size_t>> later{{&outputs, 0}};
-  for (size_t i = 0; i < tape.size() || !later.empty();) {
-    std::pair<const std::vector<Node*>*, size_t> next;
-    if (i < tape.size()) {
-      next = {&tape[i++]->op->inputs, 0};
-    } else {
-      next = later.back();
-      later.pop_back();
-    }
-    for (auto& [inputs, j] = next; j < inputs->size(); ++j) {
-      auto* in = (*inputs)[j];
-      if (in->done) {
-        continue;
-      }
-      if (tape.size() - i >= width) {
-        later.push_back(next);
-        break;
-      }
-      for (auto* out : in->op->outputs) {
-        --out->degree;
-      }
-      if (in->degree == 0) {
-        tape.push_back(in);
-      }
-    }
-  }
-  return tape;
-}
-
-size_t Plan::evaluate(const Arrays& arrays) {
-  std::vector<Node*> outputs;
-  for (const auto* array : arrays) {
-    outputs.push_back(&node(*array));
-    ++outputs.back()->refs;
-  }
-  auto order = tape(outputs);
-  for (auto last = order.rbegin(); last != order.rend(); ++last) {
-    evaluate(*(*last)->op, **last);
-  }
-  std::vector<Data> keeps;
-  for (auto* output : outputs) {
-    keeps.push_back(output->data);
-  }
-  queue_.dispatch({0, {}}, 0, std::move(keeps));
-  auto done = queue_.finish();
-  for (auto* output : outputs) {
-    release(*output, 1);
-  }
-  return done;
-}
-
-void Plan::evaluate(Op& op, const Node& last) {
-  auto work = run(memory, op);
-  std::vector<Data> keeps;
-  size_t elements = 0;
-  for (auto* in : op.inputs) {
-    elements += in->face.data_size();
-    if (in->data != last.data) {
-      keeps.push_back(in->data);
-    }
-  }
-  for (auto* out : op.outputs) {
-    out->done = true;
-    if (out->use != Use::activation) {
-      memory.retag(*out->data, out->use);
-    }
-    if (out != &last && out->data != last.data) {
-      keeps.push_back(out->data);
-    }
-  }
-  queue_.dispatch(std::move(work), elements, std::move(keeps));
-  auto full = [this] { return memory.active > device_.memory_limit && queue_.tasks() > 1; };
-  if (queue_.tasks() > max_active_tasks || full()) {
-    do {
-      queue_.wait_for_one();
-    } while (full());
-  }
-  for (auto* in : op.inputs) {
-    release(*in, static_cast<int>(op.outputs.size()));
-  }
-  for (auto* out : op.outputs) {
-    release(*out, 0);
-  }
-}
-
-void Plan::wait(size_t done) {
-  queue_.wait(done);
 }
 
 } // namespace faststep::plan

@@ -1,8 +1,9 @@
 // What evaluating a lazy graph would allocate, found by going through MLX's evaluation without evaluating anything.
 //
 // `memory.cpp` stands for MLX's allocator, `queue.cpp` for a device that works behind the thread that feeds it,
-// `rules.cpp` for what each primitive allocates, shares or takes over, `plan.cpp` for the order of evaluation. They follow
-// the sources of MLX that each of them names; where those change, these have to.
+// `rules.cpp`, `sharing.cpp` and `views.cpp` for what each primitive allocates, shares or takes over, `plan.cpp` for the
+// graph and `evaluate.cpp` for the order of evaluation. They follow the sources of MLX that each of them names; where
+// those change, these have to.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +20,6 @@
 namespace faststep::plan {
 
 namespace mx = mlx::core;
-
-// What a buffer is for; the order is that of `Use` in simulation.rs.
-enum class Use : uint8_t { activation, parameter, state, gradient, other, batch, elsewhere };
-constexpr size_t uses = 7;
 
 // The device that evaluates, and its memory when the plan begins; the order is that of `Device` in simulation.rs. In bytes.
 struct Device {
@@ -42,8 +39,7 @@ struct Buffer {
   Memory& memory;
   size_t bytes;
   bool owned; // by MLX: only then may another array take it over
-  Use use;
-  Buffer(Memory& memory, size_t bytes, bool owned, Use use) : memory(memory), bytes(bytes), owned(owned), use(use) {}
+  Buffer(Memory& memory, size_t bytes, bool owned) : memory(memory), bytes(bytes), owned(owned) {}
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer();
@@ -55,13 +51,9 @@ class Memory {
  public:
   explicit Memory(const Device& device);
   Data allocate(size_t bytes);
-  Data adopt(size_t bytes, bool owned, Use use); // memory that is in use already
-  void release(size_t bytes, Use use);
-  void retag(Buffer& buffer, Use use);
-  void reset_peak();
+  void release(size_t bytes);
 
   size_t active, peak, cached;
-  size_t live[uses]{}, at_peak[uses]{}; // by use
 
  private:
   size_t rounded(size_t bytes) const;
@@ -79,7 +71,6 @@ struct Node {
   mx::array face;
   Data data;
   Op* op = nullptr; // what computes it; null: it was there before
-  Use use = Use::activation;
   int refs = 0; // the handles to it, as MLX would count them
   int degree = 0; // of the tape that is being built: its consumers that are not in it yet
   bool done = false;
@@ -106,7 +97,6 @@ class Queue {
   explicit Queue(const Device& device);
   void dispatch(Work work, size_t elements, std::vector<Data> keeps);
   size_t finish(); // the end of an evaluation; what to wait for
-  void shift(); // something else has been evaluated in between
   void wait(size_t until);
   void wait_for_one();
   int tasks() const {
@@ -127,7 +117,7 @@ class Queue {
   size_t pending_ = 0, elements_ = 0; // of the task or graph that is being filled
   std::vector<Data> keeps_;
   std::deque<Item> items_;
-  size_t done_ = 0, shifts_ = 0;
+  size_t done_ = 0;
 };
 
 using Arrays = std::vector<const mx::array*>;
@@ -136,14 +126,12 @@ using Arrays = std::vector<const mx::array*>;
 class Plan {
  public:
   explicit Plan(const Device& device);
-  // What the arrays are for, from now on.
-  void mark(const Arrays& arrays, Use use);
   // A graph is built: `roots`, computed from `given` and from whatever else there is.
   void begin(const Arrays& given, const Arrays& roots);
   // Handles to arrays, beside those of the graph.
   void hold(const Arrays& arrays, int handles);
-  // Hold the memory of these arrays, and let go of what was held so before.
-  void keep(const Arrays& arrays);
+  // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of simulation.rs.
+  void keep(size_t slot, const Arrays& arrays);
   // `mx.async_eval`; what to wait for.
   size_t evaluate(const Arrays& arrays);
   void wait(size_t done);
@@ -153,13 +141,6 @@ class Plan {
   Memory memory;
 
  private:
-  // Memory that was there before, and how many of its arrays are known here.
-  struct Resident {
-    mx::array array;
-    std::weak_ptr<Buffer> data;
-    long arrays = 0;
-  };
-
   Node& node(const mx::array& array);
   Node& add(const mx::array& array);
   void settle(Node& node);
@@ -174,9 +155,8 @@ class Plan {
   std::deque<Op> ops_;
   std::vector<mx::array> sources_; // keeps the ids theirs
   std::unordered_map<uintptr_t, Node*> by_id_;
-  std::unordered_map<const void*, Resident> residents_;
-  std::vector<Data> foreign_; // what somebody unknown here holds too
-  std::vector<Data> kept_;
+  std::unordered_map<const void*, std::weak_ptr<Buffer>> residents_; // memory that was there before
+  std::vector<Data> kept_[2];
 };
 
 } // namespace faststep::plan

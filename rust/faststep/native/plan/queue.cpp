@@ -52,13 +52,6 @@ size_t Queue::finish() {
   return done_ + items_.size();
 }
 
-// The CPU takes its work in portions, and whatever else is evaluated moves their ends: here by another step each time.
-void Queue::shift() {
-  if (device_.gpu == 0) {
-    pending_ = (pending_ + ++shifts_) % dispatches_per_task;
-  }
-}
-
 // One dispatch of the CPU's.
 void Queue::push(std::vector<Data> keeps) {
   pending_ = (pending_ + 1) % dispatches_per_task;

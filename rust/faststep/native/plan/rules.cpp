@@ -142,13 +142,14 @@ using Rule = void (*)(Site&);
 Rule rule(std::string_view name) {
   static const std::unordered_map<std::string_view, Rule> rules = [] {
     std::unordered_map<std::string_view, Rule> rules{
-        {"Reshape", reshape},          {"Flatten", reshape},      {"Unflatten", reshape},
-        {"Select", select},            {"AsType", as_type},       {"Full", full},
-        {"Contiguous", contiguous},    {"Softmax", by_row},       {"LogSumExp", log_sum_exp},
-        {"LayerNorm", by_row},         {"RMSNorm", by_row},       {"RoPE", by_row},
-        {"Concatenate", concatenate},  {"Matmul", matmul},        {"AddMM", matmul},
-        {"Convolution", convolution},  {"Sort", sort},            {"QuantizedMatmul", needs_rows},
-        {"LayerNormVJP", norm_vjp},   {"RMSNormVJP", norm_vjp}};
+        {"Contiguous", contiguous},    {"Softmax", by_row},          {"LogSumExp", log_sum_exp},
+        {"LayerNorm", by_row},         {"RMSNorm", by_row},          {"RoPE", by_row},
+        {"Concatenate", concatenate},  {"Matmul", matmul},           {"AddMM", matmul},
+        {"Convolution", convolution},  {"QuantizedMatmul", needs_rows}, {"Select", select},
+        {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp}};
+    for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
+      rules[name] = reshape;
+    }
     for (auto name : {"AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims",
                       "Slice", "Split", "Squeeze", "StopGradient", "Transpose"}) {
       rules[name] = view;
@@ -166,13 +167,10 @@ Rule rule(std::string_view name) {
                       "NotEqual",   "Power",      "Remainder",  "RightShift", "Subtract"}) {
       rules[name] = binary;
     }
-    for (auto name : {"Scatter", "Scatter Sum", "Scatter Prod", "Scatter Min", "Scatter Max", "ScatterAxis",
-                      "ScatterAxis Sum", "MaskedScatter"}) {
-      rules[name] = scatter;
-    }
-    for (auto name : {"SliceUpdate", "SliceUpdate Sum", "SliceUpdate Prod", "SliceUpdate Min", "SliceUpdate Max",
-                      "DynamicSliceUpdate"}) {
-      rules[name] = slice_update;
+    for (auto name : {"AsType", "Full", "Sort", "Scatter", "Scatter Sum", "Scatter Prod", "Scatter Min", "Scatter Max",
+                      "ScatterAxis", "ScatterAxis Sum", "MaskedScatter", "SliceUpdate", "SliceUpdate Sum",
+                      "SliceUpdate Prod", "SliceUpdate Min", "SliceUpdate Max", "DynamicSliceUpdate"}) {
+      rules[name] = copied;
     }
     return rules;
   }();

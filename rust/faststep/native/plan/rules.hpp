@@ -18,6 +18,15 @@ struct Site {
   }
 };
 
+// An array of that shape and dtype without memory, and memory that is none.
+inline mx::array bare(const mx::array& face) {
+  return mx::array(face.shape(), face.dtype(), nullptr, {});
+}
+
+inline mx::allocator::Data nothing() {
+  return {mx::allocator::Buffer(nullptr), {}};
+}
+
 // The memory and layout of an array.
 void lay_out(Node& node, Data data, size_t data_size, mx::Strides strides, mx::array::Flags flags);
 // Memory of its own: in rows, or laid out like another array.
@@ -29,18 +38,16 @@ void temporary(Site& site, size_t bytes);
 // Whether nobody else has the array.
 bool is_free(const Node& in);
 
-// The primitives whose outputs are views, take over an input's memory, or copy it as it lies (sharing.cpp).
+// The primitives whose outputs are views (views.cpp).
 void view(Site& site);
 void reshape(Site& site);
+
+// The primitives that take over an input's memory, or copy it as it lies (sharing.cpp).
 void unary(Site& site);
 void binary(Site& site);
 void select(Site& site);
-void as_type(Site& site);
-void full(Site& site);
 void contiguous(Site& site);
-void scatter(Site& site);
-void slice_update(Site& site);
-void sort(Site& site);
+void copied(Site& site);
 void compiled(Site& site);
 void copy_into(Site& site, const Node& in, Node& out, bool vector);
 

@@ -1,4 +1,4 @@
-// Which arrays share memory: mlx/backend/common/{common,slicing,broadcasting,utils,compiled}.cpp and
+// Which primitives take over an input's memory: mlx/backend/common/{utils,compiled}.cpp and
 // mlx/backend/common/{unary,binary,ternary,copy}.h, which the CPU and the GPUs have in common.
 #include <algorithm>
 
@@ -12,43 +12,6 @@ namespace faststep::plan {
 namespace {
 
 constexpr size_t donation_extra = 16384; // an array may take over a buffer that is larger by so many bytes
-
-// An array of that shape and dtype without memory, and memory that is none.
-mx::array bare(const mx::array& face) {
-  return mx::array(face.shape(), face.dtype(), nullptr, {});
-}
-
-mx::allocator::Data nothing() {
-  return {mx::allocator::Buffer(nullptr), {}};
-}
-
-// The strides with which `in` can be seen in another shape, where that needs no copy.
-bool reshapes(const mx::array& in, const mx::Shape& to, mx::Strides& strides) {
-  mx::Shape shape;
-  mx::Strides steps;
-  for (int i = 0; i < static_cast<int>(in.ndim()); ++i) {
-    if (i == 0 || (in.shape(i) != 1 && in.strides(i) * in.shape(i) != steps.back())) {
-      shape.push_back(in.shape(i));
-      steps.push_back(in.strides(i));
-    } else if (in.shape(i) != 1) {
-      shape.back() *= in.shape(i);
-      steps.back() = in.strides(i);
-    }
-  }
-  size_t j = 0;
-  for (auto n : to) {
-    if (j < shape.size() && shape[j] % n == 0) {
-      shape[j] /= n;
-      strides.push_back(shape[j] * steps[j]);
-      j += shape[j] == 1;
-    } else if (n == 1) {
-      strides.push_back(strides.back());
-    } else {
-      return false;
-    }
-  }
-  return true;
-}
 
 // Whether a fused kernel can go through all of its inputs as they lie.
 bool lies_together(const std::vector<Node*>& inputs, const mx::Shape& shape) {
@@ -141,52 +104,6 @@ void binary_into(Site& site, Node& out) {
 
 } // namespace
 
-// The primitives whose outputs are views lay them out themselves: on arrays without memory.
-void view(Site& site) {
-  std::vector<mx::array> inputs, outputs;
-  for (auto* in : site.op.inputs) {
-    inputs.push_back(bare(in->face));
-    inputs.back().set_data(nothing(), in->face.data_size(), in->face.strides(), in->face.flags(), 0);
-  }
-  for (auto* out : site.op.outputs) {
-    outputs.push_back(bare(out->face));
-  }
-  site.op.primitive->eval_cpu(inputs, outputs);
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const auto& face = outputs[i];
-    Data data;
-    for (size_t j = 0; j < inputs.size(); ++j) {
-      if (inputs[j].data_shared_ptr() == face.data_shared_ptr()) {
-        data = site.in(j).data;
-      }
-    }
-    data = data ? data : site.memory.allocate(0);
-    lay_out(site.out(i), std::move(data), face.data_size(), face.strides(), face.flags());
-  }
-  site.work.kernels = 0;
-}
-
-void reshape(Site& site) {
-  const auto& in = site.in(0);
-  auto& out = site.out();
-  const auto& shape = out.face.shape();
-  auto flags = in.face.flags();
-  mx::Strides strides;
-  site.work.kernels = 0;
-  if (in.face.size() == 0 || flags.row_contiguous) {
-    auto longest = std::max_element(shape.begin(), shape.end());
-    flags.col_contiguous = out.face.size() <= 1 || out.face.size() == static_cast<size_t>(*longest);
-    strides = mx::make_contiguous_strides(shape);
-  } else if (in.face.ndim() == 0) {
-    strides = mx::Strides(shape.size(), 0);
-  } else if (!reshapes(in.face, shape, strides)) {
-    site.work.kernels = 1;
-    fresh(site, out);
-    return;
-  }
-  lay_out(out, in.data, in.face.data_size(), std::move(strides), flags);
-}
-
 void unary(Site& site) {
   auto &in = site.in(0), &out = site.out();
   if (!in.face.flags().contiguous) {
@@ -231,13 +148,13 @@ void copy_into(Site& site, const Node& in, Node& out, bool vector) {
   }
 }
 
-void as_type(Site& site) {
-  copy_into(site, site.in(0), site.out(), site.in(0).face.flags().contiguous);
-}
-
-void full(Site& site) {
-  const auto& face = site.in(0).face;
-  copy_into(site, site.in(0), site.out(), face.data_size() != 1 && face.flags().contiguous);
+// Primitives that begin with a copy of their first input: in place where nobody else wants it. Of a broadcast input, only
+// the one that changes the dtype copies no more than there is.
+void copied(Site& site) {
+  const auto& in = site.in(0).face;
+  bool vector = in.data_size() == in.size() || in.dtype() != site.out().face.dtype();
+  site.work.kernels += site.op.inputs.size() > 1;
+  copy_into(site, site.in(0), site.out(), vector && in.flags().contiguous);
 }
 
 void contiguous(Site& site) {
@@ -249,23 +166,6 @@ void contiguous(Site& site) {
   } else {
     fresh(site, out);
   }
-}
-
-void scatter(Site& site) {
-  ++site.work.kernels;
-  copy_into(site, site.in(0), site.out(), site.in(0).face.flags().row_contiguous);
-}
-
-void slice_update(Site& site) {
-  const auto& face = site.in(0).face;
-  bool vector = face.data_size() != 1 && face.flags().contiguous && face.size() == face.data_size();
-  ++site.work.kernels;
-  copy_into(site, site.in(0), site.out(), vector);
-}
-
-void sort(Site& site) {
-  ++site.work.kernels;
-  copy_into(site, site.in(0), site.out(), site.in(0).face.flags().contiguous);
 }
 
 // A fused kernel.

@@ -19,17 +19,13 @@ pub struct MemoryPlan {
     /// The trainable parameters.
     parameters: usize,
     /// The optimizer's state.
-    optimizer_state: usize,
+    state: usize,
     /// The gradients.
     gradients: usize,
-    /// Activations and temporaries at the peak.
+    /// The rest of the peak.
     activations: usize,
-    /// The batch.
-    batch: usize,
-    /// The model's other arrays.
-    other_arrays: usize,
-    /// What the process holds beside this step.
-    elsewhere: usize,
+    /// What else is held all the time.
+    others: usize,
     /// Freed buffers that MLX keeps.
     cache: usize,
     /// The peak of the first step.
@@ -37,7 +33,7 @@ pub struct MemoryPlan {
     /// The peak of the steps after it.
     steady_peak: usize,
     /// What there is.
-    device_memory: Option<usize>,
+    limit: Option<usize>,
     /// Whether that is enough.
     fits: bool,
 }
@@ -46,16 +42,14 @@ impl From<Plan> for MemoryPlan {
     fn from(plan: Plan) -> Self {
         Self {
             parameters: plan.parameters,
-            optimizer_state: plan.state,
+            state: plan.state,
             gradients: plan.gradients,
             activations: plan.activations,
-            batch: plan.batch,
-            other_arrays: plan.others,
-            elsewhere: plan.elsewhere,
+            others: plan.others,
             cache: plan.cache,
             first_peak: plan.first,
             steady_peak: plan.steady,
-            device_memory: plan.memory,
+            limit: plan.limit,
             fits: plan.fits(),
         }
     }
