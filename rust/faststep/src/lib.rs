@@ -11,6 +11,7 @@ pub mod error;
 pub mod guard;
 pub mod layout;
 pub mod optimizer;
+pub mod rebind;
 pub mod step;
 pub mod trace;
 

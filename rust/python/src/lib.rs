@@ -21,20 +21,27 @@ use pyo3::{
     prelude::*,
 };
 
-use faststep::blas::{bind, BlasError};
+use faststep::{
+    blas::{self, BlasError},
+    rebind::RebindError,
+};
 
 /// Make MLX's CPU use the OpenBLAS of this library; returns how many functions were bound.
 #[pyfunction]
 #[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
 fn bind_blas(library: PathBuf) -> PyResult<usize> {
-    match bind(&library) {
+    match blas::bind(&library) {
         Ok(bound) => Ok(bound.names.len()),
-        Err(error @ (BlasError::Load { .. } | BlasError::Protect(_))) => {
-            Err(PyOSError::new_err(error.to_string()))
-        }
-        Err(error @ (BlasError::Foreign(_) | BlasError::NoMlx)) => {
-            Err(PyRuntimeError::new_err(error.to_string()))
-        }
+        Err(BlasError::Rebind(error)) => Err(rebind_error(&error)),
+        Err(error @ BlasError::Load { .. }) => Err(PyOSError::new_err(error.to_string())),
+        Err(error @ BlasError::Foreign(_)) => Err(PyRuntimeError::new_err(error.to_string())),
+    }
+}
+
+fn rebind_error(error: &RebindError) -> PyErr {
+    match error {
+        RebindError::NoMlx => PyRuntimeError::new_err(error.to_string()),
+        RebindError::Protect(_) => PyOSError::new_err(error.to_string()),
     }
 }
 
