@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-__all__ = ["Step", "TraceRecord", "bind_blas", "current_state"]
+__all__ = ["Step", "TraceRecord", "bind_blas", "bind_kernels", "current_state"]
 
 @final
 class TraceRecord:
@@ -51,3 +51,4 @@ class Step:
 
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...
+def bind_kernels() -> bool: ...

@@ -8,10 +8,11 @@ fn main() {
         .cpp(true)
         .std("c++20")
         .pic(true)
-        .file("native/array.cpp");
+        .file("native/array.cpp")
+        .file("native/kernels.cpp");
     let include = env::var_os("DEP_MLX_INCLUDE").unwrap_or_default();
     for dir in env::split_paths(&include) {
         build.flag("-isystem").flag(dir);
     }
-    build.compile("faststep_array");
+    build.compile("faststep_native");
 }

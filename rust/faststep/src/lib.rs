@@ -9,6 +9,7 @@ pub mod blas;
 pub mod clip;
 pub mod error;
 pub mod guard;
+pub mod kernels;
 pub mod layout;
 pub mod optimizer;
 pub mod rebind;

@@ -97,6 +97,12 @@ mod imp {
             Ok(Self(images))
         }
 
+        /// Whether every libmlx imports this function.
+        pub fn have(&self, name: &CStr) -> bool {
+            let has = |image: &Image| image.imports().iter().any(|(found, _)| *found == name);
+            self.0.iter().all(has)
+        }
+
         /// Replaces each function that `replacement` has another one for; returns their names, sorted.
         pub fn replace(
             &self,
@@ -280,6 +286,10 @@ mod imp {
     impl Imports {
         pub fn of_mlx() -> Result<Self, RebindError> {
             Ok(Self)
+        }
+
+        pub fn have(&self, _name: &CStr) -> bool {
+            false
         }
 
         pub fn replace(

@@ -23,6 +23,7 @@ use pyo3::{
 
 use faststep::{
     blas::{self, BlasError},
+    kernels,
     rebind::RebindError,
 };
 
@@ -36,6 +37,12 @@ fn bind_blas(library: PathBuf) -> PyResult<usize> {
         Err(error @ BlasError::Load { .. }) => Err(PyOSError::new_err(error.to_string())),
         Err(error @ BlasError::Foreign(_)) => Err(PyRuntimeError::new_err(error.to_string())),
     }
+}
+
+/// Have MLX's CPU kernels compiled for this processor; returns whether they are, here.
+#[pyfunction]
+fn bind_kernels() -> PyResult<bool> {
+    kernels::bind().map_err(|error| rebind_error(&error))
 }
 
 fn rebind_error(error: &RebindError) -> PyErr {
@@ -52,5 +59,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<step::Step>()?;
     module.add_class::<step::TraceRecord>()?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
+    module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(registry::current_state, module)?)
 }
