@@ -8,7 +8,7 @@ from mlx.optimizers import Optimizer
 
 from faststep._options import Options
 
-__all__ = ["Step", "TraceRecord", "bind_blas", "current_state"]
+__all__ = ["Step", "TraceRecord", "bind_blas", "bind_kernels", "current_state"]
 
 _Named = list[tuple[str, mx.array]]
 
@@ -60,3 +60,4 @@ class Step:
 
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...
+def bind_kernels() -> bool: ...
