@@ -15,21 +15,24 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import peers
+import torch_ways
 from cases import CASES, MAX_GRAD_NORM, ON_CPU, ON_GPU, Case
 from mlx.utils import tree_reduce
 from rich.progress import Progress
 from samples import Sample, answer, arguments, bars, on_gpu, use_device
 from timing import Batches, block_size, in_turns, run_block
-from torch_ways import TorchWays, start
-from ways import BOUND, PLAIN, WAYS, StepFn
+from ways import BOUND, COMPILED, FAST, PLAIN, WAYS, StepFn
 
 TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 1e-2}  # of the largest loss
+OWN_KERNELS = {f"{way}, MLX's own kernels": way for way in (COMPILED, FAST)}  # what FASTSTEP_KERNELS=0 leaves
 CLIPPING = {"peak": MAX_GRAD_NORM, "peak without clipping": None}
 
 
@@ -53,29 +56,51 @@ def largest_gap(case: Case, losses: dict[str, list[float]]) -> float:
     return max(gaps.values())
 
 
-def measure(case: Case, peer: TorchWays | None, rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
+def measure(case: Case, others: Sequence[peers.Peer], rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
     """Time every way on one case; return milliseconds by way and round."""
     batches = case.batches()
     steps = {name: way(case.new_run()) for name, way in WAYS.items()}
     losses = first_losses(steps, batches)
     del losses[BOUND][1:]  # it never updates
-    if peer:
-        losses |= {way: [built["loss"]] for way, built in peer.built["ways"].items()}  # its AdamW corrects the bias
+    losses |= {way: built["losses"] for peer in others for way, built in peer.built["ways"].items()}
     gap = largest_gap(case, losses)
     count = block_size(min(run_block(steps[PLAIN], batches, 2) for _ in range(4)))
-    blocks = blocks_of(steps, peer, batches, count)
+    blocks = blocks_of(steps, others, batches, count)
     result = {"title": case.title, "parameters": parameter_bytes(case), "largest loss difference": gap}
     result |= {"steps in a block": count, "ms": in_turns(blocks, rounds, after_round), "memory": {}}
-    return result | ({"PyTorch": peer.built} if peer else {})
+    torch = [peer.built for peer in others if "version" in peer.built]
+    return result | ({"PyTorch": torch[0]} if torch else {})
 
 
 def blocks_of(
-    steps: dict[str, StepFn], peer: TorchWays | None, batches: Batches, count: int
+    steps: dict[str, StepFn], others: Sequence[peers.Peer], batches: Batches, count: int
 ) -> dict[str, Callable[[], float]]:
     """Return what takes a block of so many steps, by way."""
     ours = {way: functools.partial(run_block, step, batches, count) for way, step in steps.items()}
-    theirs = {way: functools.partial(peer.run_block, way, count) for way in peer.built["ways"]} if peer else {}
+    theirs = {way: functools.partial(peer.run_block, way, count) for peer in others for way in peer.built["ways"]}
     return {**ours, **theirs}
+
+
+def serve(case: Case) -> None:
+    """Be the peer that leaves MLX's CPU kernels as they are."""
+    batches = case.batches()
+    steps = {name: WAYS[way](case.new_run()) for name, way in OWN_KERNELS.items()}
+    losses = first_losses(steps, batches)
+    print(json.dumps({"ways": {name: {"losses": losses[name]} for name in steps}}), flush=True)
+    for line in sys.stdin:
+        way, count = json.loads(line)
+        print(json.dumps(run_block(steps[way], batches, count)), flush=True)
+
+
+def start(stack: contextlib.ExitStack, name: str, torch: str | None) -> list[peers.Peer]:
+    """Start the other processes of one case."""
+    started = []
+    if not on_gpu():
+        command = [sys.executable, *sys.argv, "--alone", name]
+        started.append(stack.enter_context(peers.start(command, {**os.environ, "FASTSTEP_KERNELS": "0"})))
+    if torch:
+        started.append(stack.enter_context(torch_ways.start(torch, CASES[name])))
+    return started
 
 
 def peaks(name: str, progress: Progress) -> dict[str, dict[str, float]]:
@@ -117,15 +142,19 @@ def main() -> None:
     args = parse_arguments()
     use_device(args.device)
     if args.alone:
-        case, way, clipping = args.alone
-        print(json.dumps(peak(CASES[case], way, CLIPPING[clipping])))
+        case, *what = args.alone
+        if what:
+            print(json.dumps(peak(CASES[case], what[0], CLIPPING[what[1]])))
+        else:
+            serve(CASES[case])
         return
     sample = Sample("step", args)
     with bars() as progress:
         for name in args.cases or (ON_GPU if on_gpu() else ON_CPU):
             bar = progress.add_task(f"{name}, in turns", total=args.rounds)
-            with start(args.torch, CASES[name]) if args.torch else contextlib.nullcontext() as peer:
-                result = measure(CASES[name], peer, args.rounds, functools.partial(progress.advance, bar))
+            with contextlib.ExitStack() as stack:
+                others = start(stack, name, args.torch)
+                result = measure(CASES[name], others, args.rounds, functools.partial(progress.advance, bar))
             sample.add(name, result)
             mx.clear_cache()  # on a GPU the next processes have to share its memory with this one
             sample.add(name, result | {"memory": peaks(name, progress)})

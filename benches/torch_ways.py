@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import peers
 from cases import MAX_GRAD_NORM, Case
 from machine import ROOT
 from mlx.utils import tree_flatten
@@ -21,40 +21,8 @@ from samples import on_gpu
 PEER = ROOT / "benches" / "torch_peer.py"
 
 
-class TorchWays:
-    """The ways of a running ``torch_peer.py``; it waits while others take their turns.
-
-    Attributes:
-        built: What the peer says of itself, and of each way its first loss and the peak of its memory in bytes.
-    """
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        """Wait until all ways are built and compiled."""
-        self.process = process
-        self.built: dict[str, Any] = self.answer()
-
-    def run_block(self, way: str, count: int) -> float:
-        """Do what ``timing.run_block`` does, there."""
-        assert self.process.stdin is not None
-        print(json.dumps([way, count]), file=self.process.stdin, flush=True)
-        ms: float = self.answer()
-        return ms
-
-    def answer(self) -> Any:
-        """Return the next line.
-
-        Raises:
-            SystemExit: The process has ended, and said why itself.
-        """
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{PEER.name} has ended with status {self.process.wait()}")
-        return json.loads(line)
-
-
 @contextlib.contextmanager
-def start(python: str, case: Case) -> Iterator[TorchWays]:
+def start(python: str, case: Case) -> Iterator[peers.Peer]:
     """Run the peer with this Python on a case; it ends with the context.
 
     Args:
@@ -64,11 +32,8 @@ def start(python: str, case: Case) -> Iterator[TorchWays]:
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder, "arrays.npz"), allow_pickle=False, **arrays(case))
         Path(folder, "case.json").write_text(json.dumps(description(case)), encoding="utf-8")
-        command = [python, str(PEER), folder]
-        with subprocess.Popen(
-            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            yield TorchWays(process)
+        with peers.start([python, str(PEER), folder], environment()) as peer:
+            yield peer
 
 
 def description(case: Case) -> dict[str, Any]:

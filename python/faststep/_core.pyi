@@ -8,7 +8,7 @@ from mlx.optimizers import Optimizer
 
 from faststep._options import Options
 
-__all__ = ["MemoryPlan", "Step", "TraceRecord", "bind_blas", "current_state"]
+__all__ = ["MemoryPlan", "Step", "TraceRecord", "bind_blas", "bind_kernels", "current_state"]
 
 _Named = list[tuple[str, mx.array]]
 
@@ -93,3 +93,4 @@ class Step:
 
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...
+def bind_kernels() -> bool: ...

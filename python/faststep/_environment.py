@@ -1,4 +1,4 @@
-"""What has to be true of the environment before anything native is loaded, and OpenBLAS for MLX's CPU.
+"""What has to be true of the environment before anything native is loaded; OpenBLAS and faster kernels for MLX's CPU.
 
 Python's standard library only: this runs before MLX and the extension module are imported, because a module built
 against another MLX would crash instead of telling why.
@@ -13,6 +13,7 @@ import sys
 import warnings
 from importlib import metadata, util
 from pathlib import Path
+from types import ModuleType
 
 _NAME = "mlx-faststep"
 # MLX's wheels that bring libmlx on Linux, and our extra that installs each
@@ -64,13 +65,35 @@ def bind_blas() -> None:
         if [name for name in _BACK_ENDS if _installed(name)] == ["mlx-cpu"]:
             _warn(f'scipy-openblas32 is not installed: pip install "{_NAME}[cpu]"')
         return
-    importlib.import_module("mlx.core")  # first: it brings the libmlx that the extension module is linked with
-    core = importlib.import_module("faststep._core")
     openblas = importlib.import_module("scipy_openblas32")
     try:
-        core.bind_blas(Path(openblas.get_lib_dir(), openblas.get_library(fullname=True)))
+        _core().bind_blas(Path(openblas.get_lib_dir(), openblas.get_library(fullname=True)))
     except (OSError, RuntimeError) as error:
         _warn(str(error))
+
+
+def bind_kernels() -> None:
+    """Make MLX compile the fused kernels of the CPU for this machine's processor, at the same numbers.
+
+    They are kept in the user's cache directory, apart from MLX's own. `FASTSTEP_KERNELS=0` in the environment leaves
+    MLX as it is.
+    """
+    if not sys.platform.startswith("linux") or os.environ.get("FASTSTEP_KERNELS") == "0":
+        return
+    try:
+        _core().bind_kernels()
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"MLX compiles its CPU kernels without this processor's vectors: {error} "
+            "(FASTSTEP_KERNELS=0 leaves MLX as it is, without this warning)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _core() -> ModuleType:
+    importlib.import_module("mlx.core")  # first: it brings the libmlx that the extension module is linked with
+    return importlib.import_module("faststep._core")
 
 
 def _warn(reason: str) -> None:

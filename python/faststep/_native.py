@@ -8,6 +8,7 @@ from faststep import _environment
 
 _environment.check()
 _environment.bind_blas()
+_environment.bind_kernels()
 
 from mlx.optimizers import Optimizer  # noqa: E402  (the environment has to be checked first)
 

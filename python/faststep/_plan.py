@@ -19,8 +19,8 @@ class MemoryPlan:
 
     A CPU is taken to work as late as MLX lets it: what it has not computed yet holds its memory, so a plan is rather
     above the peak than below it. For a GPU the plan is an estimate, which no test holds against a measured peak: every
-    step is taken to be done when the next one begins. A GPU that falls behind holds the activations of `in_flight` steps
-    and of the one under way, and what its libraries take for themselves is not in the plan.
+    step is taken to be done when the next one begins. A GPU that falls behind holds activations of the steps in flight
+    too, each of at most 1 GiB, and what its libraries take for themselves is not in the plan.
 
     Attributes:
         parameters: The trainable parameters.

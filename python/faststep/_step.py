@@ -159,7 +159,8 @@ class Step:
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
             compile: Compile the step. Without, the loss function is called at every step.
-            in_flight: How many steps may be under way on the device when a call returns.
+            in_flight: How many steps may be under way on the device when a call returns; one only, where that one
+                holds more than 1 GiB of activations.
             max_traces: How many traces are kept; the one used least recently goes first.
             cache_limit: Let MLX keep at most so many bytes of freed memory, in the whole process
                 (`mx.set_cache_limit`). None: leave it.
@@ -482,7 +483,8 @@ def fast_step(
         compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
         ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
         compile: Compile the step.
-        in_flight: How many steps may be under way on the device when a call returns.
+        in_flight: How many steps may be under way on the device when a call returns; one only, where that one holds
+            more than 1 GiB of activations.
         max_traces: How many traces are kept.
         clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
         **named: Arguments of the loss function by name; the options above are not among them.

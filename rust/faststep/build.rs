@@ -2,8 +2,9 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 11] = [
+const SOURCES: [&str; 12] = [
     "array",
+    "kernels",
     "pack",
     "plan/device",
     "plan/evaluate",

@@ -10,7 +10,7 @@ use crate::{
     layout::Layout,
     outputs::Outputs,
     simulation::{Device, Reading, Simulation, Slot},
-    step::trial,
+    step::{trial, OVERLAP_BYTES},
 };
 
 /// Of the calls that make one update, so many at the most.
@@ -107,7 +107,14 @@ pub(crate) struct Course<'a> {
     simulation: Simulation,
     shown: bool, // whether the user's objects still hold what was there before the first step
     warm: Vec<bool>,
-    in_flight: VecDeque<usize>,
+    in_flight: VecDeque<Flight>,
+    peak: usize,
+}
+
+/// A call that the device may not have done yet: what to wait for, and the bytes that it took when it was handed over.
+struct Flight {
+    done: usize,
+    bytes: usize,
 }
 
 impl<'a> Course<'a> {
@@ -119,12 +126,21 @@ impl<'a> Course<'a> {
             shown: true,
             warm: scene.parts.iter().map(|part| part.warm).collect(),
             in_flight: VecDeque::new(),
+            peak: 0,
         }
     }
 
     /// What it has come to since this was last asked.
     pub fn read(&mut self) -> Reading {
-        self.simulation.read()
+        let mut reading = self.look();
+        reading.peak = std::mem::take(&mut self.peak);
+        reading
+    }
+
+    fn look(&mut self) -> Reading {
+        let reading = self.simulation.read();
+        self.peak = self.peak.max(reading.peak);
+        reading
     }
 
     /// What is held when nothing is under way, in bytes.
@@ -156,12 +172,14 @@ impl<'a> Course<'a> {
                 // for an update that may fail
                 self.simulation.keep(Slot::Window, self.scene.window())?;
             }
-            let mut done = self.run(0)?;
+            let mut flight = self.run(0)?;
             if updates {
-                done = self.run(last)?;
+                let update = self.run(last)?;
+                flight.bytes += update.bytes;
+                flight.done = update.done;
                 self.simulation.keep(Slot::Window, &[])?;
             }
-            self.in_flight.push_back(done);
+            self.in_flight.push_back(flight);
             self.wait(self.scene.in_flight);
         }
         Ok(())
@@ -170,12 +188,12 @@ impl<'a> Course<'a> {
     /// Let so many calls be under way, no more.
     pub fn wait(&mut self, in_flight: usize) {
         let done = self.in_flight.len().saturating_sub(in_flight);
-        for done in self.in_flight.drain(..done) {
-            self.simulation.wait(done);
+        for flight in self.in_flight.drain(..done) {
+            self.simulation.wait(flight.done);
         }
     }
 
-    fn run(&mut self, number: usize) -> Result<usize> {
+    fn run(&mut self, number: usize) -> Result<Flight> {
         let (scene, part) = (self.scene, self.scene.parts[number]);
         let outputs = part.outputs;
         let state = outputs.state.iter().map(|(_, array)| array);
@@ -191,7 +209,9 @@ impl<'a> Course<'a> {
             self.simulation.eval(&before)?;
             self.simulation.eval(&trial(outputs))?;
         }
+        self.make_room();
         self.let_go(&part, shown)?;
+        let active = self.look().active;
         let done = if part.keep_gradients {
             self.simulation.async_eval(&all)?
         } else {
@@ -200,6 +220,7 @@ impl<'a> Course<'a> {
             let rest = rest.filter(|array| !gradients.contains(&array::id(array)));
             self.simulation.async_eval(&rest.collect::<Vec<_>>())?
         };
+        let bytes = self.look().active.saturating_sub(active);
         if outputs.loss.is_some() {
             let returned = outputs.loss.iter().chain(&outputs.aux);
             self.simulation.keep(Slot::Returned, returned)?;
@@ -207,7 +228,13 @@ impl<'a> Course<'a> {
         for (input, output) in scene.pairs(outputs) {
             self.simulation.carry(input, output)?;
         }
-        Ok(done)
+        Ok(Flight { done, bytes })
+    }
+
+    fn make_room(&mut self) {
+        let held: usize = self.in_flight.iter().map(|flight| flight.bytes).sum();
+        let others = self.scene.in_flight.saturating_sub(1);
+        self.wait(if held > OVERLAP_BYTES { 0 } else { others });
     }
 
     // what an evaluation may write over: what the engine and the user's objects hold no more

@@ -9,6 +9,7 @@ use std::{collections::VecDeque, rc::Rc, time::Instant};
 
 use mlx_rs::{
     error::Result as MlxResult,
+    memory::active_memory,
     transforms::{async_eval, eval},
     Array,
 };
@@ -30,6 +31,10 @@ const TRIAL_BYTES: usize = 64 << 20;
 
 /// Of so many updates one is metered.
 const METER_EVERY: usize = 128;
+
+/// Steps that hold more are not handed to the device before it has done the last one: what that costs is a small part of
+/// so large a step (5 % of 19 ms, measured on one H200), and the memory would be needed twice.
+pub(crate) const OVERLAP_BYTES: usize = 1 << 30;
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
@@ -97,6 +102,15 @@ impl Output {
     }
 }
 
+/// A step that the device may not have done yet.
+#[derive(Debug)]
+struct Flight {
+    /// There when the step is done.
+    done: Array,
+    /// What it took of memory when it was handed over: on a GPU its activations.
+    bytes: usize,
+}
+
 /// Parameters and optimizer state of one model, and the steps in flight.
 #[derive(Debug)]
 pub struct Engine {
@@ -110,7 +124,9 @@ pub struct Engine {
     updates: usize,
     reading: Option<Reading>,
     fresh: Vec<Array>,
-    in_flight: VecDeque<Array>,
+    in_flight: VecDeque<Flight>,
+    max_in_flight: usize,
+    handed_over: usize, // bytes, by the step that is being made
     seconds: Seconds,
     failed: bool,
     drafted: bool, // nothing is evaluated: to be planned with
@@ -157,6 +173,8 @@ impl Engine {
             reading: None,
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
+            max_in_flight: 0,
+            handed_over: 0,
             seconds: Seconds::default(),
             failed: false,
             drafted,
@@ -270,7 +288,8 @@ impl Engine {
         buffers.flatten().cloned().collect()
     }
 
-    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps wait for the device.
+    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps are under way then, and
+    /// one only where they hold more than 1 GiB.
     ///
     /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
     ///
@@ -287,6 +306,7 @@ impl Engine {
     ) -> Result<Output> {
         self.complete(owner)?;
         self.seconds = Seconds::default();
+        self.max_in_flight = in_flight;
         let before = match &mut update {
             Some(update) => self.prove(update)?,
             None => None,
@@ -314,7 +334,7 @@ impl Engine {
             },
             _ => None,
         };
-        self.in_flight.extend(done);
+        self.fly(done);
         self.wait(in_flight, owner)?;
         Ok(Output {
             batch,
@@ -331,7 +351,7 @@ impl Engine {
         self.complete(owner)?;
         self.seconds = Seconds::default();
         let outputs = self.update(update, owner)?;
-        self.in_flight.extend(outputs.marker().cloned());
+        self.fly(outputs.marker().cloned());
         Ok(Output {
             batch: outputs,
             update: None,
@@ -382,6 +402,10 @@ impl Engine {
                 return Err(Error::FirstEvaluation(error));
             }
             trace.warm = true;
+        }
+        if let Err(error) = self.make_room(owner) {
+            self.put_back(inputs);
+            return Err(error);
         }
         let updates = !outputs.parameters.is_empty();
         if updates {
@@ -567,10 +591,12 @@ impl Engine {
     ) -> Result<()> {
         let started = Instant::now();
         let mut sent = Ok(());
+        let before = active_memory()?;
         owner.unlocked(&mut || {
             let arrays = outputs.before_update().chain(&self.fresh);
             sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
         });
+        self.handed_over += active_memory()?.saturating_sub(before);
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
         if sent.is_err() {
@@ -594,13 +620,26 @@ impl Engine {
         Ok(())
     }
 
+    fn fly(&mut self, done: Option<Array>) {
+        let bytes = std::mem::take(&mut self.handed_over);
+        self.in_flight
+            .extend(done.map(|done| Flight { done, bytes }));
+    }
+
+    // before another step is handed to the device; the one that is there has been built meanwhile
+    fn make_room(&mut self, owner: &mut dyn Owner) -> Result<()> {
+        let held: usize = self.in_flight.iter().map(|flight| flight.bytes).sum();
+        let others = self.max_in_flight.saturating_sub(1);
+        self.wait(if held > OVERLAP_BYTES { 0 } else { others }, owner)
+    }
+
     fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {
         let started = Instant::now();
         while self.in_flight.len() > in_flight {
-            let Some(done) = self.in_flight.pop_front() else {
+            let Some(flight) = self.in_flight.pop_front() else {
                 break;
             };
-            if let Err(error) = evaluate(std::iter::once(&done), owner) {
+            if let Err(error) = evaluate(std::iter::once(&flight.done), owner) {
                 self.failed = true;
                 return Err(Error::Device(error));
             }

@@ -27,20 +27,34 @@ use pyo3::{
     prelude::*,
 };
 
-use faststep::blas::{bind, BlasError};
+use faststep::{
+    blas::{self, BlasError},
+    kernels,
+    rebind::RebindError,
+};
 
 /// Make MLX's CPU use the OpenBLAS of this library; returns how many functions were bound.
 #[pyfunction]
 #[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
 fn bind_blas(library: PathBuf) -> PyResult<usize> {
-    match bind(&library) {
+    match blas::bind(&library) {
         Ok(bound) => Ok(bound.names.len()),
-        Err(error @ (BlasError::Load { .. } | BlasError::Protect(_))) => {
-            Err(PyOSError::new_err(error.to_string()))
-        }
-        Err(error @ (BlasError::Foreign(_) | BlasError::NoMlx)) => {
-            Err(PyRuntimeError::new_err(error.to_string()))
-        }
+        Err(BlasError::Rebind(error)) => Err(rebind_error(&error)),
+        Err(error @ BlasError::Load { .. }) => Err(PyOSError::new_err(error.to_string())),
+        Err(error @ BlasError::Foreign(_)) => Err(PyRuntimeError::new_err(error.to_string())),
+    }
+}
+
+/// Have MLX's CPU kernels compiled for this processor; returns whether they are, here.
+#[pyfunction]
+fn bind_kernels() -> PyResult<bool> {
+    kernels::bind().map_err(|error| rebind_error(&error))
+}
+
+fn rebind_error(error: &RebindError) -> PyErr {
+    match error {
+        RebindError::NoMlx => PyRuntimeError::new_err(error.to_string()),
+        RebindError::Protect(_) => PyOSError::new_err(error.to_string()),
     }
 }
 
@@ -52,5 +66,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<step::Step>()?;
     module.add_class::<traces::TraceRecord>()?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
+    module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(registry::current_state, module)?)
 }

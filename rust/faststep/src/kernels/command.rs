@@ -1,0 +1,66 @@
+//! The command with which MLX compiles a kernel.
+use std::path::Path;
+
+use super::FLAGS;
+
+/// As `JitCompiler::build_command` begins and ends it, in `mlx/backend/cpu/jit_compiler.cpp`.
+const BEGIN: &str = "g++ -std=c++17 -O3 -Wall -fPIC -shared ";
+const END: &str = "\" 2>&1";
+
+/// A command of the form `g++ … <options> "<source>" -o "<library>" 2>&1`.
+pub struct Command<'a> {
+    /// What MLX passes besides its own flags: where its headers are.
+    options: &'a str,
+    /// The file to compile.
+    pub source: &'a Path,
+    /// The file to make.
+    pub library: &'a Path,
+}
+
+impl<'a> Command<'a> {
+    /// Takes a command apart; `None` for every other one.
+    pub fn parse(command: &'a str) -> Option<Self> {
+        let rest = command.strip_prefix(BEGIN)?.strip_suffix(END)?;
+        let (rest, library) = rest.rsplit_once("\" -o \"")?;
+        let (options, source) = rest.rsplit_once(" \"")?;
+        Some(Self {
+            options,
+            source: Path::new(source),
+            library: Path::new(library),
+        })
+    }
+
+    /// The command with our flags; MLX's options come later and win.
+    pub fn with_flags(&self) -> String {
+        let (options, source, library) =
+            (self.options, self.source.display(), self.library.display());
+        format!("{BEGIN}{FLAGS} {options} \"{source}\" -o \"{library}{END}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Command, BEGIN, FLAGS};
+
+    #[test]
+    fn mlx_s_command_gets_the_flags() {
+        let rest = r#"-I "/a b/include" "/c d/k.cpp" -o "/c d/k.so" 2>&1"#;
+        let ours = Command::parse(&format!("{BEGIN}{rest}")).map(|it| it.with_flags());
+        assert_eq!(ours, Some(format!("{BEGIN}{FLAGS} {rest}")));
+    }
+
+    #[test]
+    fn every_other_command_is_left_alone() {
+        for other in [
+            "",
+            "g++ --version",
+            BEGIN,
+            r#"g++ -std=c++20 -O3 -Wall -fPIC -shared "k.cpp" -o "k.so" 2>&1"#,
+            r#"g++ -std=c++17 -O3 -Wall -fPIC -shared "k.cpp" -o "k.so""#,
+            r#"g++ -std=c++17 -O3 -Wall -fPIC -shared "k.cpp" 2>&1"#,
+            r#"cd /; g++ -std=c++17 -O3 -Wall -fPIC -shared "k.cpp" -o "k.so" 2>&1"#,
+        ] {
+            assert!(Command::parse(other).is_none(), "{other}");
+        }
+    }
+}
