@@ -306,8 +306,8 @@ def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tole
     """Compare two snapshots: names, dtypes and shapes exactly, values within the tolerance (0: every bit).
 
     A GPU's compiler rounds a product and a sum once or twice, as it likes, kernel by kernel, and some gradients are
-    summed in no order. An optimizer that divides a gradient by its own size makes whole updates of that where a gradient
-    is nothing else: one element in 30 may be an update or two away.
+    summed in no order. An optimizer that divides a gradient by its own size makes whole updates of that where a
+    gradient is nothing else: one element in 30 may be an update or two away.
     """
     assert got.keys() == wanted.keys()
     on_gpu = mx.default_device().type == mx.gpu
