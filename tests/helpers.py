@@ -306,19 +306,20 @@ def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tole
     """Compare two snapshots: names, dtypes and shapes exactly, values within the tolerance (0: every bit).
 
     A GPU's compiler rounds a product and a sum once or twice, as it likes, kernel by kernel, and some gradients are
-    summed in no order. An optimizer that divides a gradient by its own size makes whole updates of that where a gradient is
-    nothing else: one element in 30 may be an update or two away.
+    summed in no order. An optimizer that divides a gradient by its own size makes whole updates of that where a
+    gradient is nothing else: one element in 30 may be an update or two away.
     """
     assert got.keys() == wanted.keys()
     on_gpu = mx.default_device().type == mx.gpu
     for name, value in wanted.items():
         assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
-        if on_gpu and value.dtype.kind == "f":
+        floating = value.dtype.kind == "f"
+        if on_gpu and floating:
             near = max(tolerance, 2e-6)
             far = ~np.isclose(got[name], value, rtol=near, atol=near, equal_nan=True)
             assert far.sum() <= max(1, value.size // 30), name
             np.testing.assert_allclose(got[name], value, rtol=0.05, atol=0.05, err_msg=name)
-        elif tolerance and value.dtype.kind == "f":
+        elif tolerance and floating:
             np.testing.assert_allclose(got[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
         else:
             np.testing.assert_array_equal(got[name], value, err_msg=name)
