@@ -25,6 +25,7 @@ pub mod plan;
 pub mod precision;
 pub mod rebind;
 pub mod rules;
+mod scene;
 mod simulation;
 pub mod step;
 pub mod trace;

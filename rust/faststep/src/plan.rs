@@ -6,10 +6,7 @@ use std::{fs, path::Path};
 
 use mlx_rs::{error::Result, Array};
 
-use crate::{
-    course::{Course, Scene},
-    simulation::Device,
-};
+use crate::{course::Course, scene::Scene, simulation::Device};
 
 /// So many updates after the first one are gone through. The CPU takes its work in portions, which end somewhere else in
 /// every step: so many meet most of the ways in which they can.

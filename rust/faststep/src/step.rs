@@ -15,13 +15,13 @@ use mlx_rs::{
 };
 
 use crate::{
-    course::{Part as Planned, Scene},
     error::{Error, Result},
     extras::{Needs, Places},
     layout::Layout,
     meter::{self, Reading},
     outputs::Outputs,
     plan::{self, Plan},
+    scene::{Part as Planned, Scene},
     trace::{Part, Rule, Trace},
 };
 
