@@ -1,14 +1,18 @@
 // What the step needs of mlx::core::array and mlx-c leaves out. Every pointer is an mlx::core::array, as in mlx_array.ctx.
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <string_view>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "mlx/scheduler.h"
 
 namespace mx = mlx::core;
 
@@ -34,6 +38,27 @@ bool foreign(mx::Stream s) {
   }
 }
 
+// Whether something that the array still has to be computed from fits.
+template <typename Fits>
+bool waits_for(const mx::array& a, Fits fits) {
+  std::vector<const mx::array*> todo{&a};
+  std::unordered_set<uintptr_t> seen;
+  while (!todo.empty()) {
+    const auto& x = *todo.back();
+    todo.pop_back();
+    if (x.status() != mx::array::Status::unscheduled || !x.has_primitive() || !seen.insert(x.id()).second) {
+      continue;
+    }
+    if (fits(x.primitive())) {
+      return true;
+    }
+    for (const auto& in : x.inputs()) {
+      todo.push_back(&in);
+    }
+  }
+  return false;
+}
+
 } // namespace
 
 extern "C" {
@@ -48,22 +73,36 @@ int faststep_array_is_lazy(const void* a) {
 
 // Whether the array is not evaluated and waits for work on a stream of another thread.
 int faststep_array_is_foreign(const void* a) {
-  std::vector<const mx::array*> todo{&at(a)};
-  std::unordered_set<uintptr_t> seen;
-  while (!todo.empty()) {
-    const auto& x = *todo.back();
-    todo.pop_back();
-    if (x.status() != mx::array::Status::unscheduled || !x.has_primitive() || !seen.insert(x.id()).second) {
-      continue;
-    }
-    if (foreign(x.primitive().stream())) {
-      return 1;
-    }
-    for (const auto& in : x.inputs()) {
-      todo.push_back(&in);
+  return waits_for(at(a), [](mx::Primitive& p) { return foreign(p.stream()); });
+}
+
+// Whether the array is not evaluated and waits for a file to be read.
+int faststep_array_reads_file(const void* a) {
+  return waits_for(at(a), [](mx::Primitive& p) { return std::string_view(p.name()) == "Load"; });
+}
+
+// After an error of the device: waits for all that is under way, and has none of the arrays wait any more. Where MLX meets
+// the error while it signals that an evaluation has ended (transforms.cpp), nobody signals it, and whoever waits hangs.
+void faststep_arrays_settle(const void* const* arrays, size_t n) {
+  for (auto device : {mx::Device::cpu, mx::Device::gpu}) {
+    try {
+      if (mx::is_available(device)) {
+        mx::synchronize(mx::default_stream(device));
+      }
+    } catch (const std::exception&) { // another error
     }
   }
-  return 0;
+  // MLX looks for errors each time that it hands over an operation, and then leaves the rest of the graph alone: what
+  // comes next is handed over before any of it can fail
+  auto rest = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+  mx::scheduler::enqueue(mx::default_stream(mx::Device::cpu), rest);
+  for (size_t i = 0; i < n; i++) {
+    const auto& a = at(arrays[i]);
+    if (a.status() == mx::array::Status::evaluated) {
+      a.attach_event(mx::Event());
+      a.set_status(mx::array::Status::available);
+    }
+  }
 }
 
 // A part of a flat buffer as an array of its own, without a copy. Of an evaluated buffer the part is evaluated too and

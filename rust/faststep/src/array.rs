@@ -13,6 +13,8 @@ extern "C" {
     fn faststep_array_id(array: *const c_void) -> usize;
     fn faststep_array_is_lazy(array: *const c_void) -> i32;
     fn faststep_array_is_foreign(array: *const c_void) -> i32;
+    fn faststep_array_reads_file(array: *const c_void) -> i32;
+    fn faststep_arrays_settle(arrays: *const *const c_void, n: usize);
     fn faststep_array_view(
         flat: *const c_void,
         shape: *const i32,
@@ -41,6 +43,23 @@ pub fn is_lazy(array: &Array) -> bool {
 pub fn is_foreign(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_is_foreign(array.as_ptr().ctx) != 0 }
+}
+
+/// Whether the array waits for a file to be read. A file that is lost by then leaves anything in it, after one error.
+#[must_use]
+pub fn reads_file(array: &Array) -> bool {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_reads_file(array.as_ptr().ctx) != 0 }
+}
+
+/// After an error of the device: what can be computed is, and nobody who reads these arrays waits for what never comes.
+pub fn settle<'a>(arrays: impl IntoIterator<Item = &'a Array>) {
+    let pointers = arrays
+        .into_iter()
+        .map(|array| array.as_ptr().ctx.cast_const());
+    let pointers: Vec<*const c_void> = pointers.collect();
+    // SAFETY: as in `id`; pointer and length are those of one list.
+    unsafe { faststep_arrays_settle(pointers.as_ptr(), pointers.len()) }
 }
 
 /// The part of a one-dimensional buffer that begins at element `offset`, in the given shape, without a copy.

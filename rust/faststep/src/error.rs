@@ -12,8 +12,8 @@ pub enum Error {
     #[error("{0}")]
     FirstEvaluation(Exception),
 
-    /// The device failed in the middle of a step. Its arrays stay lazy: the next call tries to complete them.
-    #[error("an earlier step failed on the device and could not be completed: {0}. Parameters and optimizer state are lost: load them from a checkpoint")]
+    /// The device failed in the middle of a step, this one or one before; what it has computed since is not to be used.
+    #[error("a step failed on the device: {0}. Parameters and optimizer state are lost: load them from a checkpoint")]
     Device(Exception),
 
     /// There is nothing to train.

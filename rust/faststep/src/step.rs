@@ -8,16 +8,18 @@ mod keep;
 use std::{collections::VecDeque, rc::Rc, time::Instant};
 
 use mlx_rs::{
-    error::Result as MlxResult,
+    error::{Exception, Result as MlxResult},
     memory::active_memory,
     transforms::{async_eval, eval},
     Array,
 };
 
 use crate::{
+    array,
     error::{Error, Result},
     extras::{Needs, Places},
     layout::Layout,
+    memory,
     meter::{self, Reading},
     outputs::Outputs,
     plan::{self, Plan},
@@ -35,6 +37,9 @@ const METER_EVERY: usize = 128;
 /// Steps that hold more are not handed to the device before it has done the last one: what that costs is a small part of
 /// so large a step (5 % of 19 ms, measured on one H200), and the memory would be needed twice.
 pub(crate) const OVERLAP_BYTES: usize = 1 << 30;
+
+/// So many operations of one step may have failed: each is an error of its own.
+const MAX_FAILURES: usize = 16;
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
@@ -599,11 +604,16 @@ impl Engine {
         self.handed_over += active_memory()?.saturating_sub(before);
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
-        if sent.is_err() {
-            self.failed = true; // what was not computed stays lazy: once more, all of it
-            self.complete(owner)?;
+        let Err(error) = sent else {
+            return Ok(());
+        };
+        self.failed = true;
+        let no_memory = ["malloc", "out of memory"];
+        if !no_memory.iter().any(|words| error.what().contains(words)) {
+            return Err(self.lost(error));
         }
-        Ok(())
+        memory::clear_cache(); // what found no memory stays lazy: once more, all of it
+        self.complete(owner)
     }
 
     // parameters as views into the new buffers
@@ -641,11 +651,29 @@ impl Engine {
             };
             if let Err(error) = evaluate(std::iter::once(&flight.done), owner) {
                 self.failed = true;
-                return Err(Error::Device(error));
+                return Err(self.lost(error));
             }
         }
         self.seconds.wait += started.elapsed().as_secs_f64();
         Ok(())
+    }
+
+    // what is lazy by now is computed, from whatever there is, so that nobody who reads it meets the error once more
+    fn lost(&mut self, error: Exception) -> Error {
+        self.in_flight.clear();
+        let arrays = || {
+            self.shared
+                .iter()
+                .chain(&self.parameters)
+                .chain(&self.state)
+        };
+        for _ in 0..MAX_FAILURES {
+            array::settle(arrays());
+            if eval(arrays()).is_ok() {
+                break;
+            }
+        }
+        Error::Device(error)
     }
 
     // after a failure: compute what is still lazy

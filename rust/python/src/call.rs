@@ -1,12 +1,13 @@
 //! What the user passed to one call: its arrays, and how the user names them.
-use mlx_rs::Array;
+use faststep::step::Owner;
+use mlx_rs::{transforms::eval, Array};
 use pyo3::{
-    exceptions::PyValueError,
+    exceptions::{PyRuntimeError, PyValueError},
     prelude::*,
     types::{PyDict, PyTuple},
 };
 
-use crate::{bridge, tree::Tree};
+use crate::{bridge, holder::Waiting, tree::Tree};
 
 /// What the user passed to one call.
 pub struct User<'py> {
@@ -47,7 +48,7 @@ impl<'py> User<'py> {
         self.model.py()
     }
 
-    /// The arrays of the batch; none may wait for another thread.
+    /// The arrays of the batch; none may wait for another thread, and files are read here, where nothing has changed yet.
     pub fn batch(&self) -> PyResult<(Tree, Vec<Array>)> {
         let py = self.py();
         let named = |tree: &Tree| self.name(&tree.last_path(py));
@@ -63,6 +64,14 @@ impl<'py> User<'py> {
                      thread: call mx.eval() on it in the thread that makes it, before it is passed on",
                     self.name(&tree.paths(py)[index])
                 )));
+            }
+            if faststep::array::reads_file(array) {
+                let mut read = Ok(());
+                Waiting(py).unlocked(&mut || read = eval([array]));
+                read.map_err(|error| {
+                    let name = self.name(&tree.paths(py)[index]);
+                    PyRuntimeError::new_err(format!("argument {name}: {}", error.what()))
+                })?;
             }
         }
         Ok((tree, arrays))
