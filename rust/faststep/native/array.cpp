@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <unordered_set>
 #include <vector>
@@ -32,6 +33,25 @@ bool foreign(mx::Stream s) {
   } catch (const std::exception&) {
     return true;
   }
+}
+
+// The nearest random bits that an array which is not evaluated yet is computed from.
+const mx::array* random_bits(const mx::array& a) {
+  std::vector<const mx::array*> todo{&a};
+  std::unordered_set<uintptr_t> seen;
+  for (size_t next = 0; next < todo.size(); ++next) {
+    const auto& x = *todo[next];
+    if (!x.has_primitive() || !seen.insert(x.id()).second) {
+      continue;
+    }
+    if (std::strcmp(x.primitive().name(), "RandomBits") == 0) {
+      return &x;
+    }
+    for (const auto& in : x.inputs()) {
+      todo.push_back(&in);
+    }
+  }
+  return nullptr;
 }
 
 } // namespace
@@ -95,5 +115,12 @@ void* faststep_array_view(const void* flat, const int* shape, size_t ndim, size_
 // An array without a value: what an object holds while its value is in the device's hands. Reading it raises.
 void* faststep_array_hollow() {
   return new mx::array(mx::Shape{}, mx::float32, nullptr, {});
+}
+
+// The random state before a lazy draw: the draw's key is one half of a split, which itself is random bits of that state.
+void* faststep_array_random_state(const void* draw) {
+  const auto* bits = random_bits(at(draw));
+  const auto* halves = bits ? random_bits(bits->inputs()[0]) : nullptr;
+  return halves ? new mx::array(halves->inputs()[0]) : nullptr;
 }
 }

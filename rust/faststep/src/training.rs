@@ -1,0 +1,421 @@
+//! The training step of an mlx-rs module: the whole of it in one call.
+mod key;
+mod optimizer;
+mod output;
+mod show;
+mod state;
+
+use std::{cell::Cell, panic::resume_unwind, rc::Rc, time::Instant};
+
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    module::{FlattenedModuleParam, ModuleParameters},
+    Array,
+};
+
+use crate::{
+    error::{Error, Result},
+    layout::Layout,
+    loss::Loss,
+    memory,
+    module::{look, ModuleHost, Slots, Stop},
+    nonfinite, openblas,
+    optimizers::{LearningRate, Optimizers},
+    options::{Nonfinite, Options},
+    outputs::Outputs,
+    random,
+    rules::Rules,
+    step::{Call, Engine, Output},
+    trace::{Part, Recipe, Rule, Trace},
+    traces::Traces,
+};
+use key::Key;
+pub(crate) use output::is_true;
+use output::{Flags, Spent};
+pub use output::{Stats, StepOutput};
+use show::Shown;
+use state::Kept;
+
+/// The training step of a module: gradients, clipping, update and evaluation in one call.
+///
+/// It takes the place of these lines, and gives the same numbers:
+///
+/// ```no_run
+/// # use mlx_rs::{error::Exception, module::FlattenedModuleParam, nn, optimizers::*, Array, transforms::eval_params};
+/// # use mlx_rs::module::{Module, ModuleParameters};
+/// # fn one(model: &mut nn::Linear, optimizer: &mut AdamW, x: Array, y: Array) -> Result<(), Box<dyn std::error::Error>> {
+/// # let loss_fn = |model: &mut nn::Linear, (x, y): (&Array, &Array)| -> Result<Array, Exception> {
+/// #     model.forward(x)?.subtract(y)?.square()?.mean(None)
+/// # };
+/// let (loss, gradients) = nn::value_and_grad(loss_fn)(model, (&x, &y))?;
+/// let (clipped, _norm) = clip_grad_norm(&gradients, 1.0)?;
+/// let clipped: FlattenedModuleParam = clipped.into_iter().map(|(k, v)| (k, v.into_owned())).collect();
+/// optimizer.update(model, clipped)?;
+/// eval_params(model.parameters())?; // and the optimizer's state with them
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The loss function is called while the step is traced, which is once for each signature of the batch; the trace is
+/// replayed from then on. What it does beside computing arrays (printing, counting) happens then only, and an array that
+/// it captures, or finds in a field that is no parameter, is a constant. Draws from mlx-rs's random functions begin where
+/// this thread's random state is when the step is made, and are new ones in each step.
+///
+/// The step has the module, and lets its arrays go while it trains; [`Step::model`] and [`Step::model_mut`] show them.
+pub struct Step<M> {
+    host: Rc<ModuleHost<M>>,
+    engine: Engine,
+    rules: Rc<Rules>,
+    optimizers: Optimizers,
+    options: Options,
+    others: Vec<Array>,
+    key: Array,
+    shown: Cell<Shown>,
+    kept: Kept,     // for parameters that are frozen now
+    version: usize, // of what the loss and the schedules may depend on
+    traces: Traces<Key>,
+    steps: usize,
+    updates: usize,
+    skips: Flags,
+    misses: Flags,
+    seconds: Spent,
+}
+
+/// What a call is to do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Task {
+    /// A batch and an update.
+    Whole,
+    /// A batch for the window, and the update where it is full.
+    Batch { fills: bool },
+    /// The update by the window as it is.
+    Flush,
+    /// Gradients.
+    Gradients,
+}
+
+impl Task {
+    fn updates(self) -> bool {
+        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
+    }
+}
+
+impl<M: ModuleParameters + 'static> Step<M> {
+    /// Make the step; nothing is traced before its first call.
+    ///
+    /// `loss` takes the module and the batch and returns a scalar, or the scalar with auxiliary arrays, or a [`Loss`] that
+    /// has a weight too. On a CPU, MLX's matrix products are bound to OpenBLAS, where it is found ([`openblas`]).
+    ///
+    /// # Errors
+    /// [`Error::NoParameters`]; [`Error::Option`] for an option that is out of its range, and for a trainable parameter
+    /// that is not of float32, float16 or bfloat16.
+    pub fn new<F, L>(
+        model: M,
+        optimizers: Optimizers,
+        mut loss: F,
+        options: Options,
+    ) -> Result<Self>
+    where
+        F: FnMut(&mut M, &[Array]) -> MlxResult<L> + 'static,
+        L: Into<Loss>,
+    {
+        options.check()?;
+        if let Some(limit) = options.cache_limit {
+            mlx_rs::memory::set_cache_limit(limit)?;
+        }
+        openblas::bind_once();
+        let looked = look(&model);
+        let loss =
+            Box::new(move |model: &mut M, batch: &[Array]| loss(model, batch).map(Into::into));
+        let rates = optimizers.rates().cloned().collect();
+        let mixed = options.compute_dtype.is_some();
+        let host = ModuleHost::new(model, loss, rates, mixed);
+        let (rules, engine) =
+            optimizer::lay_out(&looked, &optimizers, &options, &Kept::default().optimizer)?;
+        host.slots.replace(Rc::new(looked.slots));
+        Ok(Self {
+            host: Rc::new(host),
+            engine,
+            rules: Rc::new(rules),
+            optimizers,
+            options,
+            others: looked.others,
+            key: random::current()?,
+            shown: Cell::new(Shown::Read),
+            kept: Kept::default(),
+            version: 0,
+            traces: Traces::new(),
+            steps: 0,
+            updates: 0,
+            skips: Flags::default(),
+            misses: Flags::default(),
+            seconds: Spent::default(),
+        })
+    }
+
+    /// One step: the loss of `batch` (in `batch`'s order), its gradients, clipping, the update, and their evaluation.
+    ///
+    /// With [`Options::accumulate`] above 1 the gradients are added to a window, and the update follows when it is full.
+    ///
+    /// # Errors
+    /// [`Error::Trace`], [`Error::Untraceable`], [`Error::FirstEvaluation`] and [`Error::Nonfinite`] leave module,
+    /// optimizer and random state as they were; [`Error::Device`] says that they are lost.
+    ///
+    /// # Panics
+    /// Where the loss function does; everything is then as it was.
+    pub fn step(&mut self, batch: &[Array]) -> Result<StepOutput> {
+        self.take_in()?;
+        let open = self.engine.batches();
+        let task = if self.options.accumulate <= 1 && open == 0 {
+            Task::Whole
+        } else {
+            Task::Batch {
+                fills: open + 1 >= self.options.accumulate,
+            }
+        };
+        let output = self.run(batch, task)?;
+        self.steps += 1;
+        self.clear_cache();
+        self.skips.push(output.batch.skipped.as_ref())?;
+        let update = task
+            .updates()
+            .then(|| output.update.as_ref().unwrap_or(&output.batch));
+        if let Some(update) = update {
+            self.count_update(update)?;
+        }
+        StepOutput::new(&output.batch, update)
+    }
+
+    /// Loss and gradients of `batch`; nothing changes. The gradients have the names of their parameters, and their shapes
+    /// and dtypes.
+    ///
+    /// # Errors
+    /// As [`Step::step`].
+    pub fn gradients(&mut self, batch: &[Array]) -> Result<(Array, FlattenedModuleParam)> {
+        self.take_in()?;
+        let outputs = self.run(batch, Task::Gradients)?.batch;
+        let names = self.slots().parameters.clone();
+        let gradients = names.into_iter().zip(outputs.gradients).collect();
+        Ok((outputs.loss.ok_or_else(no_loss)?, gradients))
+    }
+
+    /// Apply a window that is not full, averaged by what is in it; true if there was one.
+    ///
+    /// # Errors
+    /// As [`Step::step`].
+    pub fn flush(&mut self) -> Result<bool> {
+        self.take_in()?;
+        if self.engine.batches() == 0 {
+            return Ok(false);
+        }
+        let output = self.run(&[], Task::Flush)?;
+        self.count_update(&output.batch)?;
+        Ok(true)
+    }
+
+    /// Wait for all work in flight.
+    ///
+    /// # Errors
+    /// [`Error::Device`], when a step failed.
+    pub fn synchronize(&mut self) -> Result<()> {
+        self.engine.synchronize(&mut ())
+    }
+
+    /// The number of batches in the open window.
+    #[must_use]
+    pub fn batches(&self) -> usize {
+        self.engine.batches()
+    }
+
+    /// Update once for so many calls from now on; a window that has as many batches is applied at the next call.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for 0.
+    pub fn set_accumulate(&mut self, calls: usize) -> Result<()> {
+        let options = Options {
+            accumulate: calls,
+            ..self.options
+        };
+        options.check()?;
+        self.options = options;
+        Ok(())
+    }
+
+    /// The options.
+    #[must_use]
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Draw from this seed on, as after `mlx_rs::random::seed` and `mx.random.seed`.
+    ///
+    /// # Errors
+    /// When MLX refuses to make the key.
+    pub fn seed(&mut self, seed: u64) -> Result<()> {
+        self.key = random::seeded(seed)?;
+        Ok(())
+    }
+
+    /// The learning rate of the rule of that number (0 where there is one), of the last update where it is scheduled: a
+    /// float32 scalar. `None` for a rule without.
+    #[must_use]
+    pub fn learning_rate(&self, rule: usize) -> Option<Array> {
+        let at = optimizer::rate_at(&self.rules, rule)?;
+        self.engine.state().get(at).cloned()
+    }
+
+    /// Another learning rate for all rules from now on; a number in place of a number costs no new trace.
+    ///
+    /// # Errors
+    /// Whatever a schedule says to the number of updates so far.
+    pub fn set_learning_rate(&mut self, rate: impl Into<LearningRate>) -> Result<()> {
+        let rate = rate.into();
+        let scheduled = |rate: &LearningRate| matches!(rate, LearningRate::Schedule(_));
+        for rule in 0..self.rules.rules().len() {
+            if let Some(at) = optimizer::rate_at(&self.rules, rule) {
+                let value = rate.at(&self.engine.state()[at - 1])?;
+                self.engine.set_state(at, value);
+            }
+            if scheduled(&rate) || self.optimizers.rates().nth(rule).is_some_and(scheduled) {
+                self.version += 1;
+            }
+            self.optimizers.set_rate(rule, rate.clone());
+        }
+        self.host
+            .rates
+            .replace(self.optimizers.rates().cloned().collect());
+        Ok(())
+    }
+
+    fn slots(&self) -> Rc<Slots> {
+        self.host.slots.borrow().clone()
+    }
+
+    fn count_update(&mut self, update: &Outputs) -> Result<()> {
+        self.updates += 1;
+        self.misses.push(update.skipped.as_ref())
+    }
+
+    fn clear_cache(&self) {
+        let every = self.options.clear_cache_every;
+        if every > 0 && self.steps.is_multiple_of(every) {
+            memory::clear_cache();
+        }
+    }
+
+    // traces where it has to, and runs
+    fn run(&mut self, batch: &[Array], task: Task) -> Result<Output> {
+        let started = Instant::now();
+        self.engine.need(
+            self.options
+                .needs(matches!(task, Task::Batch { .. } | Task::Flush)),
+        )?;
+        self.find(batch, task);
+        let outcome = self.attempt(batch, task);
+        let output = match (outcome, self.host.stop.take()) {
+            (Ok(output), _) => output,
+            (Err(error), stop) => {
+                self.traces.discard();
+                return Err(match stop {
+                    Some(Stop::Panic(payload)) => resume_unwind(payload),
+                    Some(Stop::Untraceable(why)) => Error::Untraceable(why),
+                    None => error,
+                });
+            }
+        };
+        if task != Task::Gradients {
+            for (index, array) in &output.batch.others {
+                self.others[*index] = array.clone();
+            }
+            if let Some(key) = &output.batch.key {
+                self.key = key.clone();
+            }
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        let new = self.traces.settle(seconds);
+        if new {
+            self.traces.retain(|key| key.is_of(self.version));
+        }
+        self.seconds.add(output.seconds, new.then_some(seconds));
+        Ok(output)
+    }
+
+    // the call's traces become the last entries: that of the update, then that of the batch
+    fn find(&mut self, batch: &[Array], task: Task) {
+        let rule = || Rule::Native(self.rules.clone());
+        let parts = match task {
+            Task::Whole => vec![Part::Whole(rule())],
+            Task::Batch { fills: true } => vec![Part::Update(rule()), Part::Batch],
+            Task::Batch { fills: false } => vec![Part::Batch],
+            Task::Flush => vec![Part::Update(rule())],
+            Task::Gradients => vec![Part::Gradients],
+        };
+        for part in parts {
+            let key = Key::new(&part, batch, self.version, self.engine.places());
+            let recipe = self.recipe(part);
+            let (host, compile) = (self.host.clone(), self.options.compile);
+            self.traces
+                .find(key, self.options.max_traces, |key, known| {
+                    (Trace::new(recipe, host, compile), key.cause(known))
+                });
+        }
+    }
+
+    fn recipe(&self, part: Part) -> Recipe {
+        let options = &self.options;
+        let has_loss = !matches!(part, Part::Update(_));
+        Recipe {
+            part,
+            layout: self.engine.layout().clone(),
+            places: self.engine.places(),
+            max_grad_norm: options.max_grad_norm,
+            max_grad_value: options.max_grad_value,
+            guard: options.guard(),
+            compute: options.compute_dtype,
+            ema_decay: options.ema_decay,
+            keep_gradients: options.nonfinite == Nonfinite::Raise,
+            others: if has_loss { self.others.len() } else { 0 },
+        }
+    }
+
+    fn attempt(&mut self, batch: &[Array], task: Task) -> Result<Output> {
+        let names = self.slots();
+        let mut rest = vec![self.key.clone()];
+        rest.extend_from_slice(batch);
+        let call = Call {
+            others: self.others.clone(),
+            rest,
+        };
+        let (Some(last), before) = self.traces.last_two() else {
+            return Err(no_loss().into());
+        };
+        let raises = self.options.nonfinite == Nonfinite::Raise;
+        let mut refusal = None;
+        let mut approve = |layout: &Layout, batch: &Outputs| {
+            if raises {
+                refusal =
+                    nonfinite::check(&names.parameters, layout, self.options.guard(), batch).err();
+            }
+            refusal.is_none()
+        };
+        let update = before.filter(|_| matches!(task, Task::Batch { fills: true }));
+        let output = match task {
+            Task::Gradients => self.engine.gradients(last, call, &mut ()).map(Output::of),
+            Task::Flush => self.engine.flush(last, &mut ()),
+            _ => {
+                let in_flight = self.options.in_flight;
+                self.engine
+                    .step(last, update, call, in_flight, &mut (), &mut approve)
+            }
+        }?;
+        if raises && refusal.is_none() && task != Task::Whole && task.updates() {
+            refusal =
+                nonfinite::check_update(output.update.as_ref().unwrap_or(&output.batch)).err();
+        }
+        refusal.map_or(Ok(output), Err)
+    }
+}
+
+fn no_loss() -> Exception {
+    Exception::custom("a step without a loss")
+}
