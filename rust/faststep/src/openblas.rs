@@ -1,8 +1,8 @@
 //! OpenBLAS for a Rust program: found beside the libmlx that the program runs with, and bound by [`blas::bind`].
 //!
 //! [`Step::new`](crate::Step::new) does it by itself, once for each process; [`bind`] says what came of it. The library is
-//! that of the Python package `scipy-openblas32`, which is looked for in the environment that libmlx comes from. In
-//! `FASTSTEP_BLAS`, a path is the library to take, and 0 leaves MLX as it is.
+//! that of the Python package `scipy-openblas32`, which is looked for in the environment that libmlx comes from. In the
+//! environment variable `FASTSTEP_BLAS`, an absolute path is the library to take, and 0 leaves MLX as it is.
 use std::{
     env, fs,
     path::{Path, PathBuf},
@@ -26,7 +26,7 @@ pub fn bind() -> Result<Option<Bound>, BlasError> {
 pub fn find() -> Option<PathBuf> {
     match env::var_os("FASTSTEP_BLAS") {
         Some(value) if value == "0" => None,
-        Some(path) if Path::new(&path).is_file() => Some(path.into()),
+        Some(value) if Path::new(&value).is_absolute() => Some(value.into()),
         _ => beside(&libmlx()?),
     }
 }

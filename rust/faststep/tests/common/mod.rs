@@ -9,7 +9,7 @@ use mlx_rs::{
     macros::ModuleParameters,
     module::{Module, ModuleParameters as _, Param},
     nn::{self, Linear},
-    random, Array,
+    random, Array, Dtype,
 };
 
 /// Two layers, 8 -> 16 -> 4.
@@ -79,6 +79,12 @@ pub fn values(model: &Mlp) -> Vec<f32> {
     let mut all: Vec<_> = model.parameters().flatten().into_iter().collect();
     all.sort_by(|(a, _), (b, _)| a.cmp(b));
     all.iter()
-        .flat_map(|(_, array)| array.to_vec_exact::<f32>().unwrap())
+        .flat_map(|(_, array)| {
+            array
+                .as_dtype(Dtype::Float32)
+                .unwrap()
+                .to_vec_exact::<f32>()
+                .unwrap()
+        })
         .collect()
 }
