@@ -81,7 +81,7 @@ pub mod memory;
 mod meter;
 mod module;
 pub mod muon;
-mod nonfinite;
+pub mod nonfinite;
 pub mod openblas;
 pub mod optimizer;
 mod optimizers;
@@ -94,7 +94,7 @@ pub mod rules;
 pub mod schedulers;
 pub mod step;
 pub mod trace;
-mod traces;
+pub mod traces;
 mod training;
 
 pub use error::{Error, Result};

@@ -1,22 +1,39 @@
 //! [`Nonfinite::Raise`](crate::Nonfinite::Raise): an error for a batch or an update that is no number.
-use std::rc::Rc;
+use std::fmt::Display;
 
-use mlx_rs::Array;
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    Array,
+};
 
 use crate::{
     error::{Error, Result},
     guard::Guard,
     layout::Layout,
     outputs::Outputs,
-    training::is_true,
 };
 
-/// Refuse a batch that is no number, with the first tensor whose gradient is none; waits for the step.
-pub(crate) fn check(
-    names: &[Rc<str>],
+/// Wait for a bool scalar.
+///
+/// # Errors
+/// When the device has failed.
+pub fn is_true(flag: &Array) -> MlxResult<bool> {
+    let value = flag.try_item_exact::<bool>();
+    value.map_err(|error| Exception::custom(error.to_string()))
+}
+
+/// Refuse a batch that is no number, with the first tensor whose gradient is none; waits for the step by `is_true`.
+///
+/// `names`: of the tensors, in the order of the layout.
+///
+/// # Errors
+/// [`Error::Nonfinite`], or what MLX refuses.
+pub fn check<N: Display>(
+    names: impl IntoIterator<Item = N>,
     layout: &Layout,
     guard: Option<Guard>,
     batch: &Outputs,
+    is_true: &dyn Fn(&Array) -> MlxResult<bool>,
 ) -> Result<()> {
     if !batch.skipped.as_ref().map_or(Ok(false), is_true)? {
         return Ok(());
@@ -37,7 +54,10 @@ pub(crate) fn check(
 }
 
 /// Refuse an update whose window's sum is no number.
-pub(crate) fn check_update(update: &Outputs) -> Result<()> {
+///
+/// # Errors
+/// [`Error::Nonfinite`].
+pub fn check_update(update: &Outputs) -> Result<()> {
     check_norm(update, "the sum of the window's gradients")
 }
 

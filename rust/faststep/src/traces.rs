@@ -13,53 +13,66 @@ pub struct TraceRecord {
     pub seconds: f64,
 }
 
-/// A trace, and what it is valid for.
+/// A trace, what it is valid for, and what the host keeps of what the loss returned.
 #[derive(Debug)]
-pub(crate) struct Entry<K> {
-    pub(crate) key: K,
-    pub(crate) trace: Trace,
+pub struct Entry<K, T> {
+    /// What it is valid for.
+    pub key: K,
+    /// The trace.
+    pub trace: Trace,
+    /// What the host keeps.
+    pub template: T,
     cause: String,
     number: usize,
     seconds: Option<f64>, // none before its first evaluation is done
 }
 
+type Last<'a, K, T> = Option<&'a mut Entry<K, T>>;
+
 /// The traces of one step, by keys of type `K`.
 #[derive(Debug)]
-pub(crate) struct Traces<K> {
-    entries: Vec<Entry<K>>, // most recent last
+pub struct Traces<K, T> {
+    entries: Vec<Entry<K, T>>, // most recent last
     made: usize,
     dropped: usize,
 }
 
-impl<K: PartialEq> Traces<K> {
-    pub(crate) fn new() -> Self {
+impl<K, T> Default for Traces<K, T> {
+    fn default() -> Self {
         Self {
             entries: Vec::new(),
             made: 0,
             dropped: 0,
         }
     }
+}
 
-    /// The trace for a key becomes the last one; where there is none, `make` makes it, with its cause,
-    /// from the key and those that are known, the last one first.
-    pub(crate) fn find(
+impl<K, T: Default> Traces<K, T> {
+    /// The trace for a key becomes the last one; where there is none, `make` makes it and says why, from the key and
+    /// those that are known, the last one first.
+    pub fn find(
         &mut self,
         key: K,
         max_traces: usize,
+        same: impl Fn(&K, &K) -> bool,
         make: impl FnOnce(&K, &[&K]) -> (Trace, String),
     ) {
-        let known = self.entries.iter().rposition(|entry| entry.key == key);
+        let known = self
+            .entries
+            .iter()
+            .rposition(|entry| same(&entry.key, &key));
         let entry = if let Some(at) = known {
             self.entries.remove(at)
         } else {
             let known: Vec<&K> = self.entries.iter().rev().map(|e| &e.key).collect();
             let (trace, cause) = make(&key, &known);
             Entry {
-                cause,
+                key,
                 trace,
+                template: T::default(),
+                cause,
                 number: 0,
                 seconds: None,
-                key,
             }
         };
         self.entries.push(entry);
@@ -71,15 +84,23 @@ impl<K: PartialEq> Traces<K> {
             }
         }
     }
+}
 
+impl<K, T> Traces<K, T> {
     /// The trace used last, and the one before it.
-    pub(crate) fn last_two(&mut self) -> (Option<&mut Trace>, Option<&mut Trace>) {
-        let mut entries = self.entries.iter_mut().rev().map(|entry| &mut entry.trace);
+    pub fn last_two(&mut self) -> (Last<'_, K, T>, Last<'_, K, T>) {
+        let mut entries = self.entries.iter_mut().rev();
         (entries.next(), entries.next())
     }
 
+    /// The trace used last.
+    #[must_use]
+    pub fn last(&self) -> Option<&Entry<K, T>> {
+        self.entries.last()
+    }
+
     /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
-    pub(crate) fn settle(&mut self, seconds: f64) -> bool {
+    pub fn settle(&mut self, seconds: f64) -> bool {
         let before = self.made;
         for entry in self.entries.iter_mut().filter(|e| e.seconds.is_none()) {
             self.made += 1;
@@ -89,31 +110,28 @@ impl<K: PartialEq> Traces<K> {
         self.made > before
     }
 
-    /// After a call that failed: its new traces go.
-    pub(crate) fn discard(&mut self) {
-        self.entries.retain(|entry| entry.seconds.is_some());
+    /// After a call that failed: its new traces go. Whether there were any.
+    pub fn discard(&mut self) -> bool {
+        let before = self.entries.len();
+        self.retain(|entry| entry.seconds.is_some());
+        self.entries.len() < before
     }
 
     /// Drop those that can never fit again.
-    pub(crate) fn retain(&mut self, mut fits: impl FnMut(&K) -> bool) {
-        self.entries.retain(|entry| fits(&entry.key));
+    pub fn retain(&mut self, fits: impl FnMut(&Entry<K, T>) -> bool) {
+        self.entries.retain(fits);
     }
 
     /// The number of traces made so far.
-    pub(crate) fn made(&self) -> usize {
+    #[must_use]
+    pub fn made(&self) -> usize {
         self.made
     }
 
-    /// Whether the trace used last calls the loss function at every step.
-    pub(crate) fn is_eager(&self) -> bool {
-        self.entries
-            .last()
-            .is_some_and(|entry| entry.trace.is_eager())
-    }
-
     /// The traces that are kept, in the order in which they were made.
-    pub(crate) fn records(&self) -> Vec<TraceRecord> {
-        let mut entries: Vec<&Entry<K>> = self.entries.iter().collect();
+    #[must_use]
+    pub fn records(&self) -> Vec<TraceRecord> {
+        let mut entries: Vec<&Entry<K, T>> = self.entries.iter().collect();
         entries.sort_by_key(|entry| entry.number);
         let records = entries.into_iter().filter_map(|entry| {
             Some(TraceRecord {

@@ -30,7 +30,6 @@ use crate::{
     traces::Traces,
 };
 use key::Key;
-pub(crate) use output::is_true;
 use output::{Flags, Spent};
 pub use output::{Stats, StepOutput};
 use show::Shown;
@@ -73,7 +72,7 @@ pub struct Step<M> {
     shown: Cell<Shown>,
     kept: Kept,     // for parameters that are frozen now
     version: usize, // of what the loss and the schedules may depend on
-    traces: Traces<Key>,
+    traces: Traces<Key, ()>,
     steps: usize,
     updates: usize,
     skips: Flags,
@@ -144,7 +143,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
             shown: Cell::new(Shown::Read),
             kept: Kept::default(),
             version: 0,
-            traces: Traces::new(),
+            traces: Traces::default(),
             steps: 0,
             updates: 0,
             skips: Flags::default(),
@@ -334,7 +333,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let seconds = started.elapsed().as_secs_f64();
         let new = self.traces.settle(seconds);
         if new {
-            self.traces.retain(|key| key.is_of(self.version));
+            self.traces.retain(|entry| entry.key.is_of(self.version));
         }
         self.seconds.add(output.seconds, new.then_some(seconds));
         Ok(output)
@@ -354,10 +353,12 @@ impl<M: ModuleParameters + 'static> Step<M> {
             let key = Key::new(&part, batch, self.version, self.engine.places());
             let recipe = self.recipe(part);
             let (host, compile) = (self.host.clone(), self.options.compile);
-            self.traces
-                .find(key, self.options.max_traces, |key, known| {
-                    (Trace::new(recipe, host, compile), key.cause(known))
-                });
+            let make = |key: &Key, known: &[&Key]| {
+                let trace = Trace::new(recipe, host, compile);
+                (trace, key.cause(known))
+            };
+            let max_traces = self.options.max_traces;
+            self.traces.find(key, max_traces, Key::eq, make);
         }
     }
 
@@ -393,12 +394,16 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let mut refusal = None;
         let mut approve = |layout: &Layout, batch: &Outputs| {
             if raises {
-                refusal =
-                    nonfinite::check(&names.parameters, layout, self.options.guard(), batch).err();
+                refusal = {
+                    let (names, guard) = (&names.parameters, self.options.guard());
+                    nonfinite::check(names, layout, guard, batch, &nonfinite::is_true).err()
+                };
             }
             refusal.is_none()
         };
+        let last = &mut last.trace;
         let update = before.filter(|_| matches!(task, Task::Batch { fills: true }));
+        let update = update.map(|entry| &mut entry.trace);
         let output = match task {
             Task::Gradients => self.engine.gradients(last, call, &mut ()).map(Output::of),
             Task::Flush => self.engine.flush(last, &mut ()),

@@ -1,9 +1,11 @@
 //! What a step gives, and what it has done so far.
 use std::collections::BTreeMap;
 
-use mlx_rs::{error::Exception, Array};
+use mlx_rs::Array;
 
-use crate::{error::Result, outputs::Outputs, step::Seconds, traces::TraceRecord};
+use crate::{
+    error::Result, nonfinite::is_true, outputs::Outputs, step::Seconds, traces::TraceRecord,
+};
 
 /// So many steps may pass before it is counted which of them were skipped.
 const MAX_FLAGS: usize = 256;
@@ -54,7 +56,7 @@ impl StepOutput {
     /// # Errors
     /// When the device has failed.
     pub fn skipped(&self) -> Result<bool> {
-        self.skipped.as_ref().map_or(Ok(false), is_true)
+        Ok(self.skipped.as_ref().map_or(Ok(false), is_true)?)
     }
 
     /// Whether parameters and optimizer state were updated; waits for the step, unless it is known without.
@@ -68,11 +70,6 @@ impl StepOutput {
             Update::No => Ok(false),
         }
     }
-}
-
-pub(crate) fn is_true(flag: &Array) -> Result<bool> {
-    let value = flag.try_item_exact::<bool>();
-    Ok(value.map_err(|error| Exception::custom(error.to_string()))?)
 }
 
 /// What a step has done so far.

@@ -69,7 +69,11 @@ impl<M: ModuleParameters + 'static> Step<M> {
             steps: self.steps,
             updates: self.updates - self.misses.count,
             skipped: self.skips.count,
-            compiled: self.options.compile && !self.traces.is_eager(),
+            compiled: self.options.compile
+                && self
+                    .traces
+                    .last()
+                    .is_none_or(|entry| !entry.trace.is_eager()),
             openblas: openblas::is_bound(),
             traces: self.traces.records(),
             traced: self.traces.made(),
