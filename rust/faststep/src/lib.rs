@@ -75,6 +75,7 @@ pub mod clip;
 pub mod error;
 pub mod extras;
 pub mod guard;
+mod host;
 pub mod layout;
 mod loss;
 pub mod memory;

@@ -1,30 +1,13 @@
-//! An mlx-rs module as a step sees it: its array slots by name, and the module while its loss is traced.
+//! The array slots of an mlx-rs module: their names, their roles in a step, and their values.
 use std::{
-    any::Any,
-    cell::{Cell, RefCell},
     cmp::Ordering,
     collections::{BTreeMap, HashMap, HashSet},
-    panic::{catch_unwind, AssertUnwindSafe},
     rc::Rc,
 };
 
-use mlx_rs::{
-    error::{Exception, Result as MlxResult},
-    module::ModuleParameters,
-    Array,
-};
+use mlx_rs::{module::ModuleParameters, Array};
 
-use crate::{
-    array,
-    layout::Tensor,
-    loss::Loss,
-    optimizers::LearningRate,
-    random,
-    trace::{Host, LossCall, LossOutput, UpdateCall, UpdateOutput},
-};
-
-/// How MLX says that a traced array has no value.
-const READS: &str = "Attempting to eval an array during function transformations";
+use crate::{array, layout::Tensor};
 
 /// What an array slot of the module is to the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +111,16 @@ impl Slots {
         &self.tensors
     }
 
+    /// The role of the array of that name.
+    pub(crate) fn role(&self, name: &str) -> Option<Role> {
+        self.roles.get(name).copied()
+    }
+
+    /// The number of all arrays.
+    pub(crate) fn len(&self) -> usize {
+        self.roles.len()
+    }
+
     /// Put arrays into a module: `array` gives that of a role.
     pub(crate) fn fill(
         &self,
@@ -148,164 +141,27 @@ impl Slots {
     }
 }
 
-/// What ended a trace beside an error of MLX.
-pub(crate) enum Stop {
-    /// The loss function panicked.
-    Panic(Box<dyn Any + Send>),
-    /// It does what a trace cannot repeat.
-    Untraceable(String),
-}
+#[cfg(test)]
+mod tests {
+    use super::by_number;
 
-pub(crate) type LossFunction<M> = Box<dyn FnMut(&mut M, &[Array]) -> MlxResult<Loss>>;
-
-/// A module with its loss function, as the engine's host. Between calls the module is empty or shown to the user.
-pub(crate) struct ModuleHost<M> {
-    pub(crate) model: RefCell<M>,
-    pub(crate) slots: RefCell<Rc<Slots>>,
-    pub(crate) rates: RefCell<Vec<LearningRate>>,
-    /// Whether the loss is computed in another dtype than the parameters': then it may assign in that one.
-    pub(crate) mixed: bool,
-    pub(crate) stop: Cell<Option<Stop>>,
-    loss: RefCell<LossFunction<M>>,
-}
-
-impl<M: ModuleParameters> ModuleHost<M> {
-    pub(crate) fn new(
-        model: M,
-        loss: LossFunction<M>,
-        rates: Vec<LearningRate>,
-        mixed: bool,
-    ) -> Self {
-        Self {
-            model: RefCell::new(model),
-            slots: RefCell::default(),
-            rates: RefCell::new(rates),
-            mixed,
-            stop: Cell::new(None),
-            loss: RefCell::new(loss),
-        }
-    }
-
-    // the stop goes to the step; what MLX is told is lost on its way
-    fn stopped(&self, stop: Stop) -> Exception {
-        let message = match &stop {
-            Stop::Panic(_) => "the loss function panicked".into(),
-            Stop::Untraceable(why) => why.clone(),
-        };
-        self.stop.set(Some(stop));
-        Exception::custom(message)
-    }
-
-    fn call(&self, model: &mut M, batch: &[Array]) -> MlxResult<Loss> {
-        let mut loss = self.loss.borrow_mut();
-        let reads = || {
-            self.stopped(Stop::Untraceable(
-                "the loss function reads the value of an array".into(),
-            ))
-        };
-        match catch_unwind(AssertUnwindSafe(|| loss(model, batch))) {
-            Ok(Err(error)) if error.what().contains(READS) => Err(reads()),
-            Ok(returned) => returned,
-            Err(payload) if text(&*payload).contains(READS) => Err(reads()),
-            Err(payload) => Err(self.stopped(Stop::Panic(payload))),
-        }
-    }
-
-    // what the loss has assigned to the module's slots
-    fn assigned(&self, model: &M, call: &LossCall, output: &mut LossOutput) -> MlxResult<()> {
-        let slots = self.slots.borrow();
-        let arrays = model.parameters().flatten();
-        if arrays.len() != slots.roles.len() {
-            return Err(self.stopped(Stop::Untraceable(
-                "the loss function adds or removes parameters".into(),
-            )));
-        }
-        for (name, now) in arrays {
-            let tracer = match slots.roles.get(&name) {
-                Some(Role::Parameter(i)) => &call.parameters[*i],
-                Some(Role::Other(i)) => &call.others[*i],
-                None => {
-                    return Err(
-                        self.stopped(Stop::Untraceable(format!("the loss function adds {name}")))
-                    )
-                }
-            };
-            if array::id(now) == array::id(tracer) {
-                continue;
-            }
-            let now = if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
-                now.as_dtype(tracer.dtype())?
-            } else {
-                now.clone()
-            };
-            if Tensor::of(&now) != Tensor::of(tracer) {
-                return Err(self.stopped(Stop::Untraceable(format!(
-                    "{name}: expected {:?} {:?}, the loss function assigns {:?} {:?}",
-                    tracer.dtype(),
-                    tracer.shape(),
-                    now.dtype(),
-                    now.shape()
-                ))));
-            }
-            match slots.roles.get(&name) {
-                Some(Role::Parameter(i)) => output.parameters.push((*i, now)),
-                Some(Role::Other(i)) => output.others.push((*i, now)),
-                None => {}
-            }
-        }
-        output.parameters.sort_by_key(|(index, _)| *index); // a map's order is another one each time
-        output.others.sort_by_key(|(index, _)| *index);
-        Ok(())
-    }
-
-    fn traced(&self, model: &mut M, call: &LossCall) -> MlxResult<LossOutput> {
-        self.slots.borrow().fill(model, |role| match role {
-            Role::Parameter(i) => call.parameters.get(i).cloned(),
-            Role::Other(i) => call.others.get(i).cloned(),
-        });
-        let (loss, key) = random::draw_from(call.key, || self.call(model, call.batch))?;
-        if let Some(weight) = loss.weight.as_ref().filter(|weight| weight.ndim() > 0) {
-            return Err(Exception::custom(format!(
-                "the loss function: expected a scalar weight, got one of shape {:?}",
-                weight.shape()
-            )));
-        }
-        let mut output = LossOutput {
-            loss: loss.value,
-            weight: loss.weight,
-            aux: loss.aux,
-            parameters: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: (array::id(&key) != array::id(call.key)).then_some(key),
-        };
-        self.assigned(model, call, &mut output)?;
-        Ok(output)
-    }
-}
-
-fn text(payload: &(dyn Any + Send)) -> &str {
-    let text = payload.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| payload.downcast_ref::<&str>().copied())
-        .unwrap_or_default()
-}
-
-impl<M: ModuleParameters> Host for ModuleHost<M> {
-    fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
-        let mut model = self.model.borrow_mut();
-        let output = self.traced(&mut model, &call);
-        self.slots.borrow().hide(&mut *model);
-        output
-    }
-
-    fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>> {
-        match self.rates.borrow().get(rule) {
-            Some(rate @ LearningRate::Schedule(_)) => rate.at(step).map(Some),
-            _ => Ok(None),
-        }
-    }
-
-    fn update(&self, _: UpdateCall) -> MlxResult<UpdateOutput> {
-        Err(Exception::custom("a module is updated by rules"))
+    #[test]
+    fn names_are_in_the_order_of_their_numbers() {
+        let mut names = [
+            "layers.10.bias",
+            "head.bias",
+            "layers.9.weight",
+            "layers.9.bias",
+            "layers",
+        ];
+        names.sort_by(|a, b| by_number(a, b));
+        let sorted = [
+            "head.bias",
+            "layers",
+            "layers.9.bias",
+            "layers.9.weight",
+            "layers.10.bias",
+        ];
+        assert_eq!(names, sorted);
     }
 }

@@ -1,7 +1,7 @@
 //! What a step is given to update by: rules, each with its learning rate, and which parameters each of them takes.
 use std::{fmt, rc::Rc};
 
-use mlx_rs::{error::Result, Array};
+use mlx_rs::{error::Result, Array, Dtype};
 
 use crate::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer};
 
@@ -29,7 +29,7 @@ impl LearningRate {
         match self {
             #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
             Self::Constant(rate) => Ok(Array::from_f32(*rate as f32)),
-            Self::Schedule(schedule) => schedule(step),
+            Self::Schedule(schedule) => schedule(step)?.as_dtype(Dtype::Float32),
         }
     }
 }
