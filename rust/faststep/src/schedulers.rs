@@ -1,4 +1,13 @@
 //! The schedules of `mlx.optimizers`, operation for operation; each gives a [`LearningRate`].
+//!
+//! ```
+//! use faststep::{schedulers::{cosine_decay, join_schedules, linear_schedule}, Optimizer, Optimizers};
+//!
+//! let warm_up = linear_schedule(0.0, 3e-4, 100);
+//! let rate = join_schedules(warm_up, vec![(100, cosine_decay(3e-4, 10_000, 3e-5))]);
+//! let optimizers = Optimizers::new(Optimizer::adamw(0.1), rate);
+//! # assert_eq!(format!("{optimizers:?}").matches("schedule").count(), 1);
+//! ```
 use std::f64::consts::PI;
 
 use mlx_rs::{error::Result, ops, Array, Dtype};

@@ -6,7 +6,7 @@ mod run;
 mod show;
 mod state;
 
-use std::{cell::Cell, rc::Rc};
+use std::{cell::Cell, fmt, rc::Rc};
 
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
@@ -282,6 +282,16 @@ impl<M: ModuleParameters + 'static> Step<M> {
         if every > 0 && self.steps.is_multiple_of(every) {
             memory::clear_cache();
         }
+    }
+}
+
+impl<M> fmt::Debug for Step<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Step")
+            .field("optimizers", &self.optimizers)
+            .field("options", &self.options)
+            .field("steps", &self.steps)
+            .finish_non_exhaustive()
     }
 }
 

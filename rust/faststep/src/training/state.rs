@@ -133,6 +133,31 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// Write all that the run needs to go on, here or in Python, into a directory, which takes the place of what was there:
     /// `model.safetensors`, `optimizer.safetensors`, and `step.safetensors` with the numbers in its metadata.
     ///
+    /// ```
+    /// # use faststep::{Error, Optimizer, Optimizers, Options, Step};
+    /// # use mlx_rs::{error::Exception, module::Module, nn::Linear, Array};
+    /// # let folder = std::env::temp_dir().join(format!("faststep-doc-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder).unwrap();
+    /// # let loss = |model: &mut Linear, batch: &[Array]| -> Result<Array, Exception> {
+    /// #     model.forward(&batch[0])?.square()?.mean(None)
+    /// # };
+    /// # let x = Array::ones::<f32>(&[8, 4])?;
+    /// let new = || -> Result<Step<Linear>, Error> {
+    ///     let optimizers = Optimizers::new(Optimizer::adamw(0.01), 1e-2);
+    ///     Step::new(Linear::new(4, 2)?, optimizers, loss, Options::default())
+    /// };
+    /// let mut step = new()?;
+    /// step.step(&[x.clone()])?;
+    /// step.save(folder.join("run"))?;
+    ///
+    /// let mut again = new()?;
+    /// again.load(folder.join("run"))?;
+    /// let losses = [&mut step, &mut again].map(|step| step.step(&[x.clone()]).unwrap().loss);
+    /// assert_eq!(losses[0].item_exact::<f32>(), losses[1].item_exact::<f32>());
+    /// # std::fs::remove_dir_all(&folder).unwrap();
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Error::Checkpoint`]; what was there before is there still. [`Error::Device`], when a step in flight fails.
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
