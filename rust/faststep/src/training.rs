@@ -61,6 +61,10 @@ use state::Kept;
 /// it captures, or finds in a field that is no parameter, is a constant. Draws from mlx-rs's random functions begin where
 /// this thread's random state is when the step is made, and are new ones in each step.
 ///
+/// What is trainable and not frozen is updated, but for `running_mean` and `running_var`: those are buffers, which MLX's
+/// Python freezes in its `BatchNorm` and mlx-rs does not. Whatever else of the module's arrays the loss function assigns
+/// to, in the same shape and dtype, is a buffer too and moves with each step.
+///
 /// The step has the module, and lets its arrays go while it trains; [`Step::model`] and [`Step::model_mut`] show them.
 pub struct Step<M> {
     host: Rc<ModuleHost<M>>,

@@ -1,5 +1,5 @@
 //! What a step keeps, by the names that Python's `Step.state` and `optimizer.state` have: checkpoints, and other layouts.
-use std::{path::Path, rc::Rc};
+use std::{collections::HashSet, path::Path, rc::Rc};
 
 use mlx_rs::{module::ModuleParameters, transforms::eval, Array};
 
@@ -92,11 +92,11 @@ impl Extras {
 
     /// Without what belongs to these parameters, and to none.
     pub(super) fn forget(&mut self, names: &[Rc<str>]) {
-        let keeps = |key: &String| {
-            key.split_once('.')
-                .is_some_and(|(_, name)| !names.iter().any(|n| **n == *name))
-        };
-        self.arrays.retain(|key, _| keeps(key));
+        let names: HashSet<&str> = names.iter().map(|name| &**name).collect();
+        self.arrays.retain(|key, _| {
+            let name = key.split_once('.').map(|(_, name)| name);
+            name.is_some_and(|name| !names.contains(name))
+        });
     }
 }
 
