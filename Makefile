@@ -18,7 +18,8 @@ unexport PYTHONPATH PYTHONHOME
 
 # Rust's test programs have no run path to libmlx: the environment differs from machine to machine.
 mlx_lib = $$($(PYO3_PYTHON) -c "import importlib.util as u; print(u.find_spec('mlx').submodule_search_locations[0])")/lib
-CARGO_TEST = LD_LIBRARY_PATH="$(mlx_lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" cargo test --release --locked
+WITH_MLX = LD_LIBRARY_PATH="$(mlx_lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
+CARGO_TEST = $(WITH_MLX) cargo test --release --locked
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
@@ -67,7 +68,9 @@ test: lint types test-rust test-python test-consumer test-install deny ## All th
 	@echo "make test: all passed"
 
 test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests of the Rust crates
-	$(CARGO_TEST) --workspace
+	@if cargo nextest --version > /dev/null 2>&1; then \
+		$(WITH_MLX) cargo nextest run --release --locked --workspace && $(CARGO_TEST) --workspace --doc; \
+	else $(CARGO_TEST) --workspace; fi
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
 	python -m pytest --ignore tests/test_install.py

@@ -38,25 +38,28 @@ bool foreign(mx::Stream s) {
   }
 }
 
-// Whether something that the array still has to be computed from fits.
+// The nearest array that this one still has to be computed from and whose operation fits; null: none.
 template <typename Fits>
-bool waits_for(const mx::array& a, Fits fits) {
+const mx::array* pending(const mx::array& a, Fits fits) {
   std::vector<const mx::array*> todo{&a};
   std::unordered_set<uintptr_t> seen;
-  while (!todo.empty()) {
-    const auto& x = *todo.back();
-    todo.pop_back();
+  for (size_t next = 0; next < todo.size(); ++next) {
+    const auto& x = *todo[next];
     if (x.status() != mx::array::Status::unscheduled || !x.has_primitive() || !seen.insert(x.id()).second) {
       continue;
     }
     if (fits(x.primitive())) {
-      return true;
+      return &x;
     }
     for (const auto& in : x.inputs()) {
       todo.push_back(&in);
     }
   }
-  return false;
+  return nullptr;
+}
+
+bool is(mx::Primitive& primitive, std::string_view name) {
+  return primitive.name() == name;
 }
 
 } // namespace
@@ -73,12 +76,12 @@ int faststep_array_is_lazy(const void* a) {
 
 // Whether the array is not evaluated and waits for work on a stream of another thread.
 int faststep_array_is_foreign(const void* a) {
-  return waits_for(at(a), [](mx::Primitive& p) { return foreign(p.stream()); });
+  return pending(at(a), [](mx::Primitive& p) { return foreign(p.stream()); }) != nullptr;
 }
 
 // Whether the array is not evaluated and waits for a file to be read.
 int faststep_array_reads_file(const void* a) {
-  return waits_for(at(a), [](mx::Primitive& p) { return std::string_view(p.name()) == "Load"; });
+  return pending(at(a), [](mx::Primitive& p) { return is(p, "Load"); }) != nullptr;
 }
 
 // After an error of the device: waits for all that is under way, and has none of the arrays wait any more. Where MLX meets
@@ -134,5 +137,13 @@ void* faststep_array_view(const void* flat, const int* shape, size_t ndim, size_
 // An array without a value: what an object holds while its value is in the device's hands. Reading it raises.
 void* faststep_array_hollow() {
   return new mx::array(mx::Shape{}, mx::float32, nullptr, {});
+}
+
+// The random state before a lazy draw: the draw's key is one half of a split, which itself is random bits of that state.
+void* faststep_array_random_state(const void* draw) {
+  auto random = [](mx::Primitive& p) { return is(p, "RandomBits"); };
+  const auto* bits = pending(at(draw), random);
+  const auto* halves = bits ? pending(bits->inputs()[0], random) : nullptr;
+  return halves ? new mx::array(halves->inputs()[0]) : nullptr;
 }
 }

@@ -22,6 +22,7 @@ extern "C" {
         offset: usize,
     ) -> *mut c_void;
     fn faststep_array_hollow() -> *mut c_void;
+    fn faststep_array_random_state(draw: *const c_void) -> *mut c_void;
 }
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
@@ -89,4 +90,12 @@ pub fn hollow() -> Array {
             ctx: faststep_array_hollow(),
         })
     }
+}
+
+/// The random state from which a draw that is still lazy has split its key; `None` where the array is no such draw.
+pub(crate) fn random_state(draw: &Array) -> Option<Array> {
+    // SAFETY: as in `id`.
+    let state = unsafe { faststep_array_random_state(draw.as_ptr().ctx) };
+    // SAFETY: as in `view`.
+    (!state.is_null()).then(|| unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: state }) })
 }

@@ -20,6 +20,30 @@ pub enum Error {
     #[error("the model has no trainable parameters: unfreeze() what is to be trained")]
     NoParameters,
 
+    /// An option, a name or an array that is not what was expected; the message says what was.
+    #[error("{0}")]
+    Option(String),
+
+    /// The loss function reads the value of an array, which a trace cannot repeat: nothing has changed.
+    #[error(
+        "the loss function reads the value of an array, which a compiled step cannot repeat: compute with arrays, or set \
+         `compile: false`, which gives the same numbers but is slower"
+    )]
+    Untraceable,
+
+    /// A loss or a gradient is no number, and nothing was updated.
+    #[error("{0}; nothing was updated")]
+    Nonfinite(String),
+
+    /// A checkpoint that cannot be written or read; what was there before is there still.
+    #[error("{}: {reason}", path.display())]
+    Checkpoint {
+        /// The file or directory.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+
     /// MLX refused an operation outside of a step.
     #[error(transparent)]
     Mlx(#[from] Exception),

@@ -1,7 +1,7 @@
 //! Errors of the engine as Python exceptions.
 use faststep::Error;
 use pyo3::{
-    exceptions::{PyRuntimeError, PyValueError},
+    exceptions::{PyFloatingPointError, PyRuntimeError, PyValueError},
     prelude::*,
 };
 
@@ -10,8 +10,11 @@ pub fn to_python(error: &Error) -> PyErr {
     match error {
         Error::Trace(e) | Error::Mlx(e) => PyValueError::new_err(e.what().to_owned()),
         Error::FirstEvaluation(e) => PyRuntimeError::new_err(e.what().to_owned()),
-        Error::NoParameters => PyValueError::new_err(error.to_string()),
-        Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
+        Error::NoParameters | Error::Option(_) => PyValueError::new_err(error.to_string()),
+        Error::Nonfinite(_) => PyFloatingPointError::new_err(error.to_string()),
+        Error::Device(_) | Error::Untraceable | Error::Checkpoint { .. } => {
+            PyRuntimeError::new_err(error.to_string())
+        }
     }
 }
 

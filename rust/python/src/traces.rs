@@ -4,6 +4,7 @@ use std::{mem::discriminant, rc::Rc};
 use faststep::{
     extras::Places,
     trace::{Part, Trace},
+    traces,
 };
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
@@ -11,8 +12,6 @@ use crate::{call::User, tree::Tree};
 
 /// From so many traces on a user is told what makes them.
 const MANY: usize = 16;
-/// After so many dropped traces the C library is asked to give their memory back.
-const TRIM_EVERY: usize = 32;
 
 /// What a trace is valid for.
 #[derive(Clone)]
@@ -52,25 +51,13 @@ pub struct TraceRecord {
     seconds: f64,
 }
 
-/// A trace, what it is valid for, and what the loss returned while it was made.
-pub struct Entry {
-    /// What it is valid for.
-    pub key: Key,
-    /// The trace.
-    pub trace: Trace,
-    /// What the loss returned, with holes for its arrays.
-    pub template: Option<Py<PyAny>>,
-    cause: String,
-    number: usize,
-    seconds: Option<f64>, // none before its first evaluation is done
-}
+/// A trace, what it is valid for, and what the loss returned while it was made, with holes for its arrays.
+pub type Entry = traces::Entry<Key, Option<Py<PyAny>>>;
 
 /// The traces of one step.
 #[derive(Default)]
 pub struct Traces {
-    entries: Vec<Entry>, // most recent last
-    made: usize,
-    dropped: usize,
+    known: traces::Traces<Key, Option<Py<PyAny>>>,
     warning: Option<String>,
 }
 
@@ -83,61 +70,35 @@ impl Traces {
         max_traces: usize,
         make: impl FnOnce() -> Trace,
     ) {
-        let known = self
-            .entries
-            .iter()
-            .rposition(|entry| entry.key.equals(&key, user.py()));
-        let entry = match known {
-            Some(at) => self.entries.remove(at),
-            None => Entry {
-                cause: self.cause(user, &key),
-                trace: make(),
-                template: None,
-                number: 0,
-                seconds: None,
-                key,
-            },
-        };
-        self.entries.push(entry);
-        if self.entries.len() > max_traces {
-            self.entries.remove(0);
-            self.dropped += 1;
-            if self.dropped.is_multiple_of(TRIM_EVERY) {
-                faststep::memory::trim();
-            }
-        }
+        let same = |a: &Key, b: &Key| a.equals(b, user.py());
+        let make = |key: &Key, known: &[&Key]| (make(), cause(user, key, known));
+        self.known.find(key, max_traces, same, make);
     }
 
     /// The trace used last, and the one before it.
     pub fn last_two(&mut self) -> (Option<&mut Entry>, Option<&mut Entry>) {
-        match self.entries.split_last_mut() {
-            Some((last, rest)) => (Some(last), rest.last_mut()),
-            None => (None, None),
-        }
+        self.known.last_two()
     }
 
     /// The trace used last.
     pub fn last(&self) -> Option<&Entry> {
-        self.entries.last()
+        self.known.last()
     }
 
     /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
     pub fn settle(&mut self, seconds: f64) -> bool {
-        let new: Vec<usize> = self.unsettled().collect();
-        let before = self.made;
-        for &at in &new {
-            self.made += 1;
-            self.entries[at].number = self.made;
-            self.entries[at].seconds = Some(seconds);
-        }
-        if let (Some(&at), true) = (new.last(), before <= MANY && self.made > MANY) {
+        let before = self.known.made();
+        let new = self.known.settle(seconds);
+        let made = self.known.made();
+        if before <= MANY && made > MANY {
+            let cause = self.known.records().pop().map(|record| record.cause);
             self.warning = Some(format!(
-                "{} traces have been made for this step, the last because of {}. Each takes seconds to make and memory to \
+                "{made} traces have been made for this step, the last because of {}. Each takes seconds to make and memory to \
                  keep: pad batches to a few lengths, and pass numbers that change as mx.array. step.stats.traces has the causes",
-                self.made, self.entries[at].cause
+                cause.unwrap_or_default()
             ));
         }
-        !new.is_empty()
+        new
     }
 
     /// What the user has to be told, once.
@@ -145,79 +106,72 @@ impl Traces {
         self.warning.take()
     }
 
-    fn unsettled(&self) -> impl Iterator<Item = usize> + '_ {
-        let entries = self.entries.iter().enumerate();
-        entries.filter_map(|(at, entry)| entry.seconds.is_none().then_some(at))
-    }
-
     /// After a call that failed: its new traces go. Whether there were any.
     pub fn discard(&mut self) -> bool {
-        let before = self.entries.len();
-        self.entries.retain(|entry| entry.seconds.is_some());
-        self.entries.len() < before
+        self.known.discard()
     }
 
     /// Drop all.
     pub fn clear(&mut self) {
-        self.entries.clear();
+        self.known.retain(|_| false);
     }
 
     /// The number of traces made so far.
     pub fn made(&self) -> usize {
-        self.made
+        self.known.made()
     }
 
     /// The traces that are kept, in the order in which they were made.
     pub fn records(&self) -> Vec<TraceRecord> {
-        let mut entries: Vec<&Entry> = self.entries.iter().collect();
-        entries.sort_by_key(|entry| entry.number);
-        let records = entries.into_iter().filter_map(|entry| {
-            Some(TraceRecord {
-                cause: entry.cause.clone(),
-                seconds: entry.seconds?,
-            })
-        });
-        records.collect()
+        let records = self.known.records().into_iter();
+        records.map(TraceRecord::from).collect()
     }
+}
 
-    fn cause(&self, user: &User<'_>, new: &Key) -> String {
-        let kind = discriminant(&new.part);
-        let same = |entry: &&Entry| discriminant(&entry.key.part) == kind;
-        let Some(last) = self.entries.iter().rev().find(same) else {
-            return match new.part {
-                Part::Whole(_) => "first call".into(),
-                Part::Batch => "first batch of a window".into(),
-                Part::Update(_) => "first update by a window".into(),
-                Part::Gradients => "first call of gradients()".into(),
-            };
-        };
-        let last = &last.key;
-        if last.loss != new.loss {
-            return "another loss function, or one with another closure".into();
+impl From<traces::TraceRecord> for TraceRecord {
+    fn from(record: traces::TraceRecord) -> Self {
+        Self {
+            cause: record.cause,
+            seconds: record.seconds,
         }
-        if last.model != new.model {
-            return "model: a mode, a number, or an array's shape has changed".into();
-        }
-        if last.options != new.options || last.part != new.part {
-            return "optimizer: an option has changed".into();
-        }
-        if last.places != new.places {
-            return "the step keeps more: a window, an average or masters".into();
-        }
-        let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
-        let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b)
-        else {
-            return "arguments: a static value or the structure has changed".into();
-        };
-        format!(
-            "argument {}: {:?} {:?} -> {:?} {:?}",
-            user.name(&new.batch.paths(user.py())[index]),
-            old.dtype,
-            old.shape,
-            new_tensor.dtype,
-            new_tensor.shape
-        )
     }
+}
+
+fn cause(user: &User<'_>, new: &Key, known: &[&Key]) -> String {
+    let kind = discriminant(&new.part);
+    let same = |key: &&&Key| discriminant(&key.part) == kind;
+    let Some(last) = known.iter().find(same) else {
+        return match new.part {
+            Part::Whole(_) => "first call".into(),
+            Part::Batch => "first batch of a window".into(),
+            Part::Update(_) => "first update by a window".into(),
+            Part::Gradients => "first call of gradients()".into(),
+        };
+    };
+    if last.loss != new.loss {
+        return "another loss function, or one with another closure".into();
+    }
+    if last.model != new.model {
+        return "model: a mode, a number, or an array's shape has changed".into();
+    }
+    if last.options != new.options || last.part != new.part {
+        return "optimizer: an option has changed".into();
+    }
+    if last.places != new.places {
+        return "the step keeps more: a window, an average or masters".into();
+    }
+    let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
+    let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b) else {
+        return "arguments: a static value or the structure has changed".into();
+    };
+    format!(
+        "argument {}: {:?} {:?} -> {:?} {:?}",
+        user.name(&new.batch.paths(user.py())[index]),
+        old.dtype,
+        old.shape,
+        new_tensor.dtype,
+        new_tensor.shape
+    )
 }
 
 /// Warn at the user's line.

@@ -1,6 +1,9 @@
 //! mlx-rs and faststep meet in one libmlx, found without any variable of the environment.
-use faststep::blas::{bind, BlasError};
-use mlx_rs::{ops, transforms, Array};
+use faststep::{
+    blas::{bind, BlasError},
+    Optimizer, Optimizers, Options, Step,
+};
+use mlx_rs::{error::Exception, module::Module, nn::Linear, ops, transforms, Array};
 use std::path::Path;
 
 #[test]
@@ -23,4 +26,18 @@ fn faststep_links() {
         bind(Path::new("/nowhere")),
         Err(BlasError::Load { .. })
     ));
+}
+
+#[test]
+fn a_module_trains() {
+    let loss = |model: &mut Linear, batch: &[Array]| -> Result<Array, Exception> {
+        model.forward(&batch[0])?.square()?.mean(None)
+    };
+    let optimizers = Optimizers::new(Optimizer::sgd(0.0), 0.1);
+    let model = Linear::new(4, 2).unwrap();
+    let mut step = Step::new(model, optimizers, loss, Options::default()).unwrap();
+    let x = [Array::ones::<f32>(&[8, 4]).unwrap()];
+    let first = step.step(&x).unwrap().loss.item_exact::<f32>();
+    let second = step.step(&x).unwrap().loss.item_exact::<f32>();
+    assert!(second < first, "{first} {second}");
 }

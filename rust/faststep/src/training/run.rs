@@ -1,0 +1,155 @@
+//! How a call of a module's step is traced and run.
+use std::{panic::resume_unwind, time::Instant};
+
+use mlx_rs::{module::ModuleParameters, Array};
+
+use super::{key::Key, no_loss, Step};
+use crate::{
+    error::{Error, Result},
+    host::Stop,
+    layout::Layout,
+    nonfinite,
+    options::Nonfinite,
+    outputs::Outputs,
+    step::{Call, Output},
+    trace::{Part, Recipe, Rule, Trace},
+};
+
+/// What a call is to do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Task {
+    /// A batch and an update.
+    Whole,
+    /// A batch for the window, and the update where it is full.
+    Batch { fills: bool },
+    /// The update by the window as it is.
+    Flush,
+    /// Gradients.
+    Gradients,
+}
+
+impl Task {
+    pub(super) fn updates(self) -> bool {
+        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
+    }
+}
+
+impl<M: ModuleParameters + 'static> Step<M> {
+    // traces where it has to, and runs
+    pub(super) fn run(&mut self, batch: &[Array], task: Task) -> Result<Output> {
+        let started = Instant::now();
+        self.engine.need(
+            self.options
+                .needs(matches!(task, Task::Batch { .. } | Task::Flush)),
+        )?;
+        self.find(batch, task);
+        let outcome = self.attempt(batch, task);
+        let output = match (outcome, self.host.stop.take()) {
+            (Ok(output), _) => output,
+            (Err(error), stop) => {
+                self.traces.discard();
+                return Err(match stop {
+                    Some(Stop::Panic(payload)) => resume_unwind(payload),
+                    Some(Stop::Reads) => Error::Untraceable,
+                    None => error,
+                });
+            }
+        };
+        if task != Task::Gradients {
+            for (index, array) in &output.batch.others {
+                self.others[*index] = array.clone();
+            }
+            if let Some(key) = &output.batch.key {
+                self.key = key.clone();
+            }
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        let new = self.traces.settle(seconds);
+        if new {
+            self.traces.retain(|entry| entry.key.is_of(self.version));
+        }
+        self.seconds.add(output.seconds, new.then_some(seconds));
+        Ok(output)
+    }
+
+    // the call's traces become the last entries: that of the update, then that of the batch
+    fn find(&mut self, batch: &[Array], task: Task) {
+        let rule = || Rule::Native(self.rules.clone());
+        let parts = match task {
+            Task::Whole => vec![Part::Whole(rule())],
+            Task::Batch { fills: true } => vec![Part::Update(rule()), Part::Batch],
+            Task::Batch { fills: false } => vec![Part::Batch],
+            Task::Flush => vec![Part::Update(rule())],
+            Task::Gradients => vec![Part::Gradients],
+        };
+        for part in parts {
+            let key = Key::new(&part, batch, self.version, self.engine.places());
+            let recipe = self.recipe(part);
+            let (host, compile) = (self.host.clone(), self.options.compile);
+            let make = |key: &Key, known: &[&Key]| {
+                let trace = Trace::new(recipe, host, compile);
+                (trace, key.cause(known))
+            };
+            let max_traces = self.options.max_traces;
+            self.traces.find(key, max_traces, Key::eq, make);
+        }
+    }
+
+    fn recipe(&self, part: Part) -> Recipe {
+        let options = &self.options;
+        let has_loss = !matches!(part, Part::Update(_));
+        Recipe {
+            part,
+            layout: self.engine.layout().clone(),
+            places: self.engine.places(),
+            max_grad_norm: options.max_grad_norm,
+            max_grad_value: options.max_grad_value,
+            guard: options.guard(),
+            compute: options.compute_dtype,
+            ema_decay: options.ema_decay,
+            keep_gradients: options.nonfinite == Nonfinite::Raise,
+            others: if has_loss { self.others.len() } else { 0 },
+        }
+    }
+
+    fn attempt(&mut self, batch: &[Array], task: Task) -> Result<Output> {
+        let names = self.slots();
+        let mut rest = vec![self.key.clone()];
+        rest.extend_from_slice(batch);
+        let call = Call {
+            others: self.others.clone(),
+            rest,
+        };
+        let (Some(last), before) = self.traces.last_two() else {
+            return Err(no_loss());
+        };
+        let raises = self.options.nonfinite == Nonfinite::Raise;
+        let mut refusal = None;
+        let mut approve = |layout: &Layout, batch: &Outputs| {
+            if raises {
+                refusal = {
+                    let (names, guard) = (&names.parameters, self.options.guard());
+                    nonfinite::check(names, layout, guard, batch, &nonfinite::is_true).err()
+                };
+            }
+            refusal.is_none()
+        };
+        let last = &mut last.trace;
+        let update = before.filter(|_| matches!(task, Task::Batch { fills: true }));
+        let update = update.map(|entry| &mut entry.trace);
+        let output = match task {
+            Task::Gradients => self.engine.gradients(last, call, &mut ()).map(Output::of),
+            Task::Flush => self.engine.flush(last, &mut ()),
+            _ => {
+                let in_flight = self.options.in_flight;
+                self.engine
+                    .step(last, update, call, in_flight, &mut (), &mut approve)
+            }
+        }?;
+        if raises && refusal.is_none() && task != Task::Whole && task.updates() {
+            refusal =
+                nonfinite::check_update(output.update.as_ref().unwrap_or(&output.batch)).err();
+        }
+        refusal.map_or(Ok(output), Err)
+    }
+}

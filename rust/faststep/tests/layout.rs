@@ -1,0 +1,97 @@
+//! Layouts of any mix of shapes, dtypes and rules: packing and unpacking are inverse, and no two tensors share an element.
+#![allow(clippy::unwrap_used)] // how a test fails
+
+use faststep::layout::{Layout, Tensor};
+use mlx_rs::{transforms::eval, Array, Dtype};
+use proptest::{collection::vec, prelude::*, sample::select};
+
+/// Axes from 0 on, so that scalars and empty tensors occur; now and then a tensor that is too large to share a buffer.
+fn shape() -> impl Strategy<Value = Vec<i32>> {
+    prop_oneof![
+        8 => vec(0..5i32, 0..4),
+        4 => (1..6i32).prop_map(|rows| vec![rows, 3]),
+        1 => Just(vec![260, 260]),
+    ]
+}
+
+fn tensor() -> impl Strategy<Value = (Vec<i32>, Dtype, Option<usize>)> {
+    let dtypes = vec![Dtype::Float32, Dtype::Float16, Dtype::Bfloat16];
+    (
+        shape(),
+        select(dtypes),
+        prop_oneof![3 => (0..2usize).prop_map(Some), 1 => Just(None)],
+    )
+}
+
+/// Values that are exact in every dtype, and differ from tensor to tensor.
+fn filled(index: usize, shape: &[i32], dtype: Dtype) -> Array {
+    let size: i32 = shape.iter().product();
+    let first = u16::try_from(index).unwrap();
+    let values: Vec<f32> = (0..size)
+        .map(|i| f32::from(first) + f32::from(i16::try_from(i % 64).unwrap()) / 64.0)
+        .collect();
+    Array::from_slice(&values, shape).as_dtype(dtype).unwrap()
+}
+
+fn same(a: &Array, b: &Array) -> bool {
+    Tensor::of(a) == Tensor::of(b) && a.eq_values(b).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn packing_and_unpacking_are_inverse(given in vec(tensor(), 1..24)) {
+        let keys: Vec<_> = given.iter().map(|(_, _, key)| *key).collect();
+        let arrays: Vec<Array> = given.iter().enumerate()
+            .map(|(index, (shape, dtype, _))| filled(index, shape, *dtype))
+            .collect();
+        let layout = Layout::flat(arrays.iter().map(Tensor::of).collect(), &keys);
+        let buffers = layout.pack(&arrays).unwrap();
+        let lazy = layout.views(&buffers).unwrap();
+        eval(&buffers).unwrap();
+        for unpacked in [lazy, layout.views(&buffers).unwrap(), layout.unpack(&buffers).unwrap()] {
+            prop_assert_eq!(unpacked.len(), arrays.len());
+            for (index, (a, b)) in arrays.iter().zip(&unpacked).enumerate() {
+                prop_assert!(same(a, b), "{}: {:?} {:?}", index, a.shape(), b.shape());
+            }
+        }
+    }
+
+    #[test]
+    fn each_tensor_has_a_place_of_its_own(given in vec(tensor(), 1..24)) {
+        let keys: Vec<_> = given.iter().map(|(_, _, key)| *key).collect();
+        let tensors: Vec<Tensor> = given.iter()
+            .map(|(shape, dtype, _)| Tensor { shape: shape.clone(), dtype: *dtype })
+            .collect();
+        let layout = Layout::flat(tensors.clone(), &keys);
+        let mut seen: Vec<usize> = (0..layout.len()).flat_map(|b| layout.members(b).collect::<Vec<_>>()).collect();
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..tensors.len()).collect::<Vec<_>>());
+        for buffer in layout.shared() {
+            let members: Vec<usize> = layout.members(buffer).collect();
+            for &member in &members {
+                prop_assert_eq!(tensors[member].dtype, layout.dtype(buffer));
+                prop_assert_eq!(keys[member], keys[members[0]]);
+                prop_assert!(keys[member].is_some());
+                prop_assert_eq!(&tensors[member].shape[1..], &tensors[members[0]].shape[1..]);
+            }
+        }
+    }
+
+    #[test]
+    fn another_value_of_one_tensor_changes_no_other(given in vec(tensor(), 2..16), changed in 0..16usize) {
+        let keys: Vec<_> = given.iter().map(|(_, _, key)| *key).collect();
+        let mut arrays: Vec<Array> = given.iter().enumerate()
+            .map(|(index, (shape, dtype, _))| filled(index, shape, *dtype))
+            .collect();
+        let layout = Layout::flat(arrays.iter().map(Tensor::of).collect(), &keys);
+        let before = arrays.clone();
+        let changed = changed % arrays.len();
+        arrays[changed] = filled(100, &given[changed].0, given[changed].1);
+        let after = layout.unpack(&layout.pack(&arrays).unwrap()).unwrap();
+        for (index, (a, b)) in before.iter().zip(&after).enumerate() {
+            prop_assert_eq!(same(a, b), index != changed || a.size() == 0, "{}", index);
+        }
+    }
+}
