@@ -8,6 +8,7 @@ use crate::failure::Failure;
 
 /// Train a decoder language model on bytes of real text, each sequence weighted by where it comes from.
 #[derive(Debug, Parser)]
+#[command(args_override_self = true)]
 pub struct Options {
     #[command(flatten)]
     pub run: Run,
