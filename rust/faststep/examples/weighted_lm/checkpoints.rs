@@ -1,6 +1,7 @@
 //! Checkpoints of a run: directories `step-000100`, each whole or not there, of which the last ones are kept.
 use std::{
-    fs,
+    fs::{self, DirEntry},
+    io,
     path::{Path, PathBuf},
 };
 
@@ -10,12 +11,18 @@ use serde_json::{Map, Value};
 use crate::{batches::Batches, failure::Failure, model::Decoder, options::Options};
 
 const RUN: &str = "run.json";
+// behind the name of one that is being written
+const UNFINISHED: &str = ".new";
 
 /// The checkpoints of a run.
 pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
     run: Map<String, Value>, // what has to be the same in a run that goes on
+}
+
+fn name_of(steps: u32) -> String {
+    format!("step-{steps:06}")
 }
 
 fn steps_of(name: &str) -> Option<u32> {
@@ -48,9 +55,16 @@ impl Checkpoints {
         }
     }
 
-    /// Make the directory.
+    /// Make the directory, and clear what a killed run has left half-written in it.
     pub fn create(&self) -> Result<(), Failure> {
-        fs::create_dir_all(&self.folder).map_err(|error| Failure::file(&self.folder, error))
+        let failed = |error| Failure::file(&self.folder, error);
+        fs::create_dir_all(&self.folder).map_err(failed)?;
+        for name in self.names()? {
+            if name.starts_with("step-") && name.contains(UNFINISHED) {
+                fs::remove_dir_all(self.folder.join(name)).map_err(failed)?;
+            }
+        }
+        Ok(())
     }
 
     /// Load the last one, if there is one; the number of its steps.
@@ -67,7 +81,7 @@ impl Checkpoints {
     /// Write one beside its place, put it there, and remove the oldest ones.
     pub fn save(&self, step: &mut Step<Decoder>, steps: u32) -> Result<(), Failure> {
         let path = self.path(steps);
-        let new = path.with_extension("new");
+        let new = self.folder.join(format!("{}{UNFINISHED}", name_of(steps)));
         step.save(&new)?;
         let run = serde_json::to_vec_pretty(&self.run).map_err(|e| Failure::file(&new, e))?;
         fs::write(new.join(RUN), run).map_err(|error| Failure::file(&new, error))?;
@@ -81,25 +95,27 @@ impl Checkpoints {
     }
 
     fn path(&self, steps: u32) -> PathBuf {
-        self.folder.join(format!("step-{steps:06}"))
+        self.folder.join(name_of(steps))
+    }
+
+    fn names(&self) -> Result<Vec<String>, Failure> {
+        if !self.folder.exists() {
+            return Ok(Vec::new());
+        }
+        let failed = |error| Failure::file(&self.folder, error);
+        let entries = fs::read_dir(&self.folder).map_err(failed)?;
+        let name = |entry: DirEntry| entry.file_name().to_string_lossy().into_owned();
+        let names: io::Result<_> = entries.map(|entry| entry.map(name)).collect();
+        names.map_err(failed)
     }
 
     // the numbers of steps of all that are there, the last one last
     fn steps(&self) -> Result<Vec<u32>, Failure> {
-        let failed = |error| Failure::file(&self.folder, error);
-        let mut all = Vec::new();
-        if !self.folder.exists() {
-            return Ok(all);
-        }
-        for entry in fs::read_dir(&self.folder).map_err(failed)? {
-            all.extend(
-                entry
-                    .map_err(failed)?
-                    .file_name()
-                    .to_str()
-                    .and_then(steps_of),
-            );
-        }
+        let mut all: Vec<u32> = self
+            .names()?
+            .iter()
+            .filter_map(|name| steps_of(name))
+            .collect();
         all.sort_unstable();
         Ok(all)
     }

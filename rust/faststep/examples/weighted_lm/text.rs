@@ -141,7 +141,9 @@ fn entropy(bytes: &[u8]) -> f32 {
     }
     let counts = counts.iter().filter(|count| **count > 0);
     let shares = counts.map(|count| *count as f64 / bytes.len() as f64);
-    shares.map(|share| share * share.recip().log2()).sum::<f64>() as f32
+    shares
+        .map(|share| share * share.recip().log2())
+        .sum::<f64>() as f32
 }
 
 #[cfg(test)]
