@@ -28,7 +28,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 PARTS ?= step matmul scaling runs
 
 .PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-install \
-	test-mlx-rs deny bench wheels run all
+	test-mlx-rs deny bench wheels run run-rust all
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,5 +103,8 @@ wheels: ## One wheel for each Python 3.10+ on PATH, into dist
 
 run: $(STAMPS)/built ## Train a small GPT on real text (examples/char_gpt.py)
 	python examples/char_gpt.py
+
+run-rust: $(STAMPS)/requirements ## Train a language model in Rust, without Python (ARGS="--steps 800": its options; ARGS=--help)
+	$(WITH_MLX) cargo run --release --locked --package faststep --example weighted_lm -- $(ARGS)
 
 all: test ## What CI runs

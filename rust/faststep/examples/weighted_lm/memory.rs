@@ -1,0 +1,55 @@
+//! The memory of the process.
+use std::{fmt, fs};
+
+use mlx_rs::{
+    error::Exception,
+    memory::{active_memory, cache_memory},
+};
+use serde::Serialize;
+
+/// Bytes in a MiB.
+pub const MIB: usize = 1024 * 1024;
+
+/// Bytes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Memory {
+    /// In MLX's arrays.
+    pub active: usize,
+    /// Kept by MLX for arrays to come.
+    pub cache: usize,
+    /// Of the whole process in the machine's memory; 0 where the system does not tell as Linux does.
+    pub process: usize,
+}
+
+impl Memory {
+    /// As it is now.
+    pub fn now() -> Result<Self, Exception> {
+        Ok(Self {
+            active: active_memory()?,
+            cache: cache_memory()?,
+            process: process().unwrap_or_default(),
+        })
+    }
+}
+
+// proc_pid_status(5)
+fn process() -> Option<usize> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        #[allow(clippy::cast_precision_loss)] // shown to a tenth of a MiB
+        let [active, cache, process] =
+            [self.active, self.cache, self.process].map(|bytes| bytes as f64 / MIB as f64);
+        write!(
+            f,
+            "active {active:.1} MiB, cache {cache:.1} MiB, process {process:.1} MiB"
+        )
+    }
+}
