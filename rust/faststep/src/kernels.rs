@@ -33,11 +33,13 @@ mod store;
 
 use libc::{c_char, c_ulong, FILE};
 use std::{
+    env,
     ffi::{c_void, CStr, CString},
     mem::MaybeUninit,
     os::unix::ffi::OsStringExt,
     path::Path,
     ptr,
+    sync::OnceLock,
 };
 
 use crate::rebind::{Function, Imports, RebindError};
@@ -90,6 +92,13 @@ pub fn bind() -> Result<bool, RebindError> {
         _ => None,
     })?;
     Ok(true)
+}
+
+/// For a Rust program, once for each process, unless `FASTSTEP_KERNELS` is 0; where it cannot be, MLX stays as it is.
+pub(crate) fn bind_once() {
+    static BOUND: OnceLock<bool> = OnceLock::new();
+    let wanted = env::var_os("FASTSTEP_KERNELS").is_none_or(|value| value != "0");
+    BOUND.get_or_init(|| wanted && bind().unwrap_or(false));
 }
 
 /// In place of libmlx's `popen`, which runs the compiler and nothing else.

@@ -17,6 +17,7 @@ use mlx_rs::{
 use crate::{
     error::{Error, Result},
     host::ModuleHost,
+    kernels,
     loss::Loss,
     memory,
     module::{look, Slots},
@@ -89,7 +90,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// Make the step; nothing is traced before its first call.
     ///
     /// `loss` takes the module and the batch and returns a scalar, or the scalar with auxiliary arrays, or a [`Loss`] that
-    /// has a weight too. On a CPU, MLX's matrix products are bound to OpenBLAS, where it is found ([`openblas`]).
+    /// has a weight too. On a CPU, MLX's matrix products are bound to OpenBLAS, where it is found ([`openblas`]), and its
+    /// fused kernels compiled for the processor ([`kernels`]; `FASTSTEP_KERNELS=0` in the environment leaves MLX as it is).
     ///
     /// # Errors
     /// [`Error::NoParameters`]; [`Error::Option`] for an option that is out of its range, and for a trainable parameter
@@ -109,6 +111,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
             mlx_rs::memory::set_cache_limit(limit)?;
         }
         openblas::bind_once();
+        kernels::bind_once();
         let looked = look(&model);
         let loss =
             Box::new(move |model: &mut M, batch: &[Array]| loss(model, batch).map(Into::into));

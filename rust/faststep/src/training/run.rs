@@ -1,10 +1,11 @@
 //! How a call of a module's step is traced and run.
 use std::{panic::resume_unwind, time::Instant};
 
-use mlx_rs::{module::ModuleParameters, Array};
+use mlx_rs::{module::ModuleParameters, transforms::eval, Array};
 
 use super::{key::Key, no_loss, Step};
 use crate::{
+    array,
     error::{Error, Result},
     host::Stop,
     layout::Layout,
@@ -38,6 +39,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
     // traces where it has to, and runs
     pub(super) fn run(&mut self, batch: &[Array], task: Task) -> Result<Output> {
         let started = Instant::now();
+        let files = batch.iter().filter(|array| array::reads_file(array));
+        eval(files).map_err(Error::FirstEvaluation)?;
         self.engine.need(
             self.options
                 .needs(matches!(task, Task::Batch { .. } | Task::Flush)),
