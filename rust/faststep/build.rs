@@ -3,6 +3,9 @@ use std::env;
 
 fn main() {
     println!("cargo:rerun-if-changed=native");
+    if let Ok(lib) = env::var("DEP_MLX_LIB") {
+        println!("cargo:rustc-link-arg-benches=-Wl,-rpath,{lib}"); // `cargo bench` needs nothing set
+    }
     let mut build = cc::Build::new();
     build
         .cpp(true)
