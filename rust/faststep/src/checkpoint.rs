@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 type Arrays = BTreeMap<String, Array>;
 
 /// `model.load_weights` reads it in Python.
-pub(crate) const MODEL: &str = "model.safetensors";
+const MODEL: &str = "model.safetensors";
 /// `tree_flatten(optimizer.state)`.
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// `tree_flatten(step.state)`: the arrays, and the numbers as metadata.

@@ -24,9 +24,12 @@ pub enum Error {
     #[error("{0}")]
     Option(String),
 
-    /// The loss does what a trace cannot repeat: nothing has changed.
-    #[error("this step cannot be compiled: {0}. With `compile: false` it runs uncompiled, with the same numbers but slower")]
-    Untraceable(String),
+    /// The loss function reads the value of an array, which a trace cannot repeat: nothing has changed.
+    #[error(
+        "the loss function reads the value of an array, which a compiled step cannot repeat: compute with arrays, or set \
+         `compile: false`, which gives the same numbers but is slower"
+    )]
+    Untraceable,
 
     /// A loss or a gradient is no number, and nothing was updated.
     #[error("{0}; nothing was updated")]

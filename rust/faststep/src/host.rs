@@ -32,8 +32,8 @@ const READS: &str = "Attempting to eval an array during function transformations
 pub(crate) enum Stop {
     /// The loss function panicked.
     Panic(Box<dyn Any + Send>),
-    /// It does what a trace cannot repeat.
-    Untraceable(String),
+    /// It reads the value of a tracer.
+    Reads,
 }
 
 pub(crate) type LossFunction<M> = Box<dyn FnMut(&mut M, &[Array]) -> MlxResult<Loss>>;
@@ -68,27 +68,18 @@ impl<M: ModuleParameters> ModuleHost<M> {
 
     // the stop goes to the step; what MLX is told is lost on its way
     fn stopped(&self, stop: Stop) -> Exception {
-        let message = match &stop {
-            Stop::Panic(_) => "the loss function panicked".into(),
-            Stop::Untraceable(why) => why.clone(),
-        };
         self.stop.set(Some(stop));
-        Exception::custom(message)
+        Exception::custom("the loss function was stopped")
     }
 
     fn call(&self, model: &mut M, batch: &[Array]) -> MlxResult<Loss> {
         let mut loss = self.loss.borrow_mut();
-        let reads = || self.untraceable("the loss function reads the value of an array".into());
         match catch_unwind(AssertUnwindSafe(|| loss(model, batch))) {
-            Ok(Err(error)) if error.what().contains(READS) => Err(reads()),
+            Ok(Err(error)) if error.what().contains(READS) => Err(self.stopped(Stop::Reads)),
             Ok(returned) => returned,
-            Err(payload) if text(&*payload).contains(READS) => Err(reads()),
+            Err(payload) if text(&*payload).contains(READS) => Err(self.stopped(Stop::Reads)),
             Err(payload) => Err(self.stopped(Stop::Panic(payload))),
         }
-    }
-
-    fn untraceable(&self, why: String) -> Exception {
-        self.stopped(Stop::Untraceable(why))
     }
 
     // what the loss has assigned to the module's slots
@@ -96,14 +87,15 @@ impl<M: ModuleParameters> ModuleHost<M> {
         let slots = self.slots.borrow();
         let arrays = model.parameters().flatten();
         if arrays.len() != slots.len() {
-            let why = "the loss function adds or removes parameters";
-            return Err(self.untraceable(why.into()));
+            let what =
+                "the loss function: expected the module's parameters, it adds or removes some";
+            return Err(Exception::custom(what));
         }
         for (name, now) in arrays {
             let (tracer, assigned, index) = match slots.role(&name) {
                 Some(Role::Parameter(i)) => (&call.parameters[i], &mut output.parameters, i),
                 Some(Role::Other(i)) => (&call.others[i], &mut output.others, i),
-                None => return Err(self.untraceable(format!("the loss function adds {name}"))),
+                None => return Err(Exception::custom(format!("the loss function adds {name}"))),
             };
             if array::id(now) != array::id(tracer) {
                 assigned.push((index, self.fitting(&name, now, tracer)?));
@@ -123,7 +115,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
         if got == wanted {
             return Ok(now);
         }
-        Err(self.untraceable(format!(
+        Err(Exception::custom(format!(
             "{name}: expected {:?} {:?}, the loss function assigns {:?} {:?}",
             wanted.dtype, wanted.shape, got.dtype, got.shape
         )))

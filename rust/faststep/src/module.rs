@@ -43,17 +43,18 @@ impl Looked {
         let arrays = self.parameters.iter_mut().chain(&mut self.others);
         for (name, array) in names.zip(arrays) {
             let value = values.remove(&**name);
-            let value = value.ok_or_else(|| format!("expected an array {name}, got none"))?;
+            let value =
+                value.ok_or_else(|| format!("model: expected an array {name}, got none"))?;
             if value.shape() != array.shape() {
                 let (expected, got) = (array.shape(), value.shape());
-                return Err(format!("{name}: expected {expected:?}, got {got:?}"));
+                return Err(format!("model: {name}: expected {expected:?}, got {got:?}"));
             }
             *array = value;
         }
         self.slots.tensors = self.parameters.iter().map(Tensor::of).collect();
         match values.keys().next() {
             Some(name) => Err(format!(
-                "expected the arrays of the module, got {name} beside them"
+                "model: expected the arrays of the module, got {name} beside them"
             )),
             None => Ok(()),
         }

@@ -97,9 +97,9 @@ impl Optimizers {
         self.parts.iter().map(|(_, _, rate)| rate)
     }
 
-    pub(crate) fn set_rate(&mut self, rule: usize, rate: LearningRate) {
-        if let Some((_, _, old)) = self.parts.get_mut(rule) {
-            *old = rate;
+    pub(crate) fn set_rates(&mut self, rate: &LearningRate) {
+        for (_, _, old) in &mut self.parts {
+            old.clone_from(rate);
         }
     }
 

@@ -61,6 +61,10 @@ use state::Kept;
 /// it captures, or finds in a field that is no parameter, is a constant. Draws from mlx-rs's random functions begin where
 /// this thread's random state is when the step is made, and are new ones in each step.
 ///
+/// What is trainable and not frozen is updated, but for `running_mean` and `running_var`: those are buffers, which MLX's
+/// Python freezes in its `BatchNorm` and mlx-rs does not. Whatever else of the module's arrays the loss function assigns
+/// to, in the same shape and dtype, is a buffer too and moves with each step.
+///
 /// The step has the module, and lets its arrays go while it trains; [`Step::model`] and [`Step::model_mut`] show them.
 pub struct Step<M> {
     host: Rc<ModuleHost<M>>,
@@ -134,7 +138,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         })
     }
 
-    /// One step: the loss of `batch` (in `batch`'s order), its gradients, clipping, the update, and their evaluation.
+    /// One step: the loss of `batch`, its gradients, clipping, the update, and the evaluation of all that has changed.
     ///
     /// With [`Options::accumulate`] above 1 the gradients are added to a window, and the update follows when it is full.
     ///
@@ -252,16 +256,16 @@ impl<M: ModuleParameters + 'static> Step<M> {
     pub fn set_learning_rate(&mut self, rate: impl Into<LearningRate>) -> Result<()> {
         let rate = rate.into();
         let scheduled = |rate: &LearningRate| matches!(rate, LearningRate::Schedule(_));
-        for rule in 0..self.rules.rules().len() {
-            if let Some(at) = optimizer::rate_at(&self.rules, rule) {
-                let value = rate.at(&self.engine.state()[at - 1])?;
-                self.engine.set_state(at, value);
-            }
-            if scheduled(&rate) || self.optimizers.rates().nth(rule).is_some_and(scheduled) {
-                self.version += 1;
-            }
-            self.optimizers.set_rate(rule, rate.clone());
+        let rules = 0..self.rules.rules().len();
+        let places = rules.filter_map(|rule| optimizer::rate_at(&self.rules, rule));
+        let values = places.map(|at| Ok((at, rate.at(&self.engine.state()[at - 1])?)));
+        for (at, value) in values.collect::<Result<Vec<_>>>()? {
+            self.engine.set_state(at, value);
         }
+        if scheduled(&rate) || self.optimizers.rates().any(scheduled) {
+            self.version += 1;
+        }
+        self.optimizers.set_rates(&rate);
         self.host
             .rates
             .replace(self.optimizers.rates().cloned().collect());

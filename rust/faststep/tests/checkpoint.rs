@@ -12,7 +12,10 @@ use std::{
 
 use common::{losses, mse, values, Mlp};
 use faststep::{Error, Optimizer, Optimizers, Options, Step};
-use mlx_rs::{module::ModuleParameters, Array, Dtype};
+use mlx_rs::{
+    module::{Module, ModuleParameters},
+    Array, Dtype,
+};
 
 /// A directory of this test's own, gone when it ends.
 struct Folder(PathBuf);
@@ -65,6 +68,7 @@ fn a_run_goes_on() {
     losses(&mut first, 0..2);
     first.save(&path).unwrap();
     losses(&mut first, 2..4);
+    first.model_mut().training_mode(true); // anything may have changed: it is looked at when it is saved
     first.save(&path).unwrap(); // in place of the one before
     let mut second = step(5);
     losses(&mut second, 7..9);
@@ -183,4 +187,17 @@ fn what_does_not_fit_changes_nothing() {
     assert_eq!(step.batches(), 1);
     losses(&mut step, 4..6);
     assert_eq!(step.stats().unwrap().updates, 2);
+}
+
+#[test]
+fn what_was_changed_since_the_last_step_is_saved() {
+    let folder = Folder::new("changed");
+    let path = folder.0.join("run");
+    let mut step = step(1);
+    losses(&mut step, 0..1);
+    step.model_mut().first.bias.value =
+        Some(Array::full::<f32>(&[16], Array::from_f32(3.0)).unwrap());
+    step.save(&path).unwrap();
+    let bias = &loaded(&path.join("model.safetensors"))["first.bias"];
+    assert_eq!(bias.to_vec_exact::<f32>().unwrap(), [3.0; 16]);
 }

@@ -12,7 +12,7 @@ pub fn to_python(error: &Error) -> PyErr {
         Error::FirstEvaluation(e) => PyRuntimeError::new_err(e.what().to_owned()),
         Error::NoParameters | Error::Option(_) => PyValueError::new_err(error.to_string()),
         Error::Nonfinite(_) => PyFloatingPointError::new_err(error.to_string()),
-        Error::Device(_) | Error::Untraceable(_) | Error::Checkpoint { .. } => {
+        Error::Device(_) | Error::Untraceable | Error::Checkpoint { .. } => {
             PyRuntimeError::new_err(error.to_string())
         }
     }

@@ -109,7 +109,7 @@ fn moments(
             match saved.get(&name) {
                 Some(array) if array.shape() == shape => Ok(array.as_dtype(dtype)?),
                 Some(array) => Err(Error::Option(format!(
-                    "optimizer state: {name}: expected {shape:?}, got {:?}",
+                    "optimizer: {name}: expected {shape:?}, got {:?}",
                     array.shape()
                 ))),
                 None => Ok(ops::zeros_dtype(&shape, dtype)?),

@@ -50,7 +50,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
                 self.traces.discard();
                 return Err(match stop {
                     Some(Stop::Panic(payload)) => resume_unwind(payload),
-                    Some(Stop::Untraceable(why)) => Error::Untraceable(why),
+                    Some(Stop::Reads) => Error::Untraceable,
                     None => error,
                 });
             }

@@ -1,5 +1,5 @@
 //! What a step keeps, by the names that Python's `Step.state` and `optimizer.state` have: checkpoints, and other layouts.
-use std::{path::Path, rc::Rc};
+use std::{collections::HashSet, path::Path, rc::Rc};
 
 use mlx_rs::{module::ModuleParameters, transforms::eval, Array};
 
@@ -10,7 +10,7 @@ use super::{
     Step,
 };
 use crate::{
-    checkpoint::{self, Checkpoint, Numbers},
+    checkpoint::{Checkpoint, Numbers},
     error::{Error, Result},
     extras::Keep,
     module::{look, Slots},
@@ -92,11 +92,11 @@ impl Extras {
 
     /// Without what belongs to these parameters, and to none.
     pub(super) fn forget(&mut self, names: &[Rc<str>]) {
-        let keeps = |key: &String| {
-            key.split_once('.')
-                .is_some_and(|(_, name)| !names.iter().any(|n| **n == *name))
-        };
-        self.arrays.retain(|key, _| keeps(key));
+        let names: HashSet<&str> = names.iter().map(|name| &**name).collect();
+        self.arrays.retain(|key, _| {
+            let name = key.split_once('.').map(|(_, name)| name);
+            name.is_some_and(|name| !names.contains(name))
+        });
     }
 }
 
@@ -161,6 +161,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// # Errors
     /// [`Error::Checkpoint`]; what was there before is there still. [`Error::Device`], when a step in flight fails.
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        self.take_in()?;
         self.synchronize()?;
         self.skips.read(0)?;
         self.misses.read(0)?;
@@ -190,7 +191,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// same optimizers and options.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] and [`Error::Option`]; everything is then as it was.
+    /// [`Error::Checkpoint`]; everything is then as it was.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let Checkpoint {
@@ -213,16 +214,21 @@ impl<M: ModuleParameters + 'static> Step<M> {
         )?;
         self.show();
         let mut looked = look(&*self.host.model.borrow());
-        looked.replace(model).map_err(|reason| Error::Checkpoint {
-            path: path.join(checkpoint::MODEL),
+        let refused = |reason: String| Error::Checkpoint {
+            path: path.to_owned(),
             reason,
-        })?;
+        };
+        looked.replace(model).map_err(refused)?;
         let key = numbers.random.map(random::seeded).transpose()?;
         let extras = Extras {
             arrays: step,
             batches: numbers.batches,
         };
-        self.begin(looked, Kept { optimizer, extras })?;
+        let begun = self.begin(looked, Kept { optimizer, extras });
+        begun.map_err(|error| match error {
+            Error::Option(reason) => refused(reason),
+            other => other,
+        })?;
         self.version += 1;
         self.slots().hide(&mut *self.host.model.borrow_mut());
         self.shown.set(Shown::Nothing);
