@@ -12,6 +12,7 @@ fn main() {
         .std("c++20")
         .pic(true)
         .file("native/array.cpp")
+        .file("native/join.cpp")
         .file("native/pack.cpp");
     let include = env::var_os("DEP_MLX_INCLUDE").unwrap_or_default();
     for dir in env::split_paths(&include) {
