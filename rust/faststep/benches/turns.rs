@@ -9,14 +9,14 @@ mod common;
 
 use std::{collections::BTreeMap, env, fs, time::Duration};
 
-use common::{block, Case, CASES, FASTSTEP, PLAIN};
+use common::{block, Case, Named, CASES, FASTSTEP, PLAIN};
 use serde_json::{json, Value};
 
 const ROUNDS: usize = 30;
 /// What a block should take.
 const BLOCK: Duration = Duration::from_millis(60);
 /// Enough for steps in flight to overlap.
-const LEAST: u64 = 4;
+const LEAST: u32 = 4;
 /// Of the largest loss.
 const TOLERANCE: f32 = 1e-3;
 const FILE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/turns.json");
@@ -26,7 +26,7 @@ type Times = BTreeMap<&'static str, Vec<f64>>;
 
 fn main() {
     let named: Vec<String> = env::args().collect();
-    let is_named = |(name, _): &&(&str, _)| named.iter().any(|argument| argument == name);
+    let is_named = |(name, _): &&Named| named.iter().any(|argument| argument == name);
     let all = !CASES.iter().any(|case| is_named(&case));
     let mut results = BTreeMap::new();
     for (name, new_case) in CASES.iter().filter(|case| all || is_named(case)) {
@@ -38,16 +38,17 @@ fn main() {
 fn measure(name: &str, mut case: Case) -> Value {
     let gap = largest_gap(&mut case);
     let two = block(&mut case.ways[1].1, &case.batches, 2);
-    let count = LEAST.max((2.0 * BLOCK.as_secs_f64() / two.as_secs_f64()) as u64);
+    let wanted = 2 * BLOCK.as_micros() / two.as_micros().max(1);
+    let count = LEAST.max(wanted.try_into().unwrap());
     let mut times = Times::new();
     for round in 0..ROUNDS {
         for turn in 0..2 {
             let (way, step) = &mut case.ways[(round + turn) % 2];
-            let time = block(step, &case.batches, count).as_secs_f64();
+            let time = block(step, &case.batches, count.into()).as_secs_f64();
             times
                 .entry(way)
                 .or_default()
-                .push(1e3 * time / count as f64);
+                .push(1e3 * time / f64::from(count));
         }
     }
     let ratios = times[PLAIN].iter().zip(&times[FASTSTEP]);

@@ -1,5 +1,5 @@
 //! What the benchmarks of the step have in common: models, and the ways of training them.
-#![allow(clippy::unwrap_used)] // how a benchmark fails
+#![allow(dead_code, clippy::unwrap_used)] // each program takes its part; how a benchmark fails
 
 mod models;
 
@@ -42,8 +42,11 @@ pub struct Case {
     pub ways: [(&'static str, StepFn); 2],
 }
 
-/// What is measured, by the names that `benches/cases.py` has for it.
-pub const CASES: [(&str, fn() -> Case); 3] = [("mlp", mlp), ("gpt24", gpt24), ("gpt4", gpt4)];
+/// A case by the name that it has in `benches/cases.py`.
+pub type Named = (&'static str, fn() -> Case);
+
+/// What is measured.
+pub const CASES: [Named; 3] = [("mlp", mlp), ("gpt24", gpt24), ("gpt4", gpt4)];
 
 fn mlp() -> Case {
     random::seed(0).unwrap();
