@@ -27,7 +27,7 @@ criterion_group! {
     config = Criterion::default()
         .sample_size(20)
         .warm_up_time(Duration::from_secs(1))
-        .measurement_time(Duration::from_secs(5));
+        .measurement_time(Duration::from_secs(4));
     targets = step
 }
 criterion_main!(benches);

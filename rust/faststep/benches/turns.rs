@@ -12,7 +12,7 @@ use std::{collections::BTreeMap, env, fs, time::Duration};
 use common::{block, Case, Named, CASES, FASTSTEP, PLAIN};
 use serde_json::{json, Value};
 
-const ROUNDS: usize = 30;
+const ROUNDS: usize = 24;
 /// What a block should take.
 const BLOCK: Duration = Duration::from_millis(60);
 /// Enough for steps in flight to overlap.
