@@ -1,6 +1,6 @@
-// Tensors of a buffer, joined by one task of the CPU. MLX's concatenate hands the worker a task for each tensor, which costs
-// some two microseconds: a hundred times what it costs to copy a bias. Every pointer is an mlx::core::array, as in
-// mlx_array.ctx.
+// Tensors of a buffer, joined by one task of the CPU. MLX's concatenate hands the worker a task for each tensor, which costs a
+// microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it). Every pointer is an
+// mlx::core::array, as in mlx_array.ctx.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
