@@ -25,7 +25,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
 
 # What `make bench` measures: programs in benches.
-PARTS ?= step matmul scaling runs
+PARTS ?= step matmul scaling runs rust
 
 .PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-install \
 	test-mlx-rs deny bench wheels run run-rust all
@@ -94,7 +94,7 @@ deny: ## Licences and sources of the Rust dependencies, where cargo-deny is inst
 	@if cargo deny --version > /dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "make deny: skipped, cargo-deny is not installed (cargo install --locked cargo-deny)"; fi
 
-bench: $(STAMPS)/built ## Benchmarks, some ten minutes; rewrites docs/benchmarks.md (PARTS="step runs": only those)
+bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done
 	python benches/report.py
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from machine import ROOT
 from markdown import measured_on
 from report_runs import RUNS, runs
+from report_rust import RUST, rust
 from report_scaling import SCALING, scaling
 from report_step import MATMUL, STEP, matmul, step
 from samples import SAMPLES, device_slug, newest
@@ -21,7 +22,7 @@ DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, matmul, scaling or runs.
+`make bench PARTS=step` runs one part only: step, matmul, scaling, runs or rust.
 """
 
 
@@ -38,6 +39,7 @@ SECTIONS = {
     "matmul": Section("Matrix products", MATMUL, matmul),
     "scaling": Section("How the step grows", SCALING, scaling),
     "runs": Section("Long runs", RUNS, runs),
+    "rust": Section("The Rust crate beside mlx-rs", RUST, rust),
 }
 
 

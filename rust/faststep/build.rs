@@ -2,8 +2,9 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 12] = [
+const SOURCES: [&str; 13] = [
     "array",
+    "join",
     "kernels",
     "pack",
     "plan/device",
@@ -19,6 +20,9 @@ const SOURCES: [&str; 12] = [
 
 fn main() {
     println!("cargo:rerun-if-changed=native");
+    if let Ok(lib) = env::var("DEP_MLX_LIB") {
+        println!("cargo:rustc-link-arg-benches=-Wl,-rpath,{lib}"); // `cargo bench` needs nothing set
+    }
     let mut build = cc::Build::new();
     build.cpp(true).std("c++20").pic(true);
     for source in SOURCES {

@@ -5,7 +5,7 @@
 //! joined along the first one as they are, and a gradient that is the transpose of a product, as every linear layer's
 //! is, is copied once and not twice. Sharing is capped, so that no big copy is made and a tensor that somebody holds
 //! keeps no more than one buffer alive.
-use mlx_rs::{error::Result, ops, Array, Dtype};
+use mlx_rs::{error::Result, Array, Dtype};
 
 use crate::{array, pack, precision};
 
@@ -213,7 +213,7 @@ impl Layout {
     pub fn join(members: &[&Array]) -> Result<Array> {
         match members {
             [only] => Ok((*only).clone()),
-            members => ops::concatenate(members, 0),
+            members => pack::join(members),
         }
     }
 

@@ -1,21 +1,21 @@
-//! Gradients by buffer: on CUDA, many tensors are joined by one kernel, which sums their squares on its way.
+//! Tensors by buffer: many are joined by one task of the CPU, or by one kernel on CUDA, which sums their squares on its way.
 //!
 //! MLX joins arrays by a copy for each, and a gradient of a linear layer is the transpose of a product: a few hundred
-//! small kernels a step, each of which costs the host more than the device. The C++ beside this file makes one of them;
-//! it only builds arrays, and runs on no device but CUDA's.
+//! small tasks or kernels a step, each of which costs more to start than to run. The C++ in `native` makes one of them.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
 
 use mlx_rs::{
     error::{Exception, Result},
-    Array,
+    ops, Array,
 };
 
 use crate::layout::Layout;
 
 extern "C" {
     fn faststep_is_cuda() -> i32;
+    fn faststep_join(parts: *const *const c_void, count: usize) -> *mut c_void;
     fn faststep_pack(
         parts: *const *const c_void,
         count: usize,
@@ -60,7 +60,7 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
         let parts: Vec<&Array> = layout.members(buffer).map(|i| &gradients[i]).collect();
         let same = parts.iter().all(|part| part.dtype() == parts[0].dtype());
         let (flat, squares) = if cuda && same && (2..=MAX_PARTS).contains(&parts.len()) {
-            let (flat, squares) = join(&parts)?;
+            let (flat, squares) = join_on_cuda(&parts)?;
             (flat, Some(squares))
         } else {
             (layout.pack_one(buffer, gradients)?, None)
@@ -75,8 +75,28 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     Ok(packed)
 }
 
-fn join(parts: &[&Array]) -> Result<(Array, Array)> {
-    let pointers: Vec<*const c_void> = parts.iter().map(|p| p.as_ptr().ctx.cast_const()).collect();
+/// Join arrays along their first axis (lazily).
+///
+/// # Errors
+/// When they do not agree in all other axes.
+pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
+    let pointers = pointers(parts);
+    // SAFETY: live arrays and their number.
+    let joined = unsafe { faststep_join(pointers.as_ptr(), pointers.len()) };
+    if joined.is_null() {
+        return ops::concatenate(parts, 0);
+    }
+    // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
+    Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: joined }) })
+}
+
+fn pointers(parts: &[&Array]) -> Vec<*const c_void> {
+    let pointers = parts.iter().map(|part| part.as_ptr().ctx.cast_const());
+    pointers.collect()
+}
+
+fn join_on_cuda(parts: &[&Array]) -> Result<(Array, Array)> {
+    let pointers = pointers(parts);
     let slots = SLOTS.into_iter().find(|&slots| slots >= parts.len());
     let slots = slots.unwrap_or(MAX_PARTS);
     let (mut flat, mut squares) = (std::ptr::null_mut(), std::ptr::null_mut());

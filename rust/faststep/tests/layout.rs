@@ -2,7 +2,11 @@
 #![allow(clippy::unwrap_used)] // how a test fails
 
 use faststep::layout::{Layout, Tensor};
-use mlx_rs::{transforms::eval, Array, Dtype};
+use mlx_rs::{
+    ops::{broadcast_to, concatenate},
+    transforms::eval,
+    Array, Dtype,
+};
 use proptest::{collection::vec, prelude::*, sample::select};
 
 /// Axes from 0 on, so that scalars and empty tensors occur; now and then a tensor that is too large to share a buffer.
@@ -35,6 +39,19 @@ fn filled(index: usize, shape: &[i32], dtype: Dtype) -> Array {
 
 fn same(a: &Array, b: &Array) -> bool {
     Tensor::of(a) == Tensor::of(b) && a.eq_values(b).unwrap()
+}
+
+/// Of shape `[rows, 3, 2]`: as it lies in memory, with axes swapped, or one row as often as that.
+fn strided(index: usize, rows: i32, way: usize, dtype: Dtype) -> Array {
+    match way {
+        0 => filled(index, &[rows, 3, 2], dtype),
+        1 => filled(index, &[2, 3, rows], dtype).transpose().unwrap(),
+        2 => {
+            let swapped = filled(index, &[rows, 2, 3], dtype);
+            swapped.transpose_axes(&[0, 2, 1]).unwrap()
+        }
+        _ => broadcast_to(filled(index, &[3, 2], dtype), &[rows, 3, 2]).unwrap(),
+    }
 }
 
 proptest! {
@@ -93,5 +110,18 @@ proptest! {
         for (index, (a, b)) in before.iter().zip(&after).enumerate() {
             prop_assert_eq!(same(a, b), index != changed || a.size() == 0, "{}", index);
         }
+    }
+
+    #[test]
+    fn parts_in_any_order_of_memory_are_joined_as_mlx_joins_them(
+        given in vec((1..6i32, 0..4usize), 2..12),
+        dtype in select(vec![Dtype::Float32, Dtype::Bfloat16, Dtype::Uint8, Dtype::Uint64, Dtype::Complex64]),
+    ) {
+        let parts: Vec<Array> = given.iter().enumerate()
+            .map(|(index, (rows, way))| strided(index, *rows, *way, dtype))
+            .collect();
+        let parts: Vec<&Array> = parts.iter().collect();
+        let joined = Layout::join(&parts).unwrap();
+        prop_assert!(same(&joined, &concatenate(&parts, 0).unwrap()));
     }
 }
