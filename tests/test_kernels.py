@@ -310,3 +310,32 @@ def test_a_library_deleted_from_the_cache_is_compiled_again(child: Child, places
     child(USE, **places.environment)
     assert len(places.compiled) == 2
     assert len(places.kept) == 1
+
+
+LENGTHS = """
+import sys
+import faststep, mlx.core as mx
+from helpers import Row
+row = Row({model!r}, "adamw")
+pair = row.new()
+def loss_fn(model, x, y):
+    loss = row.case.loss_fn(model, x, y)
+    return (loss, mx.array(float(y.size))) if {weighted} else loss
+step = faststep.Step(*pair, loss_fn, max_grad_norm=1.0, accumulate={accumulate}, weighted={weighted})
+x, y = row.case.batches(1)[0]
+for n in range(2, 2 + {sizes}):
+    for _ in range(2):
+        step(x[:n], y[:n])
+step.synchronize()
+"""
+
+
+@pytest.mark.parametrize(("model", "accumulate", "weighted"), [("mlp", 1, False), ("tied", 2, True)])
+def test_a_batch_of_another_size_needs_no_new_kernel(
+    child: Child, places: Places, model: str, accumulate: int, weighted: bool
+) -> None:
+    counts = []
+    for sizes in (2, 5):
+        child(LENGTHS.format(model=model, accumulate=accumulate, weighted=weighted, sizes=sizes), **places.environment)
+        counts.append(len(places.kept))
+    assert counts[0] == counts[1]

@@ -21,7 +21,9 @@ impl Guard {
             .max_loss
             .map_or(f32::MAX, |limit| limit as f32)
             .min(f32::MAX);
-        let loss = loss.as_dtype(Dtype::Float32)?;
+        // A barrier: what the loss is divided by would be in the kernel's source, and every other number of tokens be
+        // another kernel, half a second of g++.
+        let loss = loss.as_dtype(Dtype::Float32)?.contiguous()?;
         // NaN compares as false
         let below = loss.le(Array::from_f32(limit))?;
         let above = loss.ge(Array::from_f32(f32::MIN))?;
@@ -36,13 +38,13 @@ impl Guard {
 
     /// Whether there is anything to average over, as [`Guard::good`].
     pub(crate) fn any(good: &Array, weight: &Array) -> Result<Array> {
-        let some = weight.gt(Array::from_f32(0.0))?;
+        let some = weight.contiguous()?.gt(Array::from_f32(0.0))?;
         Self::and_weight(&ops::logical_and(good, some)?, weight)
     }
 
     /// Whether a weight is a number from 0 on too, as [`Guard::good`].
     pub(crate) fn and_weight(good: &Array, weight: &Array) -> Result<Array> {
-        let weight = weight.as_dtype(Dtype::Float32)?;
+        let weight = weight.as_dtype(Dtype::Float32)?.contiguous()?;
         let within = ops::logical_and(
             weight.ge(Array::from_f32(0.0))?,
             weight.le(Array::from_f32(f32::MAX))?,
