@@ -17,32 +17,31 @@ from models import cross_entropy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
 
-# Train on one batch until so many Ctrl-C have come, each after a random time; then be where as many updates lead.
+# Train on one batch until ten Ctrl-C have been caught, each sent after a random time; then be where as many updates lead.
 TRAIN = """
 import os, random, signal, threading, time
 import faststep
 from helpers import Row, assert_close, snapshot
 
-model_name, accumulate, interrupts = {model!r}, {accumulate}, 25
-row = Row(model_name, "adamw", 0.05, accumulate=accumulate)
+accumulate = {accumulate}
+row = Row({model!r}, "adamw", 0.05, accumulate=accumulate)
 pair = row.new()
 step = faststep.Step(*pair, row.case.loss_fn, max_grad_norm=0.05, accumulate=accumulate)
 batch = row.case.batches(1)[0]
-going, rng = True, random.Random({seed})
+rng = random.Random({seed})
 
 def interrupt():
-    for _ in range(interrupts):
+    while caught < 10:
         time.sleep(rng.uniform(0.0005, 0.02))
         os.kill(os.getpid(), signal.SIGINT)
-    global going
-    going = False
 
 caught, thread = 0, threading.Thread(target=interrupt)
-step(*batch)  # what a first step costs would outlast most of them
+for _ in range(accumulate):
+    step(*batch)
 thread.start()
-while going:
+while caught < 10:
     try:
-        while going:
+        while caught < 10:
             step(*batch)
             if rng.random() < 0.2:
                 step = faststep.Step(*pair, row.case.loss_fn, max_grad_norm=0.05, accumulate=accumulate)  # traced anew
@@ -56,8 +55,6 @@ while thread.is_alive():
 step.synchronize()
 step.flush()
 updates = pair[1].state["step"].item()
-assert caught > interrupts // 2, caught
-assert updates > 3, updates
 state = snapshot(*pair)
 
 reference = row.new()
