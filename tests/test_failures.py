@@ -17,7 +17,7 @@ from models import cross_entropy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
 
-# Train on one batch until ten Ctrl-C have been caught, each sent after a random time; then be where as many updates lead.
+# Train on one batch until ten Ctrl-C were met, each sent after a random time; then be where as many updates lead.
 TRAIN = """
 import os, random, signal, threading, time
 import faststep
@@ -28,30 +28,34 @@ row = Row({model!r}, "adamw", 0.05, accumulate=accumulate)
 pair = row.new()
 step = faststep.Step(*pair, row.case.loss_fn, max_grad_norm=0.05, accumulate=accumulate)
 batch = row.case.batches(1)[0]
-rng = random.Random({seed})
+rng, armed, caught = random.Random({seed}), False, 0
+
+def on_signal(*_):
+    global armed
+    if armed:
+        armed = False
+        raise KeyboardInterrupt
 
 def interrupt():
     while caught < 10:
         time.sleep(rng.uniform(0.0005, 0.02))
         os.kill(os.getpid(), signal.SIGINT)
 
-caught, thread = 0, threading.Thread(target=interrupt)
+signal.signal(signal.SIGINT, on_signal)
 for _ in range(accumulate):
     step(*batch)
+thread = threading.Thread(target=interrupt)
 thread.start()
 while caught < 10:
     try:
-        while caught < 10:
+        armed = True
+        while True:
             step(*batch)
             if rng.random() < 0.2:
                 step = faststep.Step(*pair, row.case.loss_fn, max_grad_norm=0.05, accumulate=accumulate)  # traced anew
     except KeyboardInterrupt:
         caught += 1
-while thread.is_alive():
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        caught += 1
+thread.join()
 step.synchronize()
 step.flush()
 updates = pair[1].state["step"].item()
