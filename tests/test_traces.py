@@ -252,7 +252,6 @@ def test_the_seconds_add_up_to_the_time_of_the_calls(options: dict[str, Any]) ->
     assert all(value > 0 for name, value in seconds.items() if name != "wait")
     parts = sum(value for name, value in seconds.items() if name != "trace")
     assert parts <= spent
-    assert parts + seconds["trace"] > 0.5 * spent
     assert seconds["trace"] == pytest.approx(sum({trace.seconds for trace in step.stats.traces}))
 
 

@@ -5,7 +5,7 @@
 //! [`Owner::release`] is called, and shows the new ones afterwards.
 mod keep;
 
-use std::{collections::VecDeque, rc::Rc, time::Instant};
+use std::{collections::VecDeque, ops::AddAssign, rc::Rc, time::Instant};
 
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
@@ -82,6 +82,14 @@ pub struct Seconds {
     pub evaluate: f64,
     /// Waiting for steps in flight.
     pub wait: f64,
+}
+
+impl AddAssign for Seconds {
+    fn add_assign(&mut self, other: Self) {
+        self.build += other.build;
+        self.evaluate += other.evaluate;
+        self.wait += other.wait;
+    }
 }
 
 /// What a step gives beside new parameters and state.

@@ -16,11 +16,13 @@ use mlx_rs::{
 
 use crate::{
     error::{Error, Result},
+    flags::Flags,
     host::ModuleHost,
     kernels,
     loss::Loss,
     memory,
     module::{look, Slots},
+    nonfinite::is_true,
     openblas,
     optimizers::{LearningRate, Optimizers},
     options::Options,
@@ -28,12 +30,12 @@ use crate::{
     random,
     rules::Rules,
     step::Engine,
+    task::Task,
     traces::Traces,
 };
 use key::Key;
-use output::{Flags, Spent};
+use output::Spent;
 pub use output::{Stats, StepOutput};
-use run::Task;
 use show::Shown;
 use state::Kept;
 
@@ -153,18 +155,11 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// Where the loss function does; everything is then as it was.
     pub fn step(&mut self, batch: &[Array]) -> Result<StepOutput> {
         self.take_in()?;
-        let open = self.engine.batches();
-        let task = if self.options.accumulate <= 1 && open == 0 {
-            Task::Whole
-        } else {
-            Task::Batch {
-                fills: open + 1 >= self.options.accumulate,
-            }
-        };
+        let task = Task::of(self.options.accumulate, self.engine.batches());
         let output = self.run(batch, task)?;
         self.steps += 1;
         self.clear_cache();
-        self.skips.push(output.batch.skipped.as_ref())?;
+        self.skips.push(output.batch.skipped.as_ref(), &is_true)?;
         let update = task
             .updates()
             .then(|| output.update.as_ref().unwrap_or(&output.batch));
@@ -281,7 +276,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
 
     fn count_update(&mut self, update: &Outputs) -> Result<()> {
         self.updates += 1;
-        self.misses.push(update.skipped.as_ref())
+        Ok(self.misses.push(update.skipped.as_ref(), &is_true)?)
     }
 
     fn clear_cache(&self) {

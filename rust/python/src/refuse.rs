@@ -5,15 +5,16 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{errors::to_python, holder::Waiting, host::dotted};
 
-fn wait(py: Python<'_>, flag: &Array) -> MlxResult<bool> {
+/// Wait for a bool scalar, without the GIL.
+pub fn is_true(py: Python<'_>, flag: &Array) -> MlxResult<bool> {
     let mut value = Ok(true);
     Waiting(py).unlocked(&mut || value = nonfinite::is_true(flag));
     value
 }
 
-/// Wait for a bool scalar.
-pub fn is_true(py: Python<'_>, flag: &Array) -> PyResult<bool> {
-    wait(py, flag).map_err(|error| PyRuntimeError::new_err(error.to_string()))
+/// The exception of a flag that could not be read.
+pub fn read<T>(result: MlxResult<T>) -> PyResult<T> {
+    result.map_err(|error| PyRuntimeError::new_err(error.to_string()))
 }
 
 /// Raise for a batch that is no number, with the first tensor whose gradient is none; waits for the step
@@ -25,7 +26,7 @@ pub fn refuse(
     batch: &Outputs,
 ) -> PyResult<()> {
     let names = paths.iter().map(|path| dotted(path));
-    let checked = nonfinite::check(names, layout, guard, batch, &|flag| wait(py, flag));
+    let checked = nonfinite::check(names, layout, guard, batch, &|flag| is_true(py, flag));
     checked.map_err(|error| to_python(&error))
 }
 

@@ -2,10 +2,12 @@
 use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc, time::Instant};
 
 use faststep::{
+    flags::Flags,
     layout::Layout,
     memory,
     outputs::Outputs,
     step::{Call, Output, Seconds},
+    task::Task,
     trace::{Part, Recipe, Rule, Trace},
     Error,
 };
@@ -25,7 +27,7 @@ use crate::{
     host::{Current, PythonHost, Stop},
     optimizer::HostSchedules,
     options::Options,
-    refuse::{is_true, refuse, refuse_update},
+    refuse::{is_true, read, refuse, refuse_update},
     registry::{self, Shared},
     store::{Prepared, Store},
     traces::{warn, Key, TraceRecord, Traces},
@@ -36,9 +38,6 @@ use crate::{
 mod plan;
 
 pub use plan::MemoryPlan;
-
-/// So many steps may pass before it is counted which of them were skipped.
-const MAX_FLAGS: usize = 256;
 
 /// The native part of a step.
 ///
@@ -72,13 +71,6 @@ struct Inner {
     way: &'static str,
 }
 
-/// Flags on the device, of which nobody has asked yet whether they are true.
-#[derive(Default)]
-struct Flags {
-    pending: Vec<Array>,
-    count: usize,
-}
-
 /// Where the time went, in seconds.
 #[derive(Default)]
 struct Spent {
@@ -86,25 +78,6 @@ struct Spent {
     trace: f64,
     engine: Seconds,
     show: f64,
-}
-
-/// What a call is to do.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Task {
-    /// A batch and an update.
-    Whole,
-    /// A batch for the window, and the update where it is full.
-    Batch { fills: bool },
-    /// The update by the window as it is.
-    Flush,
-    /// Gradients.
-    Gradients,
-}
-
-impl Task {
-    fn updates(self) -> bool {
-        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
-    }
 }
 
 /// Steps, updates and skipped batches, the way, the kept traces and the number of all, seconds and bytes by name, the
@@ -164,14 +137,7 @@ impl Step {
         let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
         self.enter(model.py(), |inner, store| {
             registry::claim(&self.shared, optimizer)?;
-            let open = store.batches();
-            let task = if accumulate <= 1 && open == 0 {
-                Task::Whole
-            } else {
-                Task::Batch {
-                    fills: open + 1 >= accumulate,
-                }
-            };
+            let task = Task::of(accumulate, store.batches());
             inner.step(store, &user, task)
         })
     }
@@ -268,10 +234,7 @@ impl Step {
         self.enter(py, |inner, store| {
             store.carry(py, Carried::read(&state))?;
             (inner.steps, inner.updates) = (steps, updates);
-            inner.skips = Flags {
-                count: skipped,
-                ..Flags::default()
-            };
+            inner.skips = Flags::of(skipped);
             inner.misses = Flags::default();
             Ok(())
         })
@@ -280,12 +243,13 @@ impl Step {
     /// What the step has done so far.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
         self.enter(py, |inner, store| {
-            inner.skips.read(py, 0)?;
-            inner.misses.read(py, 0)?;
+            for flags in [&mut inner.skips, &mut inner.misses] {
+                read(flags.read(0, &|flag| is_true(py, flag)))?;
+            }
             Ok((
                 inner.steps,
-                inner.updates - inner.misses.count,
-                inner.skips.count,
+                inner.updates - inner.misses.count(),
+                inner.skips.count(),
                 inner.way,
                 inner.traces.records(),
                 inner.traces.made(),
@@ -325,32 +289,7 @@ type Returned<'py> = (
     Bound<'py, PyAny>,
 );
 
-impl Flags {
-    fn push(&mut self, py: Python<'_>, flag: Option<&Array>) -> PyResult<()> {
-        self.pending.extend(flag.cloned());
-        if self.pending.len() < MAX_FLAGS {
-            return Ok(());
-        }
-        self.read(py, MAX_FLAGS / 2) // the older half is long done
-    }
-
-    // reads all but the last ones
-    fn read(&mut self, py: Python<'_>, keep: usize) -> PyResult<()> {
-        let rest = self.pending.len().saturating_sub(keep);
-        for flag in self.pending.drain(..rest) {
-            self.count += usize::from(is_true(py, &flag)?);
-        }
-        Ok(())
-    }
-}
-
 impl Spent {
-    fn add(&mut self, engine: Seconds) {
-        self.engine.build += engine.build;
-        self.engine.evaluate += engine.evaluate;
-        self.engine.wait += engine.wait;
-    }
-
     fn by_name(&self) -> HashMap<&'static str, f64> {
         HashMap::from([
             ("look", self.look),
@@ -413,7 +352,7 @@ impl Inner {
             if new {
                 store.check_layout(py)?;
             }
-            self.seconds.add(output.seconds);
+            self.seconds.engine += output.seconds;
             self.seconds.show += shown.elapsed().as_secs_f64();
             Ok(output)
         });
@@ -437,7 +376,8 @@ impl Inner {
         let update = output.update.as_ref().unwrap_or(&output.batch);
         if task != Task::Flush {
             self.steps += 1;
-            self.skips.push(py, output.batch.skipped.as_ref())?;
+            let skipped = output.batch.skipped.as_ref();
+            read(self.skips.push(skipped, &|flag| is_true(py, flag)))?;
         }
         let every = self.options.clear_cache_every;
         if every > 0 && self.steps.is_multiple_of(every) {
@@ -454,7 +394,8 @@ impl Inner {
             return Ok((returned, None, skipped, updated));
         }
         self.updates += 1;
-        self.misses.push(py, update.skipped.as_ref())?;
+        let missed = update.skipped.as_ref();
+        read(self.misses.push(missed, &|flag| is_true(py, flag)))?;
         let missed = wrap(&update.skipped)?;
         let updated = missed.unwrap_or_else(|| PyBool::new(py, true).to_owned().into_any());
         Ok((returned, wrap(&update.norm)?, skipped, updated))
@@ -466,9 +407,7 @@ impl Inner {
         user: &User<'py>,
         task: Task,
     ) -> PyResult<Prepared<'py>> {
-        let needs = self
-            .options
-            .needs(matches!(task, Task::Batch { .. } | Task::Flush));
+        let needs = self.options.needs(task.accumulates());
         store.prepare(&user.model, &user.optimizer, needs)
     }
 
@@ -565,17 +504,10 @@ impl Inner {
         task: Task,
     ) -> PyResult<()> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let rule = || store.rule.clone().ok_or_else(missing);
-        let parts = match task {
-            Task::Whole => vec![Part::Whole(rule()?)],
-            Task::Batch { fills: true } => vec![Part::Update(rule()?), Part::Batch],
-            Task::Batch { fills: false } => vec![Part::Batch],
-            Task::Flush => vec![Part::Update(rule()?)],
-            Task::Gradients => vec![Part::Gradients],
-        };
+        let rule = store.rule.as_ref().ok_or_else(missing)?;
         let engine = store.engine.as_ref().ok_or_else(missing)?;
         let signature = store.signature()?;
-        for part in parts {
+        for part in task.parts(rule) {
             let updates = matches!(part, Part::Whole(_) | Part::Update(_));
             let has_loss = !matches!(part, Part::Update(_));
             let key = Key {

@@ -7,9 +7,6 @@ use crate::{
     error::Result, nonfinite::is_true, outputs::Outputs, step::Seconds, traces::TraceRecord,
 };
 
-/// So many steps may pass before it is counted which of them were skipped.
-const MAX_FLAGS: usize = 256;
-
 /// What one step gives. The arrays are lazy: reading one waits for that step.
 #[derive(Clone, Debug)]
 pub struct StepOutput {
@@ -99,39 +96,6 @@ pub struct Stats {
     pub unchanged: Option<f64>,
 }
 
-/// Flags on the device, of which nobody has asked yet whether they are true.
-#[derive(Debug, Default)]
-pub(super) struct Flags {
-    pending: Vec<Array>,
-    pub(super) count: usize,
-}
-
-impl Flags {
-    pub(super) fn of(count: usize) -> Self {
-        Self {
-            pending: Vec::new(),
-            count,
-        }
-    }
-
-    pub(super) fn push(&mut self, flag: Option<&Array>) -> Result<()> {
-        self.pending.extend(flag.cloned());
-        if self.pending.len() < MAX_FLAGS {
-            return Ok(());
-        }
-        self.read(MAX_FLAGS / 2) // the older half is long done
-    }
-
-    /// Read all but the last ones.
-    pub(super) fn read(&mut self, keep: usize) -> Result<()> {
-        let rest = self.pending.len().saturating_sub(keep);
-        for flag in self.pending.drain(..rest) {
-            self.count += usize::from(is_true(&flag)?);
-        }
-        Ok(())
-    }
-}
-
 /// Where the time went, in seconds.
 #[derive(Debug, Default)]
 pub(super) struct Spent {
@@ -142,9 +106,7 @@ pub(super) struct Spent {
 impl Spent {
     pub(super) fn add(&mut self, engine: Seconds, traced: Option<f64>) {
         self.trace += traced.unwrap_or_default();
-        self.engine.build += engine.build;
-        self.engine.evaluate += engine.evaluate;
-        self.engine.wait += engine.wait;
+        self.engine += engine;
     }
 
     pub(super) fn by_name(&self) -> BTreeMap<&'static str, f64> {

@@ -13,27 +13,9 @@ use crate::{
     options::Nonfinite,
     outputs::Outputs,
     step::{Call, Output},
+    task::Task,
     trace::{Part, Recipe, Rule, Trace},
 };
-
-/// What a call is to do.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Task {
-    /// A batch and an update.
-    Whole,
-    /// A batch for the window, and the update where it is full.
-    Batch { fills: bool },
-    /// The update by the window as it is.
-    Flush,
-    /// Gradients.
-    Gradients,
-}
-
-impl Task {
-    pub(super) fn updates(self) -> bool {
-        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
-    }
-}
 
 impl<M: ModuleParameters + 'static> Step<M> {
     // traces where it has to, and runs
@@ -41,10 +23,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let started = Instant::now();
         let files = batch.iter().filter(|array| array::reads_file(array));
         eval(files).map_err(Error::FirstEvaluation)?;
-        self.engine.need(
-            self.options
-                .needs(matches!(task, Task::Batch { .. } | Task::Flush)),
-        )?;
+        self.engine.need(self.options.needs(task.accumulates()))?;
         self.find(batch, task);
         let outcome = self.attempt(batch, task);
         let output = match (outcome, self.host.stop.take()) {
@@ -77,15 +56,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
 
     // the call's traces become the last entries: that of the update, then that of the batch
     fn find(&mut self, batch: &[Array], task: Task) {
-        let rule = || Rule::Native(self.rules.clone());
-        let parts = match task {
-            Task::Whole => vec![Part::Whole(rule())],
-            Task::Batch { fills: true } => vec![Part::Update(rule()), Part::Batch],
-            Task::Batch { fills: false } => vec![Part::Batch],
-            Task::Flush => vec![Part::Update(rule())],
-            Task::Gradients => vec![Part::Gradients],
-        };
-        for part in parts {
+        for part in task.parts(&Rule::Native(self.rules.clone())) {
             let key = Key::new(&part, batch, self.version, self.engine.places());
             let recipe = self.recipe(part);
             let (host, compile) = (self.host.clone(), self.options.compile);

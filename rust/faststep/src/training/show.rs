@@ -12,6 +12,7 @@ use crate::{
     array,
     error::{Error, Result},
     module::{look, Looked, Role},
+    nonfinite::is_true,
     openblas,
 };
 
@@ -62,13 +63,13 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// # Errors
     /// When the device has failed.
     pub fn stats(&mut self) -> Result<Stats> {
-        self.skips.read(0)?;
-        self.misses.read(0)?;
+        self.skips.read(0, &is_true)?;
+        self.misses.read(0, &is_true)?;
         let sum = |arrays: &[Array]| arrays.iter().map(Array::nbytes).sum();
         Ok(Stats {
             steps: self.steps,
-            updates: self.updates - self.misses.count,
-            skipped: self.skips.count,
+            updates: self.updates - self.misses.count(),
+            skipped: self.skips.count(),
             compiled: self.options.compile
                 && self
                     .traces

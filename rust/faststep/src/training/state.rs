@@ -5,7 +5,6 @@ use mlx_rs::{module::ModuleParameters, transforms::eval, Array};
 
 use super::{
     optimizer::{named, Arrays},
-    output::Flags,
     show::Shown,
     Step,
 };
@@ -13,7 +12,9 @@ use crate::{
     checkpoint::{Checkpoint, Numbers},
     error::{Error, Result},
     extras::Keep,
+    flags::Flags,
     module::{look, Slots},
+    nonfinite::is_true,
     random,
 };
 
@@ -163,8 +164,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
         self.take_in()?;
         self.synchronize()?;
-        self.skips.read(0)?;
-        self.misses.read(0)?;
+        self.skips.read(0, &is_true)?;
+        self.misses.read(0, &is_true)?;
         let slots = self.slots();
         let values = self.engine.parameters().iter().chain(&self.others);
         let names = slots.parameters.iter().chain(&slots.others);
@@ -178,8 +179,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
             step: extras.arrays,
             numbers: Numbers {
                 steps: self.steps,
-                updates: self.updates - self.misses.count,
-                skipped: self.skips.count,
+                updates: self.updates - self.misses.count(),
+                skipped: self.skips.count(),
                 batches: extras.batches,
                 random: Some(random::seed_of(&self.key)?),
             },

@@ -64,12 +64,12 @@ impl Inner {
         accumulate: usize,
     ) -> PyResult<MemoryPlan> {
         let (tree, batch) = user.batch()?;
-        let (task, calls) = if accumulate <= 1 && store.batches() == 0 {
-            (Task::Whole, 1)
-        } else {
-            (Task::Batch { fills: true }, accumulate)
+        // all calls of a window, whatever is in it now: the last one of them updates
+        let (task, calls) = match Task::of(accumulate, store.batches()) {
+            Task::Whole => (Task::Whole, 1),
+            _ => (Task::Batch { fills: true }, accumulate),
         };
-        let needs = self.options.needs(task != Task::Whole);
+        let needs = self.options.needs(task.accumulates());
         let mut prepared = store.prepare_draft(&user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
         let outcome = self.run(store, user, tree, task, |inner, store| {
