@@ -1,0 +1,16 @@
+"""Where the records of a training go: files, a terminal, TensorBoard, Weights & Biases.
+
+A logger is anything with `log(record)` and `close()`. The records are dicts with `kind`, `time` (Unix seconds) and
+`step`; the kinds are `start`, `step`, `interval`, `validation`, `checkpoint`, `checkpoint_written`, `event` and `end`.
+Their numbers may be scalars of MLX or numpy.
+"""
+
+from faststep.loggers._csv import Csv
+from faststep.loggers._group import Loggers
+from faststep.loggers._json_lines import JsonLines
+from faststep.loggers._progress import Progress
+from faststep.loggers._tensor_board import TensorBoard
+from faststep.loggers._values import Logger, Record
+from faststep.loggers._wandb import WandB
+
+__all__ = ["Csv", "JsonLines", "Logger", "Loggers", "Progress", "Record", "TensorBoard", "WandB"]

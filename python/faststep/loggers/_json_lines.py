@@ -1,0 +1,73 @@
+"""Records as lines of JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from faststep.loggers._values import Record, dumps
+
+
+class JsonLines:
+    """Writes every record as one line of JSON, at once: `tail -f` shows it, and a killed process has lost none.
+
+    A file that is there is gone on with. Where its last line is torn, since a process was killed while writing it, that
+    line is ended first; `faststep.report.read_log` passes over it. A record is written whole or not at all: when the
+    disk is full, what was written of it is taken back and the error raised.
+
+    Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity"; null is unknown.
+
+    Args:
+        path: The file; folders that are missing are made.
+
+    Raises:
+        OSError: The file cannot be opened.
+
+    Example:
+        >>> import tempfile, pathlib, mlx.core as mx
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "log.jsonl"
+        >>> logger = JsonLines(file)
+        >>> logger.log({"kind": "step", "time": 0.0, "step": 1, "loss": mx.array(0.5), "grad_norm": float("inf")})
+        >>> print(file.read_text(), end="")
+        {"kind": "step", "time": 0.0, "step": 1, "loss": 0.5, "grad_norm": "Infinity"}
+        >>> logger.close()
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._torn = _is_torn(self._file)
+
+    def log(self, record: Record) -> None:
+        """Write the record.
+
+        Raises:
+            OSError: It could not be written; the file is as it was.
+            ValueError: The logger is closed.
+        """
+        if self._file < 0:
+            raise ValueError(f"{self.path}: expected a record before close(), got one after it")
+        line = dumps(record) + "\n"
+        self._write(("\n" + line if self._torn else line).encode("ascii"))
+        self._torn = False
+
+    def _write(self, line: bytes) -> None:
+        before = os.fstat(self._file).st_size
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError:
+            os.ftruncate(self._file, before)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _is_torn(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"

@@ -1,0 +1,140 @@
+"""The progress as a display in a terminal, drawn by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from faststep._extras import need
+from faststep.loggers._figures import clock, count, share, span
+from faststep.loggers._status import Field, Status, headline, said_event, said_validation, summary, table
+from faststep.loggers._values import Record
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+REFRESH = 4  # drawings a second
+SILENT = 10.0  # seconds without an interval, from which on they are shown
+STYLES = {"": "", "good": "green", "warning": "yellow", "bad": "bold red", "error": "bold red", "info": "dim"}
+INDENT = 9
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Display:
+    """What is drawn: a headline with a bar, and a line or more for each group of fields.
+
+    It is drawn as bare text, which costs a fraction of what rich's tables and panels do.
+    """
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._text: type[Text] = need("rich.text").Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Draw it into the console's width."""
+        width, status = options.max_width, self._status
+        yield self._headline(width, options.ascii_only)
+        groups = status.groups()
+        for name, fields in groups.items():
+            line = self._text(name.ljust(INDENT), style="cyan", no_wrap=True, end="")
+            yield from self._flow(line, fields, width)
+            if name == "train" and (trend := self._trend(options.ascii_only)) and width >= 60:
+                yield self._text(f"{'':{INDENT}}{trend}", style="dim", no_wrap=True)
+        if status.data_bound:
+            yield self._text(status.data_bound, style="yellow", no_wrap=True, overflow="ellipsis")
+
+    def _headline(self, width: int, ascii_only: bool) -> Text:
+        status, said = self._status, self._status.interval
+        line = self._text(f"step {status.position}", style="bold", no_wrap=True, overflow="ellipsis")
+        if said.get("epoch") is not None:
+            epochs = status.start.get("epochs")
+            line.append(f"  epoch {int(said['epoch']) + 1}" + (f"/{count(epochs)}" if epochs else ""))
+        tail = f"  elapsed {clock(status.elapsed)}"
+        tail += f"  ETA {clock(status.eta)}" if status.eta is not None else ""
+        silence = status.elapsed + status.began - status.told
+        tail += f"  quiet for {span(round(silence))}" if silence >= SILENT else ""
+        if status.total:
+            done = min(1.0, status.step / status.total)
+            room = min(40, width - len(line) - len(tail) - 9)
+            line.append_text(self._bar(done, room, ascii_only)).append(f" {share(done):>5}")
+        return line.append(tail, style="not bold")
+
+    def _bar(self, done: float, room: int, ascii_only: bool) -> Text:
+        full, rest = ("=", "-") if ascii_only else ("━", "╌")
+        if room < 8:
+            return self._text(" ")
+        filled = round(done * room)
+        return self._text("  ").append(full * filled, style="green").append(rest * (room - filled), style="dim")
+
+    def _flow(self, line: Text, fields: list[Field], width: int) -> Iterator[Text]:
+        """Put the fields behind the label, on further lines where they do not fit."""
+        for label, value, kind in fields:
+            if len(line) > INDENT and len(line) + len(label) + len(value) + 1 > width:
+                yield self._ended(line)
+                line = self._text(" " * INDENT, no_wrap=True)
+            line.append(f"{label} ", style="dim").append(value, style=STYLES[kind] or "bold").append("   ")
+        yield self._ended(line)
+
+    def _ended(self, line: Text) -> Text:
+        line.rstrip()
+        line.end, line.overflow = "\n", "ellipsis"
+        return line
+
+    def _trend(self, ascii_only: bool) -> str:
+        """Return the last losses as a row of bars."""
+        losses = [each for each in tuple(self._status.losses) if abs(each) < float("inf")]
+        if ascii_only or len(losses) < 4:
+            return ""
+        low, high = min(losses), max(losses)
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(BARS[round((each - low) * scale)] for each in losses)
+
+
+class Live:
+    """A display at the foot of the terminal; whatever is printed meanwhile appears above it."""
+
+    def __init__(self, file: TextIO, status: Status) -> None:
+        self._status = status
+        self._text: type[Text] = need("rich.text").Text
+        # Whether it is a terminal has been found out; words and paths are not to be coloured by what they look like.
+        self._console = need("rich.console").Console(file=file, force_terminal=True, highlight=False)
+        self._live = need("rich.live").Live(
+            Display(status), console=self._console, refresh_per_second=REFRESH, transient=True
+        )
+
+    def show(self, record: Record) -> None:
+        """Print what the record says above the display; the next drawing shows the rest."""
+        kind = record["kind"]
+        if kind == "start":
+            self._begin(record)
+        elif kind == "validation":
+            self._print(said_validation(record), "green" if record.get("best") else "")
+        elif kind == "event":
+            self._print(said_event(record), STYLES.get(str(record.get("level")), ""))
+        elif kind == "end":
+            self.close()
+            self._table(("", ""), summary(self._status, record))
+
+    def _begin(self, record: Record) -> None:
+        self._print(headline(record), "bold")
+        if rows := table(record):
+            self._table(("module", "trainable", "frozen"), rows)
+        self._live.start()
+        self._console.show_cursor(True)  # a process that is killed would leave the terminal without one
+
+    def _print(self, line: str, style: str) -> None:
+        self._console.print(self._text(line, style=style))
+
+    def _table(self, header: tuple[str, ...], rows: Any) -> None:
+        grid = need("rich.table").Table(box=None, padding=(0, 3, 0, 0), show_header=any(header), header_style="cyan")
+        for place, name in enumerate(header):
+            grid.add_column(name, justify="right" if place and any(header) else "left", overflow="fold")
+        for place, row in enumerate(rows):
+            last = any(header) and place == len(rows) - 1
+            grid.add_row(*(self._text(cell) for cell in row), style="bold" if last else "")
+        self._console.print(grid)
+
+    def close(self) -> None:
+        """Take the display away; what was printed stays."""
+        self._live.stop()

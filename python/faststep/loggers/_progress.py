@@ -1,0 +1,58 @@
+"""The progress of a training, for people who watch it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from faststep.loggers._live import Live
+from faststep.loggers._plain import Plain
+from faststep.loggers._status import Status
+from faststep.loggers._values import Record
+from faststep.loggers._values import plain as as_plain
+
+
+class Progress:
+    """Shows where a training stands.
+
+    In a terminal it is a display that is drawn four times a second by a thread of its own, so that the clock moves
+    within a long step too; events, validations and what the user's own code prints appear above it. Everywhere else it
+    is a plain line for each interval, validation, checkpoint and event, without control codes and flushed at once. At
+    the start there is a table of the parameters by module, at the end a summary.
+
+    `NO_COLOR` in the environment turns colours off, `TERM=dumb` the display.
+
+    Args:
+        file: Where to write; None: `sys.stdout`.
+        plain: True for plain lines in a terminal too; None: when `file` is no terminal.
+
+    Raises:
+        ImportError: rich is not installed (the display only).
+
+    Example:
+        >>> progress = Progress()
+        >>> progress.log({"kind": "start", "time": 0.0, "step": 0, "device": "cpu", "resumed": False})
+        training on cpu
+        >>> progress.log({"kind": "event", "time": 0.1, "step": 3, "level": "warning", "text": "a batch was skipped"})
+        warning at step 3: a batch was skipped
+        >>> progress.close()
+    """
+
+    def __init__(self, file: TextIO | None = None, *, plain: bool | None = None) -> None:
+        file = sys.stdout if file is None else file
+        if plain is None:
+            plain = not file.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+        self._status = Status()
+        self._view: Plain | Live = Plain(file, self._status) if plain else Live(file, self._status)
+
+    def log(self, record: Record) -> None:
+        """Show the record."""
+        if record["kind"] != "step":  # intervals tell of them
+            record = as_plain(record)  # no array is evaluated by the thread that draws
+            self._status.take(record)
+            self._view.show(record)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._view.close()

@@ -1,0 +1,38 @@
+"""Records as scalars with tags, for TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from faststep.loggers._values import Record, number
+
+STEP = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate"}
+INTERVAL = {
+    "steps_per_second": "speed/steps_per_second",
+    "items_per_second": "speed/items_per_second",
+    "padding": "speed/padding_efficiency",
+    "skipped": "train/skipped",
+    "update_ratio": "train/update_ratio",
+    "traces": "train/traces",
+    "epoch": "train/epoch",
+}
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Return the record's numbers by tag, without those that are unknown.
+
+    Steps give loss, gradient norm and learning rate; intervals the rest of what they know, times in seconds and memory
+    in bytes; validations their loss and metrics; checkpoints how long the training stood.
+    """
+    kind = record["kind"]
+    found = {}
+    if kind == "step":
+        found = {tag: record.get(name) for name, tag in STEP.items()}
+    elif kind == "interval":
+        found = {tag: record.get(name) for name, tag in INTERVAL.items()}
+        found |= {f"seconds/{part}": each for part, each in (record.get("seconds") or {}).items()}
+        found |= {f"memory/{part}": each for part, each in (record.get("memory") or {}).items()}
+    elif kind == "validation":
+        found = {f"validation/{name}": each for name, each in (record.get("metrics") or {}).items()}
+        found["validation/loss"] = record.get("loss")
+    elif kind == "checkpoint":
+        found = {"checkpoint/pause": record.get("pause")}
+    return {tag: number(value) for tag, value in found.items() if value is not None}

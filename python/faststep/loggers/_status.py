@@ -1,0 +1,221 @@
+"""What the records have said so far, and what of it is shown."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from faststep.loggers._figures import clock, count, figure, quantity, share, size, span
+from faststep.loggers._values import Record, number
+
+PARTS = ("data", "step", "validation", "checkpoint", "other")  # where the time goes
+DATA_BOUND = 0.2  # the share of a step's time, waited for data, from which on it is said
+Field = tuple[str, str, str]  # label, value, and "good", "bad", "warning" or ""
+
+
+@dataclass
+class Status:
+    """Where a training stands.
+
+    Attributes:
+        start: The last `start` record; empty before it.
+        interval: The last `interval` record.
+        validation: The last `validation` record.
+        best: The best validation loss so far and its step.
+        checkpoint: The last `checkpoint` record.
+        losses: The last intervals' losses.
+        seconds: Where the time has gone, summed over the intervals.
+        peak: The largest peak of memory, in bytes.
+        step: The last step that a record named.
+        told: When the last interval came, in seconds of `time.monotonic`.
+        began: When the training began.
+    """
+
+    start: Record = field(default_factory=dict)
+    interval: Record = field(default_factory=dict)
+    validation: Record = field(default_factory=dict)
+    best: tuple[float, int] | None = None
+    checkpoint: Record = field(default_factory=dict)
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    peak: float = 0.0
+    step: int = 0
+    told: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
+
+    def take(self, record: Record) -> None:
+        """Take in a record."""
+        kind = record["kind"]
+        if kind != "event":
+            self.step = int(record.get("step") or 0)
+        if kind in ("start", "interval", "validation", "checkpoint"):
+            setattr(self, kind, record)
+        if kind == "interval":
+            self._sum(record)
+        elif kind == "validation" and record.get("best"):
+            self.best = number(record.get("loss")), self.step
+
+    def _sum(self, record: Record) -> None:
+        self.told = time.monotonic()
+        if record.get("loss") is not None:
+            self.losses.append(number(record["loss"]))
+        for part, seconds in (record.get("seconds") or {}).items():
+            self.seconds[part] = self.seconds.get(part, 0.0) + number(seconds)
+        self.peak = max(self.peak, number((record.get("memory") or {}).get("peak") or 0))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this process began to train."""
+        return time.monotonic() - self.began
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to the end, counted down from what the last interval said."""
+        eta = self.interval.get("eta")
+        return None if eta is None else max(0.0, number(eta) - (time.monotonic() - self.told))
+
+    @property
+    def total(self) -> int | None:
+        """The number of steps at the end, where it is known."""
+        if (steps := self.start.get("steps")) is not None:
+            return int(steps)
+        epochs, batches = self.start.get("epochs"), self.start.get("batches_per_epoch")
+        if epochs is None or batches is None:
+            return None
+        return int(epochs) * -(-int(batches) // int(self.start.get("accumulate") or 1))
+
+    @property
+    def position(self) -> str:
+        """`40/800`."""
+        return count(self.step) + (f"/{count(self.total)}" if self.total is not None else "")
+
+    @property
+    def waiting(self) -> float:
+        """The share of the last steps' time that was waited for data."""
+        seconds = {part: number(each) for part, each in (self.interval.get("seconds") or {}).items()}
+        whole = sum(seconds.get(part, 0.0) for part in ("data", "step", "other"))
+        return seconds.get("data", 0.0) / whole if whole > 0 else 0.0
+
+    @property
+    def data_bound(self) -> str:
+        """What is said where the steps wait for data much of their time; empty otherwise."""
+        return f"data-bound: {share(self.waiting)} of the step" if self.waiting >= DATA_BOUND else ""
+
+    def groups(self) -> dict[str, list[Field]]:
+        """Return the fields of the last interval, by the line that they belong to; what is unknown is left out."""
+        groups = {"train": self._train(), "valid": self._valid(), "speed": self._speed()}
+        groups |= {"time": self._time(), "memory": self._memory()}
+        return {name: fields for name, fields in groups.items() if fields}
+
+    def _train(self) -> list[Field]:
+        said = self.interval
+        skipped = int(said.get("skipped") or 0)
+        return _known(
+            ("loss", figure(said.get("loss")), ""),
+            ("grad norm", figure(said.get("grad_norm")), ""),
+            ("learning rate", figure(said.get("learning_rate")), ""),
+            ("update ratio", figure(said.get("update_ratio")), ""),
+            ("skipped", count(skipped), "warning" if skipped else ""),
+        )
+
+    def _valid(self) -> list[Field]:
+        said, best = self.validation, self.best
+        fields = [("loss", figure(said.get("loss")), "good" if said.get("best") else "")]
+        if best is not None:
+            fields.append(("best", f"{figure(best[0])} at step {count(best[1])}", ""))
+        fields += [(str(name), figure(value), "") for name, value in (said.get("metrics") or {}).items()]
+        return _known(*fields)
+
+    def _speed(self) -> list[Field]:
+        said = self.interval
+        rate, padding = said.get("steps_per_second"), said.get("padding")
+        return _known(
+            ("steps/s", quantity(rate), ""),
+            ("items/s", quantity(said.get("items_per_second")), ""),
+            ("a step", span(1 / number(rate)) if rate and number(rate) > 0 else "-", ""),
+            ("padding efficiency", share(padding), ""),
+            ("traces", count(said.get("traces")), ""),
+        )
+
+    def _time(self) -> list[Field]:
+        seconds = {part: number(each) for part, each in (self.interval.get("seconds") or {}).items()}
+        whole = sum(seconds.values())
+        if whole <= 0:
+            return []
+        bad = "warning" if self.data_bound else ""
+        return [(part, share(each / whole), bad if part == "data" else "") for part, each in seconds.items()]
+
+    def _memory(self) -> list[Field]:
+        memory = self.interval.get("memory") or {}
+        return _known(*((name, size(memory.get(name)), "") for name in ("active", "cache", "peak", "process")))
+
+
+def _known(*fields: Field) -> list[Field]:
+    return [each for each in fields if each[1] != "-"]
+
+
+def table(start: Record) -> list[tuple[str, str, str]]:
+    """Return the rows of the table of parameters (module, trainable, frozen), the sum last; none without modules."""
+    modules: list[Any] = list(start.get("modules") or [])
+    if not modules:
+        return []
+    rows = [(str(each["name"]), count(each["trainable"]), count(each["frozen"])) for each in modules[:20]]
+    if rest := modules[20:]:
+        sums = (sum(int(each[key]) for each in rest) for key in ("trainable", "frozen"))
+        rows.append((f"and {len(rest)} more", *map(count, sums)))  # type: ignore[arg-type]
+    sums = (start.get(key, sum(int(each[key]) for each in modules)) for key in ("trainable", "frozen"))
+    return [*rows, ("all", *map(count, sums))]  # type: ignore[list-item]
+
+
+def headline(start: Record) -> str:
+    """Return what runs where: `resumed at step 200 on cpu; mlx 0.32.4, ...`."""
+    versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
+    begin = f"resumed at step {count(start.get('step'))}" if start.get("resumed") else "training"
+    where = f" on {start['device']}" if start.get("device") else ""
+    return f"{begin}{where}{f'; {versions}' if versions else ''}"
+
+
+def said_validation(record: Record) -> str:
+    """Return a validation in a line."""
+    parts = [f"validation at step {count(record.get('step'))}: loss {figure(record.get('loss'))}"]
+    parts += [f"{name} {figure(value)}" for name, value in (record.get("metrics") or {}).items()]
+    if record.get("batches") is not None:
+        parts.append(f"{count(record['batches'])} batches in {span(record.get('seconds'))}")
+    return ", ".join(parts) + (" (best so far)" if record.get("best") else "")
+
+
+def said_event(record: Record) -> str:
+    """Return an event in a line."""
+    return f"{record.get('level', 'info')} at step {count(record.get('step'))}: {record.get('text', '')}"
+
+
+REASONS = {
+    "done": "done",
+    "early_stop": "stopped early: the validation loss no longer improves",
+    "signal": "stopped by a signal",
+    "bad_batches": "stopped: too many batches in a row were skipped",
+    "error": "ended by an error",
+}
+
+
+def summary(status: Status, end: Record) -> list[tuple[str, str]]:
+    """Return the closing summary: what, and how it was."""
+    reason = str(end.get("reason", "done"))
+    spent = {part: each for part, each in status.seconds.items() if each > 0}
+    whole = sum(spent.values())
+    best = status.best or ((number(end["best"]), None) if end.get("best") is not None else None)
+    at = f" at step {count(best[1])}" if best and best[1] is not None else ""
+    rows = [
+        ("ended", REASONS.get(reason, reason)),
+        ("steps", f"{status.position} in {clock(end.get('seconds', status.elapsed))}"),
+        ("loss", figure(end.get("loss"))),
+        ("best validation", f"{figure(best[0])}{at}" if best else "-"),
+        ("time", ", ".join(f"{part} {share(each / whole)}" for part, each in spent.items()) or "-"),
+        ("peak memory", size(status.peak or None)),
+        ("skipped", count(status.interval.get("skipped"))),
+        ("traces", count(status.interval.get("traces"))),
+        ("checkpoint", str(status.checkpoint.get("path", "-"))),
+    ]
+    return [row for row in rows if row[1] != "-"]
