@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from faststep.loggers._append import Appender
 from faststep.loggers._values import Record, plain
 
 COLUMNS = (
@@ -42,17 +44,17 @@ class Csv:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            self._check()
-        self._file = self.path.open("a", encoding="utf-8", newline="")
-        if self._file.tell() == 0:
-            self._write(COLUMNS)
+            self._mend()
+        self._file = Appender(path)
+        if self._file.size == 0:
+            self._file.write(_row(COLUMNS))
 
-    def _check(self) -> None:
+    def _mend(self) -> None:
+        """Check the columns, and cut off a torn row: half a number reads as another one."""
         with self.path.open("r+b") as file:
             header = file.readline()
-            if header.endswith(b"\n") and header != _row(COLUMNS).encode():
+            if header.endswith(b"\n") and header != _row(COLUMNS):
                 raise ValueError(f"{self.path}:1: expected the columns {','.join(COLUMNS)}, got {header!r}")
             file.truncate(_whole(file))
 
@@ -60,32 +62,28 @@ class Csv:
         """Write the record, if it is a step's.
 
         Raises:
-            OSError: It could not be written.
+            OSError: It could not be written; the file is as it was.
             ValueError: The logger is closed.
         """
         if record["kind"] == "step":
-            self._write([_cell(record.get(name)) for name in COLUMNS])
-
-    def _write(self, cells: tuple[str, ...] | list[str]) -> None:
-        self._file.write(_row(cells))
-        self._file.flush()
+            self._file.write(_row([_cell(record.get(name)) for name in COLUMNS]))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def _row(cells: tuple[str, ...] | list[str]) -> str:
+def _row(cells: Sequence[str]) -> bytes:
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
+    return line.getvalue().encode()
 
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(plain(value))
 
 
-def _whole(file: io.BufferedRandom) -> int:
+def _whole(file: BinaryIO) -> int:
     """Return where the last whole line ends."""
     end, block = file.seek(0, os.SEEK_END), 1 << 16
     while end > 0:

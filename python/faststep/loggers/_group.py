@@ -23,7 +23,7 @@ class Loggers:
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self.loggers = tuple(loggers)
-        self._lost: dict[int, int] = {}  # by the logger's place
+        self._lost: dict[int, tuple[int, str]] = {}  # by place: how many records, and of what kind the first was
 
     def log(self, record: Record) -> None:
         """Give the record to every logger; no `Exception` of theirs gets out."""
@@ -31,12 +31,21 @@ class Loggers:
             try:
                 logger.log(record)
             except Exception as error:  # whatever it is, the training goes on
-                self._lost[place] = self._lost.get(place, 0) + 1
-                if self._lost[place] == 1:
-                    self._report(place, record, "error", f"fails: {_line(error)}; the training goes on without it")
+                self._failed(place, record, error)
             else:
-                if lost := self._lost.pop(place, 0):
-                    self._report(place, record, "warning", f"works again; {lost} records were lost", itself=True)
+                self._worked(place, record)
+
+    def _failed(self, place: int, record: Record, error: Exception) -> None:
+        lost, kind = self._lost.get(place, (0, record["kind"]))
+        self._lost[place] = lost + 1, kind
+        if not lost:
+            self._report(place, record, "error", f"fails: {_line(error)}; the training goes on without it")
+
+    def _worked(self, place: int, record: Record) -> None:
+        lost, kind = self._lost.get(place, (0, ""))
+        if lost and record["kind"] == kind:  # another kind may be one that it has no use for
+            del self._lost[place]
+            self._report(place, record, "warning", f"works again; {lost} records were lost", itself=True)
 
     def _report(self, place: int, record: Record, level: str, text: str, *, itself: bool = False) -> None:
         name = type(self.loggers[place]).__name__
@@ -60,15 +69,17 @@ class Loggers:
             warnings.warn(event["text"], RuntimeWarning, stacklevel=4)
 
     def close(self) -> None:
-        """Close every logger; what fails is warned about."""
+        """Close every logger; then warn about what failed."""
+        failed = []
         for place, logger in enumerate(self.loggers):
+            name, (lost, _) = type(logger).__name__, self._lost.pop(place, (0, ""))
+            failed += [f"{name}: {lost} records were lost"] if lost else []
             try:
                 logger.close()
             except Exception as error:
-                self._lost[place] = self._lost.get(place, 0)
-                warnings.warn(f"{type(logger).__name__}.close() fails: {_line(error)}", RuntimeWarning, stacklevel=2)
-            if lost := self._lost.pop(place, 0):
-                warnings.warn(f"{type(logger).__name__}: {lost} records were lost", RuntimeWarning, stacklevel=2)
+                failed.append(f"{name}.close() fails: {_line(error)}")
+        for text in failed:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _line(error: Exception) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from faststep.loggers._append import Appender
 from faststep.loggers._values import Record, dumps
 
 
@@ -34,10 +34,8 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._torn = _is_torn(self._file)
+        self._file = Appender(path)
+        self.path = self._file.path
 
     def log(self, record: Record) -> None:
         """Write the record.
@@ -46,28 +44,10 @@ class JsonLines:
             OSError: It could not be written; the file is as it was.
             ValueError: The logger is closed.
         """
-        if self._file < 0:
-            raise ValueError(f"{self.path}: expected a record before close(), got one after it")
         line = dumps(record) + "\n"
-        self._write(("\n" + line if self._torn else line).encode("ascii"))
-        self._torn = False
-
-    def _write(self, line: bytes) -> None:
-        before = os.fstat(self._file).st_size
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-        except OSError:
-            os.ftruncate(self._file, before)
-            raise
+        self._file.write(("\n" + line if self._file.torn else line).encode("ascii"))
+        self._file.torn = False
 
     def close(self) -> None:
         """Close the file."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-
-def _is_torn(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        self._file.close()

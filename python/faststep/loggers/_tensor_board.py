@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ from faststep.loggers._scalars import scalars
 from faststep.loggers._status import said_event
 from faststep.loggers._values import Record, plain
 
+FLUSH_SECONDS = 5.0  # a flush waits for the disk
+
 
 class TensorBoard:
-    """Writes event files that TensorBoard shows: scalars, the config and the events as text.
+    """Writes event files that TensorBoard shows: scalars, and the config and the events as text.
 
-    The tags are `train/...`, `validation/...`, `speed/...`, `seconds/...`, `memory/...` and `checkpoint/pause`. A
-    resumed run goes on in a file of its own, which tells TensorBoard to drop the steps that come a second time.
+    The tags are `train/...`, `validation/...`, `speed/...`, `seconds/...`, `memory/...` and `checkpoint/pause`. Every
+    start has a file of its own; that of a resumed run tells TensorBoard to drop the steps that come a second time. What
+    is logged is on the disk after five seconds at most, and after every validation and event.
+
+    The files are written without tensorboardX's `SummaryWriter`: when the disk is full, its thread ends unseen and the
+    training waits for it forever.
 
     Args:
         folder: Where the files go; it is made.
@@ -27,39 +34,50 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._make = need("tensorboardX").SummaryWriter
+        self._make = need("tensorboardX.event_file_writer").EventsWriter
+        self._event: Any = need("tensorboardX.proto.event_pb2")
+        self._summary = need("tensorboardX.summary")
         self._writer: Any = None
+        self._flushed = 0.0
 
     def log(self, record: Record) -> None:
         """Write the record's numbers, or its text.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file cannot be made or written.
         """
-        kind, step = record["kind"], int(record.get("step") or 0)
-        if kind == "start":
-            self._start(record, step)
-        writer = self._open(None)
+        if record["kind"] == "start":
+            self.close()
+            self._start(record)
         for tag, value in scalars(record).items():
-            writer.add_scalar(tag, value, step, walltime=record["time"])
-        if kind == "event":
-            writer.add_text("events", said_event(record), step, walltime=record["time"])
-        if kind != "step":
-            writer.flush()
+            self._write(record, summary=self._summary.scalar(tag, value))
+        if record["kind"] == "event":
+            self._write(record, summary=self._summary.text("events", said_event(record)))
+        if record["kind"] not in ("step", "interval") or time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            self._open().flush()
 
-    def _start(self, record: Record, step: int) -> None:
-        self.close()
-        writer = self._open(step + 1 if record.get("resumed") else None)
+    def _start(self, record: Record) -> None:
+        if record.get("resumed"):
+            status = self._event.SessionLog.START
+            self._write(record, ahead=1, session_log=self._event.SessionLog(status=status))
         config = json.dumps(plain(record.get("config")), indent=4)
-        writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), step)
+        shown = "\n".join(f"    {line}" for line in config.splitlines())  # a block of code in Markdown
+        self._write(record, summary=self._summary.text("config", shown))
 
-    def _open(self, purge: int | None) -> Any:
+    def _write(self, record: Record, ahead: int = 0, **values: Any) -> None:
+        step = int(record.get("step") or 0) + ahead
+        self._open().write_event(self._event.Event(wall_time=record["time"], step=step, **values))
+
+    def _open(self) -> Any:
         if self._writer is None:
-            self._writer = self._make(str(self.folder), purge_step=purge)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The writer names its file by the second only, and would write over one of the same second.
+            self._writer = self._make(str(self.folder / "events"), f".{time.time_ns()}")
         return self._writer
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
