@@ -1,0 +1,159 @@
+"""A checkpoint is put into a step and a loader: everything is checked first, and on an error nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map, tree_map_with_path, tree_unflatten
+
+from faststep import _step
+from faststep._step import Step
+from faststep.checkpoints import _random
+from faststep.checkpoints._checkpoint import Checkpoint, Contents, read_manifest, read_tensors, read_training
+from faststep.checkpoints._errors import CheckpointError
+from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP
+from faststep.checkpoints._snapshot import Arrays, Stateful, split
+
+MOST_DIFFERENCES = 10
+Change = tuple[Callable[[], object], Callable[[], object]]  # what makes it, and what takes it back
+
+
+def restore(path: Path, step: Step, loader: Stateful | None) -> Checkpoint:
+    """Read a checkpoint, check it, and put it in place.
+
+    Raises:
+        Damaged: It is not what was written.
+        CheckpointError: It is of another model, optimizer, step or loader. Nothing has changed.
+    """
+    if id(step.model) in _step._showing:
+        raise CheckpointError("the model shows its average: expected a restore behind the `with step.average()` block")
+    manifest = read_manifest(path)
+    training = read_training(path, manifest)
+    read = {name: read_tensors(path, name, manifest) for name in (MODEL, OPTIMIZER, STEP)}
+    changes = [
+        *_loader_changes(path, loader, training),
+        _model_change(path, step, read[MODEL][0]),
+        _optimizer_change(path, step, read[OPTIMIZER][0], training["values"]),
+        *_step_changes(path, step, read[STEP]),
+        *_random_changes(path, training),
+    ]
+    _make(changes, path)
+    return Checkpoint.of(path, manifest, training["numbers"])
+
+
+def _make(changes: Iterable[Change], path: Path) -> None:
+    made: list[Callable[[], object]] = []
+    try:
+        for change, back in changes:
+            made.append(back)
+            change()
+    except BaseException as error:
+        for back in reversed(made):
+            back()
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{path}: {error}") from error
+        raise
+
+
+def _loader_changes(path: Path, loader: Stateful | None, training: dict[str, Any]) -> list[Change]:
+    if loader is None:
+        return []
+    state, before = training.get("loader"), loader.state
+    if state is None:
+        raise CheckpointError(f"{path}: expected the state of a loader, found none: it was saved without")
+    return [(lambda: loader.load_state(state), lambda: loader.load_state(before))]
+
+
+def _model_change(path: Path, step: Step, arrays: Arrays) -> Change:
+    before = step.model.parameters()
+    differences(path, "model", split(before, "model")[0], arrays, lambda wanted, found: wanted == found)
+    after = tree_map_with_path(lambda name, _: arrays[name], before)
+    return (lambda: step.model.update(after), lambda: step.model.update(before))
+
+
+def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, Any]) -> Change:
+    optimizer: Any = step.optimizer
+    before = _copied(optimizer.state)
+    template = before
+    if split(before, "optimizer")[0].keys() != arrays.keys():
+        template = _initialised(step, before)
+    wanted, others = split(template, "optimizer")
+    differences(path, "optimizer", wanted, arrays, _same_kind)
+    if values.keys() != others.keys():
+        raise CheckpointError(f"{path}: optimizer: expected the values {sorted(others)}, found {sorted(values)}")
+    found = values | arrays
+    after = tree_map_with_path(lambda name, _: found[name], template)
+    return (lambda: setattr(optimizer, "state", after), lambda: setattr(optimizer, "state", before))
+
+
+def _initialised(step: Step, before: Any) -> Any:
+    """Return what the optimizer's state is once it is initialised, and leave it as it was."""
+    optimizer: Any = step.optimizer
+    optimizer.init(step.model.trainable_parameters())
+    template = _copied(optimizer.state)
+    optimizer.state = before
+    return template
+
+
+def _copied(tree: Any) -> Any:
+    """Copy the containers of a tree."""
+    return tree_map(lambda leaf: leaf, tree)
+
+
+def _step_changes(path: Path, step: Step, contents: Contents) -> list[Change]:
+    arrays, texts = contents
+    try:
+        numbers = {name: int(text) for name, text in texts.items()}
+        seed, before_seed = numbers.pop("random"), _random.mlx_seed()
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / STEP}: expected whole numbers and `random` among its metadata ({error})"
+        ) from error
+    if not 0 <= seed < 1 << 64:
+        raise CheckpointError(f"{path / STEP}: expected a seed of 64 bits as `random`, found {seed}")
+    after: Any = tree_unflatten(list(arrays.items())) if arrays else {}
+    before = step.state
+    return [
+        (lambda: step.load_state(after | numbers), lambda: step.load_state(before)),
+        (lambda: mx.random.seed(seed), lambda: mx.random.seed(before_seed)),
+    ]
+
+
+def _random_changes(path: Path, training: dict[str, Any]) -> list[Change]:
+    before = _random.restorers(_random.states())
+    try:
+        after = _random.restorers(training["random"])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: training.json: {error}") from error
+    return list(zip(after, before, strict=True))
+
+
+def _same_kind(wanted: mx.Dtype, found: mx.Dtype) -> bool:
+    """Compare dtypes of an optimizer's state, whose floats are those of the run that went before."""
+    return wanted == found or all(mx.issubdtype(dtype, mx.floating) for dtype in (wanted, found))
+
+
+def differences(
+    path: Path, what: str, wanted: Arrays, found: Arrays, same: Callable[[mx.Dtype, mx.Dtype], bool]
+) -> None:
+    """Compare names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: They differ; it names up to ten differences.
+    """
+    lines = [f"missing: {name}" for name in wanted if name not in found]
+    lines += [f"unknown: {name!r}" for name in found if name not in wanted]
+    for name, array in wanted.items():
+        if name in found and not (array.shape == found[name].shape and same(array.dtype, found[name].dtype)):
+            lines.append(f"{name}: expected {_kind(array)}, found {_kind(found[name])}")
+    if lines:
+        more = [f"and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
+        listed = "\n  ".join(lines[:MOST_DIFFERENCES] + more)
+        raise CheckpointError(f"{path}: expected the checkpoint of this {what}, found differences:\n  {listed}")
+
+
+def _kind(array: mx.array) -> str:
+    return f"{str(array.dtype).removeprefix('mlx.core.')} {list(array.shape)}"

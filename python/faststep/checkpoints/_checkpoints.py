@@ -1,0 +1,286 @@
+"""A folder of checkpoints: saved off the step's path, kept by age and by metric, restored exactly."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from faststep._step import Step
+from faststep.checkpoints import _apply, _folder, _snapshot, _write
+from faststep.checkpoints._checkpoint import Checkpoint, read_manifest
+from faststep.checkpoints._errors import CheckpointError, CheckpointWarning, Damaged
+from faststep.checkpoints._snapshot import Stateful
+
+LARGEST_NUMBER = 10**18 - 1
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that has been written.
+
+    Attributes:
+        path: Its folder.
+        bytes: The bytes of its files.
+        seconds: How long writing took, in the background or not.
+    """
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    `save` takes a snapshot and returns; a thread writes it beside its place, brings it to the disk and puts it there by
+    one rename. A process that is killed at any moment leaves the checkpoints that it had. `restore` puts the newest
+    valid one into a step: weights, optimizer state, what the step keeps, the random states of MLX (this thread's),
+    `random` and `numpy.random`, and a loader's position, so that training goes on as if it had not stopped.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, tempfile
+        >>> from faststep import Step
+        >>> from faststep.checkpoints import Checkpoints
+        >>> def new_step():
+        ...     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        ...     return Step(model, optim.Adam(learning_rate=1e-2), lambda model, x: model(x).square().mean())
+        >>> step, x = new_step(), mx.random.normal((16, 4))
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with Checkpoints(folder.name, keep_last=2) as checkpoints:
+        ...     for number in range(1, 6):
+        ...         loss = step(x).loss
+        ...         path = checkpoints.save(step, number=number, numbers={"epoch": 0}, metric=loss.item())
+        >>> uninterrupted = [step(x).loss.item() for _ in range(3)]
+
+        In another process, later:
+
+        >>> step = new_step()
+        >>> found = Checkpoints(folder.name).restore(step)
+        >>> found.number, found.numbers, found.path.name
+        (5, {'epoch': 0}, 'step-00000005')
+        >>> [step(x).loss.item() for _ in range(3)] == uninterrupted
+        True
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 3,
+        keep_best: int = 1,
+        best: Literal["min", "max"] = "min",
+        background: bool = True,
+        on_damaged: Callable[[Checkpoint], object] | None = None,
+    ) -> None:
+        """Name the folder; nothing is read or written before the first call.
+
+        Args:
+            folder: Where the checkpoints are; made at the first save. It may hold nothing else, hidden files aside.
+            keep_last: How many of the newest are kept; None: all.
+            keep_best: How many are kept beside them for their metric.
+            best: "min": the smallest metric is the best, "max": the largest.
+            background: Write in a thread. The snapshot shares the arrays of model and optimizer, which the next steps
+                then replace rather than overwrite: until it is written, both take memory. Without, `save` writes
+                before it returns.
+            on_damaged: Called by `restore` for each checkpoint that is damaged and passed over, whose `problem` says
+                in which way; None: a `CheckpointWarning`.
+
+        Raises:
+            TypeError: A number is none.
+            ValueError: An option is out of its range.
+        """
+        if keep_last is not None and operator.index(keep_last) < 1:
+            raise ValueError(f"keep_last: expected a number from 1 on or None, got {keep_last}")
+        if operator.index(keep_best) < 0:
+            raise ValueError(f"keep_best: expected a number from 0 on, got {keep_best}")
+        if best not in ("min", "max"):
+            raise ValueError(f'best: expected "min" or "max", got {best!r}')
+        self.folder = Path(folder)
+        self._keep = _write.Keep(keep_last, keep_best, best)
+        self._background = background
+        self._on_damaged = on_damaged or _warn
+        self._writer = _Writer()
+        weakref.finalize(self, _Writer.report, self._writer)
+
+    def save(
+        self,
+        step: Step,
+        loader: Stateful | None = None,
+        *,
+        number: int,
+        numbers: dict[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> Path:
+        """Take a snapshot and have it written; call it in the thread that trains.
+
+        One checkpoint is written at a time: while an earlier one is under way, this waits for it, so that never more
+        than one snapshot is in memory. One of the same number is replaced.
+
+        Args:
+            step: The step, with its model and optimizer.
+            loader: What else has a `state` and `load_state`, of plain JSON values: a `faststep.data.Loader`.
+            number: The number of the checkpoint: that of the trainer's step, from 0 on.
+            numbers: Whatever else is to be known afterwards: plain JSON values.
+            metric: What the best are found by. None or not finite: never among the best.
+
+        Returns:
+            The folder in which the checkpoint will be.
+
+        Raises:
+            CheckpointError: The checkpoint before this one could not be written, and this one has not been begun;
+                or there is something in the step that cannot be saved; or the folder holds something else or
+                newer checkpoints. What was there before is there still.
+        """
+        self.wait()
+        number = operator.index(number)
+        if not 0 <= number <= LARGEST_NUMBER:
+            raise CheckpointError(f"number: expected one from 0 to {LARGEST_NUMBER}, got {number}")
+        _folder.refuse_foreign(self.folder)
+        self._refuse_older(number)
+        snapshot = _snapshot.take(step, loader, number, numbers or {}, metric)
+        place = _folder.path_of(self.folder, number)
+        self._writer.start(lambda: _write.write(self.folder, snapshot, self._keep), place)
+        if not self._background:
+            self.wait()
+        return place
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            CheckpointError: It could not be.
+        """
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait as `wait` does; saving again is allowed."""
+        self.wait()
+
+    def __enter__(self) -> Checkpoints:
+        """Return the checkpoints."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait until everything is written."""
+        self.wait()
+
+    def take_written(self) -> list[Written]:
+        """Return what has been written since the last call of this, the oldest first."""
+        return self._writer.take_written()
+
+    def restore(self, step: Step, loader: Stateful | None = None) -> Checkpoint | None:
+        """Put the newest valid checkpoint into a step and a loader; call it in the thread that will train.
+
+        Every file is read and compared with its SHA-256, every name, shape and dtype with the model's and the
+        optimizer's, before anything is changed.
+
+        Args:
+            step: A step made as the one that was saved.
+            loader: A loader made as the one that was saved; None: it is left alone.
+
+        Returns:
+            The checkpoint, None where there is no valid one: `list` tells whether there are damaged ones.
+
+        Raises:
+            CheckpointError: The newest valid one is of another model, optimizer or loader; the differences are named.
+                Nothing has changed.
+        """
+        self.wait()
+        self._clean()
+        for _, path in _folder.numbered(self.folder):
+            try:
+                return _apply.restore(path, step, loader)
+            except Damaged as error:
+                self._on_damaged(replace(Checkpoint.at(path), problem=str(error)))
+        return None
+
+    def list(self) -> list[Checkpoint]:
+        """Return the checkpoints, the oldest first, damaged ones too: `problem` says so.
+
+        Raises:
+            CheckpointError: The folder cannot be read.
+        """
+        return [Checkpoint.at(path) for _, path in reversed(_folder.numbered(self.folder))]
+
+    def _refuse_older(self, number: int) -> None:
+        """Refuse a checkpoint that a later `restore` would not find, because there are newer ones."""
+        for newer, path in _folder.numbered(self.folder):
+            if newer <= number:
+                return
+            try:
+                read_manifest(path)
+            except Damaged:
+                continue
+            raise CheckpointError(
+                f"{self.folder}: expected a number from {newer} on, which there is already, got {number}: restore "
+                "before you go on, or choose another folder"
+            )
+
+    def _clean(self) -> None:
+        """Remove what a process left that died while it wrote, unless another one is writing."""
+        try:
+            with _folder.locked(self.folder, 0) as alone:
+                if alone:
+                    _folder.clean(self.folder)
+        except (OSError, CheckpointError):
+            return  # there is no such folder, it is read-only, or another process is at work: reading goes on
+
+
+class _Writer:
+    """The thread that writes; the interpreter's exit waits for it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._written: list[Written] = []
+
+    def start(self, write: Callable[[], int], place: Path) -> None:
+        self._thread = threading.Thread(target=self._run, args=(write, place), name="faststep-checkpoint")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], int], place: Path) -> None:
+        start = time.perf_counter()
+        try:
+            size = write()
+        except Exception as error:
+            self._error = error
+        else:
+            self._written.append(Written(place, size, time.perf_counter() - start))
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"a checkpoint was not written: {error!r}") from error
+
+    def take_written(self) -> list[Written]:
+        taken, self._written = self._written, []
+        return taken
+
+    def report(self) -> None:
+        """Say on the way out what nobody has asked for."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            print(f"faststep: {error}", file=sys.stderr)
+
+
+def _warn(checkpoint: Checkpoint) -> None:
+    warnings.warn(f"passed over a damaged checkpoint: {checkpoint.problem}", CheckpointWarning, stacklevel=3)

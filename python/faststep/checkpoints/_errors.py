@@ -1,0 +1,15 @@
+"""What goes wrong with checkpoints."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, read or used; nothing that was there before has changed."""
+
+
+class Damaged(CheckpointError):
+    """What is on the disk is not what was written."""
+
+
+class CheckpointWarning(RuntimeWarning):
+    """A damaged checkpoint was passed over, or an old one could not be removed."""

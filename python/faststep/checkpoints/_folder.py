@@ -1,0 +1,158 @@
+"""The folder of the checkpoints: names, the lock of the one who writes, and what may be removed.
+
+Nothing is ever removed whose name is not one of ours, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from faststep.checkpoints._errors import CheckpointError
+
+MODEL, OPTIMIZER, STEP = "model.safetensors", "optimizer.safetensors", "step.safetensors"
+TRAINING, MANIFEST = "training.json", "manifest.json"
+CONTENTS = (MODEL, OPTIMIZER, STEP, TRAINING)
+FILES = frozenset((*CONTENTS, MANIFEST))
+PATIENCE = 30.0  # seconds that a writer waits for one of another process
+
+_CHECKPOINT = re.compile(r"step-(\d{8,18})", re.ASCII)
+# a checkpoint that is being written, that makes room for one of the same number, that is being removed
+_HIDDEN = re.compile(r"\.(step-\d{8,18})\.(partial|aside|removed)", re.ASCII)
+_LOCK = ".lock"
+
+
+def path_of(folder: Path, number: int) -> Path:
+    """Return where the checkpoint of a number is."""
+    return folder / f"step-{number:08d}"
+
+
+def hidden(path: Path, what: str) -> Path:
+    """Return the name beside a checkpoint for its being "partial", "aside" or "removed"."""
+    return path.with_name(f".{path.name}.{what}")
+
+
+def number_of(path: Path) -> int | None:
+    """Return the number of a checkpoint's path, None where it is none; `path_of` gives the path back."""
+    found = _CHECKPOINT.fullmatch(path.name)
+    return int(found[1]) if found and path_of(path.parent, int(found[1])) == path else None
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return numbers and paths of the checkpoints, the newest first; none where there is no folder.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+    """
+    try:
+        found = [(number, path) for path in folder.iterdir() if (number := number_of(path)) is not None]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected a folder of checkpoints ({error.strerror})") from error
+    return sorted(found, reverse=True)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to write into a folder that holds something else than checkpoints; hidden files are left alone.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    try:
+        entries = sorted(folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected a folder for checkpoints ({error.strerror})") from error
+    for path in entries:
+        ours = number_of(path) is not None and path.is_dir() and not path.is_symlink()
+        if not ours and not path.name.startswith("."):
+            raise CheckpointError(
+                f"{folder}: expected a folder of checkpoints only, got {path.name!r} in it: choose another folder"
+            )
+
+
+def sync(path: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, patience: float) -> Iterator[bool]:
+    """Be the only process that writes into the folder; the system lets go of the lock of one that dies.
+
+    Yields:
+        Whether the lock is held: some file systems have none.
+
+    Raises:
+        CheckpointError: Another process has held it for so many seconds.
+    """
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        yield _lock(folder, descriptor, time.monotonic() + patience)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path, descriptor: int, until: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise CheckpointError(f"{folder}: another process is writing a checkpoint into it") from None
+            time.sleep(0.05)
+        except OSError:
+            return False
+        else:
+            return True
+
+
+def clean(folder: Path) -> None:
+    """Remove what writers left that died, and bring back what one had put aside; the lock has to be held."""
+    for path in list(folder.iterdir()):
+        found = _HIDDEN.fullmatch(path.name)
+        if not found or path.is_symlink() or not path.is_dir():
+            continue
+        place = folder / found[1]
+        if found[2] == "aside" and not os.path.lexists(place):
+            path.rename(place)
+        else:
+            remove(path)
+
+
+def removable(path: Path) -> bool:
+    """Return whether this is a folder in which there is nothing but files of ours."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    with os.scandir(path) as entries:
+        return all(entry.name in FILES and entry.is_file(follow_symlinks=False) for entry in entries)
+
+
+def remove(path: Path) -> bool:
+    """Remove a folder of ours, unless there is something else in it; return whether it is gone."""
+    if not removable(path):
+        return False
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+    return True
+
+
+def discard(path: Path) -> bool:
+    """Remove a checkpoint, in such a way that a half removed one is never taken for one; return whether it is gone."""
+    if not removable(path):
+        return False
+    removed = hidden(path, "removed")
+    if os.path.lexists(removed) and not remove(removed):
+        return False
+    path.rename(removed)
+    return remove(removed)

@@ -1,0 +1,139 @@
+"""What a checkpoint holds, taken in the thread of the training, so that another one can write it."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from faststep import _step
+from faststep._environment import version
+from faststep._step import Step
+from faststep.checkpoints import _random, _tensors
+from faststep.checkpoints._errors import CheckpointError
+from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP
+
+Arrays = dict[str, mx.array]
+
+
+class Stateful(Protocol):
+    """Anything whose state goes into a checkpoint as plain JSON values: a `faststep.data.Loader`."""
+
+    @property
+    def state(self) -> Any:
+        """The state."""
+
+    def load_state(self, state: Any) -> None:
+        """Go on from there."""
+
+
+@dataclass
+class Snapshot:
+    """What is to be written.
+
+    Attributes:
+        number: The number of the checkpoint.
+        metric: Its metric, None where there is none or it is not finite.
+        time: When it was taken, seconds since 1970.
+        tensors: Arrays, evaluated and nobody else's, and metadata, by file.
+        training: The text of `training.json`.
+    """
+
+    number: int
+    metric: float | None
+    time: float
+    tensors: dict[str, tuple[Arrays, dict[str, str]]]
+    training: bytes
+
+
+def split(tree: Any, what: str) -> tuple[Arrays, dict[str, Any]]:
+    """Flatten a tree into its arrays and its other values, by the names that MLX gives them.
+
+    Raises:
+        CheckpointError: Two of them have the same name.
+    """
+    leaves: Any = tree_flatten(tree)
+    arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
+    values = {name: leaf for name, leaf in leaves if not isinstance(leaf, mx.array)}
+    if len(arrays) + len(values) < len(leaves):
+        names = [name for name, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(f"{what}: expected one value for every path, got two that are called {twice!r}")
+    return arrays, values
+
+
+def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, Any], metric: float | None) -> Snapshot:
+    """Take the snapshot; it waits for the steps in flight.
+
+    Raises:
+        CheckpointError: Something cannot be written to such files.
+    """
+    if id(step.model) in _step._showing:
+        raise CheckpointError("the model shows its average: expected a save behind the `with step.average()` block")
+    kept, counts = split(step.state, "step")
+    parameters, others = split(step.model.parameters(), "model")
+    if others:
+        raise CheckpointError(f"model: expected arrays as parameters, got {sorted(others)}")
+    state, values = split(step.optimizer.state, "optimizer")
+    texts = {name: str(count) for name, count in (counts | {"random": _random.mlx_seed()}).items()}
+    now = time.time()
+    training = {
+        "number": number,
+        "time": now,
+        "numbers": numbers,
+        "loader": None if loader is None else loader.state,
+        "random": _random.states(),
+        "values": values,
+        "versions": versions(),
+    }
+    tensors = {
+        MODEL: (_own(parameters, "model"), {"format": "mlx"}),
+        OPTIMIZER: (_own(state, "optimizer"), {"format": "mlx"}),
+        STEP: (_own(kept, "step"), texts),
+    }
+    mx.eval([arrays for arrays, _ in tensors.values()])
+    finite = None if metric is None or not math.isfinite(metric) else float(metric)
+    return Snapshot(number, finite, now, tensors, _text(training))
+
+
+def _own(arrays: Arrays, what: str) -> Arrays:
+    """Return arrays of the same values that are nobody else's.
+
+    In the processor's memory an array is never overwritten as long as somebody holds it, so that another one may share
+    it. On CUDA, reading an array on the host moves its memory there under the steps that use it, so that it is copied.
+    """
+    try:
+        _tensors.check(arrays)
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    if _tensors.moves_when_read():
+        return {name: _tensors.copied(array) for name, array in arrays.items()}
+    return {name: array.astype(array.dtype) for name, array in arrays.items()}
+
+
+def _text(training: dict[str, Any]) -> bytes:
+    for name in ("numbers", "loader", "values"):
+        try:
+            json.dumps(training[name])
+        except (TypeError, ValueError, RecursionError) as error:
+            what = "optimizer" if name == "values" else name
+            raise CheckpointError(f"{what}: expected plain JSON values, got others ({error})") from error
+    return json.dumps(training).encode()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what made the checkpoint."""
+    return {
+        "faststep": version(),
+        "mlx": metadata.version("mlx"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
