@@ -67,3 +67,8 @@ def span(value: Any) -> str:
 def share(value: Any) -> str:
     """Return a share of one: `38 %`."""
     return "-" if value is None or not math.isfinite(value := number(value)) else f"{100 * value:.0f} %"
+
+
+def printable(text: str) -> str:
+    """Return the text in one line that moves no cursor: control codes are shown as Python writes them."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from faststep._extras import need
-from faststep.loggers._figures import clock, count, share, span
+from faststep.loggers._figures import clock, count, printable, share, span
 from faststep.loggers._status import Field, Status, headline, said_event, said_validation, summary, table
 from faststep.loggers._values import Record
 
@@ -73,7 +73,7 @@ class Display:
             if len(line) > INDENT and len(line) + len(label) + len(value) + 1 > width:
                 yield self._ended(line)
                 line = self._text(" " * INDENT, no_wrap=True)
-            line.append(f"{label} ", style="dim").append(value, style=STYLES[kind] or "bold").append("   ")
+            line.append(f"{printable(label)} ", style="dim").append(value, style=STYLES[kind] or "bold").append("   ")
         yield self._ended(line)
 
     def _ended(self, line: Text) -> Text:
@@ -124,7 +124,11 @@ class Live:
         self._console.show_cursor(True)  # a process that is killed would leave the terminal without one
 
     def _print(self, line: str, style: str) -> None:
-        self._console.print(self._text(line, style=style))
+        self._console.print(self._text(self._shown(line), style=style))
+
+    def _shown(self, text: str) -> str:
+        encoding = self._console.encoding
+        return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
     def _table(self, header: tuple[str, ...], rows: Any) -> None:
         grid = need("rich.table").Table(box=None, padding=(0, 3, 0, 0), show_header=any(header), header_style="cyan")
@@ -132,7 +136,7 @@ class Live:
             grid.add_column(name, justify="right" if place and any(header) else "left", overflow="fold")
         for place, row in enumerate(rows):
             last = any(header) and place == len(rows) - 1
-            grid.add_row(*(self._text(cell) for cell in row), style="bold" if last else "")
+            grid.add_row(*(self._text(self._shown(cell)) for cell in row), style="bold" if last else "")
         self._console.print(grid)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from faststep.loggers._figures import clock, span
+from faststep.loggers._figures import clock, printable, span
 from faststep.loggers._status import Status, headline, said_event, said_validation, summary, table
 from faststep.loggers._values import Record
 
@@ -35,8 +35,7 @@ class Plain:
     def _lines(self, lines: list[str]) -> None:
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         for line in lines:
-            shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
-            self._file.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            self._file.write(printable(line).encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._file.flush()
 
     def close(self) -> None:
