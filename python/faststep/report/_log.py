@@ -1,0 +1,248 @@
+"""The reader of a run's log."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from faststep.loggers._values import flat, number
+
+Numbers = npt.NDArray[np.float64]
+Record = Mapping[str, Any]
+NAME = "log.jsonl"
+TABLES = ("step", "interval", "validation", "checkpoint", "checkpoint_written")  # what a resume supersedes
+TEXTS = ("kind", "path")  # what is no number in them
+
+
+class LogError(ValueError):
+    """A log that cannot be read; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The records of one kind, as columns.
+
+    Attributes:
+        step: int64 [records], ascending.
+        elapsed: float64 [records], seconds of training before it; the time between a kill and its resume is left out.
+        columns: float64 [records] by name, NaN where a value is unknown; what is a dict in the record is
+            `name.inner`, as in `memory.active`.
+        records: The records themselves.
+    """
+
+    step: npt.NDArray[np.int64]
+    elapsed: Numbers
+    columns: Mapping[str, Numbers]
+    records: tuple[Record, ...]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __getitem__(self, name: str) -> Numbers:
+        """Return a column; NaN where no record has it."""
+        column = self.columns.get(name)
+        return np.full(len(self), math.nan) if column is None else column
+
+    def known(self, name: str) -> bool:
+        """Return whether any record has a finite value of it."""
+        return bool(np.isfinite(self[name]).any())
+
+    def group(self, name: str) -> dict[str, Numbers]:
+        """Return the columns `name.inner` by `inner`."""
+        return {each[len(name) + 1 :]: column for each, column in self.columns.items() if each.startswith(f"{name}.")}
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a run's log holds.
+
+    Attributes:
+        path: The file.
+        starts: The `start` records: the first start and every resume.
+        steps: The steps; `steps["loss"]` and so on.
+        intervals: What was measured every so often.
+        validations: The validations.
+        checkpoints: The checkpoints.
+        written: The checkpoints that were written, when they were.
+        events: The events, those of superseded steps too.
+        end: The `end` record, None when the run was killed or goes on.
+        last: When the last record was written, in Unix seconds.
+        superseded: How many records a resume has superseded; they are in no table.
+        torn: The numbers of the lines at which a process was killed; they are passed over.
+    """
+
+    path: Path
+    starts: tuple[Record, ...]
+    steps: Table
+    intervals: Table
+    validations: Table
+    checkpoints: Table
+    written: Table
+    events: tuple[Record, ...]
+    end: Record | None
+    last: float
+    superseded: int
+    torn: tuple[int, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of the last start."""
+        return dict(self.starts[-1].get("config") or {}) if self.starts else {}
+
+    @property
+    def resumes(self) -> list[int]:
+        """The steps at which the run was resumed."""
+        return [int(each["step"]) for each in self.starts[1:]]
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has trained, in seconds."""
+        tables = (self.steps, self.intervals, self.validations, self.checkpoints)
+        return max((float(each.elapsed[-1]) for each in tables if len(each)), default=0.0)
+
+
+@dataclass
+class _Line:
+    number: int
+    record: dict[str, Any]
+    elapsed: float
+
+
+def read_log(run: str | Path) -> Log:
+    """Read the log of a run.
+
+    Steps that were taken again after a resume are there once, as they were taken last; a line at which a process was
+    killed is passed over.
+
+    Args:
+        run: The run's folder, or its `log.jsonl`.
+
+    Returns:
+        The records, those with numbers as columns.
+
+    Raises:
+        FileNotFoundError: There is no log.
+        LogError: A line is no record; the message names file and line.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from faststep.loggers import JsonLines
+        >>> run = pathlib.Path(tempfile.mkdtemp())
+        >>> logger = JsonLines(run / "log.jsonl")
+        >>> for step in (1, 2):
+        ...     logger.log({"kind": "step", "time": step, "step": step, "loss": 1 / step})
+        >>> log = read_log(run)
+        >>> log.steps.step, log.steps["loss"]
+        (array([1, 2]), array([1. , 0.5]))
+    """
+    path = Path(run)
+    path = path / NAME if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: expected the log of a run (a folder with {NAME}), got nothing")
+    torn: list[int] = []
+    lines = list(_lines(path, torn))
+    kept = _kept(lines)
+    tables = {kind: _table(path, [line for line in kept if line.record["kind"] == kind]) for kind in TABLES}
+    bounds = [line.record for line in kept if line.record["kind"] in ("start", "end")]
+    return Log(
+        path,
+        starts=tuple(each for each in bounds if each["kind"] == "start"),
+        steps=tables["step"],
+        intervals=tables["interval"],
+        validations=tables["validation"],
+        checkpoints=tables["checkpoint"],
+        written=tables["checkpoint_written"],
+        events=tuple(line.record for line in kept if line.record["kind"] == "event"),
+        end=bounds[-1] if bounds and bounds[-1]["kind"] == "end" else None,
+        last=lines[-1].record["time"] if lines else math.nan,
+        superseded=len(lines) - len(kept),
+        torn=tuple(torn),
+    )
+
+
+def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
+    """Parse the lines; what is no record is a torn line when a start or the end of the file follows."""
+    bad: LogError | None = None
+    offset = began = elapsed = 0.0
+    with path.open("rb") as file:
+        for place, text in enumerate(file, 1):
+            try:
+                record = _record(f"{path}:{place}", text)
+            except LogError as error:
+                bad = bad or error
+                torn.append(place)
+                continue
+            if bad is not None and record["kind"] != "start":
+                raise bad
+            bad = None
+            if record["kind"] == "start" or place == 1:
+                elapsed = elapsed if record.get("resumed") else 0.0
+                offset, began = elapsed, record["time"]
+            elapsed = max(elapsed, offset + record["time"] - began)
+            yield _Line(place, record, elapsed)
+
+
+def _record(where: str, text: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LogError(f"{where}: expected a record in JSON, got {_short(text)} ({error})") from None
+    if not isinstance(record, dict):
+        raise LogError(f"{where}: expected a record, a JSON object, got {_short(text)}")
+    for key, kinds in (("kind", str), ("step", int), ("time", (int, float))):
+        if not isinstance(record.get(key), kinds) or isinstance(record[key], bool):
+            expected = {"kind": "a string", "step": "a whole number", "time": "a number"}[key]
+            raise LogError(f"{where}: expected {expected} as {key!r}, got {record.get(key)!r}")
+    return record
+
+
+def _short(text: bytes) -> str:
+    shown = text.decode(errors="replace").rstrip("\n")
+    return repr(shown if len(shown) <= 60 else f"{shown[:60]}...")
+
+
+def _kept(lines: Sequence[_Line]) -> list[_Line]:
+    """Leave out what a later start supersedes: everything, or with a resume the steps after its own."""
+    kept: list[_Line] = []
+    for line in lines:
+        record = line.record
+        if record["kind"] == "start":
+            at = record["step"] if record.get("resumed") else None
+            kept = [each for each in kept if at is not None and not _superseded(each.record, at)]
+        kept.append(line)
+    return kept
+
+
+def _superseded(record: Record, at: int) -> bool:
+    return record["kind"] in TABLES and record["step"] > at
+
+
+def _table(path: Path, lines: Sequence[_Line]) -> Table:
+    rows = [flat(line.record) for line in lines]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        if name not in TEXTS:
+            columns[name] = _column(path, lines, rows, name)
+    step = np.array([line.record["step"] for line in lines], np.int64)
+    elapsed = np.array([line.elapsed for line in lines], np.float64)
+    return Table(step, elapsed, columns, tuple(line.record for line in lines))
+
+
+def _column(path: Path, lines: Sequence[_Line], rows: Sequence[dict[str, Any]], name: str) -> Numbers:
+    column = np.empty(len(rows))
+    for place, row in enumerate(rows):
+        value = row.get(name)
+        try:
+            column[place] = number(value)
+        except (ValueError, TypeError):
+            where = f"{path}:{lines[place].number}"
+            raise LogError(f"{where}: expected a number or null as {name!r}, got {value!r}") from None
+    return column
