@@ -34,12 +34,14 @@ class StepOutput:
             window's average. None where there was no update, and where nothing needs it: with `nonfinite="allow"` and
             without `max_grad_norm`.
         skipped: Whether nothing of the batch was taken, a bool scalar; False with `nonfinite="allow"`.
+        weight: What the loss function returned as the loss's weight, with `weighted=True`; None otherwise.
     """
 
     loss: mx.array
     aux: tuple[Any, ...]
     grad_norm: mx.array | None
     skipped: mx.array | bool
+    weight: Any
     _update: mx.array | bool  # whether there was one, or the array that tells whether it was missed
 
     @property
@@ -222,7 +224,8 @@ class Step:
             self.model, self.optimizer, self.loss_fn, batch, named, self._accumulate
         )
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
-        return StepOutput(loss, aux, norm, False if skipped is None else skipped, update)
+        weight = value[1] if self._weighted else None
+        return StepOutput(loss, aux, norm, False if skipped is None else skipped, weight, update)
 
     def flush(self) -> bool:
         """Update by the window that is open, averaged over what is in it.
@@ -237,6 +240,11 @@ class Step:
             FloatingPointError: As a step does.
         """
         return self._program.flush(self.model, self.optimizer)
+
+    @property
+    def options(self) -> Options:
+        """The options that the step was made with, beside `accumulate`."""
+        return self._program.options
 
     @contextlib.contextmanager
     def average(self) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 Reduction = Literal["none", "mean", "sum"]
 
-_CHUNK_BYTES = 8 << 20  # of logits
+_CHUNK_BYTES = {mx.cpu: 8 << 20, mx.gpu: 256 << 20}  # of logits; a GPU is slow at products with few rows
 _MIN_CHUNK = 256
 
 
@@ -63,8 +63,9 @@ def linear_cross_entropy(
         ignore_index: The target of tokens that do not count.
         reduction: "mean": the sum of the weighted losses by the sum of the weights of the tokens that count, 0 where
             none counts; "sum": the former; "none": the weighted losses, 0 for tokens that do not count.
-        chunk_size: How many rows of `weight` are multiplied at a time. Default: as many as make 8 MiB of logits, the
-            hidden size if that is more, at least 256.
+        chunk_size: How many rows of `weight` are multiplied at a time. Default: as many as make 8 MiB of logits on a
+            CPU and 256 MiB on a GPU, in multiples of 256, the hidden size if that is more. A smaller chunk takes less
+            memory and, on a GPU, more time.
 
     Returns:
         The loss in nats, float32 (or float64, see above) [] or, with "none", [...].
@@ -198,7 +199,8 @@ class _Head:
 
 def _default_chunk(tokens: int, size: int) -> int:
     """Return how many rows of the weight make a chunk, for so many tokens and this hidden size."""
-    return max(_CHUNK_BYTES // (4 * tokens), size, _MIN_CHUNK)
+    most = _CHUNK_BYTES[mx.default_device().type] // (4 * tokens)
+    return max(most // _MIN_CHUNK * _MIN_CHUNK, size, _MIN_CHUNK)  # products of odd sizes are slow
 
 
 def _with_gradient(values: mx.array, gradient: Callable[[mx.array], Any], arguments: list[mx.array]) -> mx.array:
