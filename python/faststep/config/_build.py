@@ -1,0 +1,172 @@
+"""A config to what trains: the step, its data, its callbacks."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.optimizers import MultiOptimizer, Optimizer
+from mlx.utils import tree_flatten
+
+from faststep import Step, recipes
+from faststep.config._components import Part, Parts
+from faststep.config._errors import ConfigError, Path
+from faststep.config._models import Config
+from faststep.config._optimizers import Choice
+from faststep.config._plan import Plan
+from faststep.recipes._patterns import check_matched
+
+if TYPE_CHECKING:
+    from faststep.data import Loader
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a config gives.
+
+    Attributes:
+        step: The step, with `model`, `optimizer` and `loss_fn`.
+        loader: The training data.
+        validation: The validation data, or None.
+        callbacks: The callbacks.
+        options: The arguments of `faststep.training.Trainer` beside these, `config` and the loggers.
+        logs: What is to be written beside `log.jsonl`: `csv`, `tensorboard`, `wandb`.
+        config: The resolved config, plain values.
+    """
+
+    step: Step
+    loader: Loader
+    validation: Loader | None
+    callbacks: list[Any]
+    options: dict[str, Any]
+    logs: dict[str, Any]
+    config: dict[str, Any]
+
+
+def build(config: Config) -> Built:
+    """Build all that a config describes.
+
+    Everything is seeded first (`mx.random`, `numpy.random`, `random`, the loader). Then the model is made and changed
+    in this order, so that each finds what it needs: `weights` (full ones, of the model as it was made), `quantize`
+    (of what was loaded; it freezes), `frozen` (which sees what few bits left), `lora` (over layers in few bits or
+    not; it freezes the rest), gradient checkpointing (around adapters too), the optimizers' patterns (what trains).
+
+    Args:
+        config: What `load` gave.
+
+    Raises:
+        ConfigError: Something in it does not fit; as much as can be is listed at once. What the user's own code
+            raises passes as it is.
+    """
+    plan = Plan(config)
+    parts = Parts(config.source, config.folder)
+    found = parts.find_all(plan)
+    problems = [*plan.problems(), *parts.problems]
+    if problems:
+        raise ConfigError(problems)
+    _seed(plan.top["seed"])
+    blame = Blame(config)
+    model = _model(found["model"].make(), plan, blame)
+    optimizer = _optimizer(found["optimizers"], model, blame)
+    loss_fn = found["loss"].make()
+    step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(plan)))
+    loader = _loader(found, "train", plan.loader | {"seed": plan.top["seed"]}, blame)
+    validation = _loader(found, "validation", plan.validation, blame) if plan.validates else None
+    callbacks = [each.make() for each in found["callbacks"]]
+    return Built(step, loader, validation, callbacks, plan.trainer, plan.logs, config.resolved())
+
+
+class Blame:
+    """Runs a part of the building, and says which keys it is about when it is refused."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, path: Path, make: Callable[[], Made]) -> Made:
+        """Run it.
+
+        Raises:
+            ConfigError: It raised a ValueError or a TypeError; one that begins with the name of a key is about that.
+        """
+        try:
+            return make()
+        except (TypeError, ValueError) as error:
+            name, colon, message = str(error).partition(": ")
+            if colon and name in getattr(self._at(path), "model_fields_set", ()):
+                raise ConfigError([self.config.source.problem((*path, name), message)]) from error
+            raise ConfigError([self.config.source.problem(path, str(error))]) from error
+
+    def _at(self, path: Path) -> Any:
+        value: Any = self.config
+        for key in path:
+            value = value[key] if isinstance(key, int) else getattr(value, key)
+        return value
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    mx.random.seed(seed)
+
+
+def _model(model: nn.Module, plan: Plan, blame: Blame) -> nn.Module:
+    top, folder = plan.top, File(plan.top["folder"])
+    if top["weights"] is not None:
+        blame(("weights",), lambda: recipes.load_weights(model, folder / top["weights"]))
+    if plan.quantize:
+        blame(("quantize",), lambda: recipes.quantize(model, **plan.quantize))
+    if top.get("frozen"):
+        blame(("frozen",), lambda: recipes.freeze(model, top["frozen"]))
+    if plan.lora:
+        blame(("lora",), lambda: recipes.add_lora(model, **plan.lora))
+    if plan.checkpointed:
+        blame(("step", "gradient_checkpointing"), lambda: recipes.checkpoint_gradients(model, plan.checkpointed))
+    if not tree_flatten(model.trainable_parameters()):
+        key = "frozen" if top.get("frozen") else "quantize" if plan.quantize else "model"
+        raise ConfigError([blame.config.source.problem((key,), "nothing in the model is left to train")])
+    mx.eval(model.parameters())
+    return model
+
+
+def _optimizer(choices: list[Choice], model: nn.Module, blame: Blame) -> Optimizer:
+    """Make the optimizer; several share the trainable parameters out, the first that matches takes one."""
+    if len(choices) == 1:
+        only: Optimizer = _part(choices[0]).make()
+        return only
+    left = list(dict(tree_flatten(model.trainable_parameters())))
+    filters: list[Callable[[str, mx.array], bool]] = []
+    for i, patterns in enumerate(choice.patterns for choice in choices[:-1]):
+        where = ("optimizer", i, "parameters")
+        blame(where, functools.partial(check_matched, patterns, left, "parameter that is left to train"))
+        left = [path for path in left if not recipes.matches(path, patterns)]
+        filters.append(lambda path, _, patterns=patterns: recipes.matches(path, patterns))  # type: ignore[misc]
+    if not left:
+        place = ("optimizer", len(choices) - 1)
+        raise ConfigError([blame.config.source.problem(place, "no parameter is left for the last optimizer")])
+    return MultiOptimizer([_part(choice).make() for choice in choices], filters)
+
+
+def _part(choice: Choice) -> Part:
+    assert choice.part is not None, "its problems have been raised"
+    return choice.part
+
+
+def _step_options(plan: Plan) -> dict[str, Any]:
+    dtype = plan.step["compute_dtype"]
+    return plan.step | {"compute_dtype": dtype and getattr(mx, dtype)}
+
+
+def _loader(found: dict[str, Any], name: str, options: dict[str, Any], blame: Blame) -> Loader:
+    from faststep.data import Loader
+
+    source, collate = found[name].make(), found["collate"].make()
+    return blame(("data",), lambda: Loader(source, collate=collate, **options))

@@ -1,0 +1,196 @@
+"""Components: `{use: NAME, ...}` to a callable whose signature its arguments fit, and that to an object."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as File
+from typing import Any
+
+from faststep.config import _arguments, _tables
+from faststep.config._errors import ConfigError, Path, Problem, Source, short, unknown
+from faststep.config._models import Component
+from faststep.config._plan import Plan
+from faststep.config._tables import Kind
+from faststep.config._user import NotThere, attribute, importable
+
+
+@dataclass
+class Part:
+    """A component that has been found, with arguments that fit.
+
+    Attributes:
+        path: Its keys in the config.
+        kind: What it is to give.
+        target: What its name stands for.
+        arguments: Plain values, and other parts.
+        folder: What is importable while it is made.
+        users: Whether it is the user's own code, whose errors pass as they are.
+    """
+
+    path: Path
+    kind: Kind
+    target: Any
+    arguments: dict[str, Any]
+    folder: File
+    users: bool
+    source: Source = field(repr=False)
+
+    def make(self) -> Any:
+        """Make it.
+
+        Raises:
+            ConfigError: What a built-in name stands for refuses its arguments, or it gives something else.
+        """
+        arguments = {name: _made(value) for name, value in self.arguments.items()}
+        try:
+            with importable(self.folder):
+                made = self._call(arguments)
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            if self.users or isinstance(error, ConfigError):
+                raise
+            name = str(error).partition(":")[0]
+            path = (*self.path, name) if name in self.arguments else self.path
+            raise ConfigError([self.source.problem(path, str(error))]) from error
+        if not self.kind.fits(made):
+            message = f"expected {self.kind.gives}, got {type(made).__name__}"
+            raise ConfigError([self.source.problem((*self.path, "use"), message)])
+        return made
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        if not callable(self.target) or (self.is_function and not arguments):
+            return self.target
+        return functools.partial(self.target, **arguments) if self.is_function else self.target(**arguments)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the target itself is the function that is wanted: it still needs what it is to be called with."""
+        if not self.kind.function or inspect.isclass(self.target) or not callable(self.target):
+            return False
+        takes = _arguments.parameters(self.target)
+        return takes is None or bool(_arguments.missing(takes, self.arguments))
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_made(each) for each in value]
+    return value.make() if isinstance(value, Part) else value
+
+
+class Parts:
+    """Finds the components of a config, and collects what is wrong with them.
+
+    Attributes:
+        problems: What is wrong.
+    """
+
+    def __init__(self, source: Source, folder: str) -> None:
+        self.source, self.folder = source, File(folder)
+        self.problems: list[Problem] = []
+        self._loads = True
+
+    def refuse(self, path: Path, message: str) -> None:
+        """Note a problem."""
+        self.problems.append(self.source.problem(path, message))
+
+    def find_all(self, plan: Plan, *, users: bool = True) -> dict[str, Any]:
+        """Find all components.
+
+        Args:
+            plan: What is read of the config.
+            users: Whether the user's own code is loaded; without, it is passed over.
+
+        Returns:
+            Parts by name: model, loss, train, validation, collate, optimizers (pairs of part and patterns), callbacks.
+            What is None was not given, or has a problem.
+        """
+        from faststep.config._optimizers import find_optimizers
+
+        self._loads = users
+        found: dict[str, Any] = {
+            "model": self.find(plan.top["model"], _tables.MODEL, ("model",)),
+            "loss": self._loss(plan),
+            "optimizers": find_optimizers(self, plan.top["optimizer"], plan.trainer["steps"]),
+        }
+        for name, component in plan.components.items():
+            kind = _tables.COLLATE if name == "collate" else _tables.DATASET
+            found[name] = component and self.find(component, kind, ("data", name))
+        callbacks = enumerate(plan.top["callbacks"])
+        found["callbacks"] = [self.find(each, _tables.CALLBACK, ("callbacks", i)) for i, each in callbacks]
+        return found
+
+    def _loss(self, plan: Plan) -> Part | None:
+        """Find the loss; a built-in one is told whether it has to give its weight."""
+        part = self.find(plan.top["loss"], _tables.LOSS, ("loss",))
+        if part is None or part.users or not plan.step["weighted"]:
+            return part
+        if "weighted" in (_arguments.parameters(part.target) or {}):
+            part.arguments["weighted"] = True
+        else:
+            self.refuse(("step", "weighted"), f"expected a loss that gives its weight, got {plan.top['loss'].use}")
+        return part
+
+    def find(
+        self, component: Component, kind: Kind, path: Path, arguments: Mapping[str, Any] | None = None
+    ) -> Part | None:
+        """Find what a component uses, and hold its arguments against the signature.
+
+        Args:
+            component: The component.
+            kind: What it is to give.
+            path: Its keys in the config.
+            arguments: Its arguments, where they are not the component's own: parts among them, say.
+
+        Returns:
+            The part, None where there is a problem.
+        """
+        before = len(self.problems)
+        users = ":" in component.use
+        if users and not self._loads:
+            return None
+        given = component.arguments if arguments is None else arguments
+        parts = {name: self._inside(value, kind, (*path, name)) for name, value in given.items()}
+        try:
+            target = attribute(component.use, self.folder) if users else kind.names()[component.use]
+        except NotThere as error:
+            self.refuse((*path, "use"), str(error))
+            return None
+        except KeyError:
+            hint = " (the user's own are module:attribute or file.py:attribute)"
+            self.refuse((*path, "use"), unknown(component.use, kind.names(), kind.name) + hint)
+            return None
+        part = Part(path, kind, target, parts, self.folder, users, self.source)
+        self._check(part)
+        return part if len(self.problems) == before else None
+
+    def _inside(self, value: Any, kind: Kind, path: Path) -> Any:
+        """Find the components among the arguments of another."""
+        if isinstance(value, dict) and isinstance(value.get("use"), str):
+            return self.find(Component.model_validate(value), kind, path)
+        if isinstance(value, list):
+            return [self._inside(each, kind, (*path, i)) for i, each in enumerate(value)]
+        return value
+
+    def _check(self, part: Part) -> None:
+        if not callable(part.target):
+            for name in part.arguments:
+                self.refuse((*part.path, name), f"{short(part.target)} is no callable and takes no arguments")
+            return
+        takes = _arguments.parameters(part.target)
+        if takes is None:
+            return
+        plain = {name: value for name, value in part.arguments.items() if not _has_part(value)}
+        for name, message in _arguments.complaints(takes, plain):
+            self.refuse((*part.path, name), message)
+        for name in _arguments.missing(takes, part.arguments):
+            if not part.is_function:
+                self.refuse((*part.path, name), "missing")
+        for name, value in plain.items():
+            if name in takes:
+                part.arguments[name] = _arguments.with_paths(value, takes[name].annotation, self.folder)
+
+
+def _has_part(value: Any) -> bool:
+    return isinstance(value, Part) or (isinstance(value, list) and any(_has_part(each) for each in value))

@@ -1,0 +1,80 @@
+"""What is wrong with a config: all of it at once, each with its place and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Path = tuple[str | int, ...]  # the keys that lead to a value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        path: The keys that lead to it.
+        message: What was expected, what came, what to do.
+        place: Where it was set, `file:line` or the override; empty where that is unknown.
+    """
+
+    path: Path
+    message: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, [self.place, dotted(self.path), self.message]))
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. The message lists all that was found.
+
+    Attributes:
+        problems: Each of them.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        lines = [str(problem) for problem in self.problems]
+        super().__init__(lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} errors in the config:", *lines]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return ConfigError, (self.problems,)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a config come from; it is no part of what makes two configs equal.
+
+    Attributes:
+        places: The place of every key, by its path: `file:line`, or the override.
+    """
+
+    places: dict[Path, str] = field(default_factory=dict, compare=False)
+
+    def problem(self, path: Path, message: str) -> Problem:
+        """Return a problem with the place of its key, or of the nearest key around it."""
+        around = (path[:length] for length in range(len(path), -1, -1))
+        return Problem(path, message, next((self.places[keys] for keys in around if keys in self.places), ""))
+
+
+def dotted(path: Path) -> str:
+    """Join keys as an override writes them: `optimizer.0.learning_rate`."""
+    return ".".join(map(str, path))
+
+
+def unknown(name: object, names: Iterable[str], what: str = "key") -> str:
+    """Say that a name is unknown, with the nearest of those that there are, or all of them."""
+    names = sorted(names)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names) or 'none'}"
+    return f"unknown {what} {short(name)}: {hint}"
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """Show a value as a config writes it, cut where it is long."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,117 @@
+"""A config from its file: read, overridden, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path as File
+from typing import Any
+
+from pydantic import ValidationError
+
+from faststep.config._components import Parts
+from faststep.config._errors import ConfigError, Path, Problem, Source, short, unknown
+from faststep.config._models import ONE, SEVERAL, Config
+from faststep.config._plan import Plan
+from faststep.config._yaml import override, read
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+    "greater_than_equal": "a number from {ge} on",
+    "greater_than": "a number above {gt}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number up to {le}",
+    "literal_error": "{expected}",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+}
+
+
+def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+    """Load a config.
+
+    Args:
+        path: The YAML file.
+        overrides: What is set on top of it, each as `key.key=value`, the value in YAML.
+
+    Returns:
+        The config, with all defaults filled in; `run` is `runs/` and the file's name where it is not set, `folder` the
+        file's.
+
+    Raises:
+        ConfigError: The file cannot be read, or anything in it is wrong; all of it is listed, with lines. What the
+            user's own files hold is looked at by `build`.
+    """
+    file = File(path)
+    try:
+        text = file.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem((), f"cannot be read: {error}", str(file))]) from None
+    values, places = read(text, str(file))
+    if values is None:
+        values = {}
+    for each in overrides:
+        override(each, values, places)
+    if isinstance(values, dict):
+        values.setdefault("run", f"runs/{file.stem}")
+        folder = values.get("folder", ".")
+        if isinstance(folder, str):
+            values["folder"] = str(file.parent.resolve() / folder)
+    return validate(values, Source(places))
+
+
+def validate(values: Any, source: Source | None = None) -> Config:
+    """Make a config of plain values, as `load` does of a file.
+
+    Raises:
+        ConfigError: Anything is wrong with them.
+    """
+    source = source or Source()
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([_problem(each, source) for each in error.errors()]) from None
+    config._source = source
+    parts = Parts(config.source, config.folder)
+    parts.find_all(Plan(config), users=False)
+    problems = [*Plan(config).problems(), *parts.problems]
+    if problems:
+        raise ConfigError(sorted(problems, key=_order))
+    return config
+
+
+def _order(problem: Problem) -> tuple[str, int]:
+    name, _, line = problem.place.rpartition(":")
+    return (name, int(line)) if line.isdecimal() else (problem.place, 0)
+
+
+def _problem(error: Mapping[str, Any], source: Source) -> Problem:
+    """Say what pydantic found as this package says it."""
+    path: Path = tuple(key for key in error["loc"] if key not in (ONE, SEVERAL))
+    kind, given = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        return source.problem(path, unknown(path[-1], _section(path[:-1])))
+    if kind == "missing":
+        return source.problem(path, "missing")
+    expected = _EXPECTED.get(kind, "").format(**error.get("ctx", {}))
+    if expected == "a mapping" and isinstance(given, str):
+        expected += f" such as {{use: {short(given)}}}"
+    return source.problem(path, f"expected {expected}, got {short(given)}" if expected else error["msg"])
+
+
+def _section(path: Path) -> Iterable[str]:
+    """Return the keys that a section has."""
+    model: Any = Config
+    for key in path:
+        options = [model.model_fields[key].annotation, *getattr(model.model_fields[key].annotation, "__args__", ())]
+        model = next(each for each in options if hasattr(each, "model_fields"))
+    return list(model.model_fields)

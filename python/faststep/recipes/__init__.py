@@ -1,0 +1,37 @@
+"""Models, losses and datasets by name, and what is done to models before they train: each is usable alone."""
+
+from faststep.recipes._checkpointing import checkpoint_gradients
+from faststep.recipes._datasets import Arrays, Bytes
+from faststep.recipes._gpt import GPT
+from faststep.recipes._lora import LoRALinear, add_lora, fuse
+from faststep.recipes._losses import LOSSES, cross_entropy, mse, next_token
+from faststep.recipes._mlp import MLP
+from faststep.recipes._models import freeze, load_weights, quantize
+from faststep.recipes._patterns import matches
+from faststep.recipes._schedules import constant, warm_up
+
+MODELS = {"gpt": GPT, "mlp": MLP}
+DATASETS = {"bytes": Bytes, "arrays": Arrays}
+
+__all__ = [
+    "DATASETS",
+    "GPT",
+    "LOSSES",
+    "MLP",
+    "MODELS",
+    "Arrays",
+    "Bytes",
+    "LoRALinear",
+    "add_lora",
+    "checkpoint_gradients",
+    "constant",
+    "cross_entropy",
+    "freeze",
+    "fuse",
+    "load_weights",
+    "matches",
+    "mse",
+    "next_token",
+    "quantize",
+    "warm_up",
+]

@@ -1,0 +1,69 @@
+"""A small GPT."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class Block(nn.Module):
+    """Causal attention, then a network of two layers, each added to the residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.network_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map floating point [batch, seq, width] to the same shape."""
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.down(nn.relu2(self.up(self.network_norm(x))))
+
+    def attend(self, x: mx.array) -> mx.array:
+        """Mix every position with the ones before it."""
+        batch, seq, width = x.shape
+        heads = self.qkv(x).reshape(batch, seq, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
+        q, k, v = heads  # each [batch, heads, seq, width / heads]
+        mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
+        return self.out(mixed.transpose(0, 2, 1, 3).reshape(batch, seq, width))
+
+
+class GPT(nn.Module):
+    """A decoder over tokens, bytes by default, with learned positions and its output tied to its embedding.
+
+    Args:
+        layers: How many blocks.
+        width: Of the residual stream; a multiple of `heads`.
+        heads: Of each attention.
+        context: The longest sequence.
+        vocabulary: How many tokens there are.
+
+    Raises:
+        ValueError: A size is not positive, or `width` no multiple of `heads`.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, context: int = 64, vocabulary: int = 256) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        sizes = {"layers": layers, "width": width, "heads": heads, "context": context, "vocabulary": vocabulary}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: expected a number from 1 on, got {size}")
+        if width % heads:
+            raise ValueError(f"width: expected a multiple of heads ({heads}), got {width}")
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = [Block(width, heads) for _ in range(layers)]
+        self.norm = nn.RMSNorm(width)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Map tokens, integers [batch, seq], to logits of the next one, floating point [batch, seq, vocabulary]."""
+        x = self.embedding(tokens) + self.positions(mx.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: mx.array = self.embedding.as_linear(self.norm(x))
+        return logits

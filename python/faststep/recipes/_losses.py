@@ -1,0 +1,110 @@
+"""Losses over what a model gives: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Loss = Callable[..., Any]
+
+
+def next_token(*, weighted: bool = False, ignore_index: int = -100) -> Loss:
+    """Make the loss of a language model: the mean cross entropy of every next token, in nats.
+
+    It takes `tokens`, integers [batch, seq], of which each is predicted by the ones before it, or `tokens` and
+    `targets` of one shape, which are shifted already; and a `mask` of the targets' shape, 0 where they do not count.
+
+    Args:
+        weighted: Return `(mean, tokens that count)`, as `Step(weighted=True)` takes it.
+        ignore_index: The target of tokens that do not count.
+    """
+
+    def loss(
+        model: nn.Module, tokens: mx.array, targets: mx.array | None = None, mask: mx.array | None = None
+    ) -> mx.array | tuple[mx.array, mx.array]:
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+            mask = None if mask is None else mask[:, 1:]
+        return _mean_cross_entropy(model(tokens), targets, mask, ignore_index, weighted)
+
+    return loss
+
+
+def cross_entropy(*, weighted: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0) -> Loss:
+    """Make the loss of a classifier: the mean cross entropy of `model(x)` and labels `y`, in nats.
+
+    Args:
+        weighted: Return `(mean, labels that count)`.
+        ignore_index: The label of what does not count.
+        label_smoothing: As in `nn.losses.cross_entropy`.
+    """
+
+    def loss(
+        model: nn.Module, x: mx.array, y: mx.array, mask: mx.array | None = None
+    ) -> mx.array | tuple[mx.array, mx.array]:
+        return _mean_cross_entropy(model(x), y, mask, ignore_index, weighted, label_smoothing)
+
+    return loss
+
+
+def mse() -> Loss:
+    """Make the mean squared error of `model(x)` and `y`."""
+
+    def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return nn.losses.mse_loss(model(x), y)
+
+    return loss
+
+
+def _mean_cross_entropy(
+    logits: mx.array,
+    targets: mx.array,
+    mask: mx.array | None,
+    ignore_index: int,
+    weighted: bool,
+    label_smoothing: float = 0.0,
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Average over the targets that count; 0 where none does."""
+    counts = targets != ignore_index
+    labels = mx.where(counts, targets, 0)
+    losses = nn.losses.cross_entropy(logits.astype(mx.float32), labels, label_smoothing=label_smoothing)
+    weights = counts.astype(mx.float32) if mask is None else counts * mask.astype(mx.float32)
+    total = weights.sum()
+    mean = (losses * weights).sum() / mx.maximum(total, 1e-9)
+    return (mean, total) if weighted else mean
+
+
+def _of_outputs(function: Callable[..., mx.array]) -> Loss:
+    """Make a loss of `model(x)` and `y` of a function of predictions and targets, the mean by default."""
+
+    def loss(model: nn.Module, x: mx.array, y: mx.array, **options: Any) -> mx.array:
+        return function(model(x), y, **{"reduction": "mean", **options})
+
+    options = list(inspect.signature(function).parameters.values())[2:]
+    plain = [each.replace(kind=each.KEYWORD_ONLY) for each in options if each.name not in ("reduction", "weights")]
+    own = list(inspect.signature(loss).parameters.values())[:3]
+    loss.__signature__ = inspect.Signature([*own, *plain])  # type: ignore[attr-defined]
+    return loss
+
+
+_OF_OUTPUTS = (
+    "binary_cross_entropy",
+    "hinge_loss",
+    "huber_loss",
+    "kl_div_loss",
+    "l1_loss",
+    "log_cosh_loss",
+    "mse_loss",
+    "nll_loss",
+    "smooth_l1_loss",
+)
+LOSSES: dict[str, Loss] = {
+    "next_token": next_token,
+    "cross_entropy": cross_entropy,
+    "mse": mse,
+    **{name: _of_outputs(getattr(nn.losses, name)) for name in _OF_OUTPUTS},
+}
