@@ -1,0 +1,317 @@
+"""Batches out of a dataset: evaluated, in an order that can be resumed, made ahead of the training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from faststep.data._arrange import ByLength, Made
+from faststep.data._check import check_options
+from faststep.data._lengths import Lengths
+from faststep.data._maker import Collate, Maker
+from faststep.data._order import Keys
+from faststep.data._pack import Pack
+from faststep.data._plan import Plan, Sharing, Task
+from faststep.data._reader import Reader
+from faststep.data._run import Run
+from faststep.data._source import Items, Stream, open_source
+from faststep.data._stack import stack
+from faststep.data._state import VERSION, check_same, checksum, name_of, place_of
+from faststep.data._stats import LoaderStats
+from faststep.data._tree import Tree
+
+
+class Loader:
+    """Give a dataset out in batches.
+
+    `for batch in loader` is one epoch, or what is left of it: after a loop that was left early, or a state that was
+    loaded, the next loop goes on behind the last batch that was taken. A batch is an `mx.array`, a tuple (for
+    `step(*batch)`) or a dict (for `step(**batch)`), and every array in it is evaluated.
+
+    **Sources.** A sequence (`__len__` and `__getitem__`: a list, a Hugging Face or PyTorch dataset; `__getitems__` is
+    used where there is one); numpy or MLX arrays, or tuples and dicts of them, whose first axis is the items; or an
+    iterable, which may be endless. An array in a list is an item. A source that has `set_epoch` is told each epoch.
+
+    **Order.** The order of a shuffled epoch is a function of `seed`, the number of the epoch and the length, the same
+    on every machine and with every number of workers. Nothing else in the process has a part in it, `mx.random` and
+    `numpy.random` included. An iterable has the order that it has.
+
+    **Workers.** Threads that read items and collate them; batches come in the same order as without. They help where
+    that work lets the GIL go: files, network, decoding, large numpy operations. A source must bear being read by
+    several threads; an iterable is read by one. Leave `mx.random` alone in items and collate: its state is each
+    thread's own. An item or collate may make MLX arrays: they are evaluated in the thread that made them. One that waits
+    for another thread (an array that the dataset holds and never evaluated) is an error that names it.
+
+    **Ranks.** Each rank makes a loader with its `rank` and the same other arguments. A round takes the next
+    `world_size * batch_size` items, rank r the r-th part of it, so all ranks together see the batches that one process
+    with the larger `batch_size` sees. Every rank has the same number of batches, since a collective operation would
+    wait for ever otherwise: the items left for the last round are dropped (`drop_last`), or divided evenly over it, or,
+    where they are fewer than the ranks, over the last two rounds. No item is given out twice and none is left out, but
+    the last batches can be smaller, of sizes that differ by one: a mean over ranks is exact with weights only.
+
+    **Resuming.** `state` is plain JSON and says which batch comes next, however many are made ahead; `load_state` goes
+    there. Nothing that was taken before is read again, except the lengths for `Pad` and `Pack` (see `lengths`). An
+    iterable with a state of its own (`state` and `load_state`, or `state_dict` and `load_state_dict`) goes on from the
+    state that it had before the batch's items were read; another is gone through again. A state of rank 0 serves all.
+
+    Example:
+        >>> import numpy as np
+        >>> from faststep.data import Loader
+        >>> data = {"x": np.arange(10.0), "y": np.arange(10) % 2}
+        >>> loader = Loader(data, batch_size=4, shuffle=True, seed=1, workers=2)
+        >>> len(loader)
+        3
+        >>> for batch in loader:
+        ...     print(batch["x"], batch["y"])
+        ...     break
+        array([9, 2, 4, 7], dtype=float32) array([1, 0, 0, 1], dtype=int64)
+        >>> again = Loader(data, batch_size=4, shuffle=True, seed=1)
+        >>> again.load_state(loader.state)
+        >>> [batch["x"].tolist() for batch in again] == [batch["x"].tolist() for batch in loader]
+        True
+        >>> loader.epoch, loader.position
+        (1, 0)
+
+    Attributes:
+        batch_size: As given.
+        workers: As given.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate: Collate = stack,
+        workers: int = 0,
+        prefetch: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read yet.
+
+        Args:
+            source: What the items come from; see above.
+            batch_size: Items of a batch, or rows of packed items; for each rank.
+            shuffle: Whether each epoch has another random order.
+            seed: Of the order, 0 or more.
+            drop_last: Whether items that fill no batch of every rank are left out at the end of an epoch.
+            collate: Makes a batch out of a list of items: `stack`, a `Pad`, a `Pack`, or a function of your own.
+            workers: Threads that make batches; 0 to make them in the caller's thread.
+            prefetch: With workers, how many batches wait ready, beside one that each worker makes.
+            rank: This process among those that train together.
+            world_size: How many those are.
+            lengths: The length of each item of a sequence, which `Pack` and a `Pad` with a window have to know before
+                an epoch. Default: `source.lengths`; if there is no such thing, every item is read once for it.
+
+        Raises:
+            TypeError: The source cannot be read, or an argument has another type.
+            ValueError: An argument is out of its range, the source is empty, or there is no full batch to give out.
+        """
+        self._source = open_source(source)
+        options = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch, "rank": rank}
+        check_options(self._source, {**options, "world_size": world_size}, shuffle, drop_last, collate, lengths)
+        self.batch_size, self.workers = batch_size, workers
+        self._shuffle, self._seed, self._prefetch, self._collate = shuffle, seed, prefetch, collate
+        self._sharing = Sharing(batch_size, rank, world_size, drop_last)
+        self._arranger = collate if isinstance(collate, ByLength) and collate.arranges else None
+        self._lengths: Lengths | None = None
+        if isinstance(self._source, Items) and self._arranger:
+            given = lengths if lengths is not None else getattr(source, "lengths", None)
+            self._lengths = Lengths(self._source, self._arranger, given)
+        self._make = Maker(self._source, collate, self._lengths)
+        self._plan: tuple[int, int, Plan] | None = None  # epoch, length, and what was planned for them
+        self._epoch = self._position = 0
+        self._resume: dict[str, Any] | None = None
+        self._run: Run | None = None
+        self._begun = False
+        self._stats = LoaderStats()
+        if isinstance(self._source, Items):
+            self._check_size(len(self._source))
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many batches of this epoch were taken."""
+        return self._position
+
+    @property
+    def stats(self) -> LoaderStats:
+        """What was given out until now."""
+        return self._stats
+
+    def __len__(self) -> int:
+        """Return the number of batches of the current epoch, from its beginning; `Pack` may have another in the next.
+
+        Raises:
+            TypeError: The source is an iterable.
+        """
+        if isinstance(self._source, Stream):
+            raise TypeError("an iterable has as many batches as it gives: a Loader over one has no len()")
+        return self._planned(self._source, self._epoch).rounds.count
+
+    def __iter__(self) -> Generator[Tree, None, None]:
+        """Begin to give out what is left of the epoch; an earlier loop that is still open is closed."""
+        self.close()
+        return self._loop()
+
+    def close(self) -> None:
+        """End the loop that is open, if there is one; when this returns no thread of it is left."""
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    def __enter__(self) -> Loader:
+        """Return the loader; leaving closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the loader."""
+        self.close()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The place behind the last batch that was taken, and which loader it is a place of: plain JSON values."""
+        return {
+            "version": VERSION,
+            "epoch": self._epoch,
+            "position": self._position,
+            "stream": self._resume,
+            "of": {**self._fingerprint(), "lengths": self._arranged_by() if self._position else None},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to a place; an open loop is closed.
+
+        Raises:
+            ValueError: It is no state, or one of a loader over other data or with other arguments; nothing has changed.
+        """
+        epoch, position, stream = place_of(state)
+        theirs = dict(state["of"])
+        arranged = theirs.pop("lengths", None)
+        check_same(theirs, self._fingerprint())
+        if position and isinstance(self._source, Items):
+            count = self._planned(self._source, epoch).rounds.count
+            check_same({"lengths": arranged}, {"lengths": self._arranged_by()})
+            if position > count:
+                raise ValueError(f"load_state: position: expected at most {count}, got {position}")
+        self.close()
+        self._epoch, self._position, self._resume = epoch, position, stream
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Return what makes this loader another than others."""
+        sharing = self._sharing
+        return {
+            "length": self._length(self._source, self._epoch) if isinstance(self._source, Items) else None,
+            "batch_size": sharing.batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": sharing.drop_last,
+            "collate": name_of(self._collate),
+            "world_size": sharing.world_size,
+        }
+
+    def _arranged_by(self) -> str | None:
+        """Return a checksum of the lengths that the epoch was planned by."""
+        known = self._lengths.known if self._lengths else None
+        return None if known is None else checksum(known)
+
+    def _loop(self) -> Generator[Tree, None, None]:
+        """Give out what is left of the epoch."""
+        last = before = time.perf_counter()
+        run = self._run = self._begin()
+        try:
+            while (taken := self._take(run)) is not None:
+                task, made = taken
+                now = time.perf_counter()
+                self._count(made, now - before, now - last)
+                last = now
+                self._position, self._resume = self._position + 1, task.resume
+                yield made.batch
+                del taken, task, made  # or the batch would be held while the next one is made
+                before = time.perf_counter()
+            self._epoch, self._position, self._resume = self._epoch + 1, 0, None
+        finally:
+            run.close()
+
+    def _take(self, run: Run) -> tuple[Task, Made] | None:
+        """Wait for a batch; an interrupt does not wait for the workers."""
+        try:
+            return run.take()
+        except KeyboardInterrupt:
+            run.close(wait=False)
+            raise
+
+    def _begin(self) -> Run:
+        """Start to make batches."""
+        source = self._source
+        if hasattr(source.source, "set_epoch"):
+            source.source.set_epoch(self._epoch)
+        if isinstance(source, Items):
+            plan = self._planned(source, self._epoch)
+            tasks: Iterator[Task] = map(plan.task, range(self._position, plan.rounds.count))
+        else:
+            if source.one_shot and not source.stateful and self._begun:
+                raise ValueError(
+                    "source: a one-shot iterator was read before and cannot be gone through again: give an object "
+                    "whose __iter__ starts anew, such as a list or a class with a generator as its __iter__"
+                )
+            tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()
+        self._begun = True
+        return Run(tasks, self._make, self.workers, self._prefetch, reads=isinstance(source, Stream))
+
+    def _planned(self, source: Items, epoch: int) -> Plan:
+        """Return the plan of an epoch; once it has begun its length stays."""
+        n = self._length(source, epoch)
+        if self._plan is None or self._plan[:2] != (epoch, n):
+            self._check_size(n)
+            keys = Keys(self._seed, epoch) if self._shuffle else None
+            lengths = self._lengths.all(n) if self._lengths else None
+            plan = Plan(n, keys, self._sharing, self._arranger, lengths)
+            if not plan.rounds.count:
+                raise ValueError(f"source: {n} items make {len(plan.units)} rows, which fill no batch of every rank")
+            self._plan = epoch, n, plan
+        return self._plan[2]
+
+    def _length(self, source: Items, epoch: int) -> int:
+        """Return the length of an epoch: what it began with, or else what the source has now."""
+        begun = self._plan is not None and self._position > 0 and self._plan[0] == epoch == self._epoch
+        return self._plan[1] if begun and self._plan else len(source)
+
+    def _check_size(self, n: int) -> None:
+        """Refuse sources that give no batch."""
+        if n == 0:
+            raise ValueError("source: it is empty: there is nothing to make batches of")
+        if isinstance(self._arranger, Pack):
+            return  # its rows are not known yet
+        if not self._sharing.rounds(n).count:
+            raise ValueError(
+                f"drop_last: no batch is full: {n} items for {self._sharing.world_size} x {self.batch_size}; use a "
+                "smaller batch_size or drop_last=False"
+            )
+
+    def _count(self, made: Made, wait: float, seconds: float) -> None:
+        """Add a batch to the statistics."""
+        stats = self._stats
+        self._stats = dataclasses.replace(
+            stats,
+            batches=stats.batches + 1,
+            items=stats.items + made.items,
+            wait=stats.wait + wait,
+            seconds=stats.seconds + seconds,
+            real=stats.real + made.real,
+            elements=stats.elements + made.elements,
+        )
