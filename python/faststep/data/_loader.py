@@ -42,8 +42,8 @@ class Loader:
     **Workers.** Threads that read items and collate them; batches come in the same order as without. They help where
     that work lets the GIL go: files, network, decoding, large numpy operations. A source must bear being read by
     several threads; an iterable is read by one. Leave `mx.random` alone in items and collate: its state is each
-    thread's own. An item or collate may make MLX arrays: they are evaluated in the thread that made them. One that waits
-    for another thread (an array that the dataset holds and never evaluated) is an error that names it.
+    thread's own. An item or collate may make MLX arrays: they are evaluated in the thread that made them. One that
+    waits for another thread (an array that the dataset holds and never evaluated) is an error that names it.
 
     **Ranks.** Each rank makes a loader with its `rank` and the same other arguments. A round takes the next
     `world_size * batch_size` items, rank r the r-th part of it, so all ranks together see the batches that one process
@@ -208,6 +208,8 @@ class Loader:
             check_same({"lengths": arranged}, {"lengths": self._arranged_by()})
             if position > count:
                 raise ValueError(f"load_state: position: expected at most {count}, got {position}")
+        if (stream is not None) != (position > 0 and isinstance(self._source, Stream)):
+            raise ValueError(f"load_state: stream: expected the place of an iterable, and of that alone, got {stream}")
         self.close()
         self._epoch, self._position, self._resume = epoch, position, stream
 
