@@ -12,6 +12,7 @@ from faststep.loggers._values import Record
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
     from rich.text import Text
 
 REFRESH = 4  # drawings a second
@@ -24,29 +25,35 @@ BARS = "▁▂▃▄▅▆▇█"
 class Display:
     """What is drawn: a headline with a bar, and a line or more for each group of fields.
 
-    It is drawn as bare text, which costs a fraction of what rich's tables and panels do.
+    Only the headline is made anew each time; the fields change with the records.
     """
 
     def __init__(self, status: Status) -> None:
         self._status = status
         self._text: type[Text] = need("rich.text").Text
+        self._drawn: tuple[object, list[Segment]] = (None, [])
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Segment]:
         """Draw it into the console's width."""
-        width, status = options.max_width, self._status
-        yield self._headline(width, options.ascii_only)
-        groups = status.groups()
-        for name, fields in groups.items():
-            line = self._text(name.ljust(INDENT), style="cyan", no_wrap=True, end="")
+        yield self._headline(options.max_width, options.ascii_only)
+        key = (self._status.records, options.max_width, options.ascii_only)
+        if self._drawn[0] != key:
+            lines = self._body(options.max_width, options.ascii_only)
+            self._drawn = key, [segment for line in lines for segment in console.render(line, options)]
+        yield from self._drawn[1]
+
+    def _body(self, width: int, ascii_only: bool) -> Iterator[Text]:
+        for name, fields in self._status.groups().items():
+            line = self._text(no_wrap=True).append(name.ljust(INDENT), style="cyan")
             yield from self._flow(line, fields, width)
-            if name == "train" and (trend := self._trend(options.ascii_only)) and width >= 60:
+            if name == "train" and (trend := self._trend(ascii_only)):
                 yield self._text(f"{'':{INDENT}}{trend}", style="dim", no_wrap=True)
-        if status.data_bound:
-            yield self._text(status.data_bound, style="yellow", no_wrap=True, overflow="ellipsis")
+        if self._status.data_bound:
+            yield self._text(self._status.data_bound, style="yellow", no_wrap=True, overflow="ellipsis")
 
     def _headline(self, width: int, ascii_only: bool) -> Text:
         status, said = self._status, self._status.interval
-        line = self._text(f"step {status.position}", style="bold", no_wrap=True, overflow="ellipsis")
+        line = self._text(no_wrap=True, overflow="ellipsis").append(f"step {status.position}", style="bold")
         if said.get("epoch") is not None:
             epochs = status.start.get("epochs")
             line.append(f"  epoch {int(said['epoch']) + 1}" + (f"/{count(epochs)}" if epochs else ""))
@@ -58,7 +65,7 @@ class Display:
             done = min(1.0, status.step / status.total)
             room = min(40, width - len(line) - len(tail) - 9)
             line.append_text(self._bar(done, room, ascii_only)).append(f" {share(done):>5}")
-        return line.append(tail, style="not bold")
+        return line.append(tail)
 
     def _bar(self, done: float, room: int, ascii_only: bool) -> Text:
         full, rest = ("=", "-") if ascii_only else ("━", "╌")
@@ -78,7 +85,7 @@ class Display:
 
     def _ended(self, line: Text) -> Text:
         line.rstrip()
-        line.end, line.overflow = "\n", "ellipsis"
+        line.overflow = "ellipsis"
         return line
 
     def _trend(self, ascii_only: bool) -> str:

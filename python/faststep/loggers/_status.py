@@ -29,6 +29,7 @@ class Status:
         seconds: Where the time has gone, summed over the intervals.
         peak: The largest peak of memory, in bytes.
         step: The last step that a record named.
+        records: How many records there were.
         told: When the last interval came, in seconds of `time.monotonic`.
         began: When the training began.
     """
@@ -42,6 +43,7 @@ class Status:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     peak: float = 0.0
     step: int = 0
+    records: int = 0
     told: float = field(default_factory=time.monotonic)
     began: float = field(default_factory=time.monotonic)
 
@@ -56,6 +58,7 @@ class Status:
             self._sum(record)
         elif kind == "validation" and record.get("best"):
             self.best = number(record.get("loss")), self.step
+        self.records += 1
 
     def _sum(self, record: Record) -> None:
         self.told = time.monotonic()
@@ -110,8 +113,7 @@ class Status:
         return {name: fields for name, fields in groups.items() if fields}
 
     def _train(self) -> list[Field]:
-        said = self.interval
-        skipped = int(said.get("skipped") or 0)
+        said, skipped = self.interval, self.interval.get("skipped")
         return _known(
             ("loss", figure(said.get("loss")), ""),
             ("grad norm", figure(said.get("grad_norm")), ""),

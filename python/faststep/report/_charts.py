@@ -1,0 +1,228 @@
+"""The plots of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from faststep.loggers._figures import figure, quantity, share, size, span
+from faststep.report._log import Log, Numbers, Table
+from faststep.report._plot import COLOURS, INK, PAPER, logarithmic, plot, tick
+from faststep.report._series import extremes, finite, since_last, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, RED = COLOURS[:4]
+PARTS = {"data": ORANGE, "step": BLUE, "validation": GREEN, "checkpoint": COLOURS[4], "other": COLOURS[7]}
+MEMORY = {"active": BLUE, "cache": ORANGE, "peak": RED, "process": COLOURS[7]}
+Form = Callable[[float], str] | None  # how a value is written
+SPLIT = 150  # bars of the split of time
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot with its heading and a line of what is to be known about it."""
+
+    title: str
+    svg: str
+    note: str = ""
+
+
+def charts(log: Log) -> Iterator[Chart]:
+    """Return the plots for which the log has data."""
+    steps, intervals = log.steps, log.intervals
+    rates = steps if steps.known("learning_rate") else intervals
+    if steps.known("loss") or intervals.known("loss") or log.validations.known("loss"):
+        yield _loss(log)
+    norms = steps if steps.known("grad_norm") else intervals
+    if norms.known("grad_norm"):
+        yield _norm(log, norms)
+    if rates.known("learning_rate"):
+        yield _line("Learning rate", log, rates, {"learning_rate": BLUE})
+    if intervals.known("items_per_second"):
+        note = "Tokens, or elements of the batch's first array, per second."
+        yield _line("Items per second", log, intervals, {"items_per_second": BLUE}, quantity, note)
+    elif intervals.known("steps_per_second"):
+        yield _line("Steps per second", log, intervals, {"steps_per_second": BLUE}, quantity)
+    if any(column.any() for column in intervals.group("seconds").values()):
+        yield _split(log)
+    if steps.known("seconds"):
+        yield _durations(log)
+    memory = {f"memory.{name}": colour for name, colour in MEMORY.items() if intervals.known(f"memory.{name}")}
+    if memory:
+        yield _line("Memory", log, intervals, memory, size, "Of MLX: active, cache and peak. Of the process: process.")
+    if intervals.known("traces") or intervals.known("skipped"):
+        yield _counts(log)
+    if intervals.known("padding"):
+        note = "The share of a batch that is no padding."
+        yield _line("Padding efficiency", log, intervals, {"padding": BLUE}, share, note)
+    if intervals.known("update_ratio"):
+        note = "The norm of an update over the norm of the weights."
+        yield _line("Update ratio", log, intervals, {"update_ratio": BLUE}, note=note)
+    for name in log.validations.group("metrics"):
+        if log.validations.known(f"metrics.{name}"):
+            yield _line(f"Validation: {name}", log, log.validations, {f"metrics.{name}": GREEN}, dots=True)
+
+
+def _loss(log: Log) -> Chart:
+    table = log.steps if log.steps.known("loss") else log.intervals
+    x, y, window = smooth(table.step, table["loss"])
+
+    def paint(axes: Axes) -> None:
+        raw, validation = finite(table.step, table["loss"])[1], log.validations["loss"]
+        logarithmic(axes, np.concatenate([raw, validation]))
+        axes.plot(*extremes(table.step, table["loss"]), color=BLUE, alpha=0.3, linewidth=0.7)
+        if window > 1:
+            axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
+        _validations(axes, log.validations)
+        tick(axes)
+        _marks(axes, log)
+        skipped(axes, log)
+
+    lost = int(np.nansum(log.steps["skipped"]))
+    note = "Faint: each step, of long runs the lowest and the highest of each stretch."
+    note += f" Marks at the foot: {lost} skipped batches." if lost else ""
+    return Chart("Loss", plot("loss", paint), note + _resumed(log))
+
+
+def _validations(axes: Axes, table: Table) -> None:
+    x, y = finite(table.step, table["loss"])
+    if not len(y):
+        return
+    axes.plot(*extremes(x, y, 150), color=GREEN, marker="o", markersize=3, linewidth=1, label="validation")
+    best = int(y.argmin())
+    label = f"best {figure(y[best])} at {x[best]:,}"
+    axes.plot(x[best], y[best], "*", color=GREEN, markersize=11, markeredgecolor=PAPER, label=label, linestyle="none")
+
+
+def _marks(axes: Axes, log: Log) -> None:
+    """Draw a line where the run was resumed."""
+    for at in log.resumes[-200:]:
+        axes.axvline(at, color=INK, alpha=0.35, linewidth=0.8, linestyle=(0, (3, 3)))
+
+
+def _resumed(log: Log) -> str:
+    count = len(log.resumes)
+    return f" Dashed: resumed, {count} time{'s' if count > 1 else ''}." if count else ""
+
+
+def skipped(axes: Axes, log: Log) -> None:
+    """Mark the skipped batches at the foot of the plot."""
+    at = log.steps.step[np.nan_to_num(log.steps["skipped"]) > 0]
+    if len(at):
+        at = np.unique(np.linspace(0, len(at) - 1, min(len(at), 1000)).astype(int)) if len(at) > 1000 else at
+        axes.plot(
+            at,
+            np.full(len(at), 0.02),
+            "|",
+            color=RED,
+            markersize=7,
+            transform=axes.get_xaxis_transform(),
+            label="skipped",
+        )
+
+
+def _norm(log: Log, table: Table) -> Chart:
+    x, y, window = smooth(table.step, table["grad_norm"])
+
+    def paint(axes: Axes) -> None:
+        logarithmic(axes, table["grad_norm"], always=True)
+        axes.plot(*extremes(table.step, table["grad_norm"]), color=BLUE, alpha=0.3, linewidth=0.7)
+        if window > 1:
+            axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
+        tick(axes)
+        _marks(axes, log)
+
+    return Chart("Gradient norm", plot("gradient norm", paint), "Before clipping.")
+
+
+def _line(
+    title: str,
+    log: Log,
+    table: Table,
+    columns: dict[str, str],
+    form: Form = None,
+    note: str = "",
+    *,
+    dots: bool = False,
+) -> Chart:
+    def paint(axes: Axes) -> None:
+        for name, colour in columns.items():
+            label = name.rpartition(".")[2] if len(columns) > 1 else None
+            axes.plot(
+                *extremes(table.step, table[name]),
+                color=colour,
+                label=label,
+                marker="o" if dots or len(table) == 1 else None,
+                markersize=3,
+            )
+        if title != "Learning rate" and all(np.nanmin(table[name]) >= 0 for name in columns) and not dots:
+            axes.set_ylim(bottom=0)
+        tick(axes, form)
+        _marks(axes, log)
+
+    return Chart(title, plot(title.lower(), paint), note)
+
+
+def _split(log: Log) -> Chart:
+    """Stack where the time of a step goes."""
+    table = log.intervals
+    covered = since_last(table.step, log.resumes)
+    known = covered > 0
+    parts = [np.nan_to_num(table[f"seconds.{part}"])[known] for part in PARTS]
+    stretches = np.array_split(np.arange(int(known.sum())), min(SPLIT, max(1, int(known.sum()))))
+    steps = np.array([covered[known][each].sum() for each in stretches])
+    stacked = [np.array([part[each].sum() for each in stretches]) / steps for part in parts]
+    ends = np.array([table.step[known][each][-1] for each in stretches])
+    begin = float(table.step[known][0] - covered[known][0]) if known.any() else 0.0
+
+    def paint(axes: Axes) -> None:
+        edges, doubled = _stairs(begin, ends, stacked)
+        axes.stackplot(edges, *doubled, colors=PARTS.values(), labels=list(PARTS), alpha=0.85, linewidth=0)
+        axes.set_ylim(bottom=0)
+        tick(axes, span)
+
+    whole = sum(part.sum() for part in parts)
+    shares = ", ".join(f"{name} {share(part.sum() / whole)}" for name, part in zip(PARTS, parts, strict=True))
+    return Chart("Time of a step", plot("time of a step", paint), f"Mean of each stretch. In all: {shares}.")
+
+
+def _stairs(begin: float, ends: Numbers, values: list[Numbers]) -> tuple[Numbers, list[Numbers]]:
+    """Return x and the y's of areas that are level over each stretch."""
+    edges = np.repeat(np.concatenate([[begin], ends]), 2)[1:-1]
+    return edges, [np.repeat(each, 2) for each in values]
+
+
+def _durations(log: Log) -> Chart:
+    table = log.steps
+
+    def paint(axes: Axes) -> None:
+        logarithmic(axes, table["seconds"])
+        for name, colour, label in (("seconds", BLUE, "a step, data included"), ("wait", ORANGE, "waited for data")):
+            if table.known(name) and (axes.get_yscale() != "log" or np.nanmin(table[name]) > 0):
+                axes.plot(*extremes(table.step, table[name]), color=colour, alpha=0.3, linewidth=0.7)
+                axes.plot(*smooth(table.step, table[name])[:2], color=colour, label=label)
+        if axes.get_yscale() != "log":
+            axes.set_ylim(bottom=0)
+        tick(axes, span)
+        _marks(axes, log)
+
+    return Chart("Seconds of each step", plot("seconds of each step", paint), "Faint: shortest and longest.")
+
+
+def _counts(log: Log) -> Chart:
+    table = log.intervals
+
+    def paint(axes: Axes) -> None:
+        for name, colour, label in (("traces", BLUE, "traces made"), ("skipped", RED, "batches skipped")):
+            if table.known(name):
+                axes.plot(*extremes(table.step, table[name]), color=colour, label=label, drawstyle="steps-post")
+        axes.set_ylim(bottom=0)
+        tick(axes, quantity, whole=True)
+        _marks(axes, log)
+
+    return Chart("Traces and skipped batches", plot("traces and skipped batches", paint), "Counted from each start.")

@@ -1,0 +1,152 @@
+"""The page of several runs, over each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from faststep.loggers._figures import clock, printable, quantity, size
+from faststep.loggers._values import flat
+from faststep.report._charts import Form
+from faststep.report._log import Log, Table, read_log
+from faststep.report._page import Html, figures, page, said, section, write
+from faststep.report._page import table as html_table
+from faststep.report._plot import COLOURS, logarithmic, plot, tick
+from faststep.report._report import best, ending, last_loss, peak, position
+from faststep.report._series import extremes, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DASHES = ("-", "--", ":", "-.")
+# title, which table, column, whether it is averaged, form of the y axis
+PLOTS: tuple[tuple[str, str, str, bool, Form], ...] = (
+    ("Loss", "steps", "loss", True, None),
+    ("Validation loss", "validations", "loss", False, None),
+    ("Gradient norm", "steps", "grad_norm", True, None),
+    ("Learning rate", "steps", "learning_rate", False, None),
+    ("Items per second", "intervals", "items_per_second", False, quantity),
+    ("Active memory", "intervals", "memory.active", False, size),
+    ("Memory of the process", "intervals", "memory.process", False, size),
+)
+
+
+def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
+    """Write a page on which runs are drawn over each other, by step and by time of training.
+
+    It has a table of how they ended and one of the config's keys in which they differ. The page is one file that
+    fetches nothing.
+
+    Args:
+        runs: The folders of the runs, or their `log.jsonl`.
+        out: The page.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileNotFoundError: A run has no log.
+        LogError: A log cannot be read; the message names file and line.
+        ImportError: matplotlib is not installed.
+        ValueError: `runs` is empty.
+    """
+    if not runs:
+        raise ValueError("compare: expected one run or more, got none")
+    logs = [read_log(run) for run in runs]
+    names = _names([log.path.resolve().parent for log in logs])
+    charts = (chart for spec in PLOTS for chart in _charts(spec, names, logs))
+    text = page(
+        f"{', '.join(names)} · comparison",
+        f"<h1>{len(logs)} runs</h1>",
+        section("How they ended", _ends(names, logs)),
+        section("Where their configs differ", _differences(names, logs)),
+        section("By step, and by time of training", figures(charts)),
+    )
+    return write(Path(out), text)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Name the runs by as much of the end of their paths as tells them apart."""
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return [printable(name) for name in names]
+    return [f"{name} ({place})" for place, name in enumerate(names, 1)]  # a run twice
+
+
+def _style(place: int) -> tuple[str, str]:
+    return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+
+
+def _charts(
+    spec: tuple[str, str, str, bool, Form], names: Sequence[str], logs: Sequence[Log]
+) -> Iterator[tuple[str, str, str]]:
+    title, source, column, averaged, form = spec
+    tables = [_table(log, source, column) for log in logs]
+    if not any(table.known(column) for table in tables):
+        return
+    for by_time in (False, True):
+        svg = plot(f"{title} by {'time' if by_time else 'step'}".lower(),
+                   lambda axes: _paint(axes, names, tables, column, averaged, form, by_time),  # noqa: B023
+                   by_time=by_time)  # fmt: skip
+        yield title, svg, "Means over a fiftieth of the run; faint: lowest and highest." if averaged else ""
+
+
+def _table(log: Log, source: str, column: str) -> Table:
+    table: Table = getattr(log, source)
+    return log.intervals if source == "steps" and not table.known(column) else table
+
+
+def _paint(
+    axes: Axes,
+    names: Sequence[str],
+    tables: Sequence[Table],
+    column: str,
+    averaged: bool,
+    form: Form,
+    by_time: bool,
+) -> None:
+    logarithmic(axes, np.concatenate([table[column] for table in tables]), always=column == "grad_norm")
+    for place, (name, table) in enumerate(zip(names, tables, strict=True)):
+        colour, dash = _style(place)
+        x = table.elapsed if by_time else table.step
+        if averaged:
+            axes.plot(*extremes(x, table[column], 200), color=colour, alpha=0.2, linewidth=0.6)
+        line = smooth(x, table[column])[:2] if averaged else extremes(x, table[column], 200)
+        dots = "o" if len(line[0]) <= 30 else ""
+        axes.plot(
+            *line, color=colour, linestyle=dash, marker=dots, markersize=2.5, label=name if len(names) <= 6 else None
+        )
+    if column not in ("loss", "grad_norm", "learning_rate"):
+        axes.set_ylim(bottom=0)
+    tick(axes, form)
+
+
+def _swatch(place: int, name: str) -> Html:
+    return Html(f'<span class="swatch" style="background: {_style(place)[0]}"></span>{said(name)}')
+
+
+def _ends(names: Sequence[str], logs: Sequence[Log]) -> str:
+    rows = []
+    for place, (name, log) in enumerate(zip(names, logs, strict=True)):
+        rate = log.intervals["items_per_second"]
+        items = quantity(np.nanmedian(rate)) if np.isfinite(rate).any() else "-"
+        rows.append([_swatch(place, name), position(log), clock(log.seconds), last_loss(log), best(log), items,
+                     peak(log), Html(ending(log))])  # fmt: skip
+    header = ("run", "steps", "time", "last loss", "best validation", "items/s", "peak memory", "end")
+    return html_table(header, rows, numbers=(1, 2, 3, 4, 5, 6))
+
+
+def _differences(names: Sequence[str], logs: Sequence[Log]) -> str:
+    configs = [flat(log.config) for log in logs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = []
+    for key in keys:
+        values = [json.dumps(config[key], default=str) if key in config else "" for config in configs]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return html_table(("key", *names), rows)
