@@ -151,7 +151,7 @@ def _check_manifest(manifest: dict[str, Any], number: int | None) -> None:
             raise Damaged(f"{name}: expected bytes and sha256, found {entry!r:.200}")
     if manifest.get("number") != number:
         raise Damaged(f"expected the number {number} of its folder, found {manifest.get('number')!r}")
-    if not isinstance(manifest.get("metric"), float | None) or not isinstance(manifest.get("time"), float):
+    if not isinstance(manifest.get("metric", 0), float | None) or not isinstance(manifest.get("time"), float):
         raise Damaged("expected a metric and a time, found something else")
 
 
@@ -235,14 +235,16 @@ def _regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise Damaged(f"{path}: expected a file, found none that can be read ({error.strerror})") from error
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise Damaged(f"{path}: expected a file, found something else")
-        try:
+        with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
             yield file, status.st_size
-        except OSError as error:
-            raise Damaged(f"{path}: expected to read it, found that it cannot be ({error.strerror})") from error
+    except OSError as error:
+        raise Damaged(f"{path}: expected to read it, found that it cannot be ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -244,10 +244,12 @@ class _Writer:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._done = threading.Event()  # a Ctrl-C in `join` would let the thread pass for ended
         self._error: Exception | None = None
         self._written: list[Written] = []
 
     def start(self, write: Callable[[], int], place: Path) -> None:
+        self._done.clear()
         self._thread = threading.Thread(target=self._run, args=(write, place), name="faststep-checkpoint")
         self._thread.start()
 
@@ -259,9 +261,12 @@ class _Writer:
             self._error = error
         else:
             self._written.append(Written(place, size, time.perf_counter() - start))
+        finally:
+            self._done.set()
 
     def wait(self) -> None:
         if self._thread is not None:
+            self._done.wait()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
