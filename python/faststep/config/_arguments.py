@@ -19,6 +19,7 @@ _WORDS = {
     type(None): "null",
     File: "a path",
 }
+_PLAIN = (str, int, float, bool, type(None), list, dict)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -40,6 +41,11 @@ def missing(takes: Mapping[str, inspect.Parameter], given: Iterable[str]) -> lis
     return [name for name in required if name not in set(given)]
 
 
+def is_open(takes: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether it takes any number of positional arguments."""
+    return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in takes.values())
+
+
 def complaints(takes: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments that do not fit, each with what is wrong."""
     names = [name for name, each in takes.items() if each.kind in _BY_NAME]
@@ -53,25 +59,28 @@ def complaints(takes: Mapping[str, inspect.Parameter], given: Mapping[str, Any])
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may be given where a hint stands; hints that say nothing of plain values take all."""
+    """Whether a plain value may be given where a hint stands; components may, and hints of other things take all."""
+    if is_component(value) or not isinstance(value, _PLAIN):
+        return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, each) for each in inner)
     if origin is typing.Literal:
         return any(type(value) is type(each) and value == each for each in inner)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    if hint is float:
-        return isinstance(value, int | float)
-    if hint is File:
-        return isinstance(value, str)
-    if hint in _WORDS:
-        return isinstance(value, hint)
+    if isinstance(hint, type) and hint in _WORDS:
+        if hint in (int, float) and isinstance(value, bool):
+            return False
+        return isinstance(value, int | float if hint is float else str if hint is File else hint)
     if (origin or hint) in (list, Sequence):
         return isinstance(value, list) and all(fits(each, inner[0]) for each in value if inner)
     if (origin or hint) is Callable:
         return callable(value)
     return True
+
+
+def is_component(value: Any) -> bool:
+    """Whether a value is one to be made."""
+    return isinstance(value, dict) and isinstance(value.get("use"), str)
 
 
 def words(hint: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path as File
 from typing import Any
 
 from faststep.config import _arguments, _tables
-from faststep.config._errors import ConfigError, Path, Problem, Source, short, unknown
+from faststep.config._errors import ConfigError, Path, Problem, Source, unknown
 from faststep.config._models import Component
 from faststep.config._plan import Plan
 from faststep.config._tables import Kind
@@ -70,7 +70,7 @@ class Part:
         if not self.kind.function or inspect.isclass(self.target) or not callable(self.target):
             return False
         takes = _arguments.parameters(self.target)
-        return takes is None or bool(_arguments.missing(takes, self.arguments))
+        return takes is None or _arguments.is_open(takes) or bool(_arguments.missing(takes, self.arguments))
 
 
 def _made(value: Any) -> Any:
@@ -146,51 +146,49 @@ class Parts:
         Returns:
             The part, None where there is a problem.
         """
-        before = len(self.problems)
         users = ":" in component.use
         if users and not self._loads:
             return None
-        given = component.arguments if arguments is None else arguments
-        parts = {name: self._inside(value, kind, (*path, name)) for name, value in given.items()}
-        try:
-            target = attribute(component.use, self.folder) if users else kind.names()[component.use]
-        except NotThere as error:
-            self.refuse((*path, "use"), str(error))
-            return None
-        except KeyError:
-            hint = " (the user's own are module:attribute or file.py:attribute)"
-            self.refuse((*path, "use"), unknown(component.use, kind.names(), kind.name) + hint)
-            return None
-        part = Part(path, kind, target, parts, self.folder, users, self.source)
-        self._check(part)
+        before = len(self.problems)
+        target = self._target(component.use, kind, (*path, "use"), users)
+        if target is not None:
+            given = component.arguments if arguments is None else arguments
+            part = Part(path, kind, target, dict(given), self.folder, users, self.source)
+            self._fill(part)
         return part if len(self.problems) == before else None
 
-    def _inside(self, value: Any, kind: Kind, path: Path) -> Any:
-        """Find the components among the arguments of another."""
-        if isinstance(value, dict) and isinstance(value.get("use"), str):
-            return self.find(Component.model_validate(value), kind, path)
-        if isinstance(value, list):
-            return [self._inside(each, kind, (*path, i)) for i, each in enumerate(value)]
-        return value
+    def _target(self, use: str, kind: Kind, path: Path, users: bool) -> Any:
+        try:
+            return attribute(use, self.folder) if users else kind.names()[use]
+        except NotThere as error:
+            self.refuse(path, str(error))
+        except KeyError:
+            hint = " (the user's own are module:attribute or file.py:attribute)"
+            self.refuse(path, unknown(use, kind.names(), kind.name) + hint)
+        return None
 
-    def _check(self, part: Part) -> None:
+    def _fill(self, part: Part) -> None:
+        """Hold the arguments against the signature, find the components among them, and make paths of paths."""
         if not callable(part.target):
             for name in part.arguments:
-                self.refuse((*part.path, name), f"{short(part.target)} is no callable and takes no arguments")
+                self.refuse((*part.path, name), f"{part.target!r:.60} takes no arguments")
             return
-        takes = _arguments.parameters(part.target)
-        if takes is None:
-            return
-        plain = {name: value for name, value in part.arguments.items() if not _has_part(value)}
-        for name, message in _arguments.complaints(takes, plain):
+        takes = _arguments.parameters(part.target) or {}
+        bad = dict(_arguments.complaints(takes, part.arguments)) if takes else {}
+        for name, message in bad.items():
             self.refuse((*part.path, name), message)
         for name in _arguments.missing(takes, part.arguments):
             if not part.is_function:
                 self.refuse((*part.path, name), "missing")
-        for name, value in plain.items():
-            if name in takes:
-                part.arguments[name] = _arguments.with_paths(value, takes[name].annotation, self.folder)
+        for name in part.arguments.keys() - bad.keys():
+            value = self._inside(part.arguments[name], part.kind, (*part.path, name))
+            hint = takes[name].annotation if name in takes else None
+            part.arguments[name] = _arguments.with_paths(value, hint, self.folder)
 
-
-def _has_part(value: Any) -> bool:
-    return isinstance(value, Part) or (isinstance(value, list) and any(_has_part(each) for each in value))
+    def _inside(self, value: Any, kind: Kind, path: Path) -> Any:
+        """Find the components among the arguments of another."""
+        if _arguments.is_component(value):
+            return self.find(Component.model_validate(value), kind, path)
+        if isinstance(value, list):
+            return [self._inside(each, kind, (*path, i)) for i, each in enumerate(value)]
+        return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path as File
 from typing import Any
 
@@ -79,14 +81,45 @@ def validate(values: Any, source: Source | None = None) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([_problem(each, source) for each in error.errors()]) from None
+        found = error.errors()
+        problems = [_problem(each, source) for each in found]
+        raise ConfigError(sorted([*problems, *_behind(values, found, source)], key=_order)) from None
     config._source = source
-    parts = Parts(config.source, config.folder)
-    parts.find_all(Plan(config), users=False)
-    problems = [*Plan(config).problems(), *parts.problems]
-    if problems:
+    plan = Plan(config)
+    if problems := [*plan.problems(), *_components(plan, source)]:
         raise ConfigError(sorted(problems, key=_order))
     return config
+
+
+def _components(plan: Plan, source: Source) -> list[Problem]:
+    """Return what is wrong with the built-in components."""
+    parts = Parts(source, plan.top["folder"])
+    parts.find_all(plan, users=False)
+    return parts.problems
+
+
+def _behind(values: Any, errors: Iterable[Mapping[str, Any]], source: Source) -> list[Problem]:
+    """Return what is wrong with the components where the rest is wrong too: of a config without the wrong keys."""
+    values = copy.deepcopy(values)
+    for error in errors:
+        way = [key for key in error["loc"] if key not in (ONE, SEVERAL)]
+        known = len(way) == 1 and error["type"] != "extra_forbidden"
+        if error["type"] == "missing" or not way or known or way[0] == "train":
+            return []
+        holder: Any = reduce(_of, way[:-1], values)
+        if isinstance(holder, dict):
+            holder.pop(way[-1], None)
+    try:
+        return _components(Plan(Config.model_validate(values)), source)
+    except ValidationError:
+        return []
+
+
+def _of(holder: Any, key: Any) -> Any:
+    """Return what a mapping or a list has under a key, or None."""
+    if isinstance(holder, list) and isinstance(key, int) and key < len(holder):
+        return holder[key]
+    return holder.get(key) if isinstance(holder, dict) else None
 
 
 def _order(problem: Problem) -> tuple[str, int]:

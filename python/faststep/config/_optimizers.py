@@ -47,7 +47,7 @@ def _find(parts: Parts, component: Component, path: Path, steps: int | None, *, 
     elif patterns and not named:
         parts.refuse((*path, "parameters"), "the only or last optimizer takes what is left, it has no patterns")
     schedule = arguments.get("learning_rate")
-    if isinstance(schedule, dict) and isinstance(schedule.get("use"), str):
+    if _arguments.is_component(schedule):
         inside = Component.model_validate(schedule)
         arguments["learning_rate"] = find_schedule(parts, inside, (*path, "learning_rate"), steps)
     return Choice(parts.find(component, OPTIMIZER, path, arguments), patterns)
@@ -94,7 +94,7 @@ def _join(parts: Parts, arguments: dict[str, Any], path: Path, steps: int | None
         parts.refuse((*path, "boundaries"), message)
         return
     for i, (schedule, start, end) in enumerate(zip(schedules, edges, edges[1:], strict=False)):
-        if isinstance(schedule, dict) and isinstance(schedule.get("use"), str):
+        if _arguments.is_component(schedule):
             lasts = None if end is None else end - start
             found = find_schedule(parts, Component.model_validate(schedule), (*path, "schedules", i), lasts)
             arguments["schedules"] = [*arguments["schedules"][:i], found, *arguments["schedules"][i + 1 :]]
