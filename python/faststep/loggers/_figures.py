@@ -31,7 +31,7 @@ def quantity(value: Any) -> str:
         return "-"
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
-            return f"{value / scale:.1f}{unit}"
+            return f"{value / scale:.1f}".removesuffix(".0") + unit
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

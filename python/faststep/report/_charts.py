@@ -10,7 +10,7 @@ import numpy as np
 
 from faststep.loggers._figures import figure, quantity, share, size, span
 from faststep.report._log import Log, Numbers, Table
-from faststep.report._plot import COLOURS, INK, PAPER, logarithmic, plot, tick
+from faststep.report._plot import COLOURS, INK, PAPER, from_zero, logarithmic, plot, tick
 from faststep.report._series import extremes, finite, since_last, smooth
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ BLUE, ORANGE, GREEN, RED = COLOURS[:4]
 PARTS = {"data": ORANGE, "step": BLUE, "validation": GREEN, "checkpoint": COLOURS[4], "other": COLOURS[7]}
 MEMORY = {"active": BLUE, "cache": ORANGE, "peak": RED, "process": COLOURS[7]}
 Form = Callable[[float], str] | None  # how a value is written
+FEW = 60  # points that are seen one by one
 SPLIT = 150  # bars of the split of time
 
 
@@ -93,7 +94,8 @@ def _validations(axes: Axes, table: Table) -> None:
     x, y = finite(table.step, table["loss"])
     if not len(y):
         return
-    axes.plot(*extremes(x, y, 150), color=GREEN, marker="o", markersize=3, linewidth=1, label="validation")
+    dots = "o" if len(y) <= FEW else ""
+    axes.plot(*extremes(x, y, 150), color=GREEN, marker=dots, markersize=3, linewidth=1, label="validation")
     best = int(y.argmin())
     label = f"best {figure(y[best])} at {x[best]:,}"
     axes.plot(x[best], y[best], "*", color=GREEN, markersize=11, markeredgecolor=PAPER, label=label, linestyle="none")
@@ -130,7 +132,7 @@ def _norm(log: Log, table: Table) -> Chart:
     x, y, window = smooth(table.step, table["grad_norm"])
 
     def paint(axes: Axes) -> None:
-        logarithmic(axes, table["grad_norm"], always=True)
+        logarithmic(axes, table["grad_norm"], rather=True)
         axes.plot(*extremes(table.step, table["grad_norm"]), color=BLUE, alpha=0.3, linewidth=0.7)
         if window > 1:
             axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
@@ -150,18 +152,19 @@ def _line(
     *,
     dots: bool = False,
 ) -> Chart:
+    averaged = len(columns) == 1 and len(table) > 2 * FEW and title != "Learning rate"
+
     def paint(axes: Axes) -> None:
         for name, colour in columns.items():
+            x, y = extremes(table.step, table[name])
+            marker = "o" if len(y) == 1 or (dots and len(y) <= FEW) else ""
             label = name.rpartition(".")[2] if len(columns) > 1 else None
-            axes.plot(
-                *extremes(table.step, table[name]),
-                color=colour,
-                label=label,
-                marker="o" if dots or len(table) == 1 else None,
-                markersize=3,
-            )
-        if title != "Learning rate" and all(np.nanmin(table[name]) >= 0 for name in columns) and not dots:
-            axes.set_ylim(bottom=0)
+            (line,) = axes.plot(x, y, color=colour, label=label, marker=marker, markersize=3)
+            if averaged:
+                line.set(alpha=0.3, linewidth=0.7)
+                axes.plot(*smooth(table.step, table[name])[:2], color=colour)
+        if not dots and title != "Learning rate":
+            from_zero(axes, *(table[name] for name in columns))
         tick(axes, form)
         _marks(axes, log)
 
@@ -187,7 +190,10 @@ def _split(log: Log) -> Chart:
         tick(axes, span)
 
     whole = sum(part.sum() for part in parts)
-    shares = ", ".join(f"{name} {share(part.sum() / whole)}" for name, part in zip(PARTS, parts, strict=True))
+    shares = ", ".join(
+        f"{name} {share(part.sum() / whole)}".replace(" ", "\N{NO-BREAK SPACE}")
+        for name, part in zip(PARTS, parts, strict=True)
+    )
     return Chart("Time of a step", plot("time of a step", paint), f"Mean of each stretch. In all: {shares}.")
 
 
@@ -207,7 +213,7 @@ def _durations(log: Log) -> Chart:
                 axes.plot(*extremes(table.step, table[name]), color=colour, alpha=0.3, linewidth=0.7)
                 axes.plot(*smooth(table.step, table[name])[:2], color=colour, label=label)
         if axes.get_yscale() != "log":
-            axes.set_ylim(bottom=0)
+            from_zero(axes, table["seconds"])
         tick(axes, span)
         _marks(axes, log)
 
@@ -221,7 +227,7 @@ def _counts(log: Log) -> Chart:
         for name, colour, label in (("traces", BLUE, "traces made"), ("skipped", RED, "batches skipped")):
             if table.known(name):
                 axes.plot(*extremes(table.step, table[name]), color=colour, label=label, drawstyle="steps-post")
-        axes.set_ylim(bottom=0)
+        from_zero(axes, table["traces"], table["skipped"])
         tick(axes, quantity, whole=True)
         _marks(axes, log)
 

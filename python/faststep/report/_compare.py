@@ -15,7 +15,7 @@ from faststep.report._charts import Form
 from faststep.report._log import Log, Table, read_log
 from faststep.report._page import Html, figures, page, said, section, write
 from faststep.report._page import table as html_table
-from faststep.report._plot import COLOURS, logarithmic, plot, tick
+from faststep.report._plot import COLOURS, from_zero, logarithmic, plot, tick
 from faststep.report._report import best, ending, last_loss, peak, position
 from faststep.report._series import extremes, smooth
 
@@ -110,7 +110,7 @@ def _paint(
     form: Form,
     by_time: bool,
 ) -> None:
-    logarithmic(axes, np.concatenate([table[column] for table in tables]), always=column == "grad_norm")
+    logarithmic(axes, np.concatenate([table[column] for table in tables]), rather=column == "grad_norm")
     for place, (name, table) in enumerate(zip(names, tables, strict=True)):
         colour, dash = _style(place)
         x = table.elapsed if by_time else table.step
@@ -122,7 +122,7 @@ def _paint(
             *line, color=colour, linestyle=dash, marker=dots, markersize=2.5, label=name if len(names) <= 6 else None
         )
     if column not in ("loss", "grad_norm", "learning_rate"):
-        axes.set_ylim(bottom=0)
+        from_zero(axes, *(table[column] for table in tables))
     tick(axes, form)
 
 

@@ -29,7 +29,7 @@ svg { display: block; width: 100%; height: auto; } svg text { font-family: inher
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.7rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }
 th { position: sticky; top: 0; background: var(--card); font-weight: 600; } tr:last-child td { border-bottom: 0; }
-td.number, th.number { text-align: right; white-space: nowrap; } td { overflow-wrap: anywhere; }
+td.number, th.number { text-align: right; white-space: nowrap; } td { overflow-wrap: break-word; }
 pre { margin: 0; padding: 0.7rem; overflow-x: auto; background: var(--card); border-radius: 6px; }
 summary { cursor: pointer; } .swatch { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px;
   margin-right: 0.4em; }

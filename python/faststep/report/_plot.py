@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SIZE = 6.4, 2.7  # inches
 COLOURS = ("#3b82c4", "#e07b39", "#3f9e5f", "#c94f5c", "#8a6fc0", "#9c7a52", "#d46fa8", "#7d8590", "#a8a02c", "#2fa5b5")
+TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)  # seconds
 INK, GRID, PAPER = "#010203", "#040506", "#070809"  # stand for the page's own, and are put in its style
 _PAGE = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"}
 _IDS = re.compile(r' id="[a-zA-Z0-9]+_\d+"')
@@ -69,13 +70,22 @@ def plot(name: str, paint: Callable[[Axes], None], *, by_time: bool = False) -> 
 def _finish(axes: Axes, by_time: bool) -> None:
     form = need("matplotlib.ticker").FuncFormatter
     axes.xaxis.set_major_formatter(form(lambda x, _: clock(x) if by_time else quantity(x)))
-    axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(_places(axes, by_time))
     axes.set_xlabel("time of training" if by_time else "step")
     axes.margins(x=0.01)
     axes.tick_params(which="both", length=0)
     if axes.get_legend_handles_labels()[0]:
         # Above the axes, where no line runs.
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, borderaxespad=0.2, handlelength=1.2)
+
+
+def _places(axes: Axes, by_time: bool) -> Any:
+    """Return where the ticks of the x axis are: at round numbers, or at round times."""
+    ticker = need("matplotlib.ticker")
+    low, high = axes.get_xlim()
+    round_times = (step for step in TIMES if (high - low) / step <= 6)
+    step = next(round_times, 0) if by_time else 0
+    return ticker.MultipleLocator(step) if step else ticker.MaxNLocator(6, integer=True)
 
 
 def _for_page(text: str, name: str) -> str:
@@ -99,9 +109,21 @@ def tick(axes: Axes, form: Callable[[float], str] | None = None, *, whole: bool 
         axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=whole))
 
 
-def logarithmic(axes: Axes, values: Any, *, always: bool = False) -> None:
-    """Make the y axis logarithmic where the values are positive and far apart."""
+def logarithmic(axes: Axes, values: Any, *, rather: bool = False) -> None:
+    """Make the y axis logarithmic where the values are positive and far apart, `rather` so where they are it less."""
     values = np.asarray(values)
     values = values[np.isfinite(values)]
-    if len(values) and values.min() > 0 and (always or values.max() > 20 * np.median(values)):
+    if len(values) == 0 or values.min() <= 0:
+        return
+    if values.max() > (4 * values.min() if rather else 5 * np.median(values)):
         axes.set_yscale("log")
+        ticker, wide = need("matplotlib.ticker"), values.max() > 100 * values.min()
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=8))
+
+
+def from_zero(axes: Axes, *values: Any) -> None:
+    """Let the y axis begin at zero and end above the values, unless it is logarithmic."""
+    if axes.get_yscale() == "log":
+        return
+    top = max((float(np.nanmax(each)) for each in values if np.isfinite(each).any()), default=0.0)
+    axes.set_ylim(0, 1.1 * top if 0 < top < np.inf else None)
