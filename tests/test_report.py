@@ -218,7 +218,7 @@ def test_a_spike_among_100_000_steps_is_drawn(tmp_path: Path) -> None:
     spike = points[points[:, 1].argmin()]  # y points down
     assert len(points) < 1010
     share = (spike[0] - points[0, 0]) / (points[-1, 0] - points[0, 0])
-    assert share == pytest.approx(0.70003, abs=1e-3)
+    assert share == pytest.approx(0.70003, abs=2e-3)  # of 400 pixels
     others = np.delete(points, points[:, 1].argmin(), axis=0)[:, 1]
     height = points[:, 1].max() - spike[1]
     assert (points[:, 1].max() - others.min()) / height == pytest.approx(0.2 / 2.1, abs=0.01)
