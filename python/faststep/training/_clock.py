@@ -1,0 +1,62 @@
+"""Where the time of a training goes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+
+PHASES = ("data", "step", "validation", "checkpoint", "other")
+
+
+class Clock:
+    """Seconds by phase since the last reading; phases do not nest."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside for a phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - began
+
+    def total(self, name: str) -> float:
+        """Return the seconds of a phase since the last reading."""
+        return self._seconds[name]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the last reading."""
+        return time.perf_counter() - self._began
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds by phase since the last reading; "other" is what is left of all of them."""
+        now = time.perf_counter()
+        seconds, passed = self._seconds, now - self._began
+        seconds["other"] = max(0.0, passed - sum(seconds.values()))
+        self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
+        return seconds
+
+
+def memory() -> dict[str, int]:
+    """Return what is in use, in bytes: MLX's "active", "cache" and "peak", and the "process" as a whole."""
+    active, cache, peak = mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()
+    return {"active": active, "cache": cache, "peak": peak, "process": _resident()}
+
+
+def _resident() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):  # no Linux: the most that there was
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return pages * resource.getpagesize()

@@ -1,0 +1,393 @@
+"""The trainer: the loop around the step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from faststep._step import Step
+from faststep.checkpoints import Checkpoints
+from faststep.loggers import Logger, Progress
+from faststep.training import _bundle, _run
+from faststep.training._callbacks import Callback
+from faststep.training._clock import Clock
+from faststep.training._errors import Phase, TrainingError, phase_of_step, tagged
+from faststep.training._guard import Guard, Tried
+from faststep.training._log import Log
+from faststep.training._signals import Signals
+from faststep.training._validate import call, random_key, validate
+from faststep.training._window import Window, number_of, reopen
+
+Reason = Literal["done", "early_stop", "callback", "signal"]
+_END = object()
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a training ended.
+
+    Attributes:
+        reason: "done": all steps or epochs are made. "early_stop": the validation loss no longer falls. "callback": a
+            callback asked for it. "signal": SIGINT or SIGTERM did.
+        steps: How many steps have been made in all.
+        loss: The mean training loss of the last interval, None where there was none.
+        best: The lowest validation loss, None without validation.
+    """
+
+    reason: Reason
+    steps: int
+    loss: float | None
+    best: float | None
+
+
+@dataclass
+class _Progress:
+    """What the trainer knows beyond model, optimizer, step and data; a checkpoint keeps it."""
+
+    number: int = 0
+    best: float | None = None
+    stale: int = 0  # validations since the best one
+    row: int = 0  # batches skipped in a row
+    skipped: int = 0
+    seconds: float = 0.0
+    window: Window | None = field(default=None)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        kept = dict(vars(self))
+        return kept | {"window": None if self.window is None else self.window.state()}
+
+
+class Trainer:
+    """Trains: epochs or steps, validation, checkpoints from which it goes on exactly, logs.
+
+    A step of the trainer is one update: `step.accumulate` batches, or what is left of them at the end of an epoch.
+
+    Example:
+        >>> import tempfile
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, numpy as np
+        >>> from faststep import Step
+        >>> from faststep.data import Loader
+        >>> from faststep.training import Trainer
+        >>> model, x = nn.Linear(4, 1), np.ones((64, 4), np.float32)
+        >>> step = Step(model, optim.Adam(1e-2), lambda model, x: mx.square(model(x) - 1).mean())
+        >>> loader = Loader(x, batch_size=8, shuffle=True, seed=0)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     result = Trainer(step, loader, run=run, epochs=3, loggers=[]).train()
+        >>> result.reason, result.steps
+        ('done', 24)
+    """
+
+    _reason: Reason | None
+    _validated: int | None  # the step of the last validation, and of the last checkpoint
+    _saved: int | None
+
+    def __init__(
+        self,
+        step: Step,
+        loader: Any,
+        *,
+        run: str | Path,
+        steps: int | None = None,
+        epochs: int | None = None,
+        validation: Iterable[Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger] | None = None,
+        log_every: int = 20,
+        validate_every: int = 100,
+        validation_batches: int | None = None,
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        stop_after_bad: int = 10,
+        update_ratio_every: int = 0,
+        checkpoint_every: int = 200,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read or written before `train`.
+
+        Args:
+            step: The step, with its model, optimizer, loss function and options.
+            loader: A `faststep.data.Loader`, or anything that can be iterated over an epoch at a time and has `epoch`,
+                `position`, `state` and `load_state` as that has.
+            run: The folder for log and checkpoints; it is made where it is missing.
+            steps: Stop after so many steps in all. None: by `epochs` alone.
+            epochs: Stop after so many epochs. None: by `steps` alone.
+            validation: Batches for validation, which can be iterated again and again.
+            callbacks: Are called in the course of the training.
+            loggers: Get the log's records beside `run/log.jsonl`. None: a progress display.
+            log_every: Steps between two intervals of the log; 5 seconds make one too.
+            validate_every: Steps between two validations; 0: at the end only.
+            validation_batches: Validate on so many batches at most.
+            patience: Stop when so many validations in a row have brought no better loss; None: never.
+            min_delta: By how much a better loss has to be lower.
+            stop_after_bad: Stop when so many batches in a row were skipped, and write a bundle with which it can be
+                reproduced; 0: never.
+            update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
+            checkpoint_every: Steps between two checkpoints; 0: at the end and at the best validation only.
+            keep_last: Keep so many of the newest checkpoints.
+            keep_best: Keep so many of those with the lowest validation loss.
+            config: What goes into the log as the configuration.
+
+        Raises:
+            TypeError: `step` or `loader` is something else.
+            ValueError: Neither `steps` nor `epochs` is given, or a number is out of its range.
+        """
+        if not isinstance(step, Step):
+            raise TypeError(f"step: expected a faststep.Step, got {type(step).__name__}")
+        if missing := [name for name in ("epoch", "position", "state", "load_state") if not hasattr(loader, name)]:
+            raise TypeError(
+                f"loader: expected a faststep.data.Loader, got {type(loader).__name__} without {', '.join(missing)}"
+            )
+        if steps is None and epochs is None:
+            raise ValueError("steps, epochs: expected at least one of them, got neither")
+        numbers = {"log_every": (log_every, 1), "validate_every": (validate_every, 0), "patience": (patience, 1)}
+        numbers |= {"steps": (steps, 1), "epochs": (epochs, 1), "validation_batches": (validation_batches, 1)}
+        numbers |= {"stop_after_bad": (stop_after_bad, 0), "checkpoint_every": (checkpoint_every, 0)}
+        numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0)}
+        for name, (value, least) in (numbers | {"update_ratio_every": (update_ratio_every, 0)}).items():
+            if value is not None and value < least:
+                raise ValueError(f"{name}: expected a number from {least} on, got {value}")
+        if patience is not None and validation is None:
+            raise ValueError("patience: expected validation data for it, got none")
+        self.step, self.loader, self.validation, self.run = step, loader, validation, Path(run)
+        self.steps, self.epochs, self.callbacks = steps, epochs, list(callbacks)
+        self.log_every, self.validate_every, self.checkpoint_every = log_every, validate_every, checkpoint_every
+        self.validation_batches, self.patience, self.min_delta = validation_batches, patience, min_delta
+        self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
+        self.config = config
+        self._loggers = loggers
+        self.checkpoints = Checkpoints(
+            self.run / "checkpoints",
+            keep_last=keep_last,
+            keep_best=keep_best,
+            on_damaged=lambda checkpoint: self._log.damaged(checkpoint),
+        )
+        self._phase_of_step = phase_of_step(step.loss_fn)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._now, self._reason = _Progress(), None
+        self.clock, self._began = Clock(), time.perf_counter()
+        self._validated = self._saved = None
+
+    @property
+    def number(self) -> int:
+        """How many steps have been made."""
+        return self._now.number
+
+    @property
+    def skipped(self) -> int:
+        """How many batches have been skipped."""
+        return self._now.skipped
+
+    @property
+    def best(self) -> float | None:
+        """The lowest validation loss, None before the first one."""
+        return self._now.best
+
+    @property
+    def seconds(self) -> float:
+        """How long the training has taken, in all the processes that it was made in."""
+        return self._now.seconds + time.perf_counter() - self._began
+
+    def stop(self) -> None:
+        """End the training behind the step under way, with a checkpoint."""
+        self._reason = self._reason or "callback"
+
+    def train(self) -> Result:
+        """Train to the end, from the newest valid checkpoint in the run's folder where there is one.
+
+        The first SIGINT or SIGTERM ends the training behind the batch under way, with a checkpoint; `Result.reason`
+        tells. The second one does what it does otherwise.
+
+        Returns:
+            How it ended.
+
+        Raises:
+            TrainingError: Something failed; it tells where, and its cause is the exception itself.
+            RuntimeError: Another process trains in the same folder.
+        """
+        with _run.locked(self.run), Signals() as self._signals:
+            self._begin()
+            self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)
+            try:
+                return self._train()
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # the step may have failed for good
+                    self._log.tell_steps()
+                self._log.event("error", f"{type(error).__name__}: {error}", "error")
+                self._log.end("error")
+                raise
+            finally:
+                self._log.close()
+                self.checkpoints.close()
+
+    def _train(self) -> Result:
+        with self._tagged("checkpoint"):
+            resumed = self._resume()
+        self._guard = Guard(self.stop_after_bad, self.step.options.in_flight, self._now.row)
+        self._log.start(resumed)
+        self._tell("on_start")
+        while not self._finished():
+            self._epoch()
+        if self._signals.received is not None:
+            self._log.event("signal", f"{self._signals.received.name}: saving, then leaving")
+        elif self.number != self._validated:
+            self._validate()
+        if self.number != self._saved or self._now.window:
+            self._save()
+        with self._tagged("checkpoint"), self.clock.phase("checkpoint"):
+            self.checkpoints.wait()
+        self._log.tell_interval()
+        result = Result(self._reason or "done", self.number, self._log.interval.loss, self._now.best)
+        self._log.end(result.reason)
+        self._tell("on_end", result)
+        return result
+
+    # one epoch, or what is left of it
+    def _epoch(self) -> None:
+        epoch, any_batch = self.loader.epoch, self.loader.position > 0
+        for batch in self._batches():
+            any_batch = True
+            self._train_on(batch, epoch)
+            if self._finished():
+                return
+        if not any_batch:
+            raise TrainingError("the loader gave no batch", phase="data", **self._where())
+        if self._now.window is not None:
+            with self._tagged("update"), self.clock.phase("step"):
+                self.step.flush()
+            self._end_window(self._now.window)
+
+    def _batches(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        try:
+            while True:
+                with self.clock.phase("data"), self._tagged("data"):
+                    batch = next(batches, _END)
+                if batch is _END:
+                    return
+                yield batch
+        finally:
+            if hasattr(batches, "close"):
+                batches.close()
+
+    def _train_on(self, batch: Any, epoch: int) -> None:
+        window = self._now.window = self._now.window or Window(epoch)
+        key, position = random_key(), self.loader.position - 1
+        self._log.ratio.before(self.number)
+        with self.clock.phase("step"), tagged(self._phase_of_step, self._where):
+            output = call(self.step, batch)
+        window.add(batch, output)
+        self._judge(Tried(batch, key, output, epoch, position))
+        if len(window) >= self.step.accumulate:
+            self._end_window(window)
+
+    def _judge(self, tried: Tried) -> None:
+        if self.step.options.nonfinite == "allow":
+            return
+        self._count_bad(self._guard.push(tried))
+        if self._guard.full:
+            raise self._give_up(tried)
+
+    def _count_bad(self, bad: list[Tried]) -> None:
+        for each in bad:
+            loss = number_of(each.output.loss)
+            self._log.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: loss {loss:.6g}")
+        self._now.skipped, self._now.row = self._now.skipped + len(bad), self._guard.row
+
+    def _give_up(self, tried: Tried) -> TrainingError:
+        self._save()
+        with self._tagged("checkpoint"):
+            self.checkpoints.wait()
+            path = _bundle.write(self.run / "bundles", self.step, tried, self.number, self.config)
+        text = (
+            f"{self._guard.row} batches in a row were skipped, because loss or gradients are not finite or the loss is "
+            f"above max_loss. The last one is in {path}, with the weights and the random state that it met: "
+            f"`faststep reproduce {path}`"
+        )
+        return TrainingError(text, phase="gradient", **self._where())
+
+    # a window is full, or is all that is left of an epoch
+    def _end_window(self, window: Window) -> None:
+        now = self._now
+        now.window, now.number = None, now.number + 1
+        self._log.made(window)
+        self._tell("on_step", now.number)
+        if self.validate_every and now.number % self.validate_every == 0:
+            self._validate()
+        if self.checkpoint_every and now.number % self.checkpoint_every == 0 and self._saved != now.number:
+            self._save()
+
+    def _finished(self) -> bool:
+        if self._reason is None and self._signals.received is not None:
+            self._reason = "signal"
+        enough = self.steps is not None and self.number >= self.steps
+        enough = enough or (self.epochs is not None and self.loader.epoch >= self.epochs)
+        return self._reason is not None or enough
+
+    def _validate(self) -> None:
+        if self.validation is None:
+            return
+        with self.clock.phase("validation"), self._tagged("validation"):
+            began, now = time.perf_counter(), self._now
+            loss, batches = validate(self.step, self.validation, self.validation_batches)
+            seconds = time.perf_counter() - began
+        self._validated = now.number
+        best = math.isfinite(loss) and (now.best is None or loss < now.best - self.min_delta)
+        now.best, now.stale = (loss, 0) if best else (now.best, now.stale + 1)
+        self._log.tell_steps()
+        fields = {"loss": loss, "batches": batches, "seconds": seconds, "best": best, "epoch": self.loader.epoch}
+        self._log.write("validation", fields)
+        self._tell("on_validation", loss, best)
+        if best:
+            self._save(metric=loss)
+        if self._is_stale() and self._reason is None:
+            text = f"no better validation loss than {now.best} in {now.stale} validations"
+            self._log.event("early_stop", text, "info")
+            self._reason = "early_stop"
+
+    def _is_stale(self) -> bool:
+        return self.patience is not None and self._now.stale >= self.patience
+
+    def _save(self, metric: float | None = None) -> None:
+        with self.clock.phase("checkpoint"), self._tagged("checkpoint"):
+            self._log.tell_steps()
+            self._count_bad(self._guard.settle())
+            began, now = time.perf_counter(), self._now
+            now.seconds, self._began = self.seconds, began
+            path = self.checkpoints.save(self.step, self.loader, number=now.number, numbers=now.state(), metric=metric)
+            pause = time.perf_counter() - began
+        self._saved = now.number
+        self._log.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
+        self._tell("on_checkpoint", path)
+
+    def _resume(self) -> bool:
+        found = self.checkpoints.restore(self.step, self.loader)
+        if found is None:
+            return False
+        numbers = dict(found.numbers)
+        window = numbers.pop("window")
+        self._now = _Progress(**numbers)
+        self._now.window = None if window is None else reopen(window, self.loader.epoch)
+        self._saved = self._validated = self.number
+        self._reason = "early_stop" if self._is_stale() else None
+        return True
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            with self._tagged("callback"):
+                getattr(callback, method)(self, *arguments)
+
+    def _tagged(self, phase: Phase) -> Any:
+        return tagged(lambda error: phase, self._where)
+
+    def _where(self) -> dict[str, int]:
+        return {"step": self.number, "epoch": self.loader.epoch, "batch": max(0, self.loader.position - 1)}

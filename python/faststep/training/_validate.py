@@ -1,0 +1,79 @@
+"""The mean loss on data that is not trained on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+
+from faststep._step import Step
+from faststep.training._window import arrays_of, mean, number_of
+
+
+def call(function: Any, batch: Any, *before: Any) -> Any:
+    """Call a function with a batch: a tuple's parts by position, a dict's by name, anything else as one argument."""
+    if isinstance(batch, dict):
+        return function(*before, **batch)
+    return function(*before, *batch) if isinstance(batch, tuple) else function(*before, batch)
+
+
+def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tuple[float, int]:
+    """Compute the mean loss of some batches, with the average of the weights where the step keeps one.
+
+    The model is in evaluation mode meanwhile, and `mx.random.state` is afterwards what it was, so that training goes on
+    as if nothing had happened. A batch counts by its weight where the loss has one (`weighted=True`), otherwise by the
+    length of its first array.
+
+    Args:
+        step: The step, whose model and loss function are taken.
+        batches: The batches.
+        most: Take at most so many; None: all.
+
+    Returns:
+        The mean loss, NaN where nothing had weight, and the number of batches.
+    """
+    model, losses = step.model, []
+    start = getattr(batches, "state", None)
+    key, training = random_seed(), [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with step.average() if step.options.ema_decay is not None else contextlib.nullcontext():
+            for batch in itertools.islice(batches, most):
+                value = call(step.loss_fn, batch, model)
+                losses.append(_loss_and_weight(value, batch, step.options.weighted))
+    finally:
+        for module in training:
+            module._set_training_mode(True)
+        mx.random.seed(key)
+        if start is not None and hasattr(batches, "load_state"):
+            batches.load_state(start)  # the same batches the next time
+    total = mean(losses)
+    return float("nan") if total is None else total, len(losses)
+
+
+def random_seed() -> int:
+    """Return the number with which `mx.random.seed` gives the random state of now."""
+    return seed_of(random_key())
+
+
+def random_key() -> mx.array:
+    """Return the key of `mx.random.state`."""
+    state: Any = mx.random.state
+    key: mx.array = state[0]
+    return key
+
+
+def seed_of(key: mx.array) -> int:
+    """Return the number with which `mx.random.seed` gives this key."""
+    words: Any = key.tolist()
+    return int(words[0]) << 32 | int(words[1])
+
+
+def _loss_and_weight(value: Any, batch: Any, weighted: bool) -> tuple[float, float]:
+    if weighted:
+        return number_of(value[0]), number_of(value[1])
+    rows = next((array.shape[0] for array in arrays_of(batch) if array.ndim), 1)
+    return number_of(value[0] if isinstance(value, tuple) else value), float(rows)
