@@ -1,6 +1,6 @@
 """Train a byte-level GPT on the source of Python's standard library.
 
-Model, loss and optimizer are plain MLX; the training step is one call::
+Model (``faststep.recipes.GPT``), loss and optimizer are plain MLX; the training step is one call::
 
     loss = fast_step(model, optimizer, loss_fn, x, y, max_grad_norm=1.0)
 
@@ -8,6 +8,8 @@ First the same 20 steps run in plain MLX, in compiled MLX and with ``fast_step``
 what the step gains. Then the model trains, shows its loss on files it never sees, and writes some Python of its own::
 
     python examples/char_gpt.py --steps 800 --out runs/char_gpt
+
+``char_gpt.yaml`` is the config of the same training.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ try:
     import mlx.optimizers as optim
     import numpy as np
     from faststep import fast_step
+    from faststep.recipes import GPT, Bytes
     from matplotlib.figure import Figure
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,51 +39,6 @@ except ModuleNotFoundError as missing:
 
 Batch = tuple[mx.array, mx.array]
 MAX_GRAD_NORM = 1.0
-
-
-class Block(nn.Module):
-    """Causal attention, then a network of two layers, each added to the residual stream."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.network_norm = nn.RMSNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map float32 [batch, seq, width] to the same shape."""
-        x = x + self.attend(self.attention_norm(x))
-        return x + self.down(nn.relu2(self.up(self.network_norm(x))))
-
-    def attend(self, x: mx.array) -> mx.array:
-        """Mix every position with the ones before it."""
-        batch, seq, width = x.shape
-        heads = self.qkv(x).reshape(batch, seq, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
-        q, k, v = heads  # each [batch, heads, seq, width / heads]
-        mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
-        return self.out(mixed.transpose(0, 2, 1, 3).reshape(batch, seq, width))
-
-
-class GPT(nn.Module):
-    """A small GPT over bytes, its output tied to its embedding."""
-
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = [Block(width, heads) for _ in range(layers)]
-        self.norm = nn.RMSNorm(width)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Map tokens, int32 [batch, seq], to logits of the next byte, float32 [batch, seq, 256]."""
-        x = self.bytes(tokens) + self.positions(mx.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.bytes.as_linear(self.norm(x))
 
 
 def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
@@ -101,12 +58,7 @@ def new_run(args: argparse.Namespace) -> tuple[GPT, optim.AdamW]:
 
 def read_library() -> tuple[np.ndarray, np.ndarray]:
     """Read the standard library's top-level modules as bytes: those to train on, and every 20th, held out."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    texts = [np.frombuffer(file.read_bytes(), dtype=np.uint8) for file in sorted(folder.glob("*.py"))]
-    if len(texts) < 20:
-        sys.exit(f"{folder}: expected the source of Python's standard library, found {len(texts)} modules")
-    held_out = [texts.pop(i) for i in reversed(range(10, len(texts), 20))]
-    return np.concatenate(texts), np.concatenate(held_out)
+    return Bytes(split="train").data, Bytes(split="held_out").data
 
 
 def batches(data: np.ndarray, args: argparse.Namespace) -> Iterator[Batch]:

@@ -169,4 +169,6 @@ def _loader(found: dict[str, Any], name: str, options: dict[str, Any], blame: Bl
     from faststep.data import Loader
 
     source, collate = found[name].make(), found["collate"].make()
+    if options.get("shuffle", False) is None:
+        options = options | {"shuffle": hasattr(source, "__len__")}
     return blame(("data",), lambda: Loader(source, collate=collate, **options))

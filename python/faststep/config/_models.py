@@ -37,12 +37,12 @@ class Component(BaseModel):
 
 
 class Data(Section):
-    """Datasets, and the loader's options."""
+    """Datasets, and the loader's options; `shuffle` is true by default for all but iterables, which have an order."""
 
     train: Component
     validation: Component | None = None
     batch_size: Positive = 32
-    shuffle: bool = True
+    shuffle: bool | None = None
     drop_last: bool = False
     collate: Component = Component(use="stack")
     workers: Count = 0

@@ -14,6 +14,7 @@ from faststep.recipes import warm_up
 if TYPE_CHECKING:
     from faststep.config._components import Part, Parts
 
+_REFUSED = object()  # in the place of a schedule whose problems have been noted
 _LENGTHS = {"cosine_decay": "decay_steps", "linear_schedule": "steps"}
 
 
@@ -49,7 +50,8 @@ def _find(parts: Parts, component: Component, path: Path, steps: int | None, *, 
     schedule = arguments.get("learning_rate")
     if _arguments.is_component(schedule):
         inside = Component.model_validate(schedule)
-        arguments["learning_rate"] = find_schedule(parts, inside, (*path, "learning_rate"), steps)
+        found = find_schedule(parts, inside, (*path, "learning_rate"), steps)
+        arguments["learning_rate"] = _REFUSED if found is None else found
     return Choice(parts.find(component, OPTIMIZER, path, arguments), patterns)
 
 
@@ -89,6 +91,7 @@ def _join(parts: Parts, arguments: dict[str, Any], path: Path, steps: int | None
     if not isinstance(schedules, list) or not isinstance(boundaries, list) or not all(map(_is_count, boundaries)):
         return  # the signature says what is expected
     edges = [0, *boundaries, steps]
+    schedules = arguments["schedules"] = list(schedules)
     if len(boundaries) != len(schedules) - 1 or boundaries != sorted(set(boundaries)):
         message = f"expected {len(schedules) - 1} growing steps, got {short(boundaries)}"
         parts.refuse((*path, "boundaries"), message)
@@ -97,7 +100,7 @@ def _join(parts: Parts, arguments: dict[str, Any], path: Path, steps: int | None
         if _arguments.is_component(schedule):
             lasts = None if end is None else end - start
             found = find_schedule(parts, Component.model_validate(schedule), (*path, "schedules", i), lasts)
-            arguments["schedules"] = [*arguments["schedules"][:i], found, *arguments["schedules"][i + 1 :]]
+            schedules[i] = _REFUSED if found is None else found
         else:
             parts.refuse((*path, "schedules", i), f"expected {{use: ...}}, got {short(schedule)}")
 
@@ -106,12 +109,9 @@ def _fill(parts: Parts, arguments: dict[str, Any], path: Path, left: int | None)
     """Let a schedule go on for as long as the training does."""
     if left is None:
         parts.refuse(path, "missing: it is what is left of train.steps, which is not set")
-    elif left < 1:
-        parts.refuse(path, "missing: nothing is left of train.steps for it")
-    else:
-        arguments[str(path[-1])] = left
-        return True
-    return False
+        return False
+    arguments[str(path[-1])] = max(1, left)  # the training may end before it begins
+    return True
 
 
 def _is_count(value: Any) -> bool:

@@ -59,7 +59,9 @@ class Plan:
 
     def _data(self) -> None:
         self.components: dict[str, Any] = self._take("data", "train validation collate")
-        shared = self._take("data", "batch_size workers prefetch")
+        shared = self._take("data", "batch_size workers")
+        ahead = shared["workers"] > 0
+        shared |= self._take("data", "prefetch", ahead, "without data.workers no batch is made ahead")
         self.validates = self.components["validation"] is not None
         self.loader = shared | self._take("data", "shuffle drop_last")
         self.validation = shared if self.validates else {}

@@ -19,17 +19,17 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map floating point [batch, seq, width] to the same shape."""
-        x = x + self.attend(self.attention_norm(x))
+    def __call__(self, x: mx.array, mask: mx.array | str = "causal") -> mx.array:
+        """Map floating point [batch, seq, width] to the same shape; a mask is bool [batch, 1, seq, seq]."""
+        x = x + self.attend(self.attention_norm(x), mask)
         return x + self.down(nn.relu2(self.up(self.network_norm(x))))
 
-    def attend(self, x: mx.array) -> mx.array:
-        """Mix every position with the ones before it."""
+    def attend(self, x: mx.array, mask: mx.array | str) -> mx.array:
+        """Mix every position with those that the mask lets it see."""
         batch, seq, width = x.shape
         heads = self.qkv(x).reshape(batch, seq, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
         q, k, v = heads  # each [batch, heads, seq, width / heads]
-        mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
+        mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
         return self.out(mixed.transpose(0, 2, 1, 3).reshape(batch, seq, width))
 
 
@@ -60,10 +60,26 @@ class GPT(nn.Module):
         self.blocks = [Block(width, heads) for _ in range(layers)]
         self.norm = nn.RMSNorm(width)
 
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Map tokens, integers [batch, seq], to logits of the next one, floating point [batch, seq, vocabulary]."""
-        x = self.embedding(tokens) + self.positions(mx.arange(tokens.shape[1]))
+    def __call__(
+        self, tokens: mx.array, positions: mx.array | None = None, segments: mx.array | None = None
+    ) -> mx.array:
+        """Map tokens to logits of the next one.
+
+        Args:
+            tokens: Integers [batch, seq].
+            positions: Integers [batch, seq], as `faststep.data.Pack` gives them. Default: from 0 on.
+            segments: Integers [batch, seq]: tokens see those of their own number only. Default: all before them.
+
+        Returns:
+            Floating point [batch, seq, vocabulary].
+        """
+        seq = tokens.shape[1]
+        x = self.embedding(tokens) + self.positions(mx.arange(seq) if positions is None else positions)
+        mask: mx.array | str = "causal"
+        if segments is not None:
+            same = segments[:, None, :, None] == segments[:, None, None, :]  # [batch, 1, seq, seq]
+            mask = same & mx.tri(seq, dtype=mx.bool_)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         logits: mx.array = self.embedding.as_linear(self.norm(x))
         return logits

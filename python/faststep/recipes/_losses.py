@@ -17,6 +17,8 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100) -> Loss:
 
     It takes `tokens`, integers [batch, seq], of which each is predicted by the ones before it, or `tokens` and
     `targets` of one shape, which are shifted already; and a `mask` of the targets' shape, 0 where they do not count.
+    So it takes what `faststep.data` gives: by `stack`, by `Pad` (a bool array in the place of `targets` is the mask of
+    `tokens`), and by `Pack`, whose positions and segments go to the model.
 
     Args:
         weighted: Return `(mean, tokens that count)`, as `Step(weighted=True)` takes it.
@@ -24,12 +26,19 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100) -> Loss:
     """
 
     def loss(
-        model: nn.Module, tokens: mx.array, targets: mx.array | None = None, mask: mx.array | None = None
+        model: nn.Module,
+        tokens: mx.array,
+        targets: mx.array | None = None,
+        mask: mx.array | None = None,
+        lengths: mx.array | None = None,  # of Pad, whose mask says the same
+        **places: mx.array,
     ) -> mx.array | tuple[mx.array, mx.array]:
+        if targets is not None and targets.dtype == mx.bool_:
+            targets, mask = None, targets
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
             mask = None if mask is None else mask[:, 1:]
-        return _mean_cross_entropy(model(tokens), targets, mask, ignore_index, weighted)
+        return _mean_cross_entropy(model(tokens, **places), targets, mask, ignore_index, weighted)
 
     return loss
 
@@ -44,7 +53,7 @@ def cross_entropy(*, weighted: bool = False, ignore_index: int = -100, label_smo
     """
 
     def loss(
-        model: nn.Module, x: mx.array, y: mx.array, mask: mx.array | None = None
+        model: nn.Module, x: mx.array, y: mx.array, mask: mx.array | None = None, lengths: mx.array | None = None
     ) -> mx.array | tuple[mx.array, mx.array]:
         return _mean_cross_entropy(model(x), y, mask, ignore_index, weighted, label_smoothing)
 
