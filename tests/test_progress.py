@@ -12,6 +12,8 @@ import subprocess
 import sys
 import termios
 import textwrap
+from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from conftest import TESTS, Child
@@ -31,13 +33,13 @@ training = Training([Progress()], steps=40, spoil=(4,))
 class Terminal:
     """Runs code in a pseudo-terminal and keeps what it writes."""
 
-    def __init__(self, code: str, columns: int = 120, **environment: str) -> None:
+    def __init__(self, code: str, columns: int = 120, errors: BinaryIO | None = None, **environment: str) -> None:
         env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
         env |= {"PYTHONPATH": str(TESTS), "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment}
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         command = [sys.executable, "-c", textwrap.dedent(TRAIN) + textwrap.dedent(code)]
-        self.process = subprocess.Popen(command, env=env, stdin=slave, stdout=slave, stderr=slave)
+        self.process = subprocess.Popen(command, env=env, stdin=slave, stdout=slave, stderr=errors or slave)
         os.close(slave)
         self.output = ""
 
@@ -98,7 +100,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
         assert word in shown
 
 
-def test_what_the_user_prints_stays(tmp_path: object) -> None:
+def test_what_the_user_prints_stays() -> None:
     code = """
     training.start()
     for step in range(20):
@@ -113,6 +115,14 @@ def test_what_the_user_prints_stays(tmp_path: object) -> None:
         assert shown.count(f"own line {step} [bold]not markup[/]") == 1
         assert shown.count(f"own error {step}\r\n") == 1
     assert "a line without its end" in shown
+
+
+def test_errors_that_go_to_a_file_stay_there(tmp_path: Path) -> None:
+    code = "training.start(); print('own error', file=sys.stderr); training.run(10); training.end()"
+    with (tmp_path / "errors").open("wb") as errors:
+        shown = Terminal(code, errors=errors).end()
+    assert "own error" not in shown
+    assert (tmp_path / "errors").read_text() == "own error\n"
 
 
 def test_no_color() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from faststep._extras import need
-from faststep.loggers._figures import clock, count, printable, share, span
+from faststep.loggers._figures import clock, printable, share, span
 from faststep.loggers._status import Field, Status, headline, said_event, said_validation, summary, table
 from faststep.loggers._values import Record
 
@@ -52,11 +54,9 @@ class Display:
             yield self._text(self._status.data_bound, style="yellow", no_wrap=True, overflow="ellipsis")
 
     def _headline(self, width: int, ascii_only: bool) -> Text:
-        status, said = self._status, self._status.interval
+        status = self._status
         line = self._text(no_wrap=True, overflow="ellipsis").append(f"step {status.position}", style="bold")
-        if said.get("epoch") is not None:
-            epochs = status.start.get("epochs")
-            line.append(f"  epoch {int(said['epoch']) + 1}" + (f"/{count(epochs)}" if epochs else ""))
+        line.append(f"  {status.epoch}" if status.epoch else "")
         tail = f"  elapsed {clock(status.elapsed)}"
         tail += f"  ETA {clock(status.eta)}" if status.eta is not None else ""
         silence = status.elapsed + status.began - status.told
@@ -90,9 +90,10 @@ class Display:
 
     def _trend(self, ascii_only: bool) -> str:
         """Return the last losses as a row of bars."""
-        losses = [each for each in tuple(self._status.losses) if abs(each) < float("inf")]
+        losses = [each for each in tuple(self._status.losses) if math.isfinite(each)]
         if ascii_only or len(losses) < 4:
             return ""
+        losses = list(map(math.log, losses)) if min(losses) > 0 else losses
         low, high = min(losses), max(losses)
         scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
         return "".join(BARS[round((each - low) * scale)] for each in losses)
@@ -107,7 +108,12 @@ class Live:
         # Whether it is a terminal has been found out; words and paths are not to be coloured by what they look like.
         self._console = need("rich.console").Console(file=file, force_terminal=True, highlight=False)
         self._live = need("rich.live").Live(
-            Display(status), console=self._console, refresh_per_second=REFRESH, transient=True
+            Display(status),
+            console=self._console,
+            refresh_per_second=REFRESH,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+            redirect_stderr=sys.stderr.isatty(),
         )
 
     def show(self, record: Record) -> None:

@@ -44,8 +44,7 @@ class Plain:
 
 def _interval(status: Status) -> str:
     words = [f"step {status.position}"]
-    if status.interval.get("epoch") is not None:
-        words.append(f"epoch {int(status.interval['epoch']) + 1}")
+    words += [status.epoch] if status.epoch else []
     for name, fields in status.groups().items():
         if name != "valid":
             label = f"{name}: " if name in ("time", "memory") else ""

@@ -95,6 +95,15 @@ class Status:
         return count(self.step) + (f"/{count(self.total)}" if self.total is not None else "")
 
     @property
+    def epoch(self) -> str:
+        """`epoch 2/10`, counted from one; empty where it is unknown."""
+        epoch, epochs = self.interval.get("epoch"), self.start.get("epochs")
+        if epoch is None:
+            return ""
+        # After the last batch of an epoch it is the next one, which the last one lacks.
+        return f"epoch {count(min(epoch + 1, epochs))}/{count(epochs)}" if epochs else f"epoch {count(epoch + 1)}"
+
+    @property
     def waiting(self) -> float:
         """The share of the last steps' time that was waited for data."""
         seconds = {part: number(each) for part, each in (self.interval.get("seconds") or {}).items()}
@@ -184,7 +193,8 @@ def said_validation(record: Record) -> str:
     parts = [f"validation at step {count(record.get('step'))}: loss {figure(record.get('loss'))}"]
     parts += [f"{name} {figure(value)}" for name, value in (record.get("metrics") or {}).items()]
     if record.get("batches") is not None:
-        parts.append(f"{count(record['batches'])} batches in {span(record.get('seconds'))}")
+        batches = "1 batch" if record["batches"] == 1 else f"{count(record['batches'])} batches"
+        parts.append(f"{batches} in {span(record.get('seconds'))}")
     return ", ".join(parts) + (" (best so far)" if record.get("best") else "")
 
 
