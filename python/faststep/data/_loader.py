@@ -247,14 +247,16 @@ class Loader:
                 before = time.perf_counter()
             self._epoch, self._position, self._resume = self._epoch + 1, 0, None
         finally:
-            run.close()
+            if not run.closed:
+                run.close()
 
     def _take(self, run: Run) -> tuple[Task, Made] | None:
-        """Wait for a batch; an interrupt does not wait for the workers."""
+        """Wait for a batch; an interrupt does not wait for the workers, which end by themselves after their item."""
         try:
             return run.take()
         except KeyboardInterrupt:
             run.close(wait=False)
+            self._run = None
             raise
 
     def _begin(self) -> Run:
