@@ -118,7 +118,7 @@ def everything(step: Step) -> dict[str, Any]:
         "structure": structure_of(step.optimizer.state),
         "mlx": memoryview(random_key()).tobytes(),  # type: ignore[arg-type]
         "python": random.getstate(),
-        "numpy": repr(np.random.get_state()),
+        "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
     }
 
 

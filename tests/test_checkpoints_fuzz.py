@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,10 @@ def step() -> Step:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("fuzz") / "checkpoints"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+def folder() -> Iterator[Path]:
+    memory = Path("/dev/shm")  # where files of short life cost no disk
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 @pytest.mark.timeout(0)

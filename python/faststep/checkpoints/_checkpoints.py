@@ -255,6 +255,7 @@ class _Writer:
 
     def _run(self, write: Callable[[], int], place: Path) -> None:
         start = time.perf_counter()
+        time.sleep(0.001)  # lets `start` return at once, which else waits for the interpreter's lock
         try:
             size = write()
         except Exception as error:

@@ -47,6 +47,6 @@ def restorers(states: Any) -> list[Callable[[], None]]:
             raise ValueError(f"numpy.random is of {name}, the state of {numpy['bit_generator']}")
         if name == "MT19937":
             np.random.RandomState().set_state(numpy)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"expected states of `random` and `numpy.random`, got others ({error!r})") from error
     return [lambda: random.setstate(python), lambda: np.random.set_state(numpy)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -129,6 +130,7 @@ def _text(training: dict[str, Any]) -> bytes:
     return json.dumps(training).encode()
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of what made the checkpoint."""
     return {
