@@ -137,6 +137,7 @@ class Pack(ByLength):
         segments = self._fill(rows, [np.full_like(c, i) for c, i in zip(counts, numbers, strict=True)], 0)
         more = {"mask": segments > 0, "segments": segments, "positions": self._fill(rows, counts, 0)}
         if self.targets:
+            _check_tokens(arrays[names[0]], names[0])
             following = [a[p.start + 1 : p.stop + 1] for a, p in zip(arrays[names[0]], pieces, strict=True)]
             targets = self._fill(rows, [f.astype(np.int32) for f in following], self.ignore_index, like=counts)
             more = {"targets": targets, **more, "mask": targets != self.ignore_index}
@@ -183,6 +184,12 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         rows[row].append(i)
         bisect.insort(rooms, (room - lengths[i], row))
     return sorted(sorted(row) for row in rows)
+
+
+def _check_tokens(arrays: Sequence[Array], name: Key) -> None:
+    for array in arrays:
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"item[{name!r}]: expected tokens, which are integers, got {array.dtype}")
 
 
 def _as_mlx(arrays: dict[Any, Array]) -> dict[Any, Any]:
