@@ -61,10 +61,14 @@ class Display:
         tail += f"  ETA {clock(status.eta)}" if status.eta is not None else ""
         silence = status.elapsed + status.began - status.told
         tail += f"  quiet for {span(round(silence))}" if silence >= SILENT else ""
+        room = width - len(line) - 9  # beside the bar: blanks and its percentage
+        if room < len(tail):
+            tail = f"\n{tail.strip()}"
+        else:
+            room -= len(tail)
         if status.total:
             done = min(1.0, status.step / status.total)
-            room = min(40, width - len(line) - len(tail) - 9)
-            line.append_text(self._bar(done, room, ascii_only)).append(f" {share(done):>5}")
+            line.append_text(self._bar(done, min(40, room), ascii_only)).append(f" {share(done):>5}")
         return line.append(tail)
 
     def _bar(self, done: float, room: int, ascii_only: bool) -> Text:
