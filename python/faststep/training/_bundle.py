@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Reproduction:
 
     loss: float
     gradients: dict[str, tuple[float, int, int]]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return math.isfinite(self.loss) and not any(bad for _, bad, _ in self.gradients.values())
 
 
 def write(folder: Path, step: Step, tried: Tried, number: int, config: dict[str, Any] | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -196,6 +197,11 @@ class Trainer:
     def seconds(self) -> float:
         """How long the training has taken, in all the processes that it was made in."""
         return self._now.seconds + time.perf_counter() - self._began
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that asked for the end, None where there was none."""
+        return self._signals.received
 
     def stop(self) -> None:
         """End the training behind the step under way, with a checkpoint."""

@@ -1,0 +1,5 @@
+"""`python -m faststep`: the command line."""
+
+from faststep.cli import main
+
+main()

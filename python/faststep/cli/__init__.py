@@ -1,0 +1,14 @@
+"""The command line: `faststep train`, `resume`, `eval`, `report` and more. Needs the extra `train`.
+
+Exit codes: 0 done; 1 the training, or the user's own code, failed; 2 something that was given is wrong (a config, a
+checkpoint, an option), and nothing was changed; 3 a check found a difference (`verify-resume`, `checkpoint verify`,
+`reproduce`); 4 the supervisor gave up; 130 and 143 stopped by SIGINT and SIGTERM, with a checkpoint.
+"""
+
+from faststep._extras import need
+
+need("typer")
+
+from faststep.cli._app import main  # noqa: E402, behind the check of what it needs
+
+__all__ = ["main"]

@@ -1,0 +1,72 @@
+"""The commands in one application, and what a failure of theirs looks like."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+import typer
+
+from faststep.cli import _checkpoint, _prove, _runs, _train
+from faststep.cli._status import FAILED, WRONG, Exit
+
+app = typer.Typer(
+    name="faststep",
+    help="Train MLX models: a config in, checkpoints that resume exactly, logs and reports out.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "train": _train.train,
+    "resume": _train.resume,
+    "eval": _train.evaluate,
+    "report": _runs.report,
+    "compare": _runs.compare,
+    "verify-resume": _prove.verify_resume,
+    "reproduce": _prove.reproduce,
+    "tune": _runs.tune,
+    "version": _runs.version,
+}
+for name, command in _COMMANDS.items():
+    app.command(name)(command)
+app.add_typer(_checkpoint.app, name="checkpoint")
+
+
+def main() -> None:
+    """Run the command that stands on the line."""
+    try:
+        app()
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise
+        if (cause := error.__cause__) is not None and status == FAILED:
+            traceback.print_exception(type(cause), cause, _users(cause.__traceback__))
+        print(f"faststep: {error}", file=sys.stderr)
+        raise SystemExit(status) from None
+
+
+def _status(error: Exception) -> int | None:
+    """Return the exit code of an error that is no fault of the program; None for one that may be."""
+    from faststep.checkpoints import CheckpointError
+    from faststep.config import ConfigError
+    from faststep.report import LogError
+    from faststep.training import TrainingError
+
+    wrong = (ConfigError, CheckpointError, LogError)
+    if isinstance(error, Exit):
+        return error.status
+    if isinstance(error, TrainingError):
+        return WRONG if isinstance(error.__cause__, CheckpointError) else FAILED
+    return WRONG if isinstance(error, wrong) else None
+
+
+def _users(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that begins where the trainer is left, all of it where it is not."""
+    rest = trace
+    while rest is not None and rest.tb_frame.f_globals.get("__name__", "").startswith("faststep."):
+        rest = rest.tb_next
+    return rest or trace

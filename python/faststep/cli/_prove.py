@@ -1,0 +1,161 @@
+"""Proofs: that a training resumes exactly, and what a bad batch does."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from faststep.cli._status import DIFFERS, FAILED, ConfigFile, Exit, Overrides
+
+if TYPE_CHECKING:
+    from faststep.config import Config
+
+_CHECKPOINTS = 8  # in the run, so that most kills have one to go on from
+
+
+def verify_resume(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(help="How often the second run is killed.", min=1)] = 5,
+    steps: Annotated[int, typer.Option(help="Train for so many steps.", min=2)] = 40,
+    seed: Annotated[int, typer.Option(help="Of the moments at which it is killed.")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep both runs in this folder.")] = None,
+) -> None:
+    """Prove that a training resumes exactly: run it twice, kill the second one (SIGKILL) at random, and compare.
+
+    Weights, optimizer state, random states and the place in the data have to be the same to the bit. Exit code 3 where
+    they are not. A GPU's own kernels may add in another order from run to run; CPUs do not.
+    """
+    from faststep.config import load
+
+    change = [*(overrides or []), f"train.steps={steps}", f"checkpoints.every={max(1, steps // _CHECKPOINTS)}"]
+    loaded = load(config, change)
+    folder = Path(tempfile.mkdtemp(prefix="faststep-")) if keep is None else keep
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise Exit(f"{keep}: expected an empty folder, found files in it")
+    try:
+        whole, killed = _begin(loaded, folder / "whole"), _begin(loaded, folder / "killed")
+        typer.echo(f"{steps} steps without a stop ...")
+        seconds = _finish(whole)
+        typer.echo(f"  {seconds:.1f} s\nthe same, killed {kills} times ...")
+        _kill(killed, kills, seconds, random.Random(seed))
+        _finish(killed)
+        _compare(whole, killed)
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begin(config: Config, run: Path) -> Path:
+    from faststep.cli._train import save
+
+    return save(config.model_copy(update={"run": str(run)}))
+
+
+def _command(run: Path) -> list[str]:
+    return [sys.executable, "-m", "faststep", "resume", str(run)]
+
+
+def _finish(run: Path) -> float:
+    began = time.perf_counter()
+    done = subprocess.run(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise Exit(f"the training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}", FAILED)
+    return time.perf_counter() - began
+
+
+def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> None:
+    """Kill the training at random moments of its life, which begins when it has written to its log."""
+    for number in range(1, kills + 1):
+        before = _size(run)
+        process = subprocess.Popen(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and _size(run) == before:
+            time.sleep(0.01)
+        try:
+            process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        ended = "it had ended" if process.wait() == 0 else "killed"
+        typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, newest checkpoint of step {_newest(run)}")
+
+
+def _size(run: Path) -> int:
+    log = run / "log.jsonl"
+    return log.stat().st_size if log.exists() else 0
+
+
+def _step(run: Path) -> int:
+    from faststep.report import read_log
+
+    steps: Any = read_log(run).steps["step"] if _size(run) else []
+    return int(max(steps, default=0))
+
+
+def _newest(run: Path) -> int | None:
+    from faststep.cli._supervisor import newest
+
+    return newest(run)
+
+
+def _compare(whole: Path, killed: Path) -> None:
+    from faststep.checkpoints import Checkpoints
+
+    ends = [_contents(Checkpoints(run / "checkpoints").list()[-1].path) for run in (whole, killed)]
+    same = True
+    for name in ends[0]:
+        equal = ends[0][name] == ends[1][name]
+        same &= equal
+        typer.echo(f"{'same  ' if equal else 'DIFFER'} {name}: {_short(ends[0][name])} {_short(ends[1][name])}")
+    if not same:
+        raise Exit("the training that was killed did not end as the other one", DIFFERS)
+    typer.echo("proved: killed and resumed, it ends as if nothing had happened")
+
+
+def _contents(checkpoint: Path) -> dict[str, Any]:
+    """Return what has to be the same: checksums of the files, and the numbers but for seconds."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    training = json.loads((checkpoint / "training.json").read_text())
+    files = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
+    numbers = {name: value for name, value in training["numbers"].items() if name != "seconds"}
+    return files | {"random states": training["random"], "place in the data": training["loader"], "numbers": numbers}
+
+
+def _short(value: Any) -> str:
+    return str(value)[:12] if isinstance(value, str) else ""
+
+
+def reproduce(
+    bundle: Annotated[Path, typer.Argument(help="A folder in RUN/bundles.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Run the batch of a bundle again, and show the loss and every gradient that is not finite.
+
+    Exit code 3 where loss and gradients are finite this time.
+    """
+    from faststep.config import build
+    from faststep.config import validate as validate_config
+    from faststep.training._bundle import config_of, reproduce
+
+    try:
+        values = config_of(bundle)
+        if values is None:
+            raise Exit(f"{bundle}: it is of a training without a config: use faststep.training.reproduce in Python")
+        found = reproduce(bundle, build(validate_config(values)).step)
+    except ValueError as error:
+        raise Exit(str(error)) from None
+    typer.echo(f"loss {found.loss}")
+    table = sorted(found.gradients.items(), key=lambda item: (-item[1][1], -item[1][0]))
+    for name, (norm, bad, size) in table:
+        typer.echo(f"{name}: norm {norm:.6g}" + (f", {bad:,} of {size:,} elements are not finite" if bad else ""))
+    if found.finite:
+        raise Exit("loss and gradients are finite: nothing is wrong with this batch here", DIFFERS)

@@ -1,0 +1,95 @@
+"""Looking at runs, and at the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from faststep.cli._status import FAILED, Exit, RunFolder
+
+
+def report(run: RunFolder) -> None:
+    """Write RUN/report.html: one page with the plots, the config and the events of a run."""
+    from faststep.report import report
+
+    typer.echo(report(run))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="The folders of two or more runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
+) -> None:
+    """Write one page that shows several runs side by side."""
+    from faststep.report import compare
+
+    if len(runs) < 2:
+        raise Exit(f"expected two runs or more, got {len(runs)}")
+    typer.echo(compare(runs, out))
+
+
+def tune(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help='A config.yaml, or "file.py:function" (or "module:function"): a loop that yields every loss.',
+            show_default=False,
+        ),
+    ],
+    variables: Annotated[
+        list[str] | None, typer.Option("--set", metavar='"A=1 B=2"', help="Variables to try together. Several times.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long each child process measures.")] = 3.0,
+    rounds: Annotated[int, typer.Option(help="How often each setting is measured.")] = 5,
+) -> None:
+    """Find the environment variables that make a training step faster on this machine."""
+    from faststep import tune
+    from faststep.config import load
+
+    if target.endswith((".yaml", ".yml")):
+        load(target)
+        os.environ[TUNED] = str(Path(target).resolve())
+        target = f"{__name__}:losses"
+    try:
+        settings = [dict(word.split("=", 1) for word in shlex.split(words)) for words in variables or []] or None
+        tuning = tune(target, settings=settings, seconds=seconds, rounds=rounds)
+    except (ValueError, TypeError) as error:
+        raise Exit(str(error)) from None
+    except RuntimeError as error:
+        raise Exit(str(error), FAILED) from None
+    typer.echo(tuning)
+    if tuning.interrupted:
+        raise SystemExit(130)
+
+
+TUNED = "FASTSTEP_TUNED_CONFIG"
+
+
+def losses() -> Iterator[Any]:
+    """Yield the losses of the training that a config describes, for ever: what `tune` measures in its children."""
+    from faststep.config import build, load
+    from faststep.training._validate import call
+
+    built = build(load(os.environ[TUNED]))
+    while True:
+        for batch in built.loader:
+            yield call(built.step, batch).loss
+
+
+def version() -> None:
+    """Print the versions of all that matters."""
+    import mlx.core as mx
+
+    from faststep._environment import version
+    from faststep.training._run import environment
+
+    about = environment()
+    typer.echo(f"mlx-faststep {version()}")
+    typer.echo(f"mlx {about['versions']['mlx']} on {about['device']}")
+    typer.echo(f"Python {platform.python_version()} on {platform.platform()}")
+    typer.echo(f"default device: {mx.default_device()}")

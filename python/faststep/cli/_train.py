@@ -1,0 +1,98 @@
+"""Training: from a config, and on from where a run stopped."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from faststep.cli._checkpoint import checkpoints_of, choose
+from faststep.cli._status import CONFIG, ConfigFile, Exit, Overrides, RunFolder, config_of, trainer_of
+
+if TYPE_CHECKING:
+    from faststep.config import Config
+
+Supervise = Annotated[
+    bool,
+    typer.Option(help="Train in a process of its own, and start it again from the newest checkpoint when it dies."),
+]
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show the whole config and leave.")] = False,
+    supervise: Supervise = False,
+) -> None:
+    """Train as a config says, in a folder that holds no training yet."""
+    from faststep.config import load
+
+    loaded = load(config, overrides or [])
+    if print_config:
+        typer.echo(loaded.text(), nl=False)
+        return
+    run = Path(loaded.run)
+    if (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir()):
+        raise Exit(
+            f"{run}: there are checkpoints of another training. `faststep resume {run}` goes on with it; "
+            f"`--set run=FOLDER` begins another one"
+        )
+    _train(loaded, supervise)
+
+
+def resume(
+    run: RunFolder,
+    overrides: Overrides = None,
+    supervise: Supervise = False,
+) -> None:
+    """Go on with a training from its newest valid checkpoint, as if it had not stopped."""
+    _train(config_of(run, overrides), supervise)
+
+
+def evaluate(
+    run: RunFolder,
+    overrides: Overrides = None,
+    number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest validation loss.")] = False,
+) -> None:
+    """Compute the validation loss of a checkpoint, on all of the validation data."""
+    from faststep.config import build
+    from faststep.training import validate
+
+    built = build(config_of(run, overrides))
+    if built.validation is None:
+        raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
+    chosen = choose(checkpoints_of(run), run, number=number, best=best)
+    with tempfile.TemporaryDirectory() as folder:
+        average = built.step.options.ema_decay is not None
+        weights = chosen.export(Path(folder) / "weights.safetensors", average=average)
+        built.step.model.load_weights(str(weights))
+    loss, batches = validate(built.step, built.validation)
+    typer.echo(f"step {chosen.number}: loss {loss:.6f} over {batches} batches")
+
+
+def _train(config: Config, supervise: bool) -> None:
+    from faststep.cli._supervisor import supervise as watch
+    from faststep.config import build
+
+    if supervise:
+        raise SystemExit(watch(save(config), []))
+    built = build(config)
+    trainer = trainer_of(built)
+    save(config)
+    result = trainer.train()
+    if result.reason == "signal":
+        raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
+
+
+def save(config: Config) -> Path:
+    """Save the config with its run, and return the run's folder."""
+    run = Path(config.run)
+    run.mkdir(parents=True, exist_ok=True)
+    new = run / f"{CONFIG}.new"
+    new.write_text(config.text(), encoding="utf-8")
+    new.replace(run / CONFIG)
+    return run
