@@ -67,9 +67,9 @@ def dotted(path: Path) -> str:
 
 def unknown(name: object, names: Iterable[str], what: str = "key") -> str:
     """Say that a name is unknown, with the nearest of those that there are, or all of them."""
-    names = sorted(names)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names) or 'none'}"
+    names = {each.lower(): each for each in sorted(names)}
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    hint = f"did you mean {names[near[0]]!r}?" if near else f"expected one of {', '.join(names.values()) or 'none'}"
     return f"unknown {what} {short(name)}: {hint}"
 
 

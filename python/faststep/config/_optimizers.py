@@ -9,7 +9,6 @@ from faststep.config import _arguments
 from faststep.config._errors import Path, short
 from faststep.config._models import Component
 from faststep.config._tables import OPTIMIZER, SCHEDULE
-from faststep.recipes import warm_up
 
 if TYPE_CHECKING:
     from faststep.config._components import Part, Parts
@@ -82,6 +81,8 @@ def find_schedule(parts: Parts, component: Component, path: Path, steps: int | N
     part = parts.find(component, SCHEDULE, path, arguments)
     if part is None or warmup is None:
         return part
+    from faststep.recipes import warm_up
+
     return replace(part, target=warm_up, arguments={"schedule": part, "steps": warmup, "init": init})
 
 

@@ -70,8 +70,8 @@ def read(text: str | bytes, name: str) -> tuple[Any, dict[Path, str]]:
 
 
 def write(values: Any) -> str:
-    """Write plain values as YAML, which `read` gives back as they were."""
-    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Write plain values as YAML in ASCII, which `read` gives back as they were."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120)
     return text
 
 
@@ -213,6 +213,7 @@ def override(text: str, values: Any, places: dict[Path, str]) -> None:
     for key in way:
         if isinstance(holder, dict) and holder.get(key) is None:
             holder[key] = {}
+            places[(*path, key)] = name
         path += (_key(holder, key, path, name),)
         holder = holder[path[-1]]
     path += (_key(holder, last, path, name),)
