@@ -11,7 +11,7 @@ from faststep.loggers._values import Record, plain
 
 
 class WandB:
-    """Logs to Weights & Biases; events become alerts in the run's own log only.
+    """Logs the numbers and the config to Weights & Biases; events are not logged.
 
     The run's id is kept in `folder/wandb_id`, so that a resumed training goes on in the same run; what comes a second
     time is drawn over the steps' axis `step`, the later value beside the earlier one.

@@ -112,6 +112,7 @@ class Log:
 class _Line:
     number: int
     record: dict[str, Any]
+    values: dict[str, Any]  # the same, flat
     elapsed: float
 
 
@@ -174,7 +175,7 @@ def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
     with path.open("rb") as file:
         for place, text in enumerate(file, 1):
             try:
-                record = _record(f"{path}:{place}", text)
+                record, values = _record(f"{path}:{place}", text)
             except LogError as error:
                 bad = bad or error
                 torn.append(place)
@@ -186,21 +187,27 @@ def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
                 elapsed = elapsed if record.get("resumed") else 0.0
                 offset, began = elapsed, record["time"]
             elapsed = max(elapsed, offset + record["time"] - began)
-            yield _Line(place, record, elapsed)
+            yield _Line(place, record, values, elapsed)
 
 
-def _record(where: str, text: bytes) -> dict[str, Any]:
+def _record(where: str, text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parse a line; return the record, and the same flat."""
     try:
         record = json.loads(text)
+        values = flat(record) if isinstance(record, dict) else {}
     except (ValueError, RecursionError) as error:
         raise LogError(f"{where}: expected a record in JSON, got {_short(text)} ({error})") from None
     if not isinstance(record, dict):
         raise LogError(f"{where}: expected a record, a JSON object, got {_short(text)}")
-    for key, kinds in (("kind", str), ("step", int), ("time", (int, float))):
-        if not isinstance(record.get(key), kinds) or isinstance(record[key], bool):
-            expected = {"kind": "a string", "step": "a whole number", "time": "a number"}[key]
-            raise LogError(f"{where}: expected {expected} as {key!r}, got {record.get(key)!r}")
-    return record
+    expected = {
+        "kind": ("a string", isinstance(record.get("kind"), str)),
+        "step": ("a whole number from 0 on", type(record.get("step")) is int and 0 <= record["step"] < 2**63),
+        "time": ("a number", type(record.get("time")) in (int, float) and abs(record["time"]) < 1e15),
+    }
+    for key, (what, holds) in expected.items():
+        if not holds:
+            raise LogError(f"{where}: expected {what} as {key!r}, got {record.get(key)!r}")
+    return record, values
 
 
 def _short(text: bytes) -> str:
@@ -225,24 +232,24 @@ def _superseded(record: Record, at: int) -> bool:
 
 
 def _table(path: Path, lines: Sequence[_Line]) -> Table:
-    rows = [flat(line.record) for line in lines]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {}
-    for name in names:
-        if name not in TEXTS:
-            columns[name] = _column(path, lines, rows, name)
+    names = dict.fromkeys(name for line in lines for name in line.values if name not in TEXTS)
+    columns = {name: _column(path, lines, name) for name in names}
     step = np.array([line.record["step"] for line in lines], np.int64)
     elapsed = np.array([line.elapsed for line in lines], np.float64)
     return Table(step, elapsed, columns, tuple(line.record for line in lines))
 
 
-def _column(path: Path, lines: Sequence[_Line], rows: Sequence[dict[str, Any]], name: str) -> Numbers:
-    column = np.empty(len(rows))
-    for place, row in enumerate(rows):
-        value = row.get(name)
+def _column(path: Path, lines: Sequence[_Line], name: str) -> Numbers:
+    try:  # None is NaN to numpy, and the strings for what is not finite are numbers
+        column = np.array([line.values.get(name) for line in lines], np.float64)
+        if column.ndim == 1:
+            return column
+    except (ValueError, TypeError, OverflowError):
+        pass  # which one it is takes longer to find out
+    for line in lines:
         try:
-            column[place] = number(value)
-        except (ValueError, TypeError):
-            where = f"{path}:{lines[place].number}"
-            raise LogError(f"{where}: expected a number or null as {name!r}, got {value!r}") from None
-    return column
+            number(line.values.get(name))
+        except (ValueError, TypeError, OverflowError):
+            break
+    got = line.values.get(name)
+    raise LogError(f"{path}:{line.number}: expected a number or null as {name!r}, got {got!r}")
