@@ -244,9 +244,19 @@ def test_runs_of_the_same_name_are_told_apart(run: Path, tmp_path: Path) -> None
     for place in "ab":
         (tmp_path / place / "run").mkdir(parents=True)
         (tmp_path / place / "run" / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
-    page = Page(compare([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "compare.html"))
-    assert "a/run" in page.text
-    assert "b/run" in page.text
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    page = Page(compare([*folders, folders[0]], tmp_path / "compare.html"))
+    for name in ("a/run", "b/run", "a/run (2)"):
+        assert name in page.texts
+
+
+def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
+    training = Training([JsonLines(tmp_path / "log.jsonl")], steps=1)
+    training.start()
+    training.run(1, every=1)
+    training.end()
+    svg = report(tmp_path).read_text().split('aria-label="gradient norm"')[1].split("</svg>")[0]
+    assert svg.count("<use") == 1  # the point
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(run: Path, tmp_path: Path) -> None:

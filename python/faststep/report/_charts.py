@@ -10,7 +10,7 @@ import numpy as np
 
 from faststep.loggers._figures import figure, quantity, share, size, span
 from faststep.report._log import Log, Numbers, Table
-from faststep.report._plot import COLOURS, INK, PAPER, from_zero, logarithmic, plot, tick
+from faststep.report._plot import COLOURS, INK, PAPER, from_zero, logarithmic, marker, plot, tick
 from faststep.report._series import extremes, finite, since_last, smooth
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _loss(log: Log) -> Chart:
     def paint(axes: Axes) -> None:
         raw, validation = finite(table.step, table["loss"])[1], log.validations["loss"]
         logarithmic(axes, np.concatenate([raw, validation]))
-        axes.plot(*extremes(table.step, table["loss"]), color=BLUE, alpha=0.3, linewidth=0.7)
+        _raw(axes, table, "loss", BLUE)
         if window > 1:
             axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
         _validations(axes, log.validations)
@@ -88,6 +88,12 @@ def _loss(log: Log) -> Chart:
     note = "Faint: each step, of long runs the lowest and the highest of each stretch."
     note += f" Marks at the foot: {lost} skipped batches." if lost else ""
     return Chart("Loss", plot("loss", paint), note + _resumed(log))
+
+
+def _raw(axes: Axes, table: Table, name: str, colour: str) -> None:
+    """Draw every point faintly."""
+    x, y = extremes(table.step, table[name])
+    axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.7, marker=marker(x), markersize=3)
 
 
 def _validations(axes: Axes, table: Table) -> None:
@@ -133,7 +139,7 @@ def _norm(log: Log, table: Table) -> Chart:
 
     def paint(axes: Axes) -> None:
         logarithmic(axes, table["grad_norm"], rather=True)
-        axes.plot(*extremes(table.step, table["grad_norm"]), color=BLUE, alpha=0.3, linewidth=0.7)
+        _raw(axes, table, "grad_norm", BLUE)
         if window > 1:
             axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
         tick(axes)
@@ -157,9 +163,9 @@ def _line(
     def paint(axes: Axes) -> None:
         for name, colour in columns.items():
             x, y = extremes(table.step, table[name])
-            marker = "o" if len(y) == 1 or (dots and len(y) <= FEW) else ""
+            dot = "o" if dots and len(y) <= FEW else marker(x)
             label = name.rpartition(".")[2] if len(columns) > 1 else None
-            (line,) = axes.plot(x, y, color=colour, label=label, marker=marker, markersize=3)
+            (line,) = axes.plot(x, y, color=colour, label=label, marker=dot, markersize=3)
             if averaged:
                 line.set(alpha=0.3, linewidth=0.7)
                 axes.plot(*smooth(table.step, table[name])[:2], color=colour)
@@ -210,7 +216,7 @@ def _durations(log: Log) -> Chart:
         logarithmic(axes, table["seconds"])
         for name, colour, label in (("seconds", BLUE, "a step, data included"), ("wait", ORANGE, "waited for data")):
             if table.known(name) and (axes.get_yscale() != "log" or np.nanmin(table[name]) > 0):
-                axes.plot(*extremes(table.step, table[name]), color=colour, alpha=0.3, linewidth=0.7)
+                _raw(axes, table, name, colour)
                 axes.plot(*smooth(table.step, table[name])[:2], color=colour, label=label)
         if axes.get_yscale() != "log":
             from_zero(axes, table["seconds"])

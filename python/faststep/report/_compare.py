@@ -70,12 +70,14 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Name the runs by as much of the end of their paths as tells them apart."""
+    """Name the runs by as much of the end of their paths as tells them apart, and a run that comes again by a number."""
+    different = set(folders)
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-parts:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return [printable(name) for name in names]
-    return [f"{name} ({place})" for place, name in enumerate(names, 1)]  # a run twice
+        if len({folder.parts[-parts:] for folder in different}) == len(different):
+            break
+    names = [printable(str(Path(*folder.parts[-parts:]))) for folder in folders]
+    times = [names[:place].count(name) for place, name in enumerate(names, 1)]
+    return [name if time == 1 else f"{name} ({time})" for name, time in zip(names, times, strict=True)]
 
 
 def _style(place: int) -> tuple[str, str]:

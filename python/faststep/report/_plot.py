@@ -70,6 +70,9 @@ def plot(name: str, paint: Callable[[Axes], None], *, by_time: bool = False) -> 
 def _finish(axes: Axes, by_time: bool) -> None:
     form = need("matplotlib.ticker").FuncFormatter
     axes.xaxis.set_major_formatter(form(lambda x, _: clock(x) if by_time else quantity(x)))
+    low, high = axes.get_xlim()
+    if high - low < 1:  # a single step
+        axes.set_xlim(low - 1, high + 1)
     axes.xaxis.set_major_locator(_places(axes, by_time))
     axes.set_xlabel("time of training" if by_time else "step")
     axes.margins(x=0.01)
@@ -94,6 +97,11 @@ def _for_page(text: str, name: str) -> str:
     for colour, variable in _PAGE.items():
         text = text.replace(colour, variable)
     return re.sub(r"\n\s*", "\n", text).strip()
+
+
+def marker(points: Any) -> str:
+    """Return the marker with which so few points are seen at all; none for a line."""
+    return "o" if len(np.unique(points)) == 1 else ""
 
 
 def tick(axes: Axes, form: Callable[[float], str] | None = None, *, whole: bool = False) -> None:
