@@ -70,7 +70,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Name the runs by as much of the end of their paths as tells them apart, and a run that comes again by a number."""
+    """Name the runs by as much of the end of their paths as tells them apart, a run that comes again with a number."""
     different = set(folders)
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         if len({folder.parts[-parts:] for folder in different}) == len(different):
