@@ -315,7 +315,7 @@ class Trainer:
             self.checkpoints.wait()
             path = _bundle.write(self.run / "bundles", self.step, tried, self.number, self.config)
         text = (
-            f"{self._guard.row} batches in a row were skipped, because loss or gradients are not finite or the loss is "
+            f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the loss is "
             f"above max_loss. The last one is in {path}, with the weights and the random state that it met: "
             f"`faststep reproduce {path}`"
         )
