@@ -19,7 +19,7 @@ INPUTS = int(os.environ.get("FASTSTEP_FUZZ", "2000"))  # of the three fuzz tests
 
 
 def fuzz(share: float) -> settings:
-    """Return the settings of a test that takes this share of all inputs; the usual number are the same ones each time."""
+    """Return the settings of a test that takes this share of all inputs; the usual ones are the same each time."""
     usual = INPUTS == 2000
     checks = list(HealthCheck)
     return settings(
@@ -32,9 +32,12 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 trees = st.recursive(
     scalars, lambda inside: st.lists(inside, max_size=4) | st.dictionaries(texts, inside, max_size=4), max_leaves=12
 )
-NAMES = """model loss data train validation use optimizer learning_rate step lora rank quantize frozen weights seed run
-    folder cosine_decay warmup decay_steps join_schedules schedules boundaries parameters AdamW Muon gpt mlp bytes
-    arrays file layers width sizes * & ! | > - ? : , [ ] { } # % @ ` ' " \\ << ~ .inf 1e-3 0x1F 1e999 -1 0 4 true null"""
+NAMES = """
+    model loss data train validation use optimizer learning_rate step lora rank quantize frozen weights seed
+    run folder cosine_decay warmup decay_steps join_schedules schedules boundaries parameters AdamW Muon gpt
+    mlp bytes arrays file layers width sizes * & ! | > - ? : , [ ] { } # % @ ` ' " \\ << ~ .inf 1e-3 0x1F
+    1e999 -1 0 4 true null
+"""
 SIGNS = [
     "\n",
     "\n  ",

@@ -101,7 +101,7 @@ class Blame:
             return make()
         except (TypeError, ValueError) as error:
             name, colon, message = str(error).partition(": ")
-            if colon and name in getattr(self._at(path), "model_fields_set", ()):
+            if colon and name in getattr(type(self._at(path)), "model_fields", ()):
                 raise ConfigError([self.config.source.problem((*path, name), message)]) from error
             raise ConfigError([self.config.source.problem(path, str(error))]) from error
 

@@ -51,9 +51,10 @@ class Part:
         except (TypeError, ValueError, OverflowError, OSError) as error:
             if self.users or isinstance(error, ConfigError):
                 raise
-            name = str(error).partition(":")[0]
-            path = (*self.path, name) if name in self.arguments else self.path
-            raise ConfigError([self.source.problem(path, str(error))]) from error
+            name, _, message = str(error).partition(": ")
+            named = name in self.arguments
+            path = (*self.path, name) if named else self.path
+            raise ConfigError([self.source.problem(path, message if named else str(error))]) from error
         if not self.kind.fits(made):
             message = f"expected {self.kind.gives}, got {type(made).__name__}"
             raise ConfigError([self.source.problem((*self.path, "use"), message)])

@@ -92,9 +92,9 @@ def add_lora(
     linear = {path: each for path, each in model.named_modules() if path and isinstance(each, kinds)}
     check_matched(modules, linear, "linear layer")
     model.freeze()
+    unfreeze(model, trainable)
     chosen = [(path, each) for path, each in sorted(linear.items()) if matches(path, modules)]
     adapted = [(path, LoRALinear(each, rank, scale, dropout)) for path, each in chosen]
-    unfreeze(model, trainable)
     model.update_modules(tree_unflatten(adapted))
 
 
