@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from checkpointing import STEPS, arrays_of, everything, quantize, step_of, train
 from faststep import Step
-from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
+from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints, CheckpointWarning
 from mlx.utils import tree_flatten
 from test_rust_continuation import load, read
 
@@ -161,6 +161,18 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None
     assert "found a link" in listed.problem
     with pytest.raises(CheckpointError, match="in it: choose another folder"):
         Checkpoints(tmp_path / "b").save(step_of(), number=3)
+    with pytest.warns(CheckpointWarning, match="found a link"):
+        assert Checkpoints(tmp_path / "b").restore(step_of()) is None
+
+
+def test_what_only_has_the_name_of_a_checkpoint_is_listed_as_damaged(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").write_text("a file")
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "nowhere")
+    listed = Checkpoints(tmp_path).list()
+    assert [each.number for each in listed] == [1, 2]
+    assert all("expected the folder of a checkpoint" in str(each.problem) for each in listed)
+    with pytest.warns(CheckpointWarning, match="step-0000000[12]"):
+        assert Checkpoints(tmp_path).restore(step_of()) is None
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,13 @@ class Checkpoints:
 
         Args:
             folder: Where the checkpoints are; made at the first save. It may hold nothing else, hidden files aside.
-            keep_last: How many of the newest are kept; None: all.
+            keep_last: How many of the newest are kept; None: all. The old ones go when the new one is in its place:
+                the disk needs room for one more.
             keep_best: How many are kept beside them for their metric.
             best: "min": the smallest metric is the best, "max": the largest.
             background: Write in a thread. The snapshot shares the arrays of model and optimizer, which the next steps
-                then replace rather than overwrite: until it is written, both take memory. Without, `save` writes
-                before it returns.
+                then replace rather than overwrite: until it is written, both take memory (on CUDA the snapshot is a
+                copy on the device). Without, `save` writes before it returns.
             on_damaged: Called by `restore` for each checkpoint that is damaged and passed over, whose `problem` says
                 in which way; None: a `CheckpointWarning`.
 
@@ -204,7 +205,7 @@ class Checkpoints:
             try:
                 return _apply.restore(path, step, loader)
             except Damaged as error:
-                self._on_damaged(replace(Checkpoint.at(path), problem=str(error)))
+                self._tell(path, str(error))
         return None
 
     def list(self) -> list[Checkpoint]:
@@ -213,7 +214,21 @@ class Checkpoints:
         Raises:
             CheckpointError: The folder cannot be read.
         """
-        return [Checkpoint.at(path) for _, path in reversed(_folder.numbered(self.folder))]
+        found = []
+        for number, path in reversed(_folder.numbered(self.folder)):
+            try:
+                checkpoint = Checkpoint.at(path)
+            except CheckpointError as error:
+                checkpoint = Checkpoint(path, number, problem=str(error))
+            if checkpoint.problem is None or os.path.lexists(path):  # another process may have removed it meanwhile
+                found.append(checkpoint)
+        return found
+
+    def _tell(self, path: Path, problem: str) -> None:
+        """Report a damaged checkpoint."""
+        for checkpoint in self.list():
+            if checkpoint.path == path:
+                self._on_damaged(replace(checkpoint, problem=problem))
 
     def _refuse_older(self, number: int) -> None:
         """Refuse a checkpoint that a later `restore` would not find, because there are newer ones."""
@@ -289,4 +304,4 @@ class _Writer:
 
 
 def _warn(checkpoint: Checkpoint) -> None:
-    warnings.warn(f"passed over a damaged checkpoint: {checkpoint.problem}", CheckpointWarning, stacklevel=3)
+    warnings.warn(f"passed over a damaged checkpoint: {checkpoint.problem}", CheckpointWarning, stacklevel=4)

@@ -63,6 +63,7 @@ def _make_folder(folder: Path) -> None:
 
 def _write(place: Path, snapshot: Snapshot) -> int:
     partial = _folder.hidden(place, "partial")
+    _folder.remove(partial)  # of one that died, where the file system has no locks
     partial.mkdir()
     try:
         size = _fill(partial, snapshot)
