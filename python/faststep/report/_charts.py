@@ -36,19 +36,20 @@ class Chart:
 def charts(log: Log) -> Iterator[Chart]:
     """Return the plots for which the log has data."""
     steps, intervals = log.steps, log.intervals
-    rates = steps if steps.known("learning_rate") else intervals
+    schedule = steps if steps.known("learning_rate") else intervals
     if steps.known("loss") or intervals.known("loss") or log.validations.known("loss"):
         yield _loss(log)
     norms = steps if steps.known("grad_norm") else intervals
     if norms.known("grad_norm"):
         yield _norm(log, norms)
-    if rates.known("learning_rate"):
-        yield _line("Learning rate", log, rates, {"learning_rate": BLUE})
-    if intervals.known("items_per_second"):
+    if schedule.known("learning_rate"):
+        yield _line("Learning rate", log, schedule, {"learning_rate": BLUE})
+    rates = intervals.where(since_last(intervals.step, log.resumes) > 0)  # the last one may hold no step
+    if rates.known("items_per_second"):
         note = "Tokens, or elements of the batch's first array, per second."
-        yield _line("Items per second", log, intervals, {"items_per_second": BLUE}, quantity, note)
-    elif intervals.known("steps_per_second"):
-        yield _line("Steps per second", log, intervals, {"steps_per_second": BLUE}, quantity)
+        yield _line("Items per second", log, rates, {"items_per_second": BLUE}, quantity, note)
+    elif rates.known("steps_per_second"):
+        yield _line("Steps per second", log, rates, {"steps_per_second": BLUE}, quantity)
     if any(column.any() for column in intervals.group("seconds").values()):
         yield _split(log)
     if steps.known("seconds"):
@@ -213,9 +214,9 @@ def _durations(log: Log) -> Chart:
     table = log.steps
 
     def paint(axes: Axes) -> None:
-        logarithmic(axes, table["seconds"])
+        logarithmic(axes, np.concatenate([table["seconds"], table["wait"]]))
         for name, colour, label in (("seconds", BLUE, "a step, data included"), ("wait", ORANGE, "waited for data")):
-            if table.known(name) and (axes.get_yscale() != "log" or np.nanmin(table[name]) > 0):
+            if table.known(name):
                 _raw(axes, table, name, colour)
                 axes.plot(*smooth(table.step, table[name])[:2], color=colour, label=label)
         if axes.get_yscale() != "log":

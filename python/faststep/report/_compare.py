@@ -17,7 +17,7 @@ from faststep.report._page import Html, figures, page, said, section, write
 from faststep.report._page import table as html_table
 from faststep.report._plot import COLOURS, from_zero, logarithmic, plot, tick
 from faststep.report._report import best, ending, last_loss, peak, position
-from faststep.report._series import extremes, smooth
+from faststep.report._series import extremes, since_last, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,6 +100,8 @@ def _charts(
 
 def _table(log: Log, source: str, column: str) -> Table:
     table: Table = getattr(log, source)
+    if column == "items_per_second":
+        return table.where(since_last(table.step, log.resumes) > 0)
     return log.intervals if source == "steps" and not table.known(column) else table
 
 

@@ -50,6 +50,12 @@ class Table:
         column = self.columns.get(name)
         return np.full(len(self), math.nan) if column is None else column
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> Table:
+        """Return the records that are chosen, bool [records]."""
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        records = tuple(each for each, taken in zip(self.records, chosen, strict=True) if taken)
+        return Table(self.step[chosen], self.elapsed[chosen], columns, records)
+
     def known(self, name: str) -> bool:
         """Return whether any record has a finite value of it."""
         return bool(np.isfinite(self[name]).any())

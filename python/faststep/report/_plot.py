@@ -125,7 +125,7 @@ def logarithmic(axes: Axes, values: Any, *, rather: bool = False) -> None:
         return
     if values.max() > (4 * values.min() if rather else 5 * np.median(values)):
         axes.set_yscale("log")
-        ticker, wide = need("matplotlib.ticker"), values.max() > 100 * values.min()
+        ticker, wide = need("matplotlib.ticker"), values.max() > 50 * values.min()
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=8))
 
 

@@ -56,7 +56,7 @@ def report(run: str | Path, out: str | Path | None = None) -> Path:
 def _header(name: str, log: Log) -> str:
     start: Mapping[str, Any] = log.starts[-1] if log.starts else {}
     versions = ", ".join(f"{each} {version}" for each, version in (start.get("versions") or {}).items())
-    facts = [str(start.get("command") or ""), str(start.get("device") or ""), versions]
+    facts = [str(log.starts[0].get("command") or "") if log.starts else "", str(start.get("device") or ""), versions]
     lines = [f"<h1>{said(name)}</h1>", f"<p>{ending(log)}</p>"]
     lines += [f'<p class="soft">{said(" · ".join(filter(None, facts)))}</p>'] if any(facts) else []
     notes = []
