@@ -205,10 +205,11 @@ def test_checkpointed_gradients_have_the_same_bits(way: str) -> None:
     assert plain[1:] == checkpointed[1:]
 
 
+@pytest.mark.slow
 def test_checkpointed_gradients_need_less_memory() -> None:
     def peak(checkpointed: bool) -> int:
         mx.random.seed(0)
-        model, batch = recipes.GPT(layers=16, width=64, heads=4, context=128), tokens(4, 129)
+        model, batch = recipes.GPT(layers=12, width=64, heads=4, context=128), tokens(4, 129)
         if checkpointed:
             recipes.checkpoint_gradients(model, ["blocks.*"])
         mx.eval(model.parameters(), batch)
@@ -231,6 +232,7 @@ def test_next_token_beside_plain_mlx() -> None:
     logits = model(batch[:, :-1])
     plain = nn.losses.cross_entropy(logits, batch[:, 1:])
     loss, weighted = recipes.next_token(), recipes.next_token(weighted=True)
+    chunked = recipes.next_token(weighted=True, in_chunks=True)
     assert loss(model, batch).item() == pytest.approx(plain.mean().item(), rel=1e-6)
     assert loss(model, batch[:, :-1], batch[:, 1:]).item() == loss(model, batch).item()
     mask = mx.arange(20)[None] < mx.array([[20], [5], [1]])
@@ -238,6 +240,7 @@ def test_next_token_beside_plain_mlx() -> None:
     for given in ({"mask": mask}, {"targets": mask}):  # by name, and in the place where Pad has it
         mean, weight = weighted(model, batch, **given)
         assert (mean.item(), weight.item()) == (pytest.approx(expected.item(), rel=1e-6), 23)
+        assert [each.item() for each in chunked(model, batch, **given)] == [pytest.approx(mean.item(), rel=1e-5), 23]
     targets = mx.where(mask[:, 1:], batch[:, 1:], -100)
     assert loss(model, batch[:, :-1], targets).item() == pytest.approx(expected.item(), rel=1e-6)
     assert loss(model, batch[:, :-1], mx.full(targets.shape, -100)).item() == 0

@@ -12,6 +12,7 @@ from typing import Any
 from faststep.config import _arguments, _tables
 from faststep.config._errors import ConfigError, Path, Problem, Source, unknown
 from faststep.config._models import Component
+from faststep.config._optimizers import find_optimizers
 from faststep.config._plan import Plan
 from faststep.config._tables import Kind
 from faststep.config._user import NotThere, attribute, importable
@@ -107,8 +108,6 @@ class Parts:
             Parts by name: model, loss, train, validation, collate, optimizers (pairs of part and patterns), callbacks.
             What is None was not given, or has a problem.
         """
-        from faststep.config._optimizers import find_optimizers
-
         self._loads = users
         found: dict[str, Any] = {
             "model": self.find(plan.top["model"], _tables.MODEL, ("model",)),

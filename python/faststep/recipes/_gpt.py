@@ -73,6 +73,17 @@ class GPT(nn.Module):
         Returns:
             Floating point [batch, seq, vocabulary].
         """
+        logits: mx.array = self.embedding.as_linear(self.hidden(tokens, positions, segments))
+        return logits
+
+    @property
+    def head(self) -> mx.array:
+        """The weight of the last layer, [vocabulary, width]: the embedding's."""
+        weight: mx.array = self.embedding.weight
+        return weight
+
+    def hidden(self, tokens: mx.array, positions: mx.array | None = None, segments: mx.array | None = None) -> mx.array:
+        """Map tokens to what the last layer gets, floating point [batch, seq, width]."""
         seq = tokens.shape[1]
         x = self.embedding(tokens) + self.positions(mx.arange(seq) if positions is None else positions)
         mask: mx.array | str = "causal"
@@ -81,5 +92,5 @@ class GPT(nn.Module):
             mask = same & mx.tri(seq, dtype=mx.bool_)
         for block in self.blocks:
             x = block(x, mask)
-        logits: mx.array = self.embedding.as_linear(self.norm(x))
-        return logits
+        hidden: mx.array = self.norm(x)
+        return hidden

@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from faststep.losses import linear_cross_entropy
+
 Loss = Callable[..., Any]
 
 
-def next_token(*, weighted: bool = False, ignore_index: int = -100) -> Loss:
+def next_token(*, weighted: bool = False, ignore_index: int = -100, in_chunks: bool = False) -> Loss:
     """Make the loss of a language model: the mean cross entropy of every next token, in nats.
 
     It takes `tokens`, integers [batch, seq], of which each is predicted by the ones before it, or `tokens` and
@@ -23,6 +25,8 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100) -> Loss:
     Args:
         weighted: Return `(mean, tokens that count)`, as `Step(weighted=True)` takes it.
         ignore_index: The target of tokens that do not count.
+        in_chunks: Never hold all logits: `faststep.losses.linear_cross_entropy` over `model.hidden(tokens)` and the
+            weight `model.head`, for large vocabularies.
     """
 
     def loss(
@@ -38,7 +42,12 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100) -> Loss:
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
             mask = None if mask is None else mask[:, 1:]
-        return _mean_cross_entropy(model(tokens, **places), targets, mask, ignore_index, weighted)
+        if not in_chunks:
+            return _mean_cross_entropy(model(tokens, **places), targets, mask, ignore_index, weighted)
+        weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
+        hidden = model.hidden(tokens, **places)
+        mean = linear_cross_entropy(hidden, model.head, targets, token_weights=weights, ignore_index=ignore_index)
+        return (mean, weights.sum()) if weighted else mean
 
     return loss
 
