@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 
 
-@contextlib.contextmanager
-def about(what: str) -> Iterator[None]:
+class about:
     """Note on an exception that passes what was being read; the exception stays what it is.
 
     The note is in `__notes__`, which tracebacks show from Python 3.11 on (PEP 678). The first note wins: the item, not
     also the batch.
     """
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, "__notes__"):
+
+    __slots__ = ("what",)
+
+    def __init__(self, *what: object) -> None:
+        """Keep the words, which are put together when they are needed."""
+        self.what = what
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Note."""
+        if isinstance(error, Exception) and not hasattr(error, "__notes__"):
             with contextlib.suppress(AttributeError, TypeError):
-                error.__notes__ = [f"faststep.data: {what}"]  # type: ignore[attr-defined, unused-ignore]
-        raise
+                note = f"faststep.data: {' '.join(map(str, self.what))}"
+                error.__notes__ = [note]  # type: ignore[attr-defined, unused-ignore]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -12,26 +13,27 @@ from faststep.data._tree import Tree, map_leaves, named_leaves
 FOREIGN = "There is no Stream"  # how MLX's error begins when an array waits for work on a stream of another thread
 
 
-def evaluate(tree: Tree, name: str, *, lists: bool = True) -> None:
+def evaluate(tree: Tree, *name: object, lists: bool = True) -> None:
     """Evaluate all arrays of a tree, in the thread that calls.
 
     Args:
         tree: Arrays and anything else in tuples, lists and mappings.
-        name: What the tree is, for the error.
+        *name: What the tree is, for the error: words.
         lists: Whether to look into lists, which in an item are numbers, mostly very many.
 
     Raises:
         ValueError: An array waits to be computed on another thread; the message names its place.
     """
-    leaves = [(place, leaf) for place, leaf in named_leaves(tree, name, lists=lists) if isinstance(leaf, mx.array)]
-    if not leaves:
+    arrays = _arrays(tree, lists)
+    if not arrays:
         return
     try:
-        mx.eval([leaf for _, leaf in leaves])
+        mx.eval(arrays)
     except RuntimeError as error:
         if not str(error).startswith(FOREIGN):
             raise
-        raise ValueError(_complaint(leaves)) from error
+        leaves = named_leaves(tree, " ".join(map(str, name)), lists=lists)
+        raise ValueError(_complaint([each for each in leaves if isinstance(each[1], mx.array)])) from error
 
 
 def batch_of(made: Tree, maker: str) -> Tree:
@@ -53,6 +55,17 @@ def batch_of(made: Tree, maker: str) -> Tree:
         raise TypeError(f"{maker}: expected an array, or a tuple or dict of arrays, got {type(made).__name__}")
     evaluate(batch, "batch")
     return batch
+
+
+def _arrays(tree: Tree, lists: bool) -> list[mx.array]:
+    """Return the arrays of a tree; it is asked for every item."""
+    if isinstance(tree, mx.array):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [array for part in tree.values() for array in _arrays(part, lists)]
+    if isinstance(tree, tuple) or (lists and isinstance(tree, list)):
+        return [array for part in tree for array in _arrays(part, lists)]
+    return []
 
 
 def _as_mlx(leaf: Any) -> Any:

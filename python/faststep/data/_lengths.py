@@ -54,5 +54,5 @@ class Lengths:
 
     def _read_one(self, index: int) -> int:
         item = self.source.get(index)
-        with about(f"item {index}"):
+        with about("item", index):
             return self.collate.length_of(item)

@@ -51,11 +51,11 @@ class Maker:
         lengths = {number: self._length_of(collate, item, number) for number, item in items.items()}
         if not collate.arranges:
             return collate.make([[Piece(item, *collate.cut(lengths[i])[0])] for i, item in items.items()])
-        return collate.make([[Piece(items[i], start, stop) for i, start, stop in row] for row in task.rows])
+        return collate.make([[Piece(items[i], start, stop) for i, start, stop in row] for row in task.rows or ()])
 
     def _length_of(self, collate: ByLength, item: Any, number: int) -> int:
         """Measure an item, and compare with what the epoch was planned by."""
-        with about(f"item {number}"):
+        with about("item", number):
             length = collate.length_of(item)
             if self.lengths is not None:
                 self.lengths.check(number, length)

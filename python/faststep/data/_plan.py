@@ -18,19 +18,16 @@ class Task(NamedTuple):
     """What one batch is made of.
 
     Attributes:
-        rows: The pieces in each row of the batch; an item's number is that of the source, or its place in `items`.
+        numbers: The numbers of the items, each once, in the order in which they are needed.
+        rows: The pieces of items in each row of the batch; None where every item is a row.
         items: The items, where they have been read already.
         resume: Where a stream goes on after this batch, for the state.
     """
 
-    rows: list[list[Cut]]
+    numbers: list[int]
+    rows: list[list[Cut]] | None = None
     items: dict[int, Any] | None = None
     resume: dict[str, Any] | None = None
-
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of the items, each once, in the order in which they are needed."""
-        return list(dict.fromkeys(cut[0] for row in self.rows for cut in row))
 
 
 class Sharing(NamedTuple):
@@ -95,8 +92,9 @@ class Plan:
             ValueError: No batch comes out of it, or not the same number for every rank.
         """
         order = np.arange(n) if keys is None else keys.permutation(n)
-        self.pieces: Pieces | None = None
+        self.order: IntArray = order
         self.units: Units = order[:, None]
+        self.pieces: Pieces | None = None
         if arranger is not None and lengths is not None:
             self.pieces = Pieces(order, [_cut(arranger, int(i), int(lengths[i])) for i in order])
             self.units = arranger.units(self.pieces.lengths, sharing.block, keys)
@@ -104,7 +102,8 @@ class Plan:
 
     def task(self, number: int) -> Task:
         """Return what a batch is made of."""
-        units = self.units[self.rounds.share(number, self.sharing.rank)]
+        share = self.rounds.share(number, self.sharing.rank)
         if self.pieces is None:
-            return Task([[(int(index), 0, 0)] for (index,) in units])
-        return Task([self.pieces.row(unit) for unit in units])
+            return Task(self.order[share].tolist())
+        rows = [self.pieces.row(unit) for unit in self.units[share]]
+        return Task(list(dict.fromkeys(cut[0] for row in rows for cut in row)), rows)

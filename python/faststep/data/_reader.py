@@ -104,13 +104,13 @@ class Reader:
         """Read until the chunk has `size` entries, or the source ends."""
         self.size = size
         while len(self.chunk) < size:
-            with about(f"item {self.item} of the iterable"):
+            with about("item", self.item, "of the iterable"):
                 try:
                     item = next(items)
                 except StopIteration:
                     self.ended = True
                     return
-                evaluate(item, f"item {self.item}", lists=False)
+                evaluate(item, "item", self.item, lists=False)
                 cuts = self.arranger.cut(self.arranger.length_of(item)) if self.arranger else [(0, 0)]
             for start, stop in cuts:
                 if self.piece not in self.used:
@@ -140,7 +140,8 @@ class Reader:
             "size": self.size,
             "taken": taken,
         }
-        return Task(rows, {entry.source: entry.item for entry in entries}, resume)
+        items = {entry.source: entry.item for entry in entries}
+        return Task(list(items), rows, items, resume)
 
     def _drop(self, units: Any, marks: list[Mark]) -> None:
         """Go on with what the rounds that were given out left over."""

@@ -29,9 +29,9 @@ class Items:
 
     def get(self, index: int) -> Any:
         """Read one item; its arrays are evaluated here, by the thread that may have made them."""
-        with about(f"item {index}"):
+        with about("item", index):
             item = self.source[index]
-            evaluate(item, f"item {index}", lists=False)
+            evaluate(item, "item", index, lists=False)
             return item
 
     def read(self, indices: Sequence[int], go_on: Callable[[], None]) -> list[Any]:
@@ -48,7 +48,7 @@ class Items:
             if len(items) != len(indices):
                 raise ValueError(f"__getitems__: expected {len(indices)} items, got {len(items)}")
             for index, item in zip(indices, items, strict=True):
-                evaluate(item, f"item {index}", lists=False)
+                evaluate(item, "item", index, lists=False)
             return items
 
     def _next(self, index: int, go_on: Callable[[], None]) -> Any:
@@ -83,7 +83,7 @@ class Columns(Items):
     def get(self, index: int) -> Any:
         """Return one item."""
         item = map_leaves(lambda _, leaf: leaf[index], self.source, "source")
-        evaluate(item, f"item {index}", lists=False)
+        evaluate(item, "item", index, lists=False)
         return item
 
     def take(self, indices: Sequence[int]) -> Tree:

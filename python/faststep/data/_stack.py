@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -39,21 +39,24 @@ def stack(items: Sequence[Any]) -> Tree:
 
 
 def _stack(items: Sequence[Any], name: str) -> Tree:
-    parts = children(items[0], lists=False)
-    if parts is None:
-        return _join(items, name)
-    places = [place for place, _ in parts]
-    columns = []
-    for i, item in enumerate(items):
-        own = children(item, lists=False) or []
-        if [place for place, _ in own] != places:
-            places_here = ", ".join(place for place, _ in own) or type(item).__name__
-            raise ValueError(
-                f"{name}: expected {', '.join(places)} as in the batch's first item, got {places_here} in its item {i}"
-            )
-        columns.append([part for _, part in own])
-    joined = [_stack(column, name + place) for column, place in zip(zip(*columns, strict=True), places, strict=True)]
-    return rebuilt(items[0], joined)
+    first = items[0]
+    if isinstance(first, Mapping):
+        _check_alike(items, name, [isinstance(item, Mapping) and item.keys() == first.keys() for item in items])
+        return {key: _stack([item[key] for item in items], f"{name}[{key!r}]") for key in first}
+    if isinstance(first, tuple):
+        _check_alike(items, name, [isinstance(item, tuple) and len(item) == len(first) for item in items])
+        return rebuilt(first, [_stack(column, f"{name}[{i}]") for i, column in enumerate(zip(*items, strict=True))])
+    return _join(items, name)
+
+
+def _check_alike(items: Sequence[Any], name: str, alike: list[bool]) -> None:
+    if all(alike):
+        return
+    i = alike.index(False)
+    first, other = (", ".join(place for place, _ in children(item, lists=False) or ()) for item in (items[0], items[i]))
+    raise ValueError(
+        f"{name}: expected {first} as in the batch's first item, got {other or type(items[i]).__name__} in its item {i}"
+    )
 
 
 def _join(leaves: Sequence[Any], name: str) -> mx.array:
@@ -61,6 +64,9 @@ def _join(leaves: Sequence[Any], name: str) -> mx.array:
     if all(isinstance(leaf, mx.array) for leaf in leaves):
         _check_shapes([leaf.shape for leaf in leaves], name)
         return mx.stack(list(leaves))
+    kind = type(leaves[0])
+    if kind in (int, float, bool) and all(type(leaf) is kind for leaf in leaves):
+        return mx.array(as_numpy(list(leaves), name))
     arrays = [as_numpy(leaf, name) for leaf in leaves]
     _check_shapes([array.shape for array in arrays], name)
     return mx.array(np.stack(arrays))
