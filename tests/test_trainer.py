@@ -387,3 +387,18 @@ def test_a_damaged_checkpoint_is_told_of_and_passed_over(tmp_path: Path) -> None
     new_trainer(tmp_path / "run", step, epochs=2).train()
     assert_same(numbers(step), numbers(whole))
     assert any(event["what"] == "torn_checkpoint" for event in read_log(tmp_path / "run").events)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_loader_goes_on_with_half_the_batch_size(drop_last: bool) -> None:
+    """The items go on behind those that were taken."""
+    rows = np.arange(43)
+    large = Loader(rows, batch_size=8, shuffle=True, seed=4, drop_last=drop_last)
+    small = Loader(rows, batch_size=4, shuffle=True, seed=4, drop_last=drop_last)
+    batches = iter(large)
+    taken = [np.array(next(batches)) for _ in range(2)]
+    small.load_state(large.state)
+    whole = [np.array(each) for each in Loader(rows, batch_size=4, shuffle=True, seed=4, drop_last=drop_last)]
+    np.testing.assert_array_equal(np.concatenate([*taken, *map(np.array, small)]), np.concatenate(whole))
+    with pytest.raises(ValueError, match="batch_size"):
+        Loader(rows, batch_size=3, shuffle=True, seed=4, drop_last=drop_last).load_state(large.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -18,7 +19,8 @@ def report(run: RunFolder) -> None:
     """Write RUN/report.html: one page with the plots, the config and the events of a run."""
     from faststep.report import report
 
-    typer.echo(report(run))
+    with _reading():
+        typer.echo(report(run))
 
 
 def compare(
@@ -30,7 +32,16 @@ def compare(
 
     if len(runs) < 2:
         raise Exit(f"expected two runs or more, got {len(runs)}")
-    typer.echo(compare(runs, out))
+    with _reading():
+        typer.echo(compare(runs, out))
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Exit(str(error)) from None
 
 
 def tune(

@@ -52,6 +52,6 @@ def trainer_of(built: Built) -> Trainer:
     loggers: list[Any] = [Progress()]
     loggers += [Csv(run / "steps.csv")] if logs["csv"] else []
     loggers += [TensorBoard(run / "tensorboard")] if logs["tensorboard"] else []
-    loggers += [WandB(**logs["wandb"])] if logs["wandb"] is not None else []
+    loggers += [WandB(run, **logs["wandb"])] if logs["wandb"] is not None else []
     parts: dict[str, Any] = {"validation": built.validation, "callbacks": built.callbacks, "config": built.config}
     return Trainer(built.step, built.loader, loggers=loggers, **parts, **built.options)

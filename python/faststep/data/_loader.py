@@ -196,12 +196,16 @@ class Loader:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to a place; an open loop is closed.
 
+        The place may be one of a loader with a batch size that this one's divides, where nothing is arranged by length:
+        then the items go on behind those that were taken.
+
         Raises:
             ValueError: It is no state, or one of a loader over other data or with other arguments; nothing has changed.
         """
         epoch, position, stream = place_of(state)
         theirs = dict(state["of"])
         arranged = theirs.pop("lengths", None)
+        position = self._in_our_batches(position, theirs)
         check_same(theirs, self._fingerprint())
         if position and isinstance(self._source, Items):
             count = self._planned(self._source, epoch).rounds.count
@@ -212,6 +216,15 @@ class Loader:
             raise ValueError(f"load_state: stream: expected the place of an iterable, and of that alone, got {stream}")
         self.close()
         self._epoch, self._position, self._resume = epoch, position, stream
+
+    def _in_our_batches(self, position: int, theirs: dict[str, Any]) -> int:
+        """Return a position that was counted in batches of another size, which counts as the same from then on."""
+        size = theirs.get("batch_size")
+        whole = isinstance(size, int) and size > self.batch_size and size % self.batch_size == 0
+        if not whole or not isinstance(self._source, Items) or self._arranger is not None:
+            return position
+        theirs["batch_size"] = self.batch_size
+        return position * (size // self.batch_size)
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return what makes this loader another than others."""

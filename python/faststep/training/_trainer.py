@@ -315,8 +315,8 @@ class Trainer:
             self.checkpoints.wait()
             path = _bundle.write(self.run / "bundles", self.step, tried, self.number, self.config)
         text = (
-            f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the loss is "
-            f"above max_loss. The last one is in {path}, with the weights and the random state that it met: "
+            f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the "
+            f"loss is above max_loss. The last one is in {path}, with the weights and the random state that it met: "
             f"`faststep reproduce {path}`"
         )
         return TrainingError(text, phase="gradient", **self._where())
