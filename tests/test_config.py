@@ -77,7 +77,7 @@ MISTAKES = {
     "recipe": ("use: mlp", "use: mpl", "c.yaml:1: model.use: unknown model 'mpl': did you mean 'mlp'?"),
     "argument": ("sizes:", "size:", "c.yaml:1: model.size: unknown key 'size': did you mean 'sizes'?"),
     "no argument": (", sizes: [8, 4]", "", "c.yaml:1: model.sizes: missing"),
-    "argument's type": ("[8, 4]", "[8, four]", "model.sizes: expected a list of a whole number, got [8, 'four']"),
+    "argument's type": ("[8, 4]", "[8, four]", "model.sizes: expected a list, each a whole number, got [8, 'four']"),
     "optimizer": (
         "use: AdamW",
         "use: adamw",
@@ -88,6 +88,15 @@ MISTAKES = {
         "1e-3",
         "{use: cosine}",
         "c.yaml:8: optimizer.learning_rate.use: unknown schedule 'cosine': did you mean",
+    ),
+    "schedule's argument": ("1e-3", "{use: cosine_decay}", "c.yaml:8: optimizer.learning_rate.init: missing"),
+    "loss's argument": ("{use: mse}", "{use: huber_loss, d: 1}", "c.yaml:2: loss.d: unknown key 'd': expected one of"),
+    "collate's argument": ("  batch_size: 4", "  collate: {use: pack}", "c.yaml:5: data.collate.length: missing"),
+    "options": ("  steps: 10", "  steps: 10\nlogs: {wandb: x}", "c.yaml:11: logs.wandb: expected a mapping, got 'x'"),
+    "callback": (
+        "  steps: 10",
+        "  steps: 10\ncallbacks: [{use: X}]",
+        "unknown callback 'X': there are none (the user's",
     ),
     "patterns alone": (
         "  learning_rate: 1e-3",

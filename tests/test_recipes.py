@@ -266,7 +266,7 @@ def test_other_losses_beside_plain_mlx() -> None:
     mean, weight = recipes.cross_entropy(weighted=True, label_smoothing=0.1)(model, x, labels)
     assert (mean.item(), weight.item()) == (pytest.approx(expected.item(), rel=1e-6), 4)
     assert recipes.mse()(model, x, y).item() == nn.losses.mse_loss(model(x), y).item()
-    huber = recipes.LOSSES["huber_loss"](model, x, y, delta=0.3)
+    huber = recipes.LOSSES["huber_loss"](delta=0.3)(model, x, y)
     assert huber.item() == nn.losses.huber_loss(model(x), y, delta=0.3, reduction="mean").item()
 
 

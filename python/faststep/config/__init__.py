@@ -1,4 +1,20 @@
-"""A run from a YAML file: read strictly, with every mistake named by its line, and built."""
+"""A run from a YAML file: read strictly, with every mistake named by its line, and built.
+
+    config = load("char_gpt.yaml", overrides=["train.steps=100"])
+    built = build(config)                # built.step, .loader, .validation, .callbacks, .options, .logs, .config
+
+**Components** are mappings with `use`: a built-in name (see `faststep.recipes`, the classes of `mlx.optimizers`, the
+functions of `mlx.optimizers.schedulers`), `module:attribute`, or `file.py:attribute`. Their other keys are arguments,
+which are held against the signature; components among them are made first. A loss, a schedule or a collate may be
+named itself: a function that still needs positional arguments when it has the given ones is used as it is (with these
+bound to it); one that needs none is called, and what it returns is used.
+
+**Paths**: files of code, `weights`, and arguments whose annotation is `pathlib.Path` are relative to the config's
+folder (`folder`); `run` is relative to the working directory.
+
+**Schedules** take `warmup` (steps) and `warmup_init` beside their own arguments; `decay_steps` of `cosine_decay` and
+`steps` of `linear_schedule` are, where they are left out, what is left of `train.steps`.
+"""
 
 from typing import TYPE_CHECKING, Any
 

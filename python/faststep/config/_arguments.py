@@ -91,7 +91,7 @@ def words(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(short(each) for each in inner)
     if (origin or hint) in (list, Sequence):
-        return f"a list of {words(inner[0])}" if inner else "a list"
+        return f"a list, each {words(inner[0])}" if inner else "a list"
     if (origin or hint) is Callable:
         return "{use: ...}"
     return _WORDS.get(hint, str(hint))

@@ -69,7 +69,7 @@ class Part:
     @property
     def is_function(self) -> bool:
         """Whether the target itself is the function that is wanted: it still needs what it is to be called with."""
-        if not self.kind.function or inspect.isclass(self.target) or not callable(self.target):
+        if not self.users or not self.kind.function or inspect.isclass(self.target) or not callable(self.target):
             return False
         takes = _arguments.parameters(self.target)
         return takes is None or _arguments.is_open(takes) or bool(_arguments.missing(takes, self.arguments))

@@ -69,8 +69,8 @@ def unknown(name: object, names: Iterable[str], what: str = "key") -> str:
     """Say that a name is unknown, with the nearest of those that there are, or all of them."""
     names = {each.lower(): each for each in sorted(names)}
     near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    hint = f"did you mean {names[near[0]]!r}?" if near else f"expected one of {', '.join(names.values()) or 'none'}"
-    return f"unknown {what} {short(name)}: {hint}"
+    hint = f"did you mean {names[near[0]]!r}?" if near else f"expected one of {', '.join(names.values())}"
+    return f"unknown {what} {short(name)}: {hint if names else 'there are none'}"
 
 
 def short(value: Any, limit: int = 60) -> str:

@@ -136,7 +136,7 @@ def _problem(error: Mapping[str, Any], source: Source) -> Problem:
     if kind == "missing":
         return source.problem(path, "missing")
     expected = _EXPECTED.get(kind, "").format(**error.get("ctx", {}))
-    if expected == "a mapping" and isinstance(given, str):
+    if error.get("ctx", {}).get("class_name") == "Component" and isinstance(given, str):
         expected += f" such as {{use: {short(given)}}}"
     return source.problem(path, f"expected {expected}, got {short(given)}" if expected else error["msg"])
 

@@ -16,9 +16,9 @@ class Kind:
     Attributes:
         name: What messages call it.
         gives: What it has to give, in words.
-        names: Gives the built-in callables, by name.
+        names: Gives the built-in callables that make it, by name.
         fits: Whether something is what it has to give.
-        function: Whether it is a function, which may be named itself.
+        function: Whether it is a function: the user's own may be named itself, and need not be made.
     """
 
     name: str
@@ -49,7 +49,7 @@ def _datasets() -> Mapping[str, Callable[..., Any]]:
 def _collates() -> Mapping[str, Callable[..., Any]]:
     from faststep import data
 
-    return {"stack": data.stack, "pad": data.Pad, "pack": data.Pack}
+    return {"stack": lambda: data.stack, "pad": data.Pad, "pack": data.Pack}
 
 
 @functools.cache

@@ -220,8 +220,9 @@ class Loader:
     def _in_our_batches(self, position: int, theirs: dict[str, Any]) -> int:
         """Return a position that was counted in batches of another size, which counts as the same from then on."""
         size = theirs.get("batch_size")
-        whole = isinstance(size, int) and size > self.batch_size and size % self.batch_size == 0
-        if not whole or not isinstance(self._source, Items) or self._arranger is not None:
+        if not isinstance(size, int) or not isinstance(self._source, Items) or self._arranger is not None:
+            return position
+        if size <= self.batch_size or size % self.batch_size:
             return position
         theirs["batch_size"] = self.batch_size
         return position * (size // self.batch_size)

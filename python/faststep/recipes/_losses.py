@@ -96,17 +96,19 @@ def _mean_cross_entropy(
     return (mean, total) if weighted else mean
 
 
-def _of_outputs(function: Callable[..., mx.array]) -> Loss:
-    """Make a loss of `model(x)` and `y` of a function of predictions and targets, the mean by default."""
+def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
+    """Make what makes a loss of `model(x)` and `y` of a function of predictions and targets, the mean by default."""
 
-    def loss(model: nn.Module, x: mx.array, y: mx.array, **options: Any) -> mx.array:
-        return function(model(x), y, **{"reduction": "mean", **options})
+    def make(**options: Any) -> Loss:
+        def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+            return function(model(x), y, **{"reduction": "mean", **options})
+
+        return loss
 
     options = list(inspect.signature(function).parameters.values())[2:]
-    plain = [each.replace(kind=each.KEYWORD_ONLY) for each in options if each.name not in ("reduction", "weights")]
-    own = list(inspect.signature(loss).parameters.values())[:3]
-    loss.__signature__ = inspect.Signature([*own, *plain])  # type: ignore[attr-defined]
-    return loss
+    plain = [each.replace(kind=each.KEYWORD_ONLY) for each in options if each.name != "weights"]
+    make.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
+    return make
 
 
 _OF_OUTPUTS = (
@@ -120,7 +122,7 @@ _OF_OUTPUTS = (
     "nll_loss",
     "smooth_l1_loss",
 )
-LOSSES: dict[str, Loss] = {
+LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
     "next_token": next_token,
     "cross_entropy": cross_entropy,
     "mse": mse,
