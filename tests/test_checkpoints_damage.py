@@ -39,6 +39,12 @@ def rewritten(name: str, contents: bytes, sealed: bool = True) -> Damage:
     return damage
 
 
+def lengthened(path: Path) -> None:
+    with (path / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    seal(path)
+
+
 def replaced_by_link(path: Path) -> None:
     (path / "model.safetensors").rename(path.parent.parent / "elsewhere.safetensors")
     (path / "model.safetensors").symlink_to(path.parent.parent / "elsewhere.safetensors")
@@ -72,6 +78,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         for at in (0, 300, 1000)
     },
     "longer": (lambda path: os.truncate(path / "model.safetensors", 10**6), "bytes, found 1000000"),
+    "longer, sealed": (lengthened, "bytes of tensors, as its header says, found"),
     "link": (replaced_by_link, "model.safetensors: expected a file, found none that can be read"),
     "pipe": (replaced_by_pipe, "model.safetensors: expected a file, found something else"),
     "folder": (
