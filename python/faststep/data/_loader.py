@@ -250,7 +250,7 @@ class Loader:
         last = before = time.perf_counter()
         run = self._run = self._begin()
         try:
-            while (taken := self._take(run)) is not None:
+            while (taken := run.take()) is not None:
                 task, made = taken
                 now = time.perf_counter()
                 self._count(made, now - before, now - last)
@@ -260,18 +260,13 @@ class Loader:
                 del taken, task, made  # or the batch would be held while the next one is made
                 before = time.perf_counter()
             self._epoch, self._position, self._resume = self._epoch + 1, 0, None
+        except KeyboardInterrupt:
+            run.close(wait=False)  # the threads end by themselves after their item, which may wait for something
+            self._run = None
+            raise
         finally:
             if not run.closed:
                 run.close()
-
-    def _take(self, run: Run) -> tuple[Task, Made] | None:
-        """Wait for a batch; an interrupt does not wait for the workers, which end by themselves after their item."""
-        try:
-            return run.take()
-        except KeyboardInterrupt:
-            run.close(wait=False)
-            self._run = None
-            raise
 
     def _begin(self) -> Run:
         """Start to make batches."""
