@@ -205,27 +205,28 @@ class Loader:
         epoch, position, stream = place_of(state)
         theirs = dict(state["of"])
         arranged = theirs.pop("lengths", None)
-        position = self._in_our_batches(position, theirs)
+        batches = self._batches_of(theirs)
         check_same(theirs, self._fingerprint())
         if position and isinstance(self._source, Items):
             count = self._planned(self._source, epoch).rounds.count
             check_same({"lengths": arranged}, {"lengths": self._arranged_by()})
-            if position > count:
+            if position > count and batches == 1:
                 raise ValueError(f"load_state: position: expected at most {count}, got {position}")
+            position = min(batches * position, count)  # the last batch of theirs may have made fewer of ours
         if (stream is not None) != (position > 0 and isinstance(self._source, Stream)):
             raise ValueError(f"load_state: stream: expected the place of an iterable, and of that alone, got {stream}")
         self.close()
         self._epoch, self._position, self._resume = epoch, position, stream
 
-    def _in_our_batches(self, position: int, theirs: dict[str, Any]) -> int:
-        """Return a position that was counted in batches of another size, which counts as the same from then on."""
+    def _batches_of(self, theirs: dict[str, Any]) -> int:
+        """Return how many batches make one of theirs; their batch size counts as ours then."""
         size = theirs.get("batch_size")
         if not isinstance(size, int) or not isinstance(self._source, Items) or self._arranger is not None:
-            return position
+            return 1
         if size <= self.batch_size or size % self.batch_size:
-            return position
+            return 1
         theirs["batch_size"] = self.batch_size
-        return position * (size // self.batch_size)
+        return size // self.batch_size
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return what makes this loader another than others."""
