@@ -25,10 +25,10 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
 
 # What `make bench` measures: programs in benches.
-PARTS ?= step matmul scaling runs rust
+PARTS ?= step matmul scaling runs rust trainer loader checkpoints
 
 .PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-install \
-	test-mlx-rs deny bench wheels run run-rust all
+	test-mlx-rs deny fuzz bench wheels run run-rust all
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ test-mlx-rs: $(STAMPS)/requirements ## The library tests of mlx-rs on our mlx-sy
 deny: ## Licences and sources of the Rust dependencies, where cargo-deny is installed
 	@if cargo deny --version > /dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "make deny: skipped, cargo-deny is not installed (cargo install --locked cargo-deny)"; fi
+
+fuzz: $(STAMPS)/built ## The readers of configs and checkpoints against 100,000 inputs each (`test`: 2,000)
+	FASTSTEP_FUZZ=100000 python -m pytest tests/test_config_yaml.py tests/test_checkpoints_fuzz.py -o timeout=0
 
 bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done
