@@ -403,3 +403,35 @@ def test_a_loader_goes_on_with_half_the_batch_size(drop_last: bool, count: int) 
     np.testing.assert_array_equal(np.concatenate([*taken, *map(np.array, small)]), np.concatenate(whole))
     with pytest.raises(ValueError, match="batch_size"):
         Loader(rows, batch_size=3, shuffle=True, seed=4, drop_last=drop_last).load_state(large.state)
+
+
+def test_it_does_not_begin_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    new_trainer(tmp_path, epochs=1).train()
+    for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
+        (checkpoint / "manifest.json").write_text("torn")
+    before = sorted((tmp_path / "checkpoints").rglob("*"))
+    with pytest.raises(TrainingError, match="found 1 that are damaged; move the folder away"):
+        new_trainer(tmp_path, epochs=2).train()
+    assert sorted((tmp_path / "checkpoints").rglob("*")) == before
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_buffers_that_training_turned_into_float32_come_back(tmp_path: Path) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, 1), nn.BatchNorm(1)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.norm(self.first(x))
+
+    def new() -> Step:
+        mx.random.seed(5)
+        model = Normed()
+        model.set_dtype(mx.bfloat16)
+        return Step(model, optim.SGD(1e-2), loss_fn)
+
+    first, second = new(), new()
+    new_trainer(tmp_path, first, epochs=1).train()
+    new_trainer(tmp_path, second, epochs=1).train()
+    assert_same(numbers(second), numbers(first))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from faststep import _step
 from faststep._step import Step
@@ -69,7 +69,14 @@ def _loader_changes(path: Path, loader: Stateful | None, training: dict[str, Any
 
 def _model_change(path: Path, step: Step, arrays: Arrays) -> Change:
     before = step.model.parameters()
-    differences(path, "model", split(before, "model")[0], arrays, lambda wanted, found: wanted == found)
+    trained: Arrays = dict(tree_flatten(step.model.trainable_parameters()))
+
+    def same(name: str, wanted: mx.Dtype, found: mx.Dtype) -> bool:
+        return wanted == found or (
+            name not in trained and _same_kind(name, wanted, found)
+        )  # BatchNorm's become float32
+
+    differences(path, "model", split(before, "model")[0], arrays, same)
     after = tree_map_with_path(lambda name, _: arrays[name], before)
     return (lambda: step.model.update(after), lambda: step.model.update(before))
 
@@ -131,13 +138,13 @@ def _random_changes(path: Path, training: dict[str, Any]) -> list[Change]:
     return list(zip(after, before, strict=True))
 
 
-def _same_kind(wanted: mx.Dtype, found: mx.Dtype) -> bool:
-    """Compare dtypes of an optimizer's state, whose floats are those of the run that went before."""
+def _same_kind(name: str, wanted: mx.Dtype, found: mx.Dtype) -> bool:
+    """Compare dtypes of what training may have turned into other floats: an optimizer's state, a model's buffers."""
     return wanted == found or all(mx.issubdtype(dtype, mx.floating) for dtype in (wanted, found))
 
 
 def differences(
-    path: Path, what: str, wanted: Arrays, found: Arrays, same: Callable[[mx.Dtype, mx.Dtype], bool]
+    path: Path, what: str, wanted: Arrays, found: Arrays, same: Callable[[str, mx.Dtype, mx.Dtype], bool]
 ) -> None:
     """Compare names, shapes and dtypes.
 
@@ -147,7 +154,7 @@ def differences(
     lines = [f"missing: {name}" for name in wanted if name not in found]
     lines += [f"unknown: {name!r}" for name in found if name not in wanted]
     for name, array in wanted.items():
-        if name in found and not (array.shape == found[name].shape and same(array.dtype, found[name].dtype)):
+        if name in found and not (array.shape == found[name].shape and same(name, array.dtype, found[name].dtype)):
             lines.append(f"{name}: expected {_kind(array)}, found {_kind(found[name])}")
     if lines:
         more = [f"and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from faststep._step import Step
-from faststep.checkpoints import Checkpoints
+from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.loggers import Logger, Progress
 from faststep.training import _bundle, _run
 from faststep.training._callbacks import Callback
@@ -378,6 +378,11 @@ class Trainer:
     def _resume(self) -> bool:
         found = self.checkpoints.restore(self.step, self.loader)
         if found is None:
+            if (folder := self.checkpoints.folder).is_dir() and (damaged := self.checkpoints.list()):
+                raise CheckpointError(
+                    f"{folder}: expected a valid checkpoint, found {len(damaged)} that are damaged; move the folder "
+                    f"away to begin anew. The newest: {damaged[-1].problem}"
+                )
             return False
         numbers = dict(found.numbers)
         window = numbers.pop("window")
