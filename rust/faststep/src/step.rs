@@ -604,22 +604,22 @@ impl Engine {
     ) -> Result<()> {
         let started = Instant::now();
         let mut sent = Ok(());
-        let before = active_memory()?;
+        let before = active();
         owner.unlocked(&mut || {
             let arrays = outputs.before_update().chain(&self.fresh);
             sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
         });
-        self.handed_over += active_memory()?.saturating_sub(before);
+        self.handed_over += active().saturating_sub(before);
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
         let Err(error) = sent else {
             return Ok(());
         };
-        self.failed = true;
         let no_memory = ["malloc", "out of memory"];
         if !no_memory.iter().any(|words| error.what().contains(words)) {
-            return Err(self.lost(error));
+            return Err(self.lost(error, owner));
         }
+        self.failed = true;
         memory::clear_cache(); // what found no memory stays lazy: once more, all of it
         self.complete(owner)
     }
@@ -658,8 +658,7 @@ impl Engine {
                 break;
             };
             if let Err(error) = evaluate(std::iter::once(&flight.done), owner) {
-                self.failed = true;
-                return Err(self.lost(error));
+                return Err(self.lost(error, owner));
             }
         }
         self.seconds.wait += started.elapsed().as_secs_f64();
@@ -667,17 +666,18 @@ impl Engine {
     }
 
     // what is lazy by now is computed, from whatever there is, so that nobody who reads it meets the error once more
-    fn lost(&mut self, error: Exception) -> Error {
+    fn lost(&mut self, error: Exception, owner: &mut dyn Owner) -> Error {
+        self.failed = true;
         self.in_flight.clear();
-        let arrays = || {
+        let kept = || {
             self.shared
                 .iter()
                 .chain(&self.parameters)
                 .chain(&self.state)
         };
         for _ in 0..MAX_FAILURES {
-            array::settle(arrays());
-            if eval(arrays()).is_ok() {
+            owner.unlocked(&mut || array::settle(kept()));
+            if evaluate(kept(), owner).is_ok() {
                 break;
             }
         }
@@ -694,6 +694,11 @@ impl Engine {
         self.failed = false;
         Ok(())
     }
+}
+
+// the bytes in use; none where MLX does not say, which is no reason to leave a step half done
+fn active() -> usize {
+    active_memory().unwrap_or(0)
 }
 
 // the graph of a trace
