@@ -1,4 +1,4 @@
-"""The peak of a step's memory on the CPU: at most the compiled plain loop's, and twice the parameters that share buffers."""
+"""The peak of a step on the CPU: at most the compiled plain loop's memory, and twice what shares buffers."""
 
 from __future__ import annotations
 
