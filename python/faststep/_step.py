@@ -475,8 +475,7 @@ def fast_step(
         max_grad_norm: Clip the gradients to this global norm; None: no clipping.
         max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.
         accumulate: Update once for so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window that
-            is not
-            full: a `Step` of the same model and optimizer shares it.
+            is not full: a `Step` of the same model and optimizer shares it.
         weighted: The loss function returns `(mean_loss, weight, *aux)`.
         nonfinite: "skip" a step whose loss or gradients are not finite, "raise" for it, or "allow" it.
         max_loss: A loss above this counts as not finite; None: no limit.
