@@ -12,11 +12,7 @@ use faststep::{
     Error,
 };
 use mlx_rs::Array;
-use pyo3::{
-    exceptions::PyRuntimeError,
-    prelude::*,
-    types::{PyBool, PyDict, PyTuple},
-};
+use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyBool};
 
 use crate::{
     bridge,
@@ -123,43 +119,16 @@ impl Step {
 
     /// One step: what the loss function returned, the gradients' norm before clipping, whether the batch was skipped, and
     /// whether there was an update, or whether it was missed.
-    #[allow(clippy::too_many_arguments)] // what the user passes
-    fn step<'py>(
-        &self,
-        model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
-        loss_fn: &Bound<'py, PyAny>,
-        loss_number: usize,
-        args: &Bound<'py, PyTuple>,
-        named: &Bound<'py, PyDict>,
-        accumulate: usize,
-    ) -> PyResult<Returned<'py>> {
-        let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
-        self.enter(model.py(), |inner, store| {
-            registry::claim(&self.shared, optimizer)?;
+    fn step<'py>(&self, user: User<'py>, accumulate: usize) -> PyResult<Returned<'py>> {
+        self.enter(&user, |inner, store| {
             let task = Task::of(accumulate, store.batches());
             inner.step(store, &user, task)
         })
     }
 
     /// Update by a window that is not full; whether there was one.
-    fn flush<'py>(
-        &self,
-        model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
-    ) -> PyResult<bool> {
-        let py = model.py();
-        let none = py.None().into_bound(py);
-        let user = User::new(
-            model,
-            optimizer,
-            &none,
-            0,
-            &PyTuple::empty(py),
-            &PyDict::new(py),
-        )?;
-        self.enter(py, |inner, store| {
-            registry::claim(&self.shared, optimizer)?;
+    fn flush(&self, user: User<'_>) -> PyResult<bool> {
+        self.enter(&user, |inner, store| {
             if store.batches() == 0 {
                 return Ok(false);
             }
@@ -168,44 +137,20 @@ impl Step {
     }
 
     /// What the loss function returned, and the tree of gradients.
-    fn gradients<'py>(
-        &self,
-        model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
-        loss_fn: &Bound<'py, PyAny>,
-        loss_number: usize,
-        args: &Bound<'py, PyTuple>,
-        named: &Bound<'py, PyDict>,
-    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
-        self.enter(model.py(), |inner, store| {
-            registry::claim(&self.shared, optimizer)?;
-            inner.gradients(store, &user)
-        })
+    fn gradients<'py>(&self, user: User<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        self.enter(&user, |inner, store| inner.gradients(store, &user))
     }
 
     /// What a step on this batch will take of the device's memory; nothing is computed and nothing changes.
-    #[allow(clippy::too_many_arguments)] // what the user passes
-    fn memory_plan<'py>(
-        &self,
-        model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
-        loss_fn: &Bound<'py, PyAny>,
-        loss_number: usize,
-        args: &Bound<'py, PyTuple>,
-        named: &Bound<'py, PyDict>,
-        accumulate: usize,
-    ) -> PyResult<MemoryPlan> {
-        let user = User::new(model, optimizer, loss_fn, loss_number, args, named)?;
-        self.enter(model.py(), |inner, store| {
-            registry::claim(&self.shared, optimizer)?;
+    fn memory_plan(&self, user: User<'_>, accumulate: usize) -> PyResult<MemoryPlan> {
+        self.enter(&user, |inner, store| {
             inner.memory_plan(store, &user, accumulate)
         })
     }
 
     /// Wait for all work in flight.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
-        self.enter(py, |_, store| match &mut store.engine {
+        self.open(py, |_, store| match &mut store.engine {
             Some(engine) => {
                 let done = engine.synchronize(&mut Waiting(py));
                 done.map_err(|e| to_python(&e))
@@ -216,7 +161,7 @@ impl Step {
 
     /// What is kept beside model and optimizer.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Option<State<'py>>> {
-        self.enter(py, |_, store| {
+        self.open(py, |_, store| {
             store.carried()?.map(|carried| carried.show(py)).transpose()
         })
     }
@@ -231,7 +176,7 @@ impl Step {
         updates: usize,
         skipped: usize,
     ) -> PyResult<()> {
-        self.enter(py, |inner, store| {
+        self.open(py, |inner, store| {
             store.carry(py, Carried::read(&state))?;
             (inner.steps, inner.updates) = (steps, updates);
             inner.skips = Flags::of(skipped);
@@ -242,7 +187,7 @@ impl Step {
 
     /// What the step has done so far.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
-        self.enter(py, |inner, store| {
+        self.open(py, |inner, store| {
             for flags in [&mut inner.skips, &mut inner.misses] {
                 read(flags.read(0, &|flag| is_true(py, flag)))?;
             }
@@ -265,8 +210,20 @@ impl Step {
 }
 
 impl Step {
-    // the one door: the right thread, and no step within a step
+    // a call that takes over what the user passed
     fn enter<T>(
+        &self,
+        user: &User<'_>,
+        work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
+    ) -> PyResult<T> {
+        self.open(user.py(), |inner, store| {
+            registry::claim(&self.shared, &user.optimizer)?;
+            work(inner, store)
+        })
+    }
+
+    // the one door: the right thread, and no step within a step
+    fn open<T>(
         &self,
         _py: Python<'_>,
         work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
