@@ -14,7 +14,9 @@ import mlx.core as mx
 import pytest
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 Child = Callable[..., "subprocess.CompletedProcess[str]"]
+RustExample = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +46,17 @@ def child(tmp_path: Path) -> Child:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def rust_example() -> RustExample:
+    """Build an example of the Rust crate, by its name; the result is the program."""
+
+    def build(name: str) -> Path:
+        environment = {"PYO3_PYTHON": sys.executable} | os.environ
+        command = ["cargo", "build", "--release", "--locked", "--package", "faststep", "--example", name]
+        built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert built.returncode == 0, built.stderr
+        return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release/examples" / name
+
+    return build

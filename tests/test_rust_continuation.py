@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from conftest import RustExample
 from faststep import Step
 from helpers import assert_close, random_key, to_numpy
 from mlx.utils import tree_flatten, tree_unflatten
 
-ROOT = Path(__file__).parent.parent
 COUNT = 10
 # where the first program of a run stops: in a window, behind one
 STOPS = [4, 6]
@@ -114,14 +113,9 @@ def load(folder: Path, step: Step) -> None:
 
 
 @pytest.fixture(scope="module")
-def program() -> Path:
+def program(rust_example: RustExample) -> Path:
     """Build the Rust program."""
-    environment = {"PYO3_PYTHON": sys.executable} | os.environ
-    command = ["cargo", "build", "--release", "--locked", "--package", "faststep", "--example", "continuation"]
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return target / "release/examples/continuation"
+    return rust_example("continuation")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import RustExample
 
 ROOT = Path(__file__).parent.parent
 TEXT = ["--text", ROOT / "README.md", ROOT / "docs", ROOT / "python"]
@@ -32,14 +32,9 @@ pytestmark = pytest.mark.skipif(shutil.which("cargo") is None, reason="no cargo 
 
 
 @pytest.fixture(scope="module")
-def binary() -> Path:
+def binary(rust_example: RustExample) -> Path:
     """Build the Rust program."""
-    environment = {"PYO3_PYTHON": sys.executable} | os.environ
-    command = ["cargo", "build", "--release", "--locked", "--package", "faststep", "--example", "weighted_lm"]
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return target / "release/examples/weighted_lm"
+    return rust_example("weighted_lm")
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ class State(TypedDict):
     batches: int
     loss_scale: tuple[mx.array, mx.array] | None
 
+# model, optimizer, the loss function and its number, its positional and named arguments
+_User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, int, tuple[tuple[Any, ...], dict[str, Any]]]
 _Stats = tuple[int, int, int, str, list[TraceRecord], int, dict[str, float], dict[str, int], float | None]
 
 @final
@@ -56,36 +58,10 @@ class MemoryPlan:
 @final
 class Step:
     def __new__(cls, model: nn.Module, optimizer: Optimizer, options: Options) -> Step: ...
-    def step(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
-        loss_number: int,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        accumulate: int,
-    ) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]: ...
-    def flush(self, model: nn.Module, optimizer: Optimizer) -> bool: ...
-    def gradients(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
-        loss_number: int,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]: ...
-    def memory_plan(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
-        loss_number: int,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        accumulate: int,
-    ) -> MemoryPlan: ...
+    def step(self, user: _User, accumulate: int) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]: ...
+    def flush(self, user: _User) -> bool: ...
+    def gradients(self, user: _User) -> tuple[Any, dict[str, Any]]: ...
+    def memory_plan(self, user: _User, accumulate: int) -> MemoryPlan: ...
     def synchronize(self) -> None: ...
     def state(self) -> State | None: ...
     def load_state(self, state: State, steps: int, updates: int, skipped: int) -> None: ...

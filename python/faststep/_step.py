@@ -220,9 +220,8 @@ class Step:
             RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
-        value, norm, skipped, update = self._program.step(
-            self.model, self.optimizer, self.loss_fn, batch, named, self._accumulate
-        )
+        call = self._program.call(self.model, self.optimizer, self.loss_fn, batch, named)
+        value, norm, skipped, update = self._program.core.step(call, self._accumulate)
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
         return StepOutput(loss, aux, norm, False if skipped is None else skipped, weight, update)
@@ -320,7 +319,7 @@ class Step:
             ValueError: As a step does.
             RuntimeError: As a step does.
         """
-        return self._program.gradients(self.model, self.optimizer, self.loss_fn, batch, named)
+        return self._program.core.gradients(self._program.call(self.model, self.optimizer, self.loss_fn, batch, named))
 
     def memory_plan(self, *batch: Any, **named: Any) -> MemoryPlan:
         """Say what steps on such a batch will take of the device's memory, before the first one takes it.
@@ -349,8 +348,8 @@ class Step:
             >>> plan.parameters, plan.fits
             (4004000, True)
         """
-        plan = self._program.memory_plan(self.model, self.optimizer, self.loss_fn, batch, named, self._accumulate)
-        return memory_plan(plan)
+        call = self._program.call(self.model, self.optimizer, self.loss_fn, batch, named)
+        return memory_plan(self._program.core.memory_plan(call, self._accumulate))
 
     def synchronize(self) -> None:
         """Wait for all work in flight.
@@ -367,6 +366,10 @@ class Step:
         return Stats(steps, updates, skipped, way, tuple(traces), traced, seconds, held, unchanged)
 
 
+# model, optimizer, the loss function and its number, its positional and named arguments
+_Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, int, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
 class Program:
     """The native step of a model, an optimizer and options, for any loss function; keeps neither of the two alive."""
 
@@ -376,49 +379,22 @@ class Program:
         self.core = core.Step(model, optimizer, options)
         self._losses = Losses()
 
-    def step(
+    def call(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         loss_fn: Callable[..., Any],
         batch: tuple[Any, ...],
         named: dict[str, Any],
-        accumulate: int,
-    ) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]:
-        """Return what the loss function returned, the gradients' norm, whether it was skipped, and the update."""
+    ) -> _Call:
+        """Return what the user passes as the native step takes it."""
         _refuse_average(model)
-        return self.core.step(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named, accumulate)
+        return model, optimizer, loss_fn, self._losses.number(loss_fn), (batch, named)
 
     def flush(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Update by the window that is open; return whether there was one."""
         _refuse_average(model)
-        return self.core.flush(model, optimizer)
-
-    def gradients(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
-        batch: tuple[Any, ...],
-        named: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return what the loss function returned and the tree of gradients."""
-        _refuse_average(model)
-        return self.core.gradients(model, optimizer, loss_fn, self._losses.number(loss_fn), batch, named)
-
-    def memory_plan(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
-        batch: tuple[Any, ...],
-        named: dict[str, Any],
-        accumulate: int,
-    ) -> core.MemoryPlan:
-        """Return what steps on the batch will take of the device's memory."""
-        _refuse_average(model)
-        number = self._losses.number(loss_fn)
-        return self.core.memory_plan(model, optimizer, loss_fn, number, batch, named, accumulate)
+        return self.core.flush((model, optimizer, None, 0, ((), {})))
 
 
 _showing: Counter[int] = Counter()  # ids of models that show their average
@@ -483,8 +459,7 @@ def fast_step(
         max_grad_norm: Clip the gradients to this global norm; None: no clipping.
         max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.
         accumulate: Update once for so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window that
-            is not
-            full: a `Step` of the same model and optimizer shares it.
+            is not full: a `Step` of the same model and optimizer shares it.
         weighted: The loss function returns `(mean_loss, weight, *aux)`.
         nonfinite: "skip" a step whose loss or gradients are not finite, "raise" for it, or "allow" it.
         max_loss: A loss above this counts as not finite; None: no limit.
@@ -540,7 +515,8 @@ def fast_step(
         raise
     if known is None or known[0]() is not model or known[1]() is not optimizer:
         known = _keep(key, model, optimizer)
-    return known[2].step(model, optimizer, loss_fn, batch, named, accumulate)[0]
+    program = known[2]
+    return program.core.step(program.call(model, optimizer, loss_fn, batch, named), accumulate)[0]
 
 
 def _keep(

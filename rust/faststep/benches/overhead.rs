@@ -6,9 +6,7 @@
 
 mod common;
 
-use std::time::Duration;
-
-use common::{block, faststep, StepFn};
+use common::{block, config, faststep, StepFn};
 use criterion::{
     criterion_group, criterion_main, AxisScale, BenchmarkId, Criterion, PlotConfiguration,
     SamplingMode, Throughput,
@@ -57,10 +55,7 @@ fn new_step(tensors: u64, batch: &[Array]) -> StepFn {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default()
-        .sample_size(20)
-        .warm_up_time(Duration::from_secs(1))
-        .measurement_time(Duration::from_secs(4));
+    config = config();
     targets = overhead
 }
 criterion_main!(benches);

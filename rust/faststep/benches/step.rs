@@ -3,9 +3,7 @@
 
 mod common;
 
-use std::time::Duration;
-
-use common::{block, CASES};
+use common::{block, config, CASES};
 use criterion::{criterion_group, criterion_main, Criterion, SamplingMode};
 
 fn step(criterion: &mut Criterion) {
@@ -24,10 +22,7 @@ fn step(criterion: &mut Criterion) {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default()
-        .sample_size(20)
-        .warm_up_time(Duration::from_secs(1))
-        .measurement_time(Duration::from_secs(4));
+    config = config();
     targets = step
 }
 criterion_main!(benches);

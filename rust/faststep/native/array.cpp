@@ -38,14 +38,21 @@ bool foreign(mx::Stream s) {
   }
 }
 
+bool waits(const mx::array& a) {
+  return a.status() == mx::array::Status::unscheduled && a.has_primitive();
+}
+
 // The nearest array that this one still has to be computed from and whose operation fits; null: none.
 template <typename Fits>
 const mx::array* pending(const mx::array& a, Fits fits) {
+  if (!waits(a)) {
+    return nullptr; // asked of each array of each batch
+  }
   std::vector<const mx::array*> todo{&a};
   std::unordered_set<uintptr_t> seen;
   for (size_t next = 0; next < todo.size(); ++next) {
     const auto& x = *todo[next];
-    if (x.status() != mx::array::Status::unscheduled || !x.has_primitive() || !seen.insert(x.id()).second) {
+    if (!waits(x) || !seen.insert(x.id()).second) {
       continue;
     }
     if (fits(x.primitive())) {

@@ -106,6 +106,34 @@ class Join : public mx::UnaryPrimitive {
   }
 };
 
+// From so many bytes on, what has been joined is waited for.
+constexpr size_t wait_bytes = 128 << 10;
+
+// Passes an array on when the worker has computed all that it has been handed so far. MLX hands it about a hundred
+// operations at once; what they read would still be held while the update allocates: the tensors that have been joined, and
+// the old parameters, over which the update could not write the new ones.
+class Wait : public mx::UnaryPrimitive {
+ public:
+  explicit Wait(mx::Stream stream) : UnaryPrimitive(stream) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    mx::synchronize(stream());
+    out.copy_shared_buffer(inputs[0]);
+  }
+
+  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
+    throw std::runtime_error("[Wait] The CPU's.");
+  }
+
+  const char* name() const override {
+    return "Wait";
+  }
+
+  bool is_equivalent(const mx::Primitive&) const override {
+    return true;
+  }
+};
+
 } // namespace
 
 extern "C" {
@@ -138,8 +166,12 @@ void* faststep_join(const void* const* parts, size_t count) {
       shape[0] += in.shape(0);
     }
     auto dtype = inputs[0].dtype();
-    auto join = std::make_shared<Join>(mx::default_stream(mx::Device::cpu));
-    return new mx::array(std::move(shape), dtype, std::move(join), std::move(inputs));
+    auto stream = mx::default_stream(mx::Device::cpu);
+    mx::array joined(shape, dtype, std::make_shared<Join>(stream), std::move(inputs));
+    if (joined.nbytes() < wait_bytes) {
+      return new mx::array(std::move(joined));
+    }
+    return new mx::array(std::move(shape), dtype, std::make_shared<Wait>(stream), {std::move(joined)});
   } catch (const std::exception&) {
     return nullptr;
   }

@@ -134,13 +134,10 @@ impl<M: ModuleParameters> ModuleHost<M> {
             )));
         }
         let mut output = LossOutput {
-            loss: loss.value,
             weight: loss.weight,
             aux: loss.aux,
-            parameters: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
             key: (array::id(&key) != array::id(call.key)).then_some(key),
+            ..LossOutput::new(loss.value)
         };
         self.assigned(model, call, &mut output)?;
         Ok(output)

@@ -55,6 +55,22 @@ pub struct LossOutput {
     pub key: Option<Array>,
 }
 
+impl LossOutput {
+    /// Of a loss alone.
+    #[must_use]
+    pub fn new(loss: Array) -> Self {
+        Self {
+            loss,
+            weight: None,
+            aux: Vec::new(),
+            parameters: Vec::new(),
+            others: Vec::new(),
+            kept: Vec::new(),
+            key: None,
+        }
+    }
+}
+
 /// What an optimizer that is not native is given: lists by tensor, and the arrays of its state.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateCall<'a> {

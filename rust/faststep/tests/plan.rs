@@ -33,15 +33,7 @@ impl Host for Squares {
             return Err(Exception::custom("expected w and x"));
         };
         let y = mlx_rs::ops::tanh(x.matmul(w)?)?;
-        Ok(LossOutput {
-            loss: y.square()?.mean(None)?,
-            weight: None,
-            aux: Vec::new(),
-            parameters: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
-        })
+        Ok(LossOutput::new(y.square()?.mean(None)?))
     }
 
     fn learning_rate(&self, _: usize, _: &Array) -> MlxResult<Option<Array>> {

@@ -42,13 +42,8 @@ impl Host for Regression {
         };
         let error = x.matmul(w)?.add(b)?.subtract(y)?;
         Ok(LossOutput {
-            loss: error.square()?.mean(None)?,
-            weight: None,
-            aux: vec![error],
-            parameters: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
+            aux: vec![error.clone()],
+            ..LossOutput::new(error.square()?.mean(None)?)
         })
     }
 

@@ -4,12 +4,12 @@ use mlx_rs::{transforms::eval, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
     prelude::*,
-    types::{PyDict, PyTuple},
+    types::PyTuple,
 };
 
 use crate::{bridge, holder::Waiting, tree::Tree};
 
-/// What the user passed to one call.
+/// What the user passed to one call: in Python a tuple of these.
 pub struct User<'py> {
     /// The model.
     pub model: Bound<'py, PyAny>,
@@ -23,26 +23,22 @@ pub struct User<'py> {
     pub arguments: Bound<'py, PyTuple>,
 }
 
-impl<'py> User<'py> {
-    /// Of one call.
-    pub fn new(
-        model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
-        loss_fn: &Bound<'py, PyAny>,
-        loss_number: usize,
-        args: &Bound<'py, PyTuple>,
-        named: &Bound<'py, PyDict>,
-    ) -> PyResult<Self> {
-        let arguments = PyTuple::new(model.py(), [args.as_any(), named.as_any()])?;
+impl<'py> FromPyObject<'_, 'py> for User<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let (model, optimizer, loss_fn, loss_number, arguments) = object.extract()?;
         Ok(Self {
-            model: model.clone(),
-            optimizer: optimizer.clone(),
-            loss_fn: loss_fn.clone(),
+            model,
+            optimizer,
+            loss_fn,
             loss_number,
             arguments,
         })
     }
+}
 
+impl<'py> User<'py> {
     /// The token of the GIL.
     pub fn py(&self) -> Python<'py> {
         self.model.py()

@@ -207,13 +207,9 @@ impl Current {
         let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
 
         let mut output = LossOutput {
-            loss,
             weight,
             aux,
-            parameters: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
+            ..LossOutput::new(loss)
         };
         for (slot, (role, path)) in slots.iter().zip(roles.iter()) {
             let tracer = tracer(*role);

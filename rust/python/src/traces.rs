@@ -177,6 +177,6 @@ fn cause(user: &User<'_>, new: &Key, known: &[&Key]) -> String {
 /// Warn at the user's line.
 pub fn warn(py: Python<'_>, message: &str) -> PyResult<()> {
     let message = std::ffi::CString::new(format!("faststep: {message}"))?;
-    // between the user and this are Step.__call__ or fast_step, and Program
-    PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &message, 3)
+    // between the user and this is Step.__call__ or fast_step
+    PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &message, 2)
 }

@@ -5,6 +5,7 @@ mod models;
 
 use std::time::{Duration, Instant};
 
+use criterion::Criterion;
 use faststep::{Optimizer, Optimizers, Options, Step};
 use mlx_rs::{
     builder::Builder,
@@ -27,6 +28,14 @@ pub type StepFn = Box<dyn FnMut(&[Array]) -> Array>;
 pub const FASTSTEP: &str = "faststep::Step";
 /// The loop that a user of mlx-rs writes.
 pub const PLAIN: &str = "mlx-rs";
+
+/// How long criterion measures.
+pub fn config() -> Criterion {
+    Criterion::default()
+        .sample_size(20)
+        .warm_up_time(Duration::from_secs(1))
+        .measurement_time(Duration::from_secs(4))
+}
 
 const MAX_GRAD_NORM: f32 = 1.0;
 const LEARNING_RATE: f32 = 1e-3;

@@ -1,6 +1,7 @@
 // The order of evaluation, and who holds what meanwhile: mlx/transforms.cpp (eval_impl), mlx/array.cpp (detach),
 // mlx/backend/cpu/eval.cpp, mlx/backend/cuda/eval.cpp.
 #include <cstdlib>
+#include <string_view>
 
 #include "plan.hpp"
 
@@ -93,6 +94,9 @@ size_t Plan::evaluate(const Arrays& arrays) {
 }
 
 void Plan::evaluate(Op& op, const Node& last) {
+  if (op.primitive->name() == std::string_view("Wait")) { // native/join.cpp
+    queue_.wait(queue_.finish());
+  }
   auto work = run(memory, op);
   std::vector<Data> keeps;
   size_t elements = 0;

@@ -131,6 +131,12 @@ void convolution(Site& site) {
   }
 }
 
+// Passes its input on (native/join.cpp).
+void wait(Site& site) {
+  share(site.out(), site.in(0));
+  site.work.kernels = 0;
+}
+
 void others(Site& site) {
   for (auto* out : site.op.outputs) {
     fresh(site, *out);
@@ -146,7 +152,7 @@ Rule rule(std::string_view name) {
         {"LayerNorm", by_row},         {"RMSNorm", by_row},          {"RoPE", by_row},
         {"Concatenate", concatenate},  {"Matmul", matmul},           {"AddMM", matmul},
         {"Convolution", convolution},  {"QuantizedMatmul", needs_rows}, {"Select", select},
-        {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp}};
+        {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }

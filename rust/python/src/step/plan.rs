@@ -3,7 +3,7 @@ use faststep::{plan::Plan, trace::Part};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use super::{from_device, Inner, Task};
+use super::{attempt::from_device, Inner, Task};
 use crate::{
     bridge,
     call::User,

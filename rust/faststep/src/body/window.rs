@@ -1,0 +1,106 @@
+//! The parts of an accumulated step: a batch is added to the window, and the update by the window.
+use mlx_rs::{
+    error::{Exception, Result},
+    ops, Array, Dtype,
+};
+
+use super::{short, Body, Inputs};
+use crate::{
+    clip,
+    guard::{choose, Guard},
+    optimizer::scalar,
+    outputs::Outputs,
+    pack,
+    trace::Rule,
+};
+
+impl Body<'_> {
+    // adds the weighted gradients to the window, which begins anew where nothing has been weighed in yet
+    pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
+        let made = self.differentiate(inputs)?;
+        if !made.rebound.is_empty() {
+            return Err(Exception::custom(
+                "the loss assigns to a trainable parameter, which an accumulated step cannot repeat: expected \
+                 assignments to buffers only (freeze() what is no parameter)",
+            ));
+        }
+        let mut outputs = made.outputs;
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
+        let gradients = self.wide(inputs, &packed.buffers)?;
+        let norm = self.norm(inputs, &gradients, &packed, false)?;
+        let mut good = self.good(&outputs, norm.as_ref(), None)?;
+        if let (Some(yes), Some(weight)) = (&good, &made.weight) {
+            good = Some(Guard::and_weight(yes, weight)?);
+        }
+        let (first, total) = self.window(inputs)?;
+        let fresh = total.le(Array::from_f32(0.0))?.contiguous()?;
+        let weight = match &made.weight {
+            Some(weight) => weight.as_dtype(Dtype::Float32)?.contiguous()?,
+            None => Array::from_f32(1.0),
+        };
+        for (buffer, gradient) in gradients.iter().enumerate() {
+            let old = &inputs.state[first + buffer];
+            let mut gradient = gradient.as_dtype(old.dtype())?;
+            if made.weight.is_some() {
+                gradient = gradient.multiply(weight.as_dtype(old.dtype())?)?;
+            }
+            let begun = ops::select(&fresh, scalar(0.0, old.dtype()), old)?;
+            let new = choose(good.as_ref(), begun.add(gradient)?, old)?;
+            outputs.state.push((first + buffer, new));
+        }
+        let new = choose(good.as_ref(), total.add(weight)?, total)?;
+        outputs.state.push((first + gradients.len(), new));
+        self.settle(inputs, good.as_ref(), &mut outputs)?;
+        outputs.gradients = packed.buffers;
+        Ok(outputs)
+    }
+
+    pub(super) fn update_by_window(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
+        let (first, total) = self.window(inputs)?;
+        let layout = &self.recipe.layout;
+        let sums = &inputs.state[first..first + layout.len()];
+        let share = Array::from_f32(1.0).divide(total)?;
+        let mut outputs = Outputs::default();
+        let mut factor = share.clone();
+        if self.recipe.max_grad_norm.is_some() || self.recipe.guard.is_some() {
+            let norm = clip::global_norm(sums, &[])?.multiply(&share)?;
+            if let Some(max_norm) = self.recipe.max_grad_norm {
+                factor = factor.multiply(clip::scale(&norm, max_norm)?)?;
+            }
+            outputs.norm = Some(norm);
+        }
+        let good = match (&self.recipe.guard, &outputs.norm) {
+            (Some(_), Some(norm)) => Some(Guard::any(&Guard::finite(norm)?, total)?),
+            _ => None,
+        };
+        let mut gradients = clip::by(sums, &factor)?;
+        if self.recipe.compute.is_none() {
+            let shown = gradients.iter().enumerate();
+            gradients = shown
+                .map(|(buffer, gradient)| gradient.as_dtype(layout.dtype(buffer)))
+                .collect::<Result<_>>()?;
+        }
+        if let Some(max_value) = self.recipe.max_grad_value {
+            gradients = clip::by_value(&gradients, max_value)?;
+        }
+        self.update(inputs, rule, &[], &gradients, good.as_ref(), &mut outputs)?;
+        outputs.skipped = good.as_ref().map(Array::logical_not).transpose()?;
+        // of the total, so that it is an array of this step and no constant
+        let nothing = Array::from_f32(0.0);
+        let empty = ops::select(total.ge(&nothing)?, &nothing, &nothing)?;
+        outputs.state.push((first + sums.len(), empty));
+        Ok(outputs)
+    }
+
+    // the place of the window's first array, and the sum of its weights
+    fn window<'b>(&self, inputs: &Inputs<'b>) -> Result<(usize, &'b Array)> {
+        let places = &self.recipe.places;
+        let total = places.total(&self.recipe.layout);
+        let (Some(first), Some(total)) = (places.window, total) else {
+            return Err(Exception::custom(
+                "a step without a window cannot accumulate",
+            ));
+        };
+        Ok((first, inputs.state.get(total).ok_or_else(short)?))
+    }
+}

@@ -1,0 +1,235 @@
+//! One step: its parts are traced, tried out the first time, and handed to the device.
+use std::time::Instant;
+
+use mlx_rs::{error::Result as MlxResult, Array};
+
+use super::{device::evaluate, Call, Engine, Output, Owner, Seconds};
+use crate::{
+    error::{Error, Result},
+    layout::Layout,
+    outputs::Outputs,
+    trace::{Part, Trace},
+};
+
+/// Of a first evaluation's update, so many bytes are computed while the old state is still held: enough to meet every
+/// kernel, little enough not to need the memory twice.
+const TRIAL_BYTES: usize = 64 << 20;
+
+impl Engine {
+    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps are under way then, and
+    /// one only where they hold more than 1 GiB.
+    ///
+    /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
+    ///
+    /// # Errors
+    /// [`Error::Trace`] and [`Error::FirstEvaluation`] leave everything as it was.
+    pub fn step(
+        &mut self,
+        trace: &mut Trace,
+        mut update: Option<&mut Trace>,
+        call: Call,
+        in_flight: usize,
+        owner: &mut dyn Owner,
+        approve: &mut dyn FnMut(&Layout, &Outputs) -> bool,
+    ) -> Result<Output> {
+        self.complete(owner)?;
+        self.seconds = Seconds::default();
+        self.max_in_flight = in_flight;
+        let before = match &mut update {
+            Some(update) => self.prove(update)?,
+            None => None,
+        };
+        let adds = trace.recipe.part == Part::Batch;
+        let batch = self.run(trace, call, owner)?;
+        let waiting = Instant::now();
+        let approved = approve(&self.layout, &batch);
+        self.seconds.wait += waiting.elapsed().as_secs_f64();
+        self.batches += usize::from(adds && approved);
+        let mut done = batch.marker().cloned();
+        let update = match update {
+            Some(trace) if approved => match self.update(trace, owner) {
+                Ok(update) => {
+                    done = update.marker().cloned();
+                    Some(update)
+                }
+                Err(error) => {
+                    if let (Some(window), Some(first)) = (before, self.places.window) {
+                        self.state.splice(first..first + window.len(), window);
+                    }
+                    self.batches -= 1;
+                    return Err(error);
+                }
+            },
+            _ => None,
+        };
+        self.fly(done);
+        self.wait(in_flight, owner)?;
+        Ok(Output {
+            batch,
+            update,
+            seconds: self.seconds,
+        })
+    }
+
+    /// Update by a window that is not full.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
+        self.complete(owner)?;
+        self.seconds = Seconds::default();
+        let outputs = self.update(update, owner)?;
+        self.fly(outputs.marker().cloned());
+        Ok(Output {
+            batch: outputs,
+            update: None,
+            seconds: self.seconds,
+        })
+    }
+
+    fn update(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
+        let outputs = self.run(update, Call::default(), owner)?;
+        self.batches = 0;
+        Ok(outputs)
+    }
+
+    // An update that cannot be traced is no reason to lose a batch. What it gives beside: the window as it is, for an
+    // update that may still fail.
+    fn prove(&mut self, update: &mut Trace) -> Result<Option<Vec<Array>>> {
+        if update.warm && !update.is_eager() {
+            return Ok(None);
+        }
+        if !update.is_eager() {
+            let inputs = self.take(Call::default());
+            let traced = update.call(&inputs);
+            self.put_back(inputs);
+            traced.map_err(Error::Trace)?;
+        }
+        let window = self
+            .places
+            .window
+            .map(|first| first..=first + self.layout.len());
+        Ok(window.map(|window| self.state[window].to_vec()))
+    }
+
+    fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
+        let started = Instant::now();
+        let metered = self.sample(trace, owner)?;
+        let inputs = self.take(call);
+        let mut outputs = match build(trace, &inputs, owner) {
+            Ok(outputs) => outputs,
+            Err(error) => {
+                self.put_back(inputs);
+                return Err(Error::Trace(error));
+            }
+        };
+        self.seconds.build += started.elapsed().as_secs_f64();
+        if !trace.warm {
+            if let Err(error) = try_out(&outputs, owner) {
+                self.put_back(inputs);
+                return Err(Error::FirstEvaluation(error));
+            }
+            trace.warm = true;
+        }
+        if let Err(error) = self.make_room(owner) {
+            self.put_back(inputs);
+            return Err(error);
+        }
+        let updates = !outputs.parameters.is_empty();
+        if updates {
+            owner.release();
+            self.masters_are_old = trace.recipe.compute.is_none();
+        }
+        if !trace.recipe.keep_gradients {
+            outputs.gradients.clear();
+        }
+        self.put_back(inputs);
+        let mut changed = Vec::new();
+        for (index, array) in std::mem::take(&mut outputs.state) {
+            self.state[index] = array;
+            changed.push(index);
+        }
+        if updates {
+            self.parameters.clear();
+            self.shared.clear();
+            self.fresh = std::mem::take(&mut outputs.parameters);
+        }
+        self.dispatch(&outputs, &changed, owner)?;
+        if let Some(before) = metered {
+            self.meter(trace, &before, outputs.skipped.clone(), owner)?;
+        }
+        self.updates += usize::from(updates);
+        Ok(outputs)
+    }
+
+    /// Loss and gradients; nothing changes.
+    ///
+    /// # Errors
+    /// Of the trace or of the device.
+    pub fn gradients(
+        &mut self,
+        trace: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+    ) -> Result<Outputs> {
+        self.complete(owner)?;
+        let inputs = self.take(call);
+        let traced = build(trace, &inputs, owner);
+        self.put_back(inputs);
+        let outputs = traced.map_err(Error::Trace)?;
+        evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
+        Ok(outputs)
+    }
+
+    // moves the state into the list of a trace's inputs; `put_back` is the inverse
+    pub(super) fn take(&mut self, call: Call) -> Vec<Array> {
+        let mut inputs = std::mem::take(&mut self.parameters);
+        inputs.append(&mut self.shared);
+        inputs.append(&mut self.state);
+        inputs.extend(call.others);
+        inputs.extend(call.rest);
+        inputs
+    }
+
+    pub(super) fn put_back(&mut self, mut inputs: Vec<Array>) {
+        let mut rest = inputs.split_off(self.layout.tensors().len());
+        self.parameters = inputs;
+        let mut state = rest.split_off(self.layout.shared().count());
+        self.shared = rest;
+        state.truncate(self.places.len);
+        self.state = state;
+    }
+}
+
+// the graph of a trace
+pub(super) fn build(
+    trace: &mut Trace,
+    inputs: &[Array],
+    owner: &mut dyn Owner,
+) -> MlxResult<Outputs> {
+    let outputs = trace.call(inputs);
+    if trace.has_traced() {
+        owner.clean();
+    }
+    outputs
+}
+
+// everything that comes before the update, then a part of the update, while the old state is held
+fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
+    evaluate(outputs.before_update(), owner)?;
+    evaluate(trial(outputs), owner)
+}
+
+// the part of the update that a first evaluation tries out
+pub(crate) fn trial(outputs: &Outputs) -> Vec<&Array> {
+    let state = outputs.state.iter().map(|(_, array)| array);
+    let mut update: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
+    update.sort_by_key(|array| array.nbytes());
+    let mut bytes = 0;
+    let trial = update.into_iter().take_while(|array| {
+        let fits = bytes == 0 || bytes + array.nbytes() <= TRIAL_BYTES;
+        bytes += array.nbytes();
+        fits
+    });
+    trial.collect()
+}

@@ -1,0 +1,125 @@
+//! What the engine holds between two steps: how it is laid out, and what is put into it.
+use std::{collections::VecDeque, rc::Rc};
+
+use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
+
+use super::{Engine, Seconds};
+use crate::{
+    error::{Error, Result},
+    extras::{Needs, Places},
+    layout::Layout,
+};
+
+impl Engine {
+    /// Take over parameters (by tensor) and state; small parameters are joined into shared buffers.
+    ///
+    /// # Errors
+    /// [`Error::NoParameters`], or an array that cannot be evaluated.
+    pub fn new(layout: Rc<Layout>, parameters: Vec<Array>, state: Vec<Array>) -> Result<Self> {
+        Self::of(layout, parameters, state, false)
+    }
+
+    /// The same without memory of its own: everything stays lazy, to be planned with and dropped.
+    ///
+    /// # Errors
+    /// [`Error::NoParameters`], or an array that cannot be joined.
+    pub fn draft(layout: Rc<Layout>, parameters: Vec<Array>, state: Vec<Array>) -> Result<Self> {
+        Self::of(layout, parameters, state, true)
+    }
+
+    pub(super) fn of(
+        layout: Rc<Layout>,
+        parameters: Vec<Array>,
+        state: Vec<Array>,
+        drafted: bool,
+    ) -> Result<Self> {
+        if layout.is_empty() {
+            return Err(Error::NoParameters);
+        }
+        // A thread's first evaluation settles its stream, which is a key of MLX's cache of compiled functions: without it
+        // the first step would be traced twice.
+        eval([&Array::from_int(0).add(Array::from_int(0))?])?;
+        let mut engine = Self {
+            layout,
+            parameters,
+            shared: Vec::new(),
+            places: Places::behind(state.len()),
+            state,
+            batches: 0,
+            masters_are_old: false,
+            updates: 0,
+            reading: None,
+            fresh: Vec::new(),
+            in_flight: VecDeque::new(),
+            max_in_flight: 0,
+            handed_over: 0,
+            seconds: Seconds::default(),
+            failed: false,
+            drafted,
+        };
+        engine.pack()?;
+        Ok(engine)
+    }
+
+    /// Put another value into the optimizer's state.
+    pub fn set_state(&mut self, index: usize, value: Array) {
+        self.state[index] = value;
+    }
+
+    /// Put other values into parameters; the buffers in which they lie are joined anew, and so are their masters.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn set_parameters(&mut self, values: Vec<(usize, Array)>) -> Result<()> {
+        for (index, value) in values {
+            self.parameters[index] = value;
+        }
+        self.pack()?;
+        if self.places.masters.is_some() {
+            let masters = self.masters()?;
+            self.set_masters(masters)?;
+        }
+        Ok(())
+    }
+
+    /// Make room for what a step needs beside the optimizer's state.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn need(&mut self, needs: Needs) -> Result<()> {
+        let old = needs.masters && std::mem::take(&mut self.masters_are_old);
+        if old && self.places.masters.is_some() {
+            self.set_masters(vec![None; self.layout.tensors().len()])?;
+        }
+        let new = self.places.add(needs, &self.layout, &self.buffers())?;
+        if !new.is_empty() {
+            if !self.drafted {
+                eval(&new)?;
+            }
+            self.state.extend(new);
+        }
+        Ok(())
+    }
+
+    fn pack(&mut self) -> Result<()> {
+        let shared = self.layout.shared();
+        let packed = shared.map(|buffer| self.layout.pack_one(buffer, &self.parameters));
+        self.shared = packed.collect::<MlxResult<_>>()?;
+        if !self.drafted {
+            let arrays = self.shared.iter().chain(&self.parameters);
+            eval(arrays.chain(&self.state))?;
+        }
+        let buffers = self.buffers();
+        self.parameters = self.layout.views(&buffers)?;
+        Ok(())
+    }
+
+    pub(super) fn buffers(&self) -> Vec<Array> {
+        let mut shared = self.shared.iter();
+        let buffers = (0..self.layout.len()).map(|buffer| match self.layout.single(buffer) {
+            Some(tensor) => Some(&self.parameters[tensor]),
+            None => shared.next(),
+        });
+        buffers.flatten().cloned().collect()
+    }
+}

@@ -1,0 +1,158 @@
+//! One call: what the user has changed is taken over, the step is taken, and what came of it is given out.
+use std::time::Instant;
+
+use faststep::{memory, outputs::Outputs, step::Output, task::Task};
+use mlx_rs::Array;
+use pyo3::{prelude::*, types::PyBool};
+
+use super::{Inner, Returned};
+use crate::{
+    bridge,
+    call::User,
+    optimizer::HostSchedules,
+    refuse::{is_true, read},
+    store::{Prepared, Store},
+    traces::warn,
+    walk::rebuild,
+};
+
+impl Inner {
+    pub(super) fn step<'py>(
+        &mut self,
+        store: &mut Store,
+        user: &User<'py>,
+        task: Task,
+    ) -> PyResult<Returned<'py>> {
+        let py = user.py();
+        let started = Instant::now();
+        let (tree, batch) = user.batch()?;
+        let mut schedules = HostSchedules::of(&user.optimizer);
+        let called = if task.updates() {
+            schedules.call()
+        } else {
+            Ok(())
+        };
+        let outcome = called.and_then(|()| {
+            let mut prepared = self.prepare(store, user, task)?;
+            let undo = prepared.undo.take();
+            self.seconds.look += started.elapsed().as_secs_f64();
+            let outcome = self.run(store, user, tree, task, |inner, store| {
+                inner.attempt(store, user, &prepared, &batch, task)
+            });
+            if let (Err(_), Some(undo)) = (&outcome, undo) {
+                undo.restore()?;
+                store.discard();
+            }
+            let (output, new) = outcome?;
+            let shown = Instant::now();
+            store.take_output(py, &prepared, &output.batch)?;
+            if task.updates() {
+                store.close_window();
+            }
+            if new {
+                store.check_layout(py)?;
+            }
+            self.seconds.engine += output.seconds;
+            self.seconds.show += shown.elapsed().as_secs_f64();
+            Ok(output)
+        });
+        if outcome.is_err() {
+            schedules.undo()?;
+        }
+        let taken = self.taken(py, &outcome?, task)?;
+        if let Some(message) = self.traces.warning() {
+            warn(py, &message)?; // which may raise: everything is in its place by now
+        }
+        Ok(taken)
+    }
+
+    // counts a step, and gives out what came of it
+    fn taken<'py>(
+        &mut self,
+        py: Python<'py>,
+        output: &Output,
+        task: Task,
+    ) -> PyResult<Returned<'py>> {
+        let update = output.update.as_ref().unwrap_or(&output.batch);
+        if task != Task::Flush {
+            self.steps += 1;
+            let skipped = output.batch.skipped.as_ref();
+            read(self.skips.push(skipped, &|flag| is_true(py, flag)))?;
+        }
+        let every = self.options.clear_cache_every;
+        if every > 0 && self.steps.is_multiple_of(every) {
+            memory::clear_cache();
+        }
+        let returned = match &output.batch.loss {
+            Some(_) => self.returned(py, &output.batch)?,
+            None => py.None().into_bound(py),
+        };
+        let wrap = |array: &Option<Array>| array.as_ref().map(|a| bridge::wrap(py, a)).transpose();
+        let skipped = wrap(&output.batch.skipped)?;
+        if !task.updates() {
+            let updated = PyBool::new(py, false).to_owned().into_any();
+            return Ok((returned, None, skipped, updated));
+        }
+        self.updates += 1;
+        let missed = update.skipped.as_ref();
+        read(self.misses.push(missed, &|flag| is_true(py, flag)))?;
+        let missed = wrap(&update.skipped)?;
+        let updated = missed.unwrap_or_else(|| PyBool::new(py, true).to_owned().into_any());
+        Ok((returned, wrap(&update.norm)?, skipped, updated))
+    }
+
+    fn prepare<'py>(
+        &self,
+        store: &mut Store,
+        user: &User<'py>,
+        task: Task,
+    ) -> PyResult<Prepared<'py>> {
+        let needs = self.options.needs(task.accumulates());
+        store.prepare(&user.model, &user.optimizer, needs)
+    }
+
+    pub(super) fn gradients<'py>(
+        &mut self,
+        store: &mut Store,
+        user: &User<'py>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let (tree, batch) = user.batch()?;
+        let mut prepared = self.prepare(store, user, Task::Gradients)?;
+        let undo = prepared.undo.take();
+        let outcome = self.run(store, user, tree, Task::Gradients, |inner, store| {
+            inner.attempt(store, user, &prepared, &batch, Task::Gradients)
+        });
+        if let Some(undo) = undo {
+            undo.restore()?; // the optimizer is initialised by its first update
+            store.discard();
+        }
+        let (output, _) = outcome?;
+        let trainable = store.signature()?.trainable.bind(user.py()).clone();
+        let tree = fill(&trainable, output.batch.gradients.iter())?;
+        Ok((self.returned(user.py(), &output.batch)?, tree))
+    }
+
+    // what the loss function returned, with the arrays of this step
+    fn returned<'py>(&self, py: Python<'py>, output: &Outputs) -> PyResult<Bound<'py, PyAny>> {
+        let template = self.traces.last().and_then(|entry| entry.template.as_ref());
+        match template.map(|template| template.bind(py)) {
+            Some(template) if !bridge::is_array(template) => {
+                fill(template, output.loss.iter().chain(&output.aux))
+            }
+            _ => match &output.loss {
+                Some(loss) => bridge::wrap(py, loss),
+                None => Ok(py.None().into_bound(py)),
+            },
+        }
+    }
+}
+
+fn fill<'a, 'py>(
+    template: &Bound<'py, PyAny>,
+    mut arrays: impl Iterator<Item = &'a Array>,
+) -> PyResult<Bound<'py, PyAny>> {
+    rebuild(template, &mut |hole| match arrays.next() {
+        Some(array) => bridge::wrap(hole.py(), array),
+        None => Ok(hole.clone()),
+    })
+}

@@ -1,0 +1,131 @@
+//! Arrays of a model and an optimizer are taken over: laid out anew, in an engine of their own.
+use std::rc::Rc;
+
+use faststep::{extras::Needs, layout::Layout, precision::wide, step::Engine, trace::Rule};
+use mlx_rs::Array;
+use pyo3::{intern, prelude::*};
+
+use super::{ModelSignature, Store};
+use crate::{
+    bridge,
+    errors::{mlx, to_python},
+    native::Native,
+    tree::Tree,
+    walk::{rebuild, Scope, Slot, Snapshot},
+};
+
+impl Store {
+    // lay the model's and the optimizer's arrays out anew; whatever fails, the optimizer is what it was
+    pub(super) fn adopt<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        slots: &[Slot<'py>],
+        needs: Needs,
+    ) -> PyResult<Snapshot<'py>> {
+        self.expose(model.py())?;
+        self.forget()?;
+        let snapshot = Snapshot::take(optimizer)?;
+        match self.lay_out(model, optimizer, slots, needs) {
+            Ok(engine) => {
+                self.engine = Some(engine);
+                Ok(snapshot)
+            }
+            Err(error) => {
+                snapshot.restore()?;
+                self.discard();
+                Err(error)
+            }
+        }
+    }
+
+    fn lay_out<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+        slots: &[Slot<'py>],
+        needs: Needs,
+    ) -> PyResult<Engine> {
+        let py = model.py();
+        let signature = self.signature()?;
+        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+        let trainable = if self.mixed {
+            rebuild(&trainable, &mut |object| {
+                let array = bridge::get(object).map(|a| a.as_dtype(wide(a.dtype())));
+                match array.transpose().map_err(mlx)? {
+                    Some(array) => bridge::wrap(py, &array),
+                    None => Ok(object.clone()),
+                }
+            })?
+        } else {
+            trainable
+        };
+        optimizer.call_method1(intern!(py, "init"), (&trainable,))?;
+        let parameters = signature
+            .parameters
+            .iter()
+            .map(|&slot| bridge::get(&slots[slot].object));
+        let parameters: Vec<Array> = parameters.flatten().collect();
+        let take = if self.drafts {
+            Engine::draft
+        } else {
+            Engine::new
+        };
+        let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
+            self.rule = Some(Rule::Native(Rc::new(native.rules)));
+            self.moments = Some(native.moments);
+            take(Rc::new(native.layout), parameters, native.state)
+        } else {
+            self.rule = Some(Rule::Host);
+            let layout = Layout::separate(signature.tensors());
+            if self.mixed {
+                widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
+            }
+            let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
+            let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
+            take(Rc::new(layout), parameters, state.collect())
+        };
+        let mut engine = engine.map_err(|error| to_python(&error))?;
+        if let Some(carried) = &self.carried {
+            let keep = carried.onto(&self.names()?, &signature.tensors());
+            engine.need(needs).map_err(|error| to_python(&error))?;
+            engine.take_up(&keep).map_err(|error| to_python(&error))?;
+        }
+        let (tree, _) = Tree::record(optimizer, self.scope())?;
+        self.sign_options(py, tree);
+        Ok(engine)
+    }
+
+    fn native(
+        &self,
+        optimizer: &Bound<'_, PyAny>,
+        signature: &ModelSignature,
+        trainable: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Native>> {
+        if signature.tree.is_aliased() {
+            return Ok(None);
+        }
+        let given = (signature.paths(), signature.tensors());
+        Native::find(optimizer, given, trainable, self.mixed)
+    }
+
+    pub(super) fn state_slots<'py>(
+        &self,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Slot<'py>>> {
+        match &self.moments {
+            Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
+            None => Ok(Tree::record(optimizer, Scope::Whole)?.1),
+        }
+    }
+}
+
+// arrays in half precision as float32, in their places
+fn widen(slots: &[Slot<'_>]) -> PyResult<()> {
+    for slot in slots {
+        if let Some(array) = bridge::get(&slot.object).filter(|a| wide(a.dtype()) != a.dtype()) {
+            slot.put(&array.as_dtype(wide(array.dtype())).map_err(mlx)?)?;
+        }
+    }
+    Ok(())
+}

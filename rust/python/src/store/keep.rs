@@ -1,0 +1,90 @@
+//! What outlives an engine: what only the steps keep, and the optimizer's state as the user sees it.
+use faststep::layout::Tensor;
+use pyo3::prelude::*;
+
+use super::Store;
+use crate::{errors::to_python, extras::Carried, host::dotted};
+
+impl Store {
+    /// After a new trace: where an update gave a parameter another dtype, everything is looked at anew.
+    pub fn check_layout(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(engine) = &self.engine else {
+            return Ok(());
+        };
+        let now = engine.parameters().iter().map(Tensor::of);
+        if now.ne(engine.layout().tensors().iter().cloned()) {
+            self.expose(py)?;
+            self.forget()?;
+            self.current = None;
+        }
+        Ok(())
+    }
+
+    /// Forget what was taken over, apart from what only the steps keep; the next step takes it over anew.
+    pub fn forget(&mut self) -> PyResult<()> {
+        if let Some(engine) = self.engine.take() {
+            let keep = engine.keep().map_err(|e| to_python(&e))?;
+            let carried = Carried::new(self.names()?, keep);
+            self.carried = Some(match self.carried.take() {
+                Some(before) => carried.with_rest_of(&before), // what is frozen now
+                None => carried,
+            });
+        }
+        self.moments = None;
+        Ok(())
+    }
+
+    /// Forget what a call has taken over that then failed.
+    pub fn discard(&mut self) {
+        self.engine = None;
+        self.moments = None;
+    }
+
+    /// What the steps keep beside the optimizer's state; `None`: nothing yet.
+    pub fn carried(&self) -> PyResult<Option<Carried>> {
+        match &self.engine {
+            Some(engine) => {
+                let keep = engine.keep().map_err(|e| to_python(&e))?;
+                Ok(Some(Carried::new(self.names()?, keep)))
+            }
+            None => Ok(self.carried.clone()),
+        }
+    }
+
+    /// Keep something else.
+    pub fn carry(&mut self, py: Python<'_>, carried: Carried) -> PyResult<()> {
+        self.expose(py)?;
+        self.discard();
+        self.carried = Some(carried);
+        Ok(())
+    }
+
+    /// The window has been used up.
+    pub fn close_window(&mut self) {
+        if let Some(carried) = &mut self.carried {
+            carried.close_window();
+        }
+    }
+
+    /// The number of batches in the window.
+    pub fn batches(&self) -> usize {
+        match (&self.engine, &self.carried) {
+            (Some(engine), _) => engine.batches(),
+            (None, Some(carried)) => carried.batches(),
+            (None, None) => 0,
+        }
+    }
+
+    pub(super) fn names(&self) -> PyResult<Vec<String>> {
+        let paths = self.signature()?.paths();
+        Ok(paths.iter().map(|path| dotted(path)).collect())
+    }
+
+    /// Make `optimizer.state` current.
+    pub fn expose(&mut self, py: Python<'_>) -> PyResult<()> {
+        match (&mut self.moments, &self.engine) {
+            (Some(moments), Some(engine)) => moments.show(py, engine),
+            _ => Ok(()),
+        }
+    }
+}

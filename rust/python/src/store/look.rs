@@ -1,0 +1,195 @@
+//! Whether model and optimizer look as they did at the last step, apart from the values of their arrays.
+use std::{collections::HashSet, rc::Rc};
+
+use faststep::trace::Rule;
+use mlx_rs::Array;
+use pyo3::{intern, prelude::*};
+
+use super::{ModelSignature, Store};
+use crate::{
+    bridge,
+    host::Role,
+    optimizer::native_rule,
+    tree::Tree,
+    walk::{rebuild, Scope, Slot},
+};
+
+/// So many signatures of the model, and of the optimizer's options, are remembered; the oldest goes first.
+const MAX_SIGNATURES: usize = 64;
+
+impl Store {
+    fn known(&self) -> Vec<usize> {
+        let (Some(current), Some(engine)) = (&self.current, &self.engine) else {
+            return Vec::new();
+        };
+        let id = |array: Option<&Array>| array.map_or(0, faststep::array::id);
+        let roles = current.roles.iter().map(|(role, _)| match role {
+            Role::Parameter(i) => id(engine.parameters().get(*i)),
+            Role::Other(i) => id(self.others.get(*i)),
+        });
+        roles.collect()
+    }
+
+    pub(super) fn look_at_model<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Slot<'py>>> {
+        if let Some(current) = &self.current {
+            if let Some(slots) = current.tree.check(model, Scope::Whole, &self.known()) {
+                return Ok(slots);
+            }
+        }
+        let py = model.py();
+        let (tree, slots) = Tree::record(model, Scope::Whole)?;
+        let at = self
+            .models
+            .iter()
+            .position(|known| known.tree.equals(&tree, py));
+        let signature = match at {
+            // the recorded objects are the ones that a fast check will meet again
+            Some(at) => {
+                let known = self.models.remove(at);
+                Rc::new(ModelSignature {
+                    id: known.id,
+                    tree,
+                    roles: known.roles.clone(),
+                    trainable: known.trainable.clone_ref(py),
+                    parameters: known.parameters.clone(),
+                })
+            }
+            None => Rc::new(self.sign(model, tree)?),
+        };
+        self.models.push(signature.clone());
+        if self.models.len() > MAX_SIGNATURES {
+            self.models.remove(0);
+        }
+        self.switch(py, signature)?;
+        Ok(slots)
+    }
+
+    fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
+        let py = model.py();
+        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+        let hole = bridge::wrap(py, &faststep::array::hollow())?;
+        let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
+        let trainable_paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
+        let trainable_paths: HashSet<_> = trainable_paths.into_iter().collect();
+        let (mut parameters, mut others) = (Vec::new(), 0);
+        let mut roles = Vec::new();
+        for (slot, path) in tree.paths(py).into_iter().enumerate() {
+            if trainable_paths.contains(&path) {
+                roles.push((Role::Parameter(parameters.len()), path));
+                parameters.push(slot);
+            } else {
+                roles.push((Role::Other(others), path));
+                others += 1;
+            }
+        }
+        self.next_id += 1;
+        Ok(ModelSignature {
+            id: self.next_id,
+            tree,
+            roles: Rc::new(roles),
+            trainable: trainable.unbind(),
+            parameters,
+        })
+    }
+
+    // another signature: the engine stays where it trains the same tensors
+    fn switch(&mut self, py: Python<'_>, signature: Rc<ModelSignature>) -> PyResult<()> {
+        if let Some(old) = &self.current {
+            let same = old.paths() == signature.paths()
+                && old.tensors() == signature.tensors()
+                && old.tree.is_aliased() == signature.tree.is_aliased();
+            if !same {
+                self.expose(py)?;
+                self.forget()?;
+            }
+        }
+        self.others.clear();
+        self.current = Some(signature);
+        Ok(())
+    }
+
+    // nothing in the dicts of a native optimizer's state may have been replaced
+    pub(super) fn look_at_moments(&mut self, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
+        let current = match &self.moments {
+            Some(moments) => moments.is_current(optimizer)?,
+            None => true,
+        };
+        if !current {
+            self.forget()?;
+        }
+        Ok(())
+    }
+
+    // the optimizer's slots; None when it has to be adopted anew
+    pub(super) fn look_at_optimizer<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Vec<Slot<'py>>>> {
+        let Some(engine) = &self.engine else {
+            return Ok(None);
+        };
+        let layout = engine.layout().clone();
+        let scope = self.scope();
+        let known: Vec<usize> = match scope {
+            Scope::Whole => engine.state().iter().map(faststep::array::id).collect(),
+            Scope::Options | Scope::Arguments => Vec::new(),
+        };
+        let tree = self.options.last().map(|(_, tree)| tree);
+        if let Some(slots) = tree.and_then(|tree| tree.check(optimizer, scope, &known)) {
+            return self.state_or(slots, optimizer);
+        }
+        let before = tree.map(|tree| tree.tensors().to_vec());
+        let (tree, slots) = Tree::record(optimizer, scope)?;
+        let same = before.is_some_and(|before| before == tree.tensors());
+        self.sign_options(optimizer.py(), tree);
+        if let Some(Rule::Native(old)) = &self.rule {
+            let rule = native_rule(optimizer);
+            let rule = rule.and_then(|rule| old.replaced(rule, layout.tensors()));
+            let Some(rules) = rule else {
+                return Ok(None); // of a `MultiOptimizer`, predicates may have changed
+            };
+            self.rule = Some(Rule::Native(Rc::new(rules)));
+        } else if !same {
+            return Ok(None);
+        }
+        self.state_or(slots, optimizer)
+    }
+
+    fn state_or<'py>(
+        &self,
+        slots: Vec<Slot<'py>>,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Vec<Slot<'py>>>> {
+        match &self.moments {
+            Some(moments) => moments.scalars(optimizer.py()),
+            None => Ok(Some(slots)),
+        }
+    }
+
+    pub(super) fn scope(&self) -> Scope {
+        match self.rule {
+            Some(Rule::Native(_)) => Scope::Options,
+            Some(Rule::Host) | None => Scope::Whole,
+        }
+    }
+
+    pub(super) fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
+        let at = self
+            .options
+            .iter()
+            .position(|(_, known)| known.equals(&tree, py));
+        let id = if let Some(at) = at {
+            self.options.remove(at).0
+        } else {
+            self.next_id += 1;
+            self.next_id
+        };
+        self.options.push((id, tree));
+        if self.options.len() > MAX_SIGNATURES {
+            self.options.remove(0);
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Values cross between the engine and the user's objects: what a step wrote, and what the user has replaced.
+use faststep::outputs::Outputs;
+use mlx_rs::Array;
+use pyo3::prelude::*;
+
+use super::{Prepared, Store};
+use crate::{bridge, errors::to_python, host::Role, walk::Slot};
+
+impl Store {
+    /// Show what a step wrote beside parameters and optimizer state: buffers and the random key.
+    pub fn take_output(
+        &mut self,
+        py: Python<'_>,
+        prepared: &Prepared<'_>,
+        output: &Outputs,
+    ) -> PyResult<()> {
+        let signature = self.signature()?;
+        for (index, array) in &output.others {
+            let slots = prepared.model.iter().zip(signature.roles.iter());
+            let mut found = slots.filter(|(_, (role, _))| *role == Role::Other(*index));
+            if let Some((slot, _)) = found.next() {
+                self.others[*index] = array.clone();
+                if prepared.aliased {
+                    slot.put(array)?;
+                } else {
+                    slot.show(array)?;
+                }
+            }
+        }
+        if let Some(key) = &output.key {
+            let keys = self.key_list.bind(py);
+            keys.set_item(0, bridge::wrap(py, key)?)?;
+        }
+        Ok(())
+    }
+
+    // arrays that are not the ones that the last step left; whether there were parameters among them
+    pub(super) fn take_values(
+        &mut self,
+        model: &[Slot<'_>],
+        state: &[Slot<'_>],
+        adopted: bool,
+    ) -> PyResult<bool> {
+        let signature = self.signature()?;
+        let Some(engine) = &mut self.engine else {
+            return Ok(false);
+        };
+        let differs = |slot: &Slot<'_>, array: Option<&Array>| {
+            bridge::id(&slot.object) != array.map(faststep::array::id)
+        };
+        let mut changed = Vec::new();
+        for (slot, (role, _)) in model.iter().zip(signature.roles.iter()) {
+            let known = match role {
+                Role::Parameter(i) => engine.parameters().get(*i),
+                Role::Other(i) => self.others.get(*i),
+            };
+            if !differs(slot, known) {
+                continue;
+            }
+            let Some(value) = bridge::get(&slot.object) else {
+                continue;
+            };
+            match role {
+                Role::Parameter(_) if adopted => {}
+                Role::Parameter(i) => changed.push((*i, value)),
+                Role::Other(i) if *i < self.others.len() => self.others[*i] = value,
+                Role::Other(_) => self.others.push(value),
+            }
+        }
+        for (index, slot) in state.iter().enumerate() {
+            if differs(slot, engine.state().get(index)) {
+                if let Some(value) = bridge::get(&slot.object) {
+                    engine.set_state(index, value);
+                }
+            }
+        }
+        let packed = !changed.is_empty();
+        if packed {
+            engine.set_parameters(changed).map_err(|e| to_python(&e))?;
+        }
+        Ok(packed)
+    }
+}
