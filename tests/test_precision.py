@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from faststep import Step, fast_step
 from helpers import LossFn, Row, Tree, assert_close, copy_tree, flat, plain_step, snapshot, to_numpy
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from models import CLASSES, MLP, cross_entropy
 
 Pair = tuple[nn.Module, optim.Optimizer]
@@ -541,3 +541,38 @@ def test_one_tensor_loaded_within_a_window_rounds_no_other_master() -> None:
     wanted.pop("parts.out.weight")
     got.pop("parts.out.weight")
     assert_close(got, wanted, 0)
+
+
+def test_buffers_that_become_float32_cost_one_step_uncompiled() -> None:
+    """BatchNorm's of a model in half precision, at its first float32 batch."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm(8), nn.Linear(8, 1)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.last(self.norm(self.first(x)))
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x) - 1).mean()
+
+    def new() -> tuple[nn.Module, optim.Optimizer]:
+        mx.random.seed(3)
+        model = Normed()
+        model.set_dtype(mx.bfloat16)
+        return model, optim.AdamW(1e-2)
+
+    (model, optimizer), ours = new(), new()
+    batches = [mx.random.normal((16, 6)) for _ in range(4)]
+    step = Step(*ours, loss_fn, nonfinite="allow")
+    for batch in batches:
+        loss, gradients = nn.value_and_grad(model, loss_fn)(model, batch)
+        optimizer.update(model, gradients)
+        mx.eval(model.state, optimizer.state)
+        assert step(batch).loss.item() == loss.item()
+    assert (step.stats.way, len(step.stats.traces)) == ("native", 1)
+    compared = zip(tree_flatten(model.parameters()), tree_flatten(ours[0].parameters()), strict=True)
+    for (name, wanted), (_, found) in compared:
+        assert wanted.dtype == found.dtype, name
+        assert mx.array_equal(wanted, found), name

@@ -69,6 +69,8 @@ pub enum Stop {
     Raised(PyErr),
     /// The loss does what a trace cannot repeat.
     Untraceable(String),
+    /// The loss makes another array of a buffer, which the next trace may be for.
+    Becomes(String),
 }
 
 impl From<PyErr> for Stop {
@@ -226,10 +228,13 @@ impl Current {
                 now
             };
             if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
-                return Err(Stop::Untraceable(format!(
-                    "it assigns an array of another shape or dtype to {}",
-                    dotted(path)
-                )));
+                let name = dotted(path);
+                let what = format!("it assigns an array of another shape or dtype to {name}");
+                match role {
+                    Role::Parameter(_) => return Err(Stop::Untraceable(what)),
+                    Role::Other(_) if self.compiled => return Err(Stop::Becomes(what)),
+                    Role::Other(_) => {}
+                }
             }
             match role {
                 Role::Parameter(i) => output.parameters.push((*i, now)),

@@ -45,6 +45,8 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 struct Inner {
     options: Options,
     compiled: bool,
+    /// Whether a batch ran uncompiled because a buffer became another: 1 while it does, 2 afterwards.
+    became: u8,
     checked: bool,
     host: Rc<PythonHost>,
     traces: Traces,
@@ -93,6 +95,7 @@ impl Step {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
                 compiled: options.compiled,
+                became: 0,
                 options,
                 checked: false,
                 host: Rc::new(PythonHost::default()),

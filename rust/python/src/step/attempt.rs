@@ -48,6 +48,7 @@ impl Inner {
                         self.seconds.trace += seconds;
                     }
                     self.way = self.way_of(store);
+                    self.compile_again();
                     return Ok((output, new));
                 }
                 Err(stop) => stop,
@@ -59,9 +60,31 @@ impl Inner {
                     self.compiled = false;
                     self.traces.clear();
                 }
-                Stop::Untraceable(why) => return Err(PyRuntimeError::new_err(why)),
+                // BatchNorm's, of a model in half precision, become float32 at the first batch
+                Stop::Becomes(_) if self.compiled && new && self.became == 0 => {
+                    self.became = 1;
+                    self.compiled = false;
+                    self.traces.clear();
+                }
+                Stop::Becomes(why) if self.compiled && new => {
+                    fall_back(user.py(), &why)?;
+                    self.compiled = false;
+                    self.traces.clear();
+                }
+                Stop::Untraceable(why) | Stop::Becomes(why) => {
+                    return Err(PyRuntimeError::new_err(why));
+                }
                 Stop::Raised(error) => return Err(error),
             }
+        }
+    }
+
+    // behind a batch that ran uncompiled only because a buffer became another
+    fn compile_again(&mut self) {
+        if self.became == 1 && !self.compiled {
+            self.became = 2;
+            self.compiled = true;
+            self.traces.clear();
         }
     }
 
