@@ -11,7 +11,7 @@ use mlx_rs::{
 use crate::{
     clip,
     guard::{choose, Guard},
-    optimizer::{alone, scalar},
+    optimizer::scalar,
     outputs::Outputs,
     pack::{self, Packed},
     precision,
@@ -357,7 +357,8 @@ impl<'a> Body<'a> {
         for (buffer, weight) in new.iter_mut().enumerate() {
             if let (Some(decay), Some(first)) = (self.recipe.ema_decay, places.average) {
                 let old = &inputs.state[first + buffer];
-                *weight = alone(weight.clone())?;
+                // a barrier: beyond MLX's limit to the depth of a kernel, the squared gradient would be stored
+                *weight = weight.contiguous()?;
                 let average = averaged(decay, old, weight)?;
                 outputs
                     .state

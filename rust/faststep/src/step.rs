@@ -18,6 +18,7 @@ use crate::{
     array,
     error::{Error, Result},
     extras::{Needs, Places},
+    fused,
     layout::Layout,
     memory,
     meter::{self, Reading},
@@ -707,7 +708,9 @@ fn build(trace: &mut Trace, inputs: &[Array], owner: &mut dyn Owner) -> MlxResul
     if trace.has_traced() {
         owner.clean();
     }
-    outputs
+    let outputs = outputs?;
+    fused::in_place(outputs.update())?;
+    Ok(outputs)
 }
 
 // everything that comes before the update, then a part of the update, while the old state is held
@@ -718,8 +721,7 @@ fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
 
 // the part of the update that a first evaluation tries out
 pub(crate) fn trial(outputs: &Outputs) -> Vec<&Array> {
-    let state = outputs.state.iter().map(|(_, array)| array);
-    let mut update: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
+    let mut update: Vec<&Array> = outputs.update().collect();
     update.sort_by_key(|array| array.nbytes());
     let mut bytes = 0;
     let trial = update.into_iter().take_while(|array| {
