@@ -2,8 +2,9 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 14] = [
     "array",
+    "fused",
     "join",
     "kernels",
     "pack",

@@ -5,7 +5,7 @@ use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use crate::{
     guard::choose,
-    optimizer::{alone, no_rate, scalar, wrong, Moment, Optimizer, Updated},
+    optimizer::{no_rate, scalar, wrong, Moment, Optimizer, Updated},
 };
 
 /// The options of Adafactor, named and meant as in `mlx.optimizers`.
@@ -72,7 +72,7 @@ impl Adafactor {
         if let (Some(beta), [old]) = (self.beta_1, first) {
             let old_part = number(beta).multiply(old)?;
             let average = old_part.add(number(1.0 - beta).multiply(update)?)?;
-            update = alone(choose(take, average, old)?)?;
+            update = choose(take, average, old)?;
             new.push(update.clone());
         }
         let mut decayed = parameter.clone();
@@ -123,7 +123,7 @@ impl Adafactor {
         let squared = gradient.square()?.add(scalar(self.eps.0, dtype))?;
         let average = |old: &Array, new: Array| -> Result<Array> {
             let new = beta.multiply(old)?.add(rest.multiply(new)?)?;
-            alone(choose(take, new, old)?)
+            choose(take, new, old)
         };
         match old {
             [rows, columns] => {

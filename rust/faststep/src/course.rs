@@ -110,8 +110,7 @@ impl<'a> Course<'a> {
     fn run(&mut self, number: usize) -> Result<Flight> {
         let (scene, part) = (self.scene, self.scene.parts[number]);
         let outputs = part.outputs;
-        let state = outputs.state.iter().map(|(_, array)| array);
-        let updated: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
+        let updated: Vec<&Array> = outputs.update().collect();
         let before: Vec<&Array> = outputs.before_update().collect();
         let all = [before.as_slice(), &updated].concat();
         let shown = if self.shown { scene.shown } else { &[] };

@@ -76,6 +76,7 @@ mod course;
 pub mod error;
 pub mod extras;
 pub mod flags;
+mod fused;
 pub mod guard;
 mod host;
 pub mod kernels;

@@ -7,10 +7,6 @@ use mlx_rs::{
 
 use crate::{adafactor::Adafactor, guard::choose, muon::Muon};
 
-/// Buffers of at least this many bytes are updated by one kernel for each output: a fused kernel with several outputs
-/// cannot take over its inputs' memory, one with a single output can.
-const BARRIER_BYTES: usize = 1 << 20;
-
 /// An update rule with its options, named and meant as in `mlx.optimizers`. The learning rate and the step are arrays of
 /// their own.
 #[derive(Clone, Debug, PartialEq)]
@@ -230,9 +226,8 @@ impl Given<'_> {
         scalar(value, self.gradient.dtype())
     }
 
-    // the new moment, chosen before the parameter is computed from it: then its memory can still be the old one's
     pub(crate) fn moment(&self, new: Array, old: &Array) -> Result<Array> {
-        alone(choose(self.take, new, old)?)
+        choose(self.take, new, old)
     }
 
     pub(crate) fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
@@ -365,12 +360,4 @@ impl Given<'_> {
         let parameter = self.parameter.subtract(self.rate.multiply(delta)?)?;
         self.updated(parameter, vec![v, u])
     }
-}
-
-// A barrier to fusion, without a copy, where the memory that it saves outweighs a kernel more.
-pub(crate) fn alone(moment: Array) -> Result<Array> {
-    if moment.nbytes() < BARRIER_BYTES {
-        return Ok(moment);
-    }
-    moment.contiguous()
 }

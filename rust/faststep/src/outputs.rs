@@ -120,6 +120,12 @@ impl Outputs {
         values.chain(&self.gradients).chain(others).chain(&self.key)
     }
 
+    // new parameters and state
+    pub(crate) fn update(&self) -> impl Iterator<Item = &Array> {
+        let state = self.state.iter().map(|(_, array)| array);
+        self.parameters.iter().chain(state)
+    }
+
     // an array that is there when the step is done and that no later step takes over
     pub(crate) fn marker(&self) -> Option<&Array> {
         let values = self.loss.iter().chain(&self.skipped).chain(&self.norm);

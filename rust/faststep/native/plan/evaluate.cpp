@@ -120,7 +120,7 @@ void Plan::evaluate(Op& op, const Node& last) {
     } while (full());
   }
   for (auto* in : op.inputs) {
-    release(*in, static_cast<int>(op.outputs.size()));
+    release(*in, op.handles);
   }
   for (auto* out : op.outputs) {
     release(*out, 0);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "../fused.hpp"
+
 namespace faststep::plan {
 
 Plan::Plan(const Device& device) : memory(device), device_(device), queue_(device) {}
@@ -19,7 +21,7 @@ Node& Plan::node(const mx::array& array) {
     auto next = todo.back();
     bool ready = true;
     if (next.status() == mx::array::Status::unscheduled && next.has_primitive()) {
-      for (const auto& in : next.inputs()) {
+      for (const auto& in : source(next).inputs) {
         if (!by_id_.contains(in.id())) {
           todo.push_back(in);
           ready = false;
@@ -47,8 +49,10 @@ Node& Plan::add(const mx::array& array) {
     return node;
   }
   auto& op = ops_.emplace_back();
-  op.primitive = array.primitive_ptr();
-  for (const auto& in : array.inputs()) {
+  auto [primitive, inputs, handles] = source(array);
+  op.primitive = primitive;
+  op.handles = static_cast<int>(handles);
+  for (const auto& in : inputs) {
     op.inputs.push_back(by_id_.at(in.id()));
   }
   for (const auto& out : array.outputs()) {
@@ -99,7 +103,7 @@ void Plan::begin(const Arrays& given, const Arrays& roots) {
   }
 }
 
-// The handles that a graph's arrays have to their inputs: each output of an op has its own.
+// The handles that a graph's arrays have to their inputs: each output of an op has its own, unless the op is one of ours.
 void Plan::link(Node& root) {
   std::vector<Node*> todo{&root};
   while (!todo.empty()) {
@@ -112,7 +116,7 @@ void Plan::link(Node& root) {
       out->degree = 1;
     }
     for (auto* in : next.op->inputs) {
-      in->refs += static_cast<int>(next.op->outputs.size());
+      in->refs += next.op->handles;
       todo.push_back(in);
     }
   }
@@ -160,7 +164,7 @@ void Plan::release(Node& node, int handles) {
   auto dead = [](const Node* out) { return out->refs <= 0; };
   if (std::all_of(node.op->outputs.begin(), node.op->outputs.end(), dead)) {
     for (auto* in : node.op->inputs) {
-      release(*in, static_cast<int>(node.op->outputs.size()));
+      release(*in, node.op->handles);
     }
   }
 }

@@ -80,6 +80,7 @@ struct Node {
 struct Op {
   std::shared_ptr<mx::Primitive> primitive;
   std::vector<Node*> inputs, outputs;
+  int handles = 0; // to each of the inputs
 };
 
 // What evaluating one primitive does beside laying out its outputs.

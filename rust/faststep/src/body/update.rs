@@ -4,7 +4,7 @@ use mlx_rs::{error::Result, Array};
 use super::{Body, Inputs, Rebound};
 use crate::{
     guard::choose,
-    optimizer::{alone, scalar},
+    optimizer::scalar,
     outputs::Outputs,
     trace::{Rule, UpdateCall, UpdateOutput},
 };
@@ -35,7 +35,8 @@ impl Body<'_> {
         for (buffer, weight) in new.iter_mut().enumerate() {
             if let (Some(decay), Some(first)) = (self.recipe.ema_decay, places.average) {
                 let old = &inputs.state[first + buffer];
-                *weight = alone(weight.clone())?;
+                // a barrier: beyond MLX's limit to the depth of a kernel, the squared gradient would be stored
+                *weight = weight.contiguous()?;
                 let average = averaged(decay, old, weight)?;
                 outputs
                     .state

@@ -6,6 +6,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 use super::{device::evaluate, Call, Engine, Output, Owner, Seconds};
 use crate::{
     error::{Error, Result},
+    fused,
     layout::Layout,
     outputs::Outputs,
     trace::{Part, Trace},
@@ -211,7 +212,9 @@ pub(super) fn build(
     if trace.has_traced() {
         owner.clean();
     }
-    outputs
+    let outputs = outputs?;
+    fused::in_place(outputs.update())?;
+    Ok(outputs)
 }
 
 // everything that comes before the update, then a part of the update, while the old state is held
@@ -222,8 +225,7 @@ fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
 
 // the part of the update that a first evaluation tries out
 pub(crate) fn trial(outputs: &Outputs) -> Vec<&Array> {
-    let state = outputs.state.iter().map(|(_, array)| array);
-    let mut update: Vec<&Array> = outputs.parameters.iter().chain(state).collect();
+    let mut update: Vec<&Array> = outputs.update().collect();
     update.sort_by_key(|array| array.nbytes());
     let mut bytes = 0;
     let trial = update.into_iter().take_while(|array| {

@@ -1,0 +1,109 @@
+"""Updates that write over the old parameters and moments: what they take of memory, and that nobody notices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from conftest import Child
+from faststep import Step
+from helpers import OPTIMIZERS, Tree, assert_close, copy_tree, flat, is_matrix, snapshot
+from models import cross_entropy
+
+# Run in a child: the peak of a way's steps beside what it keeps, in bytes; ten tensors of 4 MB whose gradients are 8 MB
+# behind each other at most.
+PEAK = """
+    import json
+    import faststep, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+    from helpers import OPTIMIZERS, compiled_step
+
+    def loss_fn(model, x):
+        return sum((part * x).sum() for part in model.parts)
+
+    model = nn.Module()
+    model.parts = [mx.random.normal((1024, 1024)) for _ in range(10)]
+    optimizer = OPTIMIZERS[{optimizer!r}]()
+    x = mx.random.normal((1024, 1024))
+    mx.eval(model.parameters(), x)
+    if {fast}:
+        step = faststep.Step(model, optimizer, loss_fn, max_grad_norm=1.0)
+    else:
+        step = compiled_step(model, optimizer, loss_fn, 1.0)
+    for _ in range(3):
+        step(x)
+    mx.synchronize()
+    kept = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(5):
+        step(x)
+        mx.synchronize()
+    print(json.dumps([kept, mx.get_peak_memory()]))
+"""
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU's graph keeps what it reads until it is done")
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adam-bias-correction", "user"])
+def test_an_update_takes_no_memory(child: Child, optimizer: str) -> None:
+    """The gradients are all that comes to what is kept, with a tensor or two on their way."""
+    kept, peak = json.loads(child(PEAK.format(optimizer=optimizer, fast=True)).stdout)
+    _, compiled = json.loads(child(PEAK.format(optimizer=optimizer, fast=False)).stdout)
+    assert peak <= compiled
+    assert peak - kept <= (10 + 3) * 4 * 1024**2
+
+
+def large(dtype: mx.Dtype) -> tuple[nn.Module, list[tuple[mx.array, mx.array]]]:
+    """Make a model with tensors in buffers of their own and a shared one, and batches."""
+    mx.random.seed(3)
+    model = nn.Sequential(nn.Linear(16, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 4))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model, [(mx.random.normal((8, 16)).astype(dtype), mx.random.randint(0, 4, (8,))) for _ in range(6)]
+
+
+def multi() -> optim.Optimizer:
+    """Make one rule for matrices and another for the rest."""
+    return optim.MultiOptimizer([optim.AdamW(1e-2), optim.SGD(1e-2, momentum=0.9)], [is_matrix])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.5, "max_grad_value": 0.1},
+    "averaged": {"ema_decay": 0.9},
+    "masters": {"compute_dtype": mx.bfloat16},
+    "masters-averaged": {"compute_dtype": mx.bfloat16, "ema_decay": 0.9},
+    "accumulated": {"accumulate": 2, "ema_decay": 0.9},
+    "raise": {"nonfinite": "raise"},
+    "uncompiled": {"compile": False},
+}
+
+
+def train(optimizer: str, dtype: mx.Dtype, options: dict[str, Any], holds: bool) -> Tree:
+    """Take steps, one of them bad; where everything is held, check at the end that it has kept its values."""
+    model, batches = large(dtype)
+    rule = multi() if optimizer == "multi" else OPTIMIZERS[optimizer]()
+    step = Step(model, rule, cross_entropy, **options)
+    held = []
+    if options.get("nonfinite", "skip") == "skip":
+        batches.insert(3, (float("nan") * batches[0][0], batches[0][1]))
+    for batch in batches:
+        if holds:
+            now = [dict(flat(tree)) for tree in (model.parameters(), rule.state, step.state)]
+            held.append((now, copy_tree(now)))
+        step(*batch)
+    for now, copies in held:
+        for name, value in flat(copies).items():
+            assert mx.array_equal(flat(now)[name], value, equal_nan=True), name
+    return snapshot(model, rule, step.state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-bias-correction", "lion", "adafactor-fixed", "multi", "user-adam"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_somebody_holds_makes_no_difference(options: str, optimizer: str) -> None:
+    """Where all is held nothing can be written over: every bit is the same, and what is held stays."""
+    dtype = mx.bfloat16 if "masters" in options else mx.float32
+    wanted, got = (train(optimizer, dtype, OPTIONS[options], holds) for holds in (True, False))
+    assert_close(got, wanted, 0)
