@@ -14,20 +14,29 @@ from faststep import Step
 from helpers import OPTIMIZERS, Tree, assert_close, copy_tree, flat, is_matrix, snapshot
 from models import cross_entropy
 
-# Run in a child: the peak of a way's steps beside what it keeps, in bytes; ten tensors of 4 MB whose gradients are 8 MB
-# behind each other at most.
+# Run in a child: what a way keeps, and the peak of its steps, in bytes. A gradient is what is in its
+# tensor and a half, and the loss takes no memory.
 PEAK = """
     import json
     import faststep, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
     from helpers import OPTIMIZERS, compiled_step
 
+    @mx.custom_function
+    def loss(parts, x):
+        return x.mean()
+
+    @loss.vjp
+    def loss_vjp(primals, cotangent, output):
+        parts, x = primals
+        return [part + 0.5 * cotangent for part in parts], x
+
     def loss_fn(model, x):
-        return sum((part * x).sum() for part in model.parts)
+        return loss(model.parts, x)
 
     model = nn.Module()
-    model.parts = [mx.random.normal((1024, 1024)) for _ in range(10)]
+    model.parts = [mx.random.normal((512, 512)) for _ in range(100)]
     optimizer = OPTIMIZERS[{optimizer!r}]()
-    x = mx.random.normal((1024, 1024))
+    x = mx.ones(4)
     mx.eval(model.parameters(), x)
     if {fast}:
         step = faststep.Step(model, optimizer, loss_fn, max_grad_norm=1.0)
@@ -46,13 +55,14 @@ PEAK = """
 
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU's graph keeps what it reads until it is done")
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adam-bias-correction", "user"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam-bias-correction", "sgd-nesterov", "user"])
 def test_an_update_takes_no_memory(child: Child, optimizer: str) -> None:
-    """The gradients are all that comes to what is kept, with a tensor or two on their way."""
+    """The gradients are all that comes to what is kept, and what the CPU has yet to do."""
+    gradients = 100 * 4 * 512**2
     kept, peak = json.loads(child(PEAK.format(optimizer=optimizer, fast=True)).stdout)
+    assert peak - kept <= 1.6 * gradients
     _, compiled = json.loads(child(PEAK.format(optimizer=optimizer, fast=False)).stdout)
-    assert peak <= compiled
-    assert peak - kept <= (10 + 3) * 4 * 1024**2
+    assert peak < compiled
 
 
 def large(dtype: mx.Dtype) -> tuple[nn.Module, list[tuple[mx.array, mx.array]]]:
@@ -100,7 +110,9 @@ def train(optimizer: str, dtype: mx.Dtype, options: dict[str, Any], holds: bool)
     return snapshot(model, rule, step.state)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-bias-correction", "lion", "adafactor-fixed", "multi", "user-adam"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "adamw-bias-correction", "lion", "adafactor-fixed", "multi", "user-adam"]
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_what_somebody_holds_makes_no_difference(options: str, optimizer: str) -> None:
     """Where all is held nothing can be written over: every bit is the same, and what is held stays."""
