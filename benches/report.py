@@ -16,13 +16,14 @@ from report_runs import RUNS, runs
 from report_rust import RUST, rust
 from report_scaling import SCALING, scaling
 from report_step import MATMUL, STEP, matmul, step
+from report_training import CHECKPOINTS, LOADER, TRAINER, checkpoints, loader, trainer
 from samples import SAMPLES, device_slug, newest
 
 DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, matmul, scaling, runs or rust.
+`make bench PARTS=step` runs one part only: step, matmul, scaling, runs, rust, trainer, loader or checkpoints.
 """
 
 
@@ -40,6 +41,9 @@ SECTIONS = {
     "scaling": Section("How the step grows", SCALING, scaling),
     "runs": Section("Long runs", RUNS, runs),
     "rust": Section("The Rust crate beside mlx-rs", RUST, rust),
+    "trainer": Section("The trainer beside a loop by hand", TRAINER, trainer),
+    "loader": Section("The loader", LOADER, loader),
+    "checkpoints": Section("Checkpoints", CHECKPOINTS, checkpoints),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -75,17 +76,22 @@ def _finish(run: Path) -> None:
 
 
 def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> None:
-    """Kill the training at random moments behind its first step."""
+    """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint."""
     for number in range(1, kills + 1):
         before = _steps(run)
         process = subprocess.Popen(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and _steps(run) == before:
             time.sleep(0.01)
-        try:
-            process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-        ended = "it had ended" if process.wait() == 0 else "killed"
+        if number % 4:
+            what = "killed"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
+        else:
+            what = "killed while it wrote a checkpoint,"
+            while process.poll() is None and not any((run / "checkpoints").glob(".*.partial")):
+                time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        ended = "it had ended" if process.wait() == 0 else what
         typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, newest checkpoint of step {_newest(run)}")
 
 

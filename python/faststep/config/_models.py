@@ -98,6 +98,7 @@ class Train(Section):
     min_delta: Limit = 0.0
     stop_after_bad: Positive = 10
     update_ratio_every: Count = 0
+    memory_limit: Positive | None = None
 
 
 class Checkpoints(Section):

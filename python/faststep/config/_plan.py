@@ -90,7 +90,7 @@ class Plan:
         self.step |= self._take("step", "max_traces", self.step["compile"], "without compile there are no traces")
 
     def _trainer(self) -> None:
-        self.trainer = self._take("train", "steps epochs log_every stop_after_bad update_ratio_every")
+        self.trainer = self._take("train", "steps epochs log_every stop_after_bad update_ratio_every memory_limit")
         keys = "validate_every validation_batches patience"
         self.trainer |= self._take("train", keys, self.validates, _NO_VALIDATION)
         stops = self.trainer.get("patience") is not None

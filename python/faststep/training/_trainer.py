@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import mlx.core as mx
+
 from faststep._step import Step
 from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.loggers import Logger, Progress
@@ -106,6 +108,7 @@ class Trainer:
         min_delta: float = 0.0,
         stop_after_bad: int = 10,
         update_ratio_every: int = 0,
+        memory_limit: int | None = None,
         checkpoint_every: int = 200,
         keep_last: int = 3,
         keep_best: int = 1,
@@ -131,6 +134,8 @@ class Trainer:
             stop_after_bad: Stop when so many batches in a row were skipped, and write a bundle with which it can be
                 reproduced; 0: never.
             update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
+            memory_limit: From so many bytes on MLX waits for work under way before it takes more
+                (`mx.set_memory_limit`, in the whole process). None: leave it.
             checkpoint_every: Steps between two checkpoints; 0: at the end and at the best validation only.
             keep_last: Keep so many of the newest checkpoints.
             keep_best: Keep so many of those with the lowest validation loss.
@@ -151,7 +156,7 @@ class Trainer:
         numbers = {"log_every": (log_every, 1), "validate_every": (validate_every, 0), "patience": (patience, 1)}
         numbers |= {"steps": (steps, 1), "epochs": (epochs, 1), "validation_batches": (validation_batches, 1)}
         numbers |= {"stop_after_bad": (stop_after_bad, 0), "checkpoint_every": (checkpoint_every, 0)}
-        numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0)}
+        numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0), "memory_limit": (memory_limit, 1)}
         for name, (value, least) in (numbers | {"update_ratio_every": (update_ratio_every, 0)}).items():
             if value is not None and value < least:
                 raise ValueError(f"{name}: expected a number from {least} on, got {value}")
@@ -162,7 +167,7 @@ class Trainer:
         self.log_every, self.validate_every, self.checkpoint_every = log_every, validate_every, checkpoint_every
         self.validation_batches, self.patience, self.min_delta = validation_batches, patience, min_delta
         self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
-        self.config = config
+        self.config, self.memory_limit = config, memory_limit
         self._loggers = loggers
         self.checkpoints = Checkpoints(
             self.run / "checkpoints",
@@ -222,6 +227,8 @@ class Trainer:
         """
         with _run.locked(self.run), Signals() as self._signals:
             self._begin()
+            if self.memory_limit is not None:
+                mx.set_memory_limit(self.memory_limit)
             self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)
             try:
                 return self._train()
