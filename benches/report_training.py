@@ -8,14 +8,14 @@ from typing import Any
 
 from markdown import short, spread, table
 
-TRAINER = """The trainer, with its log and its lines of progress, beside a loop of `fast_step` written by hand that reads its
-losses every 20 steps. Milliseconds a step, medians with quartiles; the two take turns.
+TRAINER = """The trainer, with its log and its lines of progress, beside a loop of `fast_step` written by hand that
+reads its losses every 20 steps. Milliseconds a step, medians with quartiles; the two take turns.
 """
-LOADER = """Batches a second of the loader alone, and the share of its time that a step of 10 ms waits for it, by the number of
-worker threads; medians.
+LOADER = """Batches a second of the loader alone, and the share of its time that a step of 10 ms waits for it, by the
+number of worker threads; medians.
 """
-CHECKPOINTS = """How long the training stands for a checkpoint that a thread writes, beside one that is written before it goes on, and
-what that costs the steps meanwhile. Medians; the bare write is of the same bytes with one fsync.
+CHECKPOINTS = """How long the training stands for a checkpoint that a thread writes, beside one that is written before
+it goes on, and what that costs the steps meanwhile. Medians; the bare write is of the same bytes with one fsync.
 """
 _HAND, _TRAINER = "loop by hand", "Trainer"
 
