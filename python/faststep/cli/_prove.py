@@ -21,7 +21,7 @@ from faststep.cli._status import DIFFERS, FAILED, ConfigFile, Exit, Overrides
 if TYPE_CHECKING:
     from faststep.config import Config
 
-_CHECKPOINTS = 8  # in the run, so that most kills have one to go on from
+_CHECKPOINTS = 4  # between two kills, about, so that most have one of their own to go on from
 
 
 def verify_resume(
@@ -39,7 +39,7 @@ def verify_resume(
     """
     from faststep.config import load
 
-    every = max(1, steps // _CHECKPOINTS)
+    every = max(1, steps // (_CHECKPOINTS * (kills + 1)))
     change = [*(overrides or []), f"train.steps={steps}", f"checkpoints.every={every}", "train.log_every=1"]
     loaded = load(config, change)
     folder = Path(tempfile.mkdtemp(prefix="faststep-")) if keep is None else keep
@@ -82,17 +82,16 @@ def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> None:
         process = subprocess.Popen(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and _steps(run) == before:
             time.sleep(0.01)
-        if number % 4:
-            what = "killed"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
-        else:
+        what = "killed"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
+        if number % 4 == 0:
             what = "killed while it wrote a checkpoint,"
             while process.poll() is None and not any((run / "checkpoints").glob(".*.partial")):
                 time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         ended = "it had ended" if process.wait() == 0 else what
-        typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, newest checkpoint of step {_newest(run)}")
+        typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, {_newest(run)}")
 
 
 def _steps(run: Path) -> int:
@@ -116,10 +115,11 @@ def _step(run: Path) -> int:
     return int(max(steps, default=0))
 
 
-def _newest(run: Path) -> int | None:
+def _newest(run: Path) -> str:
     from faststep.cli._supervisor import newest
 
-    return newest(run)
+    number = newest(run)
+    return "no checkpoint yet" if number < 0 else f"newest checkpoint of step {number}"
 
 
 def _compare(whole: Path, killed: Path) -> None:
