@@ -6,6 +6,11 @@ use crate::{optimizer::scalar, pack, precision};
 /// How many values are added one after the other.
 const ROW: i32 = 512;
 
+/// Gradients up to so many bytes are joined for their sum, so many at least, and up to so many bytes in all.
+const SMALL_BYTES: usize = 128 << 10;
+const MANY: usize = 8;
+const JOINED_BYTES: usize = 16 << 20;
+
 /// The Euclidean norm of all gradients together: a float32 scalar. Half precision is squared and summed in float32.
 ///
 /// `squares`: for each gradient, sums of its squares that are there already.
@@ -13,20 +18,49 @@ const ROW: i32 = 512;
 /// # Errors
 /// When MLX refuses an operation.
 pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Array> {
-    let mut total: Option<Array> = None;
+    let mut parts = Vec::new();
+    let mut small: Vec<&Array> = Vec::new();
     for (index, gradient) in gradients.iter().enumerate() {
-        let squares = match squares.get(index) {
-            Some(Some(squares)) => squares.sum(None)?,
-            _ => sum(gradient
-                .as_dtype(precision::wide(gradient.dtype()))?
-                .square()?)?,
-        };
-        total = Some(match total {
-            None => squares,
-            Some(total) => total.add(squares)?,
-        });
+        match squares.get(index) {
+            Some(Some(squares)) => parts.push(squares.sum(None)?),
+            _ if gradient.nbytes() <= SMALL_BYTES => small.push(gradient),
+            _ => parts.push(sum_of_squares(gradient)?),
+        }
     }
-    total.unwrap_or_else(|| Array::from_f32(0.0)).sqrt()
+    while let Some(first) = small.first() {
+        let dtype = first.dtype();
+        let (same, others) = small.into_iter().partition(|each| each.dtype() == dtype);
+        parts.extend(sums_of_small(same)?);
+        small = others;
+    }
+    let total = parts
+        .into_iter()
+        .map(Ok)
+        .reduce(|total, part| total?.add(part?));
+    total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
+}
+
+fn sum_of_squares(gradient: &Array) -> Result<Array> {
+    let wide = gradient.as_dtype(precision::wide(gradient.dtype()))?;
+    sum(wide.square()?)
+}
+
+// gradients of one dtype; where they are many, joining them costs less than a few tasks for each
+fn sums_of_small(gradients: Vec<&Array>) -> Result<Vec<Array>> {
+    if gradients.len() < MANY {
+        return gradients.into_iter().map(sum_of_squares).collect();
+    }
+    let most = (JOINED_BYTES / SMALL_BYTES).min(pack::MAX_PARTS);
+    let sums = gradients.chunks(most).map(|chunk| {
+        let flat = chunk.iter().map(|each| each.reshape(&[-1]));
+        let flat: Vec<Array> = flat.collect::<Result<_>>()?;
+        let parts: Vec<&Array> = flat.iter().collect();
+        match pack::squares(&parts)? {
+            Some(squares) => squares.sum(None),
+            None => sum_of_squares(&pack::join(&parts)?),
+        }
+    });
+    sums.collect()
 }
 
 // MLX's CPU adds one element after the other: over a million of them a float32 sum is off by a thousandth. Sums of rows,

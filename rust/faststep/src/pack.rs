@@ -90,6 +90,17 @@ pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
     Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: joined }) })
 }
 
+/// Sums of the squares of some vectors, up to [`MAX_PARTS`], where one kernel gives them: on CUDA.
+///
+/// # Errors
+/// When MLX refuses the kernel.
+pub(crate) fn squares(parts: &[&Array]) -> Result<Option<Array>> {
+    if !is_cuda() || parts.len() < 2 {
+        return Ok(None);
+    }
+    Ok(Some(join_on_cuda(parts)?.1))
+}
+
 fn pointers(parts: &[&Array]) -> Vec<*const c_void> {
     let pointers = parts.iter().map(|part| part.as_ptr().ctx.cast_const());
     pointers.collect()
