@@ -10,11 +10,22 @@ import mlx.core as mx
 import numpy as np
 
 
+def mlx_key() -> mx.array:
+    """Return this thread's random state of MLX, uint32 [2]."""
+    state: Any = mx.random.state
+    key: mx.array = state[0]
+    return key
+
+
+def seed_of(key: mx.array) -> int:
+    """Return the number with which `mx.random.seed` gives this key."""
+    words: Any = key.tolist()
+    return int(words[0]) << 32 | int(words[1])
+
+
 def mlx_seed() -> int:
     """Return the number that gives this thread's random state of MLX when it is given to `mx.random.seed`."""
-    state: Any = mx.random.state
-    high, low = state[0].tolist()
-    return int(high) << 32 | int(low)
+    return seed_of(mlx_key())
 
 
 def states() -> dict[str, Any]:

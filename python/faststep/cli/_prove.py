@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 import signal
@@ -51,9 +50,14 @@ def verify_resume(
         _finish(whole)
         seconds = _seconds(whole)
         typer.echo(f"  {seconds:.1f} s behind the first one\nthe same, killed {kills} times ...")
-        _kill(killed, kills, seconds, random.Random(seed))
+        dead = _kill(killed, kills, seconds, random.Random(seed))
         _finish(killed)
         _compare(whole, killed)
+        if kills and not dead:
+            raise Exit("nothing is proved: the training had ended before each kill; use more --steps", FAILED)
+        typer.echo(
+            f"proved: killed {dead} times and resumed, it ends as if nothing had happened" if kills else "the same"
+        )
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -75,8 +79,13 @@ def _finish(run: Path) -> None:
         raise Exit(f"the training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}", FAILED)
 
 
-def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> None:
-    """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint."""
+def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> int:
+    """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint.
+
+    Returns:
+        How often it was killed; it may have ended before.
+    """
+    dead = 0
     for number in range(1, kills + 1):
         before = _steps(run)
         process = subprocess.Popen(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -90,8 +99,11 @@ def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> None:
             while process.poll() is None and not any((run / "checkpoints").glob(".*.partial")):
                 time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
-        ended = "it had ended" if process.wait() == 0 else what
+        killed = process.wait() == -signal.SIGKILL
+        dead += killed
+        ended = what if killed else "it had ended"
         typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, {_newest(run)}")
+    return dead
 
 
 def _steps(run: Path) -> int:
@@ -133,13 +145,14 @@ def _compare(whole: Path, killed: Path) -> None:
         typer.echo(f"{'same  ' if equal else 'DIFFER'} {name}: {_short(ends[0][name])} {_short(ends[1][name])}")
     if not same:
         raise Exit("the second training did not end as the first one; `--kills 0` tells whether two ever do", DIFFERS)
-    typer.echo("proved: killed and resumed, it ends as if nothing had happened")
 
 
 def _contents(checkpoint: Path) -> dict[str, Any]:
     """Return what has to be the same: checksums of the files, and the numbers but for seconds."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    training = json.loads((checkpoint / "training.json").read_text())
+    from faststep.checkpoints._checkpoint import read_manifest, read_training
+
+    manifest = read_manifest(checkpoint)
+    training = read_training(checkpoint, manifest)
     files = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
     numbers = {name: value for name, value in training["numbers"].items() if name != "seconds"}
     return files | {"random states": training["random"], "place in the data": training["loader"], "numbers": numbers}
@@ -151,7 +164,6 @@ def _short(value: Any) -> str:
 
 def reproduce(
     bundle: Annotated[Path, typer.Argument(help="A folder in RUN/bundles.", show_default=False)],
-    overrides: Overrides = None,
 ) -> None:
     """Run the batch of a bundle again, and show the loss and every gradient that is not finite.
 

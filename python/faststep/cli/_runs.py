@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from faststep.cli._status import FAILED, Exit, RunFolder
+from faststep.cli._status import Exit, RunFolder
 
 
 def report(run: RunFolder) -> None:
@@ -59,23 +58,15 @@ def tune(
     rounds: Annotated[int, typer.Option(help="How often each setting is measured.")] = 5,
 ) -> None:
     """Find the environment variables that make a training step faster on this machine."""
-    from faststep import tune
+    from faststep._tune import main
     from faststep.config import load
 
     if target.endswith((".yaml", ".yml")):
         load(target)
         os.environ[TUNED] = str(Path(target).resolve())
         target = f"{__name__}:losses"
-    try:
-        settings = [dict(word.split("=", 1) for word in shlex.split(words)) for words in variables or []] or None
-        tuning = tune(target, settings=settings, seconds=seconds, rounds=rounds)
-    except (ValueError, TypeError) as error:
-        raise Exit(str(error)) from None
-    except RuntimeError as error:
-        raise Exit(str(error), FAILED) from None
-    typer.echo(tuning)
-    if tuning.interrupted:
-        raise SystemExit(130)
+    settings = [word for each in variables or [] for word in ("--set", each)]
+    raise SystemExit(main([target, *settings, "--seconds", str(seconds), "--rounds", str(rounds)]))
 
 
 TUNED = "FASTSTEP_TUNED_CONFIG"

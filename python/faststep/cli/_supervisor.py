@@ -50,7 +50,7 @@ class Death:
         return f"{how} ({self.memory})" if self.memory else how
 
 
-def supervise(run: Path, overrides: list[str]) -> int:
+def supervise(run: Path) -> int:
     """Train until the end: restart a training that died from its newest valid checkpoint.
 
     A training that ends by itself, well or with an error of its own, is not started again. One that ran out of memory,
@@ -58,12 +58,12 @@ def supervise(run: Path, overrides: list[str]) -> int:
 
     Args:
         run: The folder of the run, with its config.
-        overrides: What is set on top of the config.
 
     Returns:
         The exit code: that of the training, or `GAVE_UP`.
     """
     deaths, reached = 0, newest(run)
+    overrides: list[str] = []  # what is set on top of the config
     while True:
         death = _watch([sys.executable, "-m", "faststep", "resume", str(run), *_set(overrides)])
         if death.by_itself:

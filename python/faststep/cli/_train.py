@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,6 +58,7 @@ def evaluate(
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest validation loss.")] = False,
 ) -> None:
     """Compute the validation loss of a checkpoint, on all of the validation data."""
+    from faststep.checkpoints._apply import restore
     from faststep.config import build
     from faststep.training import validate
 
@@ -66,10 +66,7 @@ def evaluate(
     if built.validation is None:
         raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
     chosen = choose(checkpoints_of(run), run, number=number, best=best)
-    with tempfile.TemporaryDirectory() as folder:
-        average = built.step.options.ema_decay is not None
-        weights = chosen.export(Path(folder) / "weights.safetensors", average=average)
-        built.step.model.load_weights(str(weights))
+    restore(chosen.path, built.step, None)
     loss, batches = validate(built.step, built.validation)
     typer.echo(f"step {chosen.number}: loss {loss:.6f} over {batches} batches")
 
@@ -79,7 +76,7 @@ def _train(config: Config, supervise: bool) -> None:
     from faststep.config import build
 
     if supervise:
-        raise SystemExit(watch(save(config), []))
+        raise SystemExit(watch(save(config)))
     built = build(config)
     trainer = trainer_of(built)
     save(config)

@@ -13,9 +13,10 @@ from mlx.utils import tree_flatten
 
 from faststep._step import Step
 from faststep.checkpoints import Checkpoints
+from faststep.checkpoints._random import mlx_seed, seed_of
+from faststep.loggers._values import number as value_of
 from faststep.training._guard import Tried
-from faststep.training._validate import call, random_seed, seed_of
-from faststep.training._window import number_of
+from faststep.training._validate import call
 
 _ARRAYS, _TREE, _CHECKPOINT = "batch.safetensors", "batch.json", "checkpoint"
 
@@ -51,7 +52,7 @@ def write(folder: Path, step: Step, tried: Tried, number: int, config: dict[str,
     tree = _encode(tried.batch, "batch", arrays)
     mx.save_safetensors(str(path / _ARRAYS), arrays)
     (path / _TREE).write_text(json.dumps({"batch": tree, "config": config}, indent=1), encoding="utf-8")
-    now = random_seed()
+    now = mlx_seed()
     checkpoints = Checkpoints(path / _CHECKPOINT, background=False)
     mx.random.seed(seed_of(tried.key))
     try:
@@ -71,7 +72,7 @@ def config_of(path: Path) -> dict[str, Any] | None:
     return _read(path)["config"]  # type: ignore[no-any-return]
 
 
-def reproduce(path: Path, step: Step) -> Reproduction:
+def reproduce(path: str | Path, step: Step) -> Reproduction:
     """Compute loss and gradients of a bundle's batch again, with the weights and the random state that it met.
 
     Args:
@@ -81,6 +82,7 @@ def reproduce(path: Path, step: Step) -> Reproduction:
     Raises:
         ValueError: The folder is no bundle, or not one of such a model.
     """
+    path = Path(path)
     batch = _decode(_read(path)["batch"], mx.load(str(path / _ARRAYS)))
     checkpoints = Checkpoints(path / _CHECKPOINT, background=False)
     if checkpoints.restore(step, None) is None:
@@ -89,12 +91,12 @@ def reproduce(path: Path, step: Step) -> Reproduction:
     value, gradients = call(step.gradients, batch)
     named: dict[str, mx.array] = dict(tree_flatten(gradients))
     table = {name: _look(array.astype(mx.float32)) for name, array in named.items()}
-    return Reproduction(number_of(value[0] if isinstance(value, tuple) else value), table)
+    return Reproduction(value_of(value[0] if isinstance(value, tuple) else value), table)
 
 
 def _look(gradient: mx.array) -> tuple[float, int, int]:
-    bad = number_of((~mx.isfinite(gradient)).sum())
-    return number_of(mx.linalg.norm(gradient.reshape(-1))), int(bad), gradient.size
+    bad = value_of((~mx.isfinite(gradient)).sum())
+    return value_of(mx.linalg.norm(gradient.reshape(-1))), int(bad), gradient.size
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from faststep._environment import version
+from faststep.checkpoints._snapshot import versions
 
 
 @contextlib.contextmanager
@@ -42,12 +41,13 @@ def locked(run: Path) -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """Return versions, the device and the command, for the log."""
-    versions = {"python": platform.python_version(), "mlx": metadata.version("mlx"), "faststep": version()}
+    known = versions()
     device = mx.default_device()
     info = mx.device_info(device)
     name = info.get("device_name") or info.get("architecture") or platform.machine()
     kind = "gpu" if device == mx.gpu else "cpu"
-    return {"versions": versions, "device": f"{kind}: {name}", "command": " ".join(sys.argv)}
+    shown = {name: known[name] for name in ("python", "mlx", "faststep")}
+    return {"versions": shown, "device": f"{kind}: {name}", "command": " ".join(sys.argv)}
 
 
 def counts(model: nn.Module) -> dict[str, Any]:

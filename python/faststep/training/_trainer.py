@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from faststep._step import Step
+from faststep._step import Step, _count
 from faststep.checkpoints import CheckpointError, Checkpoints
+from faststep.checkpoints._random import mlx_key
 from faststep.loggers import Logger, Progress
+from faststep.loggers._values import number as value_of
 from faststep.training import _bundle, _run
 from faststep.training._callbacks import Callback
 from faststep.training._clock import Clock
@@ -23,8 +25,8 @@ from faststep.training._errors import Phase, TrainingError, phase_of_step, tagge
 from faststep.training._guard import Guard, Tried
 from faststep.training._log import Log
 from faststep.training._signals import Signals
-from faststep.training._validate import call, random_key, validate
-from faststep.training._window import Window, number_of, reopen
+from faststep.training._validate import call, validate
+from faststep.training._window import Window, reopen
 
 Reason = Literal["done", "early_stop", "callback", "signal"]
 _END = object()
@@ -142,7 +144,7 @@ class Trainer:
             config: What goes into the log as the configuration.
 
         Raises:
-            TypeError: `step` or `loader` is something else.
+            TypeError: `step` or `loader` is something else, or a number is none.
             ValueError: Neither `steps` nor `epochs` is given, or a number is out of its range.
         """
         if not isinstance(step, Step):
@@ -158,8 +160,8 @@ class Trainer:
         numbers |= {"stop_after_bad": (stop_after_bad, 0), "checkpoint_every": (checkpoint_every, 0)}
         numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0), "memory_limit": (memory_limit, 1)}
         for name, (value, least) in (numbers | {"update_ratio_every": (update_ratio_every, 0)}).items():
-            if value is not None and value < least:
-                raise ValueError(f"{name}: expected a number from {least} on, got {value}")
+            if value is not None:
+                _count(name, value, least)
         if patience is not None and validation is None:
             raise ValueError("patience: expected validation data for it, got none")
         self.step, self.loader, self.validation, self.run = step, loader, validation, Path(run)
@@ -182,6 +184,7 @@ class Trainer:
         self._now, self._reason = _Progress(), None
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = None
+        self._signals = Signals()
 
     @property
     def number(self) -> int:
@@ -225,8 +228,8 @@ class Trainer:
             TrainingError: Something failed; it tells where, and its cause is the exception itself.
             RuntimeError: Another process trains in the same folder.
         """
-        with _run.locked(self.run), Signals() as self._signals:
-            self._begin()
+        self._begin()
+        with _run.locked(self.run), self._signals:
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
             self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)
@@ -236,11 +239,18 @@ class Trainer:
                 with contextlib.suppress(Exception):  # the step may have failed for good
                     self._log.tell_steps()
                 self._log.event("error", f"{type(error).__name__}: {error}", "error")
+                self._wait_anyway()
                 self._log.end("error")
                 raise
             finally:
                 self._log.close()
-                self.checkpoints.close()
+
+    # the error that ends the training is the one to be raised
+    def _wait_anyway(self) -> None:
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            self._log.event("checkpoint", str(error), "error")
 
     def _train(self) -> Result:
         with self._tagged("checkpoint"):
@@ -294,7 +304,7 @@ class Trainer:
 
     def _train_on(self, batch: Any, epoch: int) -> None:
         window = self._now.window = self._now.window or Window(epoch)
-        key, position = random_key(), self.loader.position - 1
+        key, position = mlx_key(), self.loader.position - 1
         self._log.ratio.before(self.number)
         with self.clock.phase("step"), tagged(self._phase_of_step, self._where):
             output = call(self.step, batch)
@@ -312,7 +322,7 @@ class Trainer:
 
     def _count_bad(self, bad: list[Tried]) -> None:
         for each in bad:
-            loss = number_of(each.output.loss)
+            loss = value_of(each.output.loss)
             self._log.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: loss {loss:.6g}")
         self._now.skipped, self._now.row = self._now.skipped + len(bad), self._guard.row
 

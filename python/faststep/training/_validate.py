@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from faststep._step import Step
-from faststep.training._window import arrays_of, mean, number_of
+from faststep.checkpoints._random import mlx_seed
+from faststep.loggers._values import number
+from faststep.training._window import arrays_of, mean
 
 
 def call(function: Any, batch: Any, *before: Any) -> Any:
@@ -37,7 +39,7 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tup
     """
     model, losses = step.model, []
     start = getattr(batches, "state", None)
-    key, training = random_seed(), [module for module in model.modules() if module.training]
+    key, training = mlx_seed(), [module for module in model.modules() if module.training]
     try:
         model.eval()
         with step.average() if step.options.ema_decay is not None else contextlib.nullcontext():
@@ -54,26 +56,8 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tup
     return float("nan") if total is None else total, len(losses)
 
 
-def random_seed() -> int:
-    """Return the number with which `mx.random.seed` gives the random state of now."""
-    return seed_of(random_key())
-
-
-def random_key() -> mx.array:
-    """Return the key of `mx.random.state`."""
-    state: Any = mx.random.state
-    key: mx.array = state[0]
-    return key
-
-
-def seed_of(key: mx.array) -> int:
-    """Return the number with which `mx.random.seed` gives this key."""
-    words: Any = key.tolist()
-    return int(words[0]) << 32 | int(words[1])
-
-
 def _loss_and_weight(value: Any, batch: Any, weighted: bool) -> tuple[float, float]:
     if weighted:
-        return number_of(value[0]), number_of(value[1])
+        return number(value[0]), number(value[1])
     rows = next((array.shape[0] for array in arrays_of(batch) if array.ndim), 1)
-    return number_of(value[0] if isinstance(value, tuple) else value), float(rows)
+    return number(value[0] if isinstance(value, tuple) else value), float(rows)

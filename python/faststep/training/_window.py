@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from faststep._step import StepOutput
+from faststep.loggers._values import number
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Window:
         return {
             "epoch": self.epoch,
             "loss": mean(batches),
-            "grad_norm": None if norm is None else number_of(norm),
+            "grad_norm": None if norm is None else number(norm),
             "batches": len(batches),
             "skipped": sum(weight == 0 for _, weight in batches),
             "seconds": self.seconds,
@@ -80,16 +81,10 @@ def mean(batches: list[tuple[float, float]]) -> float | None:
 def _read(output: StepOutput) -> tuple[float, float]:
     if bool(output.skipped):
         return 0.0, 0.0
-    return number_of(output.loss), 1.0 if output.weight is None else number_of(output.weight)
+    return number(output.loss), 1.0 if output.weight is None else number(output.weight)
 
 
 def arrays_of(batch: Any) -> Iterator[mx.array]:
     """Return the arrays of a batch, in its order."""
     leaves: Any = tree_flatten(batch)
     return (leaf for _, leaf in leaves if isinstance(leaf, mx.array))
-
-
-def number_of(scalar: Any) -> float:
-    """Return the value of an array without dimensions, or of a number; waits for it."""
-    value: Any = scalar.item() if isinstance(scalar, mx.array) else scalar
-    return float(value)

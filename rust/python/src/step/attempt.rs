@@ -55,27 +55,16 @@ impl Inner {
             };
             let new = self.traces.discard();
             match stop {
-                Stop::Untraceable(why) if self.compiled && new => {
-                    fall_back(user.py(), &why)?;
-                    self.compiled = false;
-                    self.traces.clear();
-                }
-                // BatchNorm's, of a model in half precision, become float32 at the first batch
-                Stop::Becomes(_) if self.compiled && new && self.became == 0 => {
-                    self.became = 1;
-                    self.compiled = false;
-                    self.traces.clear();
-                }
-                Stop::Becomes(why) if self.compiled && new => {
-                    fall_back(user.py(), &why)?;
-                    self.compiled = false;
-                    self.traces.clear();
-                }
-                Stop::Untraceable(why) | Stop::Becomes(why) => {
+                Stop::Raised(error) => return Err(error),
+                Stop::Untraceable(why) | Stop::Becomes(why) if !(self.compiled && new) => {
                     return Err(PyRuntimeError::new_err(why));
                 }
-                Stop::Raised(error) => return Err(error),
+                // BatchNorm's, of a model in half precision, become float32 at the first batch
+                Stop::Becomes(_) if self.became == 0 => self.became = 1,
+                Stop::Untraceable(why) | Stop::Becomes(why) => fall_back(user.py(), &why)?,
             }
+            self.compiled = false;
+            self.traces.clear();
         }
     }
 
