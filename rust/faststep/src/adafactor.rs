@@ -32,8 +32,14 @@ pub struct Adafactor {
     pub has_rate: bool,
 }
 
-fn root_mean_square(array: &Array) -> Result<Array> {
-    array.square()?.mean(None)?.sqrt()
+// of the whole array, or of each along the first axis
+fn root_mean_square(array: &Array, stacked: bool) -> Result<Array> {
+    let squared = array.square()?;
+    if stacked {
+        let axes: Vec<i32> = (1..).take(array.ndim() - 1).collect();
+        return squared.mean_axes(&axes, true)?.sqrt();
+    }
+    squared.mean(None)?.sqrt()
 }
 
 impl Adafactor {
@@ -60,13 +66,14 @@ impl Adafactor {
         rate: Option<&Array>,
         step: &Array,
         take: Option<&Array>,
+        stacked: bool,
     ) -> Updated {
         let number = |value| scalar(value, parameter.dtype());
-        let rate = self.rate(parameter, rate, step)?;
+        let rate = self.rate(parameter, rate, step, stacked)?;
         let (second, first) = moments.split_at(moments.len() - usize::from(self.beta_1.is_some()));
         let (root, mut new) = self.second(gradient, parameter, (second, moments), step, take)?;
         let update = root.multiply(gradient)?;
-        let clip = root_mean_square(&update)?.divide(number(self.clip_threshold))?;
+        let clip = root_mean_square(&update, stacked)?.divide(number(self.clip_threshold))?;
         let update = update.divide(ops::maximum(number(1.0), clip)?)?;
         let mut update = rate.multiply(update)?;
         if let (Some(beta), [old]) = (self.beta_1, first) {
@@ -84,7 +91,13 @@ impl Adafactor {
     }
 
     // lr = max(eps_2, rms(w)) min(10^-2, step^-0.5), or 10^-6 step in place of 10^-2, or the given one in place of both
-    fn rate(&self, parameter: &Array, rate: Option<&Array>, step: &Array) -> Result<Array> {
+    fn rate(
+        &self,
+        parameter: &Array,
+        rate: Option<&Array>,
+        step: &Array,
+        stacked: bool,
+    ) -> Result<Array> {
         let size = if self.relative_step {
             let least = if self.warmup_init {
                 scalar(1e-6, Dtype::Float32).multiply(step)?
@@ -99,7 +112,7 @@ impl Adafactor {
         let size = size.as_dtype(parameter.dtype())?;
         let scale = if self.scale_parameter {
             let least = scalar(self.eps.1, parameter.dtype());
-            ops::maximum(least, root_mean_square(parameter)?)?
+            ops::maximum(least, root_mean_square(parameter, stacked)?)?
         } else {
             scalar(1.0, parameter.dtype())
         };

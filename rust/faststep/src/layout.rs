@@ -53,15 +53,17 @@ impl Tensor {
     /// The number of elements.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.shape
-            .iter()
-            .map(|&n| usize::try_from(n).unwrap_or(0))
-            .product()
+        size(&self.shape)
     }
 
     fn bytes(&self) -> usize {
         self.size() * element_bytes(self.dtype)
     }
+}
+
+fn size(shape: &[i32]) -> usize {
+    let axes = shape.iter().map(|&n| usize::try_from(n).unwrap_or(0));
+    axes.product()
 }
 
 fn element_bytes(dtype: Dtype) -> usize {
@@ -89,17 +91,16 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lay tensors into shared buffers where they are small and of one key; `None` is a key that no other tensor has.
+    /// Lay tensors into shared buffers where they are small and of one key.
     ///
     /// `keys`: one for each tensor.
     #[must_use]
-    pub fn flat(tensors: Vec<Tensor>, keys: &[Option<usize>]) -> Self {
+    pub fn flat(tensors: Vec<Tensor>, keys: &[usize]) -> Self {
         let limits = if pack::is_cuda() { CUDA } else { CPU };
         let mut buffers: Vec<Buffer> = Vec::new();
         for (index, (tensor, key)) in tensors.iter().zip(keys).enumerate() {
             let bytes = tensor.bytes();
             let small = 0 < bytes && bytes < limits.own_bytes && !tensor.shape.is_empty();
-            let small = small && key.is_some();
             let joins = |buffer: &&mut Buffer| {
                 let first = &tensors[buffer.members[0]];
                 small
@@ -254,26 +255,32 @@ impl Layout {
                 views[only] = Some(flat.clone());
                 continue;
             }
-            for (member, view) in self.members(buffer).zip(self.views_of(buffer, flat)?) {
+            let parts = self.views_of(buffer, flat, |member| &self.tensors[member].shape)?;
+            for (member, view) in self.members(buffer).zip(parts) {
                 views[member] = Some(view);
             }
         }
         Ok(views.into_iter().flatten().collect())
     }
 
-    /// The members of one buffer as views into `flat`, which may be of any shape where a tensor is alone.
+    /// What belongs to each member of one buffer, as views into `flat` of the shapes that `shape` gives by tensor.
     ///
     /// # Errors
     /// As [`Layout::views`].
-    pub fn views_of(&self, buffer: usize, flat: &Array) -> Result<Vec<Array>> {
+    pub fn views_of<'a>(
+        &self,
+        buffer: usize,
+        flat: &Array,
+        shape: impl Fn(usize) -> &'a [i32],
+    ) -> Result<Vec<Array>> {
         if self.single(buffer).is_some() {
             return Ok(vec![flat.clone()]);
         }
         let mut offset = 0;
         let views = self.members(buffer).map(|member| {
-            let tensor = &self.tensors[member];
-            let view = array::view(flat, &tensor.shape, offset);
-            offset += tensor.size();
+            let shape = shape(member);
+            let view = array::view(flat, shape, offset);
+            offset += size(shape);
             view
         });
         views.collect()

@@ -3,7 +3,7 @@ use mlx_rs::{
     error::Result,
     linalg::{norm_l2, NormOptions},
     ops::addmm,
-    Array,
+    Array, Axes,
 };
 
 use crate::optimizer::{Given, Updated};
@@ -29,7 +29,7 @@ pub struct Muon {
 impl Muon {
     // v = momentum v + (1 - momentum) g;  u = v, or (1 - momentum) g + momentum v with Nesterov;  w = w - lr u
     // of a matrix u is brought near the closest orthogonal one, and lr multiplied by max(1, rows / columns)^0.5
-    pub(crate) fn update(&self, given: &Given, old: &Array) -> Updated {
+    pub(crate) fn update(&self, given: &Given, old: &Array, stacked: bool) -> Updated {
         let momentum = given.number(self.momentum);
         let rest = given.number(1.0 - self.momentum);
         let mut gradient = given.gradient.clone();
@@ -45,8 +45,9 @@ impl Muon {
             v.clone()
         };
         let mut rate = given.rate.clone();
-        if let [.., rows, columns] = *update.shape() {
-            update = self.orthogonal(given, &update)?;
+        let first = usize::from(stacked);
+        if let [.., rows, columns] = update.shape()[first..] {
+            update = self.orthogonal(given, &update, first)?;
             let ratio = f64::from(rows) / f64::from(columns);
             rate = rate.multiply(given.number(ratio.max(1.0).sqrt()))?;
         }
@@ -55,35 +56,44 @@ impl Muon {
     }
 
     // more axes than two: the first one against all others
-    fn orthogonal(&self, given: &Given, update: &Array) -> Result<Array> {
-        match *update.shape() {
-            [rows, columns] => self.newton_schulz(given, update, rows > columns),
-            [rows, ..] => {
-                let flat = update.reshape(&[rows, -1])?;
-                let tall = rows > flat.shape()[1];
-                self.newton_schulz(given, &flat, tall)?
-                    .reshape(update.shape())
-            }
-            [] => Ok(update.clone()),
-        }
+    fn orthogonal(&self, given: &Given, update: &Array, first: usize) -> Result<Array> {
+        let shape = update.shape();
+        let flat = update.reshape(&[&shape[..=first], &[-1]].concat())?;
+        self.newton_schulz(given, &flat)?.reshape(shape)
     }
 
     // X / |X|, then X = a X + (b A + c A^2) X with A = X X^T, of the wide one of matrix and transpose
-    fn newton_schulz(&self, given: &Given, matrix: &Array, tall: bool) -> Result<Array> {
+    fn newton_schulz(&self, given: &Given, matrix: &Array) -> Result<Array> {
         let (a, b, c) = NEWTON_SCHULZ;
         let (a, b) = (given.number(a), given.number(b));
-        let turn = |x: Array| if tall { x.transpose() } else { Ok(x) };
-        let mut x = turn(matrix.clone())?;
-        let options = NormOptions {
-            keep_dims: true,
-            ..NormOptions::default()
+        let tall = matches!(matrix.shape(), [.., rows, columns] if rows > columns);
+        let turn = |x: &Array| {
+            if tall {
+                x.swap_axes(-1, -2)
+            } else {
+                Ok(x.clone())
+            }
         };
-        x = x.divide(norm_l2(&x, options)?.add(given.number(EPS))?)?;
+        let mut x = turn(matrix)?;
+        x = x.divide(norm(&x)?.add(given.number(EPS))?)?;
         for _ in 0..self.ns_steps {
-            let product = x.matmul(x.transpose()?)?;
+            let product = x.matmul(x.swap_axes(-1, -2)?)?;
             let both = addmm(b.multiply(&product)?, &product, &product, c, 1.0)?;
             x = addmm(a.multiply(&x)?, both, &x, 1.0, 1.0)?;
         }
-        turn(x)
+        turn(&x)
     }
+}
+
+// of each matrix, along its elements in their order, as MLX's is
+fn norm(matrices: &Array) -> Result<Array> {
+    let [lead @ .., _, _] = matrices.shape() else {
+        return norm_l2(matrices, NormOptions::default());
+    };
+    let options = NormOptions {
+        axes: Axes::Axis(-1),
+        keep_dims: true,
+    };
+    let norm = norm_l2(matrices.reshape(&[lead, &[-1]].concat())?, options)?;
+    norm.expand_dims(-1)
 }

@@ -141,8 +141,32 @@ impl Optimizer {
         step: &Array,
         take: Option<&Array>,
     ) -> Result<(Array, Vec<Array>)> {
+        self.update_all(
+            gradient,
+            parameter,
+            moments,
+            learning_rate,
+            step,
+            take,
+            false,
+        )
+    }
+
+    /// The same; where `stacked`, of many tensors along an axis more, the first one of each array.
+    #[allow(clippy::too_many_arguments)] // those of `update`
+    pub(crate) fn update_all(
+        &self,
+        gradient: &Array,
+        parameter: &Array,
+        moments: &[Array],
+        learning_rate: Option<&Array>,
+        step: &Array,
+        take: Option<&Array>,
+        stacked: bool,
+    ) -> Updated {
         if let Self::Adafactor(rule) = self {
-            return rule.update([gradient, parameter], moments, learning_rate, step, take);
+            let given = [gradient, parameter];
+            return rule.update(given, moments, learning_rate, step, take, stacked);
         }
         let rate = learning_rate.ok_or_else(|| no_rate(self))?;
         let rate = rate.as_dtype(gradient.dtype())?;
@@ -192,7 +216,7 @@ impl Optimizer {
             (&Self::RmsProp { alpha, eps }, [v]) => given.rms_prop(v, alpha, eps),
             (&Self::Adagrad { eps }, [v]) => given.adagrad(v, eps),
             (&Self::AdaDelta { rho, eps }, [v, u]) => given.ada_delta([v, u], rho, eps),
-            (Self::Muon(rule), [v]) => rule.update(&given, v),
+            (Self::Muon(rule), [v]) => rule.update(&given, v, stacked),
             _ => Err(wrong(self, parameter, moments)),
         }
     }

@@ -1,7 +1,7 @@
 //! Which tensor is updated by which rule, and where the arrays of an update stand in the list of the state.
 //!
 //! First come step and learning rate of each rule, then the moments of each buffer.
-use std::ops::Range;
+use std::{collections::HashMap, ops::Range};
 
 use mlx_rs::{
     error::{Exception, Result},
@@ -11,7 +11,7 @@ use mlx_rs::{
 use crate::{
     guard::choose,
     layout::{Layout, Tensor},
-    optimizer::{Moment, Optimizer},
+    optimizer::{Moment, Optimizer, Updated},
     trace::{Host, UpdateOutput},
 };
 
@@ -61,13 +61,17 @@ impl Rules {
         pairs.map(|(&rule, tensor)| self.rules[rule].moments(&tensor.shape))
     }
 
-    /// Lay out tensors so that those share buffers which one rule updates element by element.
+    /// Lay out tensors so that those share buffers which one rule updates element by element, and those of one shape which
+    /// it updates tensor by tensor.
     #[must_use]
     pub fn layout(&self, tensors: Vec<Tensor>) -> Layout {
-        let pairs = self.of.iter().zip(&tensors);
-        let keys = pairs.map(|(&rule, tensor)| {
-            let elementwise = self.rules[rule].is_elementwise(&tensor.shape);
-            elementwise.then_some(rule)
+        let mut stacks = HashMap::new();
+        let keys = self.of.iter().zip(&tensors).map(|(&rule, tensor)| {
+            if self.rules[rule].is_elementwise(&tensor.shape) {
+                return rule;
+            }
+            let next = self.rules.len() + stacks.len();
+            *stacks.entry((rule, &tensor.shape)).or_insert(next)
         });
         let keys: Vec<_> = keys.collect();
         Layout::flat(tensors, &keys)
@@ -124,10 +128,17 @@ impl Rules {
             let Some(old) = state.get(place.clone()) else {
                 return Err(short());
             };
-            let rule = layout.members(buffer).next().map_or(0, |i| self.of[i]);
-            let (head, rule) = (&heads[rule], &self.rules[rule]);
+            let first = layout.members(buffer).next().unwrap_or(0);
+            let (head, rule) = (&heads[self.of[first]], &self.rules[self.of[first]]);
+            let shape = &layout.tensors()[first].shape;
+            let stacked = layout.single(buffer).is_none() && !rule.is_elementwise(shape);
             let rate = head.rate.as_ref();
-            let (weight, new) = rule.update(gradient, weight, old, rate, &head.step, good)?;
+            let given = (gradient, weight, old);
+            let (weight, new) = if stacked {
+                Self::update_stack(rule, shape, given, rate, &head.step, good)?
+            } else {
+                rule.update(gradient, weight, old, rate, &head.step, good)?
+            };
             parameters.push(weight);
             new_state.extend(place.zip(new));
         }
@@ -143,6 +154,32 @@ impl Rules {
             parameters,
             state: new_state,
         })
+    }
+
+    // tensors of one shape, joined along their first axis: as one array with an axis more
+    fn update_stack(
+        rule: &Optimizer,
+        shape: &[i32],
+        (gradient, weight, old): (&Array, &Array, &[Array]),
+        rate: Option<&Array>,
+        step: &Array,
+        good: Option<&Array>,
+    ) -> Updated {
+        let stack = |array: &Array, shape: &[i32]| array.reshape(&[&[-1], shape].concat());
+        let moments = rule.moments(shape);
+        let pairs = old.iter().zip(&moments);
+        let stacked: Vec<Array> = pairs
+            .map(|(old, (_, shape))| stack(old, shape))
+            .collect::<Result<_>>()?;
+        let (gradient, parameter) = (stack(gradient, shape)?, stack(weight, shape)?);
+        let (new, moments) =
+            rule.update_all(&gradient, &parameter, &stacked, rate, step, good, true)?;
+        let pairs = moments.iter().zip(old);
+        let moments = pairs.map(|(new, old)| new.reshape(old.shape()));
+        Ok((
+            new.reshape(weight.shape())?,
+            moments.collect::<Result<_>>()?,
+        ))
     }
 
     // the number of this update, and the learning rate that its schedule gives for those before

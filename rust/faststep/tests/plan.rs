@@ -57,7 +57,7 @@ fn parts() -> (Rc<Layout>, Vec<Array>, Vec<Array>) {
         zeros(&[WIDTH, WIDTH]),
         zeros(&[WIDTH, WIDTH]),
     ];
-    let layout = Rc::new(Layout::flat(vec![Tensor::of(&w)], &[Some(0)]));
+    let layout = Rc::new(Layout::flat(vec![Tensor::of(&w)], &[0]));
     (layout, vec![w], state)
 }
 

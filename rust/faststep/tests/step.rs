@@ -266,7 +266,7 @@ fn views_are_the_tensors_that_were_packed() {
             Array::from_slice(&values, shape)
         })
         .collect();
-    let keys = [Some(0); 6];
+    let keys = [0; 6];
     let layout = Layout::flat(tensors.iter().map(Tensor::of).collect(), &keys);
     assert_eq!(layout.shared().count(), 2); // [4, 3] with [2, 3]; [3] with [5]
     let lazy = layout.views(&layout.pack(&tensors).unwrap()).unwrap();

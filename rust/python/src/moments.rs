@@ -4,7 +4,7 @@
 //! the dicts or has read the property since: then they are views of the buffers.
 use std::ops::Range;
 
-use faststep::{layout::Layout, rules::Rules, step::Engine};
+use faststep::{layout::Layout, optimizer::Moment, rules::Rules, step::Engine};
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{
     intern,
@@ -34,7 +34,7 @@ struct Member {
 
 struct Entry {
     dict: Py<PyDict>,
-    names: Vec<&'static str>,
+    moments: Vec<Moment>,
 }
 
 fn slot<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Slot<'py>>> {
@@ -84,7 +84,7 @@ impl Moments {
             };
             entries.push(Entry {
                 dict: dict.unbind(),
-                names: moments.iter().map(|(name, _)| *name).collect(),
+                moments,
             });
         }
         let members = states
@@ -108,7 +108,7 @@ impl Moments {
         let shown = moments.slots(optimizer.py())?;
         let arrays = shown.iter().map(|slot| bridge::get(&slot.object)).collect();
         moments.shown = arrays;
-        let names = moments.entries.iter().map(|entry| entry.names.len());
+        let names = moments.entries.iter().map(|entry| entry.moments.len());
         let complete = shown.len() == names.sum::<usize>();
         Ok(complete.then_some(moments))
     }
@@ -116,7 +116,7 @@ impl Moments {
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Slot<'py>>> {
         let mut slots = Vec::new();
         for entry in &self.entries {
-            for name in &entry.names {
+            for (name, _) in &entry.moments {
                 slots.extend(slot(entry.dict.bind(py), name)?);
             }
         }
@@ -127,7 +127,7 @@ impl Moments {
     pub fn arrays(&self) -> Vec<&[Array]> {
         let mut rest = self.shown.as_deref().unwrap_or_default();
         let entries = self.entries.iter().map(|entry| {
-            let (arrays, others) = rest.split_at(entry.names.len().min(rest.len()));
+            let (arrays, others) = rest.split_at(entry.moments.len().min(rest.len()));
             rest = others;
             arrays
         });
@@ -214,8 +214,14 @@ impl Moments {
         let (layout, state) = (engine.layout(), engine.state());
         let mut views = vec![Vec::new(); self.entries.len()];
         for (buffer, place) in self.places.iter().enumerate() {
-            for array in state.get(place.clone()).unwrap_or_default() {
-                let parts = layout.views_of(buffer, array)?;
+            for (nth, array) in state
+                .get(place.clone())
+                .unwrap_or_default()
+                .iter()
+                .enumerate()
+            {
+                let shape = |tensor: usize| &*self.entries[tensor].moments[nth].1;
+                let parts = layout.views_of(buffer, array, shape)?;
                 for (tensor, part) in layout.members(buffer).zip(parts) {
                     views[tensor].push(part);
                 }

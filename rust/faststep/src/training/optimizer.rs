@@ -139,7 +139,8 @@ pub(super) fn named(rules: &Rules, engine: &Engine, names: &[Rc<str>]) -> Result
     let moments: Vec<_> = rules.moments(layout.tensors()).collect();
     for (buffer, place) in rules.places(layout).into_iter().enumerate() {
         for (nth, array) in state.get(place).unwrap_or_default().iter().enumerate() {
-            for (tensor, part) in layout.members(buffer).zip(layout.views_of(buffer, array)?) {
+            let parts = layout.views_of(buffer, array, |tensor| &moments[tensor][nth].1)?;
+            for (tensor, part) in layout.members(buffer).zip(parts) {
                 let prefix = prefix(rules, rules.of()[tensor]);
                 let moment = moments[tensor][nth].0;
                 arrays.insert(format!("{prefix}{}.{moment}", names[tensor]), part);
