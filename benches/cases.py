@@ -100,13 +100,18 @@ class Case:
     batch: int
     dtype: mx.Dtype = mx.float32
 
-    def new_run(self, loss_fn: LossFn = loss_fn, max_grad_norm: float | None = MAX_GRAD_NORM) -> Run:
-        """Build the model, equal each time, and its AdamW."""
+    def new_run(
+        self,
+        loss_fn: LossFn = loss_fn,
+        max_grad_norm: float | None = MAX_GRAD_NORM,
+        optimizer: Callable[[], optim.Optimizer] | None = None,
+    ) -> Run:
+        """Build the model, equal each time, and its optimizer, AdamW unless told otherwise."""
         mx.random.seed(0)
         model = self.model(**self.shape)
         model.set_dtype(self.dtype)
         mx.eval(model.state)
-        return Run(model, adamw(), loss_fn, max_grad_norm)
+        return Run(model, (optimizer or adamw)(), loss_fn, max_grad_norm)
 
     def batches(self, count: int = 8) -> list[tuple[mx.array, ...]]:
         """Draw batches, equal each time; images in the dtype of the parameters."""
@@ -116,7 +121,7 @@ class Case:
 
 
 def adamw() -> optim.Optimizer:
-    """Return the optimizer that everything is measured with."""
+    """Return the optimizer that all else is measured with."""
     return optim.AdamW(learning_rate=1e-3, weight_decay=0.1)
 
 

@@ -10,9 +10,13 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from ways import COMPILED, FAST
+from ways import COMPILED, FAST, FLUSHED
 
-COLOURS = {COMPILED: "#d55e00", FAST: "#0072b2"}  # told apart by the colour-blind too (Okabe and Ito)
+COLOURS = {
+    COMPILED: "#d55e00",
+    FAST: "#0072b2",
+    FLUSHED: "#009e73",
+}  # told apart by the colour-blind too (Okabe and Ito)
 
 
 class Panel(NamedTuple):
@@ -49,6 +53,8 @@ def scaling(axis: str, title: str, points: list[dict[str, Any]], file: Path) -> 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for way, colour in COLOURS.items():
+        if way not in points[0]["ms"]:
+            continue
         quartiles = [statistics.quantiles(point["ms"][way], n=4, method="inclusive") for point in points]
         low, middle, high = zip(*quartiles, strict=True)
         sizes = [point[axis] for point in points]
@@ -76,7 +82,7 @@ def draw(axes: Axes, panel: Panel, ways: dict[str, Any]) -> None:
     for way, columns in ways.items():
         for name, style in panel.columns.items():
             values = [panel.scale * value for value in columns[name]]
-            width = 1.5 if way == FAST else 3
+            width = 3 if way == COMPILED else 1.5
             axes.plot(columns["step"], values, style, color=COLOURS[way], linewidth=width, label=way)
     axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
     axes.set_ylim(bottom=0)

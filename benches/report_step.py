@@ -16,6 +16,9 @@ MLX's own (`mx.get_peak_memory`), each way alone in a process, once the first st
 OpenBLAS, and the kernels that MLX's compilation makes as `faststep` has them made, for the processor; those with MLX's
 own kernels are in another process (`FASTSTEP_KERNELS=0`), which takes its turns in the same rounds.
 """
+OPTIMIZERS = """As above, with MLX's optimizers at their defaults (SGD with momentum 0.9; Muon for the matrices between
+embeddings and output, AdamW for the rest).
+"""
 MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
 
 
@@ -27,7 +30,7 @@ def step(result: dict[str, Any], _plot: Path) -> list[str]:
 
 def row(result: dict[str, Any], way: str) -> list[str]:
     """Lay out one way."""
-    ratios = [a / b for a, b in zip(result["ms"][way], result["ms"][FAST], strict=True)]
+    ratios = over(result["ms"], way)
     peaks = {**result["memory"], **result.get("PyTorch", {}).get("ways", {})}
     memory = [megabytes(peaks.get(way, {}).get(name)) for name in ("peak", "peak without clipping")]
     return [way, spread(result["ms"][way]), "" if way == FAST else spread(ratios), *memory]
@@ -56,6 +59,22 @@ def torch_notes(peer: dict[str, Any]) -> list[str]:
         f'`torch.set_float32_matmul_precision("{precision}")`.',
         "",
     ]
+
+
+def optimizers(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out the times of each optimizer in one case."""
+    ways = list(next(iter(result["ms"].values())))
+    head = ["optimizer", *(f"{way}, ms" for way in ways), *(f"{way} over {FAST}" for way in ways if way != FAST)]
+    rows = [
+        [name, *(spread(times[way]) for way in ways), *(spread(over(times, way)) for way in ways if way != FAST)]
+        for name, times in result["ms"].items()
+    ]
+    return [f"#### {result['title']}", "", *table(head, rows)]
+
+
+def over(times: dict[str, list[float]], way: str) -> list[float]:
+    """Return a way's time over `fast_step`'s, by round."""
+    return [a / b for a, b in zip(times[way], times[FAST], strict=True)]
 
 
 def matmul(result: dict[str, Any], _plot: Path) -> list[str]:

@@ -1,8 +1,9 @@
 """Watch long runs: memory, traces and the time of a step, each way alone in a process of its own (Linux).
 
-``shapes``: 2,000 batches of different shapes, so that every step is traced. ``steps``: 20,000 steps of one shape::
+``shapes``: 2,000 batches of different shapes, so that every step is traced. ``steps``: 20,000 steps of one shape.
+``faded``: rows of an embedding that no token reads behind the 100th step, whose moments fade away::
 
-    python benches/runs.py                  # both
+    python benches/runs.py                  # all
     python benches/runs.py --cases shapes
 """
 
@@ -23,7 +24,7 @@ import numpy as np
 from cases import GPT, MLP, Case, loss_fn
 from machine import resident
 from samples import Sample, alone, arguments, bars, use_device
-from ways import COMPILED, FAST, WAYS
+from ways import COMPILED, FAST, FLUSHED, WAYS
 
 POINTS = 100
 WATCHED = (COMPILED, FAST)
@@ -38,11 +39,13 @@ class LongRun:
         case: The model; its title says what is run.
         steps: The number of steps.
         shapes: The sizes of the batches, in this order and then again; what they leave out is the case's.
+        ways: What is watched.
     """
 
     case: Case
     steps: int
     shapes: tuple[dict[str, int], ...] = ({},)
+    ways: tuple[str, ...] = WATCHED
 
     def batches(self) -> Iterator[tuple[mx.array, mx.array]]:
         """Draw the batches, equal each time."""
@@ -73,6 +76,17 @@ RUNS = {
     "steps": LongRun(
         Case("20,000 steps: MLP, 2 layers x 32, batch 8", MLP, {"layers": 2, "width": 32}, batch=8), steps=20_000
     ),
+    "faded": LongRun(
+        Case(
+            "Faded moments: GPT, 1 layer x 64, batch 2, sequence 16, 4,000 tokens for 100 steps and 100 from then on",
+            GPT,
+            {"layers": 1, "width": 64, "heads": 2, "seq": 16, "vocab": 4000},
+            batch=2,
+        ),
+        steps=2000,
+        shapes=({},) * 100 + ({"vocab": 100},) * 1900,
+        ways=(*WATCHED, FLUSHED),
+    ),
 }
 
 
@@ -84,7 +98,7 @@ def watch(run: LongRun, way: str) -> Iterator[dict[str, float]]:
         calls.append(None)  # while tracing only
         return loss_fn(model, x, y)
 
-    step = WAYS[way](run.case.new_run(counted))
+    step = WAYS[FAST if way == FLUSHED else way](run.case.new_run(counted))
     every = run.steps // POINTS
     start = time.perf_counter()
     for i, batch in enumerate(run.batches(), 1):
@@ -115,7 +129,7 @@ def collect(name: str, way: str, on_point: Callable[[], None]) -> dict[str, Any]
     points: list[dict[str, float]] = []
     ended = ""
     try:
-        for point in alone(name, way):
+        for point in alone(name, way, FASTSTEP_FLUSH_DENORMALS=str(int(way == FLUSHED))):
             points.append(point)
             on_point()
     except subprocess.CalledProcessError as error:
@@ -136,7 +150,7 @@ def main() -> None:
     with bars() as progress:
         for name in args.cases or RUNS:
             result: dict[str, Any] = {"title": RUNS[name].case.title, "steps": RUNS[name].steps, "ways": {}}
-            for way in WATCHED:
+            for way in RUNS[name].ways:
                 bar = progress.add_task(f"{name}, {way}", total=POINTS)
                 result["ways"][way] = collect(name, way, functools.partial(progress.advance, bar))
             sample.add(name, result)

@@ -108,6 +108,7 @@ PLAIN = "plain MLX"
 COMPILED = "mx.compile'd"
 FAST = "fast_step"
 BOUND = "forward and backward alone"
+FLUSHED = f"{FAST}, FASTSTEP_FLUSH_DENORMALS=1"  # in a process of its own
 WAYS: dict[str, Callable[[Run], StepFn]] = {
     PLAIN: plain,
     COMPILED: compiled,

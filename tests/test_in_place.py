@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 from conftest import Child
 from faststep import Step
@@ -119,3 +121,47 @@ def test_what_somebody_holds_makes_no_difference(options: str, optimizer: str) -
     dtype = mx.bfloat16 if "masters" in options else mx.float32
     wanted, got = (train(optimizer, dtype, OPTIONS[options], holds) for holds in (True, False))
     assert_close(got, wanted, 0)
+
+
+# Moments that have faded away, of rows that no token reads: two steps of each optimizer.
+FADED = """
+import sys
+import faststep, mlx.core as mx, mlx.nn as nn, numpy as np
+from helpers import OPTIMIZERS, compiled_step, snapshot
+from mlx.utils import tree_map
+from models import cross_entropy
+
+for name in {optimizers}:
+    mx.random.seed(0)
+    model, optimizer = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 4)), OPTIMIZERS[name]()
+    optimizer.init(model.trainable_parameters())
+    for layer in optimizer.state["layers"]:
+        layer.update(tree_map(lambda x: mx.full(x.shape, 1e-40), layer))
+    mx.eval(model.parameters(), optimizer.state)
+    step = {step}(model, optimizer, cross_entropy)
+    for _ in range(2):
+        step(mx.array([1, 2, 3]), mx.array([0, 1, 2]))
+    np.savez(sys.argv[1] + name, **snapshot(model, optimizer))
+    assert (mx.array([1e-40]) * 0.5).item() > 0  # for all else numbers are what they were
+"""
+TINY = float(np.finfo(np.float32).tiny)
+FADING = ["sgd-momentum", "adamw", "adamax", "rmsprop", "adadelta", "lion"]
+
+
+def test_moments_that_fade_away_become_zero_when_asked(child: Child, tmp_path: Path) -> None:
+    """Asked, the update knows no denormals, and the weights are the same; not asked, every bit is MLX's."""
+    ours = "faststep.Step"
+    for name, step, flush in [("mlx", "compiled_step", "1"), ("bits", ours, "0"), ("zero", ours, "1")]:
+        code = f"import sys; sys.argv = ['', {str(tmp_path / name)!r}]" + FADED.format(optimizers=FADING, step=step)
+        child(code, FASTSTEP_FLUSH_DENORMALS=flush)
+    for optimizer in FADING:
+        mlx, bits, zero = (dict(np.load(tmp_path / f"{name}{optimizer}.npz")) for name in ("mlx", "bits", "zero"))
+        assert_close(bits, mlx, 0)
+        moments = [name for name in mlx if name.startswith("optimizer.layers.0")]
+        assert moments
+        for name in moments:
+            assert ((0 < abs(mlx[name])) & (abs(mlx[name]) < TINY)).any(), name
+            assert not ((0 < abs(zero[name])) & (abs(zero[name]) < TINY)).any(), name
+        if optimizer != "lion":  # it takes the sign of what has faded for a direction
+            weights = [name for name in mlx if name.startswith("model")]
+            assert_close({name: zero[name] for name in weights}, {name: mlx[name] for name in weights}, 0)
