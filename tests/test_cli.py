@@ -128,6 +128,7 @@ def test_from_training_to_exported_weights(config: Path, tmp_path: Path) -> None
     done = faststep("train", config)
     assert "ended: done" in done.stdout
     log = read_log(run)
+    assert log.starts[0]["command"] == f"faststep train {config}"
     assert list(log.steps["step"]) == list(range(1, 21))
     assert log.steps["loss"][-1] < log.steps["loss"][0]
     assert {each.name for each in run.iterdir()} >= {"config.yaml", "log.jsonl", "checkpoints"}

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,15 @@ def environment() -> dict[str, Any]:
     name = info.get("device_name") or info.get("architecture") or platform.machine()
     kind = "gpu" if device == mx.gpu else "cpu"
     shown = {name: known[name] for name in ("python", "mlx", "faststep")}
-    return {"versions": shown, "device": f"{kind}: {name}", "command": " ".join(sys.argv)}
+    return {"versions": shown, "device": f"{kind}: {name}", "command": shlex.join([_program(), *sys.argv[1:]])}
+
+
+def _program() -> str:
+    """Return the name of what runs, without the folder in which it is installed."""
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        return path.parent.name
+    return path.name if path.is_absolute() else sys.argv[0]
 
 
 def counts(model: nn.Module) -> dict[str, Any]:
