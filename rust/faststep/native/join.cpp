@@ -1,6 +1,8 @@
 // Tensors of a buffer, joined by one task of the CPU. MLX's concatenate hands the worker a task for each tensor, which costs a
-// microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it). Every pointer is an
-// mlx::core::array, as in mlx_array.ctx.
+// microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it). And the gradient of a linear
+// layer, which is the transpose of a product, turned by tiles: MLX copies it row by row, each element from another cache
+// line. Every pointer is an mlx::core::array, as in mlx_array.ctx.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -26,6 +28,68 @@ struct Part {
   mx::Strides strides;
 };
 
+// The transpose of a matrix in memory: what lies at from[row + column * ld], to row after row.
+template <typename T>
+struct Turn {
+  const T* from;
+  int64_t ld;
+  int rows;
+  int columns;
+  T* to;
+
+  void copy() const {
+    constexpr int tile = 64;
+    for (int row = 0; row < rows; row += tile) {
+      for (int column = 0; column < columns; column += tile) {
+        copy(row, std::min(rows, row + tile), column, std::min(columns, column + tile));
+      }
+    }
+  }
+
+ private:
+  // by four rows at a time, and four columns of them
+  void copy(int row, int last_row, int column, int last_column) const {
+    for (; row + 4 <= last_row; row += 4) {
+      int next = column;
+      if constexpr (sizeof(T) == 4) {
+        for (; next + 4 <= last_column; next += 4) {
+          four_by_four(from + row + next * ld, to + static_cast<int64_t>(row) * columns + next);
+        }
+      }
+      singly(row, row + 4, next, last_column);
+    }
+    singly(row, last_row, column, last_column);
+  }
+
+  void singly(int row, int last_row, int column, int last_column) const {
+    for (; row < last_row; ++row) {
+      for (int at = column; at < last_column; ++at) {
+        to[static_cast<int64_t>(row) * columns + at] = from[row + at * ld];
+      }
+    }
+  }
+
+  void four_by_four(const T* in, T* out) const {
+    using Four = uint32_t __attribute__((vector_size(16)));
+    Four a, b, c, d;
+    std::memcpy(&a, in, 16);
+    std::memcpy(&b, in + ld, 16);
+    std::memcpy(&c, in + 2 * ld, 16);
+    std::memcpy(&d, in + 3 * ld, 16);
+    Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), more_ab = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), more_cd = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    Four turned[] = {
+        __builtin_shufflevector(ab, cd, 0, 1, 4, 5),
+        __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+        __builtin_shufflevector(more_ab, more_cd, 0, 1, 4, 5),
+        __builtin_shufflevector(more_ab, more_cd, 2, 3, 6, 7)};
+    for (const auto& row : turned) {
+      std::memcpy(out, &row, 16);
+      out += columns;
+    }
+  }
+};
+
 // Copies what the axes from this one on span; returns where the next element goes.
 template <typename T>
 T* copy(const T* from, const Part& part, size_t axis, T* to) {
@@ -34,6 +98,10 @@ T* copy(const T* from, const Part& part, size_t axis, T* to) {
     return to + 1;
   }
   int64_t stride = part.strides[axis];
+  if (axis + 2 == part.shape.size() && stride == 1) {
+    Turn<T>{from, part.strides[axis + 1], part.shape[axis], part.shape[axis + 1], to}.copy();
+    return to + static_cast<int64_t>(part.shape[axis]) * part.shape[axis + 1];
+  }
   if (axis + 1 == part.shape.size()) {
     for (int i = 0; i < part.shape[axis]; ++i) {
       *to++ = from[i * stride];
@@ -71,6 +139,16 @@ void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize) {
   }
 }
 
+Part part_of(const mx::array& array) {
+  bool contiguous = array.flags().row_contiguous;
+  Part part{array.data<char>(), array.nbytes(), contiguous, {}, {}};
+  if (!contiguous) {
+    part.shape = array.shape();
+    part.strides = array.strides();
+  }
+  return part;
+}
+
 class Join : public mx::UnaryPrimitive {
  public:
   explicit Join(mx::Stream stream) : UnaryPrimitive(stream) {}
@@ -80,12 +158,7 @@ class Join : public mx::UnaryPrimitive {
     std::vector<Part> parts;
     parts.reserve(inputs.size());
     for (const auto& in : inputs) {
-      bool contiguous = in.flags().row_contiguous;
-      parts.push_back({in.data<char>(), in.nbytes(), contiguous, {}, {}});
-      if (!contiguous) {
-        parts.back().shape = in.shape();
-        parts.back().strides = in.strides();
-      }
+      parts.push_back(part_of(in));
     }
     auto& encoder = mx::cpu::get_command_encoder(stream());
     encoder.dispatch([parts = std::move(parts), to = out.data<char>(), itemsize = out.itemsize()] {
@@ -99,6 +172,36 @@ class Join : public mx::UnaryPrimitive {
 
   const char* name() const override {
     return "Join";
+  }
+
+  bool is_equivalent(const mx::Primitive&) const override {
+    return true;
+  }
+};
+
+// Passes on what lies row after row, and copies what does not, as MLX's does.
+class Contiguous : public mx::UnaryPrimitive {
+ public:
+  explicit Contiguous(mx::Stream stream) : UnaryPrimitive(stream) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    const auto& in = inputs[0];
+    constexpr size_t spare = 16384; // bytes that a larger buffer may have, as in MLX
+    if (in.flags().row_contiguous && in.buffer_size() <= out.nbytes() + spare) {
+      out.copy_shared_buffer(in);
+      return;
+    }
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [part = part_of(in), to = out.data<char>(), itemsize = out.itemsize()] { copy_all({part}, to, itemsize); });
+  }
+
+  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
+    throw std::runtime_error("[Contiguous] The CPU's.");
+  }
+
+  const char* name() const override {
+    return "Contiguous";
   }
 
   bool is_equivalent(const mx::Primitive&) const override {
@@ -137,6 +240,20 @@ class Wait : public mx::UnaryPrimitive {
 } // namespace
 
 extern "C" {
+
+// An array row after row. Null: MLX has to do it, because the default device is none that this knows; or an exception.
+void* faststep_contiguous(const void* array) {
+  try {
+    if (mx::default_device() != mx::Device::cpu) {
+      return nullptr;
+    }
+    const auto& in = *static_cast<const mx::array*>(array);
+    auto stream = mx::default_stream(mx::Device::cpu);
+    return new mx::array(in.shape(), in.dtype(), std::make_shared<Contiguous>(stream), {in});
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 
 // Joins arrays of one dtype, which agree in all axes but the first, along it. Null: concatenate has to do it, because they
 // do not agree, or the default device is none that Join knows; or an exception.

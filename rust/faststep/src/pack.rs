@@ -15,6 +15,7 @@ use crate::layout::Layout;
 
 extern "C" {
     fn faststep_is_cuda() -> i32;
+    fn faststep_contiguous(array: *const c_void) -> *mut c_void;
     fn faststep_join(parts: *const *const c_void, count: usize) -> *mut c_void;
     fn faststep_pack(
         parts: *const *const c_void,
@@ -66,13 +67,27 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
             (layout.pack_one(buffer, gradients)?, None)
         };
         packed.buffers.push(if parts.len() == 1 && flat.ndim() > 1 {
-            flat.contiguous()? // a gradient that is a transpose is updated several times slower
+            contiguous(&flat)? // a gradient that is a transpose is updated several times slower
         } else {
             flat
         });
         packed.squares.push(squares);
     }
     Ok(packed)
+}
+
+/// An array in the order of its memory (lazily), as `Array::contiguous` gives it.
+///
+/// # Errors
+/// When MLX refuses.
+pub fn contiguous(array: &Array) -> Result<Array> {
+    // SAFETY: a live array.
+    let made = unsafe { faststep_contiguous(array.as_ptr().ctx) };
+    if made.is_null() {
+        return array.contiguous();
+    }
+    // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
+    Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: made }) })
 }
 
 /// Join arrays along their first axis (lazily).

@@ -94,6 +94,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// `loss` takes the module and the batch and returns a scalar, or the scalar with auxiliary arrays, or a [`Loss`] that
     /// has a weight too. On a CPU, MLX's matrix products are bound to OpenBLAS, where it is found ([`openblas`]), and its
     /// fused kernels compiled for the processor ([`kernels`]; `FASTSTEP_KERNELS=0` in the environment leaves MLX as it is).
+    /// `FASTSTEP_FLUSH_DENORMALS=1` makes moments zero that have faded to numbers with which a CPU computes slowly.
     ///
     /// # Errors
     /// [`Error::NoParameters`]; [`Error::Option`] for an option that is out of its range, and for a trainable parameter

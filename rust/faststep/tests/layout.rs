@@ -1,9 +1,12 @@
 //! Layouts of any mix of shapes, dtypes and rules: packing and unpacking are inverse, and no two tensors share an element.
 #![allow(clippy::unwrap_used)] // how a test fails
 
-use faststep::layout::{Layout, Tensor};
+use faststep::{
+    layout::{Layout, Tensor},
+    pack::contiguous,
+};
 use mlx_rs::{
-    ops::{broadcast_to, concatenate},
+    ops::{broadcast_to, concatenate, indexing::TryIndexOp},
     transforms::eval,
     Array, Dtype,
 };
@@ -118,5 +121,21 @@ proptest! {
         let parts: Vec<&Array> = parts.iter().collect();
         let joined = Layout::join(&parts).unwrap();
         prop_assert!(same(&joined, &concatenate(&parts, 0).unwrap()));
+    }
+
+    #[test]
+    fn a_transpose_is_turned(
+        [rows, columns] in [1..200i32, 1..200i32],
+        dtype in select(vec![Dtype::Float32, Dtype::Bfloat16, Dtype::Uint8, Dtype::Uint64, Dtype::Complex64]),
+        skip in any::<bool>(),
+    ) {
+        let whole = filled(0, &[columns, rows + 1], Dtype::Float32).as_dtype(dtype).unwrap();
+        let from = i32::from(skip); // with a gap behind each of its rows, or not
+        let columns_first = whole.try_index((.., from..)).unwrap();
+        let turned = columns_first.transpose().unwrap();
+        let rows_first = contiguous(&turned).unwrap();
+        prop_assert!(same(&rows_first, &turned.contiguous().unwrap()));
+        let joined = Layout::join(&[&turned, &turned]).unwrap();
+        prop_assert!(same(&joined, &concatenate(&[&turned, &turned], 0).unwrap()));
     }
 }
