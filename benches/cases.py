@@ -145,9 +145,10 @@ CASES = {
     "mlp": Case("MLP, 4 layers x 128, batch 64", MLP, {"layers": 4, "width": 128}, batch=64),
     "gpt24": gpt(layers=24, width=64, heads=4, batch=1, seq=16),
     "gpt4": gpt(layers=4, width=128, heads=4, batch=4, seq=64),
+    "gpt768": gpt(layers=2, width=768, heads=12, batch=1, seq=32, vocab=512),
     "gpt6": gpt(layers=6, width=384, heads=6, batch=8, seq=256),
     "gpt2": gpt2(),
     "gpt2-bf16": gpt2(dtype=mx.bfloat16),
 }
-ON_CPU = ("mlp", "gpt24", "gpt4")
+ON_CPU = ("mlp", "gpt24", "gpt4", "gpt768")
 ON_GPU = ("mlp", "gpt24", "gpt6", "gpt2", "gpt2-bf16")
