@@ -1,6 +1,8 @@
 """Measure the step with each of MLX's optimizers: compiled MLX and ``fast_step``, in turns.
 
-python benches/optimizers.py
+All cases that suit the device, or those asked for::
+
+    python benches/optimizers.py
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import mlx.optimizers as optim
 from cases import CASES, Case, adamw
 from samples import Sample, arguments, bars, on_gpu, use_device
 from timing import block_size, in_turns, run_block
-from ways import COMPILED, FAST, WAYS
+from ways import COMPILED, COMPILED_ASYNC, FAST, WAYS
 
 ON_CPU = ("mlp", "gpt24", "gpt4")
 ON_GPU = ("gpt24", "gpt6")
 ROUNDS = 12
-COMPARED = (COMPILED, "mx.compile'd, async", FAST)
+COMPARED = (COMPILED, COMPILED_ASYNC, FAST)
 
 
 def is_matrix(path: str, array: mx.array) -> bool:

@@ -12,11 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from ways import COMPILED, FAST, FLUSHED
 
-COLOURS = {
-    COMPILED: "#d55e00",
-    FAST: "#0072b2",
-    FLUSHED: "#009e73",
-}  # told apart by the colour-blind too (Okabe and Ito)
+# Told apart by the colour-blind too (Okabe and Ito).
+COLOURS = {COMPILED: "#d55e00", FAST: "#0072b2", FLUSHED: "#009e73"}
 
 
 class Panel(NamedTuple):

@@ -106,13 +106,14 @@ def compile_step(run: Run) -> tuple[StepFn, list[Any]]:
 
 PLAIN = "plain MLX"
 COMPILED = "mx.compile'd"
+COMPILED_ASYNC = "mx.compile'd, async"
 FAST = "fast_step"
 BOUND = "forward and backward alone"
 FLUSHED = f"{FAST}, FASTSTEP_FLUSH_DENORMALS=1"  # in a process of its own
 WAYS: dict[str, Callable[[Run], StepFn]] = {
     PLAIN: plain,
     COMPILED: compiled,
-    "mx.compile'd, async": compiled_async,
+    COMPILED_ASYNC: compiled_async,
     FAST: fast,
     BOUND: gradients_only,
 }

@@ -180,11 +180,13 @@ class Trainer:
         self._phase_of_step = phase_of_step(step.loss_fn)
         self._begin()
 
-    def _begin(self) -> None:
+    # anew, with the signals to listen to
+    def _begin(self) -> Signals:
         self._now, self._reason = _Progress(), None
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = None
         self._signals = Signals()
+        return self._signals
 
     @property
     def number(self) -> int:
@@ -228,8 +230,7 @@ class Trainer:
             TrainingError: Something failed; it tells where, and its cause is the exception itself.
             RuntimeError: Another process trains in the same folder.
         """
-        self._begin()
-        with _run.locked(self.run), self._signals:
+        with _run.locked(self.run), self._begin():
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
             self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)

@@ -68,36 +68,54 @@ bool flushes() {
   return asked;
 }
 
-// The calling thread's way with denormals: set, those it reads and those it would write are zeros. Returns the way before.
-uint64_t set_denormals(uint64_t mode, bool flush) {
+// How the calling thread computes, and the bits by which the denormals that it reads or would write are zeros.
 #if defined(__x86_64__)
-  constexpr uint64_t zeros = 0x8040; // FTZ and DAZ of MXCSR
-  uint64_t before = _mm_getcsr();
-  _mm_setcsr(static_cast<unsigned>(flush ? before | zeros : mode));
-  return before;
-#elif defined(__aarch64__)
-  constexpr uint64_t zeros = uint64_t{1} << 24; // FZ of FPCR
-  uint64_t before;
-  asm volatile("mrs %0, fpcr" : "=r"(before));
-  asm volatile("msr fpcr, %0" : : "r"(flush ? before | zeros : mode));
-  return before;
-#else
-  return mode;
-#endif
+constexpr uint64_t zeros = 0x8040; // FTZ and DAZ of MXCSR
+
+uint64_t mode() {
+  return _mm_getcsr();
 }
+
+void set_mode(uint64_t mode) {
+  _mm_setcsr(static_cast<unsigned>(mode));
+}
+#elif defined(__aarch64__)
+constexpr uint64_t zeros = uint64_t{1} << 24; // FZ of FPCR
+
+uint64_t mode() {
+  uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+
+void set_mode(uint64_t mode) {
+  asm volatile("msr fpcr, %0" : : "r"(mode));
+}
+#else
+constexpr uint64_t zeros = 0;
+
+uint64_t mode() {
+  return 0;
+}
+
+void set_mode(uint64_t) {}
+#endif
 
 // While it lives, what is handed to the CPU's worker is computed without denormals, where that is asked for.
 class Flushing {
  public:
   explicit Flushing(mx::Stream stream) : stream_(stream) {
-    if (flushes()) {
-      mx::cpu::get_command_encoder(stream_).dispatch([before = before_] { *before = set_denormals(0, true); });
+    if (before_) {
+      mx::cpu::get_command_encoder(stream_).dispatch([before = before_] {
+        *before = mode();
+        set_mode(*before | zeros);
+      });
     }
   }
 
   ~Flushing() {
-    if (flushes()) {
-      mx::cpu::get_command_encoder(stream_).dispatch([before = before_] { set_denormals(*before, false); });
+    if (before_) {
+      mx::cpu::get_command_encoder(stream_).dispatch([before = before_] { set_mode(*before); });
     }
   }
 

@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -149,9 +150,23 @@ Part part_of(const mx::array& array) {
   return part;
 }
 
-class Join : public mx::UnaryPrimitive {
+// What the CPU computes only, and has no options.
+class OnCpu : public mx::UnaryPrimitive {
  public:
-  explicit Join(mx::Stream stream) : UnaryPrimitive(stream) {}
+  explicit OnCpu(mx::Stream stream) : UnaryPrimitive(stream) {}
+
+  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
+    throw std::runtime_error(std::string("[") + name() + "] The CPU's.");
+  }
+
+  bool is_equivalent(const mx::Primitive&) const override {
+    return true;
+  }
+};
+
+class Join : public OnCpu {
+ public:
+  using OnCpu::OnCpu;
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
     out.set_data(mx::allocator::malloc(out.nbytes()));
@@ -166,23 +181,15 @@ class Join : public mx::UnaryPrimitive {
     });
   }
 
-  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
-    throw std::runtime_error("[Join] The CPU's.");
-  }
-
   const char* name() const override {
     return "Join";
-  }
-
-  bool is_equivalent(const mx::Primitive&) const override {
-    return true;
   }
 };
 
 // Passes on what lies row after row, and copies what does not, as MLX's does.
-class Contiguous : public mx::UnaryPrimitive {
+class Contiguous : public OnCpu {
  public:
-  explicit Contiguous(mx::Stream stream) : UnaryPrimitive(stream) {}
+  using OnCpu::OnCpu;
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
     const auto& in = inputs[0];
@@ -196,16 +203,8 @@ class Contiguous : public mx::UnaryPrimitive {
         [part = part_of(in), to = out.data<char>(), itemsize = out.itemsize()] { copy_all({part}, to, itemsize); });
   }
 
-  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
-    throw std::runtime_error("[Contiguous] The CPU's.");
-  }
-
   const char* name() const override {
     return "Contiguous";
-  }
-
-  bool is_equivalent(const mx::Primitive&) const override {
-    return true;
   }
 };
 
@@ -215,25 +214,17 @@ constexpr size_t wait_bytes = 128 << 10;
 // Passes an array on when the worker has computed all that it has been handed so far. MLX hands it about a hundred
 // operations at once; what they read would still be held while the update allocates: the tensors that have been joined, and
 // the old parameters, over which the update could not write the new ones.
-class Wait : public mx::UnaryPrimitive {
+class Wait : public OnCpu {
  public:
-  explicit Wait(mx::Stream stream) : UnaryPrimitive(stream) {}
+  using OnCpu::OnCpu;
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
     mx::synchronize(stream());
     out.copy_shared_buffer(inputs[0]);
   }
 
-  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
-    throw std::runtime_error("[Wait] The CPU's.");
-  }
-
   const char* name() const override {
     return "Wait";
-  }
-
-  bool is_equivalent(const mx::Primitive&) const override {
-    return true;
   }
 };
 

@@ -76,7 +76,7 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     Ok(packed)
 }
 
-/// An array in the order of its memory (lazily), as `Array::contiguous` gives it.
+/// An array whose elements lie row after row (lazily), as `Array::contiguous` gives it.
 ///
 /// # Errors
 /// When MLX refuses.
