@@ -115,6 +115,14 @@ void faststep_arrays_settle(const void* const* arrays, size_t n) {
   }
 }
 
+// Waits for the default stream, and for what its device lets go of when it is done; an error there is its reader's.
+void faststep_synchronize() {
+  try {
+    mx::synchronize();
+  } catch (const std::exception&) { // NOLINT(bugprone-empty-catch)
+  }
+}
+
 // A part of a flat buffer as an array of its own, without a copy. Of an evaluated buffer the part is evaluated too and
 // shares its event; of a lazy one it is a lazy view. Null: an exception, which only a lazy view can throw.
 void* faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t offset) {

@@ -7,9 +7,10 @@ use mlx_rs::{error::Result, Array};
 
 use crate::{
     array,
+    memory::Room,
     scene::{Part, Scene},
     simulation::{Device, Reading, Simulation, Slot},
-    step::{trial, OVERLAP_BYTES},
+    step::trial,
 };
 
 /// Of the calls that make one update, so many at the most.
@@ -21,11 +22,14 @@ pub(crate) struct Course<'a> {
     simulation: Simulation,
     shown: bool, // whether the user's objects still hold what was there before the first step
     warm: Vec<bool>,
+    bytes: Vec<Option<usize>>, // the most that each part took, alone
+    room: Room,
     in_flight: VecDeque<Flight>,
-    peak: usize,
+    peak: usize, // since it was last asked for
+    most: usize, // ever
 }
 
-/// A call that the device may not have done yet: what to wait for, and the bytes that it took when it was handed over.
+/// A call that the device may not have done yet: what to wait for, and the most bytes that it takes alone.
 struct Flight {
     done: usize,
     bytes: usize,
@@ -39,8 +43,11 @@ impl<'a> Course<'a> {
             simulation: Simulation::new(device),
             shown: true,
             warm: scene.parts.iter().map(|part| part.warm).collect(),
+            bytes: vec![None; scene.parts.len()],
+            room: Room::default(),
             in_flight: VecDeque::new(),
             peak: 0,
+            most: 0,
         }
     }
 
@@ -54,6 +61,7 @@ impl<'a> Course<'a> {
     fn look(&mut self) -> Reading {
         let reading = self.simulation.read();
         self.peak = self.peak.max(reading.peak);
+        self.most = self.most.max(reading.peak);
         reading
     }
 
@@ -86,11 +94,9 @@ impl<'a> Course<'a> {
                 // for an update that may fail
                 self.simulation.keep(Slot::Window, self.scene.window())?;
             }
-            let mut flight = self.run(0)?;
+            let mut flight = self.run(0, None)?;
             if updates {
-                let update = self.run(last)?;
-                flight.bytes += update.bytes;
-                flight.done = update.done;
+                flight = self.run(last, Some(flight))?;
                 self.simulation.keep(Slot::Window, &[])?;
             }
             self.in_flight.push_back(flight);
@@ -107,7 +113,8 @@ impl<'a> Course<'a> {
         }
     }
 
-    fn run(&mut self, number: usize) -> Result<Flight> {
+    // `handed_over`: the part of this call that is under way
+    fn run(&mut self, number: usize, handed_over: Option<Flight>) -> Result<Flight> {
         let (scene, part) = (self.scene, self.scene.parts[number]);
         let outputs = part.outputs;
         let updated: Vec<&Array> = outputs.update().collect();
@@ -118,13 +125,14 @@ impl<'a> Course<'a> {
         self.simulation.begin(&inputs, &all)?;
         self.simulation.hold(&inputs)?;
         self.simulation.hold(&all)?;
+        let measured = self.warm[number] && self.bytes[number].is_none();
         if !std::mem::replace(&mut self.warm[number], true) {
             self.simulation.eval(&before)?;
             self.simulation.eval(&trial(outputs))?;
         }
-        self.make_room();
-        self.let_go(&part, shown)?;
+        let handed_over = self.make_room(self.bytes[number], handed_over);
         let active = self.look().active;
+        self.let_go(&part, shown)?;
         let done = if part.keep_gradients {
             self.simulation.async_eval(&all)?
         } else {
@@ -133,7 +141,11 @@ impl<'a> Course<'a> {
             let rest = rest.filter(|array| !gradients.contains(&array::id(array)));
             self.simulation.async_eval(&rest.collect::<Vec<_>>())?
         };
-        let bytes = self.look().active.saturating_sub(active);
+        self.look();
+        if measured {
+            self.bytes[number] = Some(self.most.saturating_sub(active));
+        }
+        let bytes = handed_over.max(self.bytes[number].unwrap_or(0));
         if outputs.loss.is_some() {
             let returned = outputs.loss.iter().chain(&outputs.aux);
             self.simulation.keep(Slot::Returned, returned)?;
@@ -144,10 +156,27 @@ impl<'a> Course<'a> {
         Ok(Flight { done, bytes })
     }
 
-    fn make_room(&mut self) {
-        let held: usize = self.in_flight.iter().map(|flight| flight.bytes).sum();
-        let others = self.scene.in_flight.saturating_sub(1);
-        self.wait(if held > OVERLAP_BYTES { 0 } else { others });
+    // gives what this call takes, as far as it is known
+    fn make_room(&mut self, bytes: Option<usize>, handed_over: Option<Flight>) -> usize {
+        self.wait(self.scene.in_flight.saturating_sub(1));
+        let others = self.in_flight.iter().chain(&handed_over);
+        let others = others.map(|flight| flight.bytes);
+        let most = others.chain(bytes).max().unwrap_or(0);
+        let active = self.look().active;
+        if bytes.is_none() || self.room.is_stale(most, active) {
+            self.wait(0);
+            if let Some(flight) = &handed_over {
+                self.simulation.wait(flight.done);
+            }
+            let active = self.look().active;
+            self.room.is_idle(active);
+        }
+        let limit = bytes.and_then(|_| self.room.take(most));
+        self.simulation.limit(limit);
+        handed_over
+            .map(|flight| flight.bytes)
+            .max(bytes)
+            .unwrap_or(0)
     }
 
     // what an evaluation may write over: what the engine and the user's objects hold no more

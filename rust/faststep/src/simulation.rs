@@ -78,6 +78,7 @@ extern "C" {
         output: *const c_void,
     ) -> c_int;
     fn faststep_plan_wait(simulation: *mut c_void, done: usize);
+    fn faststep_plan_limit(simulation: *mut c_void, bytes: usize);
     fn faststep_plan_read(simulation: *mut c_void, reading: *mut Reading);
 }
 
@@ -226,6 +227,12 @@ impl Simulation {
     pub fn wait(&mut self, done: usize) {
         // SAFETY: as in `begin`.
         unsafe { faststep_plan_wait(self.0, done) }
+    }
+
+    /// Above so much memory, or MLX's limit where there is none, an evaluation waits for what it has handed over.
+    pub fn limit(&mut self, limit: Option<usize>) {
+        // SAFETY: as in `begin`.
+        unsafe { faststep_plan_limit(self.0, limit.unwrap_or(usize::MAX)) }
     }
 
     /// What it has come to since this was last asked.

@@ -16,11 +16,7 @@ use mlx_rs::Array;
 
 pub(crate) use run::trial;
 
-use crate::{extras::Places, layout::Layout, meter::Reading, outputs::Outputs};
-
-/// Steps that hold more are not handed to the device before it has done the last one: what that costs is a small part of
-/// so large a step (5 % of 19 ms, measured on one H200), and the memory would be needed twice.
-pub(crate) const OVERLAP_BYTES: usize = 1 << 30;
+use crate::{extras::Places, layout::Layout, memory::Room, meter::Reading, outputs::Outputs};
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
@@ -101,7 +97,7 @@ impl Output {
 struct Flight {
     /// There when the step is done.
     done: Array,
-    /// What it took of memory when it was handed over: on a GPU its activations.
+    /// The most memory that it takes alone, where that is known.
     bytes: usize,
 }
 
@@ -120,7 +116,8 @@ pub struct Engine {
     fresh: Vec<Array>,
     in_flight: VecDeque<Flight>,
     max_in_flight: usize,
-    handed_over: usize, // bytes, by the step that is being made
+    room: Room,
+    handed_over: usize, // the bytes of the step that is being made, as far as they are known
     seconds: Seconds,
     failed: bool,
     drafted: bool, // nothing is evaluated: to be planned with

@@ -172,6 +172,7 @@ pub struct Trace {
     error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
     pub(crate) warm: bool,
+    pub(crate) bytes: Option<usize>, // the most memory that it took, alone
 }
 
 impl std::fmt::Debug for Trace {
@@ -217,6 +218,7 @@ impl Trace {
             error,
             eager: !compiled,
             warm: false,
+            bytes: None,
         }
     }
 

@@ -1,5 +1,6 @@
 // The order of evaluation, and who holds what meanwhile: mlx/transforms.cpp (eval_impl), mlx/array.cpp (detach),
 // mlx/backend/cpu/eval.cpp, mlx/backend/cuda/eval.cpp.
+#include <algorithm>
 #include <cstdlib>
 #include <string_view>
 
@@ -113,7 +114,7 @@ void Plan::evaluate(Op& op, const Node& last) {
     }
   }
   queue_.dispatch(std::move(work), elements, std::move(keeps));
-  auto full = [this] { return memory.active > device_.memory_limit && queue_.tasks() > 1; };
+  auto full = [this] { return memory.active > limit_ && queue_.tasks() > 1; };
   if (queue_.tasks() > max_active_tasks || full()) {
     do {
       queue_.wait_for_one();
@@ -129,6 +130,10 @@ void Plan::evaluate(Op& op, const Node& last) {
 
 void Plan::wait(size_t done) {
   queue_.wait(done);
+}
+
+void Plan::limit(size_t bytes) {
+  limit_ = std::min(bytes, device_.memory_limit);
 }
 
 } // namespace faststep::plan

@@ -86,6 +86,10 @@ void faststep_plan_wait(void* simulation, size_t done) {
   at(simulation).plan.wait(done);
 }
 
+void faststep_plan_limit(void* simulation, size_t bytes) {
+  at(simulation).plan.limit(bytes);
+}
+
 // What is in use, the most that was since the last call, and the cache, in bytes.
 void faststep_plan_read(void* simulation, Reading* reading) {
   auto& memory = at(simulation).plan.memory;

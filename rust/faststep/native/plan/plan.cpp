@@ -8,7 +8,7 @@
 
 namespace faststep::plan {
 
-Plan::Plan(const Device& device) : memory(device), device_(device), queue_(device) {}
+Plan::Plan(const Device& device) : memory(device), device_(device), limit_(device.memory_limit), queue_(device) {}
 
 Node& Plan::node(const mx::array& array) {
   auto known = by_id_.find(array.id());

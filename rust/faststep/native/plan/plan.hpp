@@ -136,6 +136,8 @@ class Plan {
   // `mx.async_eval`; what to wait for.
   size_t evaluate(const Arrays& arrays);
   void wait(size_t done);
+  // Let MLX's memory limit be no more than that.
+  void limit(size_t bytes);
   // Put the value of `output` in the place of that of `input`.
   void carry(const mx::array& input, const mx::array& output);
 
@@ -151,6 +153,7 @@ class Plan {
   void release(Node& node, int handles);
 
   Device device_;
+  size_t limit_;
   Queue queue_;
   std::deque<Node> nodes_;
   std::deque<Op> ops_;

@@ -3,16 +3,15 @@ use std::time::Instant;
 
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
-    memory::active_memory,
     transforms::{async_eval, eval},
     Array,
 };
 
-use super::{Engine, Flight, Owner, OVERLAP_BYTES};
+use super::{Engine, Flight, Owner};
 use crate::{
     array,
     error::{Error, Result},
-    memory,
+    memory::{self, active, Limited},
     outputs::Outputs,
 };
 
@@ -34,16 +33,16 @@ impl Engine {
         &mut self,
         outputs: &Outputs,
         changed: &[usize],
+        limit: Option<usize>,
         owner: &mut dyn Owner,
     ) -> Result<()> {
         let started = Instant::now();
         let mut sent = Ok(());
-        let before = active();
         owner.unlocked(&mut || {
+            let _limited = Limited::to(limit);
             let arrays = outputs.before_update().chain(&self.fresh);
             sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
         });
-        self.handed_over += active().saturating_sub(before);
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
         let Err(error) = sent else {
@@ -78,11 +77,23 @@ impl Engine {
             .extend(done.map(|done| Flight { done, bytes }));
     }
 
-    // before another step is handed to the device; the one that is there has been built meanwhile
-    pub(super) fn make_room(&mut self, owner: &mut dyn Owner) -> Result<()> {
-        let held: usize = self.in_flight.iter().map(|flight| flight.bytes).sum();
-        let others = self.max_in_flight.saturating_sub(1);
-        self.wait(if held > OVERLAP_BYTES { 0 } else { others }, owner)
+    // Before another step is handed to the device; the one that is there has been built meanwhile. What has not been
+    // measured yet goes alone. Gives the limit of the memory.
+    pub(super) fn make_room(
+        &mut self,
+        bytes: Option<usize>,
+        owner: &mut dyn Owner,
+    ) -> Result<Option<usize>> {
+        self.wait(self.max_in_flight.saturating_sub(1), owner)?;
+        let others = self.in_flight.iter().map(|flight| flight.bytes);
+        self.handed_over = self.handed_over.max(bytes.unwrap_or(0));
+        let most = others.fold(self.handed_over, usize::max);
+        if bytes.is_none() || self.room.is_stale(most, active()) {
+            self.wait(0, owner)?;
+            owner.unlocked(&mut memory::settle);
+            self.room.is_idle(active());
+        }
+        Ok(bytes.and_then(|_| self.room.take(most)))
     }
 
     pub(super) fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {
@@ -128,11 +139,6 @@ impl Engine {
         self.failed = false;
         Ok(())
     }
-}
-
-// the bytes in use; none where MLX does not say, which is no reason to leave a step half done
-fn active() -> usize {
-    active_memory().unwrap_or(0)
 }
 
 pub(super) fn evaluate<'a>(

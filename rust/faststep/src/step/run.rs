@@ -8,6 +8,7 @@ use crate::{
     error::{Error, Result},
     fused,
     layout::Layout,
+    memory::{active, peak},
     outputs::Outputs,
     trace::{Part, Trace},
 };
@@ -17,8 +18,8 @@ use crate::{
 const TRIAL_BYTES: usize = 64 << 20;
 
 impl Engine {
-    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps are under way then, and
-    /// one only where they hold more than 1 GiB.
+    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps are under way then. Large
+    /// ones overlap within the memory that one takes alone.
     ///
     /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
     ///
@@ -35,6 +36,7 @@ impl Engine {
     ) -> Result<Output> {
         self.complete(owner)?;
         self.seconds = Seconds::default();
+        self.handed_over = 0;
         self.max_in_flight = in_flight;
         let before = match &mut update {
             Some(update) => self.prove(update)?,
@@ -79,6 +81,7 @@ impl Engine {
     pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
         self.complete(owner)?;
         self.seconds = Seconds::default();
+        self.handed_over = 0;
         let outputs = self.update(update, owner)?;
         self.fly(outputs.marker().cloned());
         Ok(Output {
@@ -125,6 +128,7 @@ impl Engine {
             }
         };
         self.seconds.build += started.elapsed().as_secs_f64();
+        let measured = trace.warm && trace.bytes.is_none();
         if !trace.warm {
             if let Err(error) = try_out(&outputs, owner) {
                 self.put_back(inputs);
@@ -132,10 +136,14 @@ impl Engine {
             }
             trace.warm = true;
         }
-        if let Err(error) = self.make_room(owner) {
-            self.put_back(inputs);
-            return Err(error);
-        }
+        let limit = match self.make_room(trace.bytes, owner) {
+            Ok(limit) => limit,
+            Err(error) => {
+                self.put_back(inputs);
+                return Err(error);
+            }
+        };
+        let before = active();
         let updates = !outputs.parameters.is_empty();
         if updates {
             owner.release();
@@ -155,7 +163,12 @@ impl Engine {
             self.shared.clear();
             self.fresh = std::mem::take(&mut outputs.parameters);
         }
-        self.dispatch(&outputs, &changed, owner)?;
+        self.dispatch(&outputs, &changed, limit, owner)?;
+        if measured {
+            let bytes = peak().saturating_sub(before);
+            trace.bytes = Some(bytes);
+            self.handed_over = self.handed_over.max(bytes);
+        }
         if let Some(before) = metered {
             self.meter(trace, &before, outputs.skipped.clone(), owner)?;
         }

@@ -8,6 +8,7 @@ use crate::{
     error::{Error, Result},
     extras::{Needs, Places},
     layout::Layout,
+    memory::Room,
 };
 
 impl Engine {
@@ -52,6 +53,7 @@ impl Engine {
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
             max_in_flight: 0,
+            room: Room::default(),
             handed_over: 0,
             seconds: Seconds::default(),
             failed: false,
