@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,9 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 Child = Callable[..., "subprocess.CompletedProcess[str]"]
 RustExample = Callable[[str], Path]
+
+# A shell starts what runs in its background deaf to Ctrl-C, and so would be the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

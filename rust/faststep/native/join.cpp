@@ -1,15 +1,19 @@
 // Tensors of a buffer, joined by one task of the CPU. MLX's concatenate hands the worker a task for each tensor, which costs a
-// microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it). And the gradient of a linear
-// layer, which is the transpose of a product, turned by tiles: MLX copies it row by row, each element from another cache
-// line. Every pointer is an mlx::core::array, as in mlx_array.ctx.
+// microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it). The gradient of a linear
+// layer is the transpose of a product: here it is computed as the product of the transposes, and what is another transpose
+// is turned by tiles; MLX copies it row by row, each element from another cache line. And the sum of the squares of many
+// arrays, which MLX stores on its way. Every pointer is an mlx::core::array, as in mlx_array.ctx.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -208,6 +212,92 @@ class Contiguous : public OnCpu {
   }
 };
 
+// The sum of the squares of all inputs, of float32. Lanes add up a piece each, and their sums are added in float64: one
+// number after the other, as MLX's CPU adds them, a sum over a million is off by a thousandth.
+class SumOfSquares : public OnCpu {
+ public:
+  using OnCpu::OnCpu;
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+    std::vector<Part> parts;
+    parts.reserve(inputs.size());
+    for (const auto& in : inputs) {
+      parts.push_back(part_of(in));
+      parts.back().contiguous |= in.flags().contiguous && in.data_size() == in.size(); // in whatever order
+    }
+    mx::cpu::get_command_encoder(stream()).dispatch([parts = std::move(parts), to = out.data<float>()] {
+      double sum = 0;
+      std::vector<char> copied;
+      for (const auto& part : parts) {
+        const char* data = part.data;
+        if (!part.contiguous) {
+          copied.resize(part.bytes);
+          copy_all<uint32_t>({part}, copied.data());
+          data = copied.data();
+        }
+        sum += sum_of(reinterpret_cast<const float*>(data), part.bytes / sizeof(float));
+      }
+      *to = static_cast<float>(sum);
+    });
+  }
+
+  const char* name() const override {
+    return "SumOfSquares";
+  }
+
+ private:
+  static constexpr size_t lanes = 64;
+  static constexpr size_t piece = 128 * lanes;
+
+  static double sum_of(const float* data, size_t size) {
+    double sum = 0;
+    for (size_t begin = 0; begin < size; begin += piece) {
+      sum += sum_of_piece(data + begin, std::min(piece, size - begin));
+    }
+    return sum;
+  }
+
+  static double sum_of_piece(const float* data, size_t size) {
+    float sums[lanes] = {};
+    size_t row = 0;
+    for (; row + lanes <= size; row += lanes) {
+      for (size_t lane = 0; lane < lanes; ++lane) {
+        sums[lane] += data[row + lane] * data[row + lane];
+      }
+    }
+    for (size_t i = row; i < size; ++i) {
+      sums[i - row] += data[i] * data[i];
+    }
+    return std::accumulate(std::begin(sums), std::end(sums), 0.0);
+  }
+};
+
+// What a matrix is the transpose of, if it is one.
+const mx::array* transposed(const mx::array& a) {
+  if (a.ndim() != 2 || !a.has_primitive() || a.primitive().name() != std::string_view("Transpose")) {
+    return nullptr;
+  }
+  bool turns = static_cast<const mx::Transpose&>(a.primitive()).state() == std::vector<int>{1, 0};
+  return turns ? &a.inputs()[0] : nullptr;
+}
+
+mx::array turned(const mx::array& a) {
+  const auto* in = transposed(a);
+  return in ? *in : mx::transpose(a);
+}
+
+// (a b)^T as b^T a^T, which lies row after row: each of its elements is the same sum in the same order.
+mx::array straight(const mx::array& a) {
+  const auto* product = transposed(a);
+  if (!product || !product->has_primitive() || product->primitive().name() != std::string_view("Matmul")) {
+    return a;
+  }
+  const auto& factors = product->inputs();
+  bool matrices = factors[0].ndim() == 2 && factors[1].ndim() == 2;
+  return matrices ? mx::matmul(turned(factors[1]), turned(factors[0])) : a;
+}
+
 // From so many bytes on, what has been joined is waited for.
 constexpr size_t wait_bytes = 128 << 10;
 
@@ -238,9 +328,29 @@ void* faststep_contiguous(const void* array) {
     if (mx::default_device() != mx::Device::cpu) {
       return nullptr;
     }
-    const auto& in = *static_cast<const mx::array*>(array);
+    auto in = straight(*static_cast<const mx::array*>(array));
     auto stream = mx::default_stream(mx::Device::cpu);
     return new mx::array(in.shape(), in.dtype(), std::make_shared<Contiguous>(stream), {in});
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+// The sum of the squares of arrays, a float32 scalar. Null: MLX has to do it, because they are not of float32, or the default
+// device is none that this knows; or an exception.
+void* faststep_sum_of_squares(const void* const* arrays, size_t count) {
+  try {
+    std::vector<mx::array> inputs;
+    inputs.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      inputs.push_back(*static_cast<const mx::array*>(arrays[i]));
+    }
+    auto is_known = [](const mx::array& in) { return in.dtype() == mx::float32; };
+    if (mx::default_device() != mx::Device::cpu || !std::all_of(inputs.begin(), inputs.end(), is_known)) {
+      return nullptr;
+    }
+    auto stream = mx::default_stream(mx::Device::cpu);
+    return new mx::array(mx::Shape{}, mx::float32, std::make_shared<SumOfSquares>(stream), std::move(inputs));
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -256,7 +366,7 @@ void* faststep_join(const void* const* parts, size_t count) {
     std::vector<mx::array> inputs;
     inputs.reserve(count);
     for (size_t i = 0; i < count; ++i) {
-      inputs.push_back(*static_cast<const mx::array*>(parts[i]));
+      inputs.push_back(straight(*static_cast<const mx::array*>(parts[i])));
     }
     auto shape = inputs[0].shape();
     if (shape.empty()) {

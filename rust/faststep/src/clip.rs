@@ -3,9 +3,6 @@ use mlx_rs::{error::Result, ops, Array};
 
 use crate::{optimizer::scalar, pack, precision};
 
-/// How many values are added one after the other.
-const ROW: i32 = 512;
-
 /// Gradients up to so many bytes are joined for their sum, so many at least, and up to so many bytes in all.
 const SMALL_BYTES: usize = 128 << 10;
 const MANY: usize = 8;
@@ -19,19 +16,18 @@ const JOINED_BYTES: usize = 16 << 20;
 /// When MLX refuses an operation.
 pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Array> {
     let mut parts = Vec::new();
-    let mut small: Vec<&Array> = Vec::new();
+    let mut rest = Vec::new();
     for (index, gradient) in gradients.iter().enumerate() {
         match squares.get(index) {
             Some(Some(squares)) => parts.push(squares.sum(None)?),
-            _ if gradient.nbytes() <= SMALL_BYTES => small.push(gradient),
-            _ => parts.push(sum_of_squares(gradient)?),
+            _ => rest.push(gradient.as_dtype(precision::wide(gradient.dtype()))?),
         }
     }
-    while let Some(first) = small.first() {
+    while let Some(first) = rest.first() {
         let dtype = first.dtype();
-        let (same, others) = small.into_iter().partition(|each| each.dtype() == dtype);
-        parts.extend(sums_of_small(same)?);
-        small = others;
+        let (same, others) = rest.into_iter().partition(|each| each.dtype() == dtype);
+        parts.extend(sums_of_squares(same)?);
+        rest = others;
     }
     let total = parts
         .into_iter()
@@ -40,15 +36,26 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
     total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
 }
 
-fn sum_of_squares(gradient: &Array) -> Result<Array> {
-    let wide = gradient.as_dtype(precision::wide(gradient.dtype()))?;
-    sum(wide.square()?)
+// of gradients of one dtype
+fn sums_of_squares(gradients: Vec<Array>) -> Result<Vec<Array>> {
+    if let Some(sum) = pack::sum_of_squares(&gradients) {
+        return Ok(vec![sum]);
+    }
+    let (small, large): (Vec<_>, Vec<_>) = gradients
+        .into_iter()
+        .partition(|gradient| gradient.nbytes() <= SMALL_BYTES);
+    let mut sums = sums_of_small(&small)?;
+    for gradient in &large {
+        sums.push(gradient.square()?.sum(None)?);
+    }
+    Ok(sums)
 }
 
-// gradients of one dtype; where they are many, joining them costs less than a few tasks for each
-fn sums_of_small(gradients: Vec<&Array>) -> Result<Vec<Array>> {
+// where they are many, joining them costs less than a few kernels for each
+fn sums_of_small(gradients: &[Array]) -> Result<Vec<Array>> {
     if gradients.len() < MANY {
-        return gradients.into_iter().map(sum_of_squares).collect();
+        let sums = gradients.iter().map(|each| each.square()?.sum(None));
+        return sums.collect();
     }
     let most = (JOINED_BYTES / SMALL_BYTES).min(pack::MAX_PARTS);
     let sums = gradients.chunks(most).map(|chunk| {
@@ -57,55 +64,10 @@ fn sums_of_small(gradients: Vec<&Array>) -> Result<Vec<Array>> {
         let parts: Vec<&Array> = flat.iter().collect();
         match pack::squares(&parts)? {
             Some(squares) => squares.sum(None),
-            None => sum_of_squares(&pack::join(&parts)?),
+            None => pack::join(&parts)?.square()?.sum(None),
         }
     });
     sums.collect()
-}
-
-// MLX's CPU adds one element after the other: over a million of them a float32 sum is off by a thousandth. Sums of rows,
-// and sums of those, keep it within rounding. CUDA sums by blocks itself.
-fn sum(values: Array) -> Result<Array> {
-    if pack::is_cuda() {
-        return values.sum(None);
-    }
-    // whole rows first: joining the rows of a transposed gradient would copy it
-    let row = values
-        .shape()
-        .last()
-        .is_some_and(|n| (16..=16 * ROW).contains(n));
-    let values = if values.ndim() > 1 && row {
-        values.sum_axis(-1, None)?
-    } else {
-        values
-    };
-    let mut values = values.reshape(&[-1])?;
-    let mut rest: Option<Array> = None;
-    loop {
-        let size = i32::try_from(values.size()).unwrap_or(i32::MAX);
-        let rows = size / ROW;
-        if rows < 2 {
-            let total = values.sum(None)?;
-            return rest.map_or(Ok(total.clone()), |rest| total.add(rest));
-        }
-        let even = rows * ROW;
-        let mut parts = if even < size {
-            values.split_at_indices(&[even], 0)?
-        } else {
-            vec![values]
-        };
-        if let Some(tail) = parts.get(1) {
-            let tail = tail.sum(None)?;
-            rest = Some(match rest {
-                None => tail,
-                Some(rest) => rest.add(tail)?,
-            });
-        }
-        values = parts
-            .swap_remove(0)
-            .reshape(&[rows, ROW])?
-            .sum_axis(1, None)?;
-    }
 }
 
 /// What gradients of this norm have to be multiplied by for their norm to be at most `max_norm`, a float32 scalar:

@@ -17,6 +17,7 @@ extern "C" {
     fn faststep_is_cuda() -> i32;
     fn faststep_contiguous(array: *const c_void) -> *mut c_void;
     fn faststep_join(parts: *const *const c_void, count: usize) -> *mut c_void;
+    fn faststep_sum_of_squares(arrays: *const *const c_void, count: usize) -> *mut c_void;
     fn faststep_pack(
         parts: *const *const c_void,
         count: usize,
@@ -95,7 +96,7 @@ pub fn contiguous(array: &Array) -> Result<Array> {
 /// # Errors
 /// When they do not agree in all other axes.
 pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
-    let pointers = pointers(parts);
+    let pointers = pointers(parts.iter().copied());
     // SAFETY: live arrays and their number.
     let joined = unsafe { faststep_join(pointers.as_ptr(), pointers.len()) };
     if joined.is_null() {
@@ -103,6 +104,15 @@ pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
     }
     // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
     Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: joined }) })
+}
+
+/// The sum of the squares of arrays, a float32 scalar (lazily), where one task gives it: of float32, on a CPU.
+pub(crate) fn sum_of_squares(arrays: &[Array]) -> Option<Array> {
+    let pointers = pointers(arrays);
+    // SAFETY: live arrays and their number.
+    let made = unsafe { faststep_sum_of_squares(pointers.as_ptr(), pointers.len()) };
+    // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
+    (!made.is_null()).then(|| unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: made }) })
 }
 
 /// Sums of the squares of some vectors, up to [`MAX_PARTS`], where one kernel gives them: on CUDA.
@@ -116,13 +126,15 @@ pub(crate) fn squares(parts: &[&Array]) -> Result<Option<Array>> {
     Ok(Some(join_on_cuda(parts)?.1))
 }
 
-fn pointers(parts: &[&Array]) -> Vec<*const c_void> {
-    let pointers = parts.iter().map(|part| part.as_ptr().ctx.cast_const());
-    pointers.collect()
+fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
+    let arrays = arrays.into_iter();
+    arrays
+        .map(|array| array.as_ptr().ctx.cast_const())
+        .collect()
 }
 
 fn join_on_cuda(parts: &[&Array]) -> Result<(Array, Array)> {
-    let pointers = pointers(parts);
+    let pointers = pointers(parts.iter().copied());
     let slots = SLOTS.into_iter().find(|&slots| slots >= parts.len());
     let slots = slots.unwrap_or(MAX_PARTS);
     let (mut flat, mut squares) = (std::ptr::null_mut(), std::ptr::null_mut());

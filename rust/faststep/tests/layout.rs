@@ -2,11 +2,13 @@
 #![allow(clippy::unwrap_used)] // how a test fails
 
 use faststep::{
+    clip::global_norm,
     layout::{Layout, Tensor},
     pack::contiguous,
 };
 use mlx_rs::{
     ops::{broadcast_to, concatenate, indexing::TryIndexOp},
+    random::normal,
     transforms::eval,
     Array, Dtype,
 };
@@ -137,5 +139,52 @@ proptest! {
         prop_assert!(same(&rows_first, &turned.contiguous().unwrap()));
         let joined = Layout::join(&[&turned, &turned]).unwrap();
         prop_assert!(same(&joined, &concatenate(&[&turned, &turned], 0).unwrap()));
+    }
+
+    #[test]
+    fn a_transposed_product_is_multiplied_the_other_way_around(
+        [rows, columns, tokens] in [1..200i32, 1..200i32, 1..200i32],
+        dtype in select(vec![Dtype::Float32, Dtype::Float16, Dtype::Bfloat16]),
+        turned in any::<bool>(),
+    ) {
+        let random = |shape: &[i32]| normal::<f32>(shape, None, None, None).unwrap().as_dtype(dtype).unwrap();
+        // as a linear layer's gradient is, or with a first factor that is no transpose
+        let first = if turned {
+            random(&[tokens, rows]).transpose().unwrap()
+        } else {
+            random(&[rows, tokens])
+        };
+        let product = first.matmul(random(&[tokens, columns])).unwrap();
+        let gradient = product.transpose().unwrap();
+        let made = contiguous(&gradient).unwrap();
+        let joined = Layout::join(&[&gradient, &gradient]).unwrap();
+        prop_assert!(same(&made, &gradient.contiguous().unwrap()));
+        prop_assert!(same(&joined, &concatenate(&[&gradient, &gradient], 0).unwrap()));
+    }
+
+    #[test]
+    fn the_norm_is_that_of_all_elements(
+        shapes in vec([1..90i32, 1..90i32], 1..12),
+        skip in any::<bool>(),
+        bad in select(vec![None, Some(f32::NAN), Some(f32::INFINITY)]),
+    ) {
+        let mut gradients: Vec<Array> = Vec::new();
+        for (i, &[rows, columns]) in shapes.iter().enumerate() {
+            let whole = normal::<f32>(&[columns, rows + 1], None, None, None).unwrap();
+            let part = whole.try_index((.., i32::from(skip)..)).unwrap();
+            gradients.push(if i % 2 == 0 { part } else { part.transpose().unwrap() });
+        }
+        gradients.extend(bad.map(Array::from_f32));
+        let exact = gradients.iter().flat_map(|gradient| {
+            let values = gradient.contiguous().unwrap().to_vec_exact::<f32>().unwrap();
+            values.into_iter().map(|value| f64::from(value).powi(2))
+        });
+        let exact = exact.sum::<f64>().sqrt();
+        let norm = f64::from(global_norm(&gradients, &[]).unwrap().item_exact::<f32>());
+        match bad {
+            None => prop_assert!((norm / exact - 1.0).abs() < 1e-6, "{norm} {exact}"),
+            Some(bad) if bad.is_nan() => prop_assert!(norm.is_nan()),
+            Some(_) => prop_assert!(norm.is_infinite()),
+        }
     }
 }

@@ -98,7 +98,11 @@ impl Inner {
         let (last, before) = self.traces.last_two();
         let last = last.ok_or_else(missing)?;
         let update = before.filter(|_| last.key.part == Part::Batch);
-        let in_flight = self.options.in_flight;
+        let in_flight = if self.options.raises {
+            0 // every step is waited for
+        } else {
+            self.options.in_flight
+        };
         let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
         let outcome = engine.plan(
             &mut last.trace,
