@@ -150,6 +150,8 @@ FADING = ["sgd-momentum", "adamw", "adamax", "rmsprop", "adadelta", "lion"]
 
 def test_moments_that_fade_away_become_zero_when_asked(child: Child, tmp_path: Path) -> None:
     """Asked, the update knows no denormals, and the weights are the same; not asked, every bit is MLX's."""
+    if mx.default_device().type == mx.gpu:
+        pytest.skip("denormals cost a GPU nothing")
     ours = "faststep.Step"
     for name, step, flush in [("mlx", "compiled_step", "1"), ("bits", ours, "0"), ("zero", ours, "1")]:
         code = f"import sys; sys.argv = ['', {str(tmp_path / name)!r}]" + FADED.format(optimizers=FADING, step=step)

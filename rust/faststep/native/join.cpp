@@ -287,8 +287,15 @@ mx::array turned(const mx::array& a) {
   return in ? *in : mx::transpose(a);
 }
 
-// (a b)^T as b^T a^T, which lies row after row: each of its elements is the same sum in the same order.
+// (a b)^T as b^T a^T, which lies row after row: each of its elements is the same sum in the same order. So are the parts of
+// the gradient of a matrix that is used more than once.
 mx::array straight(const mx::array& a) {
+  if (a.ndim() == 2 && a.has_primitive() && a.primitive().name() == std::string_view("Add")) {
+    const auto& in = a.inputs();
+    auto first = straight(in[0]), second = straight(in[1]);
+    bool same = first.id() == in[0].id() && second.id() == in[1].id();
+    return same ? a : mx::add(first, second);
+  }
   const auto* product = transposed(a);
   if (!product || !product->has_primitive() || product->primitive().name() != std::string_view("Matmul")) {
     return a;

@@ -44,7 +44,7 @@ impl<'a> Course<'a> {
             shown: true,
             warm: scene.parts.iter().map(|part| part.warm).collect(),
             bytes: vec![None; scene.parts.len()],
-            room: Room::default(),
+            room: Room::new(),
             in_flight: VecDeque::new(),
             peak: 0,
             most: 0,

@@ -145,7 +145,7 @@ proptest! {
     fn a_transposed_product_is_multiplied_the_other_way_around(
         [rows, columns, tokens] in [1..200i32, 1..200i32, 1..200i32],
         dtype in select(vec![Dtype::Float32, Dtype::Float16, Dtype::Bfloat16]),
-        turned in any::<bool>(),
+        [turned, twice] in any::<[bool; 2]>(),
     ) {
         let random = |shape: &[i32]| normal::<f32>(shape, None, None, None).unwrap().as_dtype(dtype).unwrap();
         // as a linear layer's gradient is, or with a first factor that is no transpose
@@ -154,8 +154,11 @@ proptest! {
         } else {
             random(&[rows, tokens])
         };
-        let product = first.matmul(random(&[tokens, columns])).unwrap();
-        let gradient = product.transpose().unwrap();
+        let product = || first.matmul(random(&[tokens, columns])).unwrap();
+        let mut gradient = product().transpose().unwrap();
+        if twice {
+            gradient = gradient.add(product().transpose().unwrap()).unwrap(); // of a matrix that is used twice
+        }
         let made = contiguous(&gradient).unwrap();
         let joined = Layout::join(&[&gradient, &gradient]).unwrap();
         prop_assert!(same(&made, &gradient.contiguous().unwrap()));

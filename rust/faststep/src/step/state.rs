@@ -53,7 +53,7 @@ impl Engine {
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
             max_in_flight: 0,
-            room: Room::default(),
+            room: Room::new(),
             handed_over: 0,
             seconds: Seconds::default(),
             failed: false,
