@@ -65,7 +65,8 @@ class Stats:
         traced: The number of all traces that were made.
         seconds: Where the time of all calls went. "look": at what the user has changed. "trace": calls that made a
             trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
-            of it then. "wait": for steps in flight. "show": giving the results to the user's objects.
+            of it then, and on a GPU holds a large step back until the last one has let go of its memory. "wait": for
+            steps in flight. "show": giving the results to the user's objects.
         bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
             model's other arrays.
         unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each

@@ -55,7 +55,7 @@ pub struct Call {
 pub struct Seconds {
     /// Tracing, or replaying a trace into a graph.
     pub build: f64,
-    /// Handing the graph to MLX, which on a CPU computes most of it.
+    /// Handing the graph to MLX, which on a CPU computes most of it, and on a GPU waits for the memory of a large one.
     pub evaluate: f64,
     /// Waiting for steps in flight.
     pub wait: f64,
