@@ -11,6 +11,7 @@
 #include <iterator>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -273,12 +274,14 @@ class SumOfSquares : public OnCpu {
   }
 };
 
+bool is_matrix(const mx::array& a, std::string_view primitive) {
+  return a.ndim() == 2 && a.has_primitive() && a.primitive().name() == primitive;
+}
+
 // What a matrix is the transpose of, if it is one.
 const mx::array* transposed(const mx::array& a) {
-  if (a.ndim() != 2 || !a.has_primitive() || a.primitive().name() != std::string_view("Transpose")) {
-    return nullptr;
-  }
-  bool turns = static_cast<const mx::Transpose&>(a.primitive()).state() == std::vector<int>{1, 0};
+  bool turns = is_matrix(a, "Transpose") &&
+      static_cast<const mx::Transpose&>(a.primitive()).state() == std::vector<int>{1, 0};
   return turns ? &a.inputs()[0] : nullptr;
 }
 
@@ -287,22 +290,46 @@ mx::array turned(const mx::array& a) {
   return in ? *in : mx::transpose(a);
 }
 
-// (a b)^T as b^T a^T, which lies row after row: each of its elements is the same sum in the same order. So are the parts of
-// the gradient of a matrix that is used more than once.
-mx::array straight(const mx::array& a) {
-  if (a.ndim() == 2 && a.has_primitive() && a.primitive().name() == std::string_view("Add")) {
-    const auto& in = a.inputs();
-    auto first = straight(in[0]), second = straight(in[1]);
-    bool same = first.id() == in[0].id() && second.id() == in[1].id();
-    return same ? a : mx::add(first, second);
-  }
+// (a b)^T as b^T a^T, which lies row after row: each of its elements is the same sum in the same order. Nothing: another
+// transpose. What is none is left as it is.
+std::optional<mx::array> straight_product(const mx::array& a) {
   const auto* product = transposed(a);
-  if (!product || !product->has_primitive() || product->primitive().name() != std::string_view("Matmul")) {
+  if (!product) {
     return a;
+  }
+  if (!is_matrix(*product, "Matmul")) {
+    return std::nullopt;
   }
   const auto& factors = product->inputs();
   bool matrices = factors[0].ndim() == 2 && factors[1].ndim() == 2;
-  return matrices ? mx::matmul(turned(factors[1]), turned(factors[0])) : a;
+  return matrices ? std::optional(mx::matmul(turned(factors[1]), turned(factors[0]))) : std::nullopt;
+}
+
+// The gradient of a matrix: a product, or of one that is used more than once a sum of them, one added after the other.
+mx::array straight(const mx::array& a) {
+  std::vector<mx::array> terms;
+  auto first = a;
+  for (; is_matrix(first, "Add"); first = mx::array(first.inputs()[0])) {
+    terms.push_back(first.inputs()[1]);
+  }
+  terms.push_back(first);
+  bool turns = false;
+  for (auto& term : terms) {
+    auto made = straight_product(term);
+    if (!made || (terms.size() > 1 && is_matrix(term, "Add"))) {
+      return a; // what would not lie as the others do, or is no row of terms
+    }
+    turns |= made->id() != term.id();
+    term = *made;
+  }
+  if (!turns) {
+    return a;
+  }
+  auto sum = terms.back();
+  for (auto term = terms.rbegin() + 1; term != terms.rend(); ++term) {
+    sum = mx::add(sum, *term);
+  }
+  return sum;
 }
 
 // From so many bytes on, what has been joined is waited for.
