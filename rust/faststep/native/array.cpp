@@ -119,7 +119,7 @@ void faststep_arrays_settle(const void* const* arrays, size_t n) {
 void faststep_synchronize() {
   try {
     mx::synchronize();
-  } catch (const std::exception&) { // NOLINT(bugprone-empty-catch)
+  } catch (const std::exception&) {
   }
 }
 

@@ -14,15 +14,17 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "transposed.hpp"
 
 namespace mx = mlx::core;
+using faststep::is_matrix;
+using faststep::transposed;
 
 namespace {
 
@@ -155,6 +157,13 @@ Part part_of(const mx::array& array) {
   return part;
 }
 
+std::vector<Part> parts_of(const std::vector<mx::array>& arrays) {
+  std::vector<Part> parts;
+  parts.reserve(arrays.size());
+  std::transform(arrays.begin(), arrays.end(), std::back_inserter(parts), part_of);
+  return parts;
+}
+
 // What the CPU computes only, and has no options.
 class OnCpu : public mx::UnaryPrimitive {
  public:
@@ -175,13 +184,8 @@ class Join : public OnCpu {
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
     out.set_data(mx::allocator::malloc(out.nbytes()));
-    std::vector<Part> parts;
-    parts.reserve(inputs.size());
-    for (const auto& in : inputs) {
-      parts.push_back(part_of(in));
-    }
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.dispatch([parts = std::move(parts), to = out.data<char>(), itemsize = out.itemsize()] {
+    encoder.dispatch([parts = parts_of(inputs), to = out.data<char>(), itemsize = out.itemsize()] {
       copy_all(parts, to, itemsize);
     });
   }
@@ -221,11 +225,9 @@ class SumOfSquares : public OnCpu {
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
     out.set_data(mx::allocator::malloc(out.nbytes()));
-    std::vector<Part> parts;
-    parts.reserve(inputs.size());
-    for (const auto& in : inputs) {
-      parts.push_back(part_of(in));
-      parts.back().contiguous |= in.flags().contiguous && in.data_size() == in.size(); // in whatever order
+    auto parts = parts_of(inputs);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      parts[i].contiguous |= inputs[i].flags().contiguous && inputs[i].data_size() == inputs[i].size(); // in whatever order
     }
     mx::cpu::get_command_encoder(stream()).dispatch([parts = std::move(parts), to = out.data<float>()] {
       double sum = 0;
@@ -273,17 +275,6 @@ class SumOfSquares : public OnCpu {
     return std::accumulate(std::begin(sums), std::end(sums), 0.0);
   }
 };
-
-bool is_matrix(const mx::array& a, std::string_view primitive) {
-  return a.ndim() == 2 && a.has_primitive() && a.primitive().name() == primitive;
-}
-
-// What a matrix is the transpose of, if it is one.
-const mx::array* transposed(const mx::array& a) {
-  bool turns = is_matrix(a, "Transpose") &&
-      static_cast<const mx::Transpose&>(a.primitive()).state() == std::vector<int>{1, 0};
-  return turns ? &a.inputs()[0] : nullptr;
-}
 
 mx::array turned(const mx::array& a) {
   const auto* in = transposed(a);
@@ -352,6 +343,15 @@ class Wait : public OnCpu {
   }
 };
 
+std::vector<mx::array> list(const void* const* arrays, size_t count) {
+  std::vector<mx::array> all;
+  all.reserve(count);
+  std::transform(arrays, arrays + count, std::back_inserter(all), [](const void* array) {
+    return *static_cast<const mx::array*>(array);
+  });
+  return all;
+}
+
 } // namespace
 
 extern "C" {
@@ -374,11 +374,7 @@ void* faststep_contiguous(const void* array) {
 // device is none that this knows; or an exception.
 void* faststep_sum_of_squares(const void* const* arrays, size_t count) {
   try {
-    std::vector<mx::array> inputs;
-    inputs.reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      inputs.push_back(*static_cast<const mx::array*>(arrays[i]));
-    }
+    auto inputs = list(arrays, count);
     auto is_known = [](const mx::array& in) { return in.dtype() == mx::float32; };
     if (mx::default_device() != mx::Device::cpu || !std::all_of(inputs.begin(), inputs.end(), is_known)) {
       return nullptr;
@@ -397,11 +393,8 @@ void* faststep_join(const void* const* parts, size_t count) {
     if (count == 0 || mx::default_device() != mx::Device::cpu) {
       return nullptr;
     }
-    std::vector<mx::array> inputs;
-    inputs.reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      inputs.push_back(straight(*static_cast<const mx::array*>(parts[i])));
-    }
+    auto inputs = list(parts, count);
+    std::transform(inputs.begin(), inputs.end(), inputs.begin(), straight);
     auto shape = inputs[0].shape();
     if (shape.empty()) {
       return nullptr;

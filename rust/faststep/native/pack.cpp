@@ -10,7 +10,7 @@
 #include "mlx/backend/cuda/cuda.h"
 #include "mlx/fast.h"
 #include "mlx/mlx.h"
-#include "mlx/primitives.h"
+#include "transposed.hpp"
 
 namespace mx = mlx::core;
 
@@ -84,15 +84,6 @@ std::string source(int slots) {
   return out.str();
 }
 
-// What a two-dimensional array is the transpose of, if it is one.
-const mx::array* transposed(const mx::array& a) {
-  if (a.ndim() != 2 || !a.has_primitive() || std::string(a.primitive().name()) != "Transpose") {
-    return nullptr;
-  }
-  const auto& in = a.inputs()[0];
-  return in.ndim() == 2 && in.shape(0) == a.shape(1) && in.shape(1) == a.shape(0) ? &in : nullptr;
-}
-
 int tiles(int n) {
   return (n + side - 1) / side;
 }
@@ -118,7 +109,7 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
     for (size_t i = 0; i < count; ++i) {
       const auto& part = at(i);
       int size = static_cast<int>(part.size());
-      const auto* stored = transposed(part);
+      const auto* stored = faststep::transposed(part);
       inputs.push_back(stored ? *stored : part);
       int rows = stored ? part.shape(0) : 1, cols = stored ? part.shape(1) : size;
       table.insert(table.end(), {blocks, rows, cols, stored != nullptr, offset});

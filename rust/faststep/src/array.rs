@@ -63,6 +63,15 @@ pub fn settle<'a>(arrays: impl IntoIterator<Item = &'a Array>) {
     unsafe { faststep_arrays_settle(pointers.as_ptr(), pointers.len()) }
 }
 
+/// The array that C++ has made; `None` for null.
+///
+/// # Safety
+/// It is null, or a fresh `mlx::core::array` on the heap, which is what mlx-c's handles own.
+pub(crate) unsafe fn owned(made: *mut c_void) -> Option<Array> {
+    // SAFETY: as above.
+    (!made.is_null()).then(|| unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: made }) })
+}
+
 /// The part of a one-dimensional buffer that begins at element `offset`, in the given shape, without a copy.
 ///
 /// # Errors
@@ -95,7 +104,5 @@ pub fn hollow() -> Array {
 /// The random state from which a draw that is still lazy has split its key; `None` where the array is no such draw.
 pub(crate) fn random_state(draw: &Array) -> Option<Array> {
     // SAFETY: as in `id`.
-    let state = unsafe { faststep_array_random_state(draw.as_ptr().ctx) };
-    // SAFETY: as in `view`.
-    (!state.is_null()).then(|| unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: state }) })
+    unsafe { owned(faststep_array_random_state(draw.as_ptr().ctx)) }
 }

@@ -169,9 +169,9 @@ impl<'a> Course<'a> {
                 self.simulation.wait(flight.done);
             }
             let active = self.look().active;
-            self.room.is_idle(active);
+            self.room.settled(active);
         }
-        let limit = bytes.and_then(|_| self.room.take(most));
+        let limit = bytes.and_then(|_| self.room.hand_over(most));
         self.simulation.limit(limit);
         handed_over
             .map(|flight| flight.bytes)

@@ -1,7 +1,7 @@
 //! What steps may take of the device's memory, and what is held for reuse, by MLX and by the C library.
 #![allow(unsafe_code)]
 
-use mlx_rs::memory::{active_memory, peak_memory, set_memory_limit};
+use mlx_rs::memory::{active_memory, memory_limit, peak_memory, set_memory_limit};
 
 extern "C" {
     fn faststep_synchronize();
@@ -57,7 +57,7 @@ impl Room {
     }
 
     /// No step is under way.
-    pub fn is_idle(&mut self, active: usize) {
+    pub fn settled(&mut self, active: usize) {
         *self = Self {
             idle: active,
             age: 0,
@@ -66,7 +66,7 @@ impl Room {
 
     /// The limit under which a step is handed over that takes `bytes`, as one under way may: a little less, because MLX
     /// looks at it after it has allocated.
-    pub fn take(&mut self, bytes: usize) -> Option<usize> {
+    pub fn hand_over(&mut self, bytes: usize) -> Option<usize> {
         self.age += 1;
         self.limit(bytes)
     }
@@ -85,12 +85,9 @@ pub(crate) struct Limited {
 impl Limited {
     /// None where there is no limit to set.
     pub fn to(limit: Option<usize>) -> Option<Self> {
-        let limit = limit?;
+        let now = memory_limit().ok()?;
+        let limit = limit.filter(|&limit| limit < now)?;
         let before = set_memory_limit(limit).ok()?;
-        if before < limit {
-            let _ = set_memory_limit(before);
-            return None;
-        }
         Some(Self { limit, before })
     }
 }

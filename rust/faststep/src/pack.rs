@@ -11,7 +11,7 @@ use mlx_rs::{
     ops, Array,
 };
 
-use crate::layout::Layout;
+use crate::{array, layout::Layout};
 
 extern "C" {
     fn faststep_is_cuda() -> i32;
@@ -83,12 +83,8 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
 /// When MLX refuses.
 pub fn contiguous(array: &Array) -> Result<Array> {
     // SAFETY: a live array.
-    let made = unsafe { faststep_contiguous(array.as_ptr().ctx) };
-    if made.is_null() {
-        return array.contiguous();
-    }
-    // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
-    Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: made }) })
+    let made = unsafe { array::owned(faststep_contiguous(array.as_ptr().ctx)) };
+    made.map_or_else(|| array.contiguous(), Ok)
 }
 
 /// Join arrays along their first axis (lazily).
@@ -98,21 +94,15 @@ pub fn contiguous(array: &Array) -> Result<Array> {
 pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
     let pointers = pointers(parts.iter().copied());
     // SAFETY: live arrays and their number.
-    let joined = unsafe { faststep_join(pointers.as_ptr(), pointers.len()) };
-    if joined.is_null() {
-        return ops::concatenate(parts, 0);
-    }
-    // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
-    Ok(unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: joined }) })
+    let joined = unsafe { array::owned(faststep_join(pointers.as_ptr(), pointers.len())) };
+    joined.map_or_else(|| ops::concatenate(parts, 0), Ok)
 }
 
 /// The sum of the squares of arrays, a float32 scalar (lazily), where one task gives it: of float32, on a CPU.
 pub(crate) fn sum_of_squares(arrays: &[Array]) -> Option<Array> {
     let pointers = pointers(arrays);
     // SAFETY: live arrays and their number.
-    let made = unsafe { faststep_sum_of_squares(pointers.as_ptr(), pointers.len()) };
-    // SAFETY: a fresh array on the heap, which is what mlx-c's handles own.
-    (!made.is_null()).then(|| unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: made }) })
+    unsafe { array::owned(faststep_sum_of_squares(pointers.as_ptr(), pointers.len())) }
 }
 
 /// Sums of the squares of some vectors, up to [`MAX_PARTS`], where one kernel gives them: on CUDA.

@@ -91,9 +91,9 @@ impl Engine {
         if bytes.is_none() || self.room.is_stale(most, active()) {
             self.wait(0, owner)?;
             owner.unlocked(&mut memory::settle);
-            self.room.is_idle(active());
+            self.room.settled(active());
         }
-        Ok(bytes.and_then(|_| self.room.take(most)))
+        Ok(bytes.and_then(|_| self.room.hand_over(most)))
     }
 
     pub(super) fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {

@@ -34,9 +34,7 @@ impl Engine {
         owner: &mut dyn Owner,
         approve: &mut dyn FnMut(&Layout, &Outputs) -> bool,
     ) -> Result<Output> {
-        self.complete(owner)?;
-        self.seconds = Seconds::default();
-        self.handed_over = 0;
+        self.begin(owner)?;
         self.max_in_flight = in_flight;
         let before = match &mut update {
             Some(update) => self.prove(update)?,
@@ -79,9 +77,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::step`].
     pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
-        self.complete(owner)?;
-        self.seconds = Seconds::default();
-        self.handed_over = 0;
+        self.begin(owner)?;
         let outputs = self.update(update, owner)?;
         self.fly(outputs.marker().cloned());
         Ok(Output {
@@ -89,6 +85,12 @@ impl Engine {
             update: None,
             seconds: self.seconds,
         })
+    }
+
+    fn begin(&mut self, owner: &mut dyn Owner) -> Result<()> {
+        self.seconds = Seconds::default();
+        self.handed_over = 0;
+        self.complete(owner)
     }
 
     fn update(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
@@ -143,7 +145,7 @@ impl Engine {
                 return Err(error);
             }
         };
-        let before = active();
+        let before = measured.then(active);
         let updates = !outputs.parameters.is_empty();
         if updates {
             owner.release();
@@ -164,7 +166,7 @@ impl Engine {
             self.fresh = std::mem::take(&mut outputs.parameters);
         }
         self.dispatch(&outputs, &changed, limit, owner)?;
-        if measured {
+        if let Some(before) = before {
             let bytes = peak().saturating_sub(before);
             trace.bytes = Some(bytes);
             self.handed_over = self.handed_over.max(bytes);
