@@ -22,7 +22,7 @@ use crate::{
     module::{Role, Slots},
     optimizers::LearningRate,
     random,
-    trace::{Host, LossCall, LossOutput, UpdateCall, UpdateOutput},
+    trace::{Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput},
 };
 
 /// How MLX says that a traced array has no value.
@@ -47,6 +47,7 @@ pub(crate) struct ModuleHost<M> {
     pub(crate) mixed: bool,
     pub(crate) stop: Cell<Option<Stop>>,
     loss: RefCell<LossFunction<M>>,
+    left: RefCell<Left>, // of the loss call under way
 }
 
 impl<M: ModuleParameters> ModuleHost<M> {
@@ -63,6 +64,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
             mixed,
             stop: Cell::new(None),
             loss: RefCell::new(loss),
+            left: RefCell::default(),
         }
     }
 
@@ -83,7 +85,13 @@ impl<M: ModuleParameters> ModuleHost<M> {
     }
 
     // what the loss has assigned to the module's slots
-    fn assigned(&self, model: &M, call: &LossCall, output: &mut LossOutput) -> MlxResult<()> {
+    fn assigned(
+        &self,
+        model: &M,
+        call: &LossCall,
+        output: &mut LossOutput,
+        left: &mut Left,
+    ) -> MlxResult<()> {
         let slots = self.slots.borrow();
         let arrays = model.parameters().flatten();
         if arrays.len() != slots.len() {
@@ -94,7 +102,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
         for (name, now) in arrays {
             let (tracer, assigned, index) = match slots.role(&name) {
                 Some(Role::Parameter(i)) => (&call.parameters[i], &mut output.parameters, i),
-                Some(Role::Other(i)) => (&call.others[i], &mut output.others, i),
+                Some(Role::Other(i)) => (&call.others[i], &mut left.others, i),
                 None => return Err(Exception::custom(format!("the loss function adds {name}"))),
             };
             if array::id(now) != array::id(tracer) {
@@ -102,7 +110,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
             }
         }
         output.parameters.sort_by_key(|(index, _)| *index); // a map's order is another one each time
-        output.others.sort_by_key(|(index, _)| *index);
+        left.others.sort_by_key(|(index, _)| *index);
         Ok(())
     }
 
@@ -136,10 +144,14 @@ impl<M: ModuleParameters> ModuleHost<M> {
         let mut output = LossOutput {
             weight: loss.weight,
             aux: loss.aux,
-            key: (array::id(&key) != array::id(call.key)).then_some(key),
             ..LossOutput::new(loss.value)
         };
-        self.assigned(model, call, &mut output)?;
+        let mut left = Left {
+            key: (array::id(&key) != array::id(call.key)).then_some(key),
+            ..Left::default()
+        };
+        self.assigned(model, call, &mut output, &mut left)?;
+        self.left.replace(left);
         Ok(output)
     }
 }
@@ -151,11 +163,19 @@ fn text(payload: &(dyn Any + Send)) -> &str {
 }
 
 impl<M: ModuleParameters> Host for ModuleHost<M> {
+    fn differentiate(
+        &self,
+        _: &[Array],
+        _: &Array,
+        work: &mut dyn FnMut() -> MlxResult<()>,
+    ) -> MlxResult<Left> {
+        let outcome = work();
+        self.slots.borrow().hide(&mut *self.model.borrow_mut());
+        outcome.map(|()| self.left.take())
+    }
+
     fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
-        let mut model = self.model.borrow_mut();
-        let output = self.traced(&mut model, &call);
-        self.slots.borrow().hide(&mut *model);
-        output
+        self.traced(&mut self.model.borrow_mut(), &call)
     }
 
     fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>> {

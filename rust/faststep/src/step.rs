@@ -20,9 +20,6 @@ use crate::{extras::Places, layout::Layout, memory::Room, meter::Reading, output
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
-    /// The loss has been run, and parts of it once more while it was differentiated: what that has left behind goes.
-    fn clean(&mut self);
-
     /// Let go of the arrays of parameters and state: their memory is about to be reused.
     fn release(&mut self);
 
@@ -32,8 +29,6 @@ pub trait Owner {
 
 /// Nobody else does.
 impl Owner for () {
-    fn clean(&mut self) {}
-
     fn release(&mut self) {}
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {

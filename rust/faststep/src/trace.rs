@@ -36,7 +36,7 @@ pub struct LossCall<'a> {
     pub key: &'a Array,
 }
 
-/// What came of computing the loss.
+/// Result of one loss call.
 #[derive(Debug)]
 pub struct LossOutput {
     /// The scalar to differentiate.
@@ -47,12 +47,6 @@ pub struct LossOutput {
     pub aux: Vec<Array>,
     /// Trainable tensors to which the loss assigned, with their index.
     pub parameters: Vec<(usize, Array)>,
-    /// Buffers: other arrays to which the loss assigned, with their index.
-    pub others: Vec<(usize, Array)>,
-    /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
-    pub kept: Vec<Array>,
-    /// The random key after the loss, where it drew from it.
-    pub key: Option<Array>,
 }
 
 impl LossOutput {
@@ -64,11 +58,19 @@ impl LossOutput {
             weight: None,
             aux: Vec::new(),
             parameters: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
         }
     }
+}
+
+/// Arrays that differ from what they were before a loss was differentiated.
+#[derive(Debug, Default)]
+pub struct Left {
+    /// Buffers: other arrays to which the loss assigned, with their index.
+    pub others: Vec<(usize, Array)>,
+    /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
+    pub kept: Vec<Array>,
+    /// The random key, where the loss drew from it.
+    pub key: Option<Array>,
 }
 
 /// What an optimizer that is not native is given: lists by tensor, and the arrays of its state.
@@ -93,6 +95,23 @@ pub struct UpdateOutput {
 
 /// Whose model, loss and optimizer are traced. Called while tracing only.
 pub trait Host {
+    /// Differentiate the loss: `work` calls [`Host::loss`], and may call parts of the loss again, as gradient checkpointing
+    /// does. The model is put back afterwards, and not before.
+    ///
+    /// `others` and `key` are as in [`LossCall`].
+    ///
+    /// # Errors
+    /// Those of `work`, and what the loss leaves in a model that cannot be put back.
+    fn differentiate(
+        &self,
+        others: &[Array],
+        key: &Array,
+        work: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Left> {
+        let _ = (others, key);
+        work().map(|()| Left::default())
+    }
+
     /// Compute the loss.
     ///
     /// # Errors
@@ -227,11 +246,6 @@ impl Trace {
     #[must_use]
     pub fn is_eager(&self) -> bool {
         self.eager
-    }
-
-    /// Whether the last call ran the host's functions.
-    pub(crate) fn has_traced(&self) -> bool {
-        self.traced.get() != 0
     }
 
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.

@@ -21,8 +21,6 @@ impl Unlocked<'_> {
 pub struct Waiting<'py>(pub Python<'py>);
 
 impl Owner for Waiting<'_> {
-    fn clean(&mut self) {}
-
     fn release(&mut self) {}
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {
@@ -99,15 +97,6 @@ impl<'a, 'py> Holder<'a, 'py> {
 }
 
 impl Owner for Holder<'_, '_> {
-    // `nn.utils.checkpoint` puts tracers into its module when the gradients are taken, behind the loss
-    fn clean(&mut self) {
-        for slot in &self.prepared.model {
-            if let Err(error) = slot.put_back() {
-                self.error.get_or_insert(error);
-            }
-        }
-    }
-
     fn release(&mut self) {
         self.released = true;
         let hollow = faststep::array::hollow();

@@ -4,7 +4,7 @@
 //! put back as it was, whether the function returned or raised.
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::trace::{Host, LossCall, LossOutput, UpdateCall, UpdateOutput};
+use faststep::trace::{Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput};
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
@@ -104,7 +104,59 @@ impl PythonHost {
     }
 }
 
+impl PythonHost {
+    // the model as it is, and what puts it back; the call must not stay borrowed while the loss is differentiated
+    fn around<'py>(
+        &self,
+        py: Python<'py>,
+        others: &[Array],
+        key: &Array,
+        work: &mut dyn FnMut() -> MlxResult<()>,
+    ) -> Result<MlxResult<Left>, Stop> {
+        let begin = || -> Result<_, Stop> {
+            let current = self.current.borrow();
+            let current = current.as_ref().ok_or_else(|| expected("a call"))?;
+            let model = current.model.bind(py).clone();
+            let keys: Bound<'py, PyList> = current.key_list.bind(py).clone();
+            Ok((model, keys, current.restore))
+        };
+        let (model, keys, restore) = begin()?;
+        let (before, slots) = Tree::record(&model, Scope::Whole)?;
+        let snapshot = Snapshot::take(&model)?;
+        let old_key = keys.get_item(0)?;
+        let outcome = match work() {
+            Ok(()) => {
+                let current = self.current.borrow();
+                let current = current.as_ref().ok_or_else(|| expected("a call"))?;
+                current.left(py, &before, &slots, others, key).map(Ok)
+            }
+            Err(error) => Ok(Err(error)),
+        };
+        if restore || !matches!(outcome, Ok(Ok(_))) {
+            snapshot.restore()?;
+        } else {
+            for slot in &slots {
+                slot.place.set(&slot.object)?;
+            }
+        }
+        keys.set_item(0, old_key)?;
+        outcome
+    }
+}
+
 impl Host for PythonHost {
+    fn differentiate(
+        &self,
+        others: &[Array],
+        key: &Array,
+        work: &mut dyn FnMut() -> MlxResult<()>,
+    ) -> MlxResult<Left> {
+        Python::attach(|py| match self.around(py, others, key, work) {
+            Ok(outcome) => outcome,
+            Err(stop) => self.run(|_, _| Err(stop)),
+        })
+    }
+
     fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
         self.run(|py, current| current.loss(py, call))
     }
@@ -170,31 +222,9 @@ fn expected(what: &str) -> PyErr {
 }
 
 impl Current {
+    // puts tracers into the model's slots, calls the loss and reads off what it assigned to parameters
     fn loss(&mut self, py: Python<'_>, call: LossCall) -> Result<LossOutput, Stop> {
-        let model = self.model.bind(py).clone();
-        let (before, slots) = Tree::record(&model, Scope::Whole)?;
-        let snapshot = Snapshot::take(&model)?;
-        let keys = self.key_list.bind(py).clone();
-        let key = keys.get_item(0)?;
-        let outcome = self.traced_loss(py, call, &before, &slots);
-        if outcome.is_err() || self.restore {
-            snapshot.restore()?;
-        } else {
-            for slot in &slots {
-                slot.place.set(&slot.object)?;
-            }
-        }
-        keys.set_item(0, key)?;
-        outcome
-    }
-
-    fn traced_loss(
-        &mut self,
-        py: Python<'_>,
-        call: LossCall,
-        before: &Tree,
-        slots: &[Slot<'_>],
-    ) -> Result<LossOutput, Stop> {
+        let (_, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
         let roles = self.roles.clone();
         let tracer = |role: Role| match role {
             Role::Parameter(i) => &call.parameters[i],
@@ -203,8 +233,9 @@ impl Current {
         for (slot, (role, _)) in slots.iter().zip(roles.iter()) {
             slot.place.set(&bridge::wrap(py, tracer(*role))?)?;
         }
-        let keys = self.key_list.bind(py).clone();
-        keys.set_item(0, bridge::wrap(py, call.key)?)?;
+        self.key_list
+            .bind(py)
+            .set_item(0, bridge::wrap(py, call.key)?)?;
 
         let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
 
@@ -214,46 +245,74 @@ impl Current {
             ..LossOutput::new(loss)
         };
         for (slot, (role, path)) in slots.iter().zip(roles.iter()) {
-            let tracer = tracer(*role);
-            let now = slot.place.get()?.and_then(|object| bridge::get(&object));
-            let Some(now) = now else {
-                return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
-            };
-            if faststep::array::id(&now) == faststep::array::id(tracer) {
-                continue;
-            }
-            let now = if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
-                now.as_dtype(tracer.dtype()).map_err(failed)?
-            } else {
-                now
-            };
-            if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
-                let name = dotted(path);
-                let what = format!("it assigns an array of another shape or dtype to {name}");
-                match role {
-                    Role::Parameter(_) => return Err(Stop::Untraceable(what)),
-                    Role::Other(_) if self.compiled => return Err(Stop::Becomes(what)),
-                    Role::Other(_) => {}
-                }
-            }
-            match role {
-                Role::Parameter(i) => output.parameters.push((*i, now)),
-                Role::Other(i) => output.others.push((*i, now)),
+            if let Role::Parameter(index) = role {
+                let rebound = self.rebound(slot, tracer(*role), *role, path)?;
+                output.parameters.extend(rebound.map(|now| (*index, now)));
             }
         }
-        let key = bridge::get(&keys.get_item(0)?);
-        output.key = key.filter(|key| faststep::array::id(key) != faststep::array::id(call.key));
-        self.kept(py, before, &mut output)?;
         Ok(output)
     }
 
+    // what the slot holds in place of the tracer, in its dtype where the loss computes in another one
+    fn rebound(
+        &self,
+        slot: &Slot<'_>,
+        tracer: &Array,
+        role: Role,
+        path: &[String],
+    ) -> Result<Option<Array>, Stop> {
+        let now = slot.place.get()?.and_then(|object| bridge::get(&object));
+        let Some(mut now) = now else {
+            return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
+        };
+        if faststep::array::id(&now) == faststep::array::id(tracer) {
+            return Ok(None);
+        }
+        if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
+            now = now.as_dtype(tracer.dtype()).map_err(failed)?;
+        }
+        if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
+            let name = dotted(path);
+            let what = format!("it assigns an array of another shape or dtype to {name}");
+            match role {
+                Role::Parameter(_) => return Err(Stop::Untraceable(what)),
+                Role::Other(_) if self.compiled => return Err(Stop::Becomes(what)),
+                Role::Other(_) => {}
+            }
+        }
+        Ok(Some(now))
+    }
+
+    // what the loss, and the parts of it that were called again for the gradients, have left behind
+    fn left(
+        &self,
+        py: Python<'_>,
+        before: &Tree,
+        slots: &[Slot<'_>],
+        others: &[Array],
+        key: &Array,
+    ) -> Result<Left, Stop> {
+        let mut left = Left::default();
+        for (slot, (role, path)) in slots.iter().zip(self.roles.iter()) {
+            if let Role::Other(index) = role {
+                let rebound = self.rebound(slot, &others[*index], *role, path)?;
+                left.others.extend(rebound.map(|now| (*index, now)));
+            }
+        }
+        let now = bridge::get(&self.key_list.bind(py).get_item(0)?);
+        left.key = now.filter(|now| faststep::array::id(now) != faststep::array::id(key));
+        left.kept = self.kept(py, before)?;
+        Ok(left)
+    }
+
     // arrays that the loss stored on the model beside its slots
-    fn kept(&self, py: Python<'_>, before: &Tree, output: &mut LossOutput) -> Result<(), Stop> {
+    fn kept(&self, py: Python<'_>, before: &Tree) -> Result<Vec<Array>, Stop> {
         let (after, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
         if after.tensors().len() == before.tensors().len() {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let known = before.paths(py);
+        let mut kept = Vec::new();
         for (path, slot) in after.paths(py).iter().zip(&slots) {
             if known.contains(path) {
                 continue;
@@ -262,9 +321,9 @@ impl Current {
                 let what = format!("it stores a new array on the model: {}", dotted(path));
                 return Err(Stop::Untraceable(what));
             }
-            output.kept.extend(bridge::get(&slot.object));
+            kept.extend(bridge::get(&slot.object));
         }
-        Ok(())
+        Ok(kept)
     }
 
     fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<Read, Stop> {

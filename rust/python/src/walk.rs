@@ -82,14 +82,6 @@ impl Slot<'_> {
         self.place.set(&bridge::wrap(self.object.py(), array)?)
     }
 
-    /// Put the slot's object back where it stood.
-    pub fn put_back(&self) -> PyResult<()> {
-        match self.place.get()? {
-            Some(now) if now.is(&self.object) => Ok(()),
-            _ => self.place.set(&self.object),
-        }
-    }
-
     /// Let the object go of its value, unless somebody else refers to it.
     pub fn empty(&self, hollow: &Array) {
         if self.is_unshared() {

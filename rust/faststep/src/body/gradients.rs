@@ -1,7 +1,7 @@
 //! The loss and its gradients, scaled where they are computed in half precision, and their norm.
 use std::cell::RefCell;
 
-use mlx_rs::{error::Result, transforms::value_and_grad_with_argnums, Array, Dtype};
+use mlx_rs::{error::Result, stop_gradient, transforms::value_and_grad_with_argnums, Array, Dtype};
 
 use super::{short, Body, Inputs};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     outputs::Outputs,
     pack::Packed,
     precision,
-    trace::{LossCall, LossOutput},
+    trace::{Left, LossCall, LossOutput},
 };
 
 impl Body<'_> {
@@ -73,9 +73,15 @@ impl Body<'_> {
         let numbers = 0..i32::try_from(inputs.parameters.len()).unwrap_or(i32::MAX);
         let numbers: Vec<i32> = numbers.collect();
         let parameters = self.for_loss(inputs)?;
-        let (values, gradients) =
-            value_and_grad_with_argnums(loss, numbers.as_slice())(&parameters)?;
-        Ok(outline.into_inner().split(values, gradients))
+        let mut differentiate = value_and_grad_with_argnums(loss, numbers.as_slice());
+        let mut made = None;
+        let left = self.host.differentiate(inputs.others, key, &mut || {
+            made = Some(differentiate(&parameters)?);
+            Ok(())
+        })?;
+        drop(differentiate);
+        let (values, gradients) = made.ok_or_else(short)?;
+        outline.into_inner().split(values, gradients, left)
     }
 
     fn unscaled(&self, inputs: &Inputs, gradient: Array) -> Result<Array> {
@@ -132,23 +138,16 @@ struct Outlined {
     scaled: bool,
     weight: bool,
     aux: usize,
-    kept: usize,
-    others: Vec<usize>,
-    key: bool,
     rebound: Vec<usize>,
 }
 
 impl Outlined {
     fn flatten(output: LossOutput, scale: Option<&Array>) -> Result<(Vec<Array>, Self)> {
-        let (others, other_values): (Vec<_>, Vec<_>) = output.others.into_iter().unzip();
         let (rebound, rebound_values): (Vec<_>, Vec<_>) = output.parameters.into_iter().unzip();
         let outlined = Self {
             scaled: scale.is_some(),
             weight: output.weight.is_some(),
             aux: output.aux.len(),
-            kept: output.kept.len(),
-            others,
-            key: output.key.is_some(),
             rebound,
         };
         let mut values = Vec::new();
@@ -158,34 +157,37 @@ impl Outlined {
         values.push(output.loss);
         values.extend(output.weight);
         values.extend(output.aux);
-        values.extend(output.kept);
-        values.extend(other_values);
-        values.extend(output.key);
         values.extend(rebound_values);
         Ok((values, outlined))
     }
 
-    fn split(self, values: Vec<Array>, gradients: Vec<Array>) -> Differentiated {
+    fn split(
+        self,
+        values: Vec<Array>,
+        gradients: Vec<Array>,
+        left: Left,
+    ) -> Result<Differentiated> {
         let mut values = values.into_iter().skip(usize::from(self.scaled));
         let mut take = |n: usize| values.by_ref().take(n).collect::<Vec<_>>();
         let loss = take(1).pop();
         let weight = take(usize::from(self.weight)).pop();
-        let (aux, kept) = (take(self.aux), take(self.kept));
-        let others = take(self.others.len());
-        let key = take(usize::from(self.key)).pop();
+        let aux = take(self.aux);
         let rebound = take(self.rebound.len());
-        Differentiated {
+        let others = left.others.into_iter();
+        let others = others.map(|(index, array)| Ok((index, stop_gradient(&array)?)));
+        let kept = left.kept.iter().map(stop_gradient);
+        Ok(Differentiated {
             outputs: Outputs {
                 loss,
                 aux,
-                kept,
-                others: self.others.into_iter().zip(others).collect(),
-                key,
+                kept: kept.collect::<Result<_>>()?,
+                others: others.collect::<Result<_>>()?,
+                key: left.key.as_ref().map(stop_gradient).transpose()?,
                 ..Outputs::default()
             },
             weight,
             rebound: self.rebound.into_iter().zip(rebound).collect(),
             gradients,
-        }
+        })
     }
 }

@@ -28,10 +28,10 @@ impl Engine {
         let others = call.others.len();
         let inputs = self.take(call);
         let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
-        let mut traced = build(trace, &inputs, owner).map(|outputs| vec![outputs]);
+        let mut traced = build(trace, &inputs).map(|outputs| vec![outputs]);
         let mut asked = vec![trace];
         if let (Ok(all), Some(update)) = (&mut traced, update) {
-            match build(update, &inputs[..kept], owner) {
+            match build(update, &inputs[..kept]) {
                 Ok(outputs) => all.push(outputs),
                 Err(error) => traced = Err(error),
             }

@@ -122,7 +122,7 @@ impl Engine {
         let started = Instant::now();
         let metered = self.sample(trace, owner)?;
         let inputs = self.take(call);
-        let mut outputs = match build(trace, &inputs, owner) {
+        let mut outputs = match build(trace, &inputs) {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
@@ -190,7 +190,7 @@ impl Engine {
     ) -> Result<Outputs> {
         self.complete(owner)?;
         let inputs = self.take(call);
-        let traced = build(trace, &inputs, owner);
+        let traced = build(trace, &inputs);
         self.put_back(inputs);
         let outputs = traced.map_err(Error::Trace)?;
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
@@ -218,16 +218,8 @@ impl Engine {
 }
 
 // the graph of a trace
-pub(super) fn build(
-    trace: &mut Trace,
-    inputs: &[Array],
-    owner: &mut dyn Owner,
-) -> MlxResult<Outputs> {
-    let outputs = trace.call(inputs);
-    if trace.has_traced() {
-        owner.clean();
-    }
-    let outputs = outputs?;
+pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> MlxResult<Outputs> {
+    let outputs = trace.call(inputs)?;
     fused::in_place(outputs.update())?;
     Ok(outputs)
 }
