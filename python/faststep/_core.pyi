@@ -21,8 +21,8 @@ class State(TypedDict):
     batches: int
     loss_scale: tuple[mx.array, mx.array] | None
 
-# model, optimizer, the loss function and its number, its positional and named arguments
-_User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, int, tuple[tuple[Any, ...], dict[str, Any]]]
+# model, optimizer, the loss function, its positional and named arguments
+_User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
 _Stats = tuple[int, int, int, str, list[TraceRecord], int, dict[str, float], dict[str, int], float | None]
 
 @final

@@ -16,7 +16,6 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from faststep import _state
-from faststep._loss import Losses
 from faststep._native import core
 from faststep._options import Nonfinite, Options
 from faststep._plan import MemoryPlan, memory_plan
@@ -367,8 +366,8 @@ class Step:
         return Stats(steps, updates, skipped, way, tuple(traces), traced, seconds, held, unchanged)
 
 
-# model, optimizer, the loss function and its number, its positional and named arguments
-_Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, int, tuple[tuple[Any, ...], dict[str, Any]]]
+# model, optimizer, the loss function, its positional and named arguments
+_Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class Program:
@@ -378,7 +377,6 @@ class Program:
         """Check the options."""
         self.options = options
         self.core = core.Step(model, optimizer, options)
-        self._losses = Losses()
 
     def call(
         self,
@@ -390,12 +388,12 @@ class Program:
     ) -> _Call:
         """Return what the user passes as the native step takes it."""
         _refuse_average(model)
-        return model, optimizer, loss_fn, self._losses.number(loss_fn), (batch, named)
+        return model, optimizer, loss_fn, (batch, named)
 
     def flush(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Update by the window that is open; return whether there was one."""
         _refuse_average(model)
-        return self.core.flush((model, optimizer, None, 0, ((), {})))
+        return self.core.flush((model, optimizer, None, ((), {})))
 
 
 _showing: Counter[int] = Counter()  # ids of models that show their average

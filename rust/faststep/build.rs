@@ -2,9 +2,10 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 15] = [
     "array",
     "fused",
+    "graph",
     "join",
     "kernels",
     "pack",

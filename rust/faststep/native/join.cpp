@@ -4,6 +4,7 @@
 // is turned by tiles; MLX copies it row by row, each element from another cache line. And the sum of the squares of many
 // arrays, which MLX stores on its way. Every pointer is an mlx::core::array, as in mlx_array.ctx.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -281,14 +282,38 @@ mx::array turned(const mx::array& a) {
   return in ? *in : mx::transpose(a);
 }
 
-// (a b)^T as b^T a^T, which lies row after row: each of its elements is the same sum in the same order. Nothing: another
-// transpose. What is none is left as it is.
+// Whether (a b)^T and b^T a^T have the same bits here: each element is the same sum, but the kernels of OpenBLAS for some
+// processors (Haswell, Zen) add up rows and columns in another order.
+bool turns_exactly() {
+  static const bool exact = [] {
+    for (auto [m, n, k] : {std::array{70, 30, 50}, std::array{64, 96, 40}, std::array{10, 64, 8}}) {
+      std::vector<float> values(static_cast<size_t>(k) * (m + n));
+      uint32_t state = 1;
+      for (auto& value : values) {
+        state = state * 1664525u + 1013904223u;
+        value = static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
+      }
+      mx::array a(values.begin(), {k, m});
+      mx::array b(values.begin() + static_cast<ptrdiff_t>(k) * m, {k, n});
+      auto product = mx::transpose(mx::matmul(mx::transpose(a), b));
+      auto same = mx::array_equal(product, mx::matmul(mx::transpose(b), a));
+      if (!same.item<bool>()) {
+        return false;
+      }
+    }
+    return true;
+  }();
+  return exact;
+}
+
+// (a b)^T as b^T a^T, which lies row after row, where that has the same bits. Nothing: another transpose. What is none is
+// left as it is.
 std::optional<mx::array> straight_product(const mx::array& a) {
   const auto* product = transposed(a);
   if (!product) {
     return a;
   }
-  if (!is_matrix(*product, "Matmul")) {
+  if (!is_matrix(*product, "Matmul") || (a.dtype() == mx::float32 && !turns_exactly())) {
     return std::nullopt;
   }
   const auto& factors = product->inputs();

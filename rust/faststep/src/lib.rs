@@ -77,6 +77,7 @@ pub mod error;
 pub mod extras;
 pub mod flags;
 mod fused;
+pub mod graph;
 pub mod guard;
 mod host;
 pub mod kernels;

@@ -112,6 +112,15 @@ pub trait Host {
         work().map(|()| Left::default())
     }
 
+    /// Look at the graph of a trace with a loss before it is compiled; what the outputs are computed from may be replaced.
+    ///
+    /// # Errors
+    /// It ends the trace.
+    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> Result<()> {
+        let _ = (inputs, outputs);
+        Ok(())
+    }
+
     /// Compute the loss.
     ///
     /// # Errors
@@ -176,7 +185,7 @@ pub struct Recipe {
     pub ema_decay: Option<f64>,
     /// Whether the gradients are given out too, buffer by buffer.
     pub keep_gradients: bool,
-    /// The number of other arrays of the model.
+    /// The number of other arrays: of the model, and what the loss reaches beside it.
     pub others: usize,
 }
 
@@ -220,6 +229,9 @@ impl Trace {
                     error.replace(Some(Exception::custom(e.what())));
                 })?;
                 let (values, made) = made.flatten();
+                if !matches!(recipe.part, Part::Update(_)) {
+                    host.traced(inputs, &values)?;
+                }
                 outline.replace(made);
                 Ok(values)
             }

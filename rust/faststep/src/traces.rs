@@ -21,7 +21,7 @@ pub struct Entry<K, T> {
     /// The trace.
     pub trace: Trace,
     /// What the host keeps.
-    pub template: T,
+    pub kept: T,
     cause: String,
     number: usize,
     seconds: Option<f64>, // none before its first evaluation is done
@@ -57,25 +57,23 @@ impl<K, T: Default> Traces<K, T> {
         same: impl Fn(&K, &K) -> bool,
         make: impl FnOnce(&K, &[&K]) -> (Trace, String),
     ) {
-        let known = self
-            .entries
-            .iter()
-            .rposition(|entry| same(&entry.key, &key));
-        let entry = if let Some(at) = known {
-            self.entries.remove(at)
-        } else {
-            let known: Vec<&K> = self.entries.iter().rev().map(|e| &e.key).collect();
-            let (trace, cause) = make(&key, &known);
-            Entry {
-                key,
-                trace,
-                template: T::default(),
-                cause,
-                number: 0,
-                seconds: None,
-            }
-        };
-        self.entries.push(entry);
+        if self.use_again(|entry| same(&entry.key, &key)).is_some() {
+            return;
+        }
+        let (trace, cause) = make(&key, &self.keys());
+        self.add(key, trace, T::default(), cause, max_traces);
+    }
+
+    /// A new trace becomes the last one; the one used least recently goes where there are too many.
+    pub fn add(&mut self, key: K, trace: Trace, kept: T, cause: String, max_traces: usize) {
+        self.entries.push(Entry {
+            key,
+            trace,
+            kept,
+            cause,
+            number: 0,
+            seconds: None,
+        });
         if self.entries.len() > max_traces {
             self.entries.remove(0);
             self.dropped += 1;
@@ -87,6 +85,30 @@ impl<K, T: Default> Traces<K, T> {
 }
 
 impl<K, T> Traces<K, T> {
+    /// The most recent trace that fits becomes the last one.
+    pub fn use_again(&mut self, fits: impl Fn(&Entry<K, T>) -> bool) -> Option<&mut Entry<K, T>> {
+        let at = self.entries.iter().rposition(fits)?;
+        let entry = self.entries.remove(at);
+        self.entries.push(entry);
+        self.entries.last_mut()
+    }
+
+    /// The traces, the one used last first.
+    pub fn recent(&self) -> impl Iterator<Item = &Entry<K, T>> {
+        self.entries.iter().rev()
+    }
+
+    /// The traces, to change what the host keeps with them.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Entry<K, T>> {
+        self.entries.iter_mut()
+    }
+
+    /// What they are valid for, the one used last first.
+    #[must_use]
+    pub fn keys(&self) -> Vec<&K> {
+        self.recent().map(|entry| &entry.key).collect()
+    }
+
     /// The trace used last, and the one before it.
     pub fn last_two(&mut self) -> (Last<'_, K, T>, Last<'_, K, T>) {
         let mut entries = self.entries.iter_mut().rev();

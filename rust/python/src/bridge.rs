@@ -9,7 +9,11 @@
 use std::ffi::c_void;
 
 use mlx_rs::Array;
-use pyo3::{ffi::PyObject, prelude::*};
+use pyo3::{
+    ffi::PyObject,
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
 
 extern "C" {
     fn faststep_bridge_init(module: *mut PyObject) -> i32;
@@ -73,4 +77,67 @@ pub fn assign(object: &Bound<'_, PyAny>, array: &Array) {
 pub fn refcount(object: &Bound<'_, PyAny>) -> isize {
     // SAFETY: a live object.
     unsafe { pyo3::ffi::Py_REFCNT(object.as_ptr()) }
+}
+
+/// The contents of a cell of a function's closure.
+pub fn cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py, PyAny>> {
+    let cell = closure_cell(function, index)?;
+    // SAFETY: a cell; an empty one gives null and no error, a full one a new reference.
+    unsafe { Bound::from_owned_ptr_or_opt(function.py(), pyo3::ffi::PyCell_Get(cell.as_ptr())) }
+}
+
+/// Put an object into a cell of a function's closure.
+pub fn set_cell(function: &Bound<'_, PyAny>, index: usize, object: &Bound<'_, PyAny>) {
+    if let Some(cell) = closure_cell(function, index) {
+        // SAFETY: a cell and a live object; it fails for other objects than cells only.
+        unsafe { pyo3::ffi::PyCell_Set(cell.as_ptr(), object.as_ptr()) };
+    }
+}
+
+fn closure_cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py, PyAny>> {
+    if !is_function(function) {
+        return None;
+    }
+    // SAFETY: a function; its closure is a borrowed tuple of cells, or null.
+    let closure = unsafe {
+        Bound::from_borrowed_ptr_or_opt(
+            function.py(),
+            pyo3::ffi::PyFunction_GetClosure(function.as_ptr()),
+        )
+    };
+    closure?.cast::<PyTuple>().ok()?.get_item(index).ok()
+}
+
+/// The globals of a function.
+pub fn globals<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDict>> {
+    if !is_function(function) {
+        return None;
+    }
+    // SAFETY: a function; its globals are a borrowed dict.
+    let globals = unsafe {
+        Bound::from_borrowed_ptr_or_opt(
+            function.py(),
+            pyo3::ffi::PyFunction_GetGlobals(function.as_ptr()),
+        )
+    };
+    globals?.cast_into::<PyDict>().ok()
+}
+
+/// The code of a function.
+pub fn code<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+    if !is_function(function) {
+        return None;
+    }
+    // SAFETY: a function; its code is a borrowed object.
+    unsafe {
+        Bound::from_borrowed_ptr_or_opt(
+            function.py(),
+            pyo3::ffi::PyFunction_GetCode(function.as_ptr()),
+        )
+    }
+}
+
+fn is_function(object: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: a live object.
+    unsafe { pyo3::ffi::PyFunction_Check(object.as_ptr()) != 0 }
 }

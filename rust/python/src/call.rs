@@ -1,4 +1,6 @@
 //! What the user passed to one call: its arrays, and how the user names them.
+use std::rc::Rc;
+
 use faststep::step::Owner;
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
@@ -7,7 +9,12 @@ use pyo3::{
     types::PyTuple,
 };
 
-use crate::{bridge, holder::Waiting, tree::Tree};
+use crate::{
+    bridge,
+    holder::Waiting,
+    tree::{Arguments, Tree},
+    walk::{is_numpy, rebuild_where},
+};
 
 /// What the user passed to one call: in Python a tuple of these.
 pub struct User<'py> {
@@ -17,8 +24,6 @@ pub struct User<'py> {
     pub optimizer: Bound<'py, PyAny>,
     /// The loss function; `None` where only a window is flushed.
     pub loss_fn: Bound<'py, PyAny>,
-    /// Equal for functions that compute the same.
-    pub loss_number: usize,
     /// The positional arguments and a dict of the named ones.
     pub arguments: Bound<'py, PyTuple>,
 }
@@ -27,15 +32,24 @@ impl<'py> FromPyObject<'_, 'py> for User<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (model, optimizer, loss_fn, loss_number, arguments) = object.extract()?;
+        let (model, optimizer, loss_fn, arguments) = object.extract()?;
         Ok(Self {
             model,
             optimizer,
             loss_fn,
-            loss_number,
             arguments,
         })
     }
+}
+
+/// The arguments of one call.
+pub struct Batch<'py> {
+    /// What they look like.
+    pub tree: Rc<Tree>,
+    /// Their arrays.
+    pub arrays: Vec<Array>,
+    /// Modules and other objects among them, which a loss may reach into.
+    pub objects: Vec<Bound<'py, PyAny>>,
 }
 
 impl<'py> User<'py> {
@@ -44,11 +58,24 @@ impl<'py> User<'py> {
         self.model.py()
     }
 
-    /// The arrays of the batch; none may wait for another thread, and files are read here, where nothing has changed yet.
-    pub fn batch(&self) -> PyResult<(Tree, Vec<Array>)> {
+    /// The batch; none of its arrays may wait for another thread, and files are read here, where nothing has changed yet.
+    pub fn batch(&mut self) -> PyResult<Batch<'py>> {
         let py = self.py();
-        let named = |tree: &Tree| self.name(&tree.last_path(py));
-        let (tree, slots) = Tree::record_arguments(self.arguments.as_any(), named)?;
+        let mut found = self.recorded()?;
+        if found.numpy {
+            let mlx = py.import("mlx.core")?;
+            let converted = rebuild_where(self.arguments.as_any(), is_numpy, &mut |array| {
+                mlx.call_method1("array", (array,))
+            })?;
+            self.arguments = converted.cast_into()?;
+            found = self.recorded()?;
+        }
+        let Arguments {
+            tree,
+            slots,
+            objects,
+            ..
+        } = found;
         let arrays: Vec<Array> = slots
             .iter()
             .filter_map(|slot| bridge::get(&slot.object))
@@ -70,7 +97,16 @@ impl<'py> User<'py> {
                 })?;
             }
         }
-        Ok((tree, arrays))
+        Ok(Batch {
+            tree: Rc::new(tree),
+            arrays,
+            objects,
+        })
+    }
+
+    fn recorded(&self) -> PyResult<Arguments<'py>> {
+        let named = |tree: &Tree| self.name(&tree.last_path(self.py()));
+        Tree::record_arguments(self.arguments.as_any(), named)
     }
 
     /// A path as the loss function names it: `x`, or `batch["tokens"][0]`.

@@ -4,7 +4,10 @@
 //! put back as it was, whether the function returned or raised.
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::trace::{Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput};
+use faststep::{
+    graph::Graph,
+    trace::{Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput},
+};
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
@@ -19,6 +22,7 @@ use pyo3::{
 use crate::{
     bridge,
     optimizer::{leaves, traceable_rate, HostSchedules},
+    reach::{Looked, Reached},
     tree::Tree,
     walk::{rebuild, Scope, Slot, Snapshot},
 };
@@ -57,6 +61,22 @@ pub struct Current {
     pub compiled: bool,
     /// Whether everything that the loss does to the model is taken back.
     pub restore: bool,
+    /// What the loss reaches beside the model and its arguments; its arrays stand behind the model's others.
+    pub looked: Rc<Looked>,
+    /// The number of the model's others.
+    pub others: usize,
+    /// Constants of the trace's graph that are inputs, behind the arrays that the loss reaches.
+    pub varying: Vec<u32>,
+    /// Whether only the graph is wanted.
+    pub sketch: bool,
+    /// The inputs that stand for the constants.
+    pub tracers: Vec<Array>,
+    /// The graph of the trace.
+    pub graph: Option<Graph>,
+    /// Constants of the graph that somebody else holds too.
+    pub held: Vec<Array>,
+    /// Arrays that the loss reaches and changes in place, by number.
+    pub in_place: Vec<usize>,
     /// What ended the trace.
     pub stop: Option<Stop>,
     /// What the loss returned, with holes for its arrays.
@@ -106,32 +126,36 @@ impl PythonHost {
 
 impl PythonHost {
     // the model as it is, and what puts it back; the call must not stay borrowed while the loss is differentiated
-    fn around<'py>(
+    fn around(
         &self,
-        py: Python<'py>,
+        py: Python<'_>,
         others: &[Array],
         key: &Array,
         work: &mut dyn FnMut() -> MlxResult<()>,
     ) -> Result<MlxResult<Left>, Stop> {
-        let begin = || -> Result<_, Stop> {
-            let current = self.current.borrow();
-            let current = current.as_ref().ok_or_else(|| expected("a call"))?;
-            let model = current.model.bind(py).clone();
-            let keys: Bound<'py, PyList> = current.key_list.bind(py).clone();
-            Ok((model, keys, current.restore))
+        let (model, keys, restore, reached) = {
+            let mut current = self.current.borrow_mut();
+            let current = current.as_mut().ok_or_else(|| expected("a call"))?;
+            let reached = Reached::new(py, current, others)?;
+            let (model, keys) = (current.model.bind(py), current.key_list.bind(py));
+            (model.clone(), keys.clone(), current.restore, reached)
         };
-        let (model, keys, restore) = begin()?;
         let (before, slots) = Tree::record(&model, Scope::Whole)?;
         let snapshot = Snapshot::take(&model)?;
         let old_key = keys.get_item(0)?;
         let outcome = match work() {
             Ok(()) => {
-                let current = self.current.borrow();
-                let current = current.as_ref().ok_or_else(|| expected("a call"))?;
-                current.left(py, &before, &slots, others, key).map(Ok)
+                let mut current = self.current.borrow_mut();
+                let current = current.as_mut().ok_or_else(|| expected("a call"))?;
+                let left = current.left(py, &before, &slots, others, key);
+                left.and_then(|mut left| {
+                    current.in_place = reached.read(py, &mut left)?;
+                    Ok(Ok(left))
+                })
             }
             Err(error) => Ok(Err(error)),
         };
+        reached.restore(py, matches!(outcome, Ok(Ok(_))))?;
         if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()?;
         } else {
@@ -141,6 +165,33 @@ impl PythonHost {
         }
         keys.set_item(0, old_key)?;
         outcome
+    }
+
+    // the graph of a trace: kept, and its constants that vary replaced
+    fn note(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
+        let mut current = self.current.borrow_mut();
+        let Some(current) = current.as_mut().filter(|current| current.compiled) else {
+            return Ok(());
+        };
+        let id = faststep::array::id;
+        let tracers: Vec<usize> = current.tracers.iter().map(id).collect();
+        let inputs = inputs.iter().filter(|input| !tracers.contains(&id(input)));
+        let inputs: Vec<Array> = inputs.cloned().collect();
+        if inputs
+            .first()
+            .is_none_or(|first| !faststep::array::is_lazy(first))
+        {
+            return Ok(()); // MLX compiles nothing: these are no tracers
+        }
+        let graph = Graph::new(&inputs, outputs)?;
+        if current.sketch {
+            current.graph = Some(graph);
+            return Err(Exception::custom("only the graph was wanted"));
+        }
+        current.held = graph.held(outputs)?;
+        graph.replace(&current.varying, &current.tracers, outputs)?;
+        current.graph = Some(graph);
+        Ok(())
     }
 }
 
@@ -159,6 +210,10 @@ impl Host for PythonHost {
 
     fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
         self.run(|py, current| current.loss(py, call))
+    }
+
+    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
+        self.note(inputs, outputs)
     }
 
     fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>> {
@@ -217,7 +272,7 @@ fn failed(error: Exception) -> Stop {
     Stop::Raised(PyValueError::new_err(error.what().to_owned()))
 }
 
-fn expected(what: &str) -> PyErr {
+pub fn expected(what: &str) -> PyErr {
     PyTypeError::new_err(format!("expected {what}"))
 }
 

@@ -12,6 +12,7 @@ mod native;
 mod optimizer;
 mod options;
 mod random;
+mod reach;
 mod refuse;
 mod registry;
 mod step;

@@ -16,6 +16,7 @@ use crate::{
     holder::Waiting,
     host::PythonHost,
     options::Options,
+    reach::Reach,
     refuse::{is_true, read},
     registry::{self, Shared},
     store::Store,
@@ -50,6 +51,9 @@ struct Inner {
     checked: bool,
     host: Rc<PythonHost>,
     traces: Traces,
+    reach: Reach,
+    /// What the loss of the call's trace returned, with holes for its arrays.
+    template: Option<Py<PyAny>>,
     steps: usize,
     updates: usize,
     skips: Flags,
@@ -100,6 +104,8 @@ impl Step {
                 checked: false,
                 host: Rc::new(PythonHost::default()),
                 traces: Traces::default(),
+                reach: Reach::default(),
+                template: None,
                 steps: 0,
                 updates: 0,
                 skips: Flags::default(),
@@ -113,31 +119,35 @@ impl Step {
     /// One step: what the loss function returned, the gradients' norm before clipping, whether the batch was skipped, and
     /// whether there was an update, or whether it was missed.
     fn step<'py>(&self, user: User<'py>, accumulate: usize) -> PyResult<Returned<'py>> {
-        self.enter(&user, |inner, store| {
+        let optimizer = user.optimizer.clone();
+        self.enter(&optimizer, |inner, store| {
             let task = Task::of(accumulate, store.batches());
-            inner.step(store, &user, task)
+            inner.step(store, user, task)
         })
     }
 
     /// Update by a window that is not full; whether there was one.
     fn flush(&self, user: User<'_>) -> PyResult<bool> {
-        self.enter(&user, |inner, store| {
+        let optimizer = user.optimizer.clone();
+        self.enter(&optimizer, |inner, store| {
             if store.batches() == 0 {
                 return Ok(false);
             }
-            inner.step(store, &user, Task::Flush).map(|_| true)
+            inner.step(store, user, Task::Flush).map(|_| true)
         })
     }
 
     /// What the loss function returned, and the tree of gradients.
     fn gradients<'py>(&self, user: User<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        self.enter(&user, |inner, store| inner.gradients(store, &user))
+        let optimizer = user.optimizer.clone();
+        self.enter(&optimizer, |inner, store| inner.gradients(store, user))
     }
 
     /// What a step on this batch will take of the device's memory; nothing is computed and nothing changes.
     fn memory_plan(&self, user: User<'_>, accumulate: usize) -> PyResult<MemoryPlan> {
-        self.enter(&user, |inner, store| {
-            inner.memory_plan(store, &user, accumulate)
+        let optimizer = user.optimizer.clone();
+        self.enter(&optimizer, |inner, store| {
+            inner.memory_plan(store, user, accumulate)
         })
     }
 
@@ -205,11 +215,11 @@ impl Step {
     // a call that takes over what the user passed
     fn enter<T>(
         &self,
-        user: &User<'_>,
+        optimizer: &Bound<'_, PyAny>,
         work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
     ) -> PyResult<T> {
-        self.open(user.py(), |inner, store| {
-            registry::claim(&self.shared, &user.optimizer)?;
+        self.open(optimizer.py(), |inner, store| {
+            registry::claim(&self.shared, optimizer)?;
             work(inner, store)
         })
     }

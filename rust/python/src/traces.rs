@@ -3,12 +3,18 @@ use std::{mem::discriminant, rc::Rc};
 
 use faststep::{
     extras::Places,
+    graph::Graph,
+    layout::Tensor,
     trace::{Part, Trace},
     traces,
 };
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
-use crate::{call::User, tree::Tree};
+use crate::{
+    call::User,
+    reach::{Looked, Seen},
+    tree::Tree,
+};
 
 /// From so many traces on a user is told what makes them.
 const MANY: usize = 16;
@@ -18,8 +24,8 @@ const MANY: usize = 16;
 pub struct Key {
     /// Which part of a step, and by which rule.
     pub part: Part,
-    /// The loss function's number.
-    pub loss: usize,
+    /// Shape and dtype of each array that the loss reaches beside the model.
+    pub reached: Vec<Tensor>,
     /// The model's signature.
     pub model: usize,
     /// The optimizer's options.
@@ -31,8 +37,9 @@ pub struct Key {
 }
 
 impl Key {
-    fn equals(&self, other: &Self, py: Python<'_>) -> bool {
-        self.loss == other.loss
+    /// Whether a trace for the one does for the other, where the numbers that the loss reaches allow it.
+    pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
+        self.reached == other.reached
             && self.model == other.model
             && self.options == other.options
             && self.places == other.places
@@ -51,28 +58,100 @@ pub struct TraceRecord {
     seconds: f64,
 }
 
-/// A trace, what it is valid for, and what the loss returned while it was made, with holes for its arrays.
-pub type Entry = traces::Entry<Key, Option<Py<PyAny>>>;
+/// What is kept with a trace.
+#[derive(Default)]
+pub struct Kept {
+    /// The graph before it was compiled, where the loss reaches anything.
+    pub graph: Option<Graph>,
+    /// The constants of the graph that are inputs.
+    pub varying: Vec<u32>,
+    /// The numbers for which the trace holds, the last ones last.
+    pub seen: Vec<Seen>,
+    /// Arrays that the loss reaches and changes in place, by number.
+    pub in_place: Vec<usize>,
+}
+
+/// For so many sets of numbers a trace is remembered to hold; the one seen first goes first.
+const MAX_SEEN: usize = 16;
+
+impl Kept {
+    /// The trace holds for these numbers too.
+    pub fn see(&mut self, seen: Seen) {
+        self.seen.push(seen);
+        if self.seen.len() > MAX_SEEN {
+            self.seen.remove(0);
+        }
+    }
+
+    /// What is kept for the numbers that are there now.
+    pub fn seen(&self, py: Python<'_>, looked: &Looked) -> Option<&Seen> {
+        self.seen.iter().rev().find(|seen| seen.fits(py, looked))
+    }
+}
+
+/// A trace, what it is valid for, and what is kept with it.
+pub type Entry = traces::Entry<Key, Kept>;
+
+/// Whether the trace is known to hold for what the loss reaches now; one that calls the loss always does.
+pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
+    entry.trace.is_eager() || entry.kept.seen(py, looked).is_some()
+}
 
 /// The traces of one step.
 #[derive(Default)]
 pub struct Traces {
-    known: traces::Traces<Key, Option<Py<PyAny>>>,
+    known: traces::Traces<Key, Kept>,
     warning: Option<String>,
 }
 
 impl Traces {
-    /// The trace for a key becomes the last one; where there is none, `make` makes it.
-    pub fn find(
+    /// The most recent trace that fits becomes the last one.
+    pub fn use_again(&mut self, fits: impl Fn(&Entry) -> bool) -> Option<&mut Entry> {
+        self.known.use_again(fits)
+    }
+
+    /// The traces, the one used last first.
+    pub fn recent(&self) -> impl Iterator<Item = &Entry> {
+        self.known.recent()
+    }
+
+    /// What the loss has made of the numbers that were there before it was called does not matter to a trace that holds for
+    /// those: it happens while tracing only.
+    pub fn see_changes(&mut self, py: Python<'_>, before: &Looked, after: &Looked) {
+        for entry in self.known.iter_mut() {
+            if entry.kept.seen(py, after).is_some() {
+                continue;
+            }
+            let seen = entry.kept.seen(py, before);
+            if let Some(seen) = seen.map(|seen| seen.with(py, after)) {
+                entry.kept.see(seen);
+            }
+        }
+    }
+
+    /// A new trace becomes the last one. `changed`: what the loss reaches and is another one now.
+    pub fn add(
         &mut self,
         user: &User<'_>,
         key: Key,
+        trace: Trace,
+        varying: Vec<u32>,
+        changed: Option<&str>,
         max_traces: usize,
-        make: impl FnOnce() -> Trace,
     ) {
-        let same = |a: &Key, b: &Key| a.equals(b, user.py());
-        let make = |key: &Key, known: &[&Key]| (make(), cause(user, key, known));
-        self.known.find(key, max_traces, same, make);
+        let cause = cause(user, &key, &self.known.keys(), changed);
+        let kept = Kept {
+            varying,
+            ..Kept::default()
+        };
+        self.known.add(key, trace, kept, cause, max_traces);
+    }
+
+    /// Drop the trace used last.
+    pub fn drop_last(&mut self) {
+        let last = self.known.last().map(std::ptr::from_ref);
+        self.known
+            .retain(|entry| Some(std::ptr::from_ref(entry)) != last);
     }
 
     /// The trace used last, and the one before it.
@@ -137,10 +216,17 @@ impl From<traces::TraceRecord> for TraceRecord {
     }
 }
 
-fn cause(user: &User<'_>, new: &Key, known: &[&Key]) -> String {
+fn cause(user: &User<'_>, new: &Key, known: &[&Key], changed: Option<&str>) -> String {
     let kind = discriminant(&new.part);
     let same = |key: &&&Key| discriminant(&key.part) == kind;
+    let reached = |name: &str| match name.starts_with("argument ") {
+        true => format!("{name} has changed"),
+        false => format!("what the loss reaches: {name}"),
+    };
     let Some(last) = known.iter().find(same) else {
+        if let Some(name) = changed {
+            return reached(name);
+        }
         return match new.part {
             Part::Whole(_) => "first call".into(),
             Part::Batch => "first batch of a window".into(),
@@ -148,8 +234,11 @@ fn cause(user: &User<'_>, new: &Key, known: &[&Key]) -> String {
             Part::Gradients => "first call of gradients()".into(),
         };
     };
-    if last.loss != new.loss {
-        return "another loss function, or one with another closure".into();
+    if changed == Some("loss_fn") {
+        return "another loss function".into();
+    }
+    if last.reached != new.reached {
+        return changed.map_or_else(|| "another loss function".into(), reached);
     }
     if last.model != new.model {
         return "model: a mode, a number, or an array's shape has changed".into();
@@ -162,6 +251,9 @@ fn cause(user: &User<'_>, new: &Key, known: &[&Key]) -> String {
     }
     let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
     let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b) else {
+        if let Some(name) = changed {
+            return reached(name);
+        }
         return "arguments: a static value or the structure has changed".into();
     };
     format!(

@@ -8,14 +8,14 @@ use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
     prelude::*,
     types::{
-        PyBool, PyBytes, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString,
-        PyWeakrefReference,
+        PyBool, PyBytes, PyCFunction, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString,
+        PyType, PyWeakrefReference,
     },
 };
 
 use crate::{
     bridge,
-    walk::{walk, Kind, Place, Scope, Slot, Visitor, MAX_DEPTH},
+    walk::{is_numpy, walk, Kind, Place, Scope, Slot, Visitor, MAX_DEPTH},
 };
 
 /// A value that belongs to the signature.
@@ -31,7 +31,8 @@ enum Static {
     Constant(Array),
 }
 
-fn is_plain(object: &Bound<'_, PyAny>) -> bool {
+/// Whether the object is a number, a string, bytes or None.
+pub fn is_plain(object: &Bound<'_, PyAny>) -> bool {
     object.is_none()
         || object.is_instance_of::<PyBool>()
         || object.is_instance_of::<PyInt>()
@@ -110,6 +111,19 @@ enum Item {
     Key(Py<PyAny>),
     Array,
     Static(Static),
+    Object, // a number, or an argument with attributes of its own: `reach` looks at it
+}
+
+/// The arguments of a call.
+pub struct Arguments<'py> {
+    /// What they look like.
+    pub tree: Tree,
+    /// Their arrays.
+    pub slots: Vec<Slot<'py>>,
+    /// Modules and other objects among them.
+    pub objects: Vec<Bound<'py, PyAny>>,
+    /// Whether there are NumPy arrays among them.
+    pub numpy: bool,
 }
 
 /// What a walk met, in order.
@@ -152,7 +166,7 @@ impl Tree {
     pub fn record_arguments<'py>(
         root: &Bound<'py, PyAny>,
         name: impl Fn(&Tree) -> String,
-    ) -> PyResult<(Self, Vec<Slot<'py>>)> {
+    ) -> PyResult<Arguments<'py>> {
         let mut recorder = Recorder {
             scope: Scope::Arguments,
             ..Recorder::default()
@@ -160,17 +174,17 @@ impl Tree {
         let outcome = recorder.run(root);
         let Some(object) = recorder.refused.take() else {
             outcome?;
-            return Ok((recorder.tree, recorder.slots));
+            return Ok(Arguments {
+                tree: recorder.tree,
+                slots: recorder.slots,
+                objects: recorder.objects,
+                numpy: recorder.numpy,
+            });
         };
         let class = object.get_type().fully_qualified_name()?;
-        let hint = if class == "numpy.ndarray" {
-            ": convert it with mx.array()"
-        } else {
-            ""
-        };
         Err(PyTypeError::new_err(format!(
-            "argument {}: expected mx.array, a dict, list or tuple of them, or a static value \
-             (number, string, None), got {class}{hint}",
+            "argument {}: expected mx.array, a NumPy array, a dict, list, tuple or dataclass of them, an nn.Module, \
+             or a static value (number, string, None), got {class}",
             name(&recorder.tree)
         )))
     }
@@ -215,7 +229,7 @@ impl Tree {
             && self.items.iter().zip(&other.items).all(|pair| match pair {
                 (Item::Open(a, n), Item::Open(b, m)) => a == b && n == m,
                 (Item::Key(a), Item::Key(b)) => equal(a.bind(py), b.bind(py)),
-                (Item::Array, Item::Array) => true,
+                (Item::Array, Item::Array) | (Item::Object, Item::Object) => true,
                 (Item::Static(a), Item::Static(b)) => a.equals(b, py),
                 _ => false,
             })
@@ -226,6 +240,13 @@ impl Tree {
         let mut paths = Paths::default();
         self.items.iter().for_each(|item| paths.step(item, py));
         paths.arrays
+    }
+
+    /// The path to each object that `reach` looks at.
+    pub fn object_paths(&self, py: Python<'_>) -> Vec<Vec<String>> {
+        let mut paths = Paths::default();
+        self.items.iter().for_each(|item| paths.step(item, py));
+        paths.objects
     }
 
     /// The path to where the walk ended.
@@ -243,6 +264,7 @@ struct Paths {
     keys: Vec<String>,
     key: Option<String>,
     arrays: Vec<Vec<String>>,
+    objects: Vec<Vec<String>>,
 }
 
 impl Paths {
@@ -276,10 +298,12 @@ impl Paths {
                 self.open.push((*kind, *len, 0));
                 self.close();
             }
-            Item::Array | Item::Static(_) => {
-                if matches!(item, Item::Array) {
-                    let path = self.next_path();
-                    self.arrays.push(path);
+            Item::Array | Item::Static(_) | Item::Object => {
+                let path = self.next_path();
+                match item {
+                    Item::Array => self.arrays.push(path),
+                    Item::Object => self.objects.push(path),
+                    _ => {}
                 }
                 self.key = None;
                 self.seen();
@@ -315,6 +339,8 @@ struct Recorder<'py> {
     tree: Tree,
     slots: Vec<Slot<'py>>,
     containers: Vec<usize>,
+    objects: Vec<Bound<'py, PyAny>>,
+    numpy: bool,
     scope: Scope,
     refused: Option<Bound<'py, PyAny>>,
     error: Option<PyErr>,
@@ -335,7 +361,7 @@ impl<'py> Recorder<'py> {
 
 impl<'py> Visitor<'py> for Recorder<'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
-        if self.scope == Scope::Arguments && matches!(kind, Kind::Module | Kind::Optimizer) {
+        if self.scope == Scope::Arguments && kind == Kind::Optimizer {
             self.refused = Some(container.clone());
             return None;
         }
@@ -361,9 +387,23 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
+        if self.scope == Scope::Arguments && is_number(object) {
+            self.objects.push(object.clone());
+            self.tree.items.push(Item::Object);
+            return Some(());
+        }
         if self.scope == Scope::Arguments && !is_plain(object) && !is_static_object(object) {
-            self.refused = Some(object.clone());
-            return None;
+            if is_numpy(object) {
+                self.numpy = true;
+                return Some(());
+            }
+            if !object.is_callable() && !object.hasattr("__dict__").unwrap_or(false) {
+                self.refused = Some(object.clone());
+                return None;
+            }
+            self.objects.push(object.clone());
+            self.tree.items.push(Item::Object);
+            return Some(());
         }
         match Static::of(object) {
             Ok(value) => self.tree.items.push(Item::Static(value)),
@@ -375,18 +415,30 @@ impl<'py> Visitor<'py> for Recorder<'py> {
         Some(())
     }
 
+    fn takes_arguments(&self) -> bool {
+        self.scope == Scope::Arguments
+    }
+
     fn skips(&self, key: &str) -> bool {
         self.scope.skips(key)
     }
 }
 
-// what may stand in a call beside arrays and numbers: functions, classes, enums, dtypes
+// a number that may change from call to call
+fn is_number(object: &Bound<'_, PyAny>) -> bool {
+    object.is_exact_instance_of::<PyFloat>() || object.is_exact_instance_of::<PyInt>()
+}
+
+// what may stand in a call beside arrays and numbers, and is itself only: classes, enums, dtypes, functions of C
 fn is_static_object(object: &Bound<'_, PyAny>) -> bool {
     let class = object.get_type();
     let module = class
         .module()
         .map_or_else(|_| String::new(), |m| m.to_string());
-    object.is_callable() || module == "mlx.core" || class.hasattr("__members__").unwrap_or(false)
+    object.is_instance_of::<PyType>()
+        || object.is_instance_of::<PyCFunction>()
+        || module == "mlx.core"
+        || class.hasattr("__members__").unwrap_or(false)
 }
 
 struct Checker<'a, 'py> {

@@ -1,6 +1,7 @@
 //! Walking Python containers: what stands where, and how to put something else there.
 use mlx_rs::Array;
 use pyo3::{
+    intern,
     prelude::*,
     sync::PyOnceLock,
     types::{PyDict, PyList, PyString, PyTuple, PyType},
@@ -26,6 +27,8 @@ pub enum Kind {
     Optimizer,
     /// The instance dict of a module or an optimizer.
     Attributes,
+    /// The fields of a dataclass, behind the class.
+    Dataclass,
 }
 
 /// Where an object stands, so that another can be put there.
@@ -127,6 +130,11 @@ pub trait Visitor<'py> {
 
     /// Whether to pass over an attribute of an optimizer.
     fn skips(&self, key: &str) -> bool;
+
+    /// Whether dataclasses are containers, and modules are not.
+    fn takes_arguments(&self) -> bool {
+        false
+    }
 }
 
 pub fn walk<'py>(
@@ -143,6 +151,9 @@ pub fn walk<'py>(
     }
     if let Ok(dict) = object.cast::<PyDict>() {
         let module = !dict.is_exact_instance_of::<PyDict>() && is_module(&object);
+        if module && visitor.takes_arguments() {
+            return visitor.leaf(&object);
+        }
         let kind = if module { Kind::Module } else { Kind::Dict };
         visitor.open(kind, &object, dict.len())?;
         walk_items(dict, depth, visitor)?;
@@ -169,7 +180,38 @@ pub fn walk<'py>(
         visitor.open(Kind::Optimizer, &object, 0)?;
         return walk_attributes(&object, depth, visitor);
     }
-    visitor.leaf(&object)
+    match fields(&object).filter(|_| visitor.takes_arguments()) {
+        Some(fields) => walk_fields(&object, &fields, depth, visitor),
+        None => visitor.leaf(&object),
+    }
+}
+
+fn walk_fields<'py>(
+    object: &Bound<'py, PyAny>,
+    fields: &[Bound<'py, PyString>],
+    depth: usize,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    visitor.open(Kind::Dataclass, object, fields.len() + 1)?;
+    visitor.leaf(object.get_type().as_any())?;
+    for name in fields {
+        visitor.key(name.as_any())?;
+        walk(object.getattr(name).ok()?, Place::Tuple, depth + 1, visitor)?;
+    }
+    Some(())
+}
+
+// the names of the fields of a dataclass's instance
+fn fields<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyString>>> {
+    let name = intern!(object.py(), "__dataclass_fields__");
+    let fields = object.get_type().getattr_opt(name).ok().flatten()?;
+    let names = fields.cast::<PyDict>().ok()?.keys().into_iter();
+    let names = names.map(|name| name.cast_into::<PyString>().ok());
+    let names: Vec<_> = names.collect::<Option<_>>()?;
+    let there = names
+        .iter()
+        .all(|name| object.hasattr(name).unwrap_or(false));
+    there.then_some(names)
 }
 
 fn walk_items<'py>(
@@ -227,6 +269,13 @@ pub fn is_module(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
 }
 
+/// Whether the object is a NumPy array.
+pub fn is_numpy(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "numpy", "ndarray");
+    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+}
+
 /// Whether the object is an `optimizers.Optimizer`.
 pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
@@ -253,6 +302,27 @@ impl<'py> Snapshot<'py> {
         }
     }
 
+    /// Whether an array has been put where there was none, or something else.
+    pub fn has_new_arrays(&self) -> PyResult<bool> {
+        for (dict, copy) in &self.dicts {
+            for (key, value) in dict.iter() {
+                let before = copy.get_item(&key)?;
+                if !before.is_some_and(|before| before.is(&value)) && has_array(&value, 0) {
+                    return Ok(true);
+                }
+            }
+        }
+        for (list, copy) in &self.lists {
+            for (at, value) in list.iter().enumerate() {
+                let before = copy.get_item(at).ok();
+                if !before.is_some_and(|before| before.is(&value)) && has_array(&value, 0) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     /// Put everything back.
     pub fn restore(&self) -> PyResult<()> {
         for (dict, copy) in &self.dicts {
@@ -265,7 +335,8 @@ impl<'py> Snapshot<'py> {
         Ok(())
     }
 
-    fn note(&mut self, container: &Bound<'py, PyAny>) -> PyResult<()> {
+    /// Note the contents of one dict or list.
+    pub fn note(&mut self, container: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Ok(dict) = container.cast::<PyDict>() {
             self.dicts.push((dict.clone(), dict.copy()?));
         } else if let Ok(list) = container.cast::<PyList>() {
@@ -274,6 +345,30 @@ impl<'py> Snapshot<'py> {
         }
         Ok(())
     }
+}
+
+fn has_array(object: &Bound<'_, PyAny>, depth: usize) -> bool {
+    if bridge::is_array(object) {
+        return true;
+    }
+    if depth > MAX_DEPTH {
+        return false;
+    }
+    if let Ok(dict) = object.cast::<PyDict>() {
+        return dict
+            .values()
+            .iter()
+            .any(|value| has_array(&value, depth + 1));
+    }
+    let items = match object.cast::<PyList>() {
+        Ok(list) => list.as_sequence().to_list(),
+        Err(_) if object.is_instance_of::<PyTuple>() => object
+            .cast::<PyTuple>()
+            .map(|t| t.to_list())
+            .map_err(Into::into),
+        Err(_) => return false,
+    };
+    items.is_ok_and(|items| items.iter().any(|item| has_array(&item, depth + 1)))
 }
 
 impl<'py> Visitor<'py> for Snapshot<'py> {
@@ -301,33 +396,54 @@ impl<'py> Visitor<'py> for Snapshot<'py> {
     }
 }
 
-/// A copy of `object` in which the arrays, in walking order, are those of `next`.
+/// A copy of `object` in which the arrays, in walking order, are those of `next`; modules stay what they are.
 pub fn rebuild<'py>(
     object: &Bound<'py, PyAny>,
     next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    rebuild_where(object, bridge::is_array, next)
+}
+
+/// A copy of `object` in which those that are `wanted` are replaced by `next`.
+pub fn rebuild_where<'py>(
+    object: &Bound<'py, PyAny>,
+    wanted: fn(&Bound<'_, PyAny>) -> bool,
+    next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
-    if bridge::is_array(object) {
+    if wanted(object) {
         return next(object);
     }
     if let Ok(dict) = object.cast::<PyDict>() {
+        if !dict.is_exact_instance_of::<PyDict>() && is_module(object) {
+            return Ok(object.clone());
+        }
         let copy = PyDict::new(py);
         for (key, value) in dict.iter() {
-            copy.set_item(key, rebuild(&value, next)?)?;
+            copy.set_item(key, rebuild_where(&value, wanted, next)?)?;
         }
         return Ok(copy.into_any());
     }
     if let Ok(list) = object.cast::<PyList>() {
-        let items = list.iter().map(|item| rebuild(&item, next));
+        let items = list.iter().map(|item| rebuild_where(&item, wanted, next));
         return Ok(PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?.into_any());
     }
     if let Ok(tuple) = object.cast::<PyTuple>() {
-        let items = tuple.iter().map(|item| rebuild(&item, next));
+        let items = tuple.iter().map(|item| rebuild_where(&item, wanted, next));
         let items = PyTuple::new(py, items.collect::<PyResult<Vec<_>>>()?)?;
         if tuple.is_exact_instance_of::<PyTuple>() {
             return Ok(items.into_any());
         }
         return tuple.get_type().call1(items); // a named tuple
     }
-    Ok(object.clone())
+    let Some(fields) = fields(object) else {
+        return Ok(object.clone());
+    };
+    let copy = py.import("copy")?.call_method1("copy", (object,))?;
+    let set = py.get_type::<PyAny>().getattr("__setattr__")?; // a frozen dataclass refuses its own
+    for name in fields {
+        let value = rebuild_where(&object.getattr(&name)?, wanted, next)?;
+        set.call1((&copy, name, value))?;
+    }
+    Ok(copy)
 }

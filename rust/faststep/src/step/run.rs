@@ -197,6 +197,17 @@ impl Engine {
         Ok(outputs)
     }
 
+    /// Trace without evaluating anything; the host sees the graph ([`crate::trace::Host::traced`]).
+    ///
+    /// # Errors
+    /// Of the trace, which the host may have ended.
+    pub fn dry_run(&mut self, trace: &mut Trace, call: Call) -> Result<()> {
+        let inputs = self.take(call);
+        let outcome = trace.call(&inputs);
+        self.put_back(inputs);
+        outcome.map(drop).map_err(Error::Trace)
+    }
+
     // moves the state into the list of a trace's inputs; `put_back` is the inverse
     pub(super) fn take(&mut self, call: Call) -> Vec<Array> {
         let mut inputs = std::mem::take(&mut self.parameters);

@@ -2,6 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::{
+    graph::Graph,
     layout::Layout,
     outputs::Outputs,
     step::{Call, Output},
@@ -9,21 +10,47 @@ use faststep::{
     trace::{Part, Recipe, Rule, Trace},
     Error,
 };
-use mlx_rs::Array;
+use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::Inner;
 use crate::{
     bridge,
-    call::User,
-    errors::to_python,
+    call::{Batch, User},
+    errors::{mlx, to_python},
     holder::Holder,
     host::{Current, Stop},
+    reach::{Looked, Seen},
     refuse::{refuse, refuse_update},
     store::{Prepared, Store},
-    traces::{warn, Key},
+    traces::{holds, warn, Entry, Key},
     tree::Tree,
 };
+
+/// What one call gives a trace, beside the model's own arrays.
+pub(super) struct Given {
+    tree: Rc<Tree>,
+    /// The arrays of the batch.
+    pub(super) arrays: Vec<Array>,
+    /// What the loss reaches.
+    pub(super) looked: Rc<Looked>,
+    /// The loss function, the model, and objects among the arguments.
+    roots: Vec<Py<PyAny>>,
+    /// The constants that the call's trace takes as inputs.
+    constants: Vec<Array>,
+}
+
+impl Given {
+    pub(super) fn new(batch: Batch<'_>, looked: Looked, roots: Vec<Bound<'_, PyAny>>) -> Self {
+        Self {
+            tree: batch.tree,
+            arrays: batch.arrays,
+            looked: Rc::new(looked),
+            roots: roots.into_iter().map(Bound::unbind).collect(),
+            constants: Vec::new(),
+        }
+    }
+}
 
 impl Inner {
     // traces where it has to and runs; once more, uncompiled, where the loss cannot be traced. True: a new trace
@@ -31,16 +58,15 @@ impl Inner {
         &mut self,
         store: &mut Store,
         user: &User<'_>,
-        tree: Tree,
+        given: &mut Given,
         task: Task,
-        mut attempt: impl FnMut(&mut Self, &mut Store) -> Result<T, Stop>,
+        mut attempt: impl FnMut(&mut Self, &mut Store, &Given) -> Result<T, Stop>,
     ) -> PyResult<(T, bool)> {
         let started = Instant::now();
-        let tree = Rc::new(tree);
         self.check_compiler(user.py())?;
         loop {
-            self.find(store, user, &tree, task)?;
-            let stop = match attempt(self, store) {
+            let found = self.find(store, user, given, task);
+            let stop = match found.and_then(|()| attempt(self, store, given)) {
                 Ok(output) => {
                     let seconds = started.elapsed().as_secs_f64();
                     let new = self.traces.settle(seconds);
@@ -104,47 +130,206 @@ impl Inner {
     // the call's traces become the last entries: that of the update, then that of the batch
     fn find(
         &mut self,
-        store: &Store,
+        store: &mut Store,
         user: &User<'_>,
-        tree: &Rc<Tree>,
+        given: &mut Given,
         task: Task,
-    ) -> PyResult<()> {
+    ) -> Result<(), Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let rule = store.rule.as_ref().ok_or_else(missing)?;
-        let engine = store.engine.as_ref().ok_or_else(missing)?;
-        let signature = store.signature()?;
-        for part in task.parts(rule) {
+        let rule = store.rule.as_ref().ok_or_else(missing)?.clone();
+        for part in task.parts(&rule) {
             let updates = matches!(part, Part::Whole(_) | Part::Update(_));
             let has_loss = !matches!(part, Part::Update(_));
+            let places = store.engine.as_ref().ok_or_else(missing)?.places();
             let key = Key {
-                loss: if has_loss { user.loss_number } else { 0 },
-                model: signature.id,
+                model: store.signature()?.id,
                 options: if updates { store.options_id() } else { 0 },
-                places: engine.places(),
-                batch: if has_loss {
-                    tree.clone()
-                } else {
-                    Rc::default()
-                },
-                part: part.clone(),
-            };
-            let options = self.options;
-            let recipe = || Recipe {
+                places,
+                reached: Vec::new(),
+                batch: Rc::default(),
                 part,
-                layout: engine.layout().clone(),
-                places: engine.places(),
-                max_grad_norm: options.max_grad_norm,
-                max_grad_value: options.max_grad_value,
-                guard: options.guard,
-                compute: options.compute,
-                ema_decay: options.ema_decay,
-                keep_gradients: options.raises,
-                others: if has_loss { store.others.len() } else { 0 },
             };
-            let make = || Trace::new(recipe(), self.host.clone(), self.compiled);
-            self.traces.find(user, key, options.max_traces, make);
+            if has_loss {
+                self.find_loss(store, user, given, key)?;
+                continue;
+            }
+            let py = user.py();
+            if self.traces.use_again(|e| e.key.equals(&key, py)).is_none() {
+                let recipe = self.recipe(store, &key, 0)?;
+                let trace = Trace::new(recipe, self.host.clone(), self.compiled);
+                let max_traces = self.options.max_traces;
+                self.traces
+                    .add(user, key, trace, Vec::new(), None, max_traces);
+            }
         }
         Ok(())
+    }
+
+    // a trace for the arrays that the loss reaches, and for the numbers: one for which they are known to be the right ones,
+    // or one whose graph a new one equals but for constants that are inputs
+    fn find_loss(
+        &mut self,
+        store: &mut Store,
+        user: &User<'_>,
+        given: &mut Given,
+        key: Key,
+    ) -> Result<(), Stop> {
+        let py = user.py();
+        let looked = given.looked.clone();
+        let key = Key {
+            reached: if self.compiled {
+                looked.program.tensors().to_vec()
+            } else {
+                Vec::new()
+            },
+            batch: given.tree.clone(),
+            ..key
+        };
+        given.constants.clear();
+        let fits = |entry: &Entry| entry.key.equals(&key, py) && holds(entry, py, &looked);
+        if let Some(entry) = self.traces.use_again(fits) {
+            if let Some(seen) = entry.kept.seen(py, &looked) {
+                given.constants.clone_from(&seen.constants);
+                self.template = seen
+                    .template
+                    .as_ref()
+                    .map(|template| template.clone_ref(py));
+            }
+            return Ok(());
+        }
+        let changed = self
+            .traces
+            .recent()
+            .find(|entry| entry.key.equals(&key, py));
+        let seen = changed.and_then(|entry| entry.kept.seen.last());
+        let changed = match seen.and_then(|seen| seen.change(py, &looked)) {
+            Some(value) => Some(looked.value_name(py, value)),
+            None => self.reach.change(),
+        };
+        let changed = changed.map(|name| named(user, &given.tree, name));
+        let varying = self.shared(store, user, given, &key)?;
+        let Some(varying) = varying else {
+            return Ok(());
+        };
+        let others = store.others.len() + key.reached.len() + varying.len();
+        let recipe = self.recipe(store, &key, others)?;
+        let trace = Trace::new(recipe, self.host.clone(), self.compiled);
+        let max_traces = self.options.max_traces;
+        self.traces
+            .add(user, key, trace, varying, changed.as_deref(), max_traces);
+        Ok(())
+    }
+
+    // where a trace was made for other numbers, a new graph tells whether it does for these: None; or the constants that a
+    // new trace is to take as inputs
+    fn shared(
+        &mut self,
+        store: &mut Store,
+        user: &User<'_>,
+        given: &mut Given,
+        key: &Key,
+    ) -> Result<Option<Vec<u32>>, Stop> {
+        let py = user.py();
+        let is_candidate = |entry: &Entry| entry.kept.graph.is_some() && entry.key.equals(key, py);
+        if !self.traces.recent().any(is_candidate) {
+            return Ok(Some(Vec::new()));
+        }
+        let (sketch, template) = self.sketch(store, user, given, key)?;
+        let differences = |entry: &Entry| {
+            let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
+            graph.differences(&sketch)
+        };
+        let holds = |entry: &Entry| {
+            let varying = &entry.kept.varying;
+            differences(entry).is_some_and(|differ| differ.iter().all(|at| varying.contains(at)))
+        };
+        let constants = |varying: &[u32]| {
+            let constants = varying.iter().map(|&at| sketch.constant(at));
+            constants.collect::<MlxResult<Vec<_>>>().map_err(mlx)
+        };
+        if let Some(entry) = self.traces.use_again(holds) {
+            given.constants = constants(&entry.kept.varying)?;
+            self.template = template.as_ref().map(|template| template.clone_ref(py));
+            self.see(user, given, template)?;
+            return Ok(None);
+        }
+        let mut varying = Vec::new();
+        if let Some(entry) = self.traces.use_again(|entry| differences(entry).is_some()) {
+            varying.clone_from(&entry.kept.varying);
+            varying.extend(differences(entry).unwrap_or_default());
+            varying.sort_unstable();
+            varying.dedup();
+            self.traces.drop_last();
+        }
+        given.constants = constants(&varying)?;
+        Ok(Some(varying))
+    }
+
+    // the trace used last holds for the numbers that were there when it was made, and for what the loss has made of them
+    fn see(&mut self, user: &User<'_>, given: &Given, template: Option<Py<PyAny>>) -> PyResult<()> {
+        let py = user.py();
+        let roots: Vec<_> = given
+            .roots
+            .iter()
+            .map(|root| root.bind(py).clone())
+            .collect();
+        let now = self.reach.look(&roots, &user.optimizer)?;
+        if let (Some(last), _) = self.traces.last_two() {
+            if last.kept.seen(py, &given.looked).is_none() {
+                let constants = given.constants.clone();
+                last.kept
+                    .see(Seen::new(py, &given.looked, constants, template));
+            }
+        }
+        self.traces.see_changes(py, &given.looked, &now);
+        Ok(())
+    }
+
+    // the graph of the loss as it is now, and what it returns; nothing is compiled
+    fn sketch(
+        &mut self,
+        store: &mut Store,
+        user: &User<'_>,
+        given: &mut Given,
+        key: &Key,
+    ) -> Result<(Graph, Option<Py<PyAny>>), Stop> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let recipe = self.recipe(store, key, store.others.len() + key.reached.len())?;
+        let mut trace = Trace::new(recipe, self.host.clone(), true);
+        let call = self.enter_host(store, user, given, true, &[])?;
+        if let Some(current) = self.host.current.borrow_mut().as_mut() {
+            current.sketch = true;
+        }
+        let engine = store.engine.as_mut().ok_or_else(missing)?;
+        let outcome = engine.dry_run(&mut trace, call);
+        let current = self.host.current.take();
+        let (stop, graph, template) = current.map_or((None, None, None), |current| {
+            (current.stop, current.graph, current.template)
+        });
+        match (graph, stop, outcome) {
+            (Some(graph), ..) => Ok((graph, template)),
+            (None, Some(stop), _) => Err(stop),
+            (None, None, Err(error)) => Err(Stop::Raised(to_python(&error))),
+            (None, None, Ok(())) => Err(Stop::Raised(missing())),
+        }
+    }
+
+    fn recipe(&self, store: &Store, key: &Key, others: usize) -> PyResult<Recipe> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let engine = store.engine.as_ref().ok_or_else(missing)?;
+        let options = self.options;
+        Ok(Recipe {
+            part: key.part.clone(),
+            layout: engine.layout().clone(),
+            places: engine.places(),
+            max_grad_norm: options.max_grad_norm,
+            max_grad_value: options.max_grad_value,
+            guard: options.guard,
+            compute: options.compute,
+            ema_decay: options.ema_decay,
+            keep_gradients: options.raises,
+            others,
+        })
     }
 
     pub(super) fn attempt(
@@ -152,14 +337,15 @@ impl Inner {
         store: &mut Store,
         user: &User<'_>,
         prepared: &Prepared<'_>,
-        batch: &[Array],
+        given: &Given,
         task: Task,
     ) -> Result<Output, Stop> {
         let py = user.py();
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let restore = self.compiled || task == Task::Gradients;
-        let call = self.enter_host(store, user, batch, restore)?;
+        let varying = self.varying();
+        let call = self.enter_host(store, user, given, restore, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
         let (last, before) = self.traces.last_two();
@@ -197,8 +383,9 @@ impl Inner {
             }
         }
         let shown = holder.show(engine, outcome.is_ok() && task != Task::Gradients);
-        let stop = self.leave_host();
+        let stop = self.leave_host(user, given);
         shown?;
+        let stop = stop?;
         match (outcome, stop, refusal) {
             (_, _, Some(refusal)) => Err(Stop::Raised(refusal)),
             (Ok(output), ..) => Ok(output),
@@ -207,13 +394,19 @@ impl Inner {
         }
     }
 
+    pub(super) fn varying(&self) -> Vec<u32> {
+        let last = self.traces.last();
+        last.map_or_else(Vec::new, |entry| entry.kept.varying.clone())
+    }
+
     // what the host is given for the call under way, and what the engine is
     pub(super) fn enter_host(
         &self,
         store: &Store,
         user: &User<'_>,
-        batch: &[Array],
+        given: &Given,
         restore: bool,
+        varying: &[u32],
     ) -> PyResult<Call> {
         let py = user.py();
         let signature = store.signature()?;
@@ -231,23 +424,64 @@ impl Inner {
             trainable: signature.trainable.clone_ref(py),
             compiled: self.compiled,
             restore,
+            looked: given.looked.clone(),
+            others: store.others.len(),
+            varying: varying.to_vec(),
+            sketch: false,
+            tracers: Vec::new(),
+            graph: None,
+            held: Vec::new(),
+            in_place: Vec::new(),
             stop: None,
             template: None,
         }));
+        let mut others = store.others.clone();
+        if self.compiled {
+            others.extend_from_slice(&given.looked.arrays);
+            others.extend_from_slice(&given.constants[..varying.len()]);
+        }
         Ok(Call {
-            others: store.others.clone(),
-            rest: std::iter::once(key).chain(batch.iter().cloned()).collect(),
+            others,
+            rest: std::iter::once(key)
+                .chain(given.arrays.iter().cloned())
+                .collect(),
         })
     }
 
-    // after the engine's call: what ended the trace
-    pub(super) fn leave_host(&mut self) -> Option<Stop> {
-        let current = self.host.current.take();
-        let (stop, template) = current.map_or((None, None), |c| (c.stop, c.template));
-        if let (Some(last), Some(template)) = (self.traces.last_two().0, template) {
-            last.template = Some(template);
+    // after the engine's call: what ended the trace; of a new trace, what is to be kept
+    pub(super) fn leave_host(&mut self, user: &User<'_>, given: &Given) -> PyResult<Option<Stop>> {
+        let Some(current) = self.host.current.take() else {
+            return Ok(None);
+        };
+        if let Some(template) = current.template {
+            if let (true, Some(last)) = (self.compiled, self.traces.last_two().0) {
+                last.kept.graph = current.graph;
+                last.kept.in_place = current.in_place;
+                self.see(user, given, Some(template.clone_ref(user.py())))?;
+            }
+            self.template = Some(template);
         }
-        stop
+        Ok(current.stop)
+    }
+}
+
+// an argument as the loss function names it, for its number among the objects that are looked at
+fn named(user: &User<'_>, tree: &Tree, name: String) -> String {
+    let Some(rest) = name.strip_prefix("argument ") else {
+        return name;
+    };
+    let (number, rest) = rest.split_at(
+        rest.find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(rest.len()),
+    );
+    let paths = tree.object_paths(user.py());
+    match number
+        .parse()
+        .ok()
+        .and_then(|number: usize| paths.get(number))
+    {
+        Some(path) => format!("argument {}{rest}", user.name(path)),
+        None => name,
     }
 }
 

@@ -5,7 +5,7 @@ use faststep::{memory, outputs::Outputs, step::Output, task::Task};
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyBool};
 
-use super::{Inner, Returned};
+use super::{attempt::Given, Inner, Returned};
 use crate::{
     bridge,
     call::User,
@@ -20,12 +20,13 @@ impl Inner {
     pub(super) fn step<'py>(
         &mut self,
         store: &mut Store,
-        user: &User<'py>,
+        mut user: User<'py>,
         task: Task,
     ) -> PyResult<Returned<'py>> {
         let py = user.py();
         let started = Instant::now();
-        let (tree, batch) = user.batch()?;
+        let mut given = self.given(&mut user)?;
+        let user = &user;
         let mut schedules = HostSchedules::of(&user.optimizer);
         let called = if task.updates() {
             schedules.call()
@@ -36,8 +37,8 @@ impl Inner {
             let mut prepared = self.prepare(store, user, task)?;
             let undo = prepared.undo.take();
             self.seconds.look += started.elapsed().as_secs_f64();
-            let outcome = self.run(store, user, tree, task, |inner, store| {
-                inner.attempt(store, user, &prepared, &batch, task)
+            let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
+                inner.attempt(store, user, &prepared, given, task)
             });
             if let (Err(_), Some(undo)) = (&outcome, undo) {
                 undo.restore()?;
@@ -46,6 +47,10 @@ impl Inner {
             let (output, new) = outcome?;
             let shown = Instant::now();
             store.take_output(py, &prepared, &output.batch)?;
+            if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
+                let (others, first) = (&output.batch.others, store.others.len());
+                given.looked.show(py, others, first, &last.kept.in_place)?;
+            }
             if task.updates() {
                 store.close_window();
             }
@@ -114,13 +119,15 @@ impl Inner {
     pub(super) fn gradients<'py>(
         &mut self,
         store: &mut Store,
-        user: &User<'py>,
+        mut user: User<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let (tree, batch) = user.batch()?;
+        let mut given = self.given(&mut user)?;
+        let user = &user;
         let mut prepared = self.prepare(store, user, Task::Gradients)?;
         let undo = prepared.undo.take();
-        let outcome = self.run(store, user, tree, Task::Gradients, |inner, store| {
-            inner.attempt(store, user, &prepared, &batch, Task::Gradients)
+        let task = Task::Gradients;
+        let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
+            inner.attempt(store, user, &prepared, given, task)
         });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
@@ -132,10 +139,18 @@ impl Inner {
         Ok((self.returned(user.py(), &output.batch)?, tree))
     }
 
+    // the batch, and what the loss reaches beside it
+    pub(super) fn given(&mut self, user: &mut User<'_>) -> PyResult<Given> {
+        let batch = user.batch()?;
+        let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
+        roots.extend_from_slice(&batch.objects);
+        let looked = self.reach.look(&roots, &user.optimizer)?;
+        Ok(Given::new(batch, looked, roots))
+    }
+
     // what the loss function returned, with the arrays of this step
     fn returned<'py>(&self, py: Python<'py>, output: &Outputs) -> PyResult<Bound<'py, PyAny>> {
-        let template = self.traces.last().and_then(|entry| entry.template.as_ref());
-        match template.map(|template| template.bind(py)) {
+        match self.template.as_ref().map(|template| template.bind(py)) {
             Some(template) if !bridge::is_array(template) => {
                 fill(template, output.loss.iter().chain(&output.aux))
             }

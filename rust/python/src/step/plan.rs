@@ -3,7 +3,10 @@ use faststep::{plan::Plan, trace::Part};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use super::{attempt::from_device, Inner, Task};
+use super::{
+    attempt::{from_device, Given},
+    Inner, Task,
+};
 use crate::{
     bridge,
     call::User,
@@ -60,10 +63,11 @@ impl Inner {
     pub(super) fn memory_plan(
         &mut self,
         store: &mut Store,
-        user: &User<'_>,
+        mut user: User<'_>,
         accumulate: usize,
     ) -> PyResult<MemoryPlan> {
-        let (tree, batch) = user.batch()?;
+        let mut given = self.given(&mut user)?;
+        let user = &user;
         // all calls of a window, whatever is in it now: the last one of them updates
         let (task, calls) = match Task::of(accumulate, store.batches()) {
             Task::Whole => (Task::Whole, 1),
@@ -72,8 +76,8 @@ impl Inner {
         let needs = self.options.needs(task.accumulates());
         let mut prepared = store.prepare_draft(&user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
-        let outcome = self.run(store, user, tree, task, |inner, store| {
-            inner.plan(store, user, &prepared, &batch, calls)
+        let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
+            inner.plan(store, user, &prepared, given, calls)
         });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
@@ -87,13 +91,14 @@ impl Inner {
         store: &mut Store,
         user: &User<'_>,
         prepared: &Prepared<'_>,
-        batch: &[Array],
+        given: &Given,
         calls: usize,
     ) -> Result<Plan, Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let signature = store.signature()?;
         let shown = shown(store, prepared)?;
-        let call = self.enter_host(store, user, batch, true)?;
+        let varying = self.varying();
+        let call = self.enter_host(store, user, given, true, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let (last, before) = self.traces.last_two();
         let last = last.ok_or_else(missing)?;
@@ -113,8 +118,9 @@ impl Inner {
             &mut holder,
         );
         let put_back = holder.show(engine, false);
-        let stop = self.leave_host();
+        let stop = self.leave_host(user, given);
         put_back?;
+        let stop = stop?;
         match (outcome, stop) {
             (Ok(plan), _) => Ok(plan),
             (Err(_), Some(stop)) => Err(stop),

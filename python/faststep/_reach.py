@@ -1,0 +1,351 @@
+"""What a loss function can reach beside its arguments: the arrays, numbers and objects that its code names.
+
+A loss function reads closure cells, defaults, globals, the object that it is a method of, and whatever their attributes
+lead to. `discover` follows its code, and the code of the functions that this leads to, and returns a list of nodes that
+the native step looks at before each call. Code of MLX, NumPy and the standard library is not followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dis
+import enum
+import functools
+import gc
+import os
+import sysconfig
+import types
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+# How a node's object is found from its parent's; reach/node.rs has the same numbers.
+ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT = range(11)
+# What is compared in it.
+ARRAY, VALUE, NUMPY, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING = range(9)
+
+Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, mx.Dtype, enum.Enum)
+_LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
+_STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD")
+_DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
+_MAX_ITEMS, _MAX_NODES = 4096, 50_000
+
+
+def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
+    """Return what a loss function reaches.
+
+    Args:
+        roots: The loss function, the model, then modules and other objects that are passed to the loss function. The
+            model's own arrays and numbers are left out: they are watched elsewhere.
+        owned: The optimizer, which belongs to the step.
+
+    Returns:
+        The nodes, each behind its parent. Roots are numbered as in `roots`.
+    """
+    search = _Search(roots[1], owned)
+    for at, root in enumerate(roots):
+        search.add(-1, ROOT, at, root)
+    search.run()
+    return search.kept()
+
+
+def holders(array: mx.array) -> list[str]:
+    """Describe what holds an array object of this value, for a message: dicts, lists, tuples and cells.
+
+    Args:
+        array: An array of any shape and dtype that has been found in a graph.
+    """
+    found = []
+    for container in gc.get_objects():
+        if isinstance(container, dict | list | tuple | collections.deque):
+            items = container.values() if isinstance(container, dict) else container
+            if len(container) <= _MAX_ITEMS and any(type(item) is mx.array and item is array for item in items):
+                found.append(type(container).__name__)
+    return found
+
+
+def _is(value: Any, cls: Any) -> bool:
+    """Tell whether the class of an object is this one; functions of `mx.compile` say that they are of another."""
+    return issubclass(type(value), cls)
+
+
+def _is_library(function: types.FunctionType) -> bool:
+    name = function.__globals__.get("__name__")
+    if isinstance(name, str) and name.split(".")[0] in _LIBRARIES:
+        return True
+    return _is_standard(function.__code__.co_filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_standard(file: str) -> bool:
+    if file.startswith("<frozen"):
+        return True
+    return os.path.realpath(file).startswith(_STANDARD) and "site-packages" not in file
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_standard_module(name: str) -> bool:
+    import sys
+
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name in sys.builtin_module_names or (file is not None and _is_standard(file))
+
+
+def _is_library_class(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in _LIBRARIES or _is_standard_module(cls.__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
+    """Return the globals and the attributes that code names, and whether it may read any attribute."""
+    names, attributes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(instruction.argval)
+        elif instruction.opname in _READS:
+            attributes.add(instruction.argval)
+    dynamic = bool(_DYNAMIC & (names | attributes))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_names, inner_attributes, inner_dynamic = _named(constant)
+            names |= inner_names
+            attributes |= inner_attributes
+            dynamic |= inner_dynamic
+        elif isinstance(constant, str) and constant.isidentifier():
+            attributes.add(constant)
+    return frozenset(names), frozenset(attributes), dynamic
+
+
+def _containers(root: Any) -> set[int]:
+    """Return the addresses of a model's modules, dicts and lists."""
+    found: set[int] = set()
+    todo = [root]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict | list) and id(value) not in found:
+            found.add(id(value))
+            todo.extend(value.values() if isinstance(value, dict) else value)
+            if isinstance(value, nn.Module):
+                todo.extend(vars(value).values())
+        elif isinstance(value, tuple):
+            todo.extend(value)
+    return found
+
+
+def _has_attributes(value: Any) -> bool:
+    if isinstance(value, _RECORDS):
+        return True
+    cls = type(value)
+    return not _is_library_class(cls) and (hasattr(value, "__dict__") or any("__slots__" in vars(b) for b in cls.__mro__))
+
+
+def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+    """Return what makes up a callable or a descriptor that is no plain function."""
+    names: tuple[str, ...] = ()
+    if _is(value, types.MethodType):
+        names = ("__func__", "__self__")
+    elif _is(value, functools.partial):
+        names = ("func", "args", "keywords")
+    elif isinstance(value, property):
+        names = ("fget",)
+    elif isinstance(value, staticmethod | classmethod):
+        names = ("__func__",)
+    elif isinstance(value, functools.cached_property):
+        names = ("func",)
+    return [(name, getattr(value, name)) for name in names]
+
+
+class _Search:
+    """A walk from the roots to whatever the code that is met on the way names."""
+
+    def __init__(self, model: nn.Module, owned: Any) -> None:
+        self.nodes: list[Node] = []
+        self.objects: list[Any] = []  # of each node
+        self.index: dict[tuple[int, int, Any], int] = {}
+        self.owned, self.model_parts = owned, _containers(model)
+        self.seen: dict[int, int] = {}  # the node of each object by its address
+        self.todo: collections.deque[int] = collections.deque()
+        self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
+        self.attributes: set[str] = set()
+        self.any_attribute = False
+
+    def add(self, parent: int, how: int, key: Any, value: Any) -> int:
+        """Add an object as a node, to be followed."""
+        place = (parent, how, key)
+        if place not in self.index:
+            at = self.index[place] = len(self.nodes)
+            kind, expected = self.compared(value)
+            self.nodes.append((*place, kind, expected))
+            self.objects.append(value)
+            if kind not in (VALUE, SAME):
+                self.seen[id(value)] = at
+                self.todo.append(at)
+        return self.index[place]
+
+    def compared(self, value: Any) -> tuple[int, Any]:
+        """Return what is compared in an object, and what is expected."""
+        if isinstance(value, _PLAIN):
+            return VALUE, value
+        if id(value) in self.seen:
+            return SAME, self.seen[id(value)]
+        if isinstance(value, mx.array):
+            return ARRAY, None
+        if isinstance(value, np.ndarray):
+            return NUMPY, None
+        if isinstance(value, set | frozenset) and all(isinstance(item, _PLAIN) for item in value):
+            return VALUE, frozenset(value) if isinstance(value, frozenset) else set(value)
+        if _is(value, types.FunctionType):
+            return FUNCTION, value.__code__
+        if isinstance(value, nn.Module):
+            return (IDENTITY, weakref.ref(value)) if id(value) in self.model_parts else (CONTAINER, None)
+        if isinstance(value, dict | list | tuple):
+            watched = id(value) not in self.model_parts and len(value) <= _MAX_ITEMS
+            return (CONTAINER if watched else ANYTHING), None
+        if _parts(value):
+            return ANYTHING, None
+        if value is not self.owned and _has_attributes(value) and not isinstance(value, type):
+            return OBJECT, None
+        try:
+            return IDENTITY, weakref.ref(value)
+        except TypeError:
+            return IDENTITY, value
+
+    def run(self) -> None:
+        """Follow objects until nothing new is met: attributes may be named by code that is met later."""
+        while self.todo and len(self.nodes) < _MAX_NODES:
+            while self.todo and len(self.nodes) < _MAX_NODES:
+                at = self.todo.popleft()
+                self.follow(at, self.objects[at])
+            for at in self.filtered:
+                self.follow_named(at, self.objects[at])
+
+    def follow(self, at: int, value: Any) -> None:
+        """Add what an object leads to."""
+        if _is(value, types.FunctionType):
+            self.follow_function(at, value)
+        elif parts := _parts(value):
+            for name, part in parts:
+                self.add(at, ATTRIBUTE, name, part)
+        elif isinstance(value, dict | list | tuple):
+            if len(value) <= _MAX_ITEMS:
+                self.follow_container(at, value)
+        elif isinstance(value, type | types.ModuleType) or (value is not self.owned and _has_attributes(value)):
+            self.filtered.append(at)
+            self.follow_class(at, value)
+            self.follow_named(at, value)
+        elif callable(value):
+            for number, referent in enumerate(gc.get_referents(value)):  # of mx.compile, mx.checkpoint and their kind
+                if _is(referent, types.FunctionType | types.MethodType | functools.partial):
+                    self.add(at, REFERENT, number, referent)
+
+    def follow_function(self, at: int, function: types.FunctionType) -> None:
+        """Add a function's closure and defaults, and the globals that its code names."""
+        for number, cell in enumerate(function.__closure__ or ()):
+            try:
+                self.add(at, CELL, number, cell.cell_contents)
+            except ValueError:  # the cell is empty
+                continue
+        for name in ("__defaults__", "__kwdefaults__", "__wrapped__"):
+            if (value := getattr(function, name, None)) is not None:
+                self.add(at, ATTRIBUTE, name, value)
+        if _is_library(function):
+            return
+        names, attributes, dynamic = _named(function.__code__)
+        self.attributes |= attributes
+        self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
+        for name in names:
+            if name in function.__globals__:
+                self.add(at, GLOBAL, name, function.__globals__[name])
+
+    def follow_container(self, at: int, value: Any) -> None:
+        """Add what is in a dict, list, tuple or module; of the model, what is no slot of it."""
+        pairs = [(ITEM, *item) for item in value.items()] if isinstance(value, dict) else []
+        if not isinstance(value, dict):
+            pairs = [(INDEX, *item) for item in enumerate(value)]
+        if isinstance(value, nn.Module):
+            pairs += [(INSTANCE, *item) for item in vars(value).items()]
+            self.follow_class(at, value)
+        of_model = id(value) in self.model_parts
+        for how, key, item in pairs:
+            if not of_model or not (isinstance(item, (mx.array, set, *_PLAIN)) or id(item) in self.seen):
+                self.add(at, how, key, item)
+
+    def follow_class(self, at: int, value: Any) -> None:
+        """Add the class of an object, whose methods the code may call."""
+        cls = type(value)
+        if not isinstance(value, type) and not _is_library_class(cls) and id(cls) not in self.seen:
+            self.add(at, TYPE, None, cls)
+
+    def follow_named(self, at: int, value: Any) -> None:
+        """Add the attributes of an object, class or Python module that the code names."""
+        if isinstance(value, type):
+            for number, base in enumerate(value.__mro__):
+                if not _is_library_class(base) and not issubclass(base, enum.Enum):
+                    self.follow_base(at, number, base)
+            return
+        values: Mapping[str, Any] = getattr(value, "__dict__", {})
+        if isinstance(value, types.ModuleType):
+            library = value.__name__.split(".")[0] in _LIBRARIES or _is_standard_module(value.__name__)
+            names: Iterable[str] = () if library else self.attributes & values.keys()
+        else:
+            everything = self.any_attribute or isinstance(value, _RECORDS)
+            names = values.keys() if everything else self.attributes & values.keys()
+            self.follow_slots(at, value, everything)
+        for name in list(names):
+            self.add(at, INSTANCE, name, values[name])
+
+    def follow_slots(self, at: int, value: Any, everything: bool) -> None:
+        for base in type(value).__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if (everything or name in self.attributes) and not name.startswith("__") and hasattr(value, name):
+                    self.add(at, ATTRIBUTE, name, getattr(value, name))
+
+    def follow_base(self, at: int, number: int, base: type) -> None:
+        """Add what the code names of one class of an inheritance, and what Python calls by itself."""
+        for name, value in vars(base).items():
+            called = name.startswith("__") and _is(value, types.FunctionType)
+            if called or (name in self.attributes and not name.startswith("__")):
+                place = (at, BASE, number)
+                if place not in self.index:
+                    self.index[place] = len(self.nodes)
+                    self.nodes.append((*place, ANYTHING, None))
+                    self.objects.append(base)
+                self.add(self.index[place], CLASS, name, value)
+
+    def kept(self) -> list[Node]:
+        """Return the nodes that can change, and those that lead to them, numbered anew."""
+        keep = [self.can_change(at) for at in range(len(self.nodes))]
+        for at in reversed(range(len(self.nodes))):
+            parent, _, _, kind, expected = self.nodes[at]
+            if keep[at]:
+                for needed in (parent, expected if kind == SAME else -1):
+                    if needed >= 0:
+                        keep[needed] = True
+        numbers, nodes = {-1: -1}, []
+        for at, (parent, how, key, kind, expected) in enumerate(self.nodes):
+            if keep[at]:
+                numbers[at] = len(nodes)
+                nodes.append((numbers[parent], how, key, kind, numbers[expected] if kind == SAME else expected))
+        return nodes
+
+    def can_change(self, at: int) -> bool:
+        """Tell whether a user may put another object there, or change it."""
+        parent, how, _, kind, expected = self.nodes[at]
+        value = self.objects[at]
+        if how == ROOT or kind in (ARRAY, NUMPY):
+            return True
+        if isinstance(value, types.ModuleType) or (kind == SAME and isinstance(self.objects[expected], types.ModuleType)):
+            return False
+        if how in (TYPE, BASE, REFERENT) or (how == CLASS and kind in (FUNCTION, SAME, ANYTHING)):
+            return False
+        return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.model_parts)

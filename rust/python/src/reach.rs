@@ -1,0 +1,120 @@
+//! What a loss reaches beside its arguments: found once by `faststep._reach`, looked at before each call.
+//!
+//! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
+//! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
+//! strings are compared, and anything else that is not as it was makes a program anew.
+mod look;
+mod node;
+mod reached;
+mod seen;
+
+use std::{cell::RefCell, rc::Rc};
+
+use mlx_rs::Array;
+use pyo3::{prelude::*, types::PyTuple};
+
+use faststep::layout::Tensor;
+
+use look::Look;
+pub use look::Looked;
+use node::Node;
+pub use reached::Reached;
+pub use seen::Seen;
+
+/// So many programs are remembered; the one used least recently goes first.
+const MAX_PROGRAMS: usize = 64;
+
+/// What one loss reaches, in one structure of the objects that lead there.
+pub struct Program {
+    /// Tells programs apart.
+    pub id: usize,
+    nodes: Vec<Node>,
+    tensors: Vec<Tensor>,     // of the arrays
+    ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
+}
+
+impl Program {
+    /// Shape and dtype of each array.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// How a user writes the place of a node: `loss_fn.self.target.weight`.
+    pub fn name(&self, py: Python<'_>, node: usize) -> String {
+        let node = &self.nodes[node];
+        let parent = node.parent.map(|parent| self.name(py, parent));
+        node.name(py, parent)
+    }
+}
+
+/// The programs of a step.
+#[derive(Default)]
+pub struct Reach {
+    programs: Vec<Rc<Program>>, // most recent last
+    made: usize,
+    change: Option<String>,
+}
+
+impl Reach {
+    /// Look at what the loss reaches now.
+    ///
+    /// `roots`: the loss function, the model, then objects among the arguments. `owned`: the optimizer.
+    pub fn look(
+        &mut self,
+        roots: &[Bound<'_, PyAny>],
+        owned: &Bound<'_, PyAny>,
+    ) -> PyResult<Looked> {
+        let mut change = None;
+        for at in (0..self.programs.len()).rev() {
+            match self.programs[at].look(roots) {
+                Look::Same(values) => {
+                    let program = self.programs.remove(at);
+                    self.programs.push(program.clone());
+                    return Looked::new(program, values);
+                }
+                Look::Differs(node) => {
+                    let name = || self.programs[at].name(owned.py(), node);
+                    change.get_or_insert_with(name);
+                }
+            }
+        }
+        let program = Rc::new(self.discover(roots, owned)?);
+        self.change = change;
+        let values = match program.look(roots) {
+            Look::Same(values) => values,
+            Look::Differs(node) => return Err(node::moving(&program.name(owned.py(), node))),
+        };
+        self.programs.push(program.clone());
+        if self.programs.len() > MAX_PROGRAMS {
+            self.programs.remove(0);
+        }
+        Looked::new(program, values)
+    }
+
+    /// What made the last program necessary, where there was one before it.
+    pub fn change(&mut self) -> Option<String> {
+        self.change.take()
+    }
+
+    fn discover(
+        &mut self,
+        roots: &[Bound<'_, PyAny>],
+        owned: &Bound<'_, PyAny>,
+    ) -> PyResult<Program> {
+        let py = owned.py();
+        let found = py
+            .import("faststep._reach")?
+            .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
+        let nodes = found.try_iter()?.map(|node| Node::read(&node?));
+        let nodes = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
+        self.made += 1;
+        let (nodes, arrays): (Vec<Node>, Vec<Option<Array>>) = nodes.into_iter().unzip();
+        let tensors = arrays.iter().flatten().map(Tensor::of).collect();
+        Ok(Program {
+            id: self.made,
+            nodes,
+            tensors,
+            ids: RefCell::default(),
+        })
+    }
+}

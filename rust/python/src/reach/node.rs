@@ -1,0 +1,326 @@
+//! One object on the way from a loss to what it reaches.
+use mlx_rs::Array;
+use pyo3::{
+    exceptions::PyRuntimeError,
+    intern,
+    prelude::*,
+    types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
+};
+
+use crate::{bridge, tree::is_plain, walk::is_numpy};
+
+/// How an object is found from its parent; `_reach.py` has the same numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// One of the roots.
+    Root,
+    /// In a dict, by its key.
+    Item,
+    /// In a list or tuple, by its index.
+    Index,
+    /// By `getattr`.
+    Attribute,
+    /// In the instance dict, by name.
+    Instance,
+    /// In a cell of a function's closure, by its index.
+    Cell,
+    /// Among a function's globals, by name.
+    Global,
+    /// Its class.
+    Type,
+    /// A class in the method resolution order, by its index.
+    Base,
+    /// In a class's own dict, by name.
+    Class,
+    /// What it refers to, as the garbage collector knows it, by number.
+    Referent,
+}
+
+const HOW: [How; 11] = [
+    How::Root,
+    How::Item,
+    How::Index,
+    How::Attribute,
+    How::Instance,
+    How::Cell,
+    How::Global,
+    How::Type,
+    How::Base,
+    How::Class,
+    How::Referent,
+];
+
+/// What is compared in an object.
+#[derive(Debug)]
+pub enum Expect {
+    /// An array, of any value.
+    Array,
+    /// A number, a string or their kind, of any value.
+    Value(Py<PyType>),
+    /// A NumPy array, of any value.
+    NumPy,
+    /// A dict, list, tuple or module of that class and those lengths, of its own and of its instance dict.
+    Container(Class, usize, Option<usize>),
+    /// An object of that class, with so many attributes.
+    Object(Class, Option<usize>),
+    /// A function with that code.
+    Function(Py<PyAny>),
+    /// The object of another node.
+    Same(usize),
+    /// That very object.
+    Identity(Weak),
+    /// Whatever it is.
+    Anything,
+}
+
+/// An object, without keeping it alive where that can be.
+#[derive(Debug)]
+pub enum Weak {
+    /// By a weak reference.
+    Weak(Py<PyWeakrefReference>),
+    /// What cannot be referred to weakly.
+    Strong(Py<PyAny>),
+}
+
+/// A class, which is not kept alive either.
+pub type Class = Weak;
+
+impl Weak {
+    fn of(object: &Bound<'_, PyAny>) -> Self {
+        match PyWeakrefReference::new(object) {
+            Ok(weak) => Self::Weak(weak.unbind()),
+            Err(_) => Self::Strong(object.clone().unbind()),
+        }
+    }
+
+    fn is(&self, object: &Bound<'_, PyAny>) -> bool {
+        match self {
+            Self::Weak(weak) => weak
+                .bind(object.py())
+                .upgrade()
+                .is_some_and(|mine| mine.is(object)),
+            Self::Strong(mine) => mine.is(object),
+        }
+    }
+}
+
+/// One object on the way.
+#[derive(Debug)]
+pub struct Node {
+    /// The node from which it is found; none of a root.
+    pub parent: Option<usize>,
+    /// How it is found.
+    pub how: How,
+    key: Option<Py<PyAny>>,
+    index: usize,
+    /// What is compared in it.
+    pub expect: Expect,
+}
+
+/// The error of an object that is another one each time that it is asked for.
+pub fn moving(name: &str) -> PyErr {
+    PyRuntimeError::new_err(format!(
+        "{name}, which the loss function reaches, changes while it is looked at: does another thread change it?"
+    ))
+}
+
+// the expectation is completed when the object is there
+fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
+    Ok(match number {
+        0 => Expect::Array,
+        1 => Expect::Value(expected.get_type().unbind()),
+        2 => Expect::NumPy,
+        3 => Expect::Container(Weak::of(&expected.get_type()), 0, None),
+        4 => Expect::Object(Weak::of(&expected.get_type()), None),
+        5 => Expect::Function(expected.clone().unbind()),
+        6 => Expect::Same(expected.extract()?),
+        7 => Expect::Identity(match expected.cast::<PyWeakrefReference>() {
+            Ok(weak) => Weak::Weak(weak.clone().unbind()),
+            Err(_) => Weak::Strong(expected.clone().unbind()),
+        }),
+        _ => Expect::Anything,
+    })
+}
+
+/// Complete the expectations of nodes by what is there now; the array of each node that is one.
+pub fn expect<'py>(
+    nodes: Vec<Node>,
+    roots: &[Bound<'py, PyAny>],
+) -> PyResult<Vec<(Node, Option<Array>)>> {
+    let mut objects: Vec<Bound<'py, PyAny>> = Vec::with_capacity(nodes.len());
+    let mut complete = Vec::with_capacity(nodes.len());
+    for mut node in nodes {
+        let name = |node: &Node| node.name(roots[0].py(), None);
+        let object = node.find(&objects, roots);
+        let object = object.ok_or_else(|| moving(&name(&node)))?;
+        match &mut node.expect {
+            Expect::Container(class, len, attributes) => {
+                *class = Weak::of(&object.get_type());
+                *len = object.len()?;
+                *attributes = attributes_of(&object).map(|dict| dict.len());
+            }
+            Expect::Object(class, attributes) => {
+                *class = Weak::of(&object.get_type());
+                *attributes = attributes_of(&object).map(|dict| dict.len());
+            }
+            _ => {}
+        }
+        let array = matches!(node.expect, Expect::Array)
+            .then(|| bridge::get(&object))
+            .flatten();
+        complete.push((node, array));
+        objects.push(object);
+    }
+    Ok(complete)
+}
+
+/// The instance dict of an object.
+pub fn attributes_of<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDict>> {
+    let dict = object.getattr_opt(intern!(object.py(), "__dict__"));
+    dict.ok().flatten()?.cast_into::<PyDict>().ok()
+}
+
+impl Node {
+    /// Read a node as `_reach.py` has it.
+    pub fn read(node: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (parent, how, key, number, expected): (
+            isize,
+            usize,
+            Bound<'_, PyAny>,
+            usize,
+            Bound<'_, PyAny>,
+        ) = node.extract()?;
+        let how = HOW.get(how).copied().unwrap_or(How::Root);
+        let index = match how {
+            How::Root | How::Index | How::Cell | How::Base | How::Referent => key.extract()?,
+            _ => 0,
+        };
+        Ok(Self {
+            parent: usize::try_from(parent).ok(),
+            how,
+            key: (!key.is_none()).then(|| key.unbind()),
+            index,
+            expect: kind(number, &expected)?,
+        })
+    }
+
+    /// The object that is there now; `objects` are those of the nodes before it.
+    pub fn find<'py>(
+        &self,
+        objects: &[Bound<'py, PyAny>],
+        roots: &[Bound<'py, PyAny>],
+    ) -> Option<Bound<'py, PyAny>> {
+        let Some(parent) = self.parent else {
+            return roots.get(self.index).cloned();
+        };
+        let parent = objects.get(parent)?;
+        let py = parent.py();
+        let key = || self.key.as_ref().map(|key| key.bind(py));
+        match self.how {
+            How::Root => None,
+            How::Item => parent.cast::<PyDict>().ok()?.get_item(key()?).ok()?,
+            How::Index => match parent.cast::<PyList>() {
+                Ok(list) => list.get_item(self.index).ok(),
+                Err(_) => parent.cast::<PyTuple>().ok()?.get_item(self.index).ok(),
+            },
+            How::Attribute => parent.getattr(key()?.cast().ok()?).ok(),
+            How::Instance => attributes_of(parent)?.get_item(key()?).ok()?,
+            How::Cell => bridge::cell(parent, self.index),
+            How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
+            How::Type => Some(parent.get_type().into_any()),
+            How::Base => parent
+                .cast::<PyType>()
+                .ok()?
+                .mro()
+                .get_item(self.index)
+                .ok(),
+            How::Class => parent
+                .getattr(intern!(py, "__dict__"))
+                .ok()?
+                .get_item(key()?)
+                .ok(),
+            How::Referent => {
+                let gc = py.import("gc").ok()?;
+                let referents = gc.call_method1("get_referents", (parent,)).ok()?;
+                referents.get_item(self.index).ok()
+            }
+        }
+    }
+
+    /// Put another object there; whether that can be.
+    pub fn put<'py>(
+        &self,
+        objects: &[Bound<'py, PyAny>],
+        object: &Bound<'py, PyAny>,
+    ) -> PyResult<bool> {
+        let (Some(parent), Some(key)) = (self.parent.and_then(|p| objects.get(p)), &self.key)
+        else {
+            return Ok(false);
+        };
+        let key = key.bind(parent.py());
+        match self.how {
+            How::Item | How::Index if !parent.is_instance_of::<PyTuple>() => {
+                parent.set_item(key, object)?;
+            }
+            How::Instance => match attributes_of(parent) {
+                Some(dict) => dict.set_item(key, object)?,
+                None => return Ok(false),
+            },
+            How::Attribute | How::Class => parent.setattr(key.cast()?, object)?,
+            How::Cell => bridge::set_cell(parent, self.index, object),
+            How::Global => match bridge::globals(parent) {
+                Some(dict) => dict.set_item(key, object)?,
+                None => return Ok(false),
+            },
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Whether the object is what is expected; of an array, apart from its shape and dtype.
+    pub fn fits(&self, object: &Bound<'_, PyAny>, objects: &[Bound<'_, PyAny>]) -> bool {
+        match &self.expect {
+            Expect::Array => bridge::is_array(object),
+            Expect::Value(class) => object.get_type().is(class) || is_plain(object),
+            Expect::NumPy => is_numpy(object),
+            Expect::Container(class, len, attributes) => {
+                class.is(&object.get_type())
+                    && object.len().is_ok_and(|n| n == *len)
+                    && (attributes.is_none()
+                        || attributes_of(object).map(|dict| dict.len()) == *attributes)
+            }
+            Expect::Object(class, attributes) => {
+                class.is(&object.get_type())
+                    && attributes_of(object).map(|dict| dict.len()) == *attributes
+            }
+            Expect::Function(code) => bridge::code(object)
+                .is_some_and(|now| now.is(code) || now.eq(code.bind(object.py())).unwrap_or(false)),
+            Expect::Same(node) => objects.get(*node).is_some_and(|other| other.is(object)),
+            Expect::Identity(known) => known.is(object),
+            Expect::Anything => true,
+        }
+    }
+
+    /// How a user writes its place, behind that of its parent.
+    pub fn name(&self, py: Python<'_>, parent: Option<String>) -> String {
+        let parent = parent.unwrap_or_default();
+        let key = self.key.as_ref().map(|key| key.bind(py));
+        let text = key.map_or_else(String::new, ToString::to_string);
+        match self.how {
+            How::Root if self.index == 0 => "loss_fn".into(),
+            How::Root if self.index == 1 => "model".into(),
+            How::Root => format!("argument {}", self.index - 2),
+            How::Item => match key.map(|key| key.repr().map(|r| r.to_string())) {
+                Some(Ok(key)) => format!("{parent}[{key}]"),
+                _ => parent,
+            },
+            How::Index => format!("{parent}[{}]", self.index),
+            How::Attribute if text.starts_with("__") && text != "__self__" => parent,
+            How::Attribute if text == "__self__" => "self".into(),
+            How::Attribute | How::Instance | How::Class => format!("{parent}.{text}"),
+            How::Cell => format!("closure[{}] of {parent}", self.index),
+            How::Global => text,
+            How::Type | How::Base | How::Referent => parent,
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! What a loss reaches, while the loss is traced: tracers in the place of arrays, and everything put back afterwards.
+use std::rc::Rc;
+
+use faststep::trace::Left;
+use mlx_rs::Array;
+use pyo3::prelude::*;
+
+use super::Looked;
+use crate::{
+    bridge,
+    host::{Current, Stop},
+    walk::Snapshot,
+};
+
+/// The objects of the arrays that a loss reaches hold tracers while this is in use.
+///
+/// The tracer is put into the array object itself, wherever that stands: in a tuple or a cell too.
+pub struct Reached<'py> {
+    looked: Rc<Looked>,
+    traced: Option<Traced<'py>>, // none where the loss is called at every step
+}
+
+struct Traced<'py> {
+    slots: Vec<Bound<'py, PyAny>>,
+    tracers: Vec<Array>,
+    first: usize, // the number of the first among all other arrays
+    snapshot: Snapshot<'py>,
+}
+
+impl<'py> Reached<'py> {
+    /// Put in tracers; `others` are those of the model, of the loss, and of constants.
+    pub fn new(py: Python<'py>, current: &mut Current, others: &[Array]) -> PyResult<Self> {
+        let looked = current.looked.clone();
+        if !current.compiled {
+            return Ok(Self {
+                looked,
+                traced: None,
+            });
+        }
+        let count = looked.arrays.len();
+        let tracers = others[current.others..][..count].to_vec();
+        current.tracers = others[current.others + count..].to_vec();
+        let traced = Traced {
+            slots: looked.slots(py),
+            snapshot: looked.snapshot(py)?,
+            first: current.others,
+            tracers,
+        };
+        for (slot, tracer) in traced.slots.iter().zip(&traced.tracers) {
+            bridge::assign(slot, tracer);
+        }
+        Ok(Self {
+            looked,
+            traced: Some(traced),
+        })
+    }
+
+    /// Read off what the loss has assigned; the arrays that it changed in place, by number.
+    ///
+    /// # Errors
+    /// What a trace cannot repeat.
+    pub fn read(&self, py: Python<'py>, left: &mut Left) -> Result<Vec<usize>, Stop> {
+        let now = self.looked.now(py);
+        let Some(traced) = &self.traced else {
+            let arrays = now.iter().flatten().filter_map(bridge::get);
+            left.kept.extend(arrays.filter(faststep::array::is_lazy));
+            return Ok(Vec::new());
+        };
+        let mut in_place = Vec::new();
+        for (number, (object, tracer)) in now.iter().zip(&traced.tracers).enumerate() {
+            let name = || self.looked.name(py, number);
+            let Some(array) = object.as_ref().and_then(bridge::get) else {
+                return Err(Stop::Untraceable(format!("it removes {}", name())));
+            };
+            let same = object.as_ref().is_some_and(|o| o.is(&traced.slots[number]));
+            if faststep::array::id(&array) == faststep::array::id(tracer) {
+                continue;
+            }
+            if array.shape() != tracer.shape() || array.dtype() != tracer.dtype() {
+                let what = format!(
+                    "it assigns an array of another shape or dtype to {}",
+                    name()
+                );
+                return Err(Stop::Becomes(what));
+            }
+            if same {
+                in_place.push(number);
+            } else {
+                self.looked.put(number, &traced.slots[number])?;
+            }
+            left.others.push((traced.first + number, array));
+        }
+        let stored = self.looked.value_that_is_array(py);
+        if let Some(name) = stored {
+            let what = format!("it stores a new array in {name}");
+            return Err(Stop::Untraceable(what));
+        }
+        if traced.snapshot.has_new_arrays()? {
+            let what = "it stores a new array in an object that it reaches";
+            return Err(Stop::Untraceable(what.into()));
+        }
+        Ok(in_place)
+    }
+
+    /// Put the arrays back, and after a loss that cannot be traced whatever else it has changed.
+    pub fn restore(&self, py: Python<'py>, traced_well: bool) -> PyResult<()> {
+        let Some(traced) = &self.traced else {
+            return Ok(());
+        };
+        for (slot, array) in traced.slots.iter().zip(&self.looked.arrays) {
+            bridge::assign(slot, array);
+        }
+        if traced_well {
+            return Ok(());
+        }
+        traced.snapshot.restore()?;
+        self.looked.put_back(py)
+    }
+}
+
+impl Looked {
+    /// Show what a step has made of the arrays that the loss reaches: `outputs` by number among all other arrays.
+    pub fn show(
+        &self,
+        py: Python<'_>,
+        outputs: &[(usize, Array)],
+        first: usize,
+        in_place: &[usize],
+    ) -> PyResult<()> {
+        let slots = self.slots(py);
+        for (index, array) in outputs {
+            let Some(number) = index.checked_sub(first) else {
+                continue;
+            };
+            if in_place.contains(&number) {
+                bridge::assign(&slots[number], array);
+            } else {
+                self.put(number, &bridge::wrap(py, array)?)?;
+            }
+        }
+        Ok(())
+    }
+}
