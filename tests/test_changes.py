@@ -126,7 +126,7 @@ def test_a_change_between_calls_is_seen(change: str, max_grad_norm: float | None
     tolerance = 5e-3 if change == "dtype" else 2e-5
     np.testing.assert_allclose(got[0], wanted[0], rtol=tolerance)
     assert_close(got[1], wanted[1], tolerance)
-    assert step.stats.way == "native"
+    assert step.stats.mode == "native"
 
 
 @pytest.mark.parametrize("optimizer", ["user-adam", "user", "multi"])

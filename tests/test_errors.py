@@ -189,7 +189,7 @@ def test_a_loss_that_reads_values_runs_plainly_after_one_warning(
     losses += [float(step(*batch).loss) for batch in batches[1:]]  # a second warning would be an error
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
-    assert step.stats.way == "plain"
+    assert step.stats.mode == "plain"
 
 
 def test_an_error_after_the_fall_back_changes_nothing() -> None:
@@ -261,7 +261,7 @@ def remember(last: mx.array | None, fast: bool) -> tuple[dict[str, np.ndarray], 
         for batch in Row("mlp", "adamw").case.batches(3):
             step(*batch)
     state = snapshot(model) | {"last": np.array(model._last)}
-    return state, step.stats.way if isinstance(step, Step) else "", [str(each.message) for each in caught]
+    return state, step.stats.mode if isinstance(step, Step) else "", [str(each.message) for each in caught]
 
 
 def test_a_model_that_stores_new_arrays_runs_plainly_and_keeps_them() -> None:
@@ -308,7 +308,7 @@ with warnings.catch_warnings(record=True) as caught:
     losses = [float(step(*batch).loss) for batch in batches]
 assert len(caught) == 1, [str(each.message) for each in caught]
 assert "compil" in str(caught[0].message), caught[0].message
-assert step.stats.way == "plain", step.stats.way
+assert step.stats.mode == "plain", step.stats.mode
 got = snapshot(*ours)
 mx.disable_compile()
 plain = plain_step(*reference, loss_fn, 0.1)

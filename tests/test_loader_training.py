@@ -22,7 +22,7 @@ TRAIN = """
     losses = [float(loss) for loss in losses]
     print(*(loss.hex() for loss in losses))
     print(sum(losses[:8]) / 8, sum(losses[-8:]) / 8)
-    print(step.stats.way, len(step.stats.traces), loader.stats.batches, loader.epoch)
+    print(step.stats.mode, len(step.stats.traces), loader.stats.batches, loader.epoch)
 """
 
 

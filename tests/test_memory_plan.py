@@ -191,4 +191,4 @@ def test_a_loss_that_reads_values_is_planned_uncompiled() -> None:
         plan = step.memory_plan(*batch)
     assert plan.peak > 4 * plan.parameters
     step(*batch)
-    assert step.stats.way == "plain"
+    assert step.stats.mode == "plain"

@@ -88,7 +88,7 @@ def test_a_run_is_that_of_plain_mlx(row: Row) -> None:
     wanted = run(row, reference, plain_step(*reference, row.case.loss_fn, **row.options), updates)
     step = Step(*ours, row.case.loss_fn, **row.options)
     assert_close(run(row, ours, taking(step), updates), wanted, row.case.tolerance)
-    assert (step.stats.way, step.stats.updates, step.stats.skipped) == (row.way, updates, 0)
+    assert (step.stats.mode, step.stats.updates, step.stats.skipped) == (row.way, updates, 0)
 
 
 @pytest.mark.parametrize("row", COMPILABLE, ids=str)
@@ -106,7 +106,7 @@ def test_a_step_that_is_not_compiled_is_the_plain_loop(optimizer: str, accumulat
     wanted = run(row, reference, plain_step(*reference, row.case.loss_fn, **row.options), 3)
     step = Step(*ours, row.case.loss_fn, **row.options, compile=False)
     assert_close(run(row, ours, taking(step), 3), wanted, 1e-6)
-    assert step.stats.way == "plain"
+    assert step.stats.mode == "plain"
 
 
 class Weights(nn.Module):

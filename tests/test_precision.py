@@ -130,7 +130,7 @@ def test_steps_are_those_of_the_loop(
         assert not out.skipped
         np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
     compare(step, ours, loop, 1e-6 if norm else 0)
-    assert step.stats.way == Row("mlp", optimizer).way
+    assert step.stats.mode == Row("mlp", optimizer).way
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_step_that_is_not_compiled_is_the_loop(compute: str) -> None:
         mx.random.seed(seed)
         np.testing.assert_allclose(step(*batch).loss, loss, rtol=1e-6)
     compare(step, ours, loop)
-    assert step.stats.way == "plain"
+    assert step.stats.mode == "plain"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "user-adam", "multi"])
@@ -571,7 +571,7 @@ def test_buffers_that_become_float32_cost_one_step_uncompiled() -> None:
         optimizer.update(model, gradients)
         mx.eval(model.state, optimizer.state)
         assert step(batch).loss.item() == loss.item()
-    assert (step.stats.way, len(step.stats.traces)) == ("native", 1)
+    assert (step.stats.mode, len(step.stats.traces)) == ("native", 1)
     compared = zip(tree_flatten(model.parameters()), tree_flatten(ours[0].parameters()), strict=True)
     for (name, wanted), (_, found) in compared:
         assert wanted.dtype == found.dtype, name

@@ -83,7 +83,7 @@ def test_the_way_is_native(row: Row) -> None:
     pair = row.new()
     step = Step(*pair, row.case.loss_fn)
     step(*row.case.batches(1)[0])
-    assert step.stats.way == "native"
+    assert step.stats.mode == "native"
 
 
 def test_tensors_of_one_rule_share_buffers() -> None:
@@ -182,7 +182,7 @@ CHANGES: dict[str, Callable[[Pair], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_one_among_several_is_seen(change: str) -> None:
-    assert beside(CHANGES[change]).stats.way == "native"
+    assert beside(CHANGES[change]).stats.mode == "native"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_change_of_one_among_several_is_seen(change: str) -> None:
 )
 def test_an_option_is_seen(optimizer: str, name: str, value: Tree) -> None:
     step = beside(lambda pair: setattr(pair[1], name, value), optimizer)
-    assert step.stats.way == "native"
+    assert step.stats.mode == "native"
 
 
 def test_the_dicts_of_each_stay_current() -> None:
@@ -258,7 +258,7 @@ def test_a_run_goes_on_from_files(optimizer: str, tmp_path: Path) -> None:
     for batch in batches[3:]:
         np.testing.assert_allclose(again(*batch).loss, take(*batch)[0], rtol=2e-5)
     assert_close(snapshot(*resumed), snapshot(*reference), 2e-5)
-    assert again.stats.way == "native"
+    assert again.stats.mode == "native"
 
 
 TWINS: dict[str, tuple[Callable[[], optim.Optimizer], Callable[[], optim.Optimizer]]] = {
@@ -283,7 +283,7 @@ def test_windows_masters_and_average_are_those_of_a_trace(optimizer: str, model:
         for batch in row.case.batches(7):
             step(*batch)
         step.flush()
-        taken.append((step.stats.way, snapshot(*pair), {n: np.array(a) for n, a in flat(step.state).items()}))
+        taken.append((step.stats.mode, snapshot(*pair), {n: np.array(a) for n, a in flat(step.state).items()}))
     (way, state, kept), (other, wanted, wanted_kept) = taken
     assert (way, other) == ("native", "traced")
     assert_close(state, wanted, 1e-2 if model == "bf16" else 2e-6)
@@ -314,5 +314,5 @@ def test_one_in_another_is_native() -> None:
     for batch in row.case.batches(3):
         take(*batch)
         step(*batch)
-    assert step.stats.way == "native"
+    assert step.stats.mode == "native"
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)

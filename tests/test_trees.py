@@ -88,7 +88,7 @@ def test_any_tree_of_parameters_has_the_bits_of_the_compiled_reference(tree: Tre
         loss, _ = plain(mx.array(0.5 * number))
         assert float(step(mx.array(0.5 * number)).loss) == float(loss)
     assert_close(snapshot(*ours), snapshot(*reference), 0)
-    assert step.stats.way == ("traced" if optimizer == "user" else "native")
+    assert step.stats.mode == ("traced" if optimizer == "user" else "native")
     assert len(step.stats.traces) == 1
 
 

@@ -304,7 +304,7 @@ def test_a_loss_that_reads_values_keeps_what_is_in_the_window() -> None:
     learn(reference, batches[:3])
     learn(reference, batches[3:])
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
-    assert (step.stats.way, step.stats.updates) == ("plain", 2)
+    assert (step.stats.mode, step.stats.updates) == ("plain", 2)
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv", "decorated"])

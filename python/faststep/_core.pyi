@@ -8,7 +8,7 @@ from mlx.optimizers import Optimizer
 
 from faststep._options import Options
 
-__all__ = ["MemoryPlan", "Step", "TraceRecord", "bind_blas", "bind_kernels", "current_state"]
+__all__ = ["MemoryPlan", "Step", "TraceRecord", "array_id", "bind_blas", "bind_kernels", "current_state"]
 
 _Named = list[tuple[str, mx.array]]
 
@@ -23,7 +23,7 @@ class State(TypedDict):
 
 # model, optimizer, the loss function, its positional and named arguments
 _User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
-_Stats = tuple[int, int, int, str, list[TraceRecord], int, dict[str, float], dict[str, int], float | None]
+_Stats = tuple[int, int, int, tuple[str, str | None], list[TraceRecord], int, dict[str, float], dict[str, int], float | None]
 
 @final
 class TraceRecord:
@@ -67,6 +67,7 @@ class Step:
     def load_state(self, state: State, steps: int, updates: int, skipped: int) -> None: ...
     def stats(self) -> _Stats: ...
 
+def array_id(array: mx.array) -> int: ...
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...
 def bind_kernels() -> bool: ...

@@ -17,7 +17,7 @@ import os
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -58,19 +58,28 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
     return search.kept()
 
 
-def holders(array: mx.array) -> list[str]:
-    """Describe what holds an array object of this value, for a message: dicts, lists, tuples and cells.
+def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any) -> str:
+    """Describe an array that a loss function uses from where nobody looks, for a warning.
 
     Args:
-        array: An array of any shape and dtype that has been found in a graph.
+        array: The array, of any shape and dtype.
+        array_id: Tells which array objects have the same value.
+        loss_fn: The loss function.
     """
-    found = []
+    wanted, places = array_id(array), []
     for container in gc.get_objects():
-        if isinstance(container, dict | list | tuple | collections.deque):
-            items = container.values() if isinstance(container, dict) else container
-            if len(container) <= _MAX_ITEMS and any(type(item) is mx.array and item is array for item in items):
-                found.append(type(container).__name__)
-    return found
+        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, item in list(pairs):
+                if type(item) is mx.array and item is not array and array_id(item) == wanted:
+                    places.append(f"at {key!r} of a {type(container).__name__}")
+    code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
+    line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return (
+        f"the loss{line} uses an array of shape {array.shape} and {array.dtype} that it takes from where the step does not "
+        f"look{' (' + places[0] + ')' if places else ''}: it keeps the value that it has now. Pass it as an argument of the "
+        "step, or keep it in an attribute, a global, a dict or a list that the loss names"
+    )
 
 
 def _is(value: Any, cls: Any) -> bool:

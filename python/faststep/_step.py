@@ -58,8 +58,9 @@ class Stats:
         updates: The number of updates that were made.
         skipped: How many batches were not taken, because loss or gradients were not finite or the loss too large.
             Asking waits for the steps in flight.
-        way: How the update is computed. "native": on flat buffers, in Rust. "traced": the optimizer's own Python code,
-            compiled with the rest. "plain": the same step without compilation.
+        mode: How the step is computed. "native": the update on flat buffers, in Rust. "traced": the update by the
+            optimizer's own Python code, compiled with the rest. "plain": the same step without compilation.
+        reason: Why the mode is not "native": the parameter, the optimizer, or the line of the loss; None where it is.
         traces: The traces that are kept, each with its cause and how long it took.
         traced: The number of all traces that were made.
         seconds: Where the time of all calls went. "look": at what the user has changed. "trace": calls that made a
@@ -76,7 +77,8 @@ class Stats:
     steps: int
     updates: int
     skipped: int
-    way: str
+    mode: str
+    reason: str | None
     traces: tuple[core.TraceRecord, ...]
     traced: int
     seconds: dict[str, float]
@@ -108,7 +110,7 @@ class Step:
         >>> step = Step(model, optimizer, loss_fn, max_grad_norm=1.0)
         >>> x, y = mx.random.normal((32, 8)), mx.zeros((32, 1))
         >>> losses = [step(x, y).loss.item() for _ in range(20)]
-        >>> losses[-1] < losses[0], step.stats.way
+        >>> losses[-1] < losses[0], step.stats.mode
         (True, 'native')
     """
 
@@ -359,11 +361,20 @@ class Step:
         """
         self._program.core.synchronize()
 
+    def __repr__(self) -> str:
+        """Name model, optimizer, loss and the options that are not the defaults; waits for nothing."""
+        parts = [type(self.model).__name__, type(self.optimizer).__name__]
+        parts.append(getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__))
+        options = {"accumulate": self._accumulate, **self.options._asdict()}
+        default = {"accumulate": 1, **Options()._asdict()}
+        parts += [f"{name}={value!r}" for name, value in options.items() if value != default[name]]
+        return f"Step({', '.join(parts)})"
+
     @property
     def stats(self) -> Stats:
         """What the step has done so far."""
-        steps, updates, skipped, way, traces, traced, seconds, held, unchanged = self._program.core.stats()
-        return Stats(steps, updates, skipped, way, tuple(traces), traced, seconds, held, unchanged)
+        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged = self._program.core.stats()
+        return Stats(steps, updates, skipped, *mode, tuple(traces), traced, seconds, held, unchanged)
 
 
 # model, optimizer, the loss function, its positional and named arguments

@@ -24,7 +24,7 @@ mod walk;
 use std::path::PathBuf;
 
 use pyo3::{
-    exceptions::{PyOSError, PyRuntimeError},
+    exceptions::{PyOSError, PyRuntimeError, PyTypeError},
     prelude::*,
 };
 
@@ -52,6 +52,13 @@ fn bind_kernels() -> PyResult<bool> {
     kernels::bind().map_err(|error| rebind_error(&error))
 }
 
+/// A number that array objects of the same value have in common, while one of them lives.
+#[pyfunction]
+fn array_id(array: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let not_one = || PyTypeError::new_err("array: expected mx.array");
+    bridge::id(array).ok_or_else(not_one)
+}
+
 fn rebind_error(error: &RebindError) -> PyErr {
     match error {
         RebindError::NoMlx => PyRuntimeError::new_err(error.to_string()),
@@ -66,6 +73,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<step::MemoryPlan>()?;
     module.add_class::<step::Step>()?;
     module.add_class::<traces::TraceRecord>()?;
+    module.add_function(wrap_pyfunction!(array_id, module)?)?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(registry::current_state, module)?)

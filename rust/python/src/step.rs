@@ -59,7 +59,13 @@ struct Inner {
     skips: Flags,
     misses: Flags,
     seconds: Spent,
-    way: &'static str,
+    mode: &'static str,
+    reason: Option<String>,
+    /// Why the step runs uncompiled.
+    fallen: Option<String>,
+    /// What the user has to be told of the trace that has just been made.
+    unwatched: Option<String>,
+    warned: bool,
 }
 
 /// Where the time went, in seconds.
@@ -71,13 +77,13 @@ struct Spent {
     show: f64,
 }
 
-/// Steps, updates and skipped batches, the way, the kept traces and the number of all, seconds and bytes by name, the
+/// Steps, updates and skipped batches, the mode and its reason, the kept traces and the number of all, seconds and bytes by name, the
 /// share of weights that an update left as they were.
 type Stats = (
     usize,
     usize,
     usize,
-    &'static str,
+    (&'static str, Option<String>),
     Vec<TraceRecord>,
     usize,
     HashMap<&'static str, f64>,
@@ -111,7 +117,11 @@ impl Step {
                 skips: Flags::default(),
                 misses: Flags::default(),
                 seconds: Spent::default(),
-                way: "native",
+                mode: "native",
+                reason: None,
+                fallen: None,
+                unwatched: None,
+                warned: false,
             })),
         })
     }
@@ -197,7 +207,7 @@ impl Step {
                 inner.steps,
                 inner.updates - inner.misses.count(),
                 inner.skips.count(),
-                inner.way,
+                (inner.mode, inner.reason.clone()),
                 inner.traces.records(),
                 inner.traces.made(),
                 inner.seconds.by_name(),

@@ -49,6 +49,18 @@ impl ModelSignature {
             .collect()
     }
 
+    /// The path to a parameter that several objects of the model share.
+    pub fn shared(&self) -> Option<&[String]> {
+        let doubles = self.tree.doubles().iter().map(|&slot| &self.roles[slot]);
+        let mut shared = doubles.filter(|(role, _)| matches!(role, Role::Parameter(_)));
+        shared.next().map(|(_, path)| path.as_slice())
+    }
+
+    /// The identities of the arrays that belong to it.
+    pub fn constants(&self) -> Vec<usize> {
+        self.tree.constants()
+    }
+
     fn tensors(&self) -> Vec<Tensor> {
         self.parameters
             .iter()
@@ -197,7 +209,7 @@ impl Store {
             engine.need(needs).map_err(|error| to_python(&error))?;
         }
         Ok(Prepared {
-            aliased: self.signature()?.tree.is_aliased(),
+            aliased: !self.signature()?.tree.doubles().is_empty(),
             packed,
             model: slots,
             state,

@@ -89,6 +89,13 @@ impl Kept {
     }
 }
 
+#[pymethods]
+impl TraceRecord {
+    fn __repr__(&self) -> String {
+        format!("TraceRecord({:?}, {:.3} s)", self.cause, self.seconds)
+    }
+}
+
 /// A trace, what it is valid for, and what is kept with it.
 pub type Entry = traces::Entry<Key, Kept>;
 

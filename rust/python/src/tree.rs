@@ -132,6 +132,7 @@ pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
+    doubles: Vec<usize>, // array slots that stand at another place of the tree too
 }
 
 /// Containers that stand at several places: the number of each, and of the one before it that is the same.
@@ -142,6 +143,24 @@ fn aliases(containers: &[usize]) -> Vec<(usize, usize)> {
     let mut pairs: Vec<_> = pairs.map(|pair| (pair[1].1, pair[0].1)).collect();
     pairs.sort_unstable();
     pairs
+}
+
+/// The slots that are the same place as another one.
+fn doubles(slots: &[Slot<'_>]) -> Vec<usize> {
+    let mut places: Vec<(usize, usize, usize)> = Vec::new();
+    for (number, slot) in slots.iter().enumerate() {
+        match &slot.place {
+            Place::Dict(dict, key) => {
+                places.push((dict.as_ptr().addr(), key.as_ptr().addr(), number));
+            }
+            Place::List(list, index) => places.push((list.as_ptr().addr(), *index, number)),
+            Place::Tuple => {}
+        }
+    }
+    places.sort_unstable();
+    let pairs = places.windows(2);
+    let pairs = pairs.filter(|pair| (pair[0].0, pair[0].1) == (pair[1].0, pair[1].1));
+    pairs.flat_map(|pair| [pair[0].2, pair[1].2]).collect()
 }
 
 impl Tree {
@@ -156,6 +175,9 @@ impl Tree {
         };
         recorder.run(root)?;
         recorder.tree.aliases = aliases(&recorder.containers);
+        if !recorder.tree.aliases.is_empty() {
+            recorder.tree.doubles = doubles(&recorder.slots);
+        }
         Ok((recorder.tree, recorder.slots))
     }
 
@@ -211,9 +233,18 @@ impl Tree {
         same.then_some(checker.slots)
     }
 
-    /// Whether a container of arrays stands at more than one place.
-    pub fn is_aliased(&self) -> bool {
-        !self.aliases.is_empty()
+    /// The identities of the arrays that belong to the signature, because they stand in a tuple.
+    pub fn constants(&self) -> Vec<usize> {
+        let constants = self.items.iter().filter_map(|item| match item {
+            Item::Static(Static::Constant(array)) => Some(faststep::array::id(array)),
+            _ => None,
+        });
+        constants.collect()
+    }
+
+    /// The array slots that stand at more than one place, because an object that has them does.
+    pub fn doubles(&self) -> &[usize] {
+        &self.doubles
     }
 
     /// Shape and dtype of the array in each slot.

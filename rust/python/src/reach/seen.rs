@@ -42,8 +42,11 @@ impl Seen {
         self.program == looked.program.id && self.change(py, looked).is_none()
     }
 
-    /// The first value that is another one now.
+    /// The first value that is another one now, where the structure is the same.
     pub fn change(&self, py: Python<'_>, looked: &Looked) -> Option<usize> {
+        if self.program != looked.program.id {
+            return None;
+        }
         let mut pairs = self.values.iter().zip(&looked.values);
         pairs.position(|(a, b)| !equal(a.bind(py), b.bind(py)))
     }

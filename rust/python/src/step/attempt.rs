@@ -22,7 +22,7 @@ use crate::{
     host::{Current, Stop},
     reach::{Looked, Seen},
     refuse::{refuse, refuse_update},
-    store::{Prepared, Store},
+    store::{ModelSignature, Prepared, Store},
     traces::{holds, warn, Entry, Key},
     tree::Tree,
 };
@@ -73,7 +73,7 @@ impl Inner {
                     if new {
                         self.seconds.trace += seconds;
                     }
-                    self.way = self.way_of(store);
+                    self.note_mode(store, &user.optimizer)?;
                     self.compile_again();
                     return Ok((output, new));
                 }
@@ -87,11 +87,19 @@ impl Inner {
                 }
                 // BatchNorm's, of a model in half precision, become float32 at the first batch
                 Stop::Becomes(_) if self.became == 0 => self.became = 1,
-                Stop::Untraceable(why) | Stop::Becomes(why) => fall_back(user.py(), &why)?,
+                Stop::Untraceable(why) | Stop::Becomes(why) => self.fall_back(user.py(), why)?,
             }
             self.compiled = false;
             self.traces.clear();
         }
+    }
+
+    fn fall_back(&mut self, py: Python<'_>, why: String) -> PyResult<()> {
+        let message = format!(
+            "this step cannot be compiled: {why}. It runs uncompiled from here on, with the same numbers but slower"
+        );
+        self.fallen = Some(why);
+        warn(py, &message)
     }
 
     // behind a batch that ran uncompiled only because a buffer became another
@@ -103,13 +111,29 @@ impl Inner {
         }
     }
 
-    fn way_of(&self, store: &Store) -> &'static str {
+    // how the step was taken, and why not natively
+    fn note_mode(&mut self, store: &Store, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
         let eager = self.traces.last().is_none_or(|e| e.trace.is_eager());
-        match (eager, &store.rule) {
+        let mode = match (eager, &store.rule) {
             (true, _) => "plain",
             (false, Some(Rule::Native(_))) => "native",
             (false, _) => "traced",
+        };
+        if std::mem::replace(&mut self.mode, mode) == mode
+            && (mode != "plain" || self.reason.is_some())
+        {
+            return Ok(());
         }
+        self.reason = match mode {
+            "native" => None,
+            "traced" => Some(store.why_traced(optimizer)?),
+            _ if !self.options.compiled => Some("compile=False".into()),
+            _ => self
+                .fallen
+                .clone()
+                .or_else(|| Some("MLX has been told not to compile".into())),
+        };
+        Ok(())
     }
 
     // where MLX finds no g++ it compiles nothing for the CPU, without a word
@@ -121,7 +145,7 @@ impl Inner {
         let device = mlx.call_method0("default_device")?.getattr("type")?;
         let compiler = py.import("shutil")?.call_method1("which", ("g++",))?;
         if cfg!(target_os = "linux") && compiler.is_none() && device.eq(mlx.getattr("cpu")?)? {
-            fall_back(py, "there is no C++ compiler (g++) on this machine")?;
+            self.fall_back(py, "there is no C++ compiler (g++) on this machine".into())?;
             self.compiled = false;
         }
         Ok(())
@@ -383,7 +407,7 @@ impl Inner {
             }
         }
         let shown = holder.show(engine, outcome.is_ok() && task != Task::Gradients);
-        let stop = self.leave_host(user, given);
+        let stop = self.leave_host(user, given, &signature);
         shown?;
         let stop = stop?;
         match (outcome, stop, refusal) {
@@ -449,7 +473,12 @@ impl Inner {
     }
 
     // after the engine's call: what ended the trace; of a new trace, what is to be kept
-    pub(super) fn leave_host(&mut self, user: &User<'_>, given: &Given) -> PyResult<Option<Stop>> {
+    pub(super) fn leave_host(
+        &mut self,
+        user: &User<'_>,
+        given: &Given,
+        signature: &ModelSignature,
+    ) -> PyResult<Option<Stop>> {
         let Some(current) = self.host.current.take() else {
             return Ok(None);
         };
@@ -458,11 +487,26 @@ impl Inner {
                 last.kept.graph = current.graph;
                 last.kept.in_place = current.in_place;
                 self.see(user, given, Some(template.clone_ref(user.py())))?;
+                self.unwatched = unwatched(user, &current.held, &signature.constants())?;
             }
             self.template = Some(template);
         }
         Ok(current.stop)
     }
+}
+
+// what a user has to be told of an array that the loss takes from where nobody looks
+fn unwatched(user: &User<'_>, held: &[Array], known: &[usize]) -> PyResult<Option<String>> {
+    let py = user.py();
+    let mut held = held.iter();
+    let Some(array) = held.find(|array| !known.contains(&faststep::array::id(array))) else {
+        return Ok(None);
+    };
+    let describe = py.import("faststep._reach")?.getattr("unwatched")?;
+    let core = py.import("faststep._core")?;
+    let array = bridge::wrap(py, array)?;
+    let text = describe.call1((array, core.getattr("array_id")?, &user.loss_fn))?;
+    text.extract().map(Some)
 }
 
 // an argument as the loss function names it, for its number among the objects that are looked at
@@ -493,11 +537,4 @@ pub(super) fn from_device(error: &Error) -> Stop {
         }
         _ => Stop::Raised(to_python(error)),
     }
-}
-
-fn fall_back(py: Python<'_>, why: &str) -> PyResult<()> {
-    warn(
-        py,
-        &format!("this step cannot be compiled: {why}. It runs uncompiled from here on, with the same numbers but slower"),
-    )
 }

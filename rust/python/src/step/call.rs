@@ -65,6 +65,10 @@ impl Inner {
             schedules.undo()?;
         }
         let taken = self.taken(py, &outcome?, task)?;
+        if let (Some(message), false) = (self.unwatched.take(), self.warned) {
+            self.warned = true;
+            warn(py, &message)?;
+        }
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }

@@ -118,7 +118,7 @@ impl Inner {
             &mut holder,
         );
         let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given);
+        let stop = self.leave_host(user, given, &signature);
         put_back?;
         let stop = stop?;
         match (outcome, stop) {

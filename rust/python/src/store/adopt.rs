@@ -1,7 +1,9 @@
 //! Arrays of a model and an optimizer are taken over: laid out anew, in an engine of their own.
 use std::rc::Rc;
 
-use faststep::{extras::Needs, layout::Layout, precision::wide, step::Engine, trace::Rule};
+use faststep::{
+    extras::Needs, layout::Layout, optimizer::Optimizer, precision::wide, step::Engine, trace::Rule,
+};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
@@ -9,7 +11,9 @@ use super::{ModelSignature, Store};
 use crate::{
     bridge,
     errors::{mlx, to_python},
+    host::dotted,
     native::Native,
+    optimizer::native_rule,
     tree::Tree,
     walk::{rebuild, Scope, Slot, Snapshot},
 };
@@ -102,11 +106,35 @@ impl Store {
         signature: &ModelSignature,
         trainable: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Native>> {
-        if signature.tree.is_aliased() {
+        if signature.shared().is_some() {
             return Ok(None);
         }
         let given = (signature.paths(), signature.tensors());
         Native::find(optimizer, given, trainable, self.mixed)
+    }
+
+    /// Why the optimizer's own code is traced.
+    pub fn why_traced(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<String> {
+        let signature = self.signature()?;
+        if let Some(path) = signature.shared() {
+            let path = dotted(path);
+            return Ok(format!(
+                "{path} is a parameter of an object that stands in the model twice"
+            ));
+        }
+        let halves = signature.tensors();
+        if let Some(tensor) = halves.iter().find(|t| !Optimizer::supports(t.dtype)) {
+            return Ok(format!("there are parameters of {:?}", tensor.dtype));
+        }
+        let class = optimizer.get_type().fully_qualified_name()?;
+        if native_rule(optimizer).is_some() {
+            return Ok(format!(
+                "the state of the optimizer ({class}) has other names, shapes or dtypes than MLX's"
+            ));
+        }
+        Ok(format!(
+            "the optimizer ({class}) is none of MLX's own, or has one in it that is not"
+        ))
     }
 
     pub(super) fn state_slots<'py>(

@@ -100,7 +100,7 @@ impl Store {
         if let Some(old) = &self.current {
             let same = old.paths() == signature.paths()
                 && old.tensors() == signature.tensors()
-                && old.tree.is_aliased() == signature.tree.is_aliased();
+                && old.shared() == signature.shared();
             if !same {
                 self.expose(py)?;
                 self.forget()?;
