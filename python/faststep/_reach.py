@@ -27,7 +27,7 @@ import numpy as np
 # How a node's object is found from its parent's; reach/node.rs has the same numbers.
 ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT = range(11)
 # What is compared in it.
-ARRAY, VALUE, NUMPY, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING = range(9)
+ARRAY, VALUE, NUMPY, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
 Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected
 
@@ -180,7 +180,7 @@ class _Search:
         self.nodes: list[Node] = []
         self.objects: list[Any] = []  # of each node
         self.index: dict[tuple[int, int, Any], int] = {}
-        self.owned, self.model_parts = owned, _containers(model)
+        self.owned, self.walked = owned, _containers(model)  # dicts, lists and modules whose arrays are known as slots
         self.seen: dict[int, int] = {}  # the node of each object by its address
         self.todo: collections.deque[int] = collections.deque()
         self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
@@ -215,9 +215,12 @@ class _Search:
         if _is(value, types.FunctionType):
             return FUNCTION, value.__code__
         if isinstance(value, nn.Module):
-            return (IDENTITY, weakref.ref(value)) if id(value) in self.model_parts else (CONTAINER, None)
+            if id(value) in self.walked:
+                return IDENTITY, weakref.ref(value)
+            self.walked |= _containers(value)
+            return MODULE, None
         if isinstance(value, dict | list | tuple):
-            watched = id(value) not in self.model_parts and len(value) <= _MAX_ITEMS
+            watched = id(value) not in self.walked and len(value) <= _MAX_ITEMS
             return (CONTAINER if watched else ANYTHING), None
         if _parts(value):
             return ANYTHING, None
@@ -276,16 +279,16 @@ class _Search:
                 self.add(at, GLOBAL, name, function.__globals__[name])
 
     def follow_container(self, at: int, value: Any) -> None:
-        """Add what is in a dict, list, tuple or module; of the model, what is no slot of it."""
+        """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""
         pairs = [(ITEM, *item) for item in value.items()] if isinstance(value, dict) else []
         if not isinstance(value, dict):
             pairs = [(INDEX, *item) for item in enumerate(value)]
         if isinstance(value, nn.Module):
             pairs += [(INSTANCE, *item) for item in vars(value).items()]
             self.follow_class(at, value)
-        of_model = id(value) in self.model_parts
+        of_module = id(value) in self.walked
         for how, key, item in pairs:
-            if not of_model or not (isinstance(item, (mx.array, set, *_PLAIN)) or id(item) in self.seen):
+            if not of_module or not (isinstance(item, (mx.array, set, *_PLAIN)) or id(item) in self.seen):
                 self.add(at, how, key, item)
 
     def follow_class(self, at: int, value: Any) -> None:
@@ -351,10 +354,10 @@ class _Search:
         """Tell whether a user may put another object there, or change it."""
         parent, how, _, kind, expected = self.nodes[at]
         value = self.objects[at]
-        if how == ROOT or kind in (ARRAY, NUMPY):
+        if how == ROOT or kind in (ARRAY, NUMPY, MODULE):
             return True
         if isinstance(value, types.ModuleType) or (kind == SAME and isinstance(self.objects[expected], types.ModuleType)):
             return False
         if how in (TYPE, BASE, REFERENT) or (how == CLASS and kind in (FUNCTION, SAME, ANYTHING)):
             return False
-        return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.model_parts)
+        return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.walked)

@@ -29,8 +29,9 @@ pub struct Program {
     /// Tells programs apart.
     pub id: usize,
     nodes: Vec<Node>,
-    tensors: Vec<Tensor>,     // of the arrays
+    tensors: Vec<Tensor>,          // of the arrays
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
+    held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
 }
 
 impl Program {
@@ -106,15 +107,14 @@ impl Reach {
             .import("faststep._reach")?
             .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
         let nodes = found.try_iter()?.map(|node| Node::read(&node?));
-        let nodes = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
+        let (nodes, tensors) = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
-        let (nodes, arrays): (Vec<Node>, Vec<Option<Array>>) = nodes.into_iter().unzip();
-        let tensors = arrays.iter().flatten().map(Tensor::of).collect();
         Ok(Program {
             id: self.made,
             nodes,
             tensors,
             ids: RefCell::default(),
+            held: RefCell::default(),
         })
     }
 }

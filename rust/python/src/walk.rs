@@ -180,10 +180,12 @@ pub fn walk<'py>(
         visitor.open(Kind::Optimizer, &object, 0)?;
         return walk_attributes(&object, depth, visitor);
     }
-    match fields(&object).filter(|_| visitor.takes_arguments()) {
-        Some(fields) => walk_fields(&object, &fields, depth, visitor),
-        None => visitor.leaf(&object),
+    if visitor.takes_arguments() {
+        if let Some(fields) = fields(&object) {
+            return walk_fields(&object, &fields, depth, visitor);
+        }
     }
+    visitor.leaf(&object)
 }
 
 fn walk_fields<'py>(
@@ -295,11 +297,14 @@ impl<'py> Snapshot<'py> {
     /// Note the contents of `root` and of everything in it.
     pub fn take(root: &Bound<'py, PyAny>) -> PyResult<Self> {
         let mut snapshot = Self::default();
-        walk(root.clone(), Place::Tuple, 0, &mut snapshot);
-        match snapshot.error.take() {
-            Some(error) => Err(error),
-            None => Ok(snapshot),
-        }
+        snapshot.note_all(root)?;
+        Ok(snapshot)
+    }
+
+    /// Note the contents of another root and of everything in it too.
+    pub fn note_all(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
+        walk(root.clone(), Place::Tuple, 0, self);
+        self.error.take().map_or(Ok(()), Err)
     }
 
     /// Whether an array has been put where there was none, or something else.

@@ -5,10 +5,14 @@ use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
 use super::{
-    node::{attributes_of, Expect, How},
+    node::{attributes_of, Expect, How, Met},
     Program,
 };
-use crate::{bridge, walk::Snapshot};
+use crate::{
+    bridge,
+    tree::Tree,
+    walk::{Place, Scope, Snapshot},
+};
 use faststep::layout::Tensor;
 
 /// Larger NumPy arrays that a loss reaches are not compared, in bytes.
@@ -17,7 +21,7 @@ const MAX_NUMPY: usize = 1 << 16;
 /// What a look at a program's nodes gives.
 pub enum Look<'py> {
     /// Everything is where it was: the object of each node.
-    Same(Vec<Bound<'py, PyAny>>),
+    Same(Vec<Met<'py>>),
     /// That node's object is another one.
     Differs(usize),
 }
@@ -25,37 +29,84 @@ pub enum Look<'py> {
 impl Program {
     /// Look at every node.
     pub fn look<'py>(&self, roots: &[Bound<'py, PyAny>]) -> Look<'py> {
-        let mut objects: Vec<Bound<'py, PyAny>> = Vec::with_capacity(self.nodes.len());
-        let mut ids = self.ids.borrow_mut();
-        let mut arrays = 0;
+        let mut objects: Vec<Met<'py>> = Vec::with_capacity(self.nodes.len());
+        let mut number = 0; // of the next array
         for (at, node) in self.nodes.iter().enumerate() {
-            let Some(object) = node.find(&objects, roots) else {
+            let met = node
+                .find(&objects, roots)
+                .map(|object| Met::new(object, node));
+            let Some(met) = met.filter(|met| node.fits(met, &objects)) else {
                 return Look::Differs(at);
             };
-            if !node.fits(&object, &objects) {
+            let same = match &node.expect {
+                Expect::Array => self.holds(&mut number, &met.object),
+                Expect::Module(tree, first) => {
+                    let ids = self.ids.borrow();
+                    let known = ids.get(*first..).unwrap_or_default();
+                    let slots = tree.check(&met.object, Scope::Whole, known);
+                    drop(ids);
+                    slots.is_some_and(|slots| {
+                        slots
+                            .iter()
+                            .all(|slot| self.holds(&mut number, &slot.object))
+                    })
+                }
+                _ => true,
+            };
+            if !same {
                 return Look::Differs(at);
             }
-            if let Expect::Array = node.expect {
-                let id = bridge::id(&object);
-                if ids.get(arrays).copied() != id {
-                    let tensor = bridge::get(&object).as_ref().map(Tensor::of);
-                    if tensor.as_ref() != self.tensors.get(arrays) {
-                        return Look::Differs(at);
-                    }
-                    ids.resize(self.tensors.len(), 0);
-                    ids[arrays] = id.unwrap_or(0);
-                }
-                arrays += 1;
-            }
-            objects.push(object);
+            objects.push(met);
         }
         Look::Same(objects)
     }
 
-    fn arrays(&self) -> impl Iterator<Item = usize> + '_ {
-        let nodes = self.nodes.iter().enumerate();
-        nodes.filter_map(|(at, node)| matches!(node.expect, Expect::Array).then_some(at))
+    // whether the next array has the shape and dtype that it had; it is held from now on
+    fn holds(&self, number: &mut usize, object: &Bound<'_, PyAny>) -> bool {
+        let at = *number;
+        *number += 1;
+        let mut ids = self.ids.borrow_mut();
+        let id = bridge::id(object);
+        if ids.get(at).copied() == id {
+            return true;
+        }
+        let array = bridge::get(object);
+        let array = array.filter(|array| self.tensors.get(at) == Some(&Tensor::of(array)));
+        let (Some(array), Some(id)) = (array, id) else {
+            return false;
+        };
+        let mut held = self.held.borrow_mut();
+        let held = Rc::make_mut(&mut held);
+        if at < held.len() {
+            (held[at], ids[at]) = (array, id);
+        } else {
+            held.push(array);
+            ids.push(id);
+        }
+        true
     }
+
+    // the node of each array
+    fn arrays(&self) -> Vec<usize> {
+        let nodes = self.nodes.iter().enumerate();
+        let arrays = nodes.flat_map(|(at, node)| {
+            let count = match &node.expect {
+                Expect::Array => 1,
+                Expect::Module(tree, _) => tree.tensors().len(),
+                _ => 0,
+            };
+            std::iter::repeat_n(at, count)
+        });
+        arrays.collect()
+    }
+}
+
+/// Where an array stands that a loss reaches, and its object.
+pub struct Spot<'py> {
+    /// The object.
+    pub object: Bound<'py, PyAny>,
+    place: Option<Place<'py>>, // in a module; elsewhere at a node
+    node: usize,
 }
 
 /// What a loss reaches at one call.
@@ -64,46 +115,76 @@ pub struct Looked {
     pub program: Rc<Program>,
     objects: Vec<Py<PyAny>>,
     /// The arrays.
-    pub arrays: Vec<Array>,
+    pub arrays: Rc<Vec<Array>>,
     /// Numbers, strings and the contents of small NumPy arrays.
     pub values: Vec<Py<PyAny>>,
 }
 
 impl Looked {
-    pub(super) fn new(program: Rc<Program>, objects: Vec<Bound<'_, PyAny>>) -> PyResult<Self> {
-        let arrays = program.arrays().filter_map(|at| bridge::get(&objects[at]));
-        let arrays = arrays.collect();
+    pub(super) fn new(program: Rc<Program>, objects: Vec<Met<'_>>) -> PyResult<Self> {
+        let arrays = program.held.borrow().clone();
         let mut values = Vec::new();
-        for (node, object) in program.nodes.iter().zip(&objects) {
+        for (node, met) in program.nodes.iter().zip(&objects) {
             match node.expect {
-                Expect::Value(_) => values.push(object.clone().unbind()),
-                Expect::NumPy => values.push(contents(object)?.unbind()),
+                Expect::Value(_) => values.push(met.object.clone().unbind()),
+                Expect::NumPy => values.push(contents(&met.object)?.unbind()),
                 _ => {}
             }
         }
+        let objects = objects.into_iter().map(|met| met.object.unbind());
         Ok(Self {
+            objects: objects.collect(),
             program,
-            objects: objects.into_iter().map(Bound::unbind).collect(),
             arrays,
             values,
         })
     }
 
-    fn bound<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let objects = self.objects.iter();
-        objects.map(|object| object.bind(py).clone()).collect()
+    fn bound<'py>(&self, py: Python<'py>) -> Vec<Met<'py>> {
+        let objects = self.program.nodes.iter().zip(&self.objects);
+        let met = objects.map(|(node, object)| Met::new(object.bind(py).clone(), node));
+        met.collect()
     }
 
-    /// The object of each array.
-    pub fn slots<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let arrays = self.program.arrays();
-        arrays.map(|at| self.objects[at].bind(py).clone()).collect()
+    /// Where each array stands.
+    pub fn spots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Spot<'py>>> {
+        let mut spots = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let object = self.objects[at].bind(py);
+            match &node.expect {
+                Expect::Array => spots.push(Spot {
+                    object: object.clone(),
+                    place: None,
+                    node: at,
+                }),
+                Expect::Module(..) => {
+                    let slots = Tree::record(object, Scope::Whole)?.1;
+                    spots.extend(slots.into_iter().map(|slot| Spot {
+                        object: slot.object,
+                        place: Some(slot.place),
+                        node: at,
+                    }));
+                }
+                _ => {}
+            }
+        }
+        Ok(spots)
     }
 
     /// How a user writes the place of an array, by its number.
     pub fn name(&self, py: Python<'_>, array: usize) -> String {
-        let at = self.program.arrays().nth(array);
-        at.map_or_else(String::new, |at| self.program.name(py, at))
+        let Some(&at) = self.program.arrays().get(array) else {
+            return String::new();
+        };
+        let name = self.program.name(py, at);
+        match &self.program.nodes[at].expect {
+            Expect::Module(tree, first) => {
+                let paths = tree.paths(py);
+                let path = paths.get(array - first).map(|path| path.join("."));
+                format!("{name}.{}", path.unwrap_or_default())
+            }
+            _ => name,
+        }
     }
 
     /// How a user writes the place of a value, by its number.
@@ -115,11 +196,15 @@ impl Looked {
         values.nth(value).unwrap_or_default()
     }
 
-    /// The object that stands in the place of each array now.
-    pub fn now<'py>(&self, py: Python<'py>) -> Vec<Option<Bound<'py, PyAny>>> {
-        let objects = self.bound(py);
-        let find = |at: usize| self.program.nodes[at].find(&objects, &objects);
-        self.program.arrays().map(find).collect()
+    /// The object that stands at a spot now.
+    pub fn now<'py>(&self, spot: &Spot<'py>) -> Option<Bound<'py, PyAny>> {
+        match &spot.place {
+            Some(place) => place.get().ok().flatten(),
+            None => {
+                let objects = self.bound(spot.object.py());
+                self.program.nodes[spot.node].find(&objects, &[])
+            }
+        }
     }
 
     /// The place of a number in which an array stands now.
@@ -128,18 +213,21 @@ impl Looked {
         let nodes = self.program.nodes.iter().enumerate();
         let mut values = nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(_)));
         let at = values.find(|(_, node)| {
-            let now = node.find(&objects, &objects);
+            let now = node.find(&objects, &[]);
             now.is_some_and(|now| bridge::is_array(&now))
         });
         at.map(|(at, _)| self.program.name(py, at))
     }
 
-    /// Put another object in the place of an array, by its number; whether that can be.
-    pub fn put(&self, array: usize, object: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let objects = self.bound(object.py());
-        match self.program.arrays().nth(array) {
-            Some(at) => self.program.nodes[at].put(&objects, object),
-            None => Ok(false),
+    /// Put another object at a spot.
+    pub fn put<'py>(&self, spot: &Spot<'py>, object: &Bound<'py, PyAny>) -> PyResult<()> {
+        match &spot.place {
+            Some(place) => place.set(object),
+            None => {
+                let objects = self.bound(spot.object.py());
+                self.program.nodes[spot.node].put(&objects, object)?;
+                Ok(())
+            }
         }
     }
 
@@ -148,6 +236,9 @@ impl Looked {
         let mut snapshot = Snapshot::default();
         for (node, object) in self.program.nodes.iter().zip(&self.objects) {
             let object = object.bind(py);
+            if let Expect::Module(..) = &node.expect {
+                snapshot.note_all(object)?;
+            }
             if let Expect::Container(..) = &node.expect {
                 snapshot.note(object)?;
             }
@@ -163,9 +254,9 @@ impl Looked {
     /// Put everything on the way where it was; what stands in a container is left to a snapshot.
     pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         let objects = self.bound(py);
-        for (node, object) in self.program.nodes.iter().zip(&objects) {
+        for (node, Met { object, .. }) in self.program.nodes.iter().zip(&objects) {
             if let How::Cell | How::Global | How::Class | How::Attribute = node.how {
-                let now = node.find(&objects, &objects);
+                let now = node.find(&objects, &[]);
                 if !now.is_some_and(|now| now.is(object)) {
                     node.put(&objects, object)?;
                 }

@@ -1,5 +1,5 @@
 //! One object on the way from a loss to what it reaches.
-use mlx_rs::Array;
+use faststep::layout::Tensor;
 use pyo3::{
     exceptions::PyRuntimeError,
     intern,
@@ -7,7 +7,11 @@ use pyo3::{
     types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
 };
 
-use crate::{bridge, tree::is_plain, walk::is_numpy};
+use crate::{
+    bridge,
+    tree::{is_plain, Tree},
+    walk::{is_numpy, Scope},
+};
 
 /// How an object is found from its parent; `_reach.py` has the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +75,8 @@ pub enum Expect {
     Identity(Weak),
     /// Whatever it is.
     Anything,
+    /// A module that looks like this, and the number of its first array.
+    Module(Box<Tree>, usize),
 }
 
 /// An object, without keeping it alive where that can be.
@@ -93,6 +99,15 @@ impl Weak {
         }
     }
 
+    // a class that a module has lives as long as the process; one that a function has made may refer to a model
+    fn of_class(class: &Bound<'_, PyType>) -> Self {
+        let made = class.qualname().map(|name| name.to_string());
+        if made.is_ok_and(|name| !name.contains("<locals>")) {
+            return Self::Strong(class.clone().into_any().unbind());
+        }
+        Self::of(class.as_any())
+    }
+
     fn is(&self, object: &Bound<'_, PyAny>) -> bool {
         match self {
             Self::Weak(weak) => weak
@@ -101,6 +116,22 @@ impl Weak {
                 .is_some_and(|mine| mine.is(object)),
             Self::Strong(mine) => mine.is(object),
         }
+    }
+}
+
+/// An object that has been found, and its instance dict where others are found in that.
+pub struct Met<'py> {
+    /// The object.
+    pub object: Bound<'py, PyAny>,
+    /// The dict.
+    pub attributes: Option<Bound<'py, PyDict>>,
+}
+
+impl<'py> Met<'py> {
+    /// An object of a node.
+    pub fn new(object: Bound<'py, PyAny>, node: &Node) -> Self {
+        let attributes = node.opens.then(|| attributes_of(&object)).flatten();
+        Self { object, attributes }
     }
 }
 
@@ -113,6 +144,7 @@ pub struct Node {
     pub how: How,
     key: Option<Py<PyAny>>,
     index: usize,
+    opens: bool, // its instance dict is looked at
     /// What is compared in it.
     pub expect: Expect,
 }
@@ -130,48 +162,58 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
         0 => Expect::Array,
         1 => Expect::Value(expected.get_type().unbind()),
         2 => Expect::NumPy,
-        3 => Expect::Container(Weak::of(&expected.get_type()), 0, None),
-        4 => Expect::Object(Weak::of(&expected.get_type()), None),
+        3 => Expect::Container(Weak::of_class(&expected.get_type()), 0, None),
+        4 => Expect::Object(Weak::of_class(&expected.get_type()), None),
         5 => Expect::Function(expected.clone().unbind()),
         6 => Expect::Same(expected.extract()?),
         7 => Expect::Identity(match expected.cast::<PyWeakrefReference>() {
             Ok(weak) => Weak::Weak(weak.clone().unbind()),
             Err(_) => Weak::Strong(expected.clone().unbind()),
         }),
+        9 => Expect::Module(Box::default(), 0),
         _ => Expect::Anything,
     })
 }
 
-/// Complete the expectations of nodes by what is there now; the array of each node that is one.
+/// Complete the expectations of nodes by what is there now; shape and dtype of each array.
 pub fn expect<'py>(
-    nodes: Vec<Node>,
+    mut nodes: Vec<Node>,
     roots: &[Bound<'py, PyAny>],
-) -> PyResult<Vec<(Node, Option<Array>)>> {
-    let mut objects: Vec<Bound<'py, PyAny>> = Vec::with_capacity(nodes.len());
-    let mut complete = Vec::with_capacity(nodes.len());
-    for mut node in nodes {
+) -> PyResult<(Vec<Node>, Vec<Tensor>)> {
+    let parents = nodes.iter().filter(|node| node.how == How::Instance);
+    let parents: Vec<usize> = parents.filter_map(|node| node.parent).collect();
+    for parent in parents {
+        nodes[parent].opens = true;
+    }
+    let mut objects: Vec<Met<'py>> = Vec::with_capacity(nodes.len());
+    let mut tensors = Vec::new();
+    for node in &mut nodes {
         let name = |node: &Node| node.name(roots[0].py(), None);
         let object = node.find(&objects, roots);
-        let object = object.ok_or_else(|| moving(&name(&node)))?;
+        let object = object.ok_or_else(|| moving(&name(node)))?;
         match &mut node.expect {
             Expect::Container(class, len, attributes) => {
-                *class = Weak::of(&object.get_type());
+                *class = Weak::of_class(&object.get_type());
                 *len = object.len()?;
                 *attributes = attributes_of(&object).map(|dict| dict.len());
+                node.opens |= attributes.is_some();
             }
             Expect::Object(class, attributes) => {
-                *class = Weak::of(&object.get_type());
+                *class = Weak::of_class(&object.get_type());
                 *attributes = attributes_of(&object).map(|dict| dict.len());
+                node.opens |= attributes.is_some();
+            }
+            Expect::Array => tensors.extend(bridge::get(&object).as_ref().map(Tensor::of)),
+            Expect::Module(tree, first) => {
+                **tree = Tree::record(&object, Scope::Whole)?.0;
+                *first = tensors.len();
+                tensors.extend_from_slice(tree.tensors());
             }
             _ => {}
         }
-        let array = matches!(node.expect, Expect::Array)
-            .then(|| bridge::get(&object))
-            .flatten();
-        complete.push((node, array));
-        objects.push(object);
+        objects.push(Met::new(object, node));
     }
-    Ok(complete)
+    Ok((nodes, tensors))
 }
 
 /// The instance dict of an object.
@@ -200,6 +242,7 @@ impl Node {
             how,
             key: (!key.is_none()).then(|| key.unbind()),
             index,
+            opens: false,
             expect: kind(number, &expected)?,
         })
     }
@@ -207,13 +250,14 @@ impl Node {
     /// The object that is there now; `objects` are those of the nodes before it.
     pub fn find<'py>(
         &self,
-        objects: &[Bound<'py, PyAny>],
+        objects: &[Met<'py>],
         roots: &[Bound<'py, PyAny>],
     ) -> Option<Bound<'py, PyAny>> {
         let Some(parent) = self.parent else {
             return roots.get(self.index).cloned();
         };
-        let parent = objects.get(parent)?;
+        let met = objects.get(parent)?;
+        let parent = &met.object;
         let py = parent.py();
         let key = || self.key.as_ref().map(|key| key.bind(py));
         match self.how {
@@ -224,7 +268,7 @@ impl Node {
                 Err(_) => parent.cast::<PyTuple>().ok()?.get_item(self.index).ok(),
             },
             How::Attribute => parent.getattr(key()?.cast().ok()?).ok(),
-            How::Instance => attributes_of(parent)?.get_item(key()?).ok()?,
+            How::Instance => met.attributes.as_ref()?.get_item(key()?).ok()?,
             How::Cell => bridge::cell(parent, self.index),
             How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
             How::Type => Some(parent.get_type().into_any()),
@@ -248,13 +292,9 @@ impl Node {
     }
 
     /// Put another object there; whether that can be.
-    pub fn put<'py>(
-        &self,
-        objects: &[Bound<'py, PyAny>],
-        object: &Bound<'py, PyAny>,
-    ) -> PyResult<bool> {
-        let (Some(parent), Some(key)) = (self.parent.and_then(|p| objects.get(p)), &self.key)
-        else {
+    pub fn put<'py>(&self, objects: &[Met<'py>], object: &Bound<'py, PyAny>) -> PyResult<bool> {
+        let parent = self.parent.and_then(|parent| objects.get(parent));
+        let (Some(Met { object: parent, .. }), Some(key)) = (parent, &self.key) else {
             return Ok(false);
         };
         let key = key.bind(parent.py());
@@ -278,7 +318,9 @@ impl Node {
     }
 
     /// Whether the object is what is expected; of an array, apart from its shape and dtype.
-    pub fn fits(&self, object: &Bound<'_, PyAny>, objects: &[Bound<'_, PyAny>]) -> bool {
+    pub fn fits(&self, met: &Met<'_>, objects: &[Met<'_>]) -> bool {
+        let object = &met.object;
+        let attributes_len = || met.attributes.as_ref().map(|dict| dict.len());
         match &self.expect {
             Expect::Array => bridge::is_array(object),
             Expect::Value(class) => object.get_type().is(class) || is_plain(object),
@@ -286,18 +328,18 @@ impl Node {
             Expect::Container(class, len, attributes) => {
                 class.is(&object.get_type())
                     && object.len().is_ok_and(|n| n == *len)
-                    && (attributes.is_none()
-                        || attributes_of(object).map(|dict| dict.len()) == *attributes)
+                    && (attributes.is_none() || attributes_len() == *attributes)
             }
             Expect::Object(class, attributes) => {
-                class.is(&object.get_type())
-                    && attributes_of(object).map(|dict| dict.len()) == *attributes
+                class.is(&object.get_type()) && attributes_len() == *attributes
             }
             Expect::Function(code) => bridge::code(object)
                 .is_some_and(|now| now.is(code) || now.eq(code.bind(object.py())).unwrap_or(false)),
-            Expect::Same(node) => objects.get(*node).is_some_and(|other| other.is(object)),
+            Expect::Same(node) => objects
+                .get(*node)
+                .is_some_and(|other| other.object.is(object)),
             Expect::Identity(known) => known.is(object),
-            Expect::Anything => true,
+            Expect::Anything | Expect::Module(..) => true,
         }
     }
 

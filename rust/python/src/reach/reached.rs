@@ -1,11 +1,11 @@
 //! What a loss reaches, while the loss is traced: tracers in the place of arrays, and everything put back afterwards.
-use std::rc::Rc;
+use std::{collections::HashSet, rc::Rc};
 
 use faststep::trace::Left;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use super::Looked;
+use super::{look::Spot, Looked};
 use crate::{
     bridge,
     host::{Current, Stop},
@@ -21,7 +21,7 @@ pub struct Reached<'py> {
 }
 
 struct Traced<'py> {
-    slots: Vec<Bound<'py, PyAny>>,
+    spots: Vec<Spot<'py>>,
     tracers: Vec<Array>,
     first: usize, // the number of the first among all other arrays
     snapshot: Snapshot<'py>,
@@ -41,13 +41,13 @@ impl<'py> Reached<'py> {
         let tracers = others[current.others..][..count].to_vec();
         current.tracers = others[current.others + count..].to_vec();
         let traced = Traced {
-            slots: looked.slots(py),
+            spots: looked.spots(py)?,
             snapshot: looked.snapshot(py)?,
             first: current.others,
             tracers,
         };
-        for (slot, tracer) in traced.slots.iter().zip(&traced.tracers) {
-            bridge::assign(slot, tracer);
+        for (spot, tracer) in traced.spots.iter().zip(&traced.tracers).rev() {
+            bridge::assign(&spot.object, tracer); // of an object at several places, the first one's
         }
         Ok(Self {
             looked,
@@ -60,19 +60,25 @@ impl<'py> Reached<'py> {
     /// # Errors
     /// What a trace cannot repeat.
     pub fn read(&self, py: Python<'py>, left: &mut Left) -> Result<Vec<usize>, Stop> {
-        let now = self.looked.now(py);
         let Some(traced) = &self.traced else {
-            let arrays = now.iter().flatten().filter_map(bridge::get);
+            let spots = self.looked.spots(py)?;
+            let arrays = spots.iter().filter_map(|spot| self.looked.now(spot));
+            let arrays = arrays.filter_map(|object| bridge::get(&object));
             left.kept.extend(arrays.filter(faststep::array::is_lazy));
             return Ok(Vec::new());
         };
         let mut in_place = Vec::new();
-        for (number, (object, tracer)) in now.iter().zip(&traced.tracers).enumerate() {
+        let mut met = HashSet::new();
+        for (number, (spot, tracer)) in traced.spots.iter().zip(&traced.tracers).enumerate() {
             let name = || self.looked.name(py, number);
+            let object = self.looked.now(spot);
             let Some(array) = object.as_ref().and_then(bridge::get) else {
                 return Err(Stop::Untraceable(format!("it removes {}", name())));
             };
-            let same = object.as_ref().is_some_and(|o| o.is(&traced.slots[number]));
+            let same = object.is_some_and(|object| object.is(&spot.object));
+            if same && !met.insert(spot.object.as_ptr()) {
+                continue;
+            }
             if faststep::array::id(&array) == faststep::array::id(tracer) {
                 continue;
             }
@@ -86,7 +92,7 @@ impl<'py> Reached<'py> {
             if same {
                 in_place.push(number);
             } else {
-                self.looked.put(number, &traced.slots[number])?;
+                self.looked.put(spot, &spot.object)?;
             }
             left.others.push((traced.first + number, array));
         }
@@ -107,8 +113,8 @@ impl<'py> Reached<'py> {
         let Some(traced) = &self.traced else {
             return Ok(());
         };
-        for (slot, array) in traced.slots.iter().zip(&self.looked.arrays) {
-            bridge::assign(slot, array);
+        for (spot, array) in traced.spots.iter().zip(self.looked.arrays.iter()) {
+            bridge::assign(&spot.object, array);
         }
         if traced_well {
             return Ok(());
@@ -127,15 +133,18 @@ impl Looked {
         first: usize,
         in_place: &[usize],
     ) -> PyResult<()> {
-        let slots = self.slots(py);
+        let outputs = outputs.iter().filter(|(index, _)| *index >= first);
+        let outputs: Vec<_> = outputs.collect();
+        if outputs.is_empty() {
+            return Ok(());
+        }
+        let spots = self.spots(py)?;
         for (index, array) in outputs {
-            let Some(number) = index.checked_sub(first) else {
-                continue;
-            };
+            let number = index - first;
             if in_place.contains(&number) {
-                bridge::assign(&slots[number], array);
+                bridge::assign(&spots[number].object, array);
             } else {
-                self.put(number, &bridge::wrap(py, array)?)?;
+                self.put(&spots[number], &bridge::wrap(py, array)?)?;
             }
         }
         Ok(())
