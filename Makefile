@@ -94,8 +94,9 @@ deny: ## Licences and sources of the Rust dependencies, where cargo-deny is inst
 	@if cargo deny --version > /dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "make deny: skipped, cargo-deny is not installed (cargo install --locked cargo-deny)"; fi
 
-fuzz: $(STAMPS)/built ## The readers of configs and checkpoints against 100,000 inputs each (`test`: 2,000)
-	FASTSTEP_FUZZ=100000 python -m pytest tests/test_config_yaml.py tests/test_checkpoints_fuzz.py -o timeout=0
+fuzz: $(STAMPS)/built ## 100,000 inputs for each reader of configs and checkpoints, 2,000 sequences of calls (`test`: 2,000 and 100)
+	FASTSTEP_FUZZ=100000 python -m pytest -o timeout=0 \
+		tests/test_config_yaml.py tests/test_checkpoints_fuzz.py tests/test_sequences.py
 
 bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done

@@ -240,6 +240,26 @@ def test_before_the_first_step_it_is_the_parameters() -> None:
     assert_close(averages(step), copied(wanted), 1e-6)
 
 
+@pytest.mark.parametrize("call", ["gradients", "error", "refused", "plan"])
+def test_a_call_that_takes_no_step_does_not_begin_it(call: str) -> None:
+    model, optimizer = ROW.new()
+    plain = Step(model, optimizer, cross_entropy)
+    step = Step(model, optimizer, cross_entropy, ema_decay=DECAY, nonfinite="raise")
+    plain(*BATCHES[0])
+    if call == "gradients":
+        step.gradients(*BATCHES[0])
+    elif call == "plan":
+        step.memory_plan(*BATCHES[0])
+    else:
+        with pytest.raises((ValueError, FloatingPointError)):
+            step(*(BAD if call == "refused" else (BATCHES[0][0][:, :3], BATCHES[0][1])))
+    assert "ema" not in step.state
+    plain(*BATCHES[1])
+    wanted = model.trainable_parameters()
+    step(*BATCHES[2])
+    assert_close(averages(step), copied(averaged(wanted, model.trainable_parameters())), 1e-6)
+
+
 def test_blocks_may_be_nested() -> None:
     model, step = trained(3)
     before = copied(model.parameters())

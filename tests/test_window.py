@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import Child
 from faststep import Step
-from helpers import Pair, Row, Tree, assert_close, flat, learn, plain_step, snapshot, spoilt
-from mlx.utils import tree_unflatten
+from helpers import Pair, Row, Tree, assert_close, average, flat, learn, plain_step, snapshot, spoilt
+from mlx.utils import tree_map, tree_unflatten
 from models import Batch, cross_entropy
 from test_changes import CHANGES
 
@@ -60,7 +60,7 @@ def test_a_loss_or_a_gradient_too_large_is_no_part_of_a_window(factor: float, ma
     learn(reference, batches[1:])
     outs = [step(*batches[call], mx.array(by)) for call, by in ((0, 1.0), (2, factor), (1, 1.0), (2, 1.0))]
     assert [bool(out.skipped) for out in outs] == [False, True, False, False]
-    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 5e-5)  # AdamW, and a gradient that is all but nothing
 
 
 @pytest.mark.parametrize("flushed", [False, True])
@@ -146,6 +146,89 @@ def test_a_sum_that_overflows_is_not_taken(accumulate: int, nonfinite: Tree) -> 
     assert_close(snapshot(*ours), before, 0)
     assert step.stats.updates == 0
     assert not step.flush()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam"])
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_skipped_batch_that_opens_a_window_leaves_nothing_of_the_last_one(optimizer: str, compile: bool) -> None:
+    row = Row("mlp", optimizer)
+    reference, ours = row.new(), row.new()
+    step, batches = Step(*ours, cross_entropy, accumulate=2, compile=compile), row.case.batches(4)
+    learn(reference, batches[:2])
+    for batch in batches[:2]:
+        step(*batch)
+    step.accumulate = 3
+    assert bool(step(*spoilt(batches[0])).skipped)
+    assert not any(array.any() for array in flat(step.state["window"]).values())
+    for model in (reference[0], ours[0]):
+        model.layers[0].freeze()
+    step(*batches[2])
+    ours[0].layers[0].unfreeze()
+    assert bool(step(*spoilt(batches[3])).updated)
+    learn_after_thawing(reference, batches[2:3], 1)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+
+
+def learn_after_thawing(pair: Pair, window: list[Batch], frozen: int) -> None:
+    """Update by the average over a window, of which the first layer, frozen so far, saw all but so many batches."""
+    model, optimizer = pair
+    model.layers[0].unfreeze()
+    grads = [nn.value_and_grad(model, cross_entropy)(model, *batch)[1] for batch in window]
+    for each in grads[:frozen]:
+        each["layers"][0] = tree_map(mx.zeros_like, each["layers"][0])
+    optimizer.update(model, average(grads))
+    mx.eval(model.state, optimizer.state)
+
+
+def test_nothing_of_a_window_that_was_refused_is_in_the_next() -> None:
+    reference, ours = ROW.new(), ROW.new()
+    step, batches = Step(*ours, scaled, accumulate=4, nonfinite="raise"), ROW.case.batches(4)
+    huge, one = mx.array(1.2e19), mx.array(1.0)
+    ours[1].init(ours[0].trainable_parameters())
+    step(*batches[0], huge)
+    ours[0].layers[0].freeze()
+    for batch in batches[1:3]:
+        step(*batch, huge)
+    with pytest.raises(FloatingPointError, match="window"):
+        step(*batches[3], huge)
+    assert step.state["batches"] == 0
+    step(*batches[0], one)
+    ours[0].layers[0].unfreeze()
+    for batch in batches[1:]:
+        step(*batch, one)
+    learn_after_thawing(reference, batches, 1)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+
+
+def test_a_step_that_allows_everything_takes_nothing_of_a_window_of_which_all_was_skipped() -> None:
+    ours, batches = ROW.new(), ROW.case.batches(2)
+    ours[1].init(ours[0].trainable_parameters())
+    guarded, allowing = (Step(*ours, cross_entropy, accumulate=2, nonfinite=each) for each in ("skip", "allow"))
+    before = snapshot(*ours)
+    for batch in batches:
+        guarded(*spoilt(batch))
+        assert allowing.flush()
+    assert_close(snapshot(*ours), before, 0)
+    assert allowing.stats.updates == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adam-branching", "user-branching"])
+def test_an_update_that_was_missed_leaves_the_rate_of_a_users_schedule(optimizer: str, accumulate: int) -> None:
+    row = Row("mlp", optimizer)
+    reference, ours = row.new(), row.new()
+    step, batches = Step(*ours, cross_entropy, accumulate=accumulate), row.case.batches(3)
+    for _ in range(2):  # after which the schedule would give another rate
+        learn(reference, batches[:accumulate])
+        for batch in batches[:accumulate]:
+            step(*batch)
+    for _ in range(3 * accumulate):
+        assert bool(step(*spoilt(batches[0])).skipped)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    learn(reference, batches[2:])
+    step(*batches[2])
+    step.flush()
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
 
 
 def shorter(batch: Batch) -> Batch:

@@ -1,9 +1,15 @@
 //! What a step keeps beside parameters and the optimizer's state: master weights, an average, an open window, a loss scale.
 //!
 //! Their arrays stand behind the optimizer's in one list, so that a trace takes and gives them as it does those.
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use crate::{layout::Layout, precision};
+
+/// The sum of the weights while no window is open: no batch makes it this, so that the first of a window sees that what
+/// stands in the sums is another window's.
+pub(crate) const CLOSED: f32 = f32::NEG_INFINITY;
 
 /// Which of them a step needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -77,10 +83,7 @@ impl Places {
         }
         if needs.average && self.average.is_none() {
             self.average = Some(start + new.len());
-            for buffer in buffers {
-                let wide = buffer.as_dtype(precision::wide(buffer.dtype()))?;
-                new.push(wide.contiguous()?); // shares the memory, but is another array
-            }
+            new.extend(average(buffers)?);
         }
         if needs.window && self.window.is_none() {
             self.window = Some(start + new.len());
@@ -88,7 +91,7 @@ impl Places {
                 let dtype = precision::wide(buffer.dtype());
                 new.push(ops::zeros_dtype(buffer.shape(), dtype)?);
             }
-            new.push(Array::from_f32(0.0));
+            new.push(Array::from_f32(CLOSED));
         }
         if needs.scale && self.scale.is_none() {
             self.scale = Some(start + new.len());
@@ -99,6 +102,50 @@ impl Places {
     }
 }
 
+// what an average begins with
+pub(crate) fn average(buffers: &[Array]) -> Result<Vec<Array>> {
+    let wide = buffers.iter().map(|buffer| {
+        let wide = buffer.as_dtype(precision::wide(buffer.dtype()))?;
+        wide.contiguous() // shares the memory, but is another array
+    });
+    wide.collect()
+}
+
+/// An open window: sums that were kept count for the window in which they were summed, and for no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Open {
+    number: u64, // unlike that of any other window of this process
+    /// The number of batches in it.
+    pub batches: usize,
+}
+
+impl Open {
+    /// A window like no other, with so many batches in it.
+    #[must_use]
+    pub fn new(batches: usize) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { number, batches }
+    }
+
+    /// Whether it is this window, with as many batches or with more.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+/// What is summed in an open window.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// Which one.
+    pub open: Open,
+    /// The sum of each tensor's weighted gradients.
+    pub sums: Vec<Option<Array>>,
+    /// The sum of the weights, a float32 scalar.
+    pub weight: Array,
+}
+
 /// What a step keeps, by tensor: what outlives another layout, and goes into a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct Keep {
@@ -106,12 +153,8 @@ pub struct Keep {
     pub masters: Option<Vec<Option<Array>>>,
     /// The average of each tensor.
     pub average: Option<Vec<Option<Array>>>,
-    /// The sum of each tensor's weighted gradients, in an open window.
-    pub window: Option<Vec<Option<Array>>>,
-    /// The sum of the weights in the window, a float32 scalar.
-    pub weight: Option<Array>,
-    /// The number of batches in the window.
-    pub batches: usize,
+    /// The open window.
+    pub window: Option<Window>,
     /// The scale of the loss, float32, and the good steps since it last changed, int32: scalars.
     pub scale: Option<[Array; 2]>,
 }

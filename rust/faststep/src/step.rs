@@ -16,7 +16,13 @@ use mlx_rs::Array;
 
 pub(crate) use run::trial;
 
-use crate::{extras::Places, layout::Layout, memory::Room, meter::Reading, outputs::Outputs};
+use crate::{
+    extras::{Open, Places},
+    layout::Layout,
+    memory::Room,
+    meter::Reading,
+    outputs::Outputs,
+};
 
 /// Who else refers to the arrays of a step.
 pub trait Owner {
@@ -76,6 +82,12 @@ pub struct Output {
 }
 
 impl Output {
+    /// What the last part gave, which is the update where there was one.
+    #[must_use]
+    pub fn last(&self) -> &Outputs {
+        self.update.as_ref().unwrap_or(&self.batch)
+    }
+
     /// Of a call that has one part only.
     #[must_use]
     pub fn of(batch: Outputs) -> Self {
@@ -104,8 +116,9 @@ pub struct Engine {
     shared: Vec<Array>,
     state: Vec<Array>,
     places: Places,
-    batches: usize, // in the window
+    window: Option<Open>,
     masters_are_old: bool,
+    averages: bool, // a step that averages has been taken: until then the average is the parameters
     updates: usize,
     reading: Option<Reading>,
     fresh: Vec<Array>,
@@ -153,6 +166,6 @@ impl Engine {
     /// The number of batches in the window.
     #[must_use]
     pub fn batches(&self) -> usize {
-        self.batches
+        self.window.map_or(0, |window| window.batches)
     }
 }

@@ -161,9 +161,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         self.steps += 1;
         self.clear_cache();
         self.skips.push(output.batch.skipped.as_ref(), &is_true)?;
-        let update = task
-            .updates()
-            .then(|| output.update.as_ref().unwrap_or(&output.batch));
+        let update = task.updates().then(|| output.last());
         if let Some(update) = update {
             self.count_update(update)?;
         }

@@ -183,6 +183,30 @@ fn a_window_is_one_update() {
 }
 
 #[test]
+fn sums_belong_to_their_window() {
+    let sgd = Optimizers::new(Optimizer::sgd(0.0), 1.0);
+    let options = Options {
+        accumulate: 2,
+        ..Options::default()
+    };
+    let nan = [
+        Array::from_f32(f32::NAN).multiply(&batch(0)[0]).unwrap(),
+        batch(0)[1].clone(),
+    ];
+    for opens in [&batch(2), &nan] {
+        let mut step = Step::new(Mlp::seeded(1), sgd.clone(), mse, options).unwrap();
+        step.step(&batch(0)).unwrap();
+        step.model_mut().first.freeze_parameters(true);
+        step.step(&batch(1)).unwrap();
+        let before = step.model().first.weight.value.clone();
+        step.step(opens).unwrap(); // of another window: nothing of the layer that is frozen is in it
+        step.model_mut().first.unfreeze_parameters(true);
+        step.step(&nan).unwrap();
+        assert!(equal(&step.model().first.weight.value, &before));
+    }
+}
+
+#[test]
 fn a_weighted_window_is_the_mean_over_all() {
     let weighted = |model: &mut Mlp, batch: &[Array]| -> Result<Loss, Exception> {
         let rows = f32::from(u16::try_from(batch[0].dim(0)).unwrap());

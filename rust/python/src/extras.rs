@@ -1,13 +1,18 @@
 //! What a step keeps beside the optimizer's state, by the names of the parameters: it outlives another layout.
 use std::collections::{HashMap, HashSet};
 
-use faststep::{extras::Keep, layout::Tensor};
+use faststep::{
+    extras::{Keep, Open, Window},
+    layout::Tensor,
+};
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use crate::bridge;
 
 type Named<'py> = Vec<(String, Bound<'py, PyAny>)>;
+/// The array of each tensor that has one.
+type Group = Vec<Option<Array>>;
 
 /// `Step.state` as it crosses to Python: arrays by the dotted name of their parameter, and the window's size.
 #[derive(FromPyObject, IntoPyObject)]
@@ -47,35 +52,33 @@ impl Carried {
             .filter(|&i| !mine.contains(&before.names[i]))
             .collect();
         let known = self.names.len();
-        let add = |group: &mut Option<Vec<Option<Array>>>, old: &Option<Vec<Option<Array>>>| {
-            if let (None, Some(_)) = (&group, old) {
+        let old = |group: Option<&Group>| -> Group {
+            let array = |i: &usize| group.and_then(|group| group[*i].clone());
+            rest.iter().map(array).collect()
+        };
+        let add = |group: &mut Option<Group>, before: &Option<Group>| {
+            if let (None, Some(_)) = (&group, before) {
                 *group = Some(vec![None; known]);
             }
             if let Some(group) = group {
-                let old = |i: &usize| old.as_ref().and_then(|old| old[*i].clone());
-                group.extend(rest.iter().map(old));
+                group.extend(old(before.as_ref()));
             }
         };
         add(&mut self.keep.masters, &before.keep.masters);
         add(&mut self.keep.average, &before.keep.average);
-        if self.keep.batches > 0 {
-            add(&mut self.keep.window, &before.keep.window);
+        if let Some(window) = &mut self.keep.window {
+            let before = before.keep.window.as_ref();
+            let same = before.filter(|before| before.open.is(&window.open));
+            window.sums.extend(old(same.map(|same| &same.sums)));
         }
         self.names
             .extend(rest.iter().map(|&i| before.names[i].clone()));
         self
     }
 
-    /// The window has been used up.
-    pub fn close_window(&mut self) {
-        self.keep.window = None;
-        self.keep.weight = None;
-        self.keep.batches = 0;
-    }
-
     /// The number of batches in the window.
     pub fn batches(&self) -> usize {
-        self.keep.batches
+        self.keep.window.as_ref().map_or(0, |w| w.open.batches)
     }
 
     /// The same for other parameters: what is missing or of another shape begins anew.
@@ -83,25 +86,27 @@ impl Carried {
         let known: HashMap<&String, usize> = self.names.iter().zip(0..).collect();
         let places: Vec<Option<usize>> =
             names.iter().map(|name| known.get(name).copied()).collect();
-        let sort = |group: &Option<Vec<Option<Array>>>| {
-            let group = group.as_ref()?;
+        let sort = |group: &Group| -> Group {
             let sorted = places.iter().zip(tensors).map(|(at, tensor)| {
                 let array = group.get((*at)?)?.as_ref()?;
                 (array.shape() == tensor.shape).then(|| array.clone())
             });
-            Some(sorted.collect())
+            sorted.collect()
         };
         Keep {
-            masters: sort(&self.keep.masters),
-            average: sort(&self.keep.average),
-            window: sort(&self.keep.window),
-            ..self.keep.clone()
+            masters: self.keep.masters.as_ref().map(sort),
+            average: self.keep.average.as_ref().map(sort),
+            window: self.keep.window.as_ref().map(|window| Window {
+                sums: sort(&window.sums),
+                ..window.clone()
+            }),
+            scale: self.keep.scale.clone(),
         }
     }
 
     /// As Python has it.
     pub fn show<'py>(&self, py: Python<'py>) -> PyResult<State<'py>> {
-        let named = |group: &Option<Vec<Option<Array>>>| -> PyResult<Option<Named<'py>>> {
+        let named = |group: Option<&Group>| -> PyResult<Option<Named<'py>>> {
             let Some(group) = group else {
                 return Ok(None);
             };
@@ -111,15 +116,14 @@ impl Carried {
             wrapped.collect::<PyResult<_>>().map(Some)
         };
         let keep = &self.keep;
+        let window = keep.window.as_ref();
+        let weight = window.map(|window| bridge::wrap(py, &window.weight));
         Ok(State {
-            masters: named(&keep.masters)?.filter(|masters| !masters.is_empty()),
-            ema: named(&keep.average)?,
-            window: named(&keep.window)?,
-            weight: match &keep.weight {
-                Some(weight) => Some(bridge::wrap(py, weight)?),
-                None => None,
-            },
-            batches: keep.batches,
+            masters: named(keep.masters.as_ref())?.filter(|masters| !masters.is_empty()),
+            ema: named(keep.average.as_ref())?,
+            window: named(window.map(|window| &window.sums))?,
+            weight: weight.transpose()?,
+            batches: self.batches(),
             loss_scale: match &keep.scale {
                 Some([scale, streak]) => {
                     Some((bridge::wrap(py, scale)?, bridge::wrap(py, streak)?))
@@ -138,18 +142,22 @@ impl Carried {
             .filter(|(name, _)| seen.insert(name))
             .map(|(name, _)| name.clone())
             .collect();
-        let group = |group: &Option<Named<'_>>| {
+        let group = |group: &Option<Named<'_>>| -> Option<Group> {
             let group: HashMap<_, _> = group.as_ref()?.iter().map(|(n, a)| (n, a)).collect();
             let arrays = names.iter().map(|name| bridge::get(group.get(name)?));
             Some(arrays.collect())
         };
+        let weight = state.weight.as_ref().and_then(bridge::get);
+        let window = group(&state.window).zip(weight);
         let scale = state.loss_scale.as_ref();
         let keep = Keep {
             masters: group(&state.masters),
             average: group(&state.ema),
-            window: group(&state.window),
-            weight: state.weight.as_ref().and_then(bridge::get),
-            batches: state.batches,
+            window: window.map(|(sums, weight)| Window {
+                open: Open::new(state.batches),
+                sums,
+                weight,
+            }),
             scale: scale.and_then(|(s, n)| Some([bridge::get(s)?, bridge::get(n)?])),
         };
         Self { names, keep }

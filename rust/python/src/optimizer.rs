@@ -2,6 +2,7 @@
 use std::collections::HashMap;
 
 use faststep::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer as Rule, rules::Rules};
+use mlx_rs::{ops, transforms::async_eval, Array};
 use pyo3::{
     exceptions::PyTypeError,
     intern,
@@ -9,7 +10,7 @@ use pyo3::{
     types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple},
 };
 
-use crate::{bridge, tree::Tree, walk::Scope};
+use crate::{bridge, errors::mlx, tree::Tree, walk::Scope};
 
 // the name of an optimizer's class, where it is one of MLX's own
 fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
@@ -270,6 +271,22 @@ impl<'py> HostSchedules<'py> {
             match old {
                 Some(old) => state(&optimizer)?.set_item(name, old)?,
                 None => state(&optimizer)?.del_item(name)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// After a step: where its update was missed, the rate stays what it was, as the number of updates does.
+    pub fn settle(&self, missed: &Array) -> PyResult<()> {
+        for ((optimizer, name, _), old) in self.found.iter().zip(&self.old) {
+            let state = state(optimizer)?;
+            let old = old.as_ref().and_then(bridge::get);
+            let new = state.get_item(name)?.as_ref().and_then(bridge::get);
+            if let (Some(old), Some(new)) = (old, new) {
+                let old = old.as_dtype(new.dtype()).map_err(mlx)?;
+                let rate = ops::select(missed, old, new).map_err(mlx)?;
+                async_eval([&rate]).map_err(mlx)?; // or it would hold all that came before it
+                state.set_item(name, bridge::wrap(state.py(), &rate)?)?;
             }
         }
         Ok(())

@@ -7,6 +7,7 @@ use mlx_rs::{
 use super::{short, Body, Inputs};
 use crate::{
     clip,
+    extras::CLOSED,
     guard::{choose, Guard},
     optimizer::scalar,
     outputs::Outputs,
@@ -15,7 +16,7 @@ use crate::{
 };
 
 impl Body<'_> {
-    // adds the weighted gradients to the window, which begins anew where nothing has been weighed in yet
+    // adds the weighted gradients to the window; the first batch of one, taken or not, leaves nothing of the last one
     pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
         let made = self.differentiate(inputs)?;
         if !made.rebound.is_empty() {
@@ -33,7 +34,8 @@ impl Body<'_> {
             good = Some(Guard::and_weight(yes, weight)?);
         }
         let (first, total) = self.window(inputs)?;
-        let fresh = total.le(Array::from_f32(0.0))?.contiguous()?;
+        let first_batch = total.eq(Array::from_f32(CLOSED))?.contiguous()?;
+        let begun = |old: &Array| ops::select(&first_batch, scalar(0.0, old.dtype()), old);
         let weight = match &made.weight {
             Some(weight) => weight.as_dtype(Dtype::Float32)?.contiguous()?,
             None => Array::from_f32(1.0),
@@ -44,11 +46,12 @@ impl Body<'_> {
             if made.weight.is_some() {
                 gradient = gradient.multiply(weight.as_dtype(old.dtype())?)?;
             }
-            let begun = ops::select(&fresh, scalar(0.0, old.dtype()), old)?;
-            let new = choose(good.as_ref(), begun.add(gradient)?, old)?;
+            let old = begun(old)?;
+            let new = choose(good.as_ref(), old.add(gradient)?, &old)?;
             outputs.state.push((first + buffer, new));
         }
-        let new = choose(good.as_ref(), total.add(weight)?, total)?;
+        let total = begun(total)?;
+        let new = choose(good.as_ref(), total.add(weight)?, &total)?;
         outputs.state.push((first + gradients.len(), new));
         self.settle(inputs, good.as_ref(), &mut outputs)?;
         outputs.gradients = packed.buffers;
@@ -70,8 +73,9 @@ impl Body<'_> {
             outputs.norm = Some(norm);
         }
         let good = match (&self.recipe.guard, &outputs.norm) {
-            (Some(_), Some(norm)) => Some(Guard::any(&Guard::finite(norm)?, total)?),
-            _ => None,
+            (Some(_), Some(norm)) => Guard::any(&Guard::finite(norm)?, total)?,
+            // steps that guard may have skipped all that is in the window
+            _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
         };
         let mut gradients = clip::by(sums, &factor)?;
         if self.recipe.compute.is_none() {
@@ -83,12 +87,12 @@ impl Body<'_> {
         if let Some(max_value) = self.recipe.max_grad_value {
             gradients = clip::by_value(&gradients, max_value)?;
         }
-        self.update(inputs, rule, &[], &gradients, good.as_ref(), &mut outputs)?;
-        outputs.skipped = good.as_ref().map(Array::logical_not).transpose()?;
+        self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
+        outputs.skipped = Some(good.logical_not()?);
         // of the total, so that it is an array of this step and no constant
-        let nothing = Array::from_f32(0.0);
-        let empty = ops::select(total.ge(&nothing)?, &nothing, &nothing)?;
-        outputs.state.push((first + sums.len(), empty));
+        let closed = Array::from_f32(CLOSED);
+        let closed = ops::select(total.ge(&closed)?, &closed, &closed)?;
+        outputs.state.push((first + sums.len(), closed));
         Ok(outputs)
     }
 

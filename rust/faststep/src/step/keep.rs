@@ -4,7 +4,7 @@ use mlx_rs::{transforms::eval, Array, Dtype};
 use super::Engine;
 use crate::{
     error::Result,
-    extras::{Keep, Needs},
+    extras::{Keep, Needs, Open, Window},
     precision,
 };
 
@@ -19,16 +19,21 @@ impl Engine {
             let buffers = &self.state[first..first + self.layout.len()];
             Ok(self.layout.views(buffers)?.into_iter().map(Some).collect())
         };
-        let open = places.window.filter(|_| self.batches > 0);
+        let average = places.average.filter(|_| self.averages);
+        let window = |(open, first): (Open, usize)| -> Result<Window> {
+            Ok(Window {
+                open,
+                sums: by_tensor(first)?,
+                weight: self.state[first + self.layout.len()].clone(),
+            })
+        };
         Ok(Keep {
             masters: match places.masters {
                 Some(_) if !self.masters_are_old => Some(self.masters()?),
                 _ => None,
             },
-            average: places.average.map(by_tensor).transpose()?,
-            window: open.map(by_tensor).transpose()?,
-            weight: open.map(|first| self.state[first + self.layout.len()].clone()),
-            batches: self.batches,
+            average: average.map(by_tensor).transpose()?,
+            window: self.window.zip(places.window).map(window).transpose()?,
             scale: places
                 .scale
                 .map(|at| [self.state[at].clone(), self.state[at + 1].clone()]),
@@ -40,7 +45,8 @@ impl Engine {
     /// # Errors
     /// An array that cannot be evaluated.
     pub fn take_up(&mut self, keep: &Keep) -> Result<()> {
-        self.batches = keep.batches;
+        self.window = keep.window.as_ref().map(|window| window.open);
+        self.averages = keep.average.is_some();
         self.need(Needs {
             masters: keep.masters.is_some(),
             average: keep.average.is_some(),
@@ -53,16 +59,12 @@ impl Engine {
         if let Some(masters) = &keep.masters {
             self.set_masters(masters.clone())?;
         }
-        for (kept, first) in [
-            (&keep.average, self.places.average),
-            (&keep.window, self.places.window),
-        ] {
-            if let (Some(kept), Some(first)) = (kept, first) {
-                self.set_kept(kept, first)?;
-            }
+        if let (Some(average), Some(first)) = (&keep.average, self.places.average) {
+            self.set_kept(average, first)?;
         }
-        if let (Some(weight), Some(at)) = (&keep.weight, self.places.total(&self.layout)) {
-            self.state[at] = weight.clone();
+        if let (Some(window), Some(first)) = (&keep.window, self.places.window) {
+            self.set_kept(&window.sums, first)?;
+            self.state[first + self.layout.len()] = window.weight.clone();
         }
         if let (Some(scale), Some(at)) = (&keep.scale, self.places.scale) {
             self.state.splice(at..at + 2, scale.iter().cloned());

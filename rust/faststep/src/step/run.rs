@@ -6,6 +6,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 use super::{device::evaluate, Call, Engine, Output, Owner, Seconds};
 use crate::{
     error::{Error, Result},
+    extras::Open,
     fused,
     layout::Layout,
     memory::{active, peak},
@@ -45,7 +46,11 @@ impl Engine {
         let waiting = Instant::now();
         let approved = approve(&self.layout, &batch);
         self.seconds.wait += waiting.elapsed().as_secs_f64();
-        self.batches += usize::from(adds && approved);
+        self.averages |= approved && trace.recipe.ema_decay.is_some();
+        let window = self.window;
+        if adds && approved {
+            self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
+        }
         let mut done = batch.marker().cloned();
         let update = match update {
             Some(trace) if approved => match self.update(trace, owner) {
@@ -54,10 +59,10 @@ impl Engine {
                     Some(update)
                 }
                 Err(error) => {
-                    if let (Some(window), Some(first)) = (before, self.places.window) {
-                        self.state.splice(first..first + window.len(), window);
+                    if let (Some(sums), Some(first)) = (before, self.places.window) {
+                        self.state.splice(first..first + sums.len(), sums);
                     }
-                    self.batches -= 1;
+                    self.window = window;
                     return Err(error);
                 }
             },
@@ -79,6 +84,7 @@ impl Engine {
     pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
         self.begin(owner)?;
         let outputs = self.update(update, owner)?;
+        self.averages |= update.recipe.ema_decay.is_some();
         self.fly(outputs.marker().cloned());
         Ok(Output {
             batch: outputs,
@@ -95,7 +101,7 @@ impl Engine {
 
     fn update(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
         let outputs = self.run(update, Call::default(), owner)?;
-        self.batches = 0;
+        self.window = None;
         Ok(outputs)
     }
 

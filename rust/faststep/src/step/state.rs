@@ -6,7 +6,7 @@ use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use super::{Engine, Seconds};
 use crate::{
     error::{Error, Result},
-    extras::{Needs, Places},
+    extras::{self, Needs, Places},
     layout::Layout,
     memory::Room,
 };
@@ -46,8 +46,9 @@ impl Engine {
             shared: Vec::new(),
             places: Places::behind(state.len()),
             state,
-            batches: 0,
+            window: None,
             masters_are_old: false,
+            averages: false,
             updates: 0,
             reading: None,
             fresh: Vec::new(),
@@ -93,6 +94,9 @@ impl Engine {
         if old && self.places.masters.is_some() {
             self.set_masters(vec![None; self.layout.tensors().len()])?;
         }
+        if needs.average && !self.averages {
+            self.begin_average()?;
+        }
         let new = self.places.add(needs, &self.layout, &self.buffers())?;
         if !new.is_empty() {
             if !self.drafted {
@@ -100,6 +104,19 @@ impl Engine {
             }
             self.state.extend(new);
         }
+        Ok(())
+    }
+
+    // the parameters as they are now, where there is room for an average already
+    fn begin_average(&mut self) -> Result<()> {
+        let Some(first) = self.places.average else {
+            return Ok(());
+        };
+        let begun = extras::average(&self.buffers())?;
+        if !self.drafted {
+            eval(&begun)?;
+        }
+        self.state.splice(first..first + begun.len(), begun);
         Ok(())
     }
 

@@ -121,8 +121,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
             }
         }?;
         if raises && refusal.is_none() && task != Task::Whole && task.updates() {
-            refusal =
-                nonfinite::check_update(output.update.as_ref().unwrap_or(&output.batch)).err();
+            refusal = nonfinite::check_update(output.last()).err();
         }
         refusal.map_or(Ok(output), Err)
     }

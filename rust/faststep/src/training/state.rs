@@ -11,7 +11,7 @@ use super::{
 use crate::{
     checkpoint::{Checkpoint, Numbers},
     error::{Error, Result},
-    extras::Keep,
+    extras::{Keep, Open, Window},
     flags::Flags,
     module::{look, Slots},
     nonfinite::is_true,
@@ -31,25 +31,27 @@ pub(super) struct Kept {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Extras {
     pub(super) arrays: Arrays,
-    pub(super) batches: usize,
+    pub(super) window: Option<Open>,
 }
 
 impl Extras {
     fn of(keep: Keep, names: &[Rc<str>]) -> Self {
         let mut arrays = Arrays::new();
-        for (group, tensors) in GROUPS.iter().zip([keep.masters, keep.average, keep.window]) {
+        let open = keep.window.as_ref().map(|window| window.open);
+        let (sums, weight) = keep.window.map(|w| (w.sums, w.weight)).unzip();
+        for (group, tensors) in GROUPS.iter().zip([keep.masters, keep.average, sums]) {
             for (name, tensor) in names.iter().zip(tensors.into_iter().flatten()) {
                 arrays.extend(tensor.map(|tensor| (format!("{group}.{name}"), tensor)));
             }
         }
-        arrays.extend(keep.weight.map(|weight| ("weight".to_owned(), weight)));
+        arrays.extend(weight.map(|weight| ("weight".to_owned(), weight)));
         if let Some([scale, streak]) = keep.scale {
             arrays.insert("loss_scale".to_owned(), scale);
             arrays.insert("good_steps".to_owned(), streak);
         }
         Self {
             arrays,
-            batches: keep.batches,
+            window: open,
         }
     }
 
@@ -66,13 +68,14 @@ impl Extras {
             arrays.iter().any(Option::is_some).then_some(arrays)
         };
         let one = |name: &str| self.arrays.get(name).cloned();
-        let open = self.batches > 0;
         Keep {
             masters: group("masters"),
             average: group("ema"),
-            window: group("window").filter(|_| open),
-            weight: one("weight").filter(|_| open),
-            batches: self.batches,
+            window: self.window.zip(one("weight")).map(|(open, weight)| Window {
+                open,
+                sums: group("window").unwrap_or_default(),
+                weight,
+            }),
             scale: one("loss_scale")
                 .zip(one("good_steps"))
                 .map(<[Array; 2]>::from),
@@ -81,8 +84,12 @@ impl Extras {
 
     /// With what was kept before for other parameters.
     pub(super) fn with_rest_of(mut self, before: &Self) -> Self {
+        let same = self
+            .window
+            .zip(before.window)
+            .is_some_and(|(a, b)| a.is(&b));
         for (name, array) in &before.arrays {
-            if self.batches > 0 || !name.starts_with("window.") {
+            if same || !name.starts_with("window.") {
                 self.arrays
                     .entry(name.clone())
                     .or_insert_with(|| array.clone());
@@ -181,7 +188,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
                 steps: self.steps,
                 updates: self.updates - self.misses.count(),
                 skipped: self.skips.count(),
-                batches: extras.batches,
+                batches: extras.window.map_or(0, |window| window.batches),
                 random: Some(random::seed_of(&self.key)?),
             },
         }
@@ -223,7 +230,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let key = numbers.random.map(random::seeded).transpose()?;
         let extras = Extras {
             arrays: step,
-            batches: numbers.batches,
+            window: Some(numbers.batches).filter(|n| *n > 0).map(Open::new),
         };
         let begun = self.begin(looked, Kept { optimizer, extras });
         begun.map_err(|error| match error {

@@ -401,7 +401,7 @@ impl Inner {
             ),
         };
         if let (Ok(output), true) = (&outcome, self.options.raises && task != Task::Whole) {
-            let update = output.update.as_ref().unwrap_or(&output.batch);
+            let update = output.last();
             if task.updates() && refusal.is_none() {
                 refusal = refuse_update(update).err();
             }

@@ -51,11 +51,11 @@ impl Inner {
                 let (others, first) = (&output.batch.others, store.others.len());
                 given.looked.show(py, others, first, &last.kept.in_place)?;
             }
-            if task.updates() {
-                store.close_window();
-            }
             if new {
                 store.check_layout(py)?;
+            }
+            if let (true, Some(missed)) = (task.updates(), &output.last().skipped) {
+                schedules.settle(missed)?;
             }
             self.seconds.engine += output.seconds;
             self.seconds.show += shown.elapsed().as_secs_f64();
@@ -82,7 +82,7 @@ impl Inner {
         output: &Output,
         task: Task,
     ) -> PyResult<Returned<'py>> {
-        let update = output.update.as_ref().unwrap_or(&output.batch);
+        let update = output.last();
         if task != Task::Flush {
             self.steps += 1;
             let skipped = output.batch.skipped.as_ref();

@@ -59,13 +59,6 @@ impl Store {
         Ok(())
     }
 
-    /// The window has been used up.
-    pub fn close_window(&mut self) {
-        if let Some(carried) = &mut self.carried {
-            carried.close_window();
-        }
-    }
-
     /// The number of batches in the window.
     pub fn batches(&self) -> usize {
         match (&self.engine, &self.carried) {
