@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
 from programs import agents, language, pairs, schedules, vision
 from programs.parts import Make
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+
 from programs.parts import BATCHES, Losses, Make, Net, follow, integers, normals
 
 SEEN, ACTIONS, GAMMA = 8, 2, 0.99  # observations, actions, discount

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+
 from programs.parts import BATCHES, Losses, Make, frozen_copy, integers
 
 VOCABULARY, SEQ, BATCH, LAYERS, HEADS = 128, 24, 4, 2, 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+
 from programs.parts import BATCHES, Losses, Make, Net, follow, integers, normals
 
 IMAGE, NOISE, CLASSES, BATCH = 64, 16, 10, 32
@@ -102,9 +103,7 @@ class Distillation:
         def loss(student: nn.Module, x: mx.array, y: mx.array) -> mx.array:
             logits = student(x)
             soft = [each - mx.logsumexp(each, axis=-1, keepdims=True) for each in (logits, teacher(x))]
-            soft = [
-                each / temperature - mx.logsumexp(each / temperature, axis=-1, keepdims=True) for each in soft
-            ]
+            soft = [each / temperature - mx.logsumexp(each / temperature, axis=-1, keepdims=True) for each in soft]
             divergence = nn.losses.kl_div_loss(*soft, reduction="mean")
             return 0.5 * nn.losses.cross_entropy(logits, y, reduction="mean") + temperature**2 * divergence
 

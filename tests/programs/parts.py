@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class Net(nn.Module):
 
     def __init__(self, sizes: Sequence[int], activation: Callable[[mx.array], mx.array] = nn.relu) -> None:
         super().__init__()
-        self.layers = [nn.Linear(i, o) for i, o in zip(sizes[:-1], sizes[1:], strict=True)]
+        self.layers = [nn.Linear(i, o) for i, o in itertools.pairwise(sizes)]
         self.activations = [activation] * (len(sizes) - 2)
 
     def __call__(self, x: mx.array) -> mx.array:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+
 from programs.parts import BATCHES, Losses, Make, Net, integers, normals
 
 IMAGE, CLASSES, BATCH, NODES = 32, 10, 32, 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+
 from programs.parts import BATCHES, Losses, Make, follow, integers, normals
 
 SIDE, CLASSES, BATCH, FRAMES, BANDS, TIMES = 16, 10, 8, 24, 20, 100
@@ -93,9 +94,7 @@ class Denoiser(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.time = nn.Sequential(nn.SinusoidalPositionalEncoding(16), nn.Linear(16, width), nn.SiLU())
-        self.convolutions = [
-            nn.Conv2d(i, o, 3, padding=1) for i, o in ((1, width), (width, width), (width, 1))
-        ]
+        self.convolutions = [nn.Conv2d(i, o, 3, padding=1) for i, o in ((1, width), (width, width), (width, 1))]
         self.norm = nn.GroupNorm(4, width)
 
     def __call__(self, x: mx.array, time: mx.array) -> mx.array:
