@@ -24,7 +24,7 @@ language models, graphs. `original` is the way in which the published ones take 
 without; the time is that of a round: a step of every model, and what the program does between them, such as averaging a
 target. The numbers are compared with those of the plain loop, over the first 24 rounds from the same seeds: the largest
 difference as a share of the largest value, of losses and of the parameters of all models. Peak memory is that of
-compiled steps and of `fast_step`, each alone in a process.
+compiled steps (where `mx.compile` takes the arguments) and of `fast_step`, each alone in a process.
 """
 MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
 
@@ -92,7 +92,7 @@ def program_row(program: dict[str, Any]) -> list[str]:
     (original,) = (way for way in times if way != FAST)
     row = [program["title"], original, spread(times[original]), spread(times[FAST]), spread(over(times, original))]
     row += [f"{program['differences'][what]:.0e}" for what in ("losses", "parameters")]
-    return row + [megabytes(memory[way]) for way in (COMPILED, FAST)]
+    return row + [megabytes(memory.get(way)) for way in (COMPILED, FAST)]
 
 
 def over(times: dict[str, list[float]], way: str) -> list[float]:

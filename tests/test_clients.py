@@ -15,10 +15,9 @@ from programs import PROGRAMS
 from programs.parts import Make
 
 WIDTH, ROUNDS = 16, 7
-TRACES = {  # of a loss, where it is more than one: what changes the graph's form
-    "dpo": 2,  # "sigmoid", then "hinge"
-    "ppo": 4,  # the batch's number is an argument
-}
+# Of a loss, where it is more than one: a number that changes is found out by a second trace and an input of the third,
+# and a string that changes makes one more.
+TRACES = {"dqn": 3, "ppo": 3, "teacher": 3, "distillation": 3, "curriculum": 3, "dpo": 4}
 
 
 def plain(model: nn.Module, optimizer: optim.Optimizer, loss_fn: LossFn, **options: Any) -> Callable[..., Tree]:

@@ -25,12 +25,14 @@ class Program:
         kind: Its class.
         compiled: Whether the published ones compile their steps.
         width: How wide its layers are in the benchmarks.
+        compilable: Whether `mx.compile` takes its arguments: no modules, no dataclasses, nothing of NumPy.
     """
 
     title: str
     kind: Callable[[Make, int], Any]
-    compiled: bool
+    compiled: bool = False
     width: int = 64
+    compilable: bool = True
 
     def new(self, make: Make, width: int | None = None) -> Any:
         """Build it, equal each time."""
@@ -42,20 +44,20 @@ class Program:
 
 
 PROGRAMS = {
-    "gan": Program("GAN: two models, two optimizers", pairs.Adversaries, compiled=False),
-    "wgan": Program("WGAN: the other model is an argument", pairs.AdversariesAsArguments, compiled=False),
-    "sac": Program("SAC agent: methods, targets, entropy", agents.SoftActorCritic, compiled=False),
-    "dqn": Program("DQN agent: target, annealed exponent", agents.DeepQ, compiled=False),
-    "ppo": Program("PPO agent: annealed clip range", agents.ProximalPolicy, compiled=False),
-    "teacher": Program("mean teacher: average, global ramp", pairs.MeanTeacher, compiled=False),
-    "distillation": Program("distillation: global temperature", pairs.Distillation, compiled=False),
+    "gan": Program("GAN: two models, two optimizers", pairs.Adversaries),
+    "wgan": Program("WGAN: the other model an argument", pairs.AdversariesAsArguments, compilable=False),
+    "sac": Program("SAC agent: methods, targets, entropy", agents.SoftActorCritic),
+    "dqn": Program("DQN agent: target, annealed exponent", agents.DeepQ),
+    "ppo": Program("PPO agent: annealed clip range", agents.ProximalPolicy),
+    "teacher": Program("mean teacher: average, global ramp", pairs.MeanTeacher),
+    "distillation": Program("distillation: global temperature", pairs.Distillation),
     "dpo": Program("DPO: LoRA, reference, dataclass", language.DirectPreference, compiled=True),
     "lora": Program("LoRA on a checkpointed Llama", language.FineTuning, compiled=True),
     "moe": Program("mixture of experts", language.MixtureOfExperts, compiled=True),
-    "curriculum": Program("curriculum: weights in a dict, NumPy", schedules.Curriculum, compiled=False),
-    "trainer": Program("trainer class with a metric", schedules.Trainer, compiled=False),
-    "graph": Program("graph network, dataclass batch", schedules.GraphNetwork, compiled=False),
-    "diffusion": Program("diffusion: a new loss each step", vision.Diffusion, compiled=False, width=16),
+    "curriculum": Program("curriculum: weights in a dict", schedules.Curriculum, compilable=False),
+    "trainer": Program("trainer class with a metric", schedules.Trainer),
+    "graph": Program("graph network, dataclass batch", schedules.GraphNetwork, compilable=False),
+    "diffusion": Program("diffusion: a new loss each step", vision.Diffusion, width=16),
     "resnet": Program("ResNet with BatchNorm", vision.ResidualNetwork, compiled=True, width=16),
     "keyword": Program("keyword transformer", vision.KeywordTransformer, compiled=True),
 }

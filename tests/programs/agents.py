@@ -40,7 +40,7 @@ class SoftActorCritic:
         self.critics, self.targets = Critics(width), Critics(width)
         self.targets.update(self.critics.parameters())
         self.log_alpha = Scalar(-1.0)
-        self.alpha = mx.exp(self.log_alpha.value)
+        self.alpha = mx.array(0.4)
         self.models = [self.actor, self.critics, self.targets, self.log_alpha]
         self.learn_critics = make(self.critics, optim.Adam(1e-3), self.critic_loss)
         self.learn_actor = make(self.actor, optim.Adam(1e-3), self.actor_loss)
@@ -77,6 +77,7 @@ class SoftActorCritic:
         losses = [self.learn_critics(seen, action, after[:, 0], after[:, 1:]), self.learn_actor(seen)]
         losses.append(self.learn_alpha(seen))
         self.alpha = mx.exp(self.log_alpha.value)
+        mx.eval(self.alpha)
         follow(self.targets, self.critics, 0.05)
         return losses
 
@@ -122,15 +123,16 @@ class ProximalPolicy:
         self.learn_actor = make(self.actor, optim.Adam(3e-4), self.actor_loss, max_grad_norm=0.5)
         self.learn_critic = make(self.critic, optim.Adam(1e-3), self.critic_loss, max_grad_norm=0.5)
         self.batches = list(zip(normals(BATCH, SEEN), integers(4, BATCH, 1), normals(BATCH, 2, seed=2), strict=True))
-        self.old: list[mx.array] = []
+        self.old: list[mx.array] = []  # the densities of the rollout's actions, by batch
+        self.density = mx.zeros((BATCH,))
 
     def densities(self, seen: mx.array) -> mx.array:
         logits = self.actor(seen)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
-    def actor_loss(self, _actor: nn.Module, at: int, seen: mx.array, action: mx.array, gain: mx.array) -> mx.array:
+    def actor_loss(self, _actor: nn.Module, seen: mx.array, action: mx.array, gain: mx.array) -> mx.array:
         logs = self.densities(seen)
-        ratio = mx.exp(mx.take_along_axis(logs, action, axis=-1).squeeze(-1) - self.old[at])
+        ratio = mx.exp(mx.take_along_axis(logs, action, axis=-1).squeeze(-1) - self.density)
         clipped = mx.clip(ratio, 1 - self.clip, 1 + self.clip)
         entropy = -(mx.exp(logs) * logs).sum(axis=-1).mean()
         return -mx.minimum(ratio * gain, clipped * gain).mean() - self.entropy * entropy
@@ -146,6 +148,6 @@ class ProximalPolicy:
             ]
             mx.eval(self.old)
             self.clip *= 0.9
-        at = number % BATCHES
-        seen, action, gains = self.batches[at]
-        return [self.learn_actor(at, seen, action, gains[:, 0]), self.learn_critic(seen, gains[:, 1])]
+        self.density = self.old[number % BATCHES]
+        seen, action, gains = self.batches[number % BATCHES]
+        return [self.learn_actor(seen, action, gains[:, 0]), self.learn_critic(seen, gains[:, 1])]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from mlx.utils import tree_map
 
-from programs.parts import BATCHES, Losses, Make, frozen_copy, integers
+from programs.parts import BATCHES, Losses, Make, integers
 
 VOCABULARY, SEQ, BATCH, LAYERS, HEADS = 128, 24, 4, 2, 4
 
@@ -124,7 +125,8 @@ def loss_over_lengths(model: nn.Module, tokens: mx.array, lengths: mx.array) -> 
     """Return the mean cross entropy over what is no padding, in nats, and the number of those tokens."""
     mask = mx.arange(1, tokens.shape[1]) < lengths[:, None]
     each = nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]) * mask
-    return each.sum() / mask.sum(), mask.sum()
+    count = mask.sum()
+    return each.sum() / count, count
 
 
 class FineTuning:
@@ -165,10 +167,11 @@ class DirectPreference:
 
     def __init__(self, make: Make, width: int) -> None:
         policy, reference = Llama(width), Llama(width)
-        frozen_copy(policy, reference)
+        reference.update(tree_map(mx.array, policy.parameters()))
+        reference.freeze()
         with_lora(policy)
         self.policy, self.reference, self.told = policy, reference, Preference()
-        self.models = [policy]
+        self.models = [policy, reference]
 
         def score(model: nn.Module, tokens: mx.array) -> mx.array:
             return -nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).sum(axis=-1)

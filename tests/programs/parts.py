@@ -53,10 +53,3 @@ def follow(target: nn.Module, source: nn.Module, rate: float) -> None:
     """Move a model's parameters towards another's (Polyak averaging)."""
     target.update(tree_map(lambda t, s: (1 - rate) * t + rate * s, target.parameters(), source.parameters()))
     mx.eval(target.parameters())
-
-
-def frozen_copy(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Give `other` the parameters of `model`, and freeze it."""
-    other.update(model.parameters())
-    other.freeze()
-    return other
