@@ -39,5 +39,10 @@ fn main() {
         build.flag("-isystem").flag(dir);
     }
     build.compile("faststep_bridge");
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,$ORIGIN/../mlx/lib");
+    // of the system that is built for: `cfg!` is about the one that builds
+    let here = match env::var("CARGO_CFG_TARGET_OS").as_deref() {
+        Ok("macos") => "@loader_path",
+        _ => "$ORIGIN",
+    };
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,{here}/../mlx/lib");
 }

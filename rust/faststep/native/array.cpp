@@ -81,6 +81,13 @@ int faststep_array_is_lazy(const void* a) {
   return at(a).status() == mx::array::Status::unscheduled;
 }
 
+// How many operations have to be computed before the array has its value.
+size_t faststep_array_operations(const void* a) {
+  size_t count = 0;
+  pending(at(a), [&](mx::Primitive&) { ++count; return false; });
+  return count;
+}
+
 // Whether the array is not evaluated and waits for work on a stream of another thread.
 int faststep_array_is_foreign(const void* a) {
   return pending(at(a), [](mx::Primitive& p) { return foreign(p.stream()); }) != nullptr;

@@ -17,7 +17,6 @@ namespace mx = mlx::core;
 namespace {
 
 constexpr int side = 64; // a block copies a tile of side x side, or so many elements in a row
-constexpr int fields = 5;
 
 // One source for so many parts, whatever their shapes: what a part is stands in the table.
 std::string source(int slots) {

@@ -12,6 +12,7 @@ use mlx_rs::{error::Exception, Array};
 extern "C" {
     fn faststep_array_id(array: *const c_void) -> usize;
     fn faststep_array_is_lazy(array: *const c_void) -> i32;
+    fn faststep_array_operations(array: *const c_void) -> usize;
     fn faststep_array_is_foreign(array: *const c_void) -> i32;
     fn faststep_array_reads_file(array: *const c_void) -> i32;
     fn faststep_arrays_settle(arrays: *const *const c_void, n: usize);
@@ -37,6 +38,14 @@ pub fn id(array: &Array) -> usize {
 pub fn is_lazy(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_is_lazy(array.as_ptr().ctx) != 0 }
+}
+
+/// How many operations have to be computed before the array has its value: the size of the graph behind it. A loop that
+/// evaluates nothing sees it grow from step to step.
+#[must_use]
+pub fn operations(array: &Array) -> usize {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_operations(array.as_ptr().ctx) }
 }
 
 /// Whether the array waits for work on a stream of another thread, so that this thread cannot evaluate it.

@@ -7,8 +7,7 @@ use mlx_rs::{
 };
 use serde::Serialize;
 
-/// Bytes in a MiB.
-pub const MIB: usize = 1024 * 1024;
+const MIB: f64 = 1024.0 * 1024.0;
 
 /// Bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -46,7 +45,7 @@ impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         #[allow(clippy::cast_precision_loss)] // shown to a tenth of a MiB
         let [active, cache, process] =
-            [self.active, self.cache, self.process].map(|bytes| bytes as f64 / MIB as f64);
+            [self.active, self.cache, self.process].map(|bytes| bytes as f64 / MIB);
         write!(
             f,
             "active {active:.1} MiB, cache {cache:.1} MiB, process {process:.1} MiB"

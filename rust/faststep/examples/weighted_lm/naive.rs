@@ -6,6 +6,7 @@
 //! the norm as mlx-rs's own `clip_grad_norm` does, is saved by that: until the day on which somebody takes the line out.
 use std::time::Instant;
 
+use faststep::{array::operations, openblas};
 use mlx_rs::{
     error::Exception,
     module::FlattenedModuleParam,
@@ -18,11 +19,14 @@ use crate::{
     batches::Batches,
     failure::Failure,
     loss::weighted_loss,
-    memory::{Memory, MIB},
+    memory::Memory,
     model::Decoder,
     options::Options,
     train::{number, MAX_GRAD_NORM},
 };
+
+/// Steps between two looks at the graph: each of them goes through all of it.
+const LOOK_EVERY: u32 = 5;
 
 // clip_grad_norm on the device, without a wait
 fn clip(mut gradients: FlattenedModuleParam) -> Result<FlattenedModuleParam, Exception> {
@@ -40,26 +44,32 @@ fn clip(mut gradients: FlattenedModuleParam) -> Result<FlattenedModuleParam, Exc
     Ok(gradients)
 }
 
-/// Train in the broken order, until all steps are made or the process has grown too much.
+/// Train in the broken order, until all steps are made or the graph has grown too much: then nobody waits for it.
 pub fn train(options: &Options, batches: &Batches) -> Result<(), Failure> {
+    // as `Step::new` does, so that only the order is another one
+    if let Err(error) = openblas::bind() {
+        eprintln!("MLX keeps its own products: {error}");
+    }
     random::seed(options.run.seed)?;
     let mut model = Decoder::new(&options.run)?;
     #[allow(clippy::cast_possible_truncation)] // to float32, as the parameters
     let mut optimizer = AdamW::new(options.run.learning_rate as f32);
     let mut value_and_grad = nn::value_and_grad(weighted_loss);
-    let limit = Memory::now()?.process + options.growth_limit as usize * MIB;
+    let limit = options.graph_limit as usize;
     let mut last = None;
     for steps in 1..=options.run.steps {
         let (loss, gradients) = value_and_grad(&mut model, &batches.batch(steps - 1))?;
         optimizer.update(&mut model, clip(gradients)?)?;
+        let reports = options.reports(steps);
+        let looks = reports || steps.is_multiple_of(LOOK_EVERY);
+        let graph = if looks { operations(&loss) } else { 0 };
         last = Some(loss);
-        let memory = Memory::now()?;
-        if options.reports(steps) || memory.process > limit {
-            println!("naive step {steps:>6}: {memory}");
+        if reports || graph > limit {
+            let memory = Memory::now()?;
+            println!("naive step {steps:>6}: {graph} operations put off; {memory}");
         }
-        if memory.process > limit {
-            let limit = options.growth_limit;
-            println!("stopped: the process has grown by more than --growth-limit {limit} MiB");
+        if graph > limit {
+            println!("stopped: the loss waits for more than --graph-limit {limit} operations, and grows with each step");
             return Ok(());
         }
     }

@@ -49,9 +49,9 @@ pub struct Options {
     #[arg(long, conflicts_with_all = ["resume", "checkpoints"])]
     pub naive: bool,
 
-    /// Stop the naive loop when the process has grown by so much
-    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = value_parser!(u32).range(1..))]
-    pub growth_limit: u32,
+    /// Stop the naive loop when so many operations have been put off
+    #[arg(long, value_name = "OPERATIONS", default_value_t = 20_000, value_parser = value_parser!(u32).range(1..))]
+    pub graph_limit: u32,
 }
 
 /// What makes a run what it is: a checkpoint goes on with these alone.
