@@ -18,9 +18,24 @@
 //! of that OpenBLAS must be 32 bits wide, as MLX passes them. It lasts as long as the process; there is no way back.
 //!
 //! # Threads
-//! Binding is safe while other threads compute: see [`rebind`](crate::rebind). How many threads OpenBLAS uses is its
-//! own affair: it reads `OPENBLAS_NUM_THREADS` and `OMP_NUM_THREADS` when it is loaded.
+//! Binding is safe while other threads compute: see [`rebind`](crate::rebind). OpenBLAS computes by one thread from then
+//! on, for whoever else has loaded this file of it too, and large matrix products are shared by as many threads as it
+//! would have taken: one for each processor that the process may use, or what `OPENBLAS_NUM_THREADS` or
+//! `OMP_NUM_THREADS` said when it was loaded, at most 16. They sleep while there is no such product (`blas/gemm.rs`).
 #![allow(unsafe_code)]
+
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod gemm;
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod share;
 
 use std::path::{Path, PathBuf};
 
@@ -70,7 +85,7 @@ pub fn bind(library: &Path) -> Result<Bound, BlasError> {
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod imp {
-    use super::BlasError;
+    use super::{gemm, BlasError};
     use crate::rebind::{Function, Imports};
     use std::{
         ffi::{CStr, CString},
@@ -83,7 +98,16 @@ mod imp {
         if library.function(c"cblas_sgemm").is_none() {
             return Err(BlasError::Foreign(path.to_owned()));
         }
-        Ok(Imports::of_mlx()?.replace(|name| library.function(name))?)
+        let imports = Imports::of_mlx()?;
+        let shares = library.takes_threads();
+        Ok(imports.replace(|name| {
+            let function = library.function(name)?;
+            Some(if shares {
+                gemm::replace(name.to_bytes(), function)
+            } else {
+                function
+            })
+        })?)
     }
 
     /// A library that stays loaded: libmlx is about to hold addresses of its functions.
@@ -102,6 +126,14 @@ mod imp {
             Function::new(handle)
                 .map(Self)
                 .ok_or_else(|| refuse(last_error()))
+        }
+
+        /// Whether products are shared by several threads.
+        fn takes_threads(&self) -> bool {
+            let [get, set] = [c"openblas_get_num_threads", c"openblas_set_num_threads"]
+                .map(|name| self.function(name));
+            get.zip(set)
+                .is_some_and(|(get, set)| gemm::take_threads(get, set))
         }
 
         /// The address of `scipy_<name>`.
