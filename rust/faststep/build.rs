@@ -2,7 +2,7 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 15] = [
     "array",
     "fused",
     "join",
@@ -17,6 +17,7 @@ const SOURCES: [&str; 14] = [
     "plan/rules",
     "plan/sharing",
     "plan/views",
+    "quantized",
 ];
 
 fn main() {

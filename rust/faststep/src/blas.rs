@@ -41,6 +41,8 @@ use std::path::{Path, PathBuf};
 
 use crate::rebind::RebindError;
 
+pub(crate) use imp::{bound, share, Sgemm};
+
 /// What [`bind`] did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bound {
@@ -93,21 +95,20 @@ mod imp {
         path::Path,
     };
 
+    pub use super::gemm::{bound, share, Sgemm};
+
     pub fn bind(path: &Path) -> Result<Vec<String>, BlasError> {
         let library = Library::open(path)?;
         if library.function(c"cblas_sgemm").is_none() {
             return Err(BlasError::Foreign(path.to_owned()));
         }
         let imports = Imports::of_mlx()?;
-        let shares = library.takes_threads();
-        Ok(imports.replace(|name| {
+        library.take_threads();
+        let function = |name: &CStr| {
             let function = library.function(name)?;
-            Some(if shares {
-                gemm::replace(name.to_bytes(), function)
-            } else {
-                function
-            })
-        })?)
+            Some(gemm::replace(name.to_bytes(), function))
+        };
+        Ok(imports.replace(function)?)
     }
 
     /// A library that stays loaded: libmlx is about to hold addresses of its functions.
@@ -128,12 +129,12 @@ mod imp {
                 .ok_or_else(|| refuse(last_error()))
         }
 
-        /// Whether products are shared by several threads.
-        fn takes_threads(&self) -> bool {
+        fn take_threads(&self) {
             let [get, set] = [c"openblas_get_num_threads", c"openblas_set_num_threads"]
                 .map(|name| self.function(name));
-            get.zip(set)
-                .is_some_and(|(get, set)| gemm::take_threads(get, set))
+            if let Some((get, set)) = get.zip(set) {
+                gemm::take_threads(get, set);
+            }
         }
 
         /// The address of `scipy_<name>`.
@@ -162,6 +163,31 @@ mod imp {
 mod imp {
     use super::BlasError;
     use std::path::Path;
+
+    /// None: nothing is bound to OpenBLAS here.
+    #[derive(Clone, Copy)]
+    pub enum Sgemm {}
+
+    impl Sgemm {
+        pub unsafe fn call(
+            self,
+            _transposed: bool,
+            _shape: [usize; 3],
+            _a: (*const f32, usize),
+            _b: (*const f32, usize),
+            _c: (*mut f32, usize),
+        ) {
+            match self {}
+        }
+    }
+
+    pub fn bound() -> Option<Sgemm> {
+        None
+    }
+
+    pub fn share(count: usize, chunk: &(dyn Fn(usize) + Sync)) {
+        (0..count).for_each(chunk);
+    }
 
     /// MLX brings the platform's own fast BLAS, or a table in a format unknown here.
     #[allow(clippy::unnecessary_wraps)] // the signature of the other platform

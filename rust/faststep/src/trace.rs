@@ -20,6 +20,7 @@ use crate::{
     guard::Guard,
     layout::Layout,
     outputs::{Outline, Outputs},
+    quantized,
     rules::Rules,
 };
 
@@ -201,6 +202,7 @@ impl Trace {
                     error.replace(Some(Exception::custom(e.what())));
                 })?;
                 let (values, made) = made.flatten();
+                quantized::rewrite(inputs, &values);
                 outline.replace(made);
                 Ok(values)
             }

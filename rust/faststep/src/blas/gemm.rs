@@ -24,7 +24,7 @@ use std::{
     thread,
 };
 
-use super::share::Helpers;
+use super::share::{Chunk, Helpers};
 use crate::rebind::Function;
 
 /// Where rows may be cut: at multiples of 48, of which 4, 6, 8, 12, 16 and 24 are factors.
@@ -41,15 +41,15 @@ const MOST_THREADS: usize = 16;
 
 const BY_ROWS: c_int = 101;
 const BY_COLUMNS: c_int = 102;
+const PLAIN: c_int = 111;
 const TRANSPOSED: [c_int; 2] = [112, 113]; // and conjugated
 
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 static HELPERS: AtomicPtr<Helpers> = AtomicPtr::new(ptr::null_mut());
 
 /// Let OpenBLAS compute by one thread, and by so many that share large products: as many as it would take by itself, as
-/// `OPENBLAS_NUM_THREADS` and `OMP_NUM_THREADS` say, but no more than there are processors to use. Whether that is more
-/// than one; the first call counts.
-pub fn take_threads(get: Function, set: Function) -> bool {
+/// `OPENBLAS_NUM_THREADS` and `OMP_NUM_THREADS` say, but no more than there are processors to use. The first call counts.
+pub fn take_threads(get: Function, set: Function) {
     // SAFETY: these are openblas_get_num_threads and openblas_set_num_threads.
     let (get, set) = unsafe {
         (
@@ -64,7 +64,6 @@ pub fn take_threads(get: Function, set: Function) -> bool {
         THREADS.store(threads, Ordering::Relaxed);
     }
     set(1);
-    THREADS.load(Ordering::Relaxed) > 1
 }
 
 /// How a product is cut into chunks.
@@ -93,24 +92,27 @@ impl Cut {
     }
 }
 
+/// `cblas_?gemm`.
+type Gemm<E, S> = extern "C" fn(
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+    S,
+    *const E,
+    c_int,
+    *const E,
+    c_int,
+    S,
+    *mut E,
+    c_int,
+);
+
 /// A product as CBLAS has it.
 struct Product<E, S> {
-    function: extern "C" fn(
-        c_int,
-        c_int,
-        c_int,
-        c_int,
-        c_int,
-        c_int,
-        S,
-        *const E,
-        c_int,
-        *const E,
-        c_int,
-        S,
-        *mut E,
-        c_int,
-    ),
+    function: Gemm<E, S>,
     order: c_int,
     transposed: [c_int; 2],
     shape: [c_int; 3],
@@ -169,17 +171,14 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
             Cut::Columns(step) => (n, step),
         };
         let count = size.div_ceil(step);
-        let chunk = move |at: usize| {
+        let chunk = |at: usize| {
             let begin = at * step;
             self.chunk(cut, begin, step.min(size - begin));
         };
-        let helpers = helpers();
-        if helpers.are_rested() {
-            helpers.share(count, Box::new(chunk));
-        } else if matches!(cut, Cut::Rows(_)) {
-            self.whole();
-        } else {
-            (0..count).for_each(chunk);
+        match (rested(), cut) {
+            (Some(helpers), _) => share_by(helpers, count, &chunk),
+            (None, Cut::Rows(_)) => self.whole(),
+            (None, Cut::Columns(_)) => (0..count).for_each(chunk),
         }
     }
 
@@ -207,6 +206,26 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
             self.ldc,
         );
     }
+}
+
+/// Do chunks of work, together with the helpers where there are some that have not to rest.
+pub fn share(count: usize, chunk: &Chunk<'_>) {
+    match rested() {
+        Some(helpers) => share_by(helpers, count, chunk),
+        None => (0..count).for_each(chunk),
+    }
+}
+
+fn share_by(helpers: &Helpers, count: usize, chunk: &Chunk<'_>) {
+    // SAFETY: the helpers call it only before this returns.
+    let chunk = unsafe { mem::transmute::<&Chunk<'_>, &'static Chunk<'static>>(chunk) };
+    helpers.share(count, chunk);
+}
+
+fn rested() -> Option<&'static Helpers> {
+    (THREADS.load(Ordering::Relaxed) > 1)
+        .then(helpers)
+        .filter(|helpers| helpers.are_rested())
 }
 
 /// Those of this process, which start here if they have not.
@@ -277,7 +296,8 @@ product!(sgemm, SGEMM, f32, f32);
 product!(dgemm, DGEMM, f64, f64);
 product!(cgemm, CGEMM, [f32; 2], *const [f32; 2]);
 
-/// What takes the place of OpenBLAS's function of that name: one that shares the work, or the function itself.
+/// What takes the place of OpenBLAS's function of that name: one that shares the work, where there is more than one
+/// thread, or the function itself.
 pub fn replace(name: &[u8], function: Function) -> Function {
     let (place, shared) = match name {
         b"cblas_sgemm" => (&SGEMM, sgemm as *mut c_void),
@@ -286,7 +306,57 @@ pub fn replace(name: &[u8], function: Function) -> Function {
         _ => return function,
     };
     place.store(function.as_ptr(), Ordering::Release);
-    Function::new(shared).unwrap_or(function)
+    let shared = Function::new(shared).filter(|_| THREADS.load(Ordering::Relaxed) > 1);
+    shared.unwrap_or(function)
+}
+
+/// OpenBLAS's product of float32 by one thread.
+#[derive(Clone, Copy)]
+pub struct Sgemm(Gemm<f32, f32>);
+
+/// It, where libmlx is bound to OpenBLAS.
+pub fn bound() -> Option<Sgemm> {
+    let function = Function::new(SGEMM.load(Ordering::Acquire))?;
+    // SAFETY: `replace` has put that function there.
+    Some(Sgemm(unsafe {
+        mem::transmute::<Function, Gemm<f32, f32>>(function)
+    }))
+}
+
+impl Sgemm {
+    /// c = a b, or a b^T where `transposed`, of matrices that lie row after row: m x k, k x n, m x n, each with how many
+    /// numbers a row is from the next.
+    ///
+    /// # Safety
+    /// `a`, `b` and `c` have that many rows, and nobody else writes to `c` meanwhile.
+    pub unsafe fn call(
+        self,
+        transposed: bool,
+        shape: [usize; 3],
+        a: (*const f32, usize),
+        b: (*const f32, usize),
+        c: (*mut f32, usize),
+    ) {
+        let int = |size| c_int::try_from(size).unwrap_or(0);
+        let [m, n, k] = shape.map(int);
+        let tb = if transposed { TRANSPOSED[0] } else { PLAIN };
+        (self.0)(
+            BY_ROWS,
+            PLAIN,
+            tb,
+            m,
+            n,
+            k,
+            1.0,
+            a.0,
+            int(a.1),
+            b.0,
+            int(b.1),
+            0.0,
+            c.0,
+            int(c.1),
+        );
+    }
 }
 
 #[cfg(test)]

@@ -20,7 +20,8 @@ const REST: u32 = 50;
 /// How long the owner looks for the last chunks before it sleeps: less than it takes to wake up.
 const LOOK: Duration = Duration::from_micros(20);
 
-type Chunk = Box<dyn Fn(usize) + Send + Sync>;
+/// What does the chunk of that number.
+pub type Chunk<'a> = dyn Fn(usize) + Sync + 'a;
 
 /// Threads that help with the chunks of others' work.
 pub struct Helpers {
@@ -38,7 +39,7 @@ struct Queue {
 }
 
 struct Job {
-    chunk: Chunk,
+    chunk: &'static Chunk<'static>,
     count: usize,
     next: AtomicUsize,
     done: AtomicUsize,
@@ -110,8 +111,8 @@ impl Helpers {
         self.now() >= self.rests.load(Ordering::Relaxed)
     }
 
-    /// Do all chunks, of which `chunk` does the one with that number.
-    pub fn share(&self, count: usize, chunk: Chunk) {
+    /// Do all chunks; none is under way any more when this returns.
+    pub fn share(&self, count: usize, chunk: &'static Chunk<'static>) {
         let job = Arc::new(Job {
             chunk,
             count,
@@ -204,11 +205,10 @@ mod tests {
             for round in 0..200 {
                 let done: Arc<Vec<AtomicUsize>> =
                     Arc::new((0..round % 9 + 1).map(|_| AtomicUsize::new(0)).collect());
-                let counts = done.clone();
-                let chunk = move |at: usize| {
-                    counts[at].fetch_add(1, Ordering::Relaxed);
+                let chunk = |at: usize| {
+                    done[at].fetch_add(1, Ordering::Relaxed);
                 };
-                helpers.share(done.len(), Box::new(chunk));
+                helpers.share(done.len(), Box::leak(Box::new(chunk)));
                 assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
             }
         };
@@ -243,7 +243,7 @@ mod tests {
             }
             own.fetch_add(1, Ordering::Relaxed);
         };
-        helpers.share(8, Box::new(chunk));
+        helpers.share(8, Box::leak(Box::new(chunk)));
         assert!(helped.load(Ordering::Relaxed));
         assert_eq!(rest.load(Ordering::Relaxed), 7);
     }
