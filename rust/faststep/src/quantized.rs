@@ -7,14 +7,15 @@
 //! # Guarantee
 //! The weights are those that MLX computes with in float32. Products are summed in float32 and rounded to the dtype of the
 //! activations once at the end, where MLX rounds each sum to float16 or bfloat16. Memory for weights in float32 is that
-//! of some columns of one matrix, about 16 MiB. Only what the step traces is replaced, on a CPU whose products
-//! are OpenBLAS's; all else is MLX's own.
+//! of some columns of one matrix, about 20 MiB. Only what a step traces is replaced, on a CPU whose products are OpenBLAS's;
+//! all else is MLX's own, and with `FASTSTEP_QUANTIZED=0` in the environment everything is.
 #![allow(unsafe_code)]
 
 mod product;
 mod unpack;
 
 use std::{
+    env,
     ffi::{c_int, c_void},
     slice,
 };
@@ -65,7 +66,8 @@ extern "C" {
 /// Let what `outputs` are computed from multiply by weights in float32 where it multiplies quantized ones, if `inputs` are
 /// tracers of a compilation.
 pub(crate) fn rewrite(inputs: &[Array], outputs: &[Array]) {
-    let (Some(input), Some(_)) = (inputs.first(), blas::bound()) else {
+    let wanted = env::var_os("FASTSTEP_QUANTIZED").is_none_or(|value| value != "0");
+    let (Some(input), Some(_), true) = (inputs.first(), blas::bound(), wanted) else {
         return;
     };
     let pointers = outputs.iter().map(|array| array.as_ptr().ctx.cast_const());
@@ -75,12 +77,14 @@ pub(crate) fn rewrite(inputs: &[Array], outputs: &[Array]) {
     unsafe { faststep_dequantize(input, pointers.as_ptr(), pointers.len(), scratch, run) }
 }
 
-/// How many numbers of float32 a product needs beside its inputs and outputs; 0: it is none that is known here.
+/// How many numbers of float32 a product needs beside its inputs and outputs; 0: it is left to MLX.
 extern "C" fn scratch(call: *const Call) -> usize {
     // SAFETY: native/quantized.cpp passes a call without pointers.
     let call = unsafe { &*call };
-    call.format()
-        .map_or(0, |_| call.pieces().scratch(call.is_direct()))
+    if call.format().is_none() || !call.is_worth_it() {
+        return 0;
+    }
+    call.pieces().scratch(call.is_direct())
 }
 
 /// Multiply. Nonzero: not done.
@@ -108,6 +112,12 @@ impl Call {
     fn pieces(&self) -> Pieces {
         let rows = self.rows * self.pairs.max(1);
         Pieces::of(rows, self.inner, self.columns)
+    }
+
+    /// A single row of float32 is multiplied by packed weights in less time than they take to be unpacked.
+    fn is_worth_it(&self) -> bool {
+        let matrices = self.weights.min(self.pairs).max(1);
+        self.dtype != 0 || self.rows * self.pairs.max(1) >= 2 * matrices
     }
 
     /// Whether OpenBLAS can read and write the arrays themselves.
