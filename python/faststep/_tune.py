@@ -26,8 +26,8 @@ def tune(
     """Find the environment variables that make a training step faster on this machine, and by how much.
 
     MLX reads some settings once, when it starts: how many operations and megabytes make one command buffer or CUDA
-    graph, how many threads share a large matrix product. Which of them help depends on the model and the machine, so each is tried on
-    your own step, in child processes one at a time; the environment of this process stays as it is.
+    graph, how many threads share a large matrix product. Which of them help depends on the model and the machine, so
+    each is tried on your own step, in child processes one at a time; the environment of this process stays as it is.
 
     The step is a training loop in a function without arguments that yields the loss of every step and goes on for
     ever. It may use `fast_step`, a `Step`, or plain MLX; seeds are set before it is called:
@@ -96,8 +96,8 @@ def default_settings(back_end: str) -> list[dict[str, str]]:
       graph, so they are tried together too. Longer graphs may take more memory. `MLX_USE_CUDA_GRAPHS` is 1 by default.
     - "metal": the same two, for command buffers: 20 to 50 and 40 to 50 by default, by the kind of chip.
     - "cpu": `OPENBLAS_NUM_THREADS`, how many threads share a large matrix product, by default one for each core and 16
-      at most: one leaves the other cores to other programs. `GLIBC_TUNABLES` with huge pages for what malloc gives, from
-      which MLX takes its arrays (glibc 2.35 and later; others ignore it). That may take more memory.
+      at most: one leaves the other cores to other programs. `GLIBC_TUNABLES` with huge pages for what malloc gives,
+      from which MLX takes its arrays (glibc 2.35 and later; others ignore it). That may take more memory.
 
     None of them changes what is computed, but for the order of sums in products of few rows. `MLX_ENABLE_TF32`, and
     `MLX_CUDA_USE_CUDNN_SDPA`, do: they are tried when `tune(..., settings=...)` names them.

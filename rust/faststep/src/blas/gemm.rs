@@ -7,7 +7,7 @@
 //! # Guarantee
 //! The bits of a product depend on its shape alone, as long as there are two threads or more: never on their number, nor
 //! on who has time. Between rows it is cut at multiples of [`EDGE`], which the groups divide that OpenBLAS's kernels for
-//! x86-64 go through: they are the bits of the whole product by one thread. What has few rows is cut between columns,
+//! x86-64 go through: they are the bits of the whole product by one thread, up to some ten thousand rows. What has few rows is cut between columns,
 //! where the kernel for AVX2 adds up some columns' terms in another order: last bits may differ from those by one thread.
 //!
 //! # Rationale
@@ -19,7 +19,9 @@
 //! the first large product of a process, and anew in the child of a fork.
 use libc::{c_int, c_void};
 use std::{
-    mem, ptr,
+    mem,
+    ops::Range,
+    ptr,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
     thread,
 };
@@ -66,13 +68,12 @@ pub fn take_threads(get: Function, set: Function) {
     set(1);
 }
 
-/// How a product is cut into chunks.
+/// How a product is cut into chunks: between rows or columns, at multiples of [`EDGE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cut {
-    /// Between rows, after so many.
-    Rows(usize),
-    /// Between columns, after so many.
-    Columns(usize),
+struct Cut {
+    columns: bool,
+    size: usize,
+    count: usize,
 }
 
 impl Cut {
@@ -82,13 +83,23 @@ impl Cut {
             return None;
         }
         let most = work / LEAST_WORK;
-        let every = |size: usize, count: usize| {
-            (count > 1).then(|| size.div_ceil(count).next_multiple_of(EDGE))
+        let cut = |columns, size, count| {
+            let cut = Self {
+                columns,
+                size,
+                count,
+            };
+            (count > 1).then_some(cut)
         };
         // rows give the same bits wherever they are cut, columns only where they always are
-        every(m, (m / LEAST_ROWS).min(most).min(2 * threads))
-            .map(Self::Rows)
-            .or_else(|| every(n, (n / LEAST_COLUMNS).min(most)).map(Self::Columns))
+        cut(false, m, (m / LEAST_ROWS).min(most).min(2 * threads))
+            .or_else(|| cut(true, n, (n / LEAST_COLUMNS).min(most)))
+    }
+
+    /// What the chunk of that number covers; the last one is no thinner than an edge.
+    fn range(self, at: usize) -> Range<usize> {
+        let edge = |at: usize| (self.size.div_ceil(EDGE) * at / self.count * EDGE).min(self.size);
+        edge(at)..edge(at + 1)
     }
 }
 
@@ -165,39 +176,27 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
     }
 
     fn in_chunks(self, cut: Cut) {
-        let [m, n, _] = self.shape.map(|size| usize::try_from(size).unwrap_or(0));
-        let (size, step) = match cut {
-            Cut::Rows(step) => (m, step),
-            Cut::Columns(step) => (n, step),
-        };
-        let count = size.div_ceil(step);
-        let chunk = |at: usize| {
-            let begin = at * step;
-            self.chunk(cut, begin, step.min(size - begin));
-        };
-        match (rested(), cut) {
-            (Some(helpers), _) => share_by(helpers, count, &chunk),
-            (None, Cut::Rows(_)) => self.whole(),
-            (None, Cut::Columns(_)) => (0..count).for_each(chunk),
+        let chunk = |at: usize| self.chunk(cut.columns, cut.range(at));
+        match rested() {
+            Some(helpers) => share_by(helpers, cut.count, &chunk),
+            None if cut.columns => (0..cut.count).for_each(chunk),
+            None => self.whole(),
         }
     }
 
-    fn chunk(&self, cut: Cut, begin: usize, size: usize) {
+    fn chunk(&self, columns: bool, range: Range<usize>) {
         let [m, n, k] = self.shape;
         let [ta, tb] = self.transposed;
         let [ld_a, ld_b, ld_c] =
             [self.lda, self.ldb, self.ldc].map(|ld| usize::try_from(ld).unwrap_or(0));
-        let small = c_int::try_from(size).unwrap_or(0);
-        let stride = |transposed, along, across| if transposed { along } else { across };
-        let (m, n, a, b, c) = match cut {
-            Cut::Rows(_) => {
-                let a = begin * stride(TRANSPOSED.contains(&ta), 1, ld_a);
-                (small, n, a, 0, begin * ld_c)
-            }
-            Cut::Columns(_) => {
-                let b = begin * stride(TRANSPOSED.contains(&tb), ld_b, 1);
-                (m, small, 0, b, begin)
-            }
+        let size = c_int::try_from(range.len()).unwrap_or(0);
+        let begin = range.start;
+        let (m, n, a, b, c) = if columns {
+            let stride = if TRANSPOSED.contains(&tb) { ld_b } else { 1 };
+            (m, size, 0, begin * stride, begin)
+        } else {
+            let stride = if TRANSPOSED.contains(&ta) { 1 } else { ld_a };
+            (size, n, begin * stride, 0, begin * ld_c)
         };
         // SAFETY: a chunk begins within the matrices that the caller of the product has given.
         let (a, b, c) = unsafe { (self.a.add(a), self.b.add(b), self.c.add(c)) };
@@ -371,23 +370,26 @@ mod tests {
 
     #[test]
     fn rows_are_cut_by_the_number_of_threads_and_columns_without_regard_to_it() {
-        let of = |m, n, threads| Cut::of(m, n, m * n * 1024, threads);
-        assert_eq!(of(1024, 1024, 2), Some(Cut::Rows(288)));
-        assert_eq!(of(1024, 1024, 4), Some(Cut::Rows(144)));
+        let count = |m, n, threads| Cut::of(m, n, m * n * 1024, threads).map(|it| it.count);
+        assert_eq!(count(1024, 1024, 2), Some(4));
+        assert_eq!(count(1024, 1024, 4), Some(8));
         for threads in 2..9 {
-            assert_eq!(of(32, 3072, threads), Some(Cut::Columns(288)));
+            assert_eq!(count(32, 3072, threads), Some(12));
         }
     }
 
     #[test]
-    fn the_last_chunk_ends_with_the_matrix() {
-        for m in (1..3000).step_by(7) {
-            if let Some(Cut::Rows(step)) = Cut::of(m, 700, m * 700 * 300, 3) {
-                assert!(
-                    step % EDGE == 0 && step >= LEAST_ROWS && step < m,
-                    "{m}: {step}"
-                );
-            }
+    fn chunks_cover_all_rows_and_none_is_thin() {
+        for m in 192..3000 {
+            let Some(cut) = Cut::of(m, 700, m * 700 * 300, 3) else {
+                panic!("{m} rows are not cut")
+            };
+            let ranges: Vec<_> = (0..cut.count).map(|at| cut.range(at)).collect();
+            assert_eq!((ranges[0].start, ranges[cut.count - 1].end), (0, m));
+            assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(ranges
+                .iter()
+                .all(|range| range.start % EDGE == 0 && range.len() > EDGE));
         }
     }
 }
