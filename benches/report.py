@@ -15,7 +15,20 @@ from markdown import measured_on
 from report_runs import RUNS, runs
 from report_rust import RUST, rust
 from report_scaling import SCALING, scaling
-from report_step import CLIENTS, MATMUL, OPTIMIZERS, STEP, clients, matmul, optimizers, step
+from report_step import (
+    CLIENTS,
+    MATMUL,
+    OPTIMIZERS,
+    QUANTIZED,
+    STEP,
+    THREADS,
+    clients,
+    matmul,
+    optimizers,
+    quantized,
+    step,
+    threads,
+)
 from report_training import CHECKPOINTS, LOADER, TRAINER, checkpoints, loader, trainer
 from samples import SAMPLES, device_slug, newest
 
@@ -23,8 +36,8 @@ DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, optimizers, clients, matmul, scaling, runs, rust, trainer, loader or
-checkpoints.
+`make bench PARTS=step` runs one part only: step, optimizers, clients, matmul, threads, quantized, scaling, runs, rust,
+trainer, loader or checkpoints.
 """
 
 
@@ -41,6 +54,8 @@ SECTIONS = {
     "optimizers": Section("The step with each optimizer", OPTIMIZERS, optimizers),
     "clients": Section("Whole programs", CLIENTS, clients),
     "matmul": Section("Matrix products", MATMUL, matmul),
+    "threads": Section("Who shares the products", THREADS, threads),
+    "quantized": Section("Quantized weights", QUANTIZED, quantized),
     "scaling": Section("How the step grows", SCALING, scaling),
     "runs": Section("Long runs", RUNS, runs),
     "rust": Section("The Rust crate beside mlx-rs", RUST, rust),

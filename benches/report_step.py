@@ -1,4 +1,4 @@
-"""The report of ``step.py``, and of ``matmul.py``."""
+"""The report of ``step.py``, ``matmul.py``, ``threads.py`` and ``quantized.py``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ difference as a share of the largest value, of losses and of the parameters of a
 compiled steps (where `mx.compile` takes the arguments) and of `fast_step`, each alone in a process.
 """
 MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
+THREADS = """`fast_step` as above, by who computes the matrix products, each way in a process of its own: one thread,
+OpenBLAS's own threads, and ours, which are the default. They take their turns while nothing else computes, and again
+beside a process on each core that never stops. A ratio is a way's time over that of one thread in the same round: below
+1, it is faster.
+"""
+QUANTIZED = """Products with quantized weights, on a CPU. All ways take their turns in one process.
+"""
 
 
 def step(result: dict[str, Any], _plot: Path) -> list[str]:
@@ -95,9 +102,9 @@ def program_row(program: dict[str, Any]) -> list[str]:
     return row + [megabytes(memory.get(way)) for way in (COMPILED, FAST)]
 
 
-def over(times: dict[str, list[float]], way: str) -> list[float]:
-    """Return a way's time over `fast_step`'s, by round."""
-    return [a / b for a, b in zip(times[way], times[FAST], strict=True)]
+def over(times: dict[str, list[float]], way: str, other: str = FAST) -> list[float]:
+    """Return a way's time over another's, by round."""
+    return [a / b for a, b in zip(times[way], times[other], strict=True)]
 
 
 def matmul(result: dict[str, Any], _plot: Path) -> list[str]:
@@ -105,3 +112,23 @@ def matmul(result: dict[str, Any], _plot: Path) -> list[str]:
     fastest = min(by["ms"] for by in result.values())
     rows = ([way, f"{by['ms']:.1f}", f"{by['ms'] / fastest:.1f}", f"{by['error']:.1e}"] for way, by in result.items())
     return table(["float32 product", "ms", "time over the fastest", "largest error, relative"], rows)
+
+
+def threads(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out the times of each way, and their ratios to one thread's, quiet and busy."""
+    machines = ("quiet", "busy")
+    head = ["products by", *(f"{name}{what}" for name in machines for what in (", ms", ", over one thread"))]
+    first = next(iter(result["quiet"]))
+    rows = []
+    for way in result["quiet"]:
+        cells = [(result[name][way], over(result[name], way, first)) for name in machines]
+        rows.append([way, *(spread(values) for pair in cells for values in pair)])
+    return [f"#### {result['title']}", "", *table(head, rows)]
+
+
+def quantized(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out the times of each way over quantized weights."""
+    rows = ([way, spread(ms), spread(over(result["ms"], way))] for way, ms in result["ms"].items())
+    gap = f"Largest difference of the losses of a third step: {result['largest loss difference']:.1e}."
+    head = ["way", "ms a step", "time over fast_step's"]
+    return [f"#### {result['title']}", "", *table(head, rows), gap, ""]

@@ -32,6 +32,12 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_quantized_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave products with quantized weights to MLX: bits are compared, or what amplifies the last of them."""
+    monkeypatch.setenv("FASTSTEP_QUANTIZED", "0")
+
+
+@pytest.fixture
 def child(tmp_path: Path) -> Child:
     """Run Python code in a process of its own, with the tests' helpers on its path."""
 

@@ -98,6 +98,13 @@ def adapted(width: int, layers: int, batch: int) -> tuple[nn.Module, tuple[mx.ar
     return model, (mx.random.normal((batch, width)), mx.random.randint(0, width, (batch,)))
 
 
+def quantized(width: int, layers: int, batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make one whose frozen weights are quantized."""
+    model, data = adapted(width, layers, batch)
+    nn.quantize(model, group_size=64, bits=4)
+    return model, data
+
+
 class Recurrent(nn.Module):
     """An LSTM over a sequence."""
 
@@ -167,4 +174,5 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "gpt-checkpoint": ("transformer(256, 128, 3, (16, 128), checkpoint=True)", ADAMW, "cross_entropy", ""),
     "gpt-tied": ("transformer(16000, 128, 1, (2, 64), head=False)", "optim.Lion(1e-4)", "cross_entropy", ""),
     "lora": ("adapted(1024, 4, 256)", ADAMW, "cross_entropy", "max_grad_norm=1.0"),
+    "lora-quantized": ("quantized(1024, 4, 256)", ADAMW, "cross_entropy", "max_grad_norm=1.0"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -69,15 +70,81 @@ def test_faststep_blas_0_leaves_mlx_as_it_is(child: Child, tmp_path: Path, refer
         np.testing.assert_array_equal(results[name], expected, err_msg=name)
 
 
+# Products with many rows, of every kind that MLX has: rows that are cut anywhere, transposed factors, sums.
+PRODUCTS = """
+import sys
+import mlx.core as mx, faststep
+mx.set_default_device(mx.cpu)
+def normal(*shape, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+products = {}
+for m, n, k in (192, 300, 500), (289, 100, 700), (517, 129, 331), (1000, 77, 1030):
+    a, b, c = normal(m, k), normal(k, n), normal(m, n)
+    products |= {f"{m} plain": a @ b, f"{m} turned": normal(k, m).T @ normal(n, k).T, f"{m} sum": mx.addmm(c, a, b)}
+    products[f"{m} complex"] = (a + 2j * a) @ (b - 1j * b)
+    products[f"{m} float64"] = a.astype(mx.float64) @ b.astype(mx.float64)
+    products[f"{m} batch"] = mx.stack([a, 2 * a]) @ b
+products["32 few"] = normal(32, 700) @ normal(700, 1500)
+mx.savez(sys.argv[1], **products)
+"""
+THREADS = "{path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')}"
+
+
+def products(child: Child, path: Path, **environment: str) -> tuple[dict[str, np.ndarray], bool]:
+    """Compute them; also whether threads of ours took part."""
+    helped = f"import pathlib; print('faststep-blas\\n' in {THREADS})"
+    code = f"import sys; sys.argv = ['', {str(path)!r}]\n{PRODUCTS}\n{helped}"
+    done = child(code, FASTSTEP_BLAS="1", OMP_NUM_THREADS="", **environment)
+    with np.load(path) as results:
+        return dict(results), done.stdout.strip() == "True"
+
+
+def test_products_by_several_threads_have_the_bits_of_those_by_one(child: Child, tmp_path: Path) -> None:
+    shared, helped = products(child, tmp_path / "shared.npz", OPENBLAS_NUM_THREADS="")
+    alone, _ = products(child, tmp_path / "alone.npz", OPENBLAS_NUM_THREADS="1")
+    assert helped == (len(os.sched_getaffinity(0)) > 1)
+    for name, expected in alone.items():
+        if name == "32 few":  # cut between columns
+            np.testing.assert_allclose(shared[name], expected, rtol=1e-4, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(shared[name], expected, err_msg=name)
+
+
 @pytest.mark.parametrize("variable", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
 def test_threads_follow_the_environment(child: Child, variable: str) -> None:
+    code = f"""
+        import pathlib, mlx.core as mx, faststep
+        mx.eval(mx.ones((1024, 1024)) @ mx.ones((1024, 1024)))
+        print(any(name == "faststep-blas\\n" for name in {THREADS}))
+    """
+    environment = {"FASTSTEP_BLAS": "1", "OPENBLAS_NUM_THREADS": "", "OMP_NUM_THREADS": "", variable: "1"}
+    assert child(code, **environment).stdout.split() == ["False"]
+
+
+def test_openblas_itself_computes_by_one_thread(child: Child) -> None:
     code = """
         import ctypes, os, faststep, scipy_openblas32 as openblas
         library = ctypes.CDLL(os.path.join(openblas.get_lib_dir(), openblas.get_library(fullname=True)))
         print(library.scipy_openblas_get_num_threads())
     """
-    environment = {"FASTSTEP_BLAS": "1", "OPENBLAS_NUM_THREADS": "", "OMP_NUM_THREADS": "", variable: "1"}
-    assert child(code, **environment).stdout.split() == ["1"]
+    assert child(code, FASTSTEP_BLAS="1", OPENBLAS_NUM_THREADS="").stdout.split() == ["1"]
+
+
+def test_the_child_of_a_fork_multiplies(child: Child) -> None:
+    code = """
+        import os, mlx.core as mx, faststep
+        mx.set_default_device(mx.cpu)
+        a = mx.ones((1024, 1024))
+        mx.eval(a @ a)
+        pid = os.fork()
+        if pid == 0:
+            with mx.stream(mx.new_stream(mx.cpu)):  # the parent's thread is not there
+                product = a @ a
+                mx.eval(product)
+                os._exit(int(product[3, 5].item() != 1024))
+        print(os.waitpid(pid, 0)[1])
+    """
+    assert child(code, FASTSTEP_BLAS="1").stdout.split() == ["0"]
 
 
 MISSING = """

@@ -81,6 +81,7 @@ def taking(step: Step) -> StepFn:
     return take
 
 
+@pytest.mark.usefixtures("own_quantized_products")
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_a_run_is_that_of_plain_mlx(row: Row) -> None:
     reference, ours = row.new(), row.new()
@@ -91,6 +92,7 @@ def test_a_run_is_that_of_plain_mlx(row: Row) -> None:
     assert (step.stats.mode, step.stats.updates, step.stats.skipped) == (row.way, updates, 0)
 
 
+@pytest.mark.usefixtures("own_quantized_products")
 @pytest.mark.parametrize("row", COMPILABLE, ids=str)
 def test_without_clipping_every_bit_is_that_of_the_compiled_reference(row: Row) -> None:
     reference, ours = row.new(), row.new()

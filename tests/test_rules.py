@@ -71,6 +71,7 @@ def beside(change: Callable[[Pair], object], optimizer: str = "multi", model: st
     return step
 
 
+@pytest.mark.usefixtures("own_quantized_products")
 @pytest.mark.parametrize("row", [*EVERY_MODEL, *HALVES], ids=str)
 def test_every_bit_is_that_of_the_compiled_reference(row: Row) -> None:
     reference, ours = row.new(), row.new()

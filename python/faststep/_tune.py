@@ -26,8 +26,8 @@ def tune(
     """Find the environment variables that make a training step faster on this machine, and by how much.
 
     MLX reads some settings once, when it starts: how many operations and megabytes make one command buffer or CUDA
-    graph, how many threads OpenBLAS takes. Which of them help depends on the model and the machine, so each is tried on
-    your own step, in child processes one at a time; the environment of this process stays as it is.
+    graph, how many threads share a large matrix product. Which of them help depends on the model and the machine, so
+    each is tried on your own step, in child processes one at a time; the environment of this process stays as it is.
 
     The step is a training loop in a function without arguments that yields the loss of every step and goes on for
     ever. It may use `fast_step`, a `Step`, or plain MLX; seeds are set before it is called:
@@ -95,11 +95,11 @@ def default_settings(back_end: str) -> list[dict[str, str]]:
       and 400 on A100, 20 and 25 on DGX Spark, 20 and 100 elsewhere. Raising one may do nothing while the other ends the
       graph, so they are tried together too. Longer graphs may take more memory. `MLX_USE_CUDA_GRAPHS` is 1 by default.
     - "metal": the same two, for command buffers: 20 to 50 and 40 to 50 by default, by the kind of chip.
-    - "cpu": `OPENBLAS_NUM_THREADS`, by default one for each core: small matrices are often faster with one, and so is
-      everything while other programs keep the cores busy. `GLIBC_TUNABLES` with huge pages for what malloc gives, from
-      which MLX takes its arrays (glibc 2.35 and later; others ignore it). That may take more memory.
+    - "cpu": `OPENBLAS_NUM_THREADS`, how many threads share a large matrix product, by default one for each core and 16
+      at most: one leaves the other cores to other programs. `GLIBC_TUNABLES` with huge pages for what malloc gives,
+      from which MLX takes its arrays (glibc 2.35 and later; others ignore it). That may take more memory.
 
-    None of them changes what is computed, but for the order of sums in OpenBLAS. `MLX_ENABLE_TF32`, and
+    None of them changes what is computed, but for the order of sums in products of few rows. `MLX_ENABLE_TF32`, and
     `MLX_CUDA_USE_CUDNN_SDPA`, do: they are tried when `tune(..., settings=...)` names them.
 
     Args:

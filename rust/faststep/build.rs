@@ -18,6 +18,7 @@ const SOURCES: [&str; 15] = [
     "plan/rules",
     "plan/sharing",
     "plan/views",
+    "quantized",
 ];
 
 fn main() {

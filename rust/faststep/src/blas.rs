@@ -18,13 +18,30 @@
 //! of that OpenBLAS must be 32 bits wide, as MLX passes them. It lasts as long as the process; there is no way back.
 //!
 //! # Threads
-//! Binding is safe while other threads compute: see [`rebind`](crate::rebind). How many threads OpenBLAS uses is its
-//! own affair: it reads `OPENBLAS_NUM_THREADS` and `OMP_NUM_THREADS` when it is loaded.
+//! Binding is safe while other threads compute: see [`rebind`](crate::rebind). OpenBLAS computes by one thread from then
+//! on, for whoever else has loaded this file of it too, and large matrix products are shared by as many threads as it
+//! would have taken: one for each processor that the process may use, or what `OPENBLAS_NUM_THREADS` or
+//! `OMP_NUM_THREADS` said when it was loaded, at most 16. They sleep while there is no such product (`blas/gemm.rs`).
 #![allow(unsafe_code)]
+
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod gemm;
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod share;
 
 use std::path::{Path, PathBuf};
 
 use crate::rebind::RebindError;
+
+pub(crate) use imp::{bound, share, Sgemm};
 
 /// What [`bind`] did.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,7 +87,7 @@ pub fn bind(library: &Path) -> Result<Bound, BlasError> {
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod imp {
-    use super::BlasError;
+    use super::{gemm, BlasError};
     use crate::rebind::{Function, Imports};
     use std::{
         ffi::{CStr, CString},
@@ -78,12 +95,20 @@ mod imp {
         path::Path,
     };
 
+    pub use super::gemm::{bound, share, Sgemm};
+
     pub fn bind(path: &Path) -> Result<Vec<String>, BlasError> {
         let library = Library::open(path)?;
         if library.function(c"cblas_sgemm").is_none() {
             return Err(BlasError::Foreign(path.to_owned()));
         }
-        Ok(Imports::of_mlx()?.replace(|name| library.function(name))?)
+        let imports = Imports::of_mlx()?;
+        library.take_threads();
+        let function = |name: &CStr| {
+            let function = library.function(name)?;
+            Some(gemm::replace(name.to_bytes(), function))
+        };
+        Ok(imports.replace(function)?)
     }
 
     /// A library that stays loaded: libmlx is about to hold addresses of its functions.
@@ -102,6 +127,14 @@ mod imp {
             Function::new(handle)
                 .map(Self)
                 .ok_or_else(|| refuse(last_error()))
+        }
+
+        fn take_threads(&self) {
+            let [get, set] = [c"openblas_get_num_threads", c"openblas_set_num_threads"]
+                .map(|name| self.function(name));
+            if let Some((get, set)) = get.zip(set) {
+                gemm::take_threads(get, set);
+            }
         }
 
         /// The address of `scipy_<name>`.
@@ -130,6 +163,31 @@ mod imp {
 mod imp {
     use super::BlasError;
     use std::path::Path;
+
+    /// None: nothing is bound to OpenBLAS here.
+    #[derive(Clone, Copy)]
+    pub enum Sgemm {}
+
+    impl Sgemm {
+        pub unsafe fn call(
+            self,
+            _transposed: bool,
+            _shape: [usize; 3],
+            _a: (*const f32, usize),
+            _b: (*const f32, usize),
+            _c: (*mut f32, usize),
+        ) {
+            match self {}
+        }
+    }
+
+    pub fn bound() -> Option<Sgemm> {
+        None
+    }
+
+    pub fn share(count: usize, chunk: &(dyn Fn(usize) + Sync)) {
+        (0..count).for_each(chunk);
+    }
 
     /// MLX brings the platform's own fast BLAS, or a table in a format unknown here.
     #[allow(clippy::unnecessary_wraps)] // the signature of the other platform

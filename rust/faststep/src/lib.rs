@@ -96,6 +96,7 @@ pub mod outputs;
 pub mod pack;
 pub mod plan;
 pub mod precision;
+mod quantized;
 mod random;
 pub mod rebind;
 pub mod rules;

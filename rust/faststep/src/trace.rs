@@ -20,6 +20,7 @@ use crate::{
     guard::Guard,
     layout::Layout,
     outputs::{Outline, Outputs},
+    quantized,
     rules::Rules,
 };
 
@@ -234,6 +235,7 @@ impl Trace {
                 if !matches!(recipe.part, Part::Update(_)) {
                     host.traced(inputs, &values)?;
                 }
+                quantized::rewrite(inputs, &values);
                 outline.replace(made);
                 Ok(values)
             }

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "../quantized.hpp"
+
 namespace faststep::plan {
 
 namespace {
@@ -131,6 +133,16 @@ void convolution(Site& site) {
   }
 }
 
+// Needs its scratch while it runs, and one product runs at a time (native/quantized.cpp).
+void dequantized(Site& site) {
+  std::vector<mx::array> inputs;
+  for (auto* in : site.op.inputs) {
+    inputs.push_back(in->face);
+  }
+  fresh(site, site.out());
+  site.memory.allocate(scratch_of(*site.op.primitive, inputs, site.out().face));
+}
+
 // Passes its input on (native/join.cpp).
 void wait(Site& site) {
   share(site.out(), site.in(0));
@@ -152,6 +164,7 @@ Rule rule(std::string_view name) {
         {"LayerNorm", by_row},         {"RMSNorm", by_row},          {"RoPE", by_row},
         {"Concatenate", concatenate},  {"Matmul", matmul},           {"AddMM", matmul},
         {"Convolution", convolution},  {"QuantizedMatmul", needs_rows}, {"Select", select},
+        {"Dequantized", dequantized},
         {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;

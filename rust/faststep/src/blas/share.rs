@@ -1,0 +1,260 @@
+//! Work in chunks, shared with threads that sleep while there is none.
+//!
+//! Whoever has work takes its chunks one after the other, and so do the helpers that are awake by then: a chunk belongs
+//! to who first asks for it. The owner waits only for chunks that a helper has begun. On a busy machine a helper may be
+//! kept from the processor in the midst of one; what that costs the owner is measured, and no work is shared for a
+//! while after it, so that little is lost whatever else runs.
+use std::{
+    collections::VecDeque,
+    hint, process,
+    sync::{
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+    },
+    thread::{self, Thread},
+    time::{Duration, Instant},
+};
+
+/// After work that took longer for having been shared, none is shared for so many times what was lost.
+const REST: u32 = 50;
+/// How long the owner looks for the last chunks before it sleeps: less than it takes to wake up.
+const LOOK: Duration = Duration::from_micros(20);
+
+/// What does the chunk of that number.
+pub type Chunk<'a> = dyn Fn(usize) + Sync + 'a;
+
+/// Threads that help with the chunks of others' work.
+pub struct Helpers {
+    process: u32,
+    begin: Instant,
+    rests: AtomicU64, // until then, in nanoseconds after `begin`
+    queue: Mutex<Queue>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Arc<Job>>,
+    asleep: usize,
+}
+
+struct Job {
+    chunk: &'static Chunk<'static>,
+    count: usize,
+    next: AtomicUsize,
+    done: AtomicUsize,
+    owner: Thread,
+}
+
+impl Job {
+    /// Take chunks as long as there are some; how many that were.
+    fn work(&self) -> usize {
+        let mut taken = 0;
+        loop {
+            let at = self.next.fetch_add(1, Ordering::Relaxed);
+            if at >= self.count {
+                return taken;
+            }
+            (self.chunk)(at);
+            taken += 1;
+            // what the chunk wrote is there for whoever sees it done
+            if self.done.fetch_add(1, Ordering::Release) + 1 == self.count {
+                self.owner.unpark();
+            }
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire) == self.count
+    }
+
+    fn wait(&self) {
+        let begin = Instant::now();
+        while !self.is_done() && begin.elapsed() < LOOK {
+            hint::spin_loop();
+        }
+        while !self.is_done() {
+            thread::park();
+        }
+    }
+}
+
+impl Helpers {
+    /// None yet.
+    pub fn new() -> &'static Self {
+        Box::leak(Box::new(Self {
+            process: process::id(),
+            begin: Instant::now(),
+            rests: AtomicU64::new(0),
+            queue: Mutex::default(),
+            wake: Condvar::new(),
+        }))
+    }
+
+    /// Start so many threads, or as many of them as the system gives.
+    pub fn start(&'static self, count: usize) {
+        for _ in 0..count {
+            let thread = thread::Builder::new().name("faststep-blas".to_owned());
+            if thread.spawn(|| self.help()).is_err() {
+                break;
+            }
+        }
+    }
+
+    /// Whether they are threads of this process: those of a parent are not there after a fork.
+    pub fn are_here(&self) -> bool {
+        self.process == process::id()
+    }
+
+    /// Whether work is shared by now.
+    pub fn are_rested(&self) -> bool {
+        self.now() >= self.rests.load(Ordering::Relaxed)
+    }
+
+    /// Do all chunks; none is under way any more when this returns.
+    pub fn share(&self, count: usize, chunk: &'static Chunk<'static>) {
+        let job = Arc::new(Job {
+            chunk,
+            count,
+            next: AtomicUsize::new(0),
+            done: AtomicUsize::new(0),
+            owner: thread::current(),
+        });
+        let begin = Instant::now();
+        self.offer(&job);
+        let taken = job.work();
+        let worked = begin.elapsed();
+        self.withdraw(&job);
+        job.wait();
+        self.account(worked, begin.elapsed(), taken, count);
+    }
+
+    fn offer(&self, job: &Arc<Job>) {
+        let mut queue = self.queue();
+        queue.jobs.push_back(job.clone());
+        let wanted = queue.asleep.min(job.count - 1);
+        drop(queue);
+        for _ in 0..wanted {
+            self.wake.notify_one();
+        }
+    }
+
+    fn withdraw(&self, job: &Arc<Job>) {
+        self.queue().jobs.retain(|other| !Arc::ptr_eq(other, job));
+    }
+
+    // Alone, the owner would have taken as long for each chunk as for its own.
+    fn account(&self, worked: Duration, whole: Duration, taken: usize, count: usize) {
+        let alone = worked.as_secs_f64() / taken.max(1) as f64 * count as f64;
+        let lost = whole.as_secs_f64() - alone;
+        if lost > 0.0 {
+            let rest = Duration::from_secs_f64(lost) * REST;
+            let until = self.now() + u64::try_from(rest.as_nanos()).unwrap_or(u64::MAX / 2);
+            self.rests.fetch_max(until, Ordering::Relaxed);
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn help(&self) {
+        loop {
+            self.next().work();
+        }
+    }
+
+    /// The job that has waited longest of those with chunks left.
+    fn next(&self) -> Arc<Job> {
+        let mut queue = self.queue();
+        loop {
+            let left = |job: &&Arc<Job>| job.next.load(Ordering::Relaxed) < job.count;
+            if let Some(job) = queue.jobs.iter().find(left) {
+                return job.clone();
+            }
+            queue.asleep += 1;
+            queue = self
+                .wake
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
+            queue.asleep -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    fn helpers(count: usize) -> &'static Helpers {
+        let helpers = Helpers::new();
+        helpers.start(count);
+        helpers
+    }
+
+    #[test]
+    fn each_chunk_is_done_once_whoever_shares_work_at_the_same_time() {
+        let helpers = helpers(3);
+        let owner = || {
+            for round in 0..200 {
+                let done: Arc<Vec<AtomicUsize>> =
+                    Arc::new((0..round % 9 + 1).map(|_| AtomicUsize::new(0)).collect());
+                let chunk = |at: usize| {
+                    done[at].fetch_add(1, Ordering::Relaxed);
+                };
+                helpers.share(done.len(), Box::leak(Box::new(chunk)));
+                assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(owner);
+            }
+        });
+    }
+
+    // the helper that has begun a chunk gets no further before the owner has done all others
+    #[test]
+    fn the_owner_does_what_no_helper_has_begun() {
+        let helpers = helpers(1);
+        let (helped, rest) = (
+            Arc::new(AtomicBool::new(false)),
+            Arc::new(AtomicUsize::new(0)),
+        );
+        let owner = thread::current().id();
+        let (begun, own) = (helped.clone(), rest.clone());
+        let chunk = move |_| {
+            if thread::current().id() != owner {
+                begun.store(true, Ordering::Relaxed);
+                while own.load(Ordering::Relaxed) < 7 {
+                    thread::yield_now();
+                }
+                thread::sleep(Duration::from_millis(20));
+                return;
+            }
+            while !begun.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+            own.fetch_add(1, Ordering::Relaxed);
+        };
+        helpers.share(8, Box::leak(Box::new(chunk)));
+        assert!(helped.load(Ordering::Relaxed));
+        assert_eq!(rest.load(Ordering::Relaxed), 7);
+    }
+
+    #[test]
+    fn what_was_lost_is_followed_by_a_rest_and_what_was_won_is_not() {
+        let helpers = helpers(0);
+        let ms = Duration::from_millis;
+        helpers.account(ms(10), ms(11), 2, 4);
+        assert!(helpers.are_rested());
+        helpers.account(ms(1000), ms(100_000), 2, 4);
+        assert!(!helpers.are_rested());
+    }
+}
