@@ -2,11 +2,12 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 15] = [
     "array",
     "fused",
     "join",
     "kernels",
+    "order",
     "pack",
     "plan/device",
     "plan/evaluate",

@@ -131,6 +131,11 @@ void convolution(Site& site) {
   }
 }
 
+// Passes its input on, and marks where (native/order.cpp).
+void pace(Site& site) {
+  share(site.out(), site.in(0));
+}
+
 // Passes its input on (native/join.cpp).
 void wait(Site& site) {
   share(site.out(), site.in(0));
@@ -152,7 +157,8 @@ Rule rule(std::string_view name) {
         {"LayerNorm", by_row},         {"RMSNorm", by_row},          {"RoPE", by_row},
         {"Concatenate", concatenate},  {"Matmul", matmul},           {"AddMM", matmul},
         {"Convolution", convolution},  {"QuantizedMatmul", needs_rows}, {"Select", select},
-        {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait}};
+        {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait},
+        {"Pace", pace}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }
@@ -188,6 +194,16 @@ Rule rule(std::string_view name) {
 }
 
 } // namespace
+
+bool is_elementwise(std::string_view name) {
+  auto found = rule(name);
+  return found == unary || found == binary || found == select || name == "AsType" || name == "Broadcast";
+}
+
+bool is_view(std::string_view name) {
+  auto found = rule(name);
+  return found == view || found == reshape;
+}
 
 Work run(Memory& memory, const Op& op) {
   Site site{memory, op, {}};
