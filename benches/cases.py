@@ -60,6 +60,36 @@ class GPT(nn.Module):
         return tokens[:, :-1], tokens[:, 1:]
 
 
+class Block(nn.Module):
+    """A norm, and two linear layers with SiLU between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to [batch, width]."""
+        y: mx.array = self.down(nn.silu(self.up(self.norm(x))))
+        return y
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are computed once more for the gradient: small tensors, large activations."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks = [Block(width) for _ in range(layers)]
+        self.head = nn.Linear(width, CLASSES)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map float32 [batch, width] to logits, float32 [batch, 10]."""
+        for block in self.blocks:
+            x = nn.utils.checkpoint(block)(x)
+        return self.head(x)
+
+    draw = staticmethod(MLP.draw)
+
+
 def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """Return the mean cross entropy, a float32 scalar in nats."""
     return nn.losses.cross_entropy(model(x).astype(mx.float32), y, reduction="mean")
@@ -97,7 +127,7 @@ class Case:
     """
 
     title: str
-    model: type[MLP] | type[GPT]
+    model: type[MLP] | type[GPT] | type[Checkpointed]
     shape: dict[str, int]
     batch: int
     dtype: mx.Dtype = mx.float32
@@ -145,6 +175,12 @@ def gpt(
 gpt2 = functools.partial(gpt, layers=12, width=768, heads=12, batch=8, seq=512, vocab=50257)
 CASES = {
     "mlp": Case("MLP, 4 layers x 128, batch 64", MLP, {"layers": 4, "width": 128}, batch=64),
+    "blocks": Case(
+        "8 checkpointed blocks of RMSNorm, Linear 128 -> 512, SiLU, Linear 512 -> 128, batch 2048",
+        Checkpointed,
+        {"layers": 8, "width": 128},
+        batch=2048,
+    ),
     "gpt24": gpt(layers=24, width=64, heads=4, batch=1, seq=16),
     "gpt4": gpt(layers=4, width=128, heads=4, batch=4, seq=64),
     "gpt768": gpt(layers=2, width=768, heads=12, batch=1, seq=32, vocab=512),
@@ -152,5 +188,5 @@ CASES = {
     "gpt2": gpt2(),
     "gpt2-bf16": gpt2(dtype=mx.bfloat16),
 }
-ON_CPU = ("mlp", "gpt24", "gpt4", "gpt768")
+ON_CPU = ("mlp", "blocks", "gpt24", "gpt4", "gpt768")
 ON_GPU = ("mlp", "gpt24", "gpt6", "gpt2", "gpt2-bf16")

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 import peers
 import torch_ways
-from cases import CASES, MAX_GRAD_NORM, ON_CPU, ON_GPU, Case
+from cases import CASES, MAX_GRAD_NORM, ON_CPU, ON_GPU, Case, Checkpointed
 from mlx.utils import tree_reduce
 from rich.progress import Progress
 from samples import Sample, answer, arguments, bars, on_gpu, use_device
@@ -98,7 +98,7 @@ def start(stack: contextlib.ExitStack, name: str, torch: str | None) -> list[pee
     if not on_gpu():
         command = [sys.executable, *sys.argv, "--alone", name]
         started.append(stack.enter_context(peers.start(command, {**os.environ, "FASTSTEP_KERNELS": "0"})))
-    if torch:
+    if torch and CASES[name].model is not Checkpointed:  # whose peer would compute another way
         started.append(stack.enter_context(torch_ways.start(torch, CASES[name])))
     return started
 

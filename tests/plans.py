@@ -124,6 +124,84 @@ def recurrent(width: int, hidden: int, batch: tuple[int, int]) -> tuple[nn.Modul
     return Recurrent(width, hidden), (mx.random.normal((*batch, width)), mx.random.randint(0, 16, batch[:1]))
 
 
+class Block(nn.Module):
+    """A norm and two layers, whose activations are computed once more for the gradient."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to [batch, width]."""
+        return self.down(nn.silu(self.up(self.norm(x))))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to [batch, width]."""
+        return nn.utils.checkpoint(self, self.forward)(x)
+
+
+def blocks(layers: int, width: int, hidden: int, batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make blocks that are checkpointed, and a batch for them."""
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(layers)))
+    return model, (mx.random.normal((batch, width)), mx.random.randint(0, width, (batch,)))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and what goes past them (He et al., 2016)."""
+
+    def __init__(self, channels: int, to: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, to, 3, stride=stride, padding=1, bias=False)
+        self.second = nn.Conv2d(to, to, 3, padding=1, bias=False)
+        self.norms = [nn.BatchNorm(to), nn.BatchNorm(to)]
+        self.past = nn.Conv2d(channels, to, 1, stride=stride, bias=False) if channels != to else None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, height, width, channels] to [batch, height / stride, width / stride, to]."""
+        y = self.norms[1](self.second(nn.relu(self.norms[0](self.first(x)))))
+        return nn.relu(y + (self.past(x) if self.past else x))
+
+
+class Resnet20(nn.Module):
+    """Residual blocks for images of 32 x 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(16, 16, 1)] * 3 + [(16, 32, 2), (32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 64, 1)]
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm(16), nn.ReLU())
+        self.blocks = nn.Sequential(*(Residual(*size) for size in sizes))
+        self.head = nn.Linear(64, 10)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, 32, 32, 3] to logits [batch, 10]."""
+        return self.head(self.blocks(self.stem(x)).mean(axis=(1, 2)))
+
+
+def resnet20(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make a residual network and a batch for it."""
+    return Resnet20(), (mx.random.normal((batch, 32, 32, 3)), mx.random.randint(0, 10, (batch,)))
+
+
+class Keywords(nn.Module):
+    """Normed after attention and MLP, over the frames of a word: the keyword transformer (Berg et al., 2021)."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.frames, self.positions = nn.Linear(40, width), mx.random.normal((1, 98, width))
+        self.blocks = nn.TransformerEncoder(layers, width, 1, mlp_dims=4 * width, norm_first=False)
+        self.head = nn.Linear(width, 35)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, 98, 40] to logits [batch, 35]."""
+        x = self.frames(x) + self.positions
+        return self.head(self.blocks(x, None).mean(axis=1))
+
+
+def keywords(width: int, layers: int, batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make a keyword transformer and a batch for it."""
+    return Keywords(width, layers), (mx.random.normal((batch, 98, 40)), mx.random.randint(0, 35, (batch,)))
+
+
 def cross_entropy(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """Return the mean loss."""
     return nn.losses.cross_entropy(model(x).astype(mx.float32), y, reduction="mean")
@@ -136,6 +214,7 @@ def checkpointed(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
 
 ADAMW = "optim.AdamW(1e-3)"
 GPT6 = "transformer(256, 384, 6, (2, 32))"
+BLOCKS = "blocks(8, 128, 512, 1024)"  # small tensors, and large activations that are computed twice
 GPT24 = "transformer(256, 64, 24, (1, 16))"
 # by name: model and batch, optimizer, loss, options; all of them code for a process of their own
 CASES: dict[str, tuple[str, str, str, str]] = {
@@ -172,6 +251,9 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "gpt-bfloat16": ("transformer(256, 128, 2, (16, 64), dtype=mx.bfloat16)", ADAMW, "cross_entropy", ""),
     "gpt-dropout": ("transformer(256, 128, 2, (16, 64), dropout=0.1)", "optim.Adam(1e-3)", "cross_entropy", ""),
     "gpt-checkpoint": ("transformer(256, 128, 3, (16, 128), checkpoint=True)", ADAMW, "cross_entropy", ""),
+    "blocks": (BLOCKS, "optim.SGD(1e-2)", "cross_entropy", ""),
+    "resnet20": ("resnet20(8)", ADAMW, "cross_entropy", ""),
+    "keywords": ("keywords(64, 6, 8)", "optim.SGD(1e-2)", "cross_entropy", "max_grad_norm=1.0"),
     "gpt-tied": ("transformer(16000, 128, 1, (2, 64), head=False)", "optim.Lion(1e-4)", "cross_entropy", ""),
     "lora": ("adapted(1024, 4, 256)", ADAMW, "cross_entropy", "max_grad_norm=1.0"),
     "lora-quantized": ("quantized(1024, 4, 256)", ADAMW, "cross_entropy", "max_grad_norm=1.0"),

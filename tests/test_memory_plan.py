@@ -45,7 +45,7 @@ MEASURE = """
 
     first, steady = peak(step.accumulate), peak(12)
     later = step.memory_plan(*batch)
-    print(json.dumps([[plan.peak, max(first, steady)], [later.peak, steady]]))
+    print(json.dumps([[plan.first_peak, first], [plan.peak, max(first, steady)], [later.peak, steady]]))
 """
 
 

@@ -32,7 +32,8 @@ class MemoryPlan:
             has in MLX's memory.
         cache: Freed buffers that MLX keeps beside the memory in use (`mx.get_cache_memory`). On the CPU they add to
             what the process takes, at most `mx.set_cache_limit`; a GPU's are given back when memory is short.
-        first_peak: The peak of the first update, which holds the old state for a while to be able to go back to it.
+        first_peak: The peak of the first update, which holds the old state for a while to be able to go back to it;
+            later, that of the next one.
         steady_peak: The peak of the updates after it.
         limit: The device's memory; of a CPU's, what the process may take by its control group if that is less. None
             where nobody says.

@@ -8,6 +8,7 @@ const SOURCES: [&str; 15] = [
     "graph",
     "join",
     "kernels",
+    "order",
     "pack",
     "plan/device",
     "plan/evaluate",

@@ -88,6 +88,19 @@ size_t faststep_array_operations(const void* a) {
   return count;
 }
 
+// Whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
+int faststep_array_is_filled(const void* array) {
+  const auto* from = &at(array);
+  auto is_lazy = [&from] { return from->status() == mx::array::Status::unscheduled; };
+  if (!is_lazy()) {
+    return 0;
+  }
+  while (is_lazy() && from->inputs().size() == 1) {
+    from = &from->inputs()[0];
+  }
+  return !is_lazy() && from->size() == 1;
+}
+
 // Whether the array is not evaluated and waits for work on a stream of another thread.
 int faststep_array_is_foreign(const void* a) {
   return pending(at(a), [](mx::Primitive& p) { return foreign(p.stream()); }) != nullptr;

@@ -13,7 +13,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <functional>
 #include <string_view>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #ifdef __x86_64__
@@ -205,6 +208,63 @@ extern "C" int faststep_fuse(const void* const* arrays, size_t count) {
       if (faststep::is_kernel(array)) {
         faststep::rewrite(array);
       }
+    }
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+
+namespace {
+
+constexpr int max_depth = 64;
+
+// What computes an array, from arrays that are known or there: equal for two arrays that the same kernels compute.
+class Kinds {
+ public:
+  explicit Kinds(std::unordered_set<uintptr_t> known) : known_(std::move(known)) {}
+
+  size_t of(const mlx::core::array& array, int depth = 0) {
+    auto kind = std::hash<int>{}(static_cast<int>(array.dtype().val()));
+    bool lazy = array.status() == mlx::core::array::Status::unscheduled && array.has_primitive();
+    if (known_.contains(array.id()) || !lazy || depth == max_depth) {
+      return array.ndim() == 0 ? mixed(kind, array.id()) : kind; // a number may be in the kernel's source
+    }
+    auto made = made_.find(array.id());
+    if (made != made_.end()) {
+      return made->second;
+    }
+    auto source = faststep::source(array);
+    kind = mixed(kind, std::hash<std::string_view>{}(source.primitive->name()));
+    for (const auto& in : source.inputs) {
+      kind = mixed(kind, of(in, depth + 1));
+    }
+    return made_[array.id()] = kind;
+  }
+
+ private:
+  static size_t mixed(size_t a, size_t b) {
+    return (a ^ (b + 0x9e3779b97f4a7c15 + (a << 6) + (a >> 2))) * 0x100000001b3;
+  }
+
+  std::unordered_set<uintptr_t> known_;
+  std::unordered_map<uintptr_t, size_t> made_;
+};
+
+} // namespace
+
+// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
+// Nonzero: an exception.
+extern "C" int faststep_kinds(
+    const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds) {
+  try {
+    std::unordered_set<uintptr_t> ids;
+    for (size_t i = 0; i < known_count; ++i) {
+      ids.insert(static_cast<const mlx::core::array*>(known[i])->id());
+    }
+    Kinds all(std::move(ids));
+    for (size_t i = 0; i < count; ++i) {
+      kinds[i] = all.of(*static_cast<const mlx::core::array*>(arrays[i]));
     }
     return 0;
   } catch (const std::exception&) {

@@ -21,9 +21,11 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "on_cpu.hpp"
 #include "transposed.hpp"
 
 namespace mx = mlx::core;
+using faststep::OnCpu;
 using faststep::is_matrix;
 using faststep::transposed;
 
@@ -164,20 +166,6 @@ std::vector<Part> parts_of(const std::vector<mx::array>& arrays) {
   std::transform(arrays.begin(), arrays.end(), std::back_inserter(parts), part_of);
   return parts;
 }
-
-// What the CPU computes only, and has no options.
-class OnCpu : public mx::UnaryPrimitive {
- public:
-  explicit OnCpu(mx::Stream stream) : UnaryPrimitive(stream) {}
-
-  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
-    throw std::runtime_error(std::string("[") + name() + "] The CPU's.");
-  }
-
-  bool is_equivalent(const mx::Primitive&) const override {
-    return true;
-  }
-};
 
 class Join : public OnCpu {
  public:
@@ -381,13 +369,27 @@ std::vector<mx::array> list(const void* const* arrays, size_t count) {
 
 extern "C" {
 
+// A gradient that lies row after row, if it can be computed so. Null: it is as good as it is; or an exception.
+void* faststep_straight(const void* array) {
+  try {
+    const auto& in = *static_cast<const mx::array*>(array);
+    if (mx::default_device() != mx::Device::cpu) {
+      return nullptr;
+    }
+    auto made = straight(in);
+    return made.id() == in.id() ? nullptr : new mx::array(std::move(made));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
 // An array row after row. Null: MLX has to do it, because the default device is none that this knows; or an exception.
 void* faststep_contiguous(const void* array) {
   try {
     if (mx::default_device() != mx::Device::cpu) {
       return nullptr;
     }
-    auto in = straight(*static_cast<const mx::array*>(array));
+    const auto& in = *static_cast<const mx::array*>(array);
     auto stream = mx::default_stream(mx::Device::cpu);
     return new mx::array(in.shape(), in.dtype(), std::make_shared<Contiguous>(stream), {in});
   } catch (const std::exception&) {
@@ -419,7 +421,6 @@ void* faststep_join(const void* const* parts, size_t count) {
       return nullptr;
     }
     auto inputs = list(parts, count);
-    std::transform(inputs.begin(), inputs.end(), inputs.begin(), straight);
     auto shape = inputs[0].shape();
     if (shape.empty()) {
       return nullptr;

@@ -13,6 +13,7 @@ extern "C" {
     fn faststep_array_id(array: *const c_void) -> usize;
     fn faststep_array_is_lazy(array: *const c_void) -> i32;
     fn faststep_array_operations(array: *const c_void) -> usize;
+    fn faststep_array_is_filled(array: *const c_void) -> i32;
     fn faststep_array_is_foreign(array: *const c_void) -> i32;
     fn faststep_array_reads_file(array: *const c_void) -> i32;
     fn faststep_arrays_settle(arrays: *const *const c_void, n: usize);
@@ -46,6 +47,13 @@ pub fn is_lazy(array: &Array) -> bool {
 pub fn operations(array: &Array) -> usize {
     // SAFETY: as in `id`.
     unsafe { faststep_array_operations(array.as_ptr().ctx) }
+}
+
+/// Whether the array waits to be filled with one number that is there, as the zeros do that an optimizer begins with:
+/// nothing can fail of it but the memory.
+pub(crate) fn is_filled(array: &Array) -> bool {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_is_filled(array.as_ptr().ctx) != 0 }
 }
 
 /// Whether the array waits for work on a stream of another thread, so that this thread cannot evaluate it.

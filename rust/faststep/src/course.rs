@@ -10,7 +10,7 @@ use crate::{
     memory::Room,
     scene::{Part, Scene},
     simulation::{Device, Reading, Simulation, Slot},
-    step::trial,
+    step::{taken_over, trial},
 };
 
 /// Of the calls that make one update, so many at the most.
@@ -80,9 +80,12 @@ impl<'a> Course<'a> {
         let all: Vec<&Array> = all.iter().collect();
         self.simulation.begin(&[], &all)?;
         self.simulation.hold(&all)?;
-        let owned = scene.parameters().iter().chain(scene.state());
-        let owned: Vec<&Array> = owned.chain(scene.shown).collect();
-        self.simulation.eval(&owned)
+        let tensors: Vec<&Array> = scene.tensors().iter().chain(scene.shown).collect();
+        self.simulation.eval(&tensors)?;
+        for array in taken_over(scene.shared(), scene.state()) {
+            self.simulation.eval(&[array])?;
+        }
+        Ok(())
     }
 
     /// The calls that make one update; of many, a few do for all.
@@ -126,13 +129,18 @@ impl<'a> Course<'a> {
         self.simulation.hold(&inputs)?;
         self.simulation.hold(&all)?;
         let measured = self.warm[number] && self.bytes[number].is_none();
+        if !outputs.parameters.is_empty() {
+            let shown: Vec<&Array> = shown.iter().collect();
+            self.simulation.release(&shown)?;
+            self.shown = false;
+        }
         if !std::mem::replace(&mut self.warm[number], true) {
             self.simulation.eval(&before)?;
-            self.simulation.eval(&trial(outputs))?;
+            self.simulation.eval(&trial(outputs, scene.inputs)?)?;
         }
         let handed_over = self.make_room(self.bytes[number], handed_over);
         let active = self.look().active;
-        self.let_go(&part, shown)?;
+        self.let_go(&part)?;
         let done = if part.keep_gradients {
             self.simulation.async_eval(&all)?
         } else {
@@ -179,13 +187,12 @@ impl<'a> Course<'a> {
             .unwrap_or(0)
     }
 
-    // what an evaluation may write over: what the engine and the user's objects hold no more
-    fn let_go(&mut self, part: &Part, shown: &[Array]) -> Result<()> {
+    // what an evaluation may write over: what the engine holds no more
+    fn let_go(&mut self, part: &Part) -> Result<()> {
         let (scene, outputs) = (self.scene, part.outputs);
         if !outputs.parameters.is_empty() {
-            let shown: Vec<&Array> = shown.iter().chain(scene.parameters()).collect();
-            self.simulation.release(&shown)?;
-            self.shown = false;
+            let parameters: Vec<&Array> = scene.parameters().iter().collect();
+            self.simulation.release(&parameters)?;
         }
         if !part.keep_gradients {
             let gradients: Vec<&Array> = outputs.gradients.iter().collect();

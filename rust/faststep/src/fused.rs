@@ -13,6 +13,13 @@ use mlx_rs::{
 
 extern "C" {
     fn faststep_fuse(arrays: *const *const c_void, count: usize) -> c_int;
+    fn faststep_kinds(
+        arrays: *const *const c_void,
+        count: usize,
+        known: *const *const c_void,
+        known_count: usize,
+        kinds: *mut usize,
+    ) -> c_int;
 }
 
 /// Let the fused kernels that compute these arrays take over the memory of inputs that nobody else holds when they run.
@@ -20,15 +27,45 @@ extern "C" {
 /// # Errors
 /// When there is no memory for the graph.
 pub(crate) fn in_place<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
-    let pointers = arrays
-        .into_iter()
-        .map(|array| array.as_ptr().ctx.cast_const());
-    let pointers: Vec<*const c_void> = pointers.collect();
+    let pointers = pointers(arrays);
     // SAFETY: live arrays, which no other thread has yet, and their number.
     if unsafe { faststep_fuse(pointers.as_ptr(), pointers.len()) } == 0 {
         return Ok(());
     }
     Err(Exception::custom("no memory for the graph of an update"))
+}
+
+/// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
+///
+/// # Errors
+/// When there is no memory to look at the graph.
+pub(crate) fn kinds<'a>(
+    arrays: &[&Array],
+    known: impl IntoIterator<Item = &'a Array>,
+) -> Result<Vec<usize>> {
+    let (all, known) = (pointers(arrays.iter().copied()), pointers(known));
+    let mut kinds = vec![0; all.len()];
+    // SAFETY: live arrays and their numbers, and as many numbers to write to as there are arrays.
+    let failed = unsafe {
+        faststep_kinds(
+            all.as_ptr(),
+            all.len(),
+            known.as_ptr(),
+            known.len(),
+            kinds.as_mut_ptr(),
+        )
+    };
+    if failed == 0 {
+        return Ok(kinds);
+    }
+    Err(Exception::custom("no memory to look at an update"))
+}
+
+fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
+    let arrays = arrays.into_iter();
+    arrays
+        .map(|array| array.as_ptr().ctx.cast_const())
+        .collect()
 }
 
 #[cfg(test)]

@@ -15,6 +15,8 @@ use crate::{array, layout::Layout};
 
 extern "C" {
     fn faststep_is_cuda() -> i32;
+    fn faststep_straight(array: *const c_void) -> *mut c_void;
+    fn faststep_order(gradients: *const *const c_void, count: usize) -> i32;
     fn faststep_contiguous(array: *const c_void) -> *mut c_void;
     fn faststep_join(parts: *const *const c_void, count: usize) -> *mut c_void;
     fn faststep_sum_of_squares(arrays: *const *const c_void, count: usize) -> *mut c_void;
@@ -54,6 +56,8 @@ pub struct Packed {
 /// When the arrays are not of the layout's shapes.
 pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     let cuda = is_cuda();
+    let gradients = gradients.iter().map(straight).collect::<Vec<_>>();
+    order(&gradients)?;
     let mut packed = Packed {
         buffers: Vec::with_capacity(layout.len()),
         squares: Vec::with_capacity(layout.len()),
@@ -65,7 +69,7 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
             let (flat, squares) = join_on_cuda(&parts)?;
             (flat, Some(squares))
         } else {
-            (layout.pack_one(buffer, gradients)?, None)
+            (layout.pack_one(buffer, &gradients)?, None)
         };
         packed.buffers.push(if parts.len() == 1 && flat.ndim() > 1 {
             contiguous(&flat)? // a gradient that is a transpose is updated several times slower
@@ -75,6 +79,23 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
         packed.squares.push(squares);
     }
     Ok(packed)
+}
+
+// the gradient of a matrix as a product, where it is the transpose of one: what is computed then lies row after row
+fn straight(gradient: &Array) -> Array {
+    // SAFETY: a live array.
+    let made = unsafe { array::owned(faststep_straight(gradient.as_ptr().ctx)) };
+    made.unwrap_or_else(|| gradient.clone())
+}
+
+// in a trace, each gradient is computed as soon as that frees memory
+fn order(gradients: &[Array]) -> Result<()> {
+    let pointers = pointers(gradients);
+    // SAFETY: live arrays, which no other thread has yet, and their number.
+    if unsafe { faststep_order(pointers.as_ptr(), pointers.len()) } == 0 {
+        return Ok(());
+    }
+    Err(Exception::custom("no memory for the order of a step"))
 }
 
 /// An array whose elements lie row after row (lazily), as `Array::contiguous` gives it.

@@ -50,6 +50,11 @@ impl<'a> Scene<'a> {
         &self.inputs[..self.layout.tensors().len() + shared]
     }
 
+    /// The buffers that parameters share.
+    pub fn shared(&self) -> &'a [Array] {
+        &self.parameters()[self.layout.tensors().len()..]
+    }
+
     /// The optimizer's state, and what is kept beside it.
     pub fn state(&self) -> &'a [Array] {
         let first = self.parameters().len();

@@ -15,6 +15,7 @@ use std::{collections::VecDeque, ops::AddAssign, rc::Rc};
 use mlx_rs::Array;
 
 pub(crate) use run::trial;
+pub(crate) use state::taken_over;
 
 use crate::{
     extras::{Open, Places},

@@ -109,7 +109,7 @@ impl Owner for Holder<'_, '_> {
             }
             return;
         };
-        if moments.is_shown() {
+        if moments.is_shown() || self.prepared.packed {
             self.held = moments.is_held(self.py);
             if let Err(error) = moments.hide(self.py) {
                 self.error.get_or_insert(error);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
+#include <utility>
 
 #include "plan.hpp"
 
@@ -97,6 +98,9 @@ size_t Plan::evaluate(const Arrays& arrays) {
 void Plan::evaluate(Op& op, const Node& last) {
   if (op.primitive->name() == std::string_view("Wait")) { // native/join.cpp
     queue_.wait(queue_.finish());
+  }
+  if (op.primitive->name() == std::string_view("Pace")) { // native/order.cpp
+    queue_.wait(std::exchange(paced_, queue_.finish()));
   }
   auto work = run(memory, op);
   std::vector<Data> keeps;

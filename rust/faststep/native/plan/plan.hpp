@@ -155,6 +155,7 @@ class Plan {
   Device device_;
   size_t limit_;
   Queue queue_;
+  size_t paced_ = 0; // where the last `Pace` was
   std::deque<Node> nodes_;
   std::deque<Op> ops_;
   std::vector<mx::array> sources_; // keeps the ids theirs

@@ -143,6 +143,11 @@ void dequantized(Site& site) {
   site.memory.allocate(scratch_of(*site.op.primitive, inputs, site.out().face));
 }
 
+// Passes its input on, and marks where (native/order.cpp).
+void pace(Site& site) {
+  share(site.out(), site.in(0));
+}
+
 // Passes its input on (native/join.cpp).
 void wait(Site& site) {
   share(site.out(), site.in(0));
@@ -164,8 +169,8 @@ Rule rule(std::string_view name) {
         {"LayerNorm", by_row},         {"RMSNorm", by_row},          {"RoPE", by_row},
         {"Concatenate", concatenate},  {"Matmul", matmul},           {"AddMM", matmul},
         {"Convolution", convolution},  {"QuantizedMatmul", needs_rows}, {"Select", select},
-        {"Dequantized", dequantized},
-        {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait}};
+          {"Dequantized", dequantized},  {"Pace", pace},
+          {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }
@@ -201,6 +206,16 @@ Rule rule(std::string_view name) {
 }
 
 } // namespace
+
+bool is_elementwise(std::string_view name) {
+  auto found = rule(name);
+  return found == unary || found == binary || found == select || name == "AsType" || name == "Broadcast";
+}
+
+bool is_view(std::string_view name) {
+  auto found = rule(name);
+  return found == view || found == reshape;
+}
 
 Work run(Memory& memory, const Op& op) {
   Site site{memory, op, {}};

@@ -1,6 +1,8 @@
 // One primitive at work, and the ways to give its outputs memory.
 #pragma once
 
+#include <string_view>
+
 #include "plan.hpp"
 
 namespace faststep::plan {
@@ -37,6 +39,11 @@ void share(Node& out, const Node& in);
 void temporary(Site& site, size_t bytes);
 // Whether nobody else has the array.
 bool is_free(const Node& in);
+
+// Whether MLX fuses the primitive of that name with others.
+bool is_elementwise(std::string_view name);
+// Whether its output lies where its input does.
+bool is_view(std::string_view name);
 
 // The primitives whose outputs are views (views.cpp).
 void view(Site& site);

@@ -1,5 +1,5 @@
 //! One step: its parts are traced, tried out the first time, and handed to the device.
-use std::time::Instant;
+use std::{collections::HashSet, time::Instant};
 
 use mlx_rs::{error::Result as MlxResult, Array};
 
@@ -14,8 +14,7 @@ use crate::{
     trace::{Part, Trace},
 };
 
-/// Of a first evaluation's update, so many bytes are computed while the old state is still held: enough to meet every
-/// kernel, little enough not to need the memory twice.
+/// Of a first evaluation's update, so many bytes at the most are computed while the old state is still held.
 const TRIAL_BYTES: usize = 64 << 20;
 
 impl Engine {
@@ -137,8 +136,12 @@ impl Engine {
         };
         self.seconds.build += started.elapsed().as_secs_f64();
         let measured = trace.warm && trace.bytes.is_none();
+        let updates = !outputs.parameters.is_empty();
+        if updates {
+            owner.release(); // of a first step, what has been laid out anew, too
+        }
         if !trace.warm {
-            if let Err(error) = try_out(&outputs, owner) {
+            if let Err(error) = try_out(&outputs, &inputs, owner) {
                 self.put_back(inputs);
                 return Err(Error::FirstEvaluation(error));
             }
@@ -152,9 +155,7 @@ impl Engine {
             }
         };
         let before = measured.then(active);
-        let updates = !outputs.parameters.is_empty();
         if updates {
-            owner.release();
             self.masters_are_old = trace.recipe.compute.is_none();
         }
         if !trace.recipe.keep_gradients {
@@ -242,20 +243,25 @@ pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> MlxResult<Outputs> {
 }
 
 // everything that comes before the update, then a part of the update, while the old state is held
-fn try_out(outputs: &Outputs, owner: &mut dyn Owner) -> MlxResult<()> {
+fn try_out(outputs: &Outputs, inputs: &[Array], owner: &mut dyn Owner) -> MlxResult<()> {
     evaluate(outputs.before_update(), owner)?;
-    evaluate(trial(outputs), owner)
+    evaluate(trial(outputs, inputs)?, owner)
 }
 
-// the part of the update that a first evaluation tries out
-pub(crate) fn trial(outputs: &Outputs) -> Vec<&Array> {
-    let mut update: Vec<&Array> = outputs.update().collect();
-    update.sort_by_key(|array| array.nbytes());
+// The part of the update that a first evaluation tries out: the smallest of the arrays that the same kernels compute.
+pub(crate) fn trial<'a>(outputs: &'a Outputs, inputs: &[Array]) -> MlxResult<Vec<&'a Array>> {
+    let update: Vec<&Array> = outputs.update().collect();
+    let kinds = fused::kinds(&update, outputs.before_update().chain(inputs))?;
+    let mut update: Vec<_> = update.into_iter().zip(kinds).collect();
+    update.sort_by_key(|(array, _)| array.nbytes());
+    let mut seen = HashSet::new();
+    update.retain(|(_, kind)| seen.insert(*kind));
     let mut bytes = 0;
-    let trial = update.into_iter().take_while(|array| {
+    let trial = update.into_iter().map(|(array, _)| array);
+    let trial = trial.take_while(|array| {
         let fits = bytes == 0 || bytes + array.nbytes() <= TRIAL_BYTES;
         bytes += array.nbytes();
         fits
     });
-    trial.collect()
+    Ok(trial.collect())
 }

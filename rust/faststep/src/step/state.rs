@@ -5,6 +5,7 @@ use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 
 use super::{Engine, Seconds};
 use crate::{
+    array,
     error::{Error, Result},
     extras::{self, Needs, Places},
     layout::Layout,
@@ -125,8 +126,10 @@ impl Engine {
         let packed = shared.map(|buffer| self.layout.pack_one(buffer, &self.parameters));
         self.shared = packed.collect::<MlxResult<_>>()?;
         if !self.drafted {
-            let arrays = self.shared.iter().chain(&self.parameters);
-            eval(arrays.chain(&self.state))?;
+            eval(&self.parameters)?;
+            for array in taken_over(&self.shared, &self.state) {
+                eval([array])?;
+            }
         }
         let buffers = self.buffers();
         self.parameters = self.layout.views(&buffers)?;
@@ -141,4 +144,14 @@ impl Engine {
         });
         buffers.flatten().cloned().collect()
     }
+}
+
+// What is computed when arrays are taken over, one after the other: what has been joined goes before the next is there.
+// Zeros wait for the first update, when there are no activations any more.
+pub(crate) fn taken_over<'a>(
+    shared: &'a [Array],
+    state: &'a [Array],
+) -> impl Iterator<Item = &'a Array> {
+    let state = state.iter().filter(|array| !array::is_filled(array));
+    shared.iter().chain(state)
 }

@@ -77,7 +77,9 @@ impl Store {
         };
         let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
             self.rule = Some(Rule::Native(Rc::new(native.rules)));
-            self.moments = Some(native.moments);
+            let mut moments = native.moments;
+            moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
+            self.moments = Some(moments);
             take(Rc::new(native.layout), parameters, native.state)
         } else {
             self.rule = Some(Rule::Host);

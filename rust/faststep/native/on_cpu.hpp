@@ -1,0 +1,29 @@
+// A primitive of our own (join.cpp, order.cpp).
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace faststep {
+
+namespace mx = mlx::core;
+
+// What the CPU computes only, and has no options.
+class OnCpu : public mx::UnaryPrimitive {
+ public:
+  explicit OnCpu(mx::Stream stream) : UnaryPrimitive(stream) {}
+
+  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
+    throw std::runtime_error(std::string("[") + name() + "] The CPU's.");
+  }
+
+  bool is_equivalent(const mx::Primitive&) const override {
+    return true;
+  }
+};
+
+} // namespace faststep
