@@ -2,12 +2,13 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 16] = [
     "array",
     "fused",
     "graph",
     "join",
     "kernels",
+    "merge",
     "pack",
     "plan/device",
     "plan/evaluate",

@@ -108,6 +108,7 @@ pub struct Engine {
     masters_are_old: bool,
     updates: usize,
     reading: Option<Reading>,
+    seen: watch::Seen,
     fresh: Vec<Array>,
     in_flight: VecDeque<Flight>,
     max_in_flight: usize,

@@ -3,7 +3,7 @@ use std::{collections::VecDeque, rc::Rc};
 
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 
-use super::{Engine, Seconds};
+use super::{watch::Seen, Engine, Seconds};
 use crate::{
     error::{Error, Result},
     extras::{Needs, Places},
@@ -50,6 +50,7 @@ impl Engine {
             masters_are_old: false,
             updates: 0,
             reading: None,
+            seen: Seen::default(),
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
             max_in_flight: 0,
