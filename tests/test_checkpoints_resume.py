@@ -88,3 +88,45 @@ def test_steps_before_and_after_the_save_do_not_change_what_is_written(tmp_path:
         for file in (tmp_path / f"step-{number:08d}").iterdir():
             file.unlink()
         (tmp_path / f"step-{number:08d}").rmdir()
+
+
+MOVING = {name: OF_OPTIMIZERS[name] for name in ("adamw", "muon", "sgd-momentum", "user-adam")} | {
+    name: STEPS[name] for name in ("average", "masters", "several", "quantized")
+}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("name", MOVING)
+def test_what_was_frozen_on_the_way_goes_on(name: str, used: bool, tmp_path: Path) -> None:
+    first, second = MOVING[name](), MOVING[name]()
+    train(first, range(2))
+    first.model.layers[0].freeze()
+    train(first, range(2, 4))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(first, number=4)
+        before = everything(first)
+        first.model.layers[0].unfreeze()
+        losses, after = train(first, range(4, 7)), everything(first)
+        if used:
+            train(second, range(5, 7))  # the optimizer has a state for everything that is trainable
+        second.model.layers[0].freeze()
+        checkpoints.restore(second)
+    assert everything(second) == before
+    second.model.layers[0].unfreeze()
+    assert train(second, range(4, 7)) == losses
+    assert everything(second) == after
+
+
+def test_what_was_frozen_from_the_start_needs_no_state(tmp_path: Path) -> None:
+    first, second = STEPS["average"](), STEPS["average"]()
+    first.model.layers[0].freeze()
+    train(first, range(4))
+    train(second, range(2))
+    second.model.layers[0].freeze()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(first, number=4)
+        before = everything(first)
+        losses = train(first, range(4, 7))
+        checkpoints.restore(second)
+    assert everything(second) == before
+    assert train(second, range(4, 7)) == losses

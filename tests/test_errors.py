@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -290,6 +293,56 @@ def test_an_array_that_is_stored_anew_in_each_step_is_a_buffer() -> None:
     assert (way, messages) == ("native", [])
 
 
+def test_what_mlx_cannot_compile_runs_plainly_after_one_warning() -> None:
+    row = Row("mlp", "adamw")
+    reference, ours = row.new(), row.new()
+    batch = row.case.batches(1)[0]
+    hidden = itertools.repeat(batch[0])  # an input of the step, met in a place where nobody can look
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return cross_entropy(model, x + next(hidden), y)
+
+    plain, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    wanted = [float(plain(*batch)[0]) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match=r"cannot be compiled: MLX.*\[compile\]") as caught:
+        losses = [float(step(*batch).loss)]
+    assert len(caught) == 1
+    losses += [float(step(*batch).loss) for _ in range(2)]  # a second warning would be an error
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "plain"
+
+
+def refused_by_the_device(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    """Multiply as MLX's CPU does not."""
+    half = mx.ones((32, 32), mx.float16)
+    product = mx.block_masked_mm(half, half, 32, mx.ones((1, 1), mx.bool_))
+    return cross_entropy(model, x, y) + product.sum()
+
+
+def refused_by_the_engine(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    """Return what MLX has no gradient of."""
+    return mx.linalg.svd(model(x), stream=mx.cpu)[1].sum()
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU computes these")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("call", ["step", "gradients"])
+def test_no_message_has_a_path_of_the_machine_that_built_it(call: str, compile: bool, tmp_path: Path) -> None:
+    row = Row("mlp", "adamw")
+    x, y = row.case.batches(1)[0]
+    mx.save_safetensors(os.fspath(tmp_path / "100%s.safetensors"), {"x": x})
+    lost = mx.load(os.fspath(tmp_path / "100%s.safetensors"))["x"]
+    os.truncate(tmp_path / "100%s.safetensors", 100)
+    for loss_fn, given in ((refused_by_the_device, x), (refused_by_the_engine, x), (cross_entropy, lost)):
+        step = Step(*row.new(), loss_fn, compile=compile)
+        take = step if call == "step" else step.gradients
+        error = raised(functools.partial(take, given, y))
+        assert isinstance(error, (ValueError, RuntimeError)), loss_fn
+        assert str(error)
+        assert not re.search(r" at /|\.cargo|\.(c|cpp|rs):\d", str(error)), str(error)
+
+
 NO_COMPILER = """
 import warnings, shutil
 import mlx.core as mx, numpy as np
@@ -323,3 +376,12 @@ def test_no_compiler_on_the_machine(child: Child, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     child(NO_COMPILER, PATH=os.fspath(empty), TMPDIR=os.fspath(empty))
+
+
+@pytest.mark.skipif(not mx.default_device().type == mx.cpu or sys.platform == "win32", reason="only the CPU needs g++")
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_no_directory_for_kernels(child: Child, tmp_path: Path, kernels: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), os.fspath(file))
+    child(NO_COMPILER.replace("is None", "is not None", 1), **nowhere, FASTSTEP_KERNELS=kernels)

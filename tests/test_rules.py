@@ -317,3 +317,32 @@ def test_one_in_another_is_native() -> None:
         step(*batch)
     assert step.stats.mode == "native"
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+
+
+class Empty(nn.Module):
+    """A layer, and a parameter that has no element yet."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer, self.none = nn.Linear(8, 4), mx.zeros(shape)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.layer(x) + self.none.sum()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "adamw"])
+def test_a_parameter_of_size_zero(optimizer: str, shape: tuple[int, ...]) -> None:
+    ends = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, rule = Empty(shape), OPTIMIZERS[optimizer]()
+        step = Step(model, rule, square) if fast else plain_step(model, rule, square)
+        for number in range(3):
+            step(mx.random.normal((4, 8), key=mx.random.key(number)))
+        ends.append(snapshot(model, rule))
+    assert_close(ends[1], ends[0], 1e-5)
+
+
+def square(model: nn.Module, x: mx.array) -> mx.array:
+    return mx.square(model(x)).mean()

@@ -211,6 +211,46 @@ def test_what_changes_nothing_costs_nothing(change: str, stop: int) -> None:
     assert_close(everything(pair, step), everything(other, straight), 0)
 
 
+def thaw(pair: Pair) -> None:
+    pair[0].unfreeze()
+
+
+def freeze(pair: Pair) -> None:
+    pair[0].layers[0].freeze()
+
+
+COURSES: dict[str, list[tuple[int, Callable[[Pair], None]]]] = {
+    "frozen on the way": [(4, freeze)],
+    "frozen and thawed": [(3, freeze), (6, thaw)],
+    "frozen from the start": [(0, freeze), (5, thaw)],
+}
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("stop", [3, 5, 6, 7], ids=str)
+@pytest.mark.parametrize("course", COURSES)
+def test_what_is_frozen_is_kept_saved_and_loaded(course: str, stop: int, where: str) -> None:
+    changes = dict(COURSES[course])
+    pair, step = new(accumulate=1)
+    straight, other = new(accumulate=1)
+    for number, batch in enumerate(BATCHES[:10]):
+        for each in (pair, straight):
+            changes.get(number, lambda _: None)(each)
+        if number == stop:  # behind a change, before the step
+            saved = copy_tree({"model": pair[0].parameters(), "optimizer": pair[1].state, "step": step.state})
+            assert {"layers.0.weight", "layers.1.weight"} <= flat(saved["step"]["ema"]).keys() or changes.get(0)
+            if where == "elsewhere":
+                pair, step = new(accumulate=1)
+                for earlier in range(number + 1):
+                    changes.get(earlier, lambda _: None)(pair)
+            for load in ORDERS["step-first"]:
+                load(saved, pair, step)
+        step(*batch)
+        other(*batch)
+    thaw(pair), thaw(straight)
+    assert_close(everything(pair, step), everything(straight, other), 0)
+
+
 def test_a_model_that_was_changed_after_saving_has_new_masters() -> None:
     pair, step = new(accumulate=1)
     take(step, BATCHES[:3])

@@ -154,7 +154,9 @@ def _has_attributes(value: Any) -> bool:
     if isinstance(value, _RECORDS):
         return True
     cls = type(value)
-    return not _is_library_class(cls) and (hasattr(value, "__dict__") or any("__slots__" in vars(b) for b in cls.__mro__))
+    return not _is_library_class(cls) and (
+        hasattr(value, "__dict__") or any("__slots__" in vars(b) for b in cls.__mro__)
+    )
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
@@ -356,7 +358,9 @@ class _Search:
         value = self.objects[at]
         if how == ROOT or kind in (ARRAY, NUMPY, MODULE):
             return True
-        if isinstance(value, types.ModuleType) or (kind == SAME and isinstance(self.objects[expected], types.ModuleType)):
+        if isinstance(value, types.ModuleType) or (
+            kind == SAME and isinstance(self.objects[expected], types.ModuleType)
+        ):
             return False
         if how in (TYPE, BASE, REFERENT) or (how == CLASS and kind in (FUNCTION, SAME, ANYTHING)):
             return False

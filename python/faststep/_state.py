@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from faststep._native import core
@@ -16,8 +17,8 @@ _COUNTS = ("steps", "updates", "skipped")
 _KNOWN = {*_GROUPS, *_COUNTS, "weight", "batches", "loss_scale", "good_steps"}
 
 
-def tree(kept: core.State | None, counts: tuple[int, int, int], parameters: Tree) -> dict[str, Any]:
-    """Build the tree of what the native step keeps for a model with these trainable parameters."""
+def tree(kept: core.State | None, counts: tuple[int, int, int], model: nn.Module) -> dict[str, Any]:
+    """Build the tree of what the native step keeps for this model."""
     state: dict[str, Any] = dict(zip(_COUNTS, counts, strict=True))
     state["batches"] = kept["batches"] if kept else 0
     if kept is None:
@@ -25,7 +26,7 @@ def tree(kept: core.State | None, counts: tuple[int, int, int], parameters: Tree
     for group in _GROUPS:
         named = kept[group]  # type: ignore[literal-required]
         if named is not None:
-            state[group] = like(parameters, dict(named))
+            state[group] = like(model.parameters(), _beginnings(group, model) | dict(named))
     if kept["weight"] is not None:
         state["weight"] = kept["weight"]
     if kept["loss_scale"] is not None:
@@ -33,8 +34,28 @@ def tree(kept: core.State | None, counts: tuple[int, int, int], parameters: Tree
     return state
 
 
-def flat(state: dict[str, Any], parameters: Tree) -> tuple[core.State, int, int, int]:
-    """Read such a tree for a model with these trainable parameters.
+def _beginnings(group: str, model: nn.Module) -> dict[str, mx.array]:
+    """Return what the next step begins with for parameters that no step has trained: they may be unfrozen by now."""
+    wide = {
+        name: array.astype(_wide(array.dtype)) for name, array in _kept_for(group, model.trainable_parameters()).items()
+    }
+    return {name: mx.zeros_like(array) for name, array in wide.items()} if group == "window" else wide
+
+
+def _kept_for(group: str, parameters: Tree) -> dict[str, mx.array]:
+    """Return those parameters for which the group has an array, by name."""
+    arrays: dict[str, mx.array] = dict(tree_flatten(parameters))
+    if group == "masters":
+        return {name: array for name, array in arrays.items() if _wide(array.dtype) != array.dtype}
+    return arrays
+
+
+def _wide(dtype: mx.Dtype) -> mx.Dtype:
+    return mx.float32 if dtype in (mx.float16, mx.bfloat16) else dtype
+
+
+def flat(state: dict[str, Any], model: nn.Module) -> tuple[core.State, int, int, int]:
+    """Read such a tree for this model.
 
     Raises:
         TypeError: It is no dict.
@@ -44,8 +65,7 @@ def flat(state: dict[str, Any], parameters: Tree) -> tuple[core.State, int, int,
         raise TypeError(f"state: expected the dict of Step.state, got {type(state).__name__}")
     if unknown := sorted(map(str, state.keys() - _KNOWN)):
         raise ValueError(f"state: expected the keys of Step.state, {sorted(_KNOWN)}, got {unknown} beside them")
-    arrays: dict[str, mx.array] = dict(tree_flatten(parameters))
-    groups = {group: _named(group, state[group], arrays) if group in state else None for group in _GROUPS}
+    groups = {group: _named(group, state[group], model) if group in state else None for group in _GROUPS}
     steps, updates, skipped, batches = (_count(name, state.get(name, 0)) for name in (*_COUNTS, "batches"))
     together = {"window": groups["window"] is not None, "weight": "weight" in state, "batches": batches > 0}
     if len(set(together.values())) > 1:
@@ -77,15 +97,14 @@ def like(parameters: Tree, named: dict[str, mx.array], path: str = "") -> Tree:
     return named.get(path[1:], {})
 
 
-def _named(group: str, values: Tree, parameters: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
+def _named(group: str, values: Tree, model: nn.Module) -> list[tuple[str, mx.array]]:
     found: dict[str, Any] = dict(tree_flatten(values)) if isinstance(values, dict | list) else {"": values}
-    wanted = parameters
-    if group == "masters":
-        wanted = {name: array for name, array in parameters.items() if array.dtype in (mx.float16, mx.bfloat16)}
-    for name in sorted(found.keys() ^ wanted.keys()):
-        what = "nothing" if name in wanted else "a value"
-        raise ValueError(f"state: {group}: expected the model's trainable parameters, got {what} for {name!r}")
-    return [(name, _array(f"{group}: {name}", value, wanted[name].shape)) for name, value in found.items()]
+    known = _kept_for(group, model.parameters())
+    for name in sorted(found.keys() - known.keys()):
+        raise ValueError(f"state: {group}: expected the model's parameters, got a value for {name!r}")
+    for name in sorted(_kept_for(group, model.trainable_parameters()).keys() - found.keys()):
+        raise ValueError(f"state: {group}: expected all of the model's trainable parameters, got nothing for {name!r}")
+    return [(name, _array(f"{group}: {name}", value, known[name].shape)) for name, value in found.items()]
 
 
 def _array(name: str, value: Any, shape: tuple[int, ...]) -> mx.array:

@@ -101,6 +101,11 @@ class Step:
     only. Model, optimizer and `mx.random.state` are current after every call, and what is changed in them between calls
     is seen.
 
+    A loss function that cannot be traced or compiled is called a second time and runs uncompiled from then on, after
+    one `RuntimeWarning` that says why; what its Python code does beside computing has then happened twice. One
+    `RuntimeWarning` each tells what has gone wrong for a hundred steps without an error: every batch is skipped, the
+    loss is not finite, all gradients are zero, the loss does not depend on a parameter, updates are rounded to nothing.
+
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
         >>> from faststep import Step
@@ -217,8 +222,10 @@ class Step:
         Raises:
             TypeError: An argument is neither an array nor static, or the loss is no array.
             ValueError: The loss is no scalar, nothing is trainable, an array waits for another thread, or MLX refuses a
-                shape. Exceptions of the loss function pass unchanged. All of these leave model, optimizer and random
-                state as they were.
+                shape; or the loss exchanges arrays with other ranks (`mx.distributed`, `nn.fully_shard`) in a step with
+                `max_grad_norm`, `max_loss` or a `nonfinite` other than "allow", which each rank would apply by itself.
+                Exceptions of the loss function pass unchanged. All of these leave model, optimizer and random state as
+                they were.
             RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
@@ -280,15 +287,14 @@ class Step:
     def state(self) -> dict[str, Any]:
         """What an exact resume needs beyond model, optimizer and random state: a tree of arrays and plain numbers.
 
-        "masters", "ema" and "window" are trees like `model.trainable_parameters()`, float32 where the parameters are in
-        half precision (masters are kept for those only), and there only where the step keeps them; "weight", a float32
+        "masters", "ema" and "window" are trees like `model.trainable_parameters()`, with what was kept for parameters
+        that are frozen now, float32 where the parameters are in half precision (masters are kept for those only), and
+        there only where the step keeps them; "weight", a float32
         scalar, and "batches", a number, tell how much is in the window; "loss_scale", a float32 scalar, goes with
         "good_steps", an int32 scalar; "steps", "updates" and "skipped" are the counts of `stats`. Asking waits for the
         steps in flight.
         """
-        return _state.tree(
-            self._program.core.state(), self._program.core.stats()[:3], self.model.trainable_parameters()
-        )
+        return _state.tree(self._program.core.state(), self._program.core.stats()[:3], self.model)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave, in this process or another.
@@ -303,7 +309,7 @@ class Step:
             ValueError: It has unknown or missing names, or arrays of other shapes than the model's. Nothing has
                 changed.
         """
-        self._program.core.load_state(*_state.flat(state, self.model.trainable_parameters()))
+        self._program.core.load_state(*_state.flat(state, self.model))
 
     def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """Compute loss and gradients of one batch and change nothing.

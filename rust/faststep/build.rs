@@ -2,12 +2,13 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 18] = [
     "array",
     "fused",
     "graph",
     "join",
     "kernels",
+    "merge",
     "order",
     "pack",
     "plan/device",

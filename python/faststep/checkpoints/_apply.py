@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.optimizers import MultiOptimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
-from faststep import _step
+from faststep import _state, _step
 from faststep._step import Step
 from faststep.checkpoints import _random
 from faststep.checkpoints._checkpoint import Checkpoint, Contents, read_manifest, read_tensors, read_training
@@ -86,7 +87,7 @@ def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, 
     before = _copied(optimizer.state)
     template = before
     if split(before, "optimizer")[0].keys() != arrays.keys():
-        template = _initialised(step, before)
+        template = _initialised(step, before, arrays)
     wanted, others = split(template, "optimizer")
     differences(path, "optimizer", wanted, arrays, _same_kind)
     if values.keys() != others.keys():
@@ -96,13 +97,42 @@ def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, 
     return (lambda: setattr(optimizer, "state", after), lambda: setattr(optimizer, "state", before))
 
 
-def _initialised(step: Step, before: Any) -> Any:
-    """Return what the optimizer's state is once it is initialised, and leave it as it was."""
+def _initialised(step: Step, before: Any, found: Arrays) -> Any:
+    """Return the optimizer's state once it is initialised for what is trainable or found, and leave it as it was."""
     optimizer: Any = step.optimizer
-    optimizer.init(step.model.trainable_parameters())
+    parameters: Arrays = dict(tree_flatten(step.model.parameters()))
+    trainable = step.model.trainable_parameters()
+    names = {name for name, _ in tree_flatten(trainable)}  # type: ignore[str-unpack]
+    more = {_parameter(optimizer, name, parameters) for name in found} - names  # trained before they were frozen
+    optimizer.init(trainable)
+    optimizer.init(_state.like(step.model.parameters(), {name: parameters[name] for name in names | more if name}))
     template = _copied(optimizer.state)
     optimizer.state = before
-    return template
+    leaves: Any = tree_flatten(template)
+    known = names | more | {""}
+    return _without(template, {name for name, _ in leaves if _parameter(optimizer, name, parameters) not in known})
+
+
+def _without(tree: Any, gone: set[str], path: str = "") -> Any:
+    """Return a tree without these leaves, and without the dicts that held them alone; other containers stay."""
+    if isinstance(tree, dict):
+        parts = {key: _without(part, gone, f"{path}.{key}") for key, part in tree.items()}
+        kept = {key: part for key, part in parts.items() if part is not None}
+        held = bool(tree) and not any(isinstance(part, dict | list | tuple) for part in tree.values())
+        return None if held and not kept else kept
+    if isinstance(tree, list | tuple):
+        return type(tree)(_without(part, gone, f"{path}.{index}") for index, part in enumerate(tree))
+    return None if path[1:] in gone else tree
+
+
+def _parameter(optimizer: Any, name: str, parameters: Arrays) -> str:
+    """Return the parameter to which an entry of the optimizer's state belongs, an empty string for those of none."""
+    parts = name.split(".")
+    while isinstance(optimizer, MultiOptimizer) and len(parts) > 2:
+        within = {str(number): each for number, each in enumerate(optimizer.optimizers)}
+        optimizer, parts = within.get(parts[1]), parts[2:]  # "states", its number, the rest
+    heads = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((head for head in heads if head in parameters), "")
 
 
 def _copied(tree: Any) -> Any:

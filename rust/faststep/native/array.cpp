@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "mlx/backend/cpu/encoder.h"
+#include "mlx/distributed/primitives.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "mlx/scheduler.h"
@@ -67,6 +68,14 @@ const mx::array* pending(const mx::array& a, Fits fits) {
 
 bool is(mx::Primitive& primitive, std::string_view name) {
   return primitive.name() == name;
+}
+
+// The ranks between which an operation exchanges arrays; one for those that exchange nothing.
+int ranks(mx::Primitive& primitive) {
+  std::string_view name = primitive.name();
+  constexpr std::string_view kinds[] = {"AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
+  auto exchanges = std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
+  return exchanges ? static_cast<mx::distributed::DistPrimitive&>(primitive).group().size() : 1;
 }
 
 } // namespace
@@ -167,6 +176,42 @@ void* faststep_array_view(const void* flat, const int* shape, size_t ndim, size_
   } catch (const std::exception&) {
     return nullptr;
   }
+}
+
+// Whether a lazy array is zero in every element, whatever it is computed from: MLX's gradient of what is not used.
+int faststep_array_is_zero(const void* array) {
+  const auto* a = &at(array);
+  constexpr std::string_view spreads[] = {"Full", "Broadcast", "AsType"};
+  while (waits(*a) && std::find(std::begin(spreads), std::end(spreads), a->primitive().name()) != std::end(spreads)) {
+    a = &a->inputs()[0];
+  }
+  if (!a->is_available() || a->size() != 1) {
+    return 0;
+  }
+  const auto* bytes = a->data<char>();
+  return std::all_of(bytes, bytes + a->itemsize(), [](char byte) { return byte == 0; });
+}
+
+// The most ranks between which lazy arrays are exchanged on the way to these.
+int faststep_arrays_ranks(const void* const* arrays, size_t n) {
+  std::vector<const mx::array*> todo;
+  for (size_t i = 0; i < n; ++i) {
+    todo.push_back(&at(arrays[i]));
+  }
+  std::unordered_set<uintptr_t> seen;
+  int most = 1;
+  while (!todo.empty()) {
+    const auto& a = *todo.back();
+    todo.pop_back();
+    if (!waits(a) || !seen.insert(a.id()).second) {
+      continue;
+    }
+    most = std::max(most, ranks(a.primitive()));
+    for (const auto& in : a.inputs()) {
+      todo.push_back(&in);
+    }
+  }
+  return most;
 }
 
 // An array without a value: what an object holds while its value is in the device's hands. Reading it raises.

@@ -5,7 +5,7 @@
 //! the arrays that it passes.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
+use std::{ffi::c_void, ptr};
 
 use mlx_rs::{error::Exception, Array};
 
@@ -23,6 +23,9 @@ extern "C" {
         ndim: usize,
         offset: usize,
     ) -> *mut c_void;
+    fn faststep_array_is_zero(array: *const c_void) -> i32;
+    fn faststep_merge(arrays: *const *const c_void, n: usize, merged: *mut *mut c_void) -> i32;
+    fn faststep_arrays_ranks(arrays: *const *const c_void, n: usize) -> i32;
     fn faststep_array_hollow() -> *mut c_void;
     fn faststep_array_random_state(draw: *const c_void) -> *mut c_void;
 }
@@ -72,12 +75,43 @@ pub fn reads_file(array: &Array) -> bool {
 
 /// After an error of the device: what can be computed is, and nobody who reads these arrays waits for what never comes.
 pub fn settle<'a>(arrays: impl IntoIterator<Item = &'a Array>) {
+    let pointers = pointers(arrays);
+    // SAFETY: as in `id`; pointer and length are those of one list.
+    unsafe { faststep_arrays_settle(pointers.as_ptr(), pointers.len()) }
+}
+
+fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
     let pointers = arrays
         .into_iter()
         .map(|array| array.as_ptr().ctx.cast_const());
-    let pointers: Vec<*const c_void> = pointers.collect();
-    // SAFETY: as in `id`; pointer and length are those of one list.
-    unsafe { faststep_arrays_settle(pointers.as_ptr(), pointers.len()) }
+    pointers.collect()
+}
+
+/// The most ranks of a distributed group between which arrays are exchanged to compute these lazy ones; 1: none are.
+pub(crate) fn ranks<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> i32 {
+    let pointers = pointers(arrays);
+    // SAFETY: as in `settle`.
+    unsafe { faststep_arrays_ranks(pointers.as_ptr(), pointers.len()) }
+}
+
+/// Whether a lazy array is zero in every element, whatever the values that come in.
+pub(crate) fn is_zero(array: &Array) -> bool {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_is_zero(array.as_ptr().ctx) != 0 }
+}
+
+/// The same lazy arrays, equal operations behind them merged: what MLX's compilation would lose otherwise.
+pub(crate) fn merged(arrays: &[Array]) -> Result<Vec<Array>, Exception> {
+    let pointers = pointers(arrays);
+    let mut merged = vec![ptr::null_mut(); arrays.len()];
+    // SAFETY: as in `settle`; there is room for as many arrays as there are.
+    let failed =
+        unsafe { faststep_merge(pointers.as_ptr(), pointers.len(), merged.as_mut_ptr()) } != 0;
+    // SAFETY: each is null, or a fresh mlx::core::array on the heap.
+    let merged = merged.into_iter().map(|array| unsafe { owned(array) });
+    let merged: Option<Vec<Array>> = merged.collect();
+    let merged = merged.filter(|_| !failed);
+    merged.ok_or_else(|| Exception::custom("equal operations of a step could not be merged"))
 }
 
 /// The array that C++ has made; `None` for null.

@@ -1,5 +1,5 @@
 //! What can go wrong in a step.
-use mlx_rs::error::Exception;
+use mlx_rs::error::{ConversionError, Exception};
 
 /// An error of the step, with what it leaves behind.
 #[derive(Debug, thiserror::Error)]
@@ -7,15 +7,23 @@ use mlx_rs::error::Exception;
 pub enum Error {
     /// The loss, the optimizer or a shape failed while the step was traced: nothing has changed. What the loss returned is
     /// passed on as it is, with its place in the source.
-    #[error(transparent)]
+    #[error("{}", .0.what())]
     Trace(Exception),
 
+    /// MLX cannot compile what the loss and the optimizer compute, which ran without an error: nothing has changed.
+    #[error(
+        "MLX cannot compile this step: {}. Set `compile: false`, which gives the same numbers but is slower", .0.what()
+    )]
+    Compile(Exception),
+
     /// The device failed in a trace's first evaluation: nothing has changed.
-    #[error("{0}")]
+    #[error("{}", .0.what())]
     FirstEvaluation(Exception),
 
     /// The device failed in the middle of a step, this one or one before; what it has computed since is not to be used.
-    #[error("a step failed on the device: {0}. Parameters and optimizer state are lost: load them from a checkpoint")]
+    #[error(
+        "a step failed on the device: {}. Parameters and optimizer state are lost: load them from a checkpoint", .0.what()
+    )]
     Device(Exception),
 
     /// There is nothing to train.
@@ -47,8 +55,24 @@ pub enum Error {
     },
 
     /// MLX refused an operation outside of a step.
-    #[error(transparent)]
-    Mlx(#[from] Exception),
+    #[error("{}", .0.what())]
+    Mlx(Exception),
+}
+
+// No variant has a source: the text of an `Exception` ends in a path of the machine that built mlx-rs.
+impl From<Exception> for Error {
+    fn from(error: Exception) -> Self {
+        Self::Mlx(error)
+    }
+}
+
+/// The error of a value that could not be read.
+#[must_use]
+pub fn unread(error: ConversionError) -> Exception {
+    match error {
+        ConversionError::Exception(error) => error,
+        other => Exception::custom(other.to_string()),
+    }
 }
 
 /// The result of a step's parts.

@@ -5,10 +5,18 @@ use mlx_rs::{error::Result as MlxResult, Array};
 const MAX_PENDING: usize = 256;
 
 /// Flags of which nobody has asked yet whether they are true, and the number of those that were.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Flags {
     pending: Vec<Array>,
+    most: usize, // pending
     count: usize,
+    streak: usize, // how many of the last ones read were true, without one that was not
+}
+
+impl Default for Flags {
+    fn default() -> Self {
+        Self::of(0)
+    }
 }
 
 impl Flags {
@@ -17,8 +25,22 @@ impl Flags {
     pub fn of(count: usize) -> Self {
         Self {
             pending: Vec::new(),
+            most: MAX_PENDING,
             count,
+            streak: 0,
         }
+    }
+
+    /// The same, read when so many are pending.
+    #[must_use]
+    pub fn read_at(self, most: usize) -> Self {
+        Self { most, ..self }
+    }
+
+    /// How many of those that have been read last were true, without one that was not.
+    #[must_use]
+    pub fn streak(&self) -> usize {
+        self.streak
     }
 
     /// How many of those that have been read were true.
@@ -37,10 +59,10 @@ impl Flags {
         is_true: &dyn Fn(&Array) -> MlxResult<bool>,
     ) -> MlxResult<()> {
         self.pending.extend(flag.cloned());
-        if self.pending.len() < MAX_PENDING {
+        if self.pending.len() < self.most {
             return Ok(());
         }
-        self.read(MAX_PENDING / 2, is_true) // the older half is long done
+        self.read(self.most / 2, is_true) // the older half is long done
     }
 
     /// Read all but the last `keep` by `is_true`.
@@ -54,7 +76,9 @@ impl Flags {
     ) -> MlxResult<()> {
         let rest = self.pending.len().saturating_sub(keep);
         for flag in self.pending.drain(..rest) {
-            self.count += usize::from(is_true(&flag)?);
+            let is_true = is_true(&flag)?;
+            self.count += usize::from(is_true);
+            self.streak = if is_true { self.streak + 1 } else { 0 };
         }
         Ok(())
     }

@@ -58,6 +58,9 @@ impl Muon {
     // more axes than two: the first one against all others
     fn orthogonal(&self, given: &Given, update: &Array, first: usize) -> Result<Array> {
         let shape = update.shape();
+        if update.size() == 0 {
+            return Ok(update.clone()); // it has no norm, and MLX infers no shape of nothing
+        }
         let flat = update.reshape(&[&shape[..=first], &[-1]].concat())?;
         self.newton_schulz(given, &flat)?.reshape(shape)
     }

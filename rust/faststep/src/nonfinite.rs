@@ -1,13 +1,10 @@
 //! [`Nonfinite::Raise`](crate::Nonfinite::Raise): an error for a batch or an update that is no number.
 use std::fmt::Display;
 
-use mlx_rs::{
-    error::{Exception, Result as MlxResult},
-    Array,
-};
+use mlx_rs::{error::Result as MlxResult, Array};
 
 use crate::{
-    error::{Error, Result},
+    error::{unread, Error, Result},
     guard::Guard,
     layout::Layout,
     outputs::Outputs,
@@ -19,7 +16,7 @@ use crate::{
 /// When the device has failed.
 pub fn is_true(flag: &Array) -> MlxResult<bool> {
     let value = flag.try_item_exact::<bool>();
-    value.map_err(|error| Exception::custom(error.to_string()))
+    value.map_err(unread)
 }
 
 /// Refuse a batch that is no number, with the first tensor whose gradient is none; waits for the step by `is_true`.

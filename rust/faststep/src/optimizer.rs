@@ -109,6 +109,15 @@ impl Optimizer {
         names.iter().map(|name| (*name, shape.to_vec())).collect()
     }
 
+    /// Whether a weight moves by about the learning rate, whatever the size of its gradients.
+    #[must_use]
+    pub fn moves_by_rate(&self) -> bool {
+        matches!(
+            self,
+            Self::Adam { .. } | Self::Adamax { .. } | Self::Lion { .. } | Self::Muon(_)
+        )
+    }
+
     /// Whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
     #[must_use]
     pub fn is_elementwise(&self, shape: &[i32]) -> bool {

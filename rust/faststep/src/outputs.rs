@@ -1,4 +1,6 @@
 //! What a traced step gives, named; as the plain list of arrays that MLX's compilation wants, and back.
+use std::rc::Rc;
+
 use mlx_rs::{
     error::{Exception, Result},
     Array,
@@ -27,6 +29,8 @@ pub struct Outputs {
     pub others: Vec<(usize, Array)>,
     /// The random key, where it was drawn from.
     pub key: Option<Array>,
+    /// The trainable tensors on which the loss does not depend, in their order.
+    pub idle: Rc<[usize]>,
 }
 
 /// How many outputs of each kind there are, in their order.
@@ -42,6 +46,7 @@ pub(crate) struct Outline {
     state: Vec<usize>,
     others: Vec<usize>,
     key: usize,
+    idle: Rc<[usize]>,
 }
 
 impl Outputs {
@@ -59,6 +64,7 @@ impl Outputs {
             state,
             others,
             key: usize::from(self.key.is_some()),
+            idle: self.idle,
         };
         let mut values: Vec<Array> = self.loss.into_iter().collect();
         values.extend(self.aux);
@@ -109,6 +115,7 @@ impl Outputs {
                 outline.others.into_iter().zip(values).collect()
             },
             key: take(outline.key).pop(),
+            idle: outline.idle,
         })
     }
 

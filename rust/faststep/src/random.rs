@@ -8,7 +8,7 @@ use mlx_rs::{
     Array,
 };
 
-use crate::array;
+use crate::{array, error::unread};
 
 /// The random state of this thread, which goes on from there.
 pub(crate) fn current() -> Result<Array> {
@@ -31,7 +31,7 @@ pub(crate) fn seeded(seed: u64) -> Result<Array> {
 /// The seed that gives this state; waits for it.
 pub(crate) fn seed_of(state: &Array) -> Result<u64> {
     let words = state.to_vec_exact::<u32>();
-    match words.map_err(|error| Exception::custom(error.to_string()))?[..] {
+    match words.map_err(unread)?[..] {
         [high, low] => Ok(u64::from(high) << 32 | u64::from(low)),
         ref other => Err(Exception::custom(format!(
             "a random state has 2 words, got {}",

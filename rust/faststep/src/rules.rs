@@ -95,6 +95,19 @@ impl Rules {
         rules.map(|rule| 1 + usize::from(rule.has_rate())).sum()
     }
 
+    /// Where the learning rate of each buffer stands, if its weights move by about that much.
+    pub(crate) fn rates(&self, layout: &Layout) -> Vec<Option<usize>> {
+        let mut at = 0;
+        let rates = self.rules.iter().map(|rule| {
+            at += 1 + usize::from(rule.has_rate());
+            rule.moves_by_rate().then(|| at - 1)
+        });
+        let rates: Vec<_> = rates.collect();
+        let first = |buffer| layout.members(buffer).next();
+        let buffers = (0..layout.len()).map(|buffer| rates[self.of[first(buffer)?]]);
+        buffers.collect()
+    }
+
     /// Where the moments of each buffer stand.
     #[must_use]
     pub fn places(&self, layout: &Layout) -> Vec<Range<usize>> {

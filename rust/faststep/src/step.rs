@@ -122,6 +122,7 @@ pub struct Engine {
     averages: bool, // a step that averages has been taken: until then the average is the parameters
     updates: usize,
     reading: Option<Reading>,
+    seen: watch::Seen,
     fresh: Vec<Array>,
     in_flight: VecDeque<Flight>,
     max_in_flight: usize,

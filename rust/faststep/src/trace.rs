@@ -8,7 +8,7 @@ use std::{
 };
 
 use mlx_rs::{
-    error::{Exception, Result},
+    error::{Exception, Result as MlxResult},
     transforms::compile::compile,
     Array, Dtype,
 };
@@ -16,6 +16,7 @@ use mlx_rs::{
 use crate::{
     array,
     body::Body,
+    error::{Error, Result},
     extras::Places,
     guard::Guard,
     layout::Layout,
@@ -107,8 +108,8 @@ pub trait Host {
         &self,
         others: &[Array],
         key: &Array,
-        work: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Left> {
+        work: &mut dyn FnMut() -> MlxResult<()>,
+    ) -> MlxResult<Left> {
         let _ = (others, key);
         work().map(|()| Left::default())
     }
@@ -117,7 +118,7 @@ pub trait Host {
     ///
     /// # Errors
     /// It ends the trace.
-    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> Result<()> {
+    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
         let _ = (inputs, outputs);
         Ok(())
     }
@@ -126,7 +127,7 @@ pub trait Host {
     ///
     /// # Errors
     /// Whatever the loss raises; it ends the trace.
-    fn loss(&self, call: LossCall) -> Result<LossOutput>;
+    fn loss(&self, call: LossCall) -> MlxResult<LossOutput>;
 
     /// The learning rate of a rule's schedule after `step` updates; `None` where it is not scheduled on the device.
     ///
@@ -134,13 +135,13 @@ pub trait Host {
     ///
     /// # Errors
     /// Whatever the schedule raises.
-    fn learning_rate(&self, rule: usize, step: &Array) -> Result<Option<Array>>;
+    fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>>;
 
     /// Update by an optimizer of the host's own.
     ///
     /// # Errors
     /// Whatever the optimizer raises.
-    fn update(&self, call: UpdateCall) -> Result<UpdateOutput>;
+    fn update(&self, call: UpdateCall) -> MlxResult<UpdateOutput>;
 }
 
 /// How parameters are updated.
@@ -190,7 +191,7 @@ pub struct Recipe {
     pub others: usize,
 }
 
-type Function = Box<dyn FnMut(&[Array]) -> Result<Vec<Array>>>;
+type Function = Box<dyn FnMut(&[Array]) -> MlxResult<Vec<Array>>>;
 
 /// A step's function for one signature of its inputs.
 pub struct Trace {
@@ -223,21 +224,25 @@ impl Trace {
         let body = {
             let (recipe, outline, traced) = (recipe.clone(), outline.clone(), traced.clone());
             let error = error.clone();
-            move |inputs: &[Array]| -> Result<Vec<Array>> {
+            move |inputs: &[Array]| -> MlxResult<Vec<Array>> {
                 traced.set(inputs.first().map_or(0, array::id));
-                let made = Body::new(&recipe, &*host).trace(inputs);
-                let made = made.map_err(|e| {
+                let note = |e: Exception| {
                     let what = Exception::custom(e.what());
                     error.replace(Some(e)); // itself: it knows its place
                     what
-                })?;
-                let (values, made) = made.flatten();
+                };
+                let made = Body::new(&recipe, &*host).trace(inputs);
+                let (values, made) = made.map_err(&note)?.flatten();
                 if !matches!(recipe.part, Part::Update(_)) {
-                    host.traced(inputs, &values)?;
+                    host.traced(inputs, &values).map_err(&note)?;
                 }
                 quantized::rewrite(inputs, &values);
                 outline.replace(made);
-                Ok(values)
+                if compiled {
+                    array::merged(&values)
+                } else {
+                    Ok(values)
+                }
             }
         };
         let function: Function = if compiled {
@@ -265,14 +270,20 @@ impl Trace {
     }
 
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.
+    ///
+    /// # Errors
+    /// [`Error::Trace`] of the body, [`Error::Compile`] behind a body that succeeded.
     pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<Outputs> {
         self.traced.set(0);
         let outputs = (self.function)(inputs);
-        let outputs = outputs.map_err(|error| self.error.take().unwrap_or(error))?;
+        let outputs = outputs.map_err(|error| match self.error.take() {
+            Some(error) => Error::Trace(error),
+            None => Error::Compile(error),
+        })?;
         if self.traced.get() != 0 {
             // a trace sees tracers, an eager call the arrays themselves
             self.eager = inputs.first().map(array::id) == Some(self.traced.get());
         }
-        Outputs::split(outputs, self.outline.borrow().clone())
+        Outputs::split(outputs, self.outline.borrow().clone()).map_err(Error::Trace)
     }
 }

@@ -9,7 +9,9 @@ use pyo3::{
 pub fn to_python(error: &Error) -> PyErr {
     match error {
         Error::Trace(e) | Error::Mlx(e) => PyValueError::new_err(e.what().to_owned()),
-        Error::FirstEvaluation(e) => PyRuntimeError::new_err(e.what().to_owned()),
+        Error::FirstEvaluation(e) | Error::Compile(e) => {
+            PyRuntimeError::new_err(e.what().to_owned())
+        }
         Error::NoParameters | Error::Option(_) => PyValueError::new_err(error.to_string()),
         Error::Nonfinite(_) => PyFloatingPointError::new_err(error.to_string()),
         // the device, a loss that cannot be traced, a checkpoint, and what later versions of the engine bring

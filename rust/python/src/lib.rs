@@ -1,6 +1,7 @@
 //! Python bindings of the step: `faststep._core`.
 #![deny(unsafe_code)]
 
+mod alarms;
 mod bridge;
 mod call;
 mod errors;

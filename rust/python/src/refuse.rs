@@ -14,7 +14,7 @@ pub fn is_true(py: Python<'_>, flag: &Array) -> MlxResult<bool> {
 
 /// The exception of a flag that could not be read.
 pub fn read<T>(result: MlxResult<T>) -> PyResult<T> {
-    result.map_err(|error| PyRuntimeError::new_err(error.to_string()))
+    result.map_err(|error| PyRuntimeError::new_err(error.what().to_owned()))
 }
 
 /// Raise for a batch that is no number, with the first tensor whose gradient is none; waits for the step

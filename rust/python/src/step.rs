@@ -10,6 +10,7 @@ use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{
+    alarms::Alarms,
     call::User,
     errors::to_python,
     extras::{Carried, State},
@@ -58,6 +59,7 @@ struct Inner {
     updates: usize,
     skips: Flags,
     misses: Flags,
+    alarms: Alarms,
     seconds: Spent,
     mode: &'static str,
     reason: Option<String>,
@@ -116,6 +118,7 @@ impl Step {
                 updates: 0,
                 skips: Flags::default(),
                 misses: Flags::default(),
+                alarms: Alarms::default(),
                 seconds: Spent::default(),
                 mode: "native",
                 reason: None,

@@ -1,15 +1,20 @@
 //! The loss and its gradients, scaled where they are computed in half precision, and their norm.
 use std::cell::RefCell;
 
-use mlx_rs::{error::Result, stop_gradient, transforms::value_and_grad_with_argnums, Array, Dtype};
+use mlx_rs::{
+    error::{Exception, Result},
+    stop_gradient,
+    transforms::value_and_grad_with_argnums,
+    Array, Dtype,
+};
 
 use super::{short, Body, Inputs};
 use crate::{
-    clip,
+    array, clip,
     outputs::Outputs,
     pack::Packed,
     precision,
-    trace::{Left, LossCall, LossOutput},
+    trace::{Left, LossCall, LossOutput, Part},
 };
 
 impl Body<'_> {
@@ -81,7 +86,31 @@ impl Body<'_> {
         })?;
         drop(differentiate);
         let (values, gradients) = made.ok_or_else(short)?;
-        outline.into_inner().split(values, gradients, left)
+        self.decides_for_all(&values, &gradients)?;
+        let idle = gradients.iter().enumerate();
+        let idle = idle.filter(|(_, gradient)| array::is_zero(gradient));
+        let idle = idle.map(|(tensor, _)| tensor).collect();
+        let mut made = outline.into_inner().split(values, gradients, left)?;
+        made.outputs.idle = idle;
+        Ok(made)
+    }
+
+    // each rank would clip by its own norm, and skip steps by itself
+    fn decides_for_all(&self, values: &[Array], gradients: &[Array]) -> Result<()> {
+        let recipe = self.recipe;
+        let alone = recipe.guard.is_none() && recipe.max_grad_norm.is_none();
+        if alone || recipe.part == Part::Gradients {
+            return Ok(());
+        }
+        let ranks = array::ranks(values.iter().chain(gradients));
+        if ranks == 1 {
+            return Ok(());
+        }
+        Err(Exception::custom(format!(
+            "the loss function exchanges arrays between {ranks} ranks: expected nonfinite=\"allow\" and neither \
+             max_grad_norm nor max_loss, because each rank would decide by its own part of the gradients which steps to \
+             take and how far to clip them, and the ranks would drift apart"
+        )))
     }
 
     fn unscaled(&self, inputs: &Inputs, gradient: Array) -> Result<Array> {

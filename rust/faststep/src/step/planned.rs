@@ -45,7 +45,7 @@ impl Engine {
                 warm: trace.warm,
                 eager: trace.is_eager(),
             });
-            plan::plan(&Scene {
+            let planned = plan::plan(&Scene {
                 layout: &self.layout,
                 inputs: &inputs,
                 states: self.places.len,
@@ -55,9 +55,10 @@ impl Engine {
                 parts: &parts.collect::<Vec<_>>(),
                 calls,
                 in_flight,
-            })
+            });
+            planned.map_err(Error::Trace)
         });
         self.put_back(inputs);
-        planned.map_err(Error::Trace)
+        planned
     }
 }

@@ -24,7 +24,7 @@ impl Engine {
     /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
     ///
     /// # Errors
-    /// [`Error::Trace`] and [`Error::FirstEvaluation`] leave everything as it was.
+    /// [`Error::Trace`], [`Error::Compile`] and [`Error::FirstEvaluation`] leave everything as it was.
     pub fn step(
         &mut self,
         trace: &mut Trace,
@@ -42,6 +42,7 @@ impl Engine {
         };
         let adds = trace.recipe.part == Part::Batch;
         let batch = self.run(trace, call, owner)?;
+        self.note(&batch);
         let waiting = Instant::now();
         let approved = approve(&self.layout, &batch);
         self.seconds.wait += waiting.elapsed().as_secs_f64();
@@ -114,7 +115,7 @@ impl Engine {
             let inputs = self.take(Call::default());
             let traced = update.call(&inputs);
             self.put_back(inputs);
-            traced.map_err(Error::Trace)?;
+            traced?;
         }
         let window = self
             .places
@@ -131,7 +132,7 @@ impl Engine {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
-                return Err(Error::Trace(error));
+                return Err(error);
             }
         };
         self.seconds.build += started.elapsed().as_secs_f64();
@@ -199,7 +200,7 @@ impl Engine {
         let inputs = self.take(call);
         let traced = build(trace, &inputs);
         self.put_back(inputs);
-        let outputs = traced.map_err(Error::Trace)?;
+        let outputs = traced?;
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
         Ok(outputs)
     }
@@ -212,7 +213,7 @@ impl Engine {
         let inputs = self.take(call);
         let outcome = trace.call(&inputs);
         self.put_back(inputs);
-        outcome.map(drop).map_err(Error::Trace)
+        outcome.map(drop)
     }
 
     // moves the state into the list of a trace's inputs; `put_back` is the inverse
@@ -236,9 +237,9 @@ impl Engine {
 }
 
 // the graph of a trace
-pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> MlxResult<Outputs> {
+pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> Result<Outputs> {
     let outputs = trace.call(inputs)?;
-    fused::in_place(outputs.update())?;
+    fused::in_place(outputs.update()).map_err(Error::Trace)?;
     Ok(outputs)
 }
 

@@ -3,7 +3,7 @@ use std::{collections::VecDeque, rc::Rc};
 
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 
-use super::{Engine, Seconds};
+use super::{watch::Seen, Engine, Seconds};
 use crate::{
     array,
     error::{Error, Result},
@@ -52,6 +52,7 @@ impl Engine {
             averages: false,
             updates: 0,
             reading: None,
+            seen: Seen::default(),
             fresh: Vec::new(),
             in_flight: VecDeque::new(),
             max_in_flight: 0,

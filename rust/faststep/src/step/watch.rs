@@ -1,21 +1,89 @@
-//! Every now and then a step is watched: what share of a few weights the update left as they were.
+//! Every now and then a step is watched: what share of a few weights the update left as they were, and at each step which
+//! tensors its loss does not depend on.
+use std::rc::Rc;
+
 use mlx_rs::{error::Result as MlxResult, Array};
 
 use super::{device::evaluate, Engine, Owner};
 use crate::{
     error::Result,
     meter::{self, Reading},
+    outputs::Outputs,
+    rules::Rules,
     trace::{Part, Rule, Trace},
 };
 
 /// Of so many updates one is metered.
 const METER_EVERY: usize = 128;
+/// From this share of weights on that no step of the learning rate moves, updates round to nothing.
+const NOTHING: f64 = 0.9;
+/// So many steps in a row are more than an accident.
+const MANY: usize = 100;
+
+/// What was seen of the last steps.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    rounded: usize,            // metered updates in a row that rounded to nothing
+    rate: f64,                 // the learning rate at the last one
+    highest: f64,              // the highest so far
+    idle: Option<Rc<[usize]>>, // the tensors on which no loss has depended
+    steps: usize,
+}
+
+impl Seen {
+    // While a rate rises, or has nearly come to its end, updates may be small.
+    fn round(&mut self, share: Option<f64>, rate: f64) {
+        let before = std::mem::replace(&mut self.rate, rate);
+        self.highest = self.highest.max(rate);
+        let full = rate > 0.0 && rate >= 0.5 * self.highest;
+        match share {
+            Some(share) if share >= NOTHING && full => {
+                let steady = self.rounded > 0 && rate <= before;
+                self.rounded = if steady { self.rounded + 1 } else { 1 };
+            }
+            _ => self.rounded = 0,
+        }
+    }
+
+    fn depends(&mut self, idle: &Rc<[usize]>) {
+        self.steps += 1;
+        match &mut self.idle {
+            None => self.idle = Some(idle.clone()),
+            Some(known) if known.is_empty() || Rc::ptr_eq(known, idle) => {}
+            Some(known) => {
+                let both = known.iter().filter(|tensor| idle.contains(tensor));
+                *known = both.copied().collect();
+            }
+        }
+    }
+}
 
 impl Engine {
     /// The share of weights that the last metered update left as they were, from 0 to 1; waits for that update.
     #[must_use]
     pub fn unchanged(&self) -> Option<f64> {
         self.reading.as_ref()?.share()
+    }
+
+    /// Whether updates have rounded to nothing for more than a hundred of them, where that is more than a small rate.
+    #[must_use]
+    pub fn rounds_away(&self) -> bool {
+        self.seen.rounded > 1 // more than METER_EVERY updates
+    }
+
+    /// The tensors on which no loss has depended for a hundred steps, in the order of the layout.
+    #[must_use]
+    pub fn idle(&self) -> &[usize] {
+        match &self.seen.idle {
+            Some(idle) if self.seen.steps >= MANY => idle,
+            _ => &[],
+        }
+    }
+
+    pub(super) fn note(&mut self, outputs: &Outputs) {
+        if outputs.loss.is_some() {
+            self.seen.depends(&outputs.idle);
+        }
     }
 
     // every now and then: a few weights before the update
@@ -42,17 +110,25 @@ impl Engine {
     ) -> Result<()> {
         let after = meter::samples(&self.weights(trace))?;
         let moments = self.first_moments(trace)?;
-        let reading = Reading::of(before, &after, &moments, skipped)?;
-        evaluate(reading.arrays(), owner)?;
+        let rates = rules(trace).map(|rules| rules.rates(&self.layout));
+        let rates = rates.unwrap_or_else(|| vec![None; self.layout.len()]);
+        let rates: Vec<_> = rates
+            .iter()
+            .map(|at| at.map(|at| &self.state[at]))
+            .collect();
+        let reading = Reading::of(before, &after, &moments, &rates, skipped)?;
+        let rates = rates.into_iter().flatten();
+        evaluate(reading.arrays().into_iter().chain(rates.clone()), owner)?;
+        let rates = rates.filter_map(|rate| rate.try_item_cast::<f32>().ok());
+        let rate = rates.fold(0.0, f32::max);
+        self.seen.round(reading.stuck(), f64::from(rate));
         self.reading = Some(reading);
         Ok(())
     }
 
     // samples of the first moment of each buffer that has one of its own size
     fn first_moments(&self, trace: &Trace) -> Result<Vec<Option<Array>>> {
-        let (Part::Whole(Rule::Native(rules)) | Part::Update(Rule::Native(rules))) =
-            &trace.recipe.part
-        else {
+        let Some(rules) = rules(trace) else {
             return Ok(vec![None; self.layout.len()]);
         };
         let places = rules.places(&self.layout).into_iter();
@@ -70,5 +146,12 @@ impl Engine {
             Some(_) => self.wide_buffers(),
             None => self.buffers(),
         }
+    }
+}
+
+fn rules(trace: &Trace) -> Option<&Rules> {
+    match &trace.recipe.part {
+        Part::Whole(Rule::Native(rules)) | Part::Update(Rule::Native(rules)) => Some(rules),
+        _ => None,
     }
 }

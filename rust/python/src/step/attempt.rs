@@ -27,6 +27,26 @@ use crate::{
     tree::Tree,
 };
 
+/// What MLX says where it cannot make a kernel of its compilation, and what a user is told.
+const NO_KERNEL: [(&str, &str); 4] = [
+    (
+        "[Compile::eval_cpu]",
+        "the C++ compiler (g++) failed on one of MLX's CPU kernels",
+    ),
+    (
+        "filesystem error",
+        "MLX finds no directory to write its CPU kernels to: make that of HOME or of TMPDIR writable",
+    ),
+    (
+        "Could not load C++ shared library",
+        "MLX cannot load its CPU kernels from where they are written: set TMPDIR to a file system that allows execution",
+    ),
+    (
+        "Failed to compile kernel",
+        "the compiler of CUDA failed on one of MLX's kernels",
+    ),
+];
+
 /// What one call gives a trace, beside the model's own arrays.
 pub(super) struct Given {
     tree: Rc<Tree>,
@@ -529,12 +549,16 @@ fn named(user: &User<'_>, tree: &Tree, name: String) -> String {
     }
 }
 
-// a kernel that the compiler refuses (a full disk will do): nothing has changed by then
+// what MLX cannot compile, or a kernel that the compiler refuses (a full disk will do): nothing has changed by then
 pub(super) fn from_device(error: &Error) -> Stop {
     match error {
-        Error::FirstEvaluation(e) if e.what().contains("[Compile::eval_cpu]") => {
-            Stop::Untraceable("the C++ compiler (g++) failed on one of MLX's CPU kernels".into())
+        Error::Compile(e) => {
+            Stop::Untraceable(format!("MLX's compilation fails on it ({})", e.what()))
         }
+        Error::FirstEvaluation(e) => match NO_KERNEL.iter().find(|it| e.what().contains(it.0)) {
+            Some((_, why)) => Stop::Untraceable((*why).into()),
+            None => Stop::Raised(to_python(error)),
+        },
         _ => Stop::Raised(to_python(error)),
     }
 }

@@ -72,6 +72,9 @@ impl Inner {
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }
+        for message in self.alarms.raised(py, store, &self.skips)? {
+            warn(py, &message)?;
+        }
         Ok(taken)
     }
 
@@ -87,6 +90,8 @@ impl Inner {
             self.steps += 1;
             let skipped = output.batch.skipped.as_ref();
             read(self.skips.push(skipped, &|flag| is_true(py, flag)))?;
+            let checked = self.options.guard.is_some();
+            self.alarms.note(py, self.steps, output, checked)?;
         }
         let every = self.options.clear_cache_every;
         if every > 0 && self.steps.is_multiple_of(every) {

@@ -22,14 +22,8 @@ impl Store {
 
     /// Forget what was taken over, apart from what only the steps keep; the next step takes it over anew.
     pub fn forget(&mut self) -> PyResult<()> {
-        if let Some(engine) = self.engine.take() {
-            let keep = engine.keep().map_err(|e| to_python(&e))?;
-            let carried = Carried::new(self.names()?, keep);
-            self.carried = Some(match self.carried.take() {
-                Some(before) => carried.with_rest_of(&before), // what is frozen now
-                None => carried,
-            });
-        }
+        self.carried = self.carried()?;
+        self.engine = None;
         self.moments = None;
         Ok(())
     }
@@ -40,15 +34,17 @@ impl Store {
         self.moments = None;
     }
 
-    /// What the steps keep beside the optimizer's state; `None`: nothing yet.
+    /// What the steps keep beside the optimizer's state, what is frozen now included; `None`: nothing yet.
     pub fn carried(&self) -> PyResult<Option<Carried>> {
-        match &self.engine {
-            Some(engine) => {
-                let keep = engine.keep().map_err(|e| to_python(&e))?;
-                Ok(Some(Carried::new(self.names()?, keep)))
-            }
-            None => Ok(self.carried.clone()),
-        }
+        let Some(engine) = &self.engine else {
+            return Ok(self.carried.clone());
+        };
+        let keep = engine.keep().map_err(|e| to_python(&e))?;
+        let carried = Carried::new(self.names()?, keep);
+        Ok(Some(match &self.carried {
+            Some(before) => carried.with_rest_of(before),
+            None => carried,
+        }))
     }
 
     /// Keep something else.

@@ -1,0 +1,195 @@
+//! What goes wrong in training without an error: each is told once, when it has lasted for a hundred steps.
+//!
+//! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
+//! there is something to tell.
+use faststep::{
+    flags::Flags,
+    step::{Output, Owner},
+};
+use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
+use pyo3::prelude::*;
+
+use crate::{
+    errors::mlx,
+    holder::Waiting,
+    host::{dotted, Role},
+    refuse::read,
+    store::Store,
+};
+
+/// So many steps in a row are told.
+const MANY: usize = 100;
+/// Of so many steps one is looked at, a number that no alternation of losses shares.
+const EVERY: usize = 7;
+/// So many of these may be pending before the older half is read.
+const PENDING: usize = 2 * (MANY / EVERY + 2);
+/// So many names are told.
+const NAMES: usize = 5;
+
+/// What has been seen, and what has been told.
+pub struct Alarms {
+    zero: Flags,   // whether all gradients are zero
+    broken: Flags, // whether the loss is no number, where nothing is skipped
+    told: Told,
+}
+
+#[derive(Default)]
+#[allow(clippy::struct_excessive_bools)] // each is told once
+struct Told {
+    skipped: bool,
+    broken: bool,
+    zero: bool,
+    idle: bool,
+    rounded: bool,
+}
+
+impl Default for Alarms {
+    fn default() -> Self {
+        Self {
+            zero: Flags::default().read_at(PENDING),
+            broken: Flags::default().read_at(PENDING),
+            told: Told::default(),
+        }
+    }
+}
+
+impl Alarms {
+    /// A step has been taken, the `number`-th; `checked`: bad ones are skipped.
+    pub fn note(
+        &mut self,
+        py: Python<'_>,
+        number: usize,
+        output: &Output,
+        checked: bool,
+    ) -> PyResult<()> {
+        if !number.is_multiple_of(EVERY) {
+            return Ok(());
+        }
+        let norm = output
+            .update
+            .as_ref()
+            .unwrap_or(&output.batch)
+            .norm
+            .as_ref();
+        let is = |of: fn(f32) -> bool| move |array: &Array| Ok(of(number_of(py, array)?));
+        read(self.zero.push(norm, &is(|norm| norm == 0.0)))?;
+        let loss = output.batch.loss.as_ref().filter(|_| !checked);
+        read(self.broken.push(loss, &is(|loss| !loss.is_finite())))
+    }
+
+    /// What is to be told now.
+    pub fn raised(
+        &mut self,
+        py: Python<'_>,
+        store: &Store,
+        skips: &Flags,
+    ) -> PyResult<Vec<String>> {
+        let told = &mut self.told;
+        let mut messages = Vec::new();
+        if skips.streak() >= MANY && first(&mut told.skipped) {
+            messages.push(format!(
+                "the last {} batches were all skipped, because loss or gradients are not finite or the loss is above max_loss. {}",
+                skips.streak(),
+                not_finite(py, store)?
+            ));
+        }
+        let lasts = |flags: &Flags| flags.streak() * EVERY >= MANY;
+        if lasts(&self.broken) && first(&mut told.broken) {
+            messages.push(format!(
+                "the loss has not been finite for {} steps. {}",
+                self.broken.streak() * EVERY,
+                not_finite(py, store)?
+            ));
+        }
+        let Some(engine) = &store.engine else {
+            return Ok(messages);
+        };
+        if !engine.idle().is_empty() && first(&mut told.idle) {
+            told.zero |= engine.idle().len() == engine.layout().tensors().len();
+            let paths = store.signature()?.paths();
+            let idle = engine.idle().iter().map(|&tensor| dotted(&paths[tensor]));
+            messages.push(format!(
+                "the loss of the last {MANY} steps does not depend on {}: they get no gradient, and weight decay alone may \
+                 change them. freeze() what is not to be trained, or look for what cuts it off (stop_gradient, an argmax, a \
+                 layer that is not called)",
+                listed(idle.collect())
+            ));
+        }
+        if lasts(&self.zero) && first(&mut told.zero) {
+            messages.push(format!(
+                "all gradients have been zero for {} steps: look for activations that are zero for every input, a mask or a \
+                 weight of zero in the loss, or gradients too small for half precision (compute_dtype scales them)",
+                self.zero.streak() * EVERY
+            ));
+        }
+        if engine.rounds_away() && first(&mut told.rounded) {
+            messages.push(
+                "updates have been rounded to nothing for more than 100 of them: the parameters' half precision is too coarse \
+                 for this learning rate (step.stats.unchanged is near 1). Keep float32 masters with \
+                 Step(..., compute_dtype=mx.bfloat16), or raise the learning rate"
+                    .into(),
+            );
+        }
+        Ok(messages)
+    }
+}
+
+fn first(told: &mut bool) -> bool {
+    !std::mem::replace(told, true)
+}
+
+fn number_of(py: Python<'_>, scalar: &Array) -> MlxResult<f32> {
+    let mut done = Ok(());
+    Waiting(py).unlocked(&mut || done = eval([scalar]));
+    done?;
+    scalar
+        .try_item_cast::<f32>()
+        .map_err(faststep::error::unread)
+}
+
+fn listed(mut names: Vec<String>) -> String {
+    let more = names.len().saturating_sub(NAMES);
+    names.truncate(NAMES);
+    let names: Vec<_> = names.iter().map(|name| format!("model.{name}")).collect();
+    match more {
+        0 => names.join(", "),
+        more => format!("{} and {more} more", names.join(", ")),
+    }
+}
+
+// which of the model's arrays is no number, and what to do
+fn not_finite(py: Python<'_>, store: &Store) -> PyResult<String> {
+    let Some(engine) = &store.engine else {
+        return Ok(String::new());
+    };
+    let mut bad = Vec::new();
+    for (role, path) in store.signature()?.roles.iter() {
+        let array = match role {
+            Role::Parameter(i) => &engine.parameters()[*i],
+            Role::Other(i) => &store.others[*i],
+        };
+        if !array.dtype().is_float() {
+            continue;
+        }
+        let finite = array
+            .abs()
+            .and_then(|a| a.lt(Array::from_f32(f32::INFINITY)));
+        let finite = finite.and_then(|finite| finite.all(None)).map_err(mlx)?;
+        if read(number_of(py, &finite))? == 0.0 {
+            bad.push(dotted(path));
+        }
+    }
+    Ok(match bad.len() {
+        0 => "The model's arrays are finite: look at the batches and at the loss (nonfinite=\"raise\" names the first \
+              gradient that is not)"
+            .into(),
+        _ => format!(
+            "{} not finite, and no step will mend that: go on from a checkpoint, with a lower learning rate or \
+             max_grad_norm",
+            match &bad[..] {
+                [_] => format!("{} is", listed(bad)),
+                _ => format!("{} are", listed(bad)),
+            }
+        ),
+    })
+}
