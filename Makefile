@@ -108,6 +108,6 @@ run: $(STAMPS)/built ## Train a small GPT on real text (examples/char_gpt.py)
 	python examples/char_gpt.py
 
 run-rust: $(STAMPS)/requirements ## Train a language model in Rust, without Python (ARGS="--steps 800": its options; ARGS=--help)
-	$(WITH_MLX) cargo run --release --locked --package faststep --example weighted_lm -- $(ARGS)
+	$(WITH_MLX) cargo run --release --locked --package mlx-faststep --example weighted_lm -- $(ARGS)
 
 all: test ## What CI runs

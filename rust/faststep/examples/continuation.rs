@@ -80,34 +80,20 @@ fn case(name: &str) -> Outcome<(Optimizers, Options)> {
     };
     let decay = cosine_decay(1e-3, 20, 1e-4);
     let warm_up = join_schedules(linear_schedule(0.0, 1e-3, 4), vec![(4, decay)]);
-    let options = Options {
-        max_grad_norm: Some(0.05),
-        accumulate: 3,
-        ..Options::default()
-    };
+    let options = Options::default().max_grad_norm(0.05).accumulate(3);
     Ok(match name {
         "window" => (Optimizers::new(adamw, 1e-2), options),
         "noisy" => (
             Optimizers::new(Optimizer::lion(0.1), warm_up),
-            Options {
-                accumulate: 1,
-                ..options
-            },
+            options.accumulate(1),
         ),
         "masters" => (
             Optimizers::new(adamw, 1e-3),
-            Options {
-                compute_dtype: Some(Dtype::Bfloat16),
-                ema_decay: Some(0.9),
-                ..options
-            },
+            options.compute_dtype(Dtype::Bfloat16).ema_decay(0.9),
         ),
         "scaled" => (
             Optimizers::new(Optimizer::sgd(0.9), 1e-2),
-            Options {
-                compute_dtype: Some(Dtype::Float16),
-                ..options
-            },
+            options.compute_dtype(Dtype::Float16),
         ),
         "several" => (
             Optimizers::new(adamw, step_decay(1e-3, 0.5, 2)).with(

@@ -3,8 +3,10 @@ use mlx_rs::error::Exception;
 
 /// An error of the step, with what it leaves behind.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
-    /// The loss, the optimizer or a shape failed while the step was traced: nothing has changed.
+    /// The loss, the optimizer or a shape failed while the step was traced: nothing has changed. What the loss returned is
+    /// passed on as it is, with its place in the source.
     #[error(transparent)]
     Trace(Exception),
 
@@ -17,7 +19,7 @@ pub enum Error {
     Device(Exception),
 
     /// There is nothing to train.
-    #[error("the model has no trainable parameters: unfreeze() what is to be trained")]
+    #[error("the model has no trainable parameters: unfreeze what is to be trained")]
     NoParameters,
 
     /// An option, a name or an array that is not what was expected; the message says what was.
@@ -26,8 +28,8 @@ pub enum Error {
 
     /// The loss function reads the value of an array, which a trace cannot repeat: nothing has changed.
     #[error(
-        "the loss function reads the value of an array, which a compiled step cannot repeat: compute with arrays, or set \
-         `compile: false`, which gives the same numbers but is slower"
+        "the loss function reads the value of an array, which a compiled step cannot repeat: compute with arrays, or \
+         switch the option `compile` off, which gives the same numbers but is slower"
     )]
     Untraceable,
 

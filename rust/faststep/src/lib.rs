@@ -11,7 +11,7 @@
 //! let loss = |model: &mut Linear, batch: &[Array]| -> Result<Array, Exception> {
 //!     model.forward(&batch[0])?.subtract(&batch[1])?.square()?.mean(None)
 //! };
-//! let options = Options { max_grad_norm: Some(1.0), ..Options::default() };
+//! let options = Options::default().max_grad_norm(1.0);
 //! let mut step = Step::new(model, Optimizers::new(Optimizer::adamw(0.01), 1e-2), loss, options)?;
 //!
 //! let x = random::normal::<f32>(&[32, 8], None, None, None)?;

@@ -10,6 +10,7 @@ use crate::{adafactor::Adafactor, guard::choose, muon::Muon};
 /// An update rule with its options, named and meant as in `mlx.optimizers`. The learning rate and the step are arrays of
 /// their own.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Optimizer {
     /// Stochastic gradient descent.
     Sgd {

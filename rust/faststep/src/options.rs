@@ -20,14 +20,17 @@ pub enum Nonfinite {
     Allow,
 }
 
-/// The options of a [`Step`](crate::Step).
+/// The options of a [`Step`](crate::Step): the defaults, and what is set by the methods of the fields' names.
 ///
 /// ```
 /// use faststep::Options;
-/// let options = Options { max_grad_norm: Some(1.0), accumulate: 4, ..Options::default() };
-/// # assert!(options.compile);
+///
+/// let options = Options::default().max_grad_norm(1.0).accumulate(4);
+/// assert_eq!((options.max_grad_norm, options.accumulate), (Some(1.0), 4));
+/// assert_eq!(options.max_grad_norm(None).max_grad_norm, None);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Options {
     /// Clip the gradients to this global norm, as `clip_grad_norm` does.
     pub max_grad_norm: Option<f64>,
@@ -72,6 +75,35 @@ impl Default for Options {
             clear_cache_every: 0,
         }
     }
+}
+
+macro_rules! setters {
+    ($($name:ident: $value:ty,)*) => {
+        /// Each method gives the same options but for one field.
+        impl Options {$(
+            #[doc = concat!("With another [`", stringify!($name), "`](field@Options::", stringify!($name), ").")]
+            #[must_use]
+            pub fn $name(mut self, $name: $value) -> Self {
+                self.$name = $name.into();
+                self
+            }
+        )*}
+    };
+}
+
+setters! {
+    max_grad_norm: impl Into<Option<f64>>,
+    max_grad_value: impl Into<Option<f64>>,
+    accumulate: usize,
+    nonfinite: Nonfinite,
+    max_loss: impl Into<Option<f64>>,
+    compute_dtype: impl Into<Option<Dtype>>,
+    ema_decay: impl Into<Option<f64>>,
+    compile: bool,
+    in_flight: usize,
+    max_traces: usize,
+    cache_limit: impl Into<Option<usize>>,
+    clear_cache_every: usize,
 }
 
 fn refused<T>(name: &str, expected: &str, got: impl std::fmt::Debug) -> Result<T> {

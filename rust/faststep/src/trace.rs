@@ -225,8 +225,10 @@ impl Trace {
             move |inputs: &[Array]| -> Result<Vec<Array>> {
                 traced.set(inputs.first().map_or(0, array::id));
                 let made = Body::new(&recipe, &*host).trace(inputs);
-                let made = made.inspect_err(|e| {
-                    error.replace(Some(Exception::custom(e.what())));
+                let made = made.map_err(|e| {
+                    let what = Exception::custom(e.what());
+                    error.replace(Some(e)); // itself: it knows its place
+                    what
                 })?;
                 let (values, made) = made.flatten();
                 if !matches!(recipe.part, Part::Update(_)) {

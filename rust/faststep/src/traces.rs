@@ -6,6 +6,7 @@ const TRIM_EVERY: usize = 32;
 
 /// Why a trace was made, and how long it took.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct TraceRecord {
     /// What made the trace necessary.
     pub cause: String,

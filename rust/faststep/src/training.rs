@@ -68,7 +68,8 @@ use state::Kept;
 /// Python freezes in its `BatchNorm` and mlx-rs does not. Whatever else of the module's arrays the loss function assigns
 /// to, in the same shape and dtype, is a buffer too and moves with each step.
 ///
-/// The step has the module, and lets its arrays go while it trains; [`Step::model`] and [`Step::model_mut`] show them.
+/// The step has the module, and lets its arrays go while it trains; [`Step::parameters`] and [`Step::to_model`] give them out
+/// between two steps, [`Step::model`] and [`Step::model_mut`] put them back into the module until the next one.
 pub struct Step<M> {
     host: Rc<ModuleHost<M>>,
     engine: Engine,
@@ -216,10 +217,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// # Errors
     /// [`Error::Option`] for 0.
     pub fn set_accumulate(&mut self, calls: usize) -> Result<()> {
-        let options = Options {
-            accumulate: calls,
-            ..self.options
-        };
+        let options = self.options.accumulate(calls);
         options.check()?;
         self.options = options;
         Ok(())

@@ -35,13 +35,11 @@ impl Drop for Folder {
 }
 
 fn step(seed: u64) -> Step<Mlp> {
-    let options = Options {
-        max_grad_norm: Some(0.1),
-        accumulate: 3,
-        compute_dtype: Some(Dtype::Float16),
-        ema_decay: Some(0.9),
-        ..Options::default()
-    };
+    let options = Options::default()
+        .max_grad_norm(0.1)
+        .accumulate(3)
+        .compute_dtype(Dtype::Float16)
+        .ema_decay(0.9);
     let mut model = Mlp::seeded(seed);
     for (name, array) in model.parameters_mut().flatten() {
         if name.starts_with("second") {

@@ -47,12 +47,12 @@ fn readings(
 
 #[test]
 fn nothing_grows() {
-    let mut trained = step(Options {
-        max_grad_norm: Some(1.0),
-        accumulate: 2,
-        ema_decay: Some(0.9),
-        ..Options::default()
-    });
+    let mut trained = step(
+        Options::default()
+            .max_grad_norm(1.0)
+            .accumulate(2)
+            .ema_decay(0.9),
+    );
     let [x, y] = batch(0);
     let steps = readings(&mut trained, 5000, |step, _| {
         step.step(&[x.clone(), y.clone()]).unwrap();

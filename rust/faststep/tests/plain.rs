@@ -46,10 +46,7 @@ impl<O: optimizers::Optimizer + Updatable> PlainOptimizer for O {
 }
 
 fn compare(rule: Optimizer, rate: f64, mut optimizer: impl PlainOptimizer) {
-    let options = Options {
-        max_grad_norm: Some(1.0),
-        ..Options::default()
-    };
+    let options = Options::default().max_grad_norm(1.0);
     let mut step = Step::new(Mlp::seeded(1), Optimizers::new(rule, rate), mse, options).unwrap();
     let mut model = Mlp::seeded(1);
     let mut clipped = 0;

@@ -56,10 +56,7 @@ fn the_loss_falls_and_is_traced_once() {
 #[test]
 fn uncompiled_is_the_same() {
     let mut compiled = step(Options::default());
-    let mut plain = step(Options {
-        compile: false,
-        ..Options::default()
-    });
+    let mut plain = step(Options::default().compile(false));
     assert_eq!(losses(&mut compiled, 0..5), losses(&mut plain, 0..5));
     assert_eq!(values(&compiled.model()), values(&plain.model()));
     assert!(!plain.stats().unwrap().compiled);
@@ -105,10 +102,7 @@ fn what_is_changed_is_seen() {
 
 #[test]
 fn frozen_parameters_keep_their_moments() {
-    let mut step = step(Options {
-        ema_decay: Some(0.9),
-        ..Options::default()
-    });
+    let mut step = step(Options::default().ema_decay(0.9));
     losses(&mut step, 0..3);
     let before = step.optimizer_state().unwrap()["first.weight.m"].clone();
     step.model_mut().first.freeze_parameters(true);
@@ -162,11 +156,7 @@ fn gradients_change_nothing() {
 
 #[test]
 fn a_window_is_one_update() {
-    let mut step = step(Options {
-        accumulate: 2,
-        max_grad_norm: Some(1.0),
-        ..Options::default()
-    });
+    let mut step = step(Options::default().accumulate(2).max_grad_norm(1.0));
     let before = values(&step.model());
     let first = step.step(&batch(0)).unwrap();
     assert!(!first.updated().unwrap() && first.grad_norm.is_none());
@@ -192,10 +182,7 @@ fn a_weighted_window_is_the_mean_over_all() {
     let [x, y] = batch(0);
     let mut whole = Step::new(Mlp::seeded(1), sgd.clone(), mse, Options::default()).unwrap();
     whole.step(&[x.clone(), y.clone()]).unwrap();
-    let options = Options {
-        accumulate: 2,
-        ..Options::default()
-    };
+    let options = Options::default().accumulate(2);
     let mut parts = Step::new(Mlp::seeded(1), sgd, weighted, options).unwrap();
     let (xs, ys) = (
         x.split_at_indices(&[4], 0).unwrap(),
@@ -213,10 +200,7 @@ fn a_weighted_window_is_the_mean_over_all() {
 fn what_is_no_number_is_not_taken() {
     let nan = Array::from_f32(f32::NAN);
     for nonfinite in [Nonfinite::Skip, Nonfinite::Raise] {
-        let mut step = step(Options {
-            nonfinite,
-            ..Options::default()
-        });
+        let mut step = step(Options::default().nonfinite(nonfinite));
         losses(&mut step, 0..1);
         let before = values(&step.model());
         let [x, y] = batch(1);
@@ -240,21 +224,23 @@ fn what_is_no_number_is_not_taken() {
     }
 }
 
+fn no_loss_today() -> Exception {
+    Exception::custom("no loss today")
+}
+
 #[test]
 fn an_error_or_a_panic_in_the_loss_changes_nothing() {
     let fails = Rc::new(Cell::new(0));
     let how = fails.clone();
     let loss = move |model: &mut Mlp, batch: &[Array]| match how.get() {
-        1 => Err(Exception::custom("no loss today")),
+        1 => Err(no_loss_today()),
         2 => panic!("no loss at all"),
         3 => Ok(Array::from_f32(mse(model, batch)?.item_cast::<f32>())),
         _ => mse(model, batch),
     };
-    let options = Options {
-        accumulate: 3,
-        compute_dtype: Some(Dtype::Bfloat16),
-        ..Options::default()
-    };
+    let options = Options::default()
+        .accumulate(3)
+        .compute_dtype(Dtype::Bfloat16);
     let mut step = Step::new(Mlp::seeded(1), adamw(), loss, options).unwrap();
     let mut straight = Step::new(Mlp::seeded(1), adamw(), mse, options).unwrap();
     losses(&mut step, 0..2);
@@ -266,10 +252,12 @@ fn an_error_or_a_panic_in_the_loss_changes_nothing() {
     ]; // a new trace
     fails.set(1);
     let error = step.step(&wide);
-    assert!(
-        matches!(&error, Err(Error::Trace(e)) if e.what() == "no loss today"),
-        "{error:?}"
-    );
+    let Err(Error::Trace(error)) = error else {
+        panic!("{error:?}");
+    };
+    assert_eq!(error.what(), "no loss today");
+    let place = no_loss_today();
+    assert_eq!(error.location(), place.location()); // of its own, in this file
     fails.set(2);
     let panicked = catch_unwind(AssertUnwindSafe(|| step.step(&wide)));
     assert_eq!(
@@ -292,10 +280,7 @@ fn uncompiled_a_loss_may_read_values() {
         let large = loss.item_exact::<f32>() > 0.1;
         loss.multiply(Array::from_f32(if large { 2.0 } else { 1.0 }))
     };
-    let options = Options {
-        compile: false,
-        ..Options::default()
-    };
+    let options = Options::default().compile(false);
     let mut step = Step::new(Mlp::seeded(1), adamw(), loss, options).unwrap();
     let losses = losses(&mut step, 0..30);
     assert!(
@@ -368,7 +353,7 @@ fn a_learning_rate_can_be_another_one() {
     assert_eq!(step.stats().unwrap().traced, 2);
 }
 
-#[derive(Debug, mlx_rs::macros::ModuleParameters)]
+#[derive(Clone, Debug, mlx_rs::macros::ModuleParameters)]
 struct Noisy {
     #[param]
     mlp: Mlp,
@@ -385,16 +370,102 @@ fn noisy(model: &mut Noisy, batch: &[Array]) -> Result<(Array, Vec<Array>), Exce
     Ok((loss, vec![mask]))
 }
 
-#[test]
-fn buffers_move_and_draws_are_new_ones_in_each_step() {
+fn new_noisy() -> Step<Noisy> {
     mlx_rs::random::seed(3).unwrap();
-    let model = || Noisy {
+    let model = Noisy {
         mlp: Mlp::seeded(1),
         norm: BatchNorm::new(8).unwrap(),
         dropout: Dropout::new(),
     };
-    let mut step = Step::new(model(), adamw(), noisy, Options::default()).unwrap();
-    let mut again = Step::new(model(), adamw(), noisy, Options::default()).unwrap();
+    Step::new(model, adamw(), noisy, Options::default()).unwrap()
+}
+
+fn numbers(array: &Array) -> Vec<f32> {
+    array.to_vec_exact::<f32>().unwrap()
+}
+
+// what a validation does to a model, and more
+fn validate(model: &mut Noisy) -> Vec<f32> {
+    model.norm.training_mode(false);
+    model.dropout.training_mode(false);
+    let (loss, _) = noisy(model, &batch(0)).unwrap();
+    model.norm.running_mean.value = Some(Array::zeros::<f32>(&[8]).unwrap());
+    model.mlp.first.bias.value = Some(Array::zeros::<f32>(&[16]).unwrap());
+    numbers(&loss)
+}
+
+#[test]
+fn a_model_is_looked_at_and_called_between_steps_and_the_step_goes_on_as_without() {
+    let train = |step: &mut Step<Noisy>, i| {
+        let parts = if i < 4 { 1 } else { 2 }; // at last a new trace
+        let part = batch(i).map(|array| array.split_equal(parts, 0).unwrap().remove(0));
+        numbers(&step.step(&part).unwrap().loss)
+    };
+    let (mut straight, mut looked) = (new_noisy(), new_noisy());
+    for i in 0..6 {
+        assert_eq!(train(&mut straight, i), train(&mut looked, i));
+        let mut model = looked.to_model();
+        let names = looked.parameters();
+        let flat = model.parameters().flatten();
+        assert_eq!(names.len(), flat.len());
+        assert!(flat.iter().all(|(name, array)| equal(array, &names[name])));
+        assert!(equal(
+            &names["norm.running_mean"],
+            &straight.parameters()["norm.running_mean"]
+        ));
+        let losses = [validate(&mut model), looked.with_model(validating).unwrap()];
+        assert_eq!(losses[0], losses[1]);
+        assert_ne!(losses[0], [0.0]);
+    }
+    assert_eq!(looked.stats().unwrap().traced, 2);
+    let models = [straight.to_model(), looked.to_model()];
+    let [a, b] = [0, 1].map(|i| models[i].parameters().flatten());
+    assert!(a.iter().all(|(name, array)| equal(array, b[name])));
+}
+
+// the same, but for the modes, which it puts back
+fn validating(model: &mut Noisy) -> Vec<f32> {
+    let loss = validate(model);
+    model.norm.training_mode(true);
+    model.dropout.training_mode(true);
+    loss
+}
+
+#[test]
+fn a_look_sees_what_has_been_changed_and_forgets_its_own_changes() {
+    let mut step = step(Options::default());
+    losses(&mut step, 0..2);
+    let ones = Array::ones::<f32>(&[4]).unwrap();
+    step.model_mut().second.bias.value = Some(ones.clone());
+    assert!(equal(&step.parameters()["second.bias"], &ones));
+    assert!(equal(
+        step.to_model().second.bias.value.as_ref().unwrap(),
+        &ones
+    ));
+    let before = values(&step.to_model());
+    let seen = step.with_model(|model| {
+        let seen = values(model);
+        model.second.bias.value = Some(Array::zeros::<f32>(&[4]).unwrap());
+        seen
+    });
+    assert_eq!(seen.unwrap(), before);
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        step.with_model(|model| {
+            model.second.bias.value = Some(Array::zeros::<f32>(&[4]).unwrap());
+            panic!("no look");
+        })
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(values(&step.model()), before);
+    assert_eq!(
+        step.into_model().map(|model| values(&model)).unwrap(),
+        before
+    );
+}
+
+#[test]
+fn buffers_move_and_draws_are_new_ones_in_each_step() {
+    let (mut step, mut again) = (new_noisy(), new_noisy());
     let take = |step: &mut Step<Noisy>| {
         step.seed(11).unwrap();
         let outputs = (0..3).map(|i| step.step(&batch(i)).unwrap().aux[0].clone());
@@ -433,36 +504,16 @@ fn options_and_parameters_are_checked() {
         );
     };
     let base = Options::default();
-    refused(Options {
-        max_grad_norm: Some(-1.0),
-        ..base
-    });
-    refused(Options {
-        max_loss: Some(1.0),
-        nonfinite: Nonfinite::Allow,
-        ..base
-    });
-    refused(Options {
-        compute_dtype: Some(Dtype::Int32),
-        ..base
-    });
-    refused(Options {
-        compute_dtype: Some(Dtype::Float16),
-        nonfinite: Nonfinite::Raise,
-        ..base
-    });
-    refused(Options {
-        ema_decay: Some(1.0),
-        ..base
-    });
-    refused(Options {
-        accumulate: 0,
-        ..base
-    });
-    refused(Options {
-        max_traces: 1,
-        ..base
-    });
+    refused(base.max_grad_norm(-1.0));
+    refused(base.max_loss(1.0).nonfinite(Nonfinite::Allow));
+    refused(base.compute_dtype(Dtype::Int32));
+    refused(
+        base.compute_dtype(Dtype::Float16)
+            .nonfinite(Nonfinite::Raise),
+    );
+    refused(base.ema_decay(1.0));
+    refused(base.accumulate(0));
+    refused(base.max_traces(1));
 
     let mut frozen = Mlp::seeded(1);
     frozen.freeze_parameters(true);

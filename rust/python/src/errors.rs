@@ -12,9 +12,8 @@ pub fn to_python(error: &Error) -> PyErr {
         Error::FirstEvaluation(e) => PyRuntimeError::new_err(e.what().to_owned()),
         Error::NoParameters | Error::Option(_) => PyValueError::new_err(error.to_string()),
         Error::Nonfinite(_) => PyFloatingPointError::new_err(error.to_string()),
-        Error::Device(_) | Error::Untraceable | Error::Checkpoint { .. } => {
-            PyRuntimeError::new_err(error.to_string())
-        }
+        // the device, a loss that cannot be traced, a checkpoint, and what later versions of the engine bring
+        _ => PyRuntimeError::new_err(error.to_string()),
     }
 }
 

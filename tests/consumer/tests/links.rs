@@ -35,7 +35,8 @@ fn a_module_trains() {
     };
     let optimizers = Optimizers::new(Optimizer::sgd(0.0), 0.1);
     let model = Linear::new(4, 2).unwrap();
-    let mut step = Step::new(model, optimizers, loss, Options::default()).unwrap();
+    let options = Options::default().max_grad_norm(1.0).accumulate(1);
+    let mut step = Step::new(model, optimizers, loss, options).unwrap();
     let x = [Array::ones::<f32>(&[8, 4]).unwrap()];
     let first = step.step(&x).unwrap().loss.item_exact::<f32>();
     let second = step.step(&x).unwrap().loss.item_exact::<f32>();

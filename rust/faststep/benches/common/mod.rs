@@ -128,10 +128,7 @@ where
     M: ModuleParameters + 'static,
     F: FnMut(&mut M, &[Array]) -> Result<Array, Exception> + 'static,
 {
-    let options = Options {
-        max_grad_norm: Some(MAX_GRAD_NORM.into()),
-        ..Options::default()
-    };
+    let options = Options::default().max_grad_norm(f64::from(MAX_GRAD_NORM));
     let rule = Optimizer::adamw(WEIGHT_DECAY.into());
     let optimizers = Optimizers::new(rule, f64::from(LEARNING_RATE));
     let mut step = Step::new(model, optimizers, loss, options).unwrap();

@@ -36,10 +36,7 @@ pub fn new_step(run: &Run) -> Result<Step<Decoder>, Failure> {
         weight_decay: Some(0.1),
     };
     let optimizers = Optimizers::new(adamw, learning_rate(run));
-    let options = faststep::Options {
-        max_grad_norm: Some(MAX_GRAD_NORM),
-        ..faststep::Options::default()
-    };
+    let options = faststep::Options::default().max_grad_norm(MAX_GRAD_NORM);
     let model = Decoder::new(run)?;
     Ok(Step::new(model, optimizers, weighted_loss, options)?)
 }

@@ -21,7 +21,7 @@ impl Body<'_> {
         if !made.rebound.is_empty() {
             return Err(Exception::custom(
                 "the loss assigns to a trainable parameter, which an accumulated step cannot repeat: expected \
-                 assignments to buffers only (freeze() what is no parameter)",
+                 assignments to buffers only (freeze what is no parameter)",
             ));
         }
         let mut outputs = made.outputs;

@@ -71,6 +71,7 @@ impl StepOutput {
 
 /// What a step has done so far.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Stats {
     /// The number of calls.
     pub steps: usize,

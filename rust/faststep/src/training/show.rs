@@ -2,10 +2,14 @@
 use std::{
     cell::{Ref, RefMut},
     collections::BTreeMap,
+    panic::{catch_unwind, resume_unwind, AssertUnwindSafe},
     rc::Rc,
 };
 
-use mlx_rs::{module::ModuleParameters, Array};
+use mlx_rs::{
+    module::{FlattenedModuleParam, ModuleParameters},
+    Array,
+};
 
 use super::{optimizer, output::Stats, state::Kept, Step};
 use crate::{
@@ -28,7 +32,87 @@ pub(super) enum Shown {
 }
 
 impl<M: ModuleParameters + 'static> Step<M> {
-    /// The module as the last step left it.
+    /// All arrays of the module as the last step left them, with the names that `parameters().flatten()` gives them.
+    ///
+    /// The module itself stays without them: nothing is put in and taken away again, and the next step is none the wiser.
+    /// An array that is kept keeps its value, and its memory: the next step cannot write over it.
+    #[must_use]
+    pub fn parameters(&self) -> FlattenedModuleParam {
+        if self.shown.get() == Shown::Open {
+            let model = self.host.model.borrow();
+            let arrays = model.parameters().flatten();
+            return arrays
+                .into_iter()
+                .map(|(name, array)| (name, array.clone()))
+                .collect();
+        }
+        let slots = self.slots();
+        let parameters = slots.parameters.iter().zip(self.engine.parameters());
+        let others = slots.others.iter().zip(&self.others);
+        let pairs = parameters.chain(others);
+        pairs
+            .map(|(name, array)| (name.clone(), array.clone()))
+            .collect()
+    }
+
+    /// A copy of the module as the last step left it, which shares its arrays: to be called between two steps.
+    ///
+    /// Whatever is done to the copy, in a `forward` that counts something, with `training_mode` or `freeze_parameters`, the
+    /// step's own module does not change, and no trace is made anew. While the copy lives, the next step cannot write over
+    /// its arrays, and takes their memory once more.
+    ///
+    /// ```
+    /// # use faststep::{Error, Optimizer, Optimizers, Options, Step};
+    /// # use mlx_rs::{error::Exception, module::Module, nn::Linear, Array};
+    /// # let loss = |model: &mut Linear, batch: &[Array]| -> Result<Array, Exception> {
+    /// #     model.forward(&batch[0])?.square()?.mean(None)
+    /// # };
+    /// # let optimizers = Optimizers::new(Optimizer::adamw(0.01), 1e-2);
+    /// # let mut step = Step::new(Linear::new(4, 2)?, optimizers, loss, Options::default())?;
+    /// # let (x, validation) = (Array::ones::<f32>(&[8, 4])?, Array::ones::<f32>(&[8, 4])?);
+    /// for _ in 0..10 {
+    ///     step.step(&[x.clone()])?;
+    ///     let mut model = step.to_model();
+    ///     model.training_mode(false);
+    ///     let outputs = model.forward(&validation)?;
+    /// #     assert_eq!(outputs.shape(), [8, 2]);
+    /// }
+    /// assert_eq!(step.stats()?.traced, 1);
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[must_use]
+    pub fn to_model(&self) -> M
+    where
+        M: Clone,
+    {
+        let mut model = self.host.model.borrow().clone();
+        if self.shown.get() == Shown::Nothing {
+            self.slots().fill(&mut model, |role| self.value(role));
+        }
+        model
+    }
+
+    /// Call a function with the module as the last step left it, for a module that cannot be cloned: no trace is made anew.
+    ///
+    /// What the function does to arrays is forgotten when it returns. Any other field that it changes it has to change back,
+    /// as `training_mode(true)` does after `training_mode(false)`: the step looks for changes after [`Step::model_mut`] only.
+    ///
+    /// # Errors
+    /// When MLX refuses what [`Step::model_mut`] has changed before.
+    ///
+    /// # Panics
+    /// Where the function does; the arrays are then forgotten too.
+    pub fn with_model<R>(&mut self, function: impl FnOnce(&mut M) -> R) -> Result<R> {
+        self.take_in()?;
+        let mut model = self.host.model.borrow_mut();
+        let slots = self.slots();
+        slots.fill(&mut *model, |role| self.value(role));
+        let returned = catch_unwind(AssertUnwindSafe(|| function(&mut model)));
+        slots.hide(&mut *model);
+        returned.map_or_else(|payload| resume_unwind(payload), Ok)
+    }
+
+    /// The module as the last step left it. [`Step::parameters`] is cheaper for a look at single arrays.
     #[must_use]
     pub fn model(&self) -> Ref<'_, M> {
         self.show();
@@ -38,7 +122,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// The module, to be changed or called (mlx-rs's `forward` wants it mutable).
     ///
     /// Whatever is changed is seen: parameters, `freeze_parameters` and `unfreeze_parameters`, `training_mode`, any
-    /// field. So the next step looks at the whole module and traces the loss anew, which takes milliseconds.
+    /// field. So the next step looks at the whole module and traces the loss anew, which takes milliseconds. For a
+    /// validation between two steps, [`Step::to_model`] and [`Step::with_model`] cost less.
     pub fn model_mut(&mut self) -> RefMut<'_, M> {
         self.show();
         self.shown.set(Shown::Open);

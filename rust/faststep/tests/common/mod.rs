@@ -13,7 +13,7 @@ use mlx_rs::{
 };
 
 /// Two layers, 8 -> 16 -> 4.
-#[derive(Debug, ModuleParameters)]
+#[derive(Clone, Debug, ModuleParameters)]
 pub struct Mlp {
     #[param]
     pub first: Linear,
