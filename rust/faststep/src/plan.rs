@@ -1,7 +1,7 @@
 //! What a step will take of the device's memory, before it is taken.
 //!
 //! Nothing can catch the out-of-memory that ends a process, so the step is traced and its evaluation gone through as MLX
-//! does it, the first time and in the steady state, without computing anything ([`crate::simulation`]).
+//! does it, the first time and in the steady state, without computing anything (`simulation.rs`).
 use std::{fs, path::Path};
 
 use mlx_rs::{error::Result, Array};
