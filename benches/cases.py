@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -74,12 +74,14 @@ class Run:
         optimizer: Its optimizer.
         loss_fn: What ``nn.value_and_grad(model, loss_fn)`` takes.
         max_grad_norm: The norm that gradients are clipped to; None: no clipping.
+        beside: Other models, which the loss reaches: what is compiled has to capture them.
     """
 
     model: nn.Module
     optimizer: optim.Optimizer
     loss_fn: LossFn
     max_grad_norm: float | None = MAX_GRAD_NORM
+    beside: Sequence[nn.Module] = ()
 
 
 @dataclass(frozen=True)

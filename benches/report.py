@@ -15,7 +15,7 @@ from markdown import measured_on
 from report_runs import RUNS, runs
 from report_rust import RUST, rust
 from report_scaling import SCALING, scaling
-from report_step import MATMUL, OPTIMIZERS, STEP, matmul, optimizers, step
+from report_step import CLIENTS, MATMUL, OPTIMIZERS, STEP, clients, matmul, optimizers, step
 from report_training import CHECKPOINTS, LOADER, TRAINER, checkpoints, loader, trainer
 from samples import SAMPLES, device_slug, newest
 
@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, optimizers, matmul, scaling, runs, rust, trainer, loader or
+`make bench PARTS=step` runs one part only: step, optimizers, clients, matmul, scaling, runs, rust, trainer, loader or
 checkpoints.
 """
 
@@ -39,6 +39,7 @@ class Section(NamedTuple):
 SECTIONS = {
     "step": Section("The step, side by side", STEP, step),
     "optimizers": Section("The step with each optimizer", OPTIMIZERS, optimizers),
+    "clients": Section("Whole programs", CLIENTS, clients),
     "matmul": Section("Matrix products", MATMUL, matmul),
     "scaling": Section("How the step grows", SCALING, scaling),
     "runs": Section("Long runs", RUNS, runs),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from markdown import megabytes, spread, table
-from ways import BOUND, FAST
+from ways import BOUND, COMPILED, FAST
 
 STEP = """All ways take their turns in rotating order, on the same batches from the same weights: AdamW, gradients
 clipped to norm 1.0, parameters, optimizer state and random state evaluated; `fast_step` with its defaults, so that a
@@ -18,6 +18,13 @@ own kernels are in another process (`FASTSTEP_KERNELS=0`), which takes its turns
 """
 OPTIMIZERS = """As above, with MLX's optimizers at their defaults (SGD with momentum 0.9; Muon for the matrices between
 embeddings and output, AdamW for the rest).
+"""
+CLIENTS = """Small programs after the shapes of published ones (`tests/programs`), whole: agents, adversaries, teachers,
+language models, graphs. `original` is the way in which the published ones take their steps, with `mx.compile` or
+without; the time is that of a round: a step of every model, and what the program does between them, such as averaging a
+target. The numbers are compared with those of the plain loop, over the first 24 rounds from the same seeds: the largest
+difference as a share of the largest value, of losses and of the parameters of all models. Peak memory is that of
+compiled steps (where `mx.compile` takes the arguments) and of `fast_step`, each alone in a process.
 """
 MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
 
@@ -70,6 +77,22 @@ def optimizers(result: dict[str, Any], _plot: Path) -> list[str]:
         for name, times in result["ms"].items()
     ]
     return [f"#### {result['title']}", "", *table(head, rows)]
+
+
+def clients(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out a line for each program."""
+    head = ["program", "original", "original, ms", f"{FAST}, ms", "original over fast_step", "losses differ by"]
+    head += ["parameters by", "peak, compiled, MB", "fast_step, MB"]
+    return table(head, (program_row(program) for program in result.values()))
+
+
+def program_row(program: dict[str, Any]) -> list[str]:
+    """Lay out one program."""
+    times, memory = program["ms"], program["memory"]
+    (original,) = (way for way in times if way != FAST)
+    row = [program["title"], original, spread(times[original]), spread(times[FAST]), spread(over(times, original))]
+    row += [f"{program['differences'][what]:.0e}" for what in ("losses", "parameters")]
+    return row + [megabytes(memory.get(way)) for way in (COMPILED, FAST)]
 
 
 def over(times: dict[str, list[float]], way: str) -> list[float]:

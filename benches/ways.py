@@ -99,7 +99,7 @@ def update(run: Run, *batch: mx.array) -> mx.array:
 def compile_step(run: Run) -> tuple[StepFn, list[Any]]:
     """Compile the plain step; return it with the state that it captures."""
     run.optimizer.init(run.model.trainable_parameters())
-    state = [run.model.state, run.optimizer.state, mx.random.state]
+    state = [run.model.state, run.optimizer.state, mx.random.state, [other.state for other in run.beside]]
     traced: StepFn = mx.compile(functools.partial(update, run), inputs=state, outputs=state)
     return traced, state
 
