@@ -14,7 +14,7 @@ consistency = 0.0  # the weight of the mean teacher: a global that ramps up
 
 
 class Adversaries:
-    """A GAN: generator and discriminator, each with its optimizer, each a constant of the other's loss."""
+    """A GAN: two models with an optimizer each, each a constant of the other's loss; a label that is reassigned."""
 
     def __init__(self, make: Make, width: int) -> None:
         generator = Net([NOISE, width, 2 * width, IMAGE], nn.gelu)
@@ -22,22 +22,30 @@ class Adversaries:
         self.generator, self.discriminator = generator, discriminator
         self.models = [generator, discriminator]
         self.images = [mx.tanh(image) for image in normals(BATCH, IMAGE)]
+        real_label = mx.array(0.8)
 
-        def judge(judged: mx.array, label: float) -> mx.array:
+        def harden() -> None:
+            nonlocal real_label
+            real_label = mx.minimum(real_label + 0.02, 1.0)
+
+        def judge(judged: mx.array, label: mx.array | float) -> mx.array:
             return nn.losses.binary_cross_entropy(judged, mx.full(judged.shape, label))
 
         def discriminator_loss(discriminator: nn.Module, real: mx.array) -> mx.array:
             fake = mx.tanh(generator(mx.random.normal((BATCH, NOISE))))
-            return judge(discriminator(real), 0.9) + judge(discriminator(mx.stop_gradient(fake)), 0.0)
+            return judge(discriminator(real), real_label) + judge(discriminator(mx.stop_gradient(fake)), 0.0)
 
         def generator_loss(generator: nn.Module) -> mx.array:
             return judge(discriminator(mx.tanh(generator(mx.random.normal((BATCH, NOISE))))), 1.0)
 
+        self.harden = harden
         self.learn_discriminator = make(discriminator, optim.Adam(2e-3, betas=[0.5, 0.999]), discriminator_loss)
         self.learn_generator = make(generator, optim.Adam(2e-3, betas=[0.5, 0.999]), generator_loss)
 
     def round(self, number: int) -> Losses:
-        return [self.learn_discriminator(self.images[number % BATCHES]), self.learn_generator()]
+        losses = [self.learn_discriminator(self.images[number % BATCHES]), self.learn_generator()]
+        self.harden()
+        return losses
 
 
 class AdversariesAsArguments(Adversaries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -120,10 +121,10 @@ class GraphNetwork:
             weights = [layer.linear.weight for layer in model.layers]
             return error + decay * sum(weight.square().sum() for weight in weights), logits
 
-        self.learn = make(model, optim.Adam(1e-2), loss)
+        self.learn = make(model, optim.Adam(1e-2), functools.partial(loss, decay=5e-3))
         drawn = normals(NODES, IMAGE), integers(NODES, 2, 4 * NODES), integers(CLASSES, NODES, seed=2)
         self.graphs = [Graph(*each) for each in zip(*drawn, strict=True)]
 
     def round(self, number: int) -> Losses:
-        loss, logits = self.learn(self.graphs[number % BATCHES], 5e-3)
+        loss, logits = self.learn(self.graphs[number % BATCHES])
         return [loss, logits.square().mean()]
