@@ -143,7 +143,8 @@ impl Helpers {
         self.queue().jobs.retain(|other| !Arc::ptr_eq(other, job));
     }
 
-    // Alone, the owner would have taken as long for each chunk as for its own.
+    #[allow(clippy::cast_precision_loss)] // numbers of chunks
+                                          // Alone, the owner would have taken as long for each chunk as for its own.
     fn account(&self, worked: Duration, whole: Duration, taken: usize, count: usize) {
         let alone = worked.as_secs_f64() / taken.max(1) as f64 * count as f64;
         let lost = whole.as_secs_f64() - alone;
@@ -203,9 +204,9 @@ mod tests {
         let helpers = helpers(3);
         let owner = || {
             for round in 0..200 {
-                let done: Arc<Vec<AtomicUsize>> =
-                    Arc::new((0..round % 9 + 1).map(|_| AtomicUsize::new(0)).collect());
-                let chunk = |at: usize| {
+                let done: Vec<_> = (0..=round % 9).map(|_| AtomicUsize::new(0)).collect();
+                let done: &'static [AtomicUsize] = done.leak();
+                let chunk = move |at: usize| {
                     done[at].fetch_add(1, Ordering::Relaxed);
                 };
                 helpers.share(done.len(), Box::leak(Box::new(chunk)));

@@ -27,7 +27,7 @@ pub struct Format {
 impl Format {
     pub fn new(mode: Mode, bits: usize, group: usize) -> Option<Self> {
         let known = match mode {
-            Mode::Affine => matches!(bits, 2..=6 | 8) && group % 8 == 0,
+            Mode::Affine => matches!(bits, 2..=6 | 8) && group.is_multiple_of(8),
             Mode::Float => matches!((bits, group), (4, 16 | 32) | (8, 32)),
         };
         known.then_some(Self { mode, bits, group })
@@ -137,8 +137,8 @@ impl<'a, T: Element> Packed<'a, T> {
 }
 
 #[inline(always)]
-fn affine(bits: usize, packed: &[u8], scale: f32, bias: f32, out: &mut [f32]) {
-    match bits {
+fn affine(width: usize, packed: &[u8], scale: f32, bias: f32, out: &mut [f32]) {
+    match width {
         2 => by_eight::<2>(packed, scale, bias, out),
         3 => by_eight::<3>(packed, scale, bias, out),
         4 => by_eight::<4>(packed, scale, bias, out),
@@ -154,7 +154,11 @@ fn affine(bits: usize, packed: &[u8], scale: f32, bias: f32, out: &mut [f32]) {
 
 // eight numbers lie in as many bytes as a number has bits, the first in the lowest
 #[inline(always)]
-#[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // numbers of 6 bits
+#[allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap
+)] // numbers of 6 bits
 fn by_eight<const BITS: usize>(packed: &[u8], scale: f32, bias: f32, out: &mut [f32]) {
     for (out, packed) in out.chunks_exact_mut(8).zip(packed.chunks_exact(BITS)) {
         let mut word = [0; 8];
