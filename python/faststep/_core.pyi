@@ -23,7 +23,9 @@ class State(TypedDict):
 
 # model, optimizer, the loss function, its positional and named arguments
 _User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
-_Stats = tuple[int, int, int, tuple[str, str | None], list[TraceRecord], int, dict[str, float], dict[str, int], float | None]
+_Stats = tuple[
+    int, int, int, tuple[str, str | None], list[TraceRecord], int, dict[str, float], dict[str, int], float | None
+]
 
 @final
 class TraceRecord:

@@ -75,10 +75,11 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
                     places.append(f"at {key!r} of a {type(container).__name__}")
     code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    place = f" ({places[0]})" if places else ""
     return (
-        f"the loss{line} uses an array of shape {array.shape} and {array.dtype} that it takes from where the step does not "
-        f"look{' (' + places[0] + ')' if places else ''}: it keeps the value that it has now. Pass it as an argument of the "
-        "step, or keep it in an attribute, a global, a dict or a list that the loss names"
+        f"the loss{line} uses an array of shape {array.shape} and {array.dtype} that it takes from where the step does "
+        f"not look{place}: it keeps the value that it has now. Pass it as an argument of the step, or keep it in an "
+        "attribute, a global, a dict or a list that the loss names"
     )
 
 
@@ -345,7 +346,7 @@ class _Search:
                 for needed in (parent, expected if kind == SAME else -1):
                     if needed >= 0:
                         keep[needed] = True
-        numbers, nodes = {-1: -1}, []
+        numbers, nodes = {-1: -1}, list[Node]()
         for at, (parent, how, key, kind, expected) in enumerate(self.nodes):
             if keep[at]:
                 numbers[at] = len(nodes)

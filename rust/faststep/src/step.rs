@@ -110,6 +110,7 @@ struct Flight {
 }
 
 /// Parameters and optimizer state of one model, and the steps in flight.
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 #[derive(Debug)]
 pub struct Engine {
     layout: Rc<Layout>,
