@@ -1,5 +1,7 @@
 // The graph of a trace, written down before MLX's compiler rewrites it: what two traces have in common, which constants
 // they have of their own, and who else holds one.
+#include "graph.hpp"
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -44,6 +46,17 @@ bool passes_on(const mx::Primitive& primitive) {
   return name == "CustomTransforms" || name == "Depends";
 }
 
+// The primitives of which is_determined_by_inputs has told.
+std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>>& determined() {
+  static thread_local std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>> primitives;
+  return primitives;
+}
+
+bool is_determined(const mx::Primitive& primitive) {
+  auto found = determined().find(&primitive);
+  return found != determined().end() && !found->second.expired();
+}
+
 bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (&a == &b) {
     return true;
@@ -51,7 +64,7 @@ bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (typeid(a) != typeid(b)) {
     return false;
   }
-  return a.is_equivalent(b) || passes_on(a);
+  return a.is_equivalent(b) || passes_on(a) || (is_determined(a) && is_determined(b));
 }
 
 bool same_value(const mx::array& a, const mx::array& b) {
@@ -69,6 +82,12 @@ long holders(const mx::array& array) {
 }
 
 } // namespace
+
+void is_determined_by_inputs(const mx::array& array) {
+  auto& primitives = determined();
+  std::erase_if(primitives, [](const auto& item) { return item.second.expired(); });
+  primitives.emplace(&array.primitive(), array.primitive_ptr());
+}
 
 class Graph {
  public:

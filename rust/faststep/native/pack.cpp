@@ -10,6 +10,7 @@
 #include "mlx/backend/cuda/cuda.h"
 #include "mlx/fast.h"
 #include "mlx/mlx.h"
+#include "graph.hpp"
 #include "transposed.hpp"
 
 namespace mx = mlx::core;
@@ -138,6 +139,7 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
         std::nullopt,
         false,
         mx::Device::gpu);
+    faststep::is_determined_by_inputs(made[0]);
     *flat = new mx::array(made[0]);
     *squares = new mx::array(made[1]);
     return 0;

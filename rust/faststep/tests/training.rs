@@ -175,10 +175,7 @@ fn a_window_is_one_update() {
 #[test]
 fn sums_belong_to_their_window() {
     let sgd = Optimizers::new(Optimizer::sgd(0.0), 1.0);
-    let options = Options {
-        accumulate: 2,
-        ..Options::default()
-    };
+    let options = Options::default().accumulate(2);
     let nan = [
         Array::from_f32(f32::NAN).multiply(&batch(0)[0]).unwrap(),
         batch(0)[1].clone(),

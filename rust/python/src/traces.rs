@@ -226,9 +226,12 @@ impl From<traces::TraceRecord> for TraceRecord {
 fn cause(user: &User<'_>, new: &Key, known: &[&Key], changed: Option<&str>) -> String {
     let kind = discriminant(&new.part);
     let same = |key: &&&Key| discriminant(&key.part) == kind;
-    let reached = |name: &str| match name.starts_with("argument ") {
-        true => format!("{name} has changed"),
-        false => format!("what the loss reaches: {name}"),
+    let reached = |name: &str| {
+        if name.starts_with("argument ") {
+            format!("{name} has changed")
+        } else {
+            format!("what the loss reaches: {name}")
+        }
     };
     let Some(last) = known.iter().find(same) else {
         if let Some(name) = changed {

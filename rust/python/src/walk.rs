@@ -369,7 +369,7 @@ fn has_array(object: &Bound<'_, PyAny>, depth: usize) -> bool {
         Ok(list) => list.as_sequence().to_list(),
         Err(_) if object.is_instance_of::<PyTuple>() => object
             .cast::<PyTuple>()
-            .map(|t| t.to_list())
+            .map(PyTupleMethods::to_list)
             .map_err(Into::into),
         Err(_) => return false,
     };

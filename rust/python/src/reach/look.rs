@@ -158,8 +158,8 @@ impl Looked {
                     node: at,
                 }),
                 Expect::Module(..) => {
-                    let slots = Tree::record(object, Scope::Whole)?.1;
-                    spots.extend(slots.into_iter().map(|slot| Spot {
+                    let (_, inner) = Tree::record(object, Scope::Whole)?;
+                    spots.extend(inner.into_iter().map(|slot| Spot {
                         object: slot.object,
                         place: Some(slot.place),
                         node: at,
@@ -198,13 +198,11 @@ impl Looked {
 
     /// The object that stands at a spot now.
     pub fn now<'py>(&self, spot: &Spot<'py>) -> Option<Bound<'py, PyAny>> {
-        match &spot.place {
-            Some(place) => place.get().ok().flatten(),
-            None => {
-                let objects = self.bound(spot.object.py());
-                self.program.nodes[spot.node].find(&objects, &[])
-            }
+        if let Some(place) = &spot.place {
+            return place.get().ok().flatten();
         }
+        let objects = self.bound(spot.object.py());
+        self.program.nodes[spot.node].find(&objects, &[])
     }
 
     /// The place of a number in which an array stands now.
@@ -221,14 +219,12 @@ impl Looked {
 
     /// Put another object at a spot.
     pub fn put<'py>(&self, spot: &Spot<'py>, object: &Bound<'py, PyAny>) -> PyResult<()> {
-        match &spot.place {
-            Some(place) => place.set(object),
-            None => {
-                let objects = self.bound(spot.object.py());
-                self.program.nodes[spot.node].put(&objects, object)?;
-                Ok(())
-            }
+        if let Some(place) = &spot.place {
+            return place.set(object);
         }
+        let objects = self.bound(spot.object.py());
+        self.program.nodes[spot.node].put(&objects, object)?;
+        Ok(())
     }
 
     /// The contents of dicts, lists, modules and objects on the way.

@@ -320,7 +320,7 @@ impl Node {
     /// Whether the object is what is expected; of an array, apart from its shape and dtype.
     pub fn fits(&self, met: &Met<'_>, objects: &[Met<'_>]) -> bool {
         let object = &met.object;
-        let attributes_len = || met.attributes.as_ref().map(|dict| dict.len());
+        let attributes_len = || met.attributes.as_ref().map(PyDictMethods::len);
         match &self.expect {
             Expect::Array => bridge::is_array(object),
             Expect::Value(class) => object.get_type().is(class) || is_plain(object),

@@ -1,0 +1,342 @@
+"""What a loss reaches beside its arguments: what is changed there between two calls is seen, as by the plain loop."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+
+WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
+TEMPERATURE = 1.0
+TABLE = {"weight": 1.0, "arrays": [mx.array(2.0)]}
+
+
+@dataclass
+class Settings:
+    scale: float = 1.0
+    shift: mx.array = field(default_factory=lambda: mx.array(0.5))
+
+
+@dataclass(frozen=True)
+class Pair:
+    inputs: mx.array
+    targets: mx.array
+
+
+class Agent:
+    """An agent as published ones are: a loss that is a method, a target network, numbers as attributes."""
+
+    discount = 0.9
+
+    def __init__(self) -> None:
+        self.target = nn.Linear(4, 2)
+        self.temperature, self.calls, self.phase = 1.0, 0, "one"
+        self.settings, self.fixed = Settings(), (mx.array(1.0),)
+        self.arrays = {"noise": np.ones(2, np.float32)}
+
+    @property
+    def warm(self) -> float:
+        return 1.0 if self.calls < 3 else 2.0
+
+    def aim(self, x: mx.array) -> mx.array:
+        return self.discount * self.target(x) / self.temperature
+
+    def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+        error = model(x) - self.aim(x) * self.settings.scale + self.settings.shift * self.fixed[0]
+        sign = 2.0 if self.phase == "two" else 1.0
+        return mx.square(error * mx.array(self.arrays["noise"])).mean() * sign * self.warm
+
+
+class Slots:
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = mx.array(1.5)
+
+
+def by_globals(model: nn.Module, x: mx.array) -> mx.array:
+    return (mx.square(model(x * WEIGHTS)) * TEMPERATURE * TABLE["weight"] * TABLE["arrays"][0]).mean()
+
+
+def rebind(**names: Any) -> Callable[[], None]:
+    return lambda: globals().update(names)
+
+
+def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], object]]]]:
+    """Return losses, each with what is changed between its calls."""
+    agent, generator, cell, slots = Agent(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm(4)), [mx.array(2.0)], Slots()
+    namespace = types.SimpleNamespace(weight=1.0, layer=nn.Linear(4, 2))
+    number = 1.0
+    part = functools.partial(lambda weight, model, x: (model(x) * weight).sum(), mx.array(3.0))
+
+    def by_closure(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(generator(x)) * cell[0] * slots.weight).mean() * number
+
+    def increase() -> None:
+        nonlocal number
+        number += 0.5
+
+    def by_default(model: nn.Module, x: mx.array, table: dict[str, float] = {"weight": 1.0}) -> mx.array:  # noqa: B006
+        return mx.square(model(x)).mean() * table["weight"]
+
+    def by_namespace(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x) - namespace.layer(x)).mean() * getattr(namespace, "weight")  # noqa: B009
+
+    target = {
+        "a new array": lambda: setattr(agent.target, "weight", agent.target.weight * 3),
+        "in place": lambda: agent.target.weight.__setitem__(0, 5.0),
+        "another module": lambda: setattr(agent, "target", nn.Linear(4, 2)),
+        "update": lambda: agent.target.update(nn.Linear(4, 2).parameters()),
+        "a number": lambda: setattr(agent, "temperature", agent.temperature + 0.5),
+        "a number that decides": lambda: setattr(agent, "calls", agent.calls + 2),
+        "a string": lambda: setattr(agent, "phase", "two"),
+        "an attribute of the class": lambda: setattr(Agent, "discount", Agent.discount / 2),
+        "one that hides it": lambda: setattr(agent, "discount", 0.1),
+        "in a dataclass": lambda: setattr(agent.settings, "shift", agent.settings.shift + 1),
+        "another dataclass": lambda: setattr(agent, "settings", replace(agent.settings, scale=3.0)),
+        "another tuple": lambda: setattr(agent, "fixed", (mx.array(4.0),)),
+        "in a tuple, in place": lambda: agent.fixed[0].__setitem__(..., 7.0),
+        "NumPy, in place": lambda: agent.arrays["noise"].__setitem__(0, 3.0),
+    }
+    closure = [
+        lambda: generator.layers[0].update({"bias": generator.layers[0].bias + 1}),
+        generator.eval,
+        lambda: cell.__setitem__(0, mx.array(5.0)),
+        lambda: cell[0].__iadd__(1.0),
+        lambda: setattr(slots, "weight", slots.weight + 1),
+        increase,
+        increase,
+        increase,
+    ]
+    return {
+        "method": (agent.loss, [*target.values(), *target.values()]),
+        "globals": (
+            by_globals,
+            [
+                rebind(WEIGHTS=mx.array([2.0, 2, 2, 2])),
+                rebind(TEMPERATURE=2.0),
+                rebind(TEMPERATURE=3.0),
+                lambda: TABLE.update(weight=0.5),
+                lambda: TABLE["arrays"].append(mx.array(1.0)),  # type: ignore[attr-defined]
+                lambda: TABLE["arrays"].insert(0, mx.array(4.0)),  # type: ignore[attr-defined]
+            ],
+        ),
+        "closure": (by_closure, closure),
+        "default": (by_default, [lambda: by_default.__defaults__[0].update(weight=2.0)]),  # type: ignore[index]
+        "partial": (
+            lambda model, x: part(model, x),
+            [lambda: part.args[0].__imul__(2.0), lambda: part.args[0].__imul__(2.0)],
+        ),
+        "namespace": (
+            by_namespace,
+            [
+                lambda: setattr(namespace, "weight", 4.0),
+                lambda: setattr(namespace, "layer", nn.Linear(4, 2)),
+                lambda: setattr(namespace.layer, "bias", namespace.layer.bias + 1),
+            ],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", reaching())
+def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in ("WEIGHTS", "TEMPERATURE"):
+        monkeypatch.setitem(globals(), each, globals()[each])
+    monkeypatch.setitem(globals(), "TABLE", {"weight": 1.0, "arrays": [mx.array(2.0)]})
+    monkeypatch.setattr(Agent, "discount", 0.9)
+    loss_fn, changes = reaching()[name]
+    model, x = nn.Linear(4, 2), mx.random.normal((8, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+    for number, change in enumerate(changes):
+        change()
+        wanted = loss_fn(model, x).item()
+        assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5), number
+        assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5), number
+        _, gradients = step.gradients(x)
+        _, plain = nn.value_and_grad(model, loss_fn)(model, x)
+        np.testing.assert_allclose(gradients["weight"], plain["weight"], rtol=1e-4, atol=1e-6)
+    assert step.stats.mode == "native"
+
+
+def test_a_number_that_varies_is_an_input_and_one_that_does_not_matter_is_nothing() -> None:
+    agent = Agent()
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), agent.loss)
+    x = mx.ones((3, 4))
+    for number in range(20):
+        agent.temperature *= 0.9
+        agent.calls -= 1
+        wanted = agent.loss(step.model, x).item()
+        assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+        assert step.stats.traced == min(number + 1, 2)
+    assert [trace.cause for trace in step.stats.traces] == ["what the loss reaches: self.temperature"]
+
+
+def test_a_number_that_changes_the_form_is_a_trace_for_each_form() -> None:
+    agent = Agent()
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), agent.loss)
+    x = mx.ones((3, 4))
+    for _ in range(8):
+        wanted = agent.loss(step.model, x).item()
+        assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+        agent.calls += 1
+    assert step.stats.traced <= 3
+
+
+def test_what_the_loss_changes_itself_makes_no_traces() -> None:
+    class Counting:
+        calls = 0
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            self.calls += 1
+            self.seen.append(x.shape[0])
+            return mx.square(model(x)).mean()
+
+    counting = Counting()
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), counting.loss)
+    for length in (1, 2, 3, 1, 2, 3, 1, 2, 3):
+        step(mx.ones((length, 4)))
+    assert counting.seen == [1, 2, 3]
+    assert (counting.calls, step.stats.traced) == (3, 3)
+
+
+def test_what_a_loss_writes_into_what_it_reaches_is_written_at_every_step() -> None:
+    class Averaging:
+        def __init__(self) -> None:
+            self.rebound, self.changed = mx.zeros(2), mx.zeros(2)
+            self.norm = nn.BatchNorm(4)
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            y = model(self.norm(x))
+            self.rebound = 0.9 * self.rebound + 0.1 * mx.stop_gradient(y.mean(axis=0))
+            self.changed += mx.stop_gradient(y.sum(axis=0))
+            return mx.square(y - self.rebound).mean()
+
+    results = []
+    for native in (False, True):
+        mx.random.seed(1)
+        averaging, model, optimizer = Averaging(), nn.Linear(4, 2), optim.SGD(1e-1)
+        step, held = Step(model, optimizer, averaging.loss), averaging.changed
+        for number in range(5):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if native:
+                step(x)
+            else:
+                loss, gradients = nn.value_and_grad(model, averaging.loss)(model, x)
+                optimizer.update(model, gradients)
+                mx.eval(model.state, optimizer.state, loss, averaging.rebound, averaging.changed)
+        assert held is averaging.changed  # `+=` changes the object that others hold
+        results.append([averaging.rebound, averaging.changed, averaging.norm.running_mean, model.weight])
+    assert step.stats.mode == "native"
+    for ours, plain in zip(*reversed(results), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_leaves_no_tracer_in_what_the_loss_reaches() -> None:
+    teacher, cell = nn.Linear(4, 2), [mx.array(1.0)]
+    before = mx.array(teacher.weight)
+
+    def loss_fn(model: nn.Module, x: mx.array, fails: bool) -> mx.array:
+        cell[0] = (teacher(x) * cell[0]).sum()
+        if fails:
+            raise KeyError("mine")
+        return (model(x) * cell[0]).sum()
+
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), loss_fn)
+    with pytest.raises(KeyError, match="mine"):
+        step(mx.ones((3, 4)), True)
+    assert cell[0].item() == 1.0
+    np.testing.assert_array_equal(teacher.weight, before)
+
+
+def test_a_loss_that_keeps_arrays_runs_plain() -> None:
+    kept: list[mx.array] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        loss = mx.square(model(x)).mean()
+        kept.append(loss)
+        return loss
+
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), loss_fn)
+    with pytest.warns(RuntimeWarning, match="it stores a new array in"):
+        losses = [step(mx.ones((3, 4))).loss.item() for _ in range(3)]
+    assert [each.item() for each in kept[-3:]] == losses
+    assert step.stats.mode == "plain"
+    assert "stores a new array" in str(step.stats.reason)
+
+
+def test_an_array_that_nobody_can_watch_is_warned_of_once() -> None:
+    @functools.lru_cache
+    def mask(size: int) -> mx.array:
+        return mx.array([1.0] * size)
+
+    queue = collections.deque([mx.array([2.0])])
+    for loss_fn in (lambda model, x: (model(x) * mask(2)).sum(), lambda model, x: (model(x) * queue[0]).sum()):
+        step = Step(nn.Linear(4, 2), optim.SGD(1e-2), loss_fn)
+        with pytest.warns(RuntimeWarning, match=r"test_reach.*uses an array of shape .* does not look"):
+            step(mx.ones((3, 4)))
+        step(mx.ones((2, 4)))  # a warning is an error in these tests
+
+
+def test_modules_dataclasses_and_numpy_arrays_are_arguments() -> None:
+    def loss_fn(
+        model: nn.Module, other: nn.Module, pair: Pair, weights: np.ndarray[Any, Any], scale: float
+    ) -> mx.array:
+        error = model(other(pair.inputs)) - pair.targets
+        return (mx.square(error).mean(axis=1) * mx.array(weights)).sum() * scale
+
+    model, other = nn.Linear(4, 2), nn.Linear(4, 4)
+    step = Step(model, optim.SGD(1e-2), loss_fn)
+    for number in range(6):
+        pair = Pair(mx.random.normal((8, 4)), mx.ones((8, 2)))
+        weights = np.arange(8, dtype=np.float32) + number
+        wanted = loss_fn(model, other, pair, weights, number / 2).item()
+        assert step(other, pair, weights, number / 2).loss.item() == pytest.approx(wanted, rel=1e-5)
+        other.weight = other.weight + 0.1
+        if number == 3:
+            other = nn.Linear(4, 4)
+    assert (step.stats.mode, step.stats.traced) == ("native", 2)
+
+
+def test_a_copy_of_the_parameters_elsewhere_keeps_its_value() -> None:
+    online, target = nn.Linear(4, 2), nn.Linear(4, 2)
+    target.update(online.parameters())
+    before = mx.array(target.weight)
+    step = Step(online, optim.SGD(1e-1), lambda model, x: mx.square(model(x) - target(x) + 1).mean())
+    for _ in range(3):
+        step(mx.ones((3, 4)))
+    np.testing.assert_array_equal(target.weight, before)
+    assert not mx.array_equal(online.weight, before)
+    target.update(online.parameters())
+    assert step(mx.ones((3, 4))).loss.item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_new_closure_in_every_step_is_one_trace() -> None:
+    model, optimizer = nn.Linear(4, 2), optim.SGD(1e-2)
+    losses = []
+    step = None
+    for number in range(6):
+        noise = mx.full((3, 4), number / 10)
+
+        def loss_fn(model: nn.Module, noise: mx.array = noise) -> mx.array:
+            return mx.square(model(noise)).mean()
+
+        step = step or Step(model, optimizer, loss_fn)
+        step.loss_fn = loss_fn
+        losses.append((loss_fn(model).item(), step().loss.item()))
+    assert step is not None
+    assert step.stats.traced == 1
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
