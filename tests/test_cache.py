@@ -100,13 +100,16 @@ def test_closures_and_defaults_of_equal_contents_are_one_loss() -> None:
     losses = []
     for choice, batch in zip(choices, ROW.case.batches(6), strict=True):
         losses.append(float(fast_step(*ours, scaled(*choice), *batch)))
-    assert len(traced) == 3
     wanted = [
         float(plain_step(*reference, scaled(*choice))(*batch)[0])
         for choice, batch in zip(choices, ROW.case.batches(6), strict=True)
     ]
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    calls = len(traced)
+    for choice, batch in zip(choices, ROW.case.batches(6), strict=True):
+        fast_step(*ours, scaled(*choice), *batch)
+    assert len(traced) == calls
 
 
 def test_a_variable_of_the_closure_that_changes_is_seen() -> None:

@@ -17,6 +17,7 @@ from models import MODELS
 from plans import CASES, cross_entropy, mlp
 
 TOLERANCE = 0.15
+FIRST = 0.25  # by so much more at the most is planned for the first step alone
 
 # Run in a child: a plan, the peaks of the first update and of those after it, and a plan of more of them.
 MEASURE = """
@@ -54,7 +55,9 @@ def test_plan_is_near_the_measured_peak(name: str, child: Child) -> None:
     """The peak is known before the first step, and that of more steps after them."""
     model, optimizer, loss, options = CASES[name]
     done = child(MEASURE.format(model=model, optimizer=optimizer, loss=loss, options=options))
-    for planned, measured in json.loads(done.stdout):
+    (planned, measured), *peaks = json.loads(done.stdout)
+    assert (1 - TOLERANCE) * measured < planned < (1 + FIRST) * measured, done.stdout
+    for planned, measured in peaks:
         assert abs(planned - measured) < TOLERANCE * measured, done.stdout
 
 

@@ -179,7 +179,7 @@ def test_a_number_that_varies_is_an_input_and_one_that_does_not_matter_is_nothin
         wanted = agent.loss(step.model, x).item()
         assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
         assert step.stats.traced == min(number + 1, 2)
-    assert [trace.cause for trace in step.stats.traces] == ["what the loss reaches: self.temperature"]
+    assert [trace.cause for trace in step.stats.traces] == ["what the loss reaches: self.calls, self.temperature"]
 
 
 def test_a_number_that_changes_the_form_is_a_trace_for_each_form() -> None:

@@ -277,7 +277,7 @@ class _Search:
         names, attributes, dynamic = _named(function.__code__)
         self.attributes |= attributes
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
-        for name in names:
+        for name in sorted(names):
             if name in function.__globals__:
                 self.add(at, GLOBAL, name, function.__globals__[name])
 
@@ -315,7 +315,7 @@ class _Search:
             everything = self.any_attribute or isinstance(value, _RECORDS)
             names = values.keys() if everything else self.attributes & values.keys()
             self.follow_slots(at, value, everything)
-        for name in list(names):
+        for name in sorted(names):
             self.add(at, INSTANCE, name, values[name])
 
     def follow_slots(self, at: int, value: Any, everything: bool) -> None:

@@ -133,12 +133,13 @@ impl PythonHost {
         key: &Array,
         work: &mut dyn FnMut() -> MlxResult<()>,
     ) -> Result<MlxResult<Left>, Stop> {
-        let (model, keys, restore, reached) = {
+        let (model, keys, restore, sketch, reached) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             let reached = Reached::new(py, current, others)?;
             let (model, keys) = (current.model.bind(py), current.key_list.bind(py));
-            (model.clone(), keys.clone(), current.restore, reached)
+            let (restore, sketch) = (current.restore, current.sketch);
+            (model.clone(), keys.clone(), restore, sketch, reached)
         };
         let (before, slots) = Tree::record(&model, Scope::Whole)?;
         let snapshot = Snapshot::take(&model)?;
@@ -155,7 +156,7 @@ impl PythonHost {
             }
             Err(error) => Ok(Err(error)),
         };
-        reached.restore(py, matches!(outcome, Ok(Ok(_))))?;
+        reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))))?;
         if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()?;
         } else {

@@ -39,16 +39,18 @@ impl Seen {
 
     /// Whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
-        self.program == looked.program.id && self.change(py, looked).is_none()
+        let mut pairs = self.values.iter().zip(&looked.values);
+        self.program == looked.program.id && pairs.all(|(a, b)| equal(a.bind(py), b.bind(py)))
     }
 
-    /// The first value that is another one now, where the structure is the same.
-    pub fn change(&self, py: Python<'_>, looked: &Looked) -> Option<usize> {
+    /// The values that are other ones now, by number, where the structure is the same.
+    pub fn changes(&self, py: Python<'_>, looked: &Looked) -> Vec<usize> {
         if self.program != looked.program.id {
-            return None;
+            return Vec::new();
         }
-        let mut pairs = self.values.iter().zip(&looked.values);
-        pairs.position(|(a, b)| !equal(a.bind(py), b.bind(py)))
+        let pairs = self.values.iter().zip(&looked.values).enumerate();
+        let changed = pairs.filter(|(_, (a, b))| !equal(a.bind(py), b.bind(py)));
+        changed.map(|(number, _)| number).collect()
     }
 }
 

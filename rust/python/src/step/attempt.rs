@@ -100,6 +100,7 @@ impl Inner {
                 Err(stop) => stop,
             };
             let new = self.traces.discard();
+            self.unwatched = None;
             match stop {
                 Stop::Raised(error) => return Err(error),
                 Stop::Untraceable(why) | Stop::Becomes(why) if !(self.compiled && new) => {
@@ -246,11 +247,15 @@ impl Inner {
             .recent()
             .find(|entry| entry.key.equals(&key, py));
         let seen = changed.and_then(|entry| entry.kept.seen.last());
-        let changed = match seen.and_then(|seen| seen.change(py, &looked)) {
-            Some(value) => Some(looked.value_name(py, value)),
-            None => self.reach.change(),
-        };
-        let changed = changed.map(|name| named(user, &given.tree, name));
+        let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
+        let names = changed.iter().map(|&value| looked.value_name(py, value));
+        let mut names: Vec<String> = names.take(3).collect();
+        if names.is_empty() {
+            names.extend(self.reach.change());
+        }
+        let names = names.into_iter().map(|name| named(user, &given.tree, name));
+        let changed = names.collect::<Vec<_>>().join(", ");
+        let changed = (!changed.is_empty()).then_some(changed);
         let varying = self.shared(store, user, given, &key)?;
         let Some(varying) = varying else {
             return Ok(());
