@@ -169,6 +169,26 @@ def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.stats.mode == "native"
 
 
+def test_contents_that_are_changed_in_place_are_seen() -> None:
+    chosen, many, large, table = {"a"}, [1.0] * 5000, np.ones(40_000, np.float32), dict.fromkeys(range(5000), 1.0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        scale = 2.0 if "b" in chosen else 1.0
+        return (model(x).sum() + mx.array(large).sum() + mx.array(many).mean()) * scale * table[4999]
+
+    step, x = Step(nn.Linear(4, 2), optim.SGD(0.0), loss_fn), mx.ones((3, 4))
+    for change in (
+        lambda: chosen.add("b"),
+        lambda: many.__setitem__(7, 1e6),
+        lambda: large.__setitem__(39_999, 1e4),
+        lambda: table.update({4999: 3.0}),
+    ):
+        assert step(x).loss.item() == pytest.approx(loss_fn(step.model, x).item(), rel=1e-5)
+        change()
+    assert step(x).loss.item() == pytest.approx(loss_fn(step.model, x).item(), rel=1e-5)
+    assert step.stats.mode == "native"
+
+
 def test_a_number_that_varies_is_an_input_and_one_that_does_not_matter_is_nothing() -> None:
     agent = Agent()
     step = Step(nn.Linear(4, 2), optim.SGD(1e-2), agent.loss)

@@ -27,7 +27,7 @@ import numpy as np
 # How a node's object is found from its parent's; reach/node.rs has the same numbers.
 ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT = range(11)
 # What is compared in it.
-ARRAY, VALUE, NUMPY, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
+ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
 Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected
 
@@ -211,10 +211,8 @@ class _Search:
             return SAME, self.seen[id(value)]
         if isinstance(value, mx.array):
             return ARRAY, None
-        if isinstance(value, np.ndarray):
-            return NUMPY, None
-        if isinstance(value, set | frozenset) and all(isinstance(item, _PLAIN) for item in value):
-            return VALUE, frozenset(value) if isinstance(value, frozenset) else set(value)
+        if isinstance(value, np.ndarray | set | frozenset):
+            return CONTENTS, type(value)
         if _is(value, types.FunctionType):
             return FUNCTION, value.__code__
         if isinstance(value, nn.Module):
@@ -223,8 +221,9 @@ class _Search:
             self.walked |= _containers(value)
             return MODULE, None
         if isinstance(value, dict | list | tuple):
-            watched = id(value) not in self.walked and len(value) <= _MAX_ITEMS
-            return (CONTAINER if watched else ANYTHING), None
+            if id(value) in self.walked:
+                return ANYTHING, None
+            return (CONTAINER, None) if len(value) <= _MAX_ITEMS else (CONTENTS, type(value))
         if _parts(value):
             return ANYTHING, None
         if value is not self.owned and _has_attributes(value) and not isinstance(value, type):
@@ -357,7 +356,7 @@ class _Search:
         """Tell whether a user may put another object there, or change it."""
         parent, how, _, kind, expected = self.nodes[at]
         value = self.objects[at]
-        if how == ROOT or kind in (ARRAY, NUMPY, MODULE):
+        if how == ROOT or kind in (ARRAY, CONTENTS, MODULE):
             return True
         if isinstance(value, types.ModuleType) or (
             kind == SAME and isinstance(self.objects[expected], types.ModuleType)

@@ -2,7 +2,11 @@
 use std::rc::Rc;
 
 use mlx_rs::Array;
-use pyo3::{intern, prelude::*};
+use pyo3::{
+    intern,
+    prelude::*,
+    types::{PyList, PyTuple},
+};
 
 use super::{
     node::{attributes_of, Expect, How, Met},
@@ -11,11 +15,11 @@ use super::{
 use crate::{
     bridge,
     tree::Tree,
-    walk::{Place, Scope, Snapshot},
+    walk::{is_numpy, Place, Scope, Snapshot},
 };
 use faststep::layout::Tensor;
 
-/// Larger NumPy arrays that a loss reaches are not compared, in bytes.
+/// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
 const MAX_NUMPY: usize = 1 << 16;
 
 /// What a look at a program's nodes gives.
@@ -116,7 +120,7 @@ pub struct Looked {
     objects: Vec<Py<PyAny>>,
     /// The arrays.
     pub arrays: Rc<Vec<Array>>,
-    /// Numbers, strings and the contents of small NumPy arrays.
+    /// Numbers, strings, and the contents of what is changed in place.
     pub values: Vec<Py<PyAny>>,
 }
 
@@ -127,7 +131,7 @@ impl Looked {
         for (node, met) in program.nodes.iter().zip(&objects) {
             match node.expect {
                 Expect::Value(_) => values.push(met.object.clone().unbind()),
-                Expect::NumPy => values.push(contents(&met.object)?.unbind()),
+                Expect::Contents(_) => values.push(contents(&met.object)?.unbind()),
                 _ => {}
             }
         }
@@ -191,7 +195,7 @@ impl Looked {
     pub fn value_name(&self, py: Python<'_>, value: usize) -> String {
         let nodes = self.program.nodes.iter().enumerate();
         let mut values = nodes
-            .filter(|(_, node)| matches!(node.expect, Expect::Value(_) | Expect::NumPy))
+            .filter(|(_, node)| matches!(node.expect, Expect::Value(_) | Expect::Contents(_)))
             .map(|(at, _)| self.program.name(py, at));
         values.nth(value).unwrap_or_default()
     }
@@ -262,15 +266,21 @@ impl Looked {
     }
 }
 
-// what a small NumPy array holds; a larger one stands for itself
-fn contents<'py>(array: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let py = array.py();
-    let bytes: usize = array.getattr(intern!(py, "nbytes"))?.extract()?;
-    if bytes > MAX_NUMPY {
-        return Ok(array.as_ptr().addr().into_pyobject(py)?.into_any());
+// a copy of what an object holds, or of a large NumPy array the hash of that: the object may be changed in place
+fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = object.py();
+    if !is_numpy(object) {
+        return match object.cast::<PyList>() {
+            Ok(list) => Ok(list.to_tuple().into_any()),
+            Err(_) if object.is_instance_of::<PyTuple>() => Ok(object.clone()),
+            Err(_) => object.call_method0(intern!(py, "copy")),
+        };
     }
-    let shape = array.getattr(intern!(py, "shape"))?;
-    let dtype = array.getattr(intern!(py, "dtype"))?.str()?;
-    let data = array.call_method0(intern!(py, "tobytes"))?;
+    let shape = object.getattr(intern!(py, "shape"))?;
+    let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
+    let data = object.call_method0(intern!(py, "tobytes"))?;
+    if data.len()? > MAX_NUMPY {
+        return Ok((shape, dtype, data.hash()?).into_pyobject(py)?.into_any());
+    }
     Ok((shape, dtype, data).into_pyobject(py)?.into_any())
 }

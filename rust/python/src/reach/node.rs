@@ -10,7 +10,7 @@ use pyo3::{
 use crate::{
     bridge,
     tree::{is_plain, Tree},
-    walk::{is_numpy, Scope},
+    walk::Scope,
 };
 
 /// How an object is found from its parent; `_reach.py` has the same numbers.
@@ -61,8 +61,8 @@ pub enum Expect {
     Array,
     /// A number, a string or their kind, of any value.
     Value(Py<PyType>),
-    /// A NumPy array, of any value.
-    NumPy,
+    /// An object of that class, of any contents: a NumPy array, a set, a long list, tuple or dict.
+    Contents(Py<PyType>),
     /// A dict, list, tuple or module of that class and those lengths, of its own and of its instance dict.
     Container(Class, usize, Option<usize>),
     /// An object of that class, with so many attributes.
@@ -161,7 +161,7 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
     Ok(match number {
         0 => Expect::Array,
         1 => Expect::Value(expected.get_type().unbind()),
-        2 => Expect::NumPy,
+        2 => Expect::Contents(expected.clone().cast_into::<PyType>()?.unbind()),
         3 => Expect::Container(Weak::of_class(&expected.get_type()), 0, None),
         4 => Expect::Object(Weak::of_class(&expected.get_type()), None),
         5 => Expect::Function(expected.clone().unbind()),
@@ -324,7 +324,7 @@ impl Node {
         match &self.expect {
             Expect::Array => bridge::is_array(object),
             Expect::Value(class) => object.get_type().is(class) || is_plain(object),
-            Expect::NumPy => is_numpy(object),
+            Expect::Contents(class) => object.get_type().is(class),
             Expect::Container(class, len, attributes) => {
                 class.is(&object.get_type())
                     && object.len().is_ok_and(|n| n == *len)
