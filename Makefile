@@ -25,7 +25,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
 
 # What `make bench` measures: programs in benches.
-PARTS ?= step optimizers clients matmul threads quantized scaling runs rust trainer loader checkpoints
+PARTS ?= step optimizers clients reach matmul threads quantized scaling runs rust trainer loader checkpoints
 
 .PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-install \
 	test-mlx-rs deny fuzz bench wheels run run-rust all

@@ -20,12 +20,14 @@ from report_step import (
     MATMUL,
     OPTIMIZERS,
     QUANTIZED,
+    REACH,
     STEP,
     THREADS,
     clients,
     matmul,
     optimizers,
     quantized,
+    reach,
     step,
     threads,
 )
@@ -36,8 +38,8 @@ DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, optimizers, clients, matmul, threads, quantized, scaling, runs, rust,
-trainer, loader or checkpoints.
+`make bench PARTS=step` runs one part only: step, optimizers, clients, reach, matmul, threads, quantized, scaling, runs,
+rust, trainer, loader or checkpoints.
 """
 
 
@@ -53,6 +55,7 @@ SECTIONS = {
     "step": Section("The step, side by side", STEP, step),
     "optimizers": Section("The step with each optimizer", OPTIMIZERS, optimizers),
     "clients": Section("Whole programs", CLIENTS, clients),
+    "reach": Section("What a loss reaches", REACH, reach),
     "matmul": Section("Matrix products", MATMUL, matmul),
     "threads": Section("Who shares the products", THREADS, threads),
     "quantized": Section("Quantized weights", QUANTIZED, quantized),

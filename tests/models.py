@@ -89,6 +89,22 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1])
 
 
+class Looped(nn.Module):
+    """One layer that stands in the model three times (Dehghani et al., Universal Transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = [nn.Linear(WIDTH, WIDTH)] * 2
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.last = self.loop[0]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, width] to logits [batch, classes]."""
+        for layer in [*self.loop, self.last]:
+            x = x + nn.tanh(layer(x))
+        return self.head(x)
+
+
 class LoRALinear(nn.Module):
     """A quantized layer that stays, and an adapter of low rank that trains."""
 
@@ -257,6 +273,7 @@ def mixed_mlp() -> nn.Module:
 
 MODELS = {
     "mlp": ModelCase(MLP),
+    "looped": ModelCase(Looped),
     "conv": ModelCase(ConvNet),
     "tied": ModelCase(TiedLM, draw_tokens),
     "nested": ModelCase(Nested),

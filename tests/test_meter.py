@@ -116,6 +116,14 @@ def test_parameters_without_a_gradient_are_named(options: dict[str, Any]) -> Non
     assert told(Step(model, optim.AdamW(1e-3), lambda model, x: model(x)), [(mx.ones((40,)),)]) == []
 
 
+def test_a_layer_that_stands_in_the_model_twice_has_its_gradient_in_the_last_place() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, layer)
+    step = Step(model, optim.AdamW(1e-3), lambda model, x: mx.square(model(x)).mean())
+    assert told(step, [(mx.ones((2, 4)),)], 200) == []
+    assert step.stats.mode == "native"
+
+
 def test_a_loss_that_depends_on_nothing_is_told_once() -> None:
     step = linear()
     step.loss_fn = lambda model, x: mx.stop_gradient(model(x)).mean()

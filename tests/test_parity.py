@@ -61,6 +61,7 @@ BY_VALUE = [
 TABLE = [
     *halved(KINDS, OPTIMIZERS),
     *halved(["bf16"], CLASSES),
+    *halved(["looped"], ["sgd-momentum", "adamw", "lion", "adafactor", "muon", "user-adam"]),
     *halved(["nested", "decorated", "gpt", "mixed"], ["sgd-momentum", "adamw", "lion", "user-adam"]),
     *BY_VALUE,
 ]

@@ -88,6 +88,7 @@ struct Buffer {
 pub struct Layout {
     tensors: Vec<Tensor>,
     buffers: Vec<Buffer>,
+    doubles: Vec<(usize, usize)>, // buffers, of which the second one's update counts for both
 }
 
 impl Layout {
@@ -122,7 +123,11 @@ impl Layout {
                 });
             }
         }
-        Self { tensors, buffers }
+        Self {
+            tensors,
+            buffers,
+            doubles: Vec::new(),
+        }
     }
 
     /// Give every tensor a buffer of its own.
@@ -136,7 +141,24 @@ impl Layout {
         Self {
             buffers: buffers.collect(),
             tensors,
+            doubles: Vec::new(),
         }
+    }
+
+    /// The same where some tensors are one: of each pair, the update of the second one counts. Each of them has a buffer
+    /// of its own.
+    #[must_use]
+    pub fn with_doubles(mut self, doubles: &[(usize, usize)]) -> Self {
+        let of = |tensor| (0..self.len()).find(|&buffer| self.single(buffer) == Some(tensor));
+        let doubles = doubles.iter();
+        self.doubles = doubles.filter_map(|&(a, b)| of(a).zip(of(b))).collect();
+        self
+    }
+
+    /// Pairs of buffers that are one: the update of the second one counts.
+    #[must_use]
+    pub fn doubles(&self) -> &[(usize, usize)] {
+        &self.doubles
     }
 
     /// The tensors, in the order in which they were given.

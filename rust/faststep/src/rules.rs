@@ -63,18 +63,23 @@ impl Rules {
 
     /// Lay out tensors so that those share buffers which one rule updates element by element, and those of one shape which
     /// it updates tensor by tensor.
+    ///
+    /// `doubles`: pairs of tensors that are one, as [`Layout::with_doubles`] takes them.
     #[must_use]
-    pub fn layout(&self, tensors: Vec<Tensor>) -> Layout {
+    pub fn layout(&self, tensors: Vec<Tensor>, doubles: &[(usize, usize)]) -> Layout {
         let mut stacks = HashMap::new();
-        let keys = self.of.iter().zip(&tensors).map(|(&rule, tensor)| {
-            if self.rules[rule].is_elementwise(&tensor.shape) {
+        let given = self.of.iter().zip(&tensors).enumerate();
+        let keys = given.map(|(at, (&rule, tensor))| {
+            let double = doubles.iter().any(|&(a, b)| a == at || b == at);
+            if !double && self.rules[rule].is_elementwise(&tensor.shape) {
                 return rule;
             }
             let next = self.rules.len() + stacks.len();
-            *stacks.entry((rule, &tensor.shape)).or_insert(next)
+            let stack = (rule, &tensor.shape, double.then_some(at));
+            *stacks.entry(stack).or_insert(next)
         });
         let keys: Vec<_> = keys.collect();
-        Layout::flat(tensors, &keys)
+        Layout::flat(tensors, &keys).with_doubles(doubles)
     }
 
     /// The same with another rule in place of the only one; `None` where that one keeps another state.

@@ -10,6 +10,9 @@ use common::{batch, mse, Mlp};
 use faststep::{Optimizer, Optimizers, Options, Step};
 use mlx_rs::{memory::active_memory, module::Module};
 
+/// What counts as the same: MLX may hand out a buffer that is larger than asked for, from its cache.
+const ACTIVE: usize = 4 << 10;
+
 /// The process's resident memory in bytes.
 fn resident() -> usize {
     let pages = fs::read_to_string("/proc/self/statm").unwrap();
@@ -57,7 +60,7 @@ fn nothing_grows() {
     let steps = readings(&mut trained, 5000, |step, _| {
         step.step(&[x.clone(), y.clone()]).unwrap();
     });
-    assert_eq!(steps[0].0, steps[4].0, "active bytes: {steps:?}");
+    assert!(steps[4].0 <= steps[0].0 + ACTIVE, "active bytes: {steps:?}");
     assert!(
         steps[4].1 < steps[0].1 + (4 << 20),
         "resident bytes: {steps:?}"
@@ -69,7 +72,10 @@ fn nothing_grows() {
         step.step(&[x.clone(), y.clone()]).unwrap();
     });
     assert_eq!(changed.stats().unwrap().traced, 500);
-    assert_eq!(traces[0].0, traces[4].0, "active bytes: {traces:?}");
+    assert!(
+        traces[4].0 <= traces[0].0 + ACTIVE,
+        "active bytes: {traces:?}"
+    );
     assert!(
         traces[4].1 < traces[0].1 + (8 << 20),
         "resident bytes: {traces:?}"

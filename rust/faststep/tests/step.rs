@@ -91,7 +91,7 @@ impl Run {
         ];
         let tensors: Vec<Tensor> = parameters.iter().map(Tensor::of).collect();
         let rules = Rules::one(rule, tensors.len());
-        let layout = Rc::new(rules.layout(tensors));
+        let layout = Rc::new(rules.layout(tensors, &[]));
         let mut state = vec![
             Array::from_slice(&[0u64], &[]),
             Array::from_f32(0.1), // the learning rate

@@ -1,4 +1,6 @@
 //! The user's objects around an evaluation: they let go of the old arrays before it and show the new ones after it.
+use std::collections::HashMap;
+
 use faststep::step::{Engine, Owner};
 use pyo3::prelude::*;
 
@@ -100,12 +102,19 @@ impl Owner for Holder<'_, '_> {
     fn release(&mut self) {
         self.released = true;
         let hollow = faststep::array::hollow();
+        let mut slots: HashMap<usize, isize> = HashMap::new(); // of an object that stands in the model twice
+        if self.prepared.aliased {
+            for (_, slot) in self.parameters() {
+                *slots.entry(slot.object.as_ptr().addr()).or_default() += 1;
+            }
+        }
         for (_, slot) in self.parameters() {
-            slot.empty(&hollow);
+            let slots = slots.get(&slot.object.as_ptr().addr()).copied();
+            slot.empty(&hollow, slots.unwrap_or(1));
         }
         let Some(moments) = &mut self.moments else {
             for slot in &self.prepared.state {
-                slot.empty(&hollow);
+                slot.empty(&hollow, 1);
             }
             return;
         };

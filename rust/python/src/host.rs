@@ -280,7 +280,7 @@ pub fn expected(what: &str) -> PyErr {
 impl Current {
     // puts tracers into the model's slots, calls the loss and reads off what it assigned to parameters
     fn loss(&mut self, py: Python<'_>, call: LossCall) -> Result<LossOutput, Stop> {
-        let (_, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
+        let (tree, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
         let roles = self.roles.clone();
         let tracer = |role: Role| match role {
             Role::Parameter(i) => &call.parameters[i],
@@ -300,9 +300,10 @@ impl Current {
             aux,
             ..LossOutput::new(loss)
         };
-        for (slot, (role, path)) in slots.iter().zip(roles.iter()) {
+        for (number, (slot, (role, path))) in slots.iter().zip(roles.iter()).enumerate() {
             if let Role::Parameter(index) = role {
-                let rebound = self.rebound(slot, tracer(*role), *role, path)?;
+                let shown = tracer(roles[tree.last_place(number)].0);
+                let rebound = self.rebound(slot, shown, *role, path)?;
                 output.parameters.extend(rebound.map(|now| (*index, now)));
             }
         }
@@ -349,9 +350,13 @@ impl Current {
         key: &Array,
     ) -> Result<Left, Stop> {
         let mut left = Left::default();
-        for (slot, (role, path)) in slots.iter().zip(self.roles.iter()) {
+        for (number, (slot, (role, path))) in slots.iter().zip(self.roles.iter()).enumerate() {
             if let Role::Other(index) = role {
-                let rebound = self.rebound(slot, &others[*index], *role, path)?;
+                let shown = match self.roles[before.last_place(number)].0 {
+                    Role::Other(last) => &others[last],
+                    Role::Parameter(_) => &others[*index],
+                };
+                let rebound = self.rebound(slot, shown, *role, path)?;
                 left.others.extend(rebound.map(|now| (*index, now)));
             }
         }

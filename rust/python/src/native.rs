@@ -25,10 +25,12 @@ pub struct Native {
 impl Native {
     /// Read an initialised optimizer; `None` where it cannot be updated natively.
     ///
-    /// `trainable` is the tree of what `paths` and `tensors` list; `mixed`: float32 masters are updated.
+    /// `trainable` is the tree of what `paths` and `tensors` list; of `doubles`, which are pairs of one tensor, the second
+    /// one's update counts; `mixed`: float32 masters are updated.
     pub fn find(
         optimizer: &Bound<'_, PyAny>,
         (paths, tensors): (Vec<Vec<String>>, Vec<Tensor>),
+        doubles: &[(usize, usize)],
         trainable: &Bound<'_, PyAny>,
         mixed: bool,
     ) -> PyResult<Option<Self>> {
@@ -38,7 +40,10 @@ impl Native {
         let Some(rules) = native_rules(optimizer, &paths, trainable)? else {
             return Ok(None);
         };
-        let layout = rules.layout(tensors);
+        if !doubles.is_empty() && rules.rules().len() > 1 {
+            return Ok(None); // which update counts depends on how they are merged
+        }
+        let layout = rules.layout(tensors, doubles);
         let Some(moments) = Moments::find(optimizer, &paths, &rules, &layout)? else {
             return Ok(None);
         };

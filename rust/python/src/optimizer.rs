@@ -154,8 +154,8 @@ fn adafactor(optimizer: &Bound<'_, PyAny>) -> Option<Adafactor> {
     (rule.has_rate || rule.relative_step).then_some(rule)
 }
 
-// what a `MultiOptimizer` delegates to
-fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
+/// The optimizers that a `MultiOptimizer` delegates to.
+pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
     let children = optimizer.getattr_opt(intern!(optimizer.py(), "optimizers"));
     children.ok()??.cast_into().ok()
 }

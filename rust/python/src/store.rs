@@ -49,11 +49,19 @@ impl ModelSignature {
             .collect()
     }
 
-    /// The path to a parameter that several objects of the model share.
-    pub fn shared(&self) -> Option<&[String]> {
-        let doubles = self.tree.doubles().iter().map(|&slot| &self.roles[slot]);
-        let mut shared = doubles.filter(|(role, _)| matches!(role, Role::Parameter(_)));
-        shared.next().map(|(_, path)| path.as_slice())
+    /// Parameters that are at a later place in the model too, and the last parameter there, whose update counts; `None`
+    /// where a place is trained and another that is the same is not.
+    pub fn doubles(&self) -> Option<Vec<(usize, usize)>> {
+        let roles = self.tree.doubles().iter();
+        let mut roles = roles.map(|&(slot, last)| (&self.roles[slot].0, &self.roles[last].0));
+        roles.try_fold(Vec::new(), |mut doubles, roles| {
+            match roles {
+                (Role::Parameter(slot), Role::Parameter(last)) => doubles.push((*slot, *last)),
+                (Role::Other(_), Role::Other(_)) => {}
+                _ => return None,
+            }
+            Some(doubles)
+        })
     }
 
     /// The identities of the arrays that belong to it.

@@ -132,7 +132,7 @@ pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
-    doubles: Vec<usize>, // array slots that stand at another place of the tree too
+    doubles: Vec<(usize, usize)>, // array slots that a later one is too, and the last of those
 }
 
 /// Containers that stand at several places: the number of each, and of the one before it that is the same.
@@ -145,8 +145,8 @@ fn aliases(containers: &[usize]) -> Vec<(usize, usize)> {
     pairs
 }
 
-/// The slots that are the same place as another one.
-fn doubles(slots: &[Slot<'_>]) -> Vec<usize> {
+/// The slots that are the same place as a later one, and the last that is.
+fn doubles(slots: &[Slot<'_>]) -> Vec<(usize, usize)> {
     let mut places: Vec<(usize, usize, usize)> = Vec::new();
     for (number, slot) in slots.iter().enumerate() {
         match &slot.place {
@@ -158,9 +158,14 @@ fn doubles(slots: &[Slot<'_>]) -> Vec<usize> {
         }
     }
     places.sort_unstable();
-    let pairs = places.windows(2);
-    let pairs = pairs.filter(|pair| (pair[0].0, pair[0].1) == (pair[1].0, pair[1].1));
-    pairs.flat_map(|pair| [pair[0].2, pair[1].2]).collect()
+    let same = places.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1));
+    let pairs = same.flat_map(|same| {
+        let last = same.last().map_or(0, |place| place.2);
+        same[..same.len() - 1]
+            .iter()
+            .map(move |place| (place.2, last))
+    });
+    pairs.collect()
 }
 
 impl Tree {
@@ -242,9 +247,15 @@ impl Tree {
         constants.collect()
     }
 
-    /// The array slots that stand at more than one place, because an object that has them does.
-    pub fn doubles(&self) -> &[usize] {
+    /// The array slots that stand at a later place too, because an object that has them does, and the last such place.
+    pub fn doubles(&self) -> &[(usize, usize)] {
         &self.doubles
+    }
+
+    /// The last array slot that is the same place as this one: what is put there stays.
+    pub fn last_place(&self, slot: usize) -> usize {
+        let double = self.doubles.iter().find(|&&(double, _)| double == slot);
+        double.map_or(slot, |&(_, last)| last)
     }
 
     /// Shape and dtype of the array in each slot.

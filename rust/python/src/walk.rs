@@ -85,9 +85,9 @@ impl Slot<'_> {
         self.place.set(&bridge::wrap(self.object.py(), array)?)
     }
 
-    /// Let the object go of its value, unless somebody else refers to it.
-    pub fn empty(&self, hollow: &Array) {
-        if self.is_unshared() {
+    /// Let the object go of its value, unless somebody refers to it beside its container and so many slots.
+    pub fn empty(&self, hollow: &Array, slots: isize) {
+        if bridge::refcount(&self.object) == 1 + slots {
             bridge::assign(&self.object, hollow);
         }
     }

@@ -32,6 +32,9 @@ impl Body<'_> {
             }
         }
         let (layout, places) = (&self.recipe.layout, &self.recipe.places);
+        for &(buffer, last) in layout.doubles() {
+            new[buffer] = new[last].clone();
+        }
         for (buffer, weight) in new.iter_mut().enumerate() {
             if let (Some(decay), Some(first)) = (self.recipe.ema_decay, places.average) {
                 let old = &inputs.state[first + buffer];

@@ -57,7 +57,7 @@ pub(super) fn lay_out(
         .map(|(name, array)| optimizers.rule_of(name, array))
         .collect();
     let rules = Rules::new(optimizers.rules(), of);
-    let layout = rules.layout(looked.slots.tensors().to_vec());
+    let layout = rules.layout(looked.slots.tensors().to_vec(), &[]);
     let mut state = scalars(&rules, optimizers, saved)?;
     let arrays = moments(&rules, names, layout.tensors(), options, saved)?;
     for buffer in 0..layout.len() {

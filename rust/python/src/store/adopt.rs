@@ -11,9 +11,8 @@ use super::{ModelSignature, Store};
 use crate::{
     bridge,
     errors::{mlx, to_python},
-    host::dotted,
     native::Native,
-    optimizer::native_rule,
+    optimizer::{children, native_rule},
     tree::Tree,
     walk::{rebuild, Scope, Slot, Snapshot},
 };
@@ -108,27 +107,32 @@ impl Store {
         signature: &ModelSignature,
         trainable: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Native>> {
-        if signature.shared().is_some() {
+        let Some(doubles) = signature.doubles() else {
             return Ok(None);
-        }
+        };
         let given = (signature.paths(), signature.tensors());
-        Native::find(optimizer, given, trainable, self.mixed)
+        Native::find(optimizer, given, &doubles, trainable, self.mixed)
     }
 
     /// Why the optimizer's own code is traced.
     pub fn why_traced(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<String> {
         let signature = self.signature()?;
-        if let Some(path) = signature.shared() {
-            let path = dotted(path);
-            return Ok(format!(
-                "{path} is a parameter of an object that stands in the model twice"
-            ));
-        }
         let halves = signature.tensors();
         if let Some(tensor) = halves.iter().find(|t| !Optimizer::supports(t.dtype)) {
             return Ok(format!("there are parameters of {:?}", tensor.dtype));
         }
         let class = optimizer.get_type().fully_qualified_name()?;
+        let doubles = signature.doubles();
+        let Some(doubles) = doubles else {
+            return Ok(
+                "a parameter stands in the model twice, and one of its places is frozen".into(),
+            );
+        };
+        if !doubles.is_empty() && children(optimizer).is_some() {
+            return Ok(format!(
+                "parameters stand in the model twice, and the optimizer ({class}) is several"
+            ));
+        }
         if native_rule(optimizer).is_some() {
             return Ok(format!(
                 "the state of the optimizer ({class}) has other names, shapes or dtypes than MLX's"

@@ -100,7 +100,7 @@ impl Store {
         if let Some(old) = &self.current {
             let same = old.paths() == signature.paths()
                 && old.tensors() == signature.tensors()
-                && old.shared() == signature.shared();
+                && old.doubles() == signature.doubles();
             if !same {
                 self.expose(py)?;
                 self.forget()?;
