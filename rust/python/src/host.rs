@@ -2,6 +2,9 @@
 //!
 //! Tracers are put where the arrays are, the user's function is called, what it assigned is read off, and everything is
 //! put back as it was, whether the function returned or raised.
+mod loss;
+mod update;
+
 use std::{cell::RefCell, rc::Rc};
 
 use faststep::{
@@ -13,28 +16,17 @@ use mlx_rs::{
     Array,
 };
 use pyo3::{
-    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
-    intern,
+    exceptions::{PyTypeError, PyValueError},
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyList, PyTuple},
 };
 
 use crate::{
-    bridge,
-    optimizer::{leaves, traceable_rate, HostSchedules},
-    reach::{Looked, Reached},
-    tree::Tree,
-    walk::{rebuild, Scope, Slot, Snapshot},
+    mlx::bridge,
+    optimizer::{leaves, traceable_rate},
+    reach::{stop::Stop, Looked, Reached},
+    tree::{role::Role, snapshot::Snapshot, walk::Scope, Tree},
 };
-
-/// What an array slot of the model is to the step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// A trainable parameter, by its index.
-    Parameter(usize),
-    /// Any other array, by its index.
-    Other(usize),
-}
 
 /// The call during which a trace may be made.
 #[allow(clippy::struct_excessive_bools)] // what a loss may do and gives has several independent answers
@@ -83,22 +75,6 @@ pub struct Current {
     pub template: Option<Py<PyAny>>,
 }
 
-/// Why a trace ended.
-pub enum Stop {
-    /// The user's code raised.
-    Raised(PyErr),
-    /// The loss does what a trace cannot repeat.
-    Untraceable(String),
-    /// The loss makes another array of a buffer, which the next trace may be for.
-    Becomes(String),
-}
-
-impl From<PyErr> for Stop {
-    fn from(error: PyErr) -> Self {
-        Self::Raised(error)
-    }
-}
-
 /// The engine's host: the call that is under way.
 #[derive(Default)]
 pub struct PythonHost {
@@ -136,7 +112,9 @@ impl PythonHost {
         let (model, keys, restore, sketch, reached) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
-            let reached = Reached::new(py, current, others)?;
+            let looked = current.looked.clone();
+            let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
+            current.tracers = reached.constants(others).to_vec();
             let (model, keys) = (current.model.bind(py), current.key_list.bind(py));
             let (restore, sketch) = (current.restore, current.sketch);
             (model.clone(), keys.clone(), restore, sketch, reached)
@@ -236,297 +214,8 @@ impl Host for PythonHost {
     }
 }
 
-/// What a loss function returned.
-struct Read {
-    loss: Array,
-    weight: Option<Array>,
-    aux: Vec<Array>, // the weight among them, where it is an array
-}
-
-// a scalar array, or a number that the shapes of the batch determine
-fn read_weight(returned: &Bound<'_, PyAny>) -> Result<Array, Stop> {
-    let second = returned
-        .cast::<PyTuple>()
-        .ok()
-        .and_then(|tuple| tuple.get_item(1).ok());
-    if let Some(weight) = second.as_ref().and_then(bridge::get) {
-        if weight.ndim() == 0 {
-            return Ok(weight);
-        }
-        return Err(Stop::Raised(PyValueError::new_err(format!(
-            "the loss function: expected a scalar weight behind the loss, got one of shape {:?}",
-            weight.shape()
-        ))));
-    }
-    if let Some(weight) = second.as_ref().and_then(|w| w.extract::<f32>().ok()) {
-        return Ok(Array::from_f32(weight));
-    }
-    Err(Stop::Raised(PyTypeError::new_err(format!(
-        "the loss function: expected (mean loss, weight, ...) with weighted=True, the weight a scalar mx.array or a number, \
-         got {}",
-        second.unwrap_or_else(|| returned.clone()).get_type().fully_qualified_name()?
-    ))))
-}
-
-#[allow(clippy::needless_pass_by_value)] // for map_err
-fn failed(error: Exception) -> Stop {
-    Stop::Raised(PyValueError::new_err(error.what().to_owned()))
-}
-
 pub fn expected(what: &str) -> PyErr {
     PyTypeError::new_err(format!("expected {what}"))
-}
-
-impl Current {
-    // puts tracers into the model's slots, calls the loss and reads off what it assigned to parameters
-    fn loss(&mut self, py: Python<'_>, call: LossCall) -> Result<LossOutput, Stop> {
-        let (tree, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
-        let roles = self.roles.clone();
-        let tracer = |role: Role| match role {
-            Role::Parameter(i) => &call.parameters[i],
-            Role::Other(i) => &call.others[i],
-        };
-        for (slot, (role, _)) in slots.iter().zip(roles.iter()) {
-            slot.place.set(&bridge::wrap(py, tracer(*role))?)?;
-        }
-        self.key_list
-            .bind(py)
-            .set_item(0, bridge::wrap(py, call.key)?)?;
-
-        let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
-
-        let mut output = LossOutput {
-            weight,
-            aux,
-            ..LossOutput::new(loss)
-        };
-        for (number, (slot, (role, path))) in slots.iter().zip(roles.iter()).enumerate() {
-            if let Role::Parameter(index) = role {
-                let shown = tracer(roles[tree.last_place(number)].0);
-                let rebound = self.rebound(slot, shown, *role, path)?;
-                output.parameters.extend(rebound.map(|now| (*index, now)));
-            }
-        }
-        Ok(output)
-    }
-
-    // what the slot holds in place of the tracer, in its dtype where the loss computes in another one
-    fn rebound(
-        &self,
-        slot: &Slot<'_>,
-        tracer: &Array,
-        role: Role,
-        path: &[String],
-    ) -> Result<Option<Array>, Stop> {
-        let now = slot.place.get()?.and_then(|object| bridge::get(&object));
-        let Some(mut now) = now else {
-            return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
-        };
-        if faststep::array::id(&now) == faststep::array::id(tracer) {
-            return Ok(None);
-        }
-        if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
-            now = now.as_dtype(tracer.dtype()).map_err(failed)?;
-        }
-        if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
-            let name = dotted(path);
-            let what = format!("it assigns an array of another shape or dtype to {name}");
-            match role {
-                Role::Parameter(_) => return Err(Stop::Untraceable(what)),
-                Role::Other(_) if self.compiled => return Err(Stop::Becomes(what)),
-                Role::Other(_) => {}
-            }
-        }
-        Ok(Some(now))
-    }
-
-    // what the loss, and the parts of it that were called again for the gradients, have left behind
-    fn left(
-        &self,
-        py: Python<'_>,
-        before: &Tree,
-        slots: &[Slot<'_>],
-        others: &[Array],
-        key: &Array,
-    ) -> Result<Left, Stop> {
-        let mut left = Left::default();
-        for (number, (slot, (role, path))) in slots.iter().zip(self.roles.iter()).enumerate() {
-            if let Role::Other(index) = role {
-                let shown = match self.roles[before.last_place(number)].0 {
-                    Role::Other(last) => &others[last],
-                    Role::Parameter(_) => &others[*index],
-                };
-                let rebound = self.rebound(slot, shown, *role, path)?;
-                left.others.extend(rebound.map(|now| (*index, now)));
-            }
-        }
-        let now = bridge::get(&self.key_list.bind(py).get_item(0)?);
-        left.key = now.filter(|now| faststep::array::id(now) != faststep::array::id(key));
-        left.kept = self.kept(py, before)?;
-        Ok(left)
-    }
-
-    // arrays that the loss stored on the model beside its slots
-    fn kept(&self, py: Python<'_>, before: &Tree) -> Result<Vec<Array>, Stop> {
-        let (after, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
-        if after.tensors().len() == before.tensors().len() {
-            return Ok(Vec::new());
-        }
-        let known = before.paths(py);
-        let mut kept = Vec::new();
-        for (path, slot) in after.paths(py).iter().zip(&slots) {
-            if known.contains(path) {
-                continue;
-            }
-            if self.compiled {
-                let what = format!("it stores a new array on the model: {}", dotted(path));
-                return Err(Stop::Untraceable(what));
-            }
-            kept.extend(bridge::get(&slot.object));
-        }
-        Ok(kept)
-    }
-
-    fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<Read, Stop> {
-        let mut tracers = batch.iter();
-        let arguments = rebuild(self.arguments.bind(py), &mut |_| {
-            let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
-            bridge::wrap(py, tracer)
-        })?;
-        let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
-        let positional = arguments
-            .get_item(0)?
-            .cast_into::<PyTuple>()
-            .map_err(PyErr::from)?;
-        let named = arguments
-            .get_item(1)?
-            .cast_into::<PyDict>()
-            .map_err(PyErr::from)?;
-        let mut all = vec![self.model.bind(py).clone()];
-        all.extend(positional.iter());
-        let returned = self
-            .loss_fn
-            .bind(py)
-            .call(PyTuple::new(py, all)?, Some(&named))
-            .map_err(|error| stop(py, error))?;
-        self.read_loss(&returned)
-    }
-
-    fn read_loss(&mut self, returned: &Bound<'_, PyAny>) -> Result<Read, Stop> {
-        let first = match returned.cast::<PyTuple>() {
-            Ok(tuple) => tuple.get_item(0).ok(),
-            Err(_) => Some(returned.clone()),
-        };
-        let Some(loss) = first.as_ref().and_then(bridge::get) else {
-            return Err(Stop::Raised(PyTypeError::new_err(format!(
-                "the loss function: expected a scalar mx.array or a tuple that begins with one, got {}",
-                returned.get_type().fully_qualified_name()?
-            ))));
-        };
-        if loss.ndim() != 0 {
-            return Err(Stop::Raised(PyValueError::new_err(format!(
-                "the loss function: expected a scalar loss, got one of shape {:?}: reduce it with mean() or sum()",
-                loss.shape()
-            ))));
-        }
-        let weight = if self.weighted {
-            Some(read_weight(returned)?)
-        } else {
-            None
-        };
-        let hole = bridge::wrap(returned.py(), &faststep::array::hollow())?;
-        let mut arrays = Vec::new();
-        let template = rebuild(returned, &mut |object| {
-            arrays.extend(bridge::get(object));
-            Ok(hole.clone())
-        })?;
-        self.template = Some(template.unbind());
-        arrays.remove(0);
-        Ok(Read {
-            loss,
-            weight,
-            aux: arrays,
-        })
-    }
-
-    fn update(&mut self, py: Python<'_>, call: UpdateCall) -> Result<UpdateOutput, Stop> {
-        let optimizer = self.optimizer.bind(py).clone();
-        let (_, slots) = Tree::record(&optimizer, Scope::Whole)?;
-        let snapshot = Snapshot::take(&optimizer)?;
-        let outcome = self.traced_update(py, &optimizer, call, &slots);
-        snapshot.restore()?;
-        outcome
-    }
-
-    fn traced_update<'py>(
-        &self,
-        py: Python<'py>,
-        optimizer: &Bound<'py, PyAny>,
-        call: UpdateCall,
-        slots: &[Slot<'py>],
-    ) -> Result<UpdateOutput, Stop> {
-        for (slot, tracer) in slots.iter().zip(call.state) {
-            slot.place.set(&bridge::wrap(py, tracer)?)?;
-        }
-        HostSchedules::of(optimizer).hold()?;
-        let trainable = self.trainable.bind(py);
-        let fill = |arrays: &[Array]| {
-            let mut arrays = arrays.iter();
-            rebuild(trainable, &mut |_| {
-                let array = arrays
-                    .next()
-                    .ok_or_else(|| expected("as many arrays as parameters"))?;
-                bridge::wrap(py, array)
-            })
-        };
-        let updated = optimizer
-            .call_method1(
-                intern!(py, "apply_gradients"),
-                (fill(call.gradients)?, fill(call.parameters)?),
-            )
-            .map_err(|error| stop(py, error))?;
-        let mut state = Vec::new();
-        for (index, (slot, tracer)) in slots.iter().zip(call.state).enumerate() {
-            let now = slot.place.get()?.and_then(|object| bridge::get(&object));
-            let now = now.ok_or_else(|| {
-                Stop::Untraceable("the optimizer removes an array from its state".into())
-            })?;
-            if faststep::array::id(&now) != faststep::array::id(tracer) {
-                state.push((index, now));
-            }
-        }
-        Ok(UpdateOutput {
-            parameters: self.in_order(py, &updated)?,
-            state,
-        })
-    }
-
-    // the optimizer's tree of new parameters, in the order of the model's
-    fn in_order(&self, py: Python<'_>, updated: &Bound<'_, PyAny>) -> Result<Vec<Array>, Stop> {
-        let wanted = Tree::record(self.trainable.bind(py), Scope::Whole)?
-            .0
-            .paths(py);
-        let (tree, slots) = Tree::record(updated, Scope::Whole)?;
-        let found = tree.paths(py);
-        let find = |path: &Vec<String>| {
-            let at = found.iter().position(|other| other == path)?;
-            bridge::get(&slots[at].object)
-        };
-        let arrays = wanted.iter().map(|path| {
-            find(path).ok_or_else(|| {
-                Stop::Raised(PyRuntimeError::new_err(format!(
-                    "the optimizer returned no parameter for {}",
-                    dotted(path)
-                )))
-            })
-        });
-        arrays.collect()
-    }
-}
-
-/// A path as the user writes it behind `model.`.
-pub fn dotted(path: &[String]) -> String {
-    path.join(".")
 }
 
 // an exception of the user's, or the one by which MLX says that a traced array has no value

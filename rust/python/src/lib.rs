@@ -1,26 +1,25 @@
 //! Python bindings of the step: `faststep._core`.
+//!
+//! # The rooms, from the top
+//! - `step`: the Python class. One call: arguments, the trace that fits, the run, what is returned.
+//! - `host`: the user's loss and optimizer while they are traced.
+//! - `reach`: the objects that a loss reads beside its arguments.
+//! - `store`: the arrays of one model and optimizer in the engine, and whether the user has replaced any.
+//! - `optimizer`: MLX's optimizers as rules of the engine.
+//! - `tree`: Python containers of arrays: walks, slots, signatures.
+//! - `mlx`: `mx.array` objects, classes, the random key, the GIL, errors.
+//!
+//! Each uses only those below it. A batch goes through `step/call.rs`, `step/arguments.rs`, `reach/look.rs`,
+//! `store/detect.rs`, `step/find.rs`, `step/run.rs`, then the engine, then `store/owner.rs` and `store/values.rs`.
 #![deny(unsafe_code)]
 
-mod alarms;
-mod bridge;
-mod call;
-mod errors;
-mod extras;
-mod holder;
 mod host;
-mod moments;
-mod native;
+mod mlx;
 mod optimizer;
-mod options;
-mod random;
 mod reach;
-mod refuse;
-mod registry;
 mod step;
 mod store;
-mod traces;
 mod tree;
-mod walk;
 
 use std::path::PathBuf;
 
@@ -57,7 +56,7 @@ fn bind_kernels() -> PyResult<bool> {
 #[pyfunction]
 fn array_id(array: &Bound<'_, PyAny>) -> PyResult<usize> {
     let not_one = || PyTypeError::new_err("array: expected mx.array");
-    bridge::id(array).ok_or_else(not_one)
+    mlx::bridge::id(array).ok_or_else(not_one)
 }
 
 fn rebind_error(error: &RebindError) -> PyErr {
@@ -70,12 +69,12 @@ fn rebind_error(error: &RebindError) -> PyErr {
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.py().import("mlx.core")?;
-    bridge::init(module)?;
+    mlx::bridge::init(module)?;
     module.add_class::<step::MemoryPlan>()?;
     module.add_class::<step::Step>()?;
-    module.add_class::<traces::TraceRecord>()?;
+    module.add_class::<step::TraceRecord>()?;
     module.add_function(wrap_pyfunction!(array_id, module)?)?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
-    module.add_function(wrap_pyfunction!(registry::current_state, module)?)
+    module.add_function(wrap_pyfunction!(store::registry::current_state, module)?)
 }

@@ -1,4 +1,4 @@
-//! What a Python optimizer is: a rule that the engine has, or one to be traced; its schedules.
+//! Python optimizers: as a rule of the engine, or traced; their schedules.
 use std::collections::HashMap;
 
 use faststep::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer as Rule, rules::Rules};
@@ -10,7 +10,10 @@ use pyo3::{
     types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple},
 };
 
-use crate::{bridge, errors::mlx, tree::Tree, walk::Scope};
+use crate::{
+    mlx::{bridge, errors::mlx},
+    tree::{walk::Scope, Tree},
+};
 
 // the name of an optimizer's class, where it is one of MLX's own
 fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {

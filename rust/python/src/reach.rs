@@ -7,6 +7,7 @@ mod look;
 mod node;
 mod reached;
 mod seen;
+pub mod stop;
 
 use std::{cell::RefCell, rc::Rc};
 

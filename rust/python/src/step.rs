@@ -1,7 +1,13 @@
 //! The step of one model, optimizer, loss function and set of options, as Python calls it.
-mod attempt;
+mod alarms;
+mod arguments;
 mod call;
-mod plan;
+mod find;
+mod memory_plan;
+mod nonfinite;
+mod options;
+mod run;
+mod trace_cache;
 
 use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc};
 
@@ -10,21 +16,23 @@ use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{
-    alarms::Alarms,
-    call::User,
-    errors::to_python,
-    extras::{Carried, State},
-    holder::Waiting,
     host::PythonHost,
-    options::Options,
+    mlx::{errors::to_python, gil::Waiting},
     reach::Reach,
-    refuse::{is_true, read},
-    registry::{self, Shared},
-    store::Store,
-    traces::{TraceRecord, Traces},
+    store::{
+        aux_state::{Carried, State},
+        registry::{self, Shared},
+        Store,
+    },
 };
+use alarms::Alarms;
+use arguments::Arguments;
+use nonfinite::{is_true, read};
+use options::Options;
+use trace_cache::Traces;
 
-pub use plan::MemoryPlan;
+pub use memory_plan::MemoryPlan;
+pub use trace_cache::TraceRecord;
 
 /// The native part of a step.
 ///
@@ -131,7 +139,7 @@ impl Step {
 
     /// One step: what the loss function returned, the gradients' norm before clipping, whether the batch was skipped, and
     /// whether there was an update, or whether it was missed.
-    fn step<'py>(&self, user: User<'py>, accumulate: usize) -> PyResult<Returned<'py>> {
+    fn step<'py>(&self, user: Arguments<'py>, accumulate: usize) -> PyResult<Returned<'py>> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, store| {
             let task = Task::of(accumulate, store.batches());
@@ -140,7 +148,7 @@ impl Step {
     }
 
     /// Update by a window that is not full; whether there was one.
-    fn flush(&self, user: User<'_>) -> PyResult<bool> {
+    fn flush(&self, user: Arguments<'_>) -> PyResult<bool> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, store| {
             if store.batches() == 0 {
@@ -151,13 +159,16 @@ impl Step {
     }
 
     /// What the loss function returned, and the tree of gradients.
-    fn gradients<'py>(&self, user: User<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    fn gradients<'py>(
+        &self,
+        user: Arguments<'py>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, store| inner.gradients(store, user))
     }
 
     /// What a step on this batch will take of the device's memory; nothing is computed and nothing changes.
-    fn memory_plan(&self, user: User<'_>, accumulate: usize) -> PyResult<MemoryPlan> {
+    fn memory_plan(&self, user: Arguments<'_>, accumulate: usize) -> PyResult<MemoryPlan> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, store| {
             inner.memory_plan(store, user, accumulate)

@@ -3,8 +3,13 @@
 //! Every step of this pair shares the store. The user's objects are the truth: at each call they are walked, and what
 //! is not what the last step left is taken over.
 mod adopt;
-mod keep;
-mod look;
+pub mod aux_state;
+mod carried;
+mod detect;
+pub mod moments;
+mod native;
+pub mod owner;
+pub mod registry;
 mod values;
 
 use std::{rc::Rc, thread::ThreadId};
@@ -18,15 +23,12 @@ use pyo3::{
 };
 
 use crate::{
-    errors::to_python,
-    extras::Carried,
-    host::Role,
-    moments::Moments,
+    mlx::{errors::to_python, random::key_list},
     optimizer::members,
-    random::key_list,
-    tree::Tree,
-    walk::{Slot, Snapshot},
+    tree::{role::Role, slot::Slot, snapshot::Snapshot, Tree},
 };
+use aux_state::Carried;
+use moments::Moments;
 
 /// What a model looks like, apart from the values of its arrays.
 pub struct ModelSignature {
@@ -85,7 +87,7 @@ pub struct Prepared<'py> {
     pub state: Vec<Slot<'py>>,
     /// Whether several of the model's slots are one.
     pub aliased: bool,
-    /// Whether parameters have been laid out anew: the model's arrays are not the engine's yet.
+    /// Whether parameters have a new layout: the model's arrays are not the engine's yet.
     pub packed: bool,
     /// What the optimizer was before it was initialised, if that has just been done.
     pub undo: Option<Snapshot<'py>>,
@@ -122,11 +124,11 @@ fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
 impl Store {
     /// A store that takes over nothing yet.
     pub fn new(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if !crate::walk::is_module(model) {
+        if !crate::mlx::classes::is_module(model) {
             let message = format!("model: expected mlx.nn.Module, got {}", class_name(model)?);
             return Err(PyTypeError::new_err(message));
         }
-        if !crate::walk::is_optimizer(optimizer) {
+        if !crate::mlx::classes::is_optimizer(optimizer) {
             let message = format!(
                 "optimizer: expected mlx.optimizers.Optimizer, got {}",
                 class_name(optimizer)?

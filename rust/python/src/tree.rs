@@ -2,108 +2,26 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count.
+mod paths;
+pub mod rebuild;
+pub mod role;
+pub mod slot;
+pub mod snapshot;
+pub mod static_value;
+pub mod walk;
+
 use faststep::layout::Tensor;
-use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
     prelude::*,
-    types::{
-        PyBool, PyBytes, PyCFunction, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString,
-        PyType, PyWeakrefReference,
-    },
+    types::{PyCFunction, PyFloat, PyInt, PyType},
 };
 
-use crate::{
-    bridge,
-    walk::{is_numpy, walk, Kind, Place, Scope, Slot, Visitor, MAX_DEPTH},
-};
-
-/// A value that belongs to the signature.
-#[derive(Debug)]
-enum Static {
-    /// A number, a string, or what cannot be referred to weakly.
-    Value(Py<PyAny>),
-    /// Any other object; a strong reference could keep the model alive.
-    Weak(Py<PyWeakrefReference>),
-    /// The members of a set.
-    Set(Py<PyFrozenSet>),
-    /// An array in a tuple, which cannot be given another value in its place.
-    Constant(Array),
-}
-
-/// Whether the object is a number, a string, bytes or None.
-pub fn is_plain(object: &Bound<'_, PyAny>) -> bool {
-    object.is_none()
-        || object.is_instance_of::<PyBool>()
-        || object.is_instance_of::<PyInt>()
-        || object.is_instance_of::<PyFloat>()
-        || object.is_instance_of::<PyString>()
-        || object.is_instance_of::<PyBytes>()
-        || object.is_instance_of::<PyComplex>()
-}
-
-impl Static {
-    fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if let Some(array) = bridge::get(object) {
-            return Ok(Self::Constant(array));
-        }
-        if let Ok(set) = object.cast::<PySet>() {
-            return Ok(Self::Set(
-                PyFrozenSet::new(object.py(), set.iter())?.unbind(),
-            ));
-        }
-        if !is_plain(object) {
-            if let Ok(weak) = PyWeakrefReference::new(object) {
-                return Ok(Self::Weak(weak.unbind()));
-            }
-        }
-        Ok(Self::Value(object.clone().unbind()))
-    }
-
-    // the same object, without calling anything of the user's
-    fn is(&self, object: &Bound<'_, PyAny>) -> bool {
-        let py = object.py();
-        match self {
-            Self::Value(value) => value.is(object),
-            Self::Weak(weak) => weak.bind(py).upgrade().is_some_and(|o| o.is(object)),
-            Self::Set(members) => object.cast::<PySet>().is_ok_and(|set| {
-                let members = members.bind(py);
-                set.len() == members.len() && (set.is_empty() || set.eq(members).unwrap_or(false))
-            }),
-            Self::Constant(array) => bridge::id(object) == Some(faststep::array::id(array)),
-        }
-    }
-
-    fn equals(&self, other: &Self, py: Python<'_>) -> bool {
-        let object = match other {
-            Self::Value(value) => Some(value.bind(py).clone()),
-            Self::Weak(weak) => weak.bind(py).upgrade(),
-            Self::Set(set) => {
-                return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py)))
-            }
-            Self::Constant(array) => {
-                let id = faststep::array::id(array);
-                return matches!(self, Self::Constant(mine) if faststep::array::id(mine) == id);
-            }
-        };
-        let mine = match self {
-            Self::Value(value) => Some(value.bind(py).clone()),
-            Self::Weak(weak) => weak.bind(py).upgrade(),
-            Self::Set(_) | Self::Constant(_) => None,
-        };
-        let (Some(mine), Some(object)) = (mine, object) else {
-            return false;
-        };
-        if let (Ok(a), Ok(b)) = (mine.cast::<PyFloat>(), object.cast::<PyFloat>()) {
-            return a.value().to_bits() == b.value().to_bits();
-        }
-        equal(&mine, &object)
-    }
-}
-
-fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    a.is(b) || (a.get_type().is(b.get_type()) && a.eq(b).unwrap_or(false))
-}
+use crate::mlx::{bridge, classes::is_numpy};
+use paths::Paths;
+use slot::{Place, Slot};
+use static_value::{equal, is_plain, Static};
+use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
 enum Item {
@@ -115,7 +33,7 @@ enum Item {
 }
 
 /// The arguments of a call.
-pub struct Arguments<'py> {
+pub struct RecordedArguments<'py> {
     /// What they look like.
     pub tree: Tree,
     /// Their arrays.
@@ -193,7 +111,7 @@ impl Tree {
     pub fn record_arguments<'py>(
         root: &Bound<'py, PyAny>,
         name: impl Fn(&Tree) -> String,
-    ) -> PyResult<Arguments<'py>> {
+    ) -> PyResult<RecordedArguments<'py>> {
         let mut recorder = Recorder {
             scope: Scope::Arguments,
             ..Recorder::default()
@@ -201,7 +119,7 @@ impl Tree {
         let outcome = recorder.run(root);
         let Some(object) = recorder.refused.take() else {
             outcome?;
-            return Ok(Arguments {
+            return Ok(RecordedArguments {
                 tree: recorder.tree,
                 slots: recorder.slots,
                 objects: recorder.objects,
@@ -300,82 +218,6 @@ impl Tree {
 }
 
 /// Follows items to tell where each one stands.
-#[derive(Default)]
-struct Paths {
-    open: Vec<(Kind, usize, usize)>, // kind, length, items seen
-    keys: Vec<String>,
-    key: Option<String>,
-    arrays: Vec<Vec<String>>,
-    objects: Vec<Vec<String>>,
-}
-
-impl Paths {
-    fn next_path(&self) -> Vec<String> {
-        let mut path = self.keys.clone();
-        match (&self.key, self.open.last()) {
-            (Some(key), _) => path.push(key.clone()),
-            (None, Some((Kind::List | Kind::Tuple, _, seen))) => path.push(seen.to_string()),
-            _ => {}
-        }
-        path.retain(|part| !part.is_empty());
-        path
-    }
-
-    fn step(&mut self, item: &Item, py: Python<'_>) {
-        match item {
-            Item::Key(key) => {
-                self.key = Some(
-                    key.bind(py)
-                        .str()
-                        .map_or_else(|_| "?".into(), |s| s.to_string()),
-                );
-            }
-            Item::Open(kind, len) => {
-                let part = match (self.key.take(), self.open.last()) {
-                    (Some(key), _) => key,
-                    (None, Some((Kind::List | Kind::Tuple, _, seen))) => seen.to_string(),
-                    _ => String::new(),
-                };
-                self.keys.push(part);
-                self.open.push((*kind, *len, 0));
-                self.close();
-            }
-            Item::Array | Item::Static(_) | Item::Object => {
-                let path = self.next_path();
-                match item {
-                    Item::Array => self.arrays.push(path),
-                    Item::Object => self.objects.push(path),
-                    _ => {}
-                }
-                self.key = None;
-                self.seen();
-            }
-        }
-    }
-
-    fn seen(&mut self) {
-        if let Some((_, _, seen)) = self.open.last_mut() {
-            *seen += 1;
-        }
-        self.close();
-    }
-
-    // a module's or optimizer's attributes follow its items: it ends with them
-    fn close(&mut self) {
-        while let Some(&(kind, len, seen)) = self.open.last() {
-            let attributes = usize::from(matches!(kind, Kind::Module | Kind::Optimizer));
-            if seen < len + attributes {
-                return;
-            }
-            self.open.pop();
-            self.keys.pop();
-            if let Some((_, _, seen)) = self.open.last_mut() {
-                *seen += 1;
-            }
-        }
-    }
-}
-
 #[derive(Default)]
 struct Recorder<'py> {
     tree: Tree,

@@ -1,4 +1,4 @@
-//! Looking at what a loss reaches, before a call.
+//! Comparison of the objects that a loss reads with those of the last call.
 use std::rc::Rc;
 
 use mlx_rs::Array;
@@ -13,9 +13,8 @@ use super::{
     Program,
 };
 use crate::{
-    bridge,
-    tree::Tree,
-    walk::{is_numpy, Place, Scope, Snapshot},
+    mlx::{bridge, classes::is_numpy},
+    tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
 };
 use faststep::layout::Tensor;
 

@@ -8,9 +8,8 @@ use pyo3::{
 };
 
 use crate::{
-    bridge,
-    tree::{is_plain, Tree},
-    walk::Scope,
+    mlx::bridge,
+    tree::{static_value::is_plain, walk::Scope, Tree},
 };
 
 /// How an object is found from its parent; `_reach.py` has the same numbers.

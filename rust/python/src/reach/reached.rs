@@ -1,16 +1,12 @@
-//! What a loss reaches, while the loss is traced: tracers in the place of arrays, and everything put back afterwards.
+//! Tracers in the arrays that a loss reads, while the loss is traced.
 use std::{collections::HashSet, rc::Rc};
 
 use faststep::trace::Left;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use super::{look::Spot, Looked};
-use crate::{
-    bridge,
-    host::{Current, Stop},
-    walk::Snapshot,
-};
+use super::{look::Spot, stop::Stop, Looked};
+use crate::{mlx::bridge, tree::snapshot::Snapshot};
 
 /// The objects of the arrays that a loss reaches hold tracers while this is in use.
 ///
@@ -28,23 +24,25 @@ struct Traced<'py> {
 }
 
 impl<'py> Reached<'py> {
-    /// Put in tracers; `others` are those of the model, of the loss, and of constants.
-    pub fn new(py: Python<'py>, current: &mut Current, others: &[Array]) -> PyResult<Self> {
-        let looked = current.looked.clone();
-        if !current.compiled {
+    /// Put in tracers; `others` are those of the model, then from `first` on those of the loss, then constants.
+    pub fn new(
+        py: Python<'py>,
+        looked: Rc<Looked>,
+        first: usize,
+        compiled: bool,
+        others: &[Array],
+    ) -> PyResult<Self> {
+        if !compiled {
             return Ok(Self {
                 looked,
                 traced: None,
             });
         }
-        let count = looked.arrays.len();
-        let tracers = others[current.others..][..count].to_vec();
-        current.tracers = others[current.others + count..].to_vec();
         let traced = Traced {
             spots: looked.spots(py)?,
             snapshot: looked.snapshot(py)?,
-            first: current.others,
-            tracers,
+            first,
+            tracers: others[first..][..looked.arrays.len()].to_vec(),
         };
         for (spot, tracer) in traced.spots.iter().zip(&traced.tracers).rev() {
             bridge::assign(&spot.object, tracer); // of an object at several places, the first one's
@@ -53,6 +51,12 @@ impl<'py> Reached<'py> {
             looked,
             traced: Some(traced),
         })
+    }
+
+    /// The inputs among `others` that stand for constants.
+    pub fn constants<'a>(&self, others: &'a [Array]) -> &'a [Array] {
+        let traced = self.traced.as_ref();
+        traced.map_or(&[], |traced| &others[traced.first + traced.tracers.len()..])
     }
 
     /// Read off what the loss has assigned; the arrays that it changed in place, by number.

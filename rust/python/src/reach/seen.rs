@@ -1,4 +1,4 @@
-//! For which numbers a trace holds, and which constants it is given for them.
+//! The numbers for which a trace is valid, and the constants that it takes for them.
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyFloat};
 

@@ -1,26 +1,29 @@
-//! One call: what the user has changed is taken over, the step is taken, and what came of it is given out.
+//! One call: takes over what the user has changed, steps, returns the outputs.
 use std::time::Instant;
 
 use faststep::{memory, outputs::Outputs, step::Output, task::Task};
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyBool};
 
-use super::{attempt::Given, Inner, Returned};
+use super::{
+    arguments::Arguments,
+    nonfinite::{is_true, read},
+    run::Given,
+    trace_cache::warn,
+    Inner, Returned,
+};
 use crate::{
-    bridge,
-    call::User,
+    mlx::bridge,
     optimizer::HostSchedules,
-    refuse::{is_true, read},
     store::{Prepared, Store},
-    traces::warn,
-    walk::rebuild,
+    tree::rebuild::rebuild,
 };
 
 impl Inner {
     pub(super) fn step<'py>(
         &mut self,
         store: &mut Store,
-        mut user: User<'py>,
+        mut user: Arguments<'py>,
         task: Task,
     ) -> PyResult<Returned<'py>> {
         let py = user.py();
@@ -78,7 +81,7 @@ impl Inner {
         Ok(taken)
     }
 
-    // counts a step, and gives out what came of it
+    // counts a step; returns its outputs
     fn taken<'py>(
         &mut self,
         py: Python<'py>,
@@ -118,7 +121,7 @@ impl Inner {
     fn prepare<'py>(
         &self,
         store: &mut Store,
-        user: &User<'py>,
+        user: &Arguments<'py>,
         task: Task,
     ) -> PyResult<Prepared<'py>> {
         let needs = self.options.needs(task.accumulates());
@@ -128,7 +131,7 @@ impl Inner {
     pub(super) fn gradients<'py>(
         &mut self,
         store: &mut Store,
-        mut user: User<'py>,
+        mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let mut given = self.given(&mut user)?;
         let user = &user;
@@ -149,7 +152,7 @@ impl Inner {
     }
 
     // the batch, and what the loss reaches beside it
-    pub(super) fn given(&mut self, user: &mut User<'_>) -> PyResult<Given> {
+    pub(super) fn given(&mut self, user: &mut Arguments<'_>) -> PyResult<Given> {
         let batch = user.batch()?;
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);

@@ -1,4 +1,4 @@
-//! Arrays of a model and an optimizer are taken over: laid out anew, in an engine of their own.
+//! The layout of a model's and an optimizer's arrays in an engine of their own.
 use std::rc::Rc;
 
 use faststep::{
@@ -7,18 +7,18 @@ use faststep::{
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
-use super::{ModelSignature, Store};
+use super::{native::Native, ModelSignature, Store};
 use crate::{
-    bridge,
-    errors::{mlx, to_python},
-    native::Native,
+    mlx::{
+        bridge,
+        errors::{mlx, to_python},
+    },
     optimizer::{children, native_rule},
-    tree::Tree,
-    walk::{rebuild, Scope, Slot, Snapshot},
+    tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 impl Store {
-    // lay the model's and the optimizer's arrays out anew; whatever fails, the optimizer is what it was
+    // a new layout of the model's and the optimizer's arrays; an error leaves the optimizer as it was
     pub(super) fn adopt<'py>(
         &mut self,
         model: &Bound<'py, PyAny>,

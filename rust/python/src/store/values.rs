@@ -1,10 +1,13 @@
-//! Values cross between the engine and the user's objects: what a step wrote, and what the user has replaced.
+//! Exchange of values between the engine and the user's objects.
 use faststep::outputs::Outputs;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{Prepared, Store};
-use crate::{bridge, errors::to_python, host::Role, walk::Slot};
+use crate::{
+    mlx::{bridge, errors::to_python},
+    tree::{role::Role, slot::Slot},
+};
 
 impl Store {
     /// Show what a step wrote beside parameters and optimizer state: buffers and the random key.

@@ -1,4 +1,4 @@
-//! Whether model and optimizer look as they did at the last step, apart from the values of their arrays.
+//! Comparison of model and optimizer with the last step, apart from the values of their arrays.
 use std::{collections::HashSet, rc::Rc};
 
 use faststep::trace::Rule;
@@ -7,11 +7,9 @@ use pyo3::{intern, prelude::*};
 
 use super::{ModelSignature, Store};
 use crate::{
-    bridge,
-    host::Role,
+    mlx::bridge,
     optimizer::native_rule,
-    tree::Tree,
-    walk::{rebuild, Scope, Slot},
+    tree::{rebuild::rebuild, role::Role, slot::Slot, walk::Scope, Tree},
 };
 
 /// So many signatures of the model, and of the optimizer's options, are remembered; the oldest goes first.
@@ -123,7 +121,7 @@ impl Store {
         Ok(())
     }
 
-    // the optimizer's slots; None when it has to be adopted anew
+    // the optimizer's slots; None where it has to be adopted again
     pub(super) fn look_at_optimizer<'py>(
         &mut self,
         optimizer: &Bound<'py, PyAny>,

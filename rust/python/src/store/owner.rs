@@ -1,35 +1,14 @@
-//! The user's objects around an evaluation: they let go of the old arrays before it and show the new ones after it.
+//! Release of the user's arrays before an evaluation, and their new values after it.
 use std::collections::HashMap;
 
 use faststep::step::{Engine, Owner};
 use pyo3::prelude::*;
 
-use crate::{host::Role, moments::Moments, store::Prepared, walk::Slot};
-
-/// Work that may cross the point where the GIL is released.
-struct Unlocked<'a>(&'a mut dyn FnMut());
-
-// SAFETY: the closure runs on the thread that made it, while that thread waits for it.
-#[allow(unsafe_code)]
-unsafe impl Send for Unlocked<'_> {}
-
-impl Unlocked<'_> {
-    fn run(self) {
-        (self.0)();
-    }
-}
-
-/// Waits without the GIL.
-pub struct Waiting<'py>(pub Python<'py>);
-
-impl Owner for Waiting<'_> {
-    fn release(&mut self) {}
-
-    fn unlocked(&mut self, work: &mut dyn FnMut()) {
-        let work = Unlocked(work);
-        self.0.detach(|| work.run());
-    }
-}
+use super::{moments::Moments, Prepared};
+use crate::{
+    mlx::gil::Waiting,
+    tree::{role::Role, slot::Slot},
+};
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {
@@ -69,7 +48,7 @@ impl<'a, 'py> Holder<'a, 'py> {
         })
     }
 
-    /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out anew.
+    /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out again.
     pub fn show(&mut self, engine: &Engine, done: bool) -> PyResult<()> {
         if self.released || (done && self.prepared.packed) {
             self.show_all(engine)?;

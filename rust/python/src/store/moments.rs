@@ -13,9 +13,9 @@ use pyo3::{
 };
 
 use crate::{
-    bridge,
+    mlx::bridge,
     optimizer::{leaves, state},
-    walk::{Place, Slot},
+    tree::slot::{Place, Slot},
 };
 
 /// The dicts of an optimizer that is updated natively, or of those in a `MultiOptimizer`.
@@ -44,7 +44,7 @@ fn slot<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Slot<'py>
     Ok(object.map(|object| Slot { place, object }))
 }
 
-// what stands at a path, and what is on the way to it
+// the object at a path, and the containers on the way
 fn follow<'py>(
     state: &Bound<'py, PyDict>,
     path: &[String],

@@ -1,9 +1,12 @@
-//! `nonfinite="raise"`: an exception for a batch or an update that is no number.
+//! `nonfinite="raise"`: the exception for a batch or an update that is not finite.
 use faststep::{guard::Guard, layout::Layout, nonfinite, outputs::Outputs, step::Owner};
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use crate::{errors::to_python, holder::Waiting, host::dotted};
+use crate::{
+    mlx::{errors::to_python, gil::Waiting},
+    tree::role::dotted,
+};
 
 /// Wait for a bool scalar, without the GIL.
 pub fn is_true(py: Python<'_>, flag: &Array) -> MlxResult<bool> {

@@ -1,4 +1,4 @@
-//! The traces of a step: which one fits a call, why a new one was needed, which one goes first.
+//! The traces of a step, the causes for new ones, and the order in which they are dropped.
 use std::{mem::discriminant, rc::Rc};
 
 use faststep::{
@@ -10,8 +10,8 @@ use faststep::{
 };
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
+use super::arguments::Arguments;
 use crate::{
-    call::User,
     reach::{Looked, Seen},
     tree::Tree,
 };
@@ -139,7 +139,7 @@ impl Traces {
     /// A new trace becomes the last one. `changed`: what the loss reaches and is another one now.
     pub fn add(
         &mut self,
-        user: &User<'_>,
+        user: &Arguments<'_>,
         key: Key,
         trace: Trace,
         varying: Vec<u32>,
@@ -223,7 +223,7 @@ impl From<traces::TraceRecord> for TraceRecord {
     }
 }
 
-fn cause(user: &User<'_>, new: &Key, known: &[&Key], changed: Option<&str>) -> String {
+fn cause(user: &Arguments<'_>, new: &Key, known: &[&Key], changed: Option<&str>) -> String {
     let kind = discriminant(&new.part);
     let same = |key: &&&Key| discriminant(&key.part) == kind;
     let reached = |name: &str| {

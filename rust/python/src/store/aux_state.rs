@@ -8,7 +8,7 @@ use faststep::{
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use crate::bridge;
+use crate::mlx::bridge;
 
 type Named<'py> = Vec<(String, Bound<'py, PyAny>)>;
 /// The array of each tensor that has one.
@@ -81,7 +81,7 @@ impl Carried {
         self.keep.window.as_ref().map_or(0, |w| w.open.batches)
     }
 
-    /// The same for other parameters: what is missing or of another shape begins anew.
+    /// The same for other parameters: what is missing or of another shape starts from its initial value.
     pub fn onto(&self, names: &[String], tensors: &[Tensor]) -> Keep {
         let known: HashMap<&String, usize> = self.names.iter().zip(0..).collect();
         let places: Vec<Option<usize>> =

@@ -1,4 +1,4 @@
-//! What the user passed to one call: its arrays, and how the user names them.
+//! The arguments of one call: their arrays, and the names that the user gives them.
 use std::rc::Rc;
 
 use faststep::step::Owner;
@@ -10,14 +10,12 @@ use pyo3::{
 };
 
 use crate::{
-    bridge,
-    holder::Waiting,
-    tree::{Arguments, Tree},
-    walk::{is_numpy, rebuild_where},
+    mlx::{bridge, classes::is_numpy, gil::Waiting},
+    tree::{rebuild::rebuild_where, RecordedArguments, Tree},
 };
 
 /// What the user passed to one call: in Python a tuple of these.
-pub struct User<'py> {
+pub struct Arguments<'py> {
     /// The model.
     pub model: Bound<'py, PyAny>,
     /// The optimizer.
@@ -25,19 +23,19 @@ pub struct User<'py> {
     /// The loss function; `None` where only a window is flushed.
     pub loss_fn: Bound<'py, PyAny>,
     /// The positional arguments and a dict of the named ones.
-    pub arguments: Bound<'py, PyTuple>,
+    pub passed: Bound<'py, PyTuple>,
 }
 
-impl<'py> FromPyObject<'_, 'py> for User<'py> {
+impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (model, optimizer, loss_fn, arguments) = object.extract()?;
+        let (model, optimizer, loss_fn, passed) = object.extract()?;
         Ok(Self {
             model,
             optimizer,
             loss_fn,
-            arguments,
+            passed,
         })
     }
 }
@@ -52,7 +50,7 @@ pub struct Batch<'py> {
     pub objects: Vec<Bound<'py, PyAny>>,
 }
 
-impl<'py> User<'py> {
+impl<'py> Arguments<'py> {
     /// The token of the GIL.
     pub fn py(&self) -> Python<'py> {
         self.model.py()
@@ -64,13 +62,13 @@ impl<'py> User<'py> {
         let mut found = self.recorded()?;
         if found.numpy {
             let mlx = py.import("mlx.core")?;
-            let converted = rebuild_where(self.arguments.as_any(), is_numpy, &mut |array| {
+            let converted = rebuild_where(self.passed.as_any(), is_numpy, &mut |array| {
                 mlx.call_method1("array", (array,))
             })?;
-            self.arguments = converted.cast_into()?;
+            self.passed = converted.cast_into()?;
             found = self.recorded()?;
         }
-        let Arguments {
+        let RecordedArguments {
             tree,
             slots,
             objects,
@@ -104,9 +102,9 @@ impl<'py> User<'py> {
         })
     }
 
-    fn recorded(&self) -> PyResult<Arguments<'py>> {
+    fn recorded(&self) -> PyResult<RecordedArguments<'py>> {
         let named = |tree: &Tree| self.name(&tree.last_path(self.py()));
-        Tree::record_arguments(self.arguments.as_any(), named)
+        Tree::record_arguments(self.passed.as_any(), named)
     }
 
     /// A path as the loss function names it: `x`, or `batch["tokens"][0]`.

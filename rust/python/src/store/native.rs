@@ -1,4 +1,4 @@
-//! What a Python optimizer begins with where the engine updates natively: rules, layout, dicts and arrays.
+//! The initial rules, layout, dicts and arrays of a Python optimizer that the engine updates.
 use faststep::{
     layout::{Layout, Tensor},
     optimizer::Optimizer,
@@ -8,7 +8,11 @@ use faststep::{
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use crate::{bridge, errors::mlx, moments::Moments, optimizer::native_rules};
+use super::moments::Moments;
+use crate::{
+    mlx::{bridge, errors::mlx},
+    optimizer::native_rules,
+};
 
 /// All of it.
 pub struct Native {

@@ -1,19 +1,18 @@
-//! The memory plan of a step: its trace, which the step after it takes over, and what comes of it.
+//! The memory plan of a step, from a trace that the step after it reuses.
 use faststep::{plan::Plan, trace::Part};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
-    attempt::{from_device, Given},
+    arguments::Arguments,
+    run::{from_device, Given},
     Inner, Task,
 };
 use crate::{
-    bridge,
-    call::User,
-    holder::Holder,
-    host::{Role, Stop},
-    moments::Moments,
-    store::{Prepared, Store},
+    mlx::bridge,
+    reach::stop::Stop,
+    store::{moments::Moments, owner::Holder, Prepared, Store},
+    tree::role::Role,
 };
 
 /// What a step will take of the device's memory, in bytes.
@@ -63,7 +62,7 @@ impl Inner {
     pub(super) fn memory_plan(
         &mut self,
         store: &mut Store,
-        mut user: User<'_>,
+        mut user: Arguments<'_>,
         accumulate: usize,
     ) -> PyResult<MemoryPlan> {
         let mut given = self.given(&mut user)?;
@@ -89,7 +88,7 @@ impl Inner {
     fn plan(
         &mut self,
         store: &mut Store,
-        user: &User<'_>,
+        user: &Arguments<'_>,
         prepared: &Prepared<'_>,
         given: &Given,
         calls: usize,

@@ -1,4 +1,4 @@
-//! Which store belongs to which optimizer, for `optimizer.state` to be current when it is read.
+//! The store of each optimizer, so that `optimizer.state` is current when it is read.
 use std::{
     cell::{BorrowMutError, RefCell, RefMut},
     collections::HashMap,
@@ -7,7 +7,8 @@ use std::{
 
 use pyo3::{intern, prelude::*};
 
-use crate::{optimizer::members, store::Store};
+use super::Store;
+use crate::optimizer::members;
 
 /// A store that several steps share.
 pub struct Shared(RefCell<Store>);

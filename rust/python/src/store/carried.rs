@@ -1,12 +1,12 @@
-//! What outlives an engine: what only the steps keep, and the optimizer's state as the user sees it.
+//! State that outlives an engine: the step's own, and the optimizer's as the user sees it.
 use faststep::layout::Tensor;
 use pyo3::prelude::*;
 
-use super::Store;
-use crate::{errors::to_python, extras::Carried, host::dotted};
+use super::{aux_state::Carried, Store};
+use crate::{mlx::errors::to_python, tree::role::dotted};
 
 impl Store {
-    /// After a new trace: where an update gave a parameter another dtype, everything is looked at anew.
+    /// After a new trace: where an update gave a parameter another dtype, everything is adopted again.
     pub fn check_layout(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(engine) = &self.engine else {
             return Ok(());
@@ -20,7 +20,7 @@ impl Store {
         Ok(())
     }
 
-    /// Forget what was taken over, apart from what only the steps keep; the next step takes it over anew.
+    /// Forget what was taken over, apart from what only the steps keep; the next step takes it over again.
     pub fn forget(&mut self) -> PyResult<()> {
         self.carried = self.carried()?;
         self.engine = None;

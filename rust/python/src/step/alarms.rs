@@ -1,4 +1,4 @@
-//! What goes wrong in training without an error: each is told once, when it has lasted for a hundred steps.
+//! Warnings about training that goes wrong without an error, each told once after a hundred steps.
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
@@ -9,12 +9,11 @@ use faststep::{
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
+use super::nonfinite::read;
 use crate::{
-    errors::mlx,
-    holder::Waiting,
-    host::{dotted, Role},
-    refuse::read,
+    mlx::{errors::mlx, gil::Waiting},
     store::Store,
+    tree::role::{dotted, Role},
 };
 
 /// So many steps in a row are told.

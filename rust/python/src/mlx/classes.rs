@@ -1,0 +1,32 @@
+//! Tests for MLX's and NumPy's classes.
+use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
+
+fn class<'py>(
+    py: Python<'py>,
+    cell: &'static PyOnceLock<Py<PyType>>,
+    module: &str,
+    name: &str,
+) -> Option<&'py Bound<'py, PyType>> {
+    cell.import(py, module, name).ok()
+}
+
+/// Whether the object is an `nn.Module`.
+pub fn is_module(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "mlx.nn", "Module");
+    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+}
+
+/// Whether the object is a NumPy array.
+pub fn is_numpy(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "numpy", "ndarray");
+    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+}
+
+/// Whether the object is an `optimizers.Optimizer`.
+pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "mlx.optimizers", "Optimizer");
+    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+}

@@ -1,0 +1,28 @@
+//! Waiting without the GIL.
+use faststep::step::Owner;
+use pyo3::prelude::*;
+
+/// Work that may cross the point where the GIL is released.
+struct Unlocked<'a>(&'a mut dyn FnMut());
+
+// SAFETY: the closure runs on the thread that made it, while that thread waits for it.
+#[allow(unsafe_code)]
+unsafe impl Send for Unlocked<'_> {}
+
+impl Unlocked<'_> {
+    fn run(self) {
+        (self.0)();
+    }
+}
+
+/// Waits without the GIL.
+pub struct Waiting<'py>(pub Python<'py>);
+
+impl Owner for Waiting<'_> {
+    fn release(&mut self) {}
+
+    fn unlocked(&mut self, work: &mut dyn FnMut()) {
+        let work = Unlocked(work);
+        self.0.detach(|| work.run());
+    }
+}

@@ -1,0 +1,18 @@
+//! Reasons why a trace ends.
+use pyo3::prelude::*;
+
+/// Why a trace ended.
+pub enum Stop {
+    /// The user's code raised.
+    Raised(PyErr),
+    /// The loss does what a trace cannot repeat.
+    Untraceable(String),
+    /// The loss makes another array of a buffer, which the next trace may be for.
+    Becomes(String),
+}
+
+impl From<PyErr> for Stop {
+    fn from(error: PyErr) -> Self {
+        Self::Raised(error)
+    }
+}

@@ -1,0 +1,259 @@
+//! Choice of the traces of a call: by its arguments, by the objects that the loss reads, and by the loss's graph.
+use std::rc::Rc;
+
+use faststep::{
+    graph::Graph,
+    task::Task,
+    trace::{Part, Recipe, Trace},
+};
+use mlx_rs::error::Result as MlxResult;
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+
+use super::{
+    arguments::Arguments,
+    run::Given,
+    trace_cache::{holds, Entry, Key},
+    Inner,
+};
+use crate::{
+    mlx::errors::{mlx, to_python},
+    reach::{stop::Stop, Seen},
+    store::Store,
+    tree::Tree,
+};
+
+impl Inner {
+    // the call's traces become the last entries: that of the update, then that of the batch
+    pub(super) fn find(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        task: Task,
+    ) -> Result<(), Stop> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let rule = store.rule.as_ref().ok_or_else(missing)?.clone();
+        for part in task.parts(&rule) {
+            let updates = matches!(part, Part::Whole(_) | Part::Update(_));
+            let has_loss = !matches!(part, Part::Update(_));
+            let places = store.engine.as_ref().ok_or_else(missing)?.places();
+            let key = Key {
+                model: store.signature()?.id,
+                options: if updates { store.options_id() } else { 0 },
+                places,
+                reached: Vec::new(),
+                batch: Rc::default(),
+                part,
+            };
+            if has_loss {
+                self.find_loss(store, user, given, key)?;
+                continue;
+            }
+            let py = user.py();
+            if self.traces.use_again(|e| e.key.equals(&key, py)).is_none() {
+                let recipe = self.recipe(store, &key, 0)?;
+                let trace = Trace::new(recipe, self.host.clone(), self.compiled);
+                let max_traces = self.options.max_traces;
+                self.traces
+                    .add(user, key, trace, Vec::new(), None, max_traces);
+            }
+        }
+        Ok(())
+    }
+
+    // a trace for the arrays that the loss reaches, and for the numbers: one for which they are known to be the right ones,
+    // or one whose graph a new one equals but for constants that are inputs
+    fn find_loss(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: Key,
+    ) -> Result<(), Stop> {
+        let py = user.py();
+        let looked = given.looked.clone();
+        let key = Key {
+            reached: if self.compiled {
+                looked.program.tensors().to_vec()
+            } else {
+                Vec::new()
+            },
+            batch: given.tree.clone(),
+            ..key
+        };
+        given.constants.clear();
+        let fits = |entry: &Entry| entry.key.equals(&key, py) && holds(entry, py, &looked);
+        if let Some(entry) = self.traces.use_again(fits) {
+            if let Some(seen) = entry.kept.seen(py, &looked) {
+                given.constants.clone_from(&seen.constants);
+                self.template = seen
+                    .template
+                    .as_ref()
+                    .map(|template| template.clone_ref(py));
+            }
+            return Ok(());
+        }
+        let changed = self
+            .traces
+            .recent()
+            .find(|entry| entry.key.equals(&key, py));
+        let seen = changed.and_then(|entry| entry.kept.seen.last());
+        let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
+        let names = changed.iter().map(|&value| looked.value_name(py, value));
+        let mut names: Vec<String> = names.take(3).collect();
+        if names.is_empty() {
+            names.extend(self.reach.change());
+        }
+        let names = names.into_iter().map(|name| named(user, &given.tree, name));
+        let changed = names.collect::<Vec<_>>().join(", ");
+        let changed = (!changed.is_empty()).then_some(changed);
+        let varying = self.shared(store, user, given, &key)?;
+        let Some(varying) = varying else {
+            return Ok(());
+        };
+        let others = store.others.len() + key.reached.len() + varying.len();
+        let recipe = self.recipe(store, &key, others)?;
+        let trace = Trace::new(recipe, self.host.clone(), self.compiled);
+        let max_traces = self.options.max_traces;
+        self.traces
+            .add(user, key, trace, varying, changed.as_deref(), max_traces);
+        Ok(())
+    }
+
+    // where a trace was made for other numbers, a new graph tells whether it does for these: None; or the constants that a
+    // new trace is to take as inputs
+    fn shared(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &Key,
+    ) -> Result<Option<Vec<u32>>, Stop> {
+        let py = user.py();
+        let is_candidate = |entry: &Entry| entry.kept.graph.is_some() && entry.key.equals(key, py);
+        if !self.traces.recent().any(is_candidate) {
+            return Ok(Some(Vec::new()));
+        }
+        let (sketch, template) = self.sketch(store, user, given, key)?;
+        let differences = |entry: &Entry| {
+            let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
+            graph.differences(&sketch)
+        };
+        let holds = |entry: &Entry| {
+            let varying = &entry.kept.varying;
+            differences(entry).is_some_and(|differ| differ.iter().all(|at| varying.contains(at)))
+        };
+        let constants = |varying: &[u32]| {
+            let constants = varying.iter().map(|&at| sketch.constant(at));
+            constants.collect::<MlxResult<Vec<_>>>().map_err(mlx)
+        };
+        if let Some(entry) = self.traces.use_again(holds) {
+            given.constants = constants(&entry.kept.varying)?;
+            self.template = template.as_ref().map(|template| template.clone_ref(py));
+            self.see(user, given, template)?;
+            return Ok(None);
+        }
+        let mut varying = Vec::new();
+        if let Some(entry) = self.traces.use_again(|entry| differences(entry).is_some()) {
+            varying.clone_from(&entry.kept.varying);
+            varying.extend(differences(entry).unwrap_or_default());
+            varying.sort_unstable();
+            varying.dedup();
+            self.traces.drop_last();
+        }
+        given.constants = constants(&varying)?;
+        Ok(Some(varying))
+    }
+
+    // the trace used last holds for the numbers that were there when it was made, and for what the loss has made of them
+    pub(super) fn see(
+        &mut self,
+        user: &Arguments<'_>,
+        given: &Given,
+        template: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let py = user.py();
+        let roots: Vec<_> = given
+            .roots
+            .iter()
+            .map(|root| root.bind(py).clone())
+            .collect();
+        let now = self.reach.look(&roots, &user.optimizer)?;
+        if let (Some(last), _) = self.traces.last_two() {
+            if last.kept.seen(py, &given.looked).is_none() {
+                let constants = given.constants.clone();
+                last.kept
+                    .see(Seen::new(py, &given.looked, constants, template));
+            }
+        }
+        self.traces.see_changes(py, &given.looked, &now);
+        Ok(())
+    }
+
+    // the graph of the loss as it is now, and what it returns; nothing is compiled
+    fn sketch(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &Key,
+    ) -> Result<(Graph, Option<Py<PyAny>>), Stop> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let recipe = self.recipe(store, key, store.others.len() + key.reached.len())?;
+        let mut trace = Trace::new(recipe, self.host.clone(), true);
+        let call = self.enter_host(store, user, given, true, &[])?;
+        if let Some(current) = self.host.current.borrow_mut().as_mut() {
+            current.sketch = true;
+        }
+        let engine = store.engine.as_mut().ok_or_else(missing)?;
+        let outcome = engine.dry_run(&mut trace, call);
+        let current = self.host.current.take();
+        let (stop, graph, template) = current.map_or((None, None, None), |current| {
+            (current.stop, current.graph, current.template)
+        });
+        match (graph, stop, outcome) {
+            (Some(graph), ..) => Ok((graph, template)),
+            (None, Some(stop), _) => Err(stop),
+            (None, None, Err(error)) => Err(Stop::Raised(to_python(&error))),
+            (None, None, Ok(())) => Err(Stop::Raised(missing())),
+        }
+    }
+
+    fn recipe(&self, store: &Store, key: &Key, others: usize) -> PyResult<Recipe> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let engine = store.engine.as_ref().ok_or_else(missing)?;
+        let options = self.options;
+        Ok(Recipe {
+            part: key.part.clone(),
+            layout: engine.layout().clone(),
+            places: engine.places(),
+            max_grad_norm: options.max_grad_norm,
+            max_grad_value: options.max_grad_value,
+            guard: options.guard,
+            compute: options.compute,
+            ema_decay: options.ema_decay,
+            keep_gradients: options.raises,
+            others,
+        })
+    }
+}
+
+// an argument as the loss function names it, for its number among the objects that are looked at
+fn named(user: &Arguments<'_>, tree: &Tree, name: String) -> String {
+    let Some(rest) = name.strip_prefix("argument ") else {
+        return name;
+    };
+    let (number, rest) = rest.split_at(
+        rest.find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(rest.len()),
+    );
+    let paths = tree.object_paths(user.py());
+    match number
+        .parse()
+        .ok()
+        .and_then(|number: usize| paths.get(number))
+    {
+        Some(path) => format!("argument {}{rest}", user.name(path)),
+        None => name,
+    }
+}

@@ -1,0 +1,80 @@
+//! Paths to the arrays and objects of a tree.
+use pyo3::prelude::*;
+
+use super::{walk::Kind, Item};
+
+#[derive(Default)]
+pub struct Paths {
+    open: Vec<(Kind, usize, usize)>, // kind, length, items seen
+    keys: Vec<String>,
+    key: Option<String>,
+    pub arrays: Vec<Vec<String>>,
+    pub objects: Vec<Vec<String>>,
+}
+
+impl Paths {
+    pub(super) fn next_path(&self) -> Vec<String> {
+        let mut path = self.keys.clone();
+        match (&self.key, self.open.last()) {
+            (Some(key), _) => path.push(key.clone()),
+            (None, Some((Kind::List | Kind::Tuple, _, seen))) => path.push(seen.to_string()),
+            _ => {}
+        }
+        path.retain(|part| !part.is_empty());
+        path
+    }
+
+    pub(super) fn step(&mut self, item: &Item, py: Python<'_>) {
+        match item {
+            Item::Key(key) => {
+                self.key = Some(
+                    key.bind(py)
+                        .str()
+                        .map_or_else(|_| "?".into(), |s| s.to_string()),
+                );
+            }
+            Item::Open(kind, len) => {
+                let part = match (self.key.take(), self.open.last()) {
+                    (Some(key), _) => key,
+                    (None, Some((Kind::List | Kind::Tuple, _, seen))) => seen.to_string(),
+                    _ => String::new(),
+                };
+                self.keys.push(part);
+                self.open.push((*kind, *len, 0));
+                self.close();
+            }
+            Item::Array | Item::Static(_) | Item::Object => {
+                let path = self.next_path();
+                match item {
+                    Item::Array => self.arrays.push(path),
+                    Item::Object => self.objects.push(path),
+                    _ => {}
+                }
+                self.key = None;
+                self.seen();
+            }
+        }
+    }
+
+    fn seen(&mut self) {
+        if let Some((_, _, seen)) = self.open.last_mut() {
+            *seen += 1;
+        }
+        self.close();
+    }
+
+    // a module's or optimizer's attributes follow its items: it ends with them
+    fn close(&mut self) {
+        while let Some(&(kind, len, seen)) = self.open.last() {
+            let attributes = usize::from(matches!(kind, Kind::Module | Kind::Optimizer));
+            if seen < len + attributes {
+                return;
+            }
+            self.open.pop();
+            self.keys.pop();
+            if let Some((_, _, seen)) = self.open.last_mut() {
+                *seen += 1;
+            }
+        }
+    }
+}

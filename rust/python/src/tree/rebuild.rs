@@ -1,0 +1,60 @@
+//! Copies of trees in which some objects are others.
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyList, PyTuple},
+};
+
+use super::walk::fields;
+use crate::mlx::{bridge, classes::is_module};
+
+/// A copy of `object` in which the arrays, in walking order, are those of `next`; modules stay what they are.
+pub fn rebuild<'py>(
+    object: &Bound<'py, PyAny>,
+    next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    rebuild_where(object, bridge::is_array, next)
+}
+
+/// A copy of `object` in which those that are `wanted` are replaced by `next`.
+pub fn rebuild_where<'py>(
+    object: &Bound<'py, PyAny>,
+    wanted: fn(&Bound<'_, PyAny>) -> bool,
+    next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = object.py();
+    if wanted(object) {
+        return next(object);
+    }
+    if let Ok(dict) = object.cast::<PyDict>() {
+        if !dict.is_exact_instance_of::<PyDict>() && is_module(object) {
+            return Ok(object.clone());
+        }
+        let copy = PyDict::new(py);
+        for (key, value) in dict.iter() {
+            copy.set_item(key, rebuild_where(&value, wanted, next)?)?;
+        }
+        return Ok(copy.into_any());
+    }
+    if let Ok(list) = object.cast::<PyList>() {
+        let items = list.iter().map(|item| rebuild_where(&item, wanted, next));
+        return Ok(PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?.into_any());
+    }
+    if let Ok(tuple) = object.cast::<PyTuple>() {
+        let items = tuple.iter().map(|item| rebuild_where(&item, wanted, next));
+        let items = PyTuple::new(py, items.collect::<PyResult<Vec<_>>>()?)?;
+        if tuple.is_exact_instance_of::<PyTuple>() {
+            return Ok(items.into_any());
+        }
+        return tuple.get_type().call1(items); // a named tuple
+    }
+    let Some(fields) = fields(object) else {
+        return Ok(object.clone());
+    };
+    let copy = py.import("copy")?.call_method1("copy", (object,))?;
+    let set = py.get_type::<PyAny>().getattr("__setattr__")?; // a frozen dataclass refuses its own
+    for name in fields {
+        let value = rebuild_where(&object.getattr(&name)?, wanted, next)?;
+        set.call1((&copy, name, value))?;
+    }
+    Ok(copy)
+}

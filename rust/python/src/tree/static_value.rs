@@ -1,0 +1,99 @@
+//! Values of a tree that belong to its signature.
+use mlx_rs::Array;
+use pyo3::{
+    prelude::*,
+    types::{
+        PyBool, PyBytes, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString,
+        PyWeakrefReference,
+    },
+};
+
+use crate::mlx::bridge;
+
+/// A value that belongs to the signature.
+#[derive(Debug)]
+pub enum Static {
+    /// A number, a string, or what cannot be referred to weakly.
+    Value(Py<PyAny>),
+    /// Any other object; a strong reference could keep the model alive.
+    Weak(Py<PyWeakrefReference>),
+    /// The members of a set.
+    Set(Py<PyFrozenSet>),
+    /// An array in a tuple, which cannot be given another value in its place.
+    Constant(Array),
+}
+
+/// Whether the object is a number, a string, bytes or None.
+pub fn is_plain(object: &Bound<'_, PyAny>) -> bool {
+    object.is_none()
+        || object.is_instance_of::<PyBool>()
+        || object.is_instance_of::<PyInt>()
+        || object.is_instance_of::<PyFloat>()
+        || object.is_instance_of::<PyString>()
+        || object.is_instance_of::<PyBytes>()
+        || object.is_instance_of::<PyComplex>()
+}
+
+impl Static {
+    pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Some(array) = bridge::get(object) {
+            return Ok(Self::Constant(array));
+        }
+        if let Ok(set) = object.cast::<PySet>() {
+            return Ok(Self::Set(
+                PyFrozenSet::new(object.py(), set.iter())?.unbind(),
+            ));
+        }
+        if !is_plain(object) {
+            if let Ok(weak) = PyWeakrefReference::new(object) {
+                return Ok(Self::Weak(weak.unbind()));
+            }
+        }
+        Ok(Self::Value(object.clone().unbind()))
+    }
+
+    // the same object, without calling anything of the user's
+    pub fn is(&self, object: &Bound<'_, PyAny>) -> bool {
+        let py = object.py();
+        match self {
+            Self::Value(value) => value.is(object),
+            Self::Weak(weak) => weak.bind(py).upgrade().is_some_and(|o| o.is(object)),
+            Self::Set(members) => object.cast::<PySet>().is_ok_and(|set| {
+                let members = members.bind(py);
+                set.len() == members.len() && (set.is_empty() || set.eq(members).unwrap_or(false))
+            }),
+            Self::Constant(array) => bridge::id(object) == Some(faststep::array::id(array)),
+        }
+    }
+
+    pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
+        let object = match other {
+            Self::Value(value) => Some(value.bind(py).clone()),
+            Self::Weak(weak) => weak.bind(py).upgrade(),
+            Self::Set(set) => {
+                return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py)))
+            }
+            Self::Constant(array) => {
+                let id = faststep::array::id(array);
+                return matches!(self, Self::Constant(mine) if faststep::array::id(mine) == id);
+            }
+        };
+        let mine = match self {
+            Self::Value(value) => Some(value.bind(py).clone()),
+            Self::Weak(weak) => weak.bind(py).upgrade(),
+            Self::Set(_) | Self::Constant(_) => None,
+        };
+        let (Some(mine), Some(object)) = (mine, object) else {
+            return false;
+        };
+        if let (Ok(a), Ok(b)) = (mine.cast::<PyFloat>(), object.cast::<PyFloat>()) {
+            return a.value().to_bits() == b.value().to_bits();
+        }
+        equal(&mine, &object)
+    }
+}
+
+/// Whether two objects are one, or of one class and equal.
+pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
+    a.is(b) || (a.get_type().is(b.get_type()) && a.eq(b).unwrap_or(false))
+}

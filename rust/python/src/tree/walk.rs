@@ -1,0 +1,186 @@
+//! The walk through Python containers.
+use pyo3::{
+    intern,
+    prelude::*,
+    types::{PyDict, PyList, PyString, PyTuple},
+};
+
+use super::slot::Place;
+use crate::mlx::{
+    bridge,
+    classes::{is_module, is_optimizer},
+};
+
+/// Deeper trees than this are taken for cycles.
+pub const MAX_DEPTH: usize = 200;
+
+/// What kind of container a walk met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A dict, or a subclass that is no module.
+    Dict,
+    /// A list.
+    List,
+    /// A tuple.
+    Tuple,
+    /// An `nn.Module`: a dict with attributes.
+    Module,
+    /// An `optimizers.Optimizer`.
+    Optimizer,
+    /// The instance dict of a module or an optimizer.
+    Attributes,
+    /// The fields of a dataclass, behind the class.
+    Dataclass,
+}
+
+/// What a tree is walked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// A model or an optimizer with all its arrays.
+    #[default]
+    Whole,
+    /// An optimizer without the state that it keeps for each parameter.
+    Options,
+    /// The arguments of a call: arrays may stand in tuples, objects other than plain values may not stand at all.
+    Arguments,
+}
+
+impl Scope {
+    pub fn skips(self, key: &str) -> bool {
+        key == "_initialized" || (self == Self::Options && key == "_state")
+    }
+}
+
+/// What a walk reports; `None` ends it.
+pub trait Visitor<'py> {
+    fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()>;
+    fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()>;
+    fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()>;
+    fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()>;
+
+    /// Whether to pass over an attribute of an optimizer.
+    fn skips(&self, key: &str) -> bool;
+
+    /// Whether dataclasses are containers, and modules are not.
+    fn takes_arguments(&self) -> bool {
+        false
+    }
+}
+
+pub fn walk<'py>(
+    object: Bound<'py, PyAny>,
+    place: Place<'py>,
+    depth: usize,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    if depth > MAX_DEPTH {
+        return None;
+    }
+    if bridge::is_array(&object) {
+        return visitor.array(place, object);
+    }
+    if let Ok(dict) = object.cast::<PyDict>() {
+        let module = !dict.is_exact_instance_of::<PyDict>() && is_module(&object);
+        if module && visitor.takes_arguments() {
+            return visitor.leaf(&object);
+        }
+        let kind = if module { Kind::Module } else { Kind::Dict };
+        visitor.open(kind, &object, dict.len())?;
+        walk_items(dict, depth, visitor)?;
+        if module {
+            walk_attributes(&object, depth, visitor)?;
+        }
+        return Some(());
+    }
+    if let Ok(list) = object.cast::<PyList>() {
+        visitor.open(Kind::List, &object, list.len())?;
+        for (index, item) in list.iter().enumerate() {
+            walk(item, Place::List(list.clone(), index), depth + 1, visitor)?;
+        }
+        return Some(());
+    }
+    if let Ok(tuple) = object.cast::<PyTuple>() {
+        visitor.open(Kind::Tuple, &object, tuple.len())?;
+        for item in tuple.iter() {
+            walk(item, Place::Tuple, depth + 1, visitor)?;
+        }
+        return Some(());
+    }
+    if is_optimizer(&object) {
+        visitor.open(Kind::Optimizer, &object, 0)?;
+        return walk_attributes(&object, depth, visitor);
+    }
+    if visitor.takes_arguments() {
+        if let Some(fields) = fields(&object) {
+            return walk_fields(&object, &fields, depth, visitor);
+        }
+    }
+    visitor.leaf(&object)
+}
+
+fn walk_fields<'py>(
+    object: &Bound<'py, PyAny>,
+    fields: &[Bound<'py, PyString>],
+    depth: usize,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    visitor.open(Kind::Dataclass, object, fields.len() + 1)?;
+    visitor.leaf(object.get_type().as_any())?;
+    for name in fields {
+        visitor.key(name.as_any())?;
+        walk(object.getattr(name).ok()?, Place::Tuple, depth + 1, visitor)?;
+    }
+    Some(())
+}
+
+fn walk_items<'py>(
+    dict: &Bound<'py, PyDict>,
+    depth: usize,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    for (key, value) in dict.iter() {
+        visitor.key(&key)?;
+        walk(value, Place::Dict(dict.clone(), key), depth + 1, visitor)?;
+    }
+    Some(())
+}
+
+fn walk_attributes<'py>(
+    object: &Bound<'py, PyAny>,
+    depth: usize,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    let attributes = object
+        .getattr(pyo3::intern!(object.py(), "__dict__"))
+        .ok()?;
+    let attributes = attributes.cast::<PyDict>().ok()?;
+    if !is_optimizer(object) {
+        visitor.open(Kind::Attributes, attributes.as_any(), attributes.len())?;
+        return walk_items(attributes, depth, visitor);
+    }
+    let kept = attributes.iter().filter(|(key, _)| {
+        let key = key.cast::<PyString>().ok();
+        !key.is_some_and(|key| key.to_str().is_ok_and(|key| visitor.skips(key)))
+    });
+    let kept: Vec<_> = kept.collect();
+    visitor.open(Kind::Attributes, attributes.as_any(), kept.len())?;
+    for (key, value) in kept {
+        visitor.key(&key)?;
+        let place = Place::Dict(attributes.clone(), key);
+        walk(value, place, depth + 1, visitor)?;
+    }
+    Some(())
+}
+
+/// The names of the fields of a dataclass's instance.
+pub fn fields<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyString>>> {
+    let name = intern!(object.py(), "__dataclass_fields__");
+    let fields = object.get_type().getattr_opt(name).ok().flatten()?;
+    let names = fields.cast::<PyDict>().ok()?.keys().into_iter();
+    let names = names.map(|name| name.cast_into::<PyString>().ok());
+    let names: Vec<_> = names.collect::<Option<_>>()?;
+    let there = names
+        .iter()
+        .all(|name| object.hasattr(name).unwrap_or(false));
+    there.then_some(names)
+}
