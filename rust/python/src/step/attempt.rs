@@ -527,7 +527,7 @@ fn unwatched(user: &User<'_>, held: &[Array], known: &[usize]) -> PyResult<Optio
     let Some(array) = held.find(|array| !known.contains(&faststep::array::id(array))) else {
         return Ok(None);
     };
-    let describe = py.import("faststep._reach")?.getattr("unwatched")?;
+    let describe = py.import("faststep._step._reach")?.getattr("unwatched")?;
     let core = py.import("faststep._core")?;
     let array = bridge::wrap(py, array)?;
     let text = describe.call1((array, core.getattr("array_id")?, &user.loss_fn))?;
