@@ -73,7 +73,7 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 	else $(CARGO_TEST) --workspace; fi
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
-	python -m pytest --ignore tests/test_install.py
+	python -m pytest --ignore tests/package/test_install.py
 
 test-consumer: $(STAMPS)/consumer ## A crate outside the checkout that depends on faststep: built and tested
 
@@ -83,8 +83,8 @@ $(STAMPS)/consumer: $(STAMPS)/requirements $(SOURCES) $(shell find tests/consume
 
 test-install: $(STAMPS)/installed ## Wheel, isolated installation and sdist, each in an environment of its own
 
-$(STAMPS)/installed: $(STAMPS)/built $(shell find python scripts -name '*.py') tests/test_install.py
-	python -m pytest tests/test_install.py
+$(STAMPS)/installed: $(STAMPS)/built $(shell find python scripts -name '*.py') tests/package/test_install.py
+	python -m pytest tests/package/test_install.py
 	touch $@
 
 test-mlx-rs: $(STAMPS)/requirements ## The library tests of mlx-rs on our mlx-sys; no part of `test` (docs/building.md)
@@ -96,7 +96,7 @@ deny: ## Licences and sources of the Rust dependencies, where cargo-deny is inst
 
 fuzz: $(STAMPS)/built ## 100,000 inputs for each reader of configs and checkpoints, 2,000 sequences of calls (`test`: 2,000 and 100)
 	FASTSTEP_FUZZ=100000 python -m pytest -o timeout=0 \
-		tests/test_config_yaml.py tests/test_checkpoints_fuzz.py tests/test_sequences.py
+		tests/trainer/test_config_yaml.py tests/checkpoints/test_checkpoints_fuzz.py tests/step/test_sequences.py
 
 bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done

@@ -1,6 +1,6 @@
 """Measure whole programs of the kinds that people train: each in its own original way, and with ``fast_step``.
 
-What they are is in ``tests/programs``, which the tests run too. All of them, or those asked for::
+What they are is in ``tests/support/programs``, which the tests run too. All of them, or those asked for::
 
     python benches/clients.py
     python benches/clients.py --cases sac dpo --rounds 40
@@ -27,7 +27,7 @@ from timing import block_size, in_turns, run_block
 from ways import COMPILED, FAST, PLAIN, WAYS, StepFn
 
 sys.path.append(str(ROOT / "tests"))  # the programs lie where the tests find them
-from programs import PROGRAMS, Program
+from support.programs import PROGRAMS, Program
 
 COMPARED = 24  # rounds over which the numbers are compared
 TOLERANCE = 1e-2  # rounding grows from step to step, where BatchNorm or Adam divide by little

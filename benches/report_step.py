@@ -19,12 +19,12 @@ own kernels are in another process (`FASTSTEP_KERNELS=0`), which takes its turns
 OPTIMIZERS = """As above, with MLX's optimizers at their defaults (SGD with momentum 0.9; Muon for the matrices between
 embeddings and output, AdamW for the rest).
 """
-CLIENTS = """Small programs after the shapes of published ones (`tests/programs`), whole: agents, adversaries, teachers,
-language models, graphs. `original` is the way in which the published ones take their steps, with `mx.compile` or
-without; the time is that of a round: a step of every model, and what the program does between them, such as averaging a
-target. The numbers are compared with those of the plain loop, over the first 24 rounds from the same seeds: the largest
-difference as a share of the largest value, of losses and of the parameters of all models. Peak memory is that of
-compiled steps (where `mx.compile` takes the arguments) and of `fast_step`, each alone in a process.
+CLIENTS = """Small programs after the shapes of published ones (`tests/support/programs`), whole: agents, adversaries,
+teachers, language models, graphs. `original` is the way in which the published ones take their steps, with
+`mx.compile` or without; the time is that of a round: a step of every model, and what the program does between them,
+such as averaging a target. The numbers are compared with those of the plain loop, over the first 24 rounds from the
+same seeds: the largest difference as a share of the largest value, of losses and of the parameters of all models. Peak
+memory is that of compiled steps (where `mx.compile` takes the arguments) and of `fast_step`, each alone in a process.
 """
 MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
 THREADS = """`fast_step` as above, by who computes the matrix products, each way in a process of its own: one thread,

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import faststep  # noqa: F401, before any array: its kernels and BLAS are those of both sides of each comparison
 import mlx.core as mx
 import pytest
-
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
-Child = Callable[..., "subprocess.CompletedProcess[str]"]
-RustExample = Callable[[str], Path]
+from support.places import ROOT, TESTS, Child, RustExample
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from faststep._options import Options
+from faststep._step import Options
 
 __all__ = ["MemoryPlan", "Step", "TraceRecord", "array_id", "bind_blas", "bind_kernels", "current_state"]
 

@@ -10,26 +10,28 @@ import mlx.core as mx
 from mlx.optimizers import MultiOptimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
-from faststep import _state, _step
-from faststep._step import Step
-from faststep.checkpoints import _random
-from faststep.checkpoints._checkpoint import Checkpoint, Contents, read_manifest, read_tensors, read_training
+from faststep import _random
+from faststep._step import Step, like, shows_average
 from faststep.checkpoints._errors import CheckpointError
 from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP
+from faststep.checkpoints._manifest import Contents, read_manifest, read_tensors, read_training
 from faststep.checkpoints._snapshot import Arrays, Stateful, split
 
 MOST_DIFFERENCES = 10
 Change = tuple[Callable[[], object], Callable[[], object]]  # what makes it, and what takes it back
 
 
-def restore(path: Path, step: Step, loader: Stateful | None) -> Checkpoint:
+def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a checkpoint, check it, and put it in place.
+
+    Returns:
+        Its manifest, and the numbers that it was saved with.
 
     Raises:
         Damaged: It is not what was written.
         CheckpointError: It is of another model, optimizer, step or loader. Nothing has changed.
     """
-    if id(step.model) in _step._showing:
+    if shows_average(step.model):
         raise CheckpointError("the model shows its average: expected a restore behind the `with step.average()` block")
     manifest = read_manifest(path)
     training = read_training(path, manifest)
@@ -42,7 +44,7 @@ def restore(path: Path, step: Step, loader: Stateful | None) -> Checkpoint:
         *_random_changes(path, training),
     ]
     _make(changes, path)
-    return Checkpoint.of(path, manifest, training["numbers"])
+    return manifest, training["numbers"]
 
 
 def _make(changes: Iterable[Change], path: Path) -> None:
@@ -105,7 +107,7 @@ def _initialised(step: Step, before: Any, found: Arrays) -> Any:
     names = {name for name, _ in tree_flatten(trainable)}  # type: ignore[str-unpack]
     more = {_parameter(optimizer, name, parameters) for name in found} - names  # trained before they were frozen
     optimizer.init(trainable)
-    optimizer.init(_state.like(step.model.parameters(), {name: parameters[name] for name in names | more if name}))
+    optimizer.init(like(step.model.parameters(), {name: parameters[name] for name in names | more if name}))
     template = _copied(optimizer.state)
     optimizer.state = before
     leaves: Any = tree_flatten(template)

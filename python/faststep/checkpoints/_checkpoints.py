@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 from faststep._step import Step
-from faststep.checkpoints import _apply, _folder, _snapshot, _write
-from faststep.checkpoints._checkpoint import Checkpoint, read_manifest
+from faststep.checkpoints import _folder, _snapshot, _write
+from faststep.checkpoints._checkpoint import Checkpoint
 from faststep.checkpoints._errors import CheckpointError, CheckpointWarning, Damaged
+from faststep.checkpoints._manifest import read_manifest
 from faststep.checkpoints._snapshot import Stateful
 
 LARGEST_NUMBER = 10**18 - 1
@@ -201,9 +202,9 @@ class Checkpoints:
         """
         self.wait()
         self._clean()
-        for _, path in _folder.numbered(self.folder):
+        for number, path in _folder.numbered(self.folder):
             try:
-                return _apply.restore(path, step, loader)
+                return Checkpoint(path, number).restore(step, loader)
             except Damaged as error:
                 self._tell(path, str(error))
         return None

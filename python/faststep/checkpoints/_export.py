@@ -8,24 +8,24 @@ from pathlib import Path
 import mlx.core as mx
 
 from faststep.checkpoints import _tensors
-from faststep.checkpoints._checkpoint import Checkpoint, read_manifest, read_tensors
 from faststep.checkpoints._errors import CheckpointError
 from faststep.checkpoints._folder import MODEL, STEP, sync
+from faststep.checkpoints._manifest import read_manifest, read_tensors
 from faststep.checkpoints._snapshot import Arrays
 
 _AVERAGE = "ema."
 
 
-def export(checkpoint: Checkpoint, file: Path, average: bool) -> Path:
-    """Do what `Checkpoint.export` says."""
+def export(path: Path, file: Path, average: bool) -> Path:
+    """Write the weights of the checkpoint in this folder into a file: see `Checkpoint.export`."""
     if file.suffix != ".safetensors":
         raise CheckpointError(f"{file}: expected a name that ends in .safetensors, which model.load_weights needs")
     if os.path.lexists(file):
         raise CheckpointError(f"{file}: expected a new file, got one that exists: nothing is written over it")
-    manifest = read_manifest(checkpoint.path)
-    arrays = read_tensors(checkpoint.path, MODEL, manifest)[0]
+    manifest = read_manifest(path)
+    arrays = read_tensors(path, MODEL, manifest)[0]
     if average:
-        arrays |= _averages(checkpoint.path, arrays, read_tensors(checkpoint.path, STEP, manifest)[0])
+        arrays |= _averages(path, arrays, read_tensors(path, STEP, manifest)[0])
     try:
         _write(file, arrays)
     except OSError as error:

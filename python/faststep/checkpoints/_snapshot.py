@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import platform
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
-from faststep import _step
-from faststep._environment import version
-from faststep._step import Step
-from faststep.checkpoints import _random, _tensors
+from faststep import _random
+from faststep._native import versions
+from faststep._step import Step, shows_average
+from faststep.checkpoints import _tensors
 from faststep.checkpoints._errors import CheckpointError
 from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP
 
@@ -77,7 +73,7 @@ def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, An
     Raises:
         CheckpointError: Something cannot be written to such files.
     """
-    if id(step.model) in _step._showing:
+    if shows_average(step.model):
         raise CheckpointError("the model shows its average: expected a save behind the `with step.average()` block")
     kept, counts = split(step.state, "step")
     parameters, others = split(step.model.parameters(), "model")
@@ -128,14 +124,3 @@ def _text(training: dict[str, Any]) -> bytes:
             what = "optimizer" if name == "values" else name
             raise CheckpointError(f"{what}: expected plain JSON values, got others ({error})") from error
     return json.dumps(training).encode()
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of what made the checkpoint."""
-    return {
-        "faststep": version(),
-        "mlx": metadata.version("mlx"),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }

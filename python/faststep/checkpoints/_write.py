@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from faststep.checkpoints import _folder, _tensors
-from faststep.checkpoints._checkpoint import VERSION, manifest_text, read_manifest
 from faststep.checkpoints._errors import CheckpointError, CheckpointWarning
+from faststep.checkpoints._manifest import VERSION, manifest_text, read_manifest
 from faststep.checkpoints._snapshot import Snapshot
 
 Fill = Callable[[_tensors.Write], None]

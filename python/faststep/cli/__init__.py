@@ -5,7 +5,7 @@ checkpoint, an option), and nothing was changed; 3 a check found a difference (`
 `reproduce`); 4 the supervisor gave up; 130 and 143 stopped by SIGINT and SIGTERM, with a checkpoint.
 """
 
-from faststep._extras import need
+from faststep._optional import need
 
 need("typer")
 

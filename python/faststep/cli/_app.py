@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from faststep.cli import _checkpoint, _prove, _runs, _train
+from faststep.cli import _checkpoint, _runs, _train, _verify
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -25,8 +25,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": _train.evaluate,
     "report": _runs.report,
     "compare": _runs.compare,
-    "verify-resume": _prove.verify_resume,
-    "reproduce": _prove.reproduce,
+    "verify-resume": _verify.verify_resume,
+    "reproduce": _verify.reproduce,
     "tune": _runs.tune,
     "version": _runs.version,
 }

@@ -74,21 +74,20 @@ TUNED = "FASTSTEP_TUNED_CONFIG"
 
 def losses() -> Iterator[Any]:
     """Yield the losses of the training that a config describes, for ever: what `tune` measures in its children."""
+    from faststep._step import call_with
     from faststep.config import build, load
-    from faststep.training._validate import call
 
     built = build(load(os.environ[TUNED]))
     while True:
         for batch in built.loader:
-            yield call(built.step, batch).loss
+            yield call_with(batch, built.step).loss
 
 
 def version() -> None:
     """Print the versions of all that matters."""
     import mlx.core as mx
 
-    from faststep._environment import version
-    from faststep.training._run import environment
+    from faststep._native import environment, version
 
     about = environment()
     typer.echo(f"mlx-faststep {version()}")

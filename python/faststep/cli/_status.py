@@ -53,5 +53,6 @@ def trainer_of(built: Built) -> Trainer:
     loggers += [Csv(run / "steps.csv")] if logs["csv"] else []
     loggers += [TensorBoard(run / "tensorboard")] if logs["tensorboard"] else []
     loggers += [WandB(run, **logs["wandb"])] if logs["wandb"] is not None else []
+    loggers += [make() for make in built.loggers]
     parts: dict[str, Any] = {"validation": built.validation, "callbacks": built.callbacks, "config": built.config}
     return Trainer(built.step, built.loader, loggers=loggers, **parts, **built.options)

@@ -58,7 +58,6 @@ def evaluate(
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest validation loss.")] = False,
 ) -> None:
     """Compute the validation loss of a checkpoint, on all of the validation data."""
-    from faststep.checkpoints._apply import restore
     from faststep.config import build
     from faststep.training import validate
 
@@ -66,7 +65,7 @@ def evaluate(
     if built.validation is None:
         raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
     chosen = choose(checkpoints_of(run), run, number=number, best=best)
-    restore(chosen.path, built.step, None)
+    chosen.restore(built.step)
     loss, batches = validate(built.step, built.validation)
     typer.echo(f"step {chosen.number}: loss {loss:.6f} over {batches} batches")
 

@@ -1,7 +1,7 @@
 """A run from a YAML file: read strictly, with every mistake named by its line, and built.
 
     config = load("char_gpt.yaml", overrides=["train.steps=100"])
-    built = build(config)                # built.step, .loader, .validation, .callbacks, .options, .logs, .config
+    built = build(config)                # built.step, .loader, .validation, .callbacks, .options, ...
 
 **Components** are mappings with `use`: a built-in name (see `faststep.recipes`, the classes of `mlx.optimizers`, the
 functions of `mlx.optimizers.schedulers`), `module:attribute`, or `file.py:attribute`. Their other keys are arguments,
@@ -14,18 +14,22 @@ folder (`folder`); `run` is relative to the working directory.
 
 **Schedules** take `warmup` (steps) and `warmup_init` beside their own arguments; `decay_steps` of `cosine_decay` and
 `steps` of `linear_schedule` are, where they are left out, what is left of `train.steps`.
+
+Files: `_yaml` and `_load` read, `_schema` has the sections, `_usage` who reads which key, `_kinds`, `_components` and
+`_find` find what is named (`_user_code`: the user's own), `_build` makes it. Uses `_step`, `recipes`, `data` and
+`_optional`.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from faststep._extras import need
+from faststep._optional import need
 
 need("pydantic")
 need("yaml")
 
 from faststep.config._errors import ConfigError, Problem  # noqa: E402, behind the checks of what they need
 from faststep.config._load import load, validate  # noqa: E402
-from faststep.config._models import Component, Config  # noqa: E402
+from faststep.config._schema import Component, Config  # noqa: E402
 
 if TYPE_CHECKING:
     from faststep.config._build import Built, build

@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten
 from faststep import Step, recipes
 from faststep.config._components import Part, Parts
 from faststep.config._errors import ConfigError, Path
-from faststep.config._models import Config
+from faststep.config._find import find_all
 from faststep.config._optimizers import Choice
-from faststep.config._plan import Plan
-from faststep.recipes._patterns import check_matched
+from faststep.config._schema import Config
+from faststep.config._usage import Usage
 
 if TYPE_CHECKING:
     from faststep.data import Loader
@@ -38,6 +38,7 @@ class Built:
         loader: The training data.
         validation: The validation data, or None.
         callbacks: The callbacks.
+        loggers: The user's own loggers, each as a function that makes it.
         options: The arguments of `faststep.training.Trainer` beside these, `config` and the loggers.
         logs: What is to be written beside `log.jsonl`: `csv`, `tensorboard`, `wandb`.
         config: The resolved config, plain values.
@@ -47,6 +48,7 @@ class Built:
     loader: Loader
     validation: Loader | None
     callbacks: list[Any]
+    loggers: list[Callable[[], Any]]
     options: dict[str, Any]
     logs: dict[str, Any]
     config: dict[str, Any]
@@ -67,22 +69,23 @@ def build(config: Config) -> Built:
         ConfigError: Something in it does not fit; as much as can be is listed at once. What the user's own code
             raises passes as it is.
     """
-    plan = Plan(config)
+    usage = Usage(config)
     parts = Parts(config.source, config.folder)
-    found = parts.find_all(plan)
-    problems = [*plan.problems(), *parts.problems]
+    found = find_all(parts, usage)
+    problems = [*usage.problems(config.source), *parts.problems]
     if problems:
         raise ConfigError(problems)
-    _seed(plan.top["seed"])
+    _seed(usage.top["seed"])
     blame = Blame(config)
-    model = _model(found["model"].make(), plan, blame)
+    model = _model(found["model"].make(), usage, blame)
     optimizer = _optimizer(found["optimizers"], model, blame)
     loss_fn = found["loss"].make()
-    step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(plan)))
-    loader = _loader(found, "train", plan.loader | {"seed": plan.top["seed"]}, blame)
-    validation = _loader(found, "validation", plan.validation, blame) if plan.validates else None
+    step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage)))
+    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame)
+    validation = _loader(found, "validation", usage.validation, blame) if usage.validates else None
     callbacks = [each.make() for each in found["callbacks"]]
-    return Built(step, loader, validation, callbacks, plan.trainer, plan.logs, config.resolved())
+    loggers = [each.make for each in found["loggers"]]
+    return Built(step, loader, validation, callbacks, loggers, usage.trainer, usage.logs, config.resolved())
 
 
 class Blame:
@@ -118,20 +121,20 @@ def _seed(seed: int) -> None:
     mx.random.seed(seed)
 
 
-def _model(model: nn.Module, plan: Plan, blame: Blame) -> nn.Module:
-    top, folder = plan.top, File(plan.top["folder"])
+def _model(model: nn.Module, usage: Usage, blame: Blame) -> nn.Module:
+    top, folder = usage.top, File(usage.top["folder"])
     if top["weights"] is not None:
         blame(("weights",), lambda: recipes.load_weights(model, folder / top["weights"]))
-    if plan.quantize:
-        blame(("quantize",), lambda: recipes.quantize(model, **plan.quantize))
+    if usage.quantize:
+        blame(("quantize",), lambda: recipes.quantize(model, **usage.quantize))
     if top.get("frozen"):
         blame(("frozen",), lambda: recipes.freeze(model, top["frozen"]))
-    if plan.lora:
-        blame(("lora",), lambda: recipes.add_lora(model, **plan.lora))
-    if plan.checkpointed:
-        blame(("step", "gradient_checkpointing"), lambda: recipes.checkpoint_gradients(model, plan.checkpointed))
+    if usage.lora:
+        blame(("lora",), lambda: recipes.add_lora(model, **usage.lora))
+    if usage.checkpointed:
+        blame(("step", "gradient_checkpointing"), lambda: recipes.checkpoint_gradients(model, usage.checkpointed))
     if not tree_flatten(model.trainable_parameters()):
-        key = "frozen" if top.get("frozen") else "quantize" if plan.quantize else "model"
+        key = "frozen" if top.get("frozen") else "quantize" if usage.quantize else "model"
         raise ConfigError([blame.config.source.problem((key,), "nothing in the model is left to train")])
     mx.eval(model.parameters())
     return model
@@ -146,7 +149,7 @@ def _optimizer(choices: list[Choice], model: nn.Module, blame: Blame) -> Optimiz
     filters: list[Callable[[str, mx.array], bool]] = []
     for i, patterns in enumerate(choice.patterns for choice in choices[:-1]):
         where = ("optimizer", i, "parameters")
-        blame(where, functools.partial(check_matched, patterns, left, "parameter that is left to train"))
+        blame(where, functools.partial(recipes.check_matched, patterns, left, "parameter that is left to train"))
         left = [path for path in left if not recipes.matches(path, patterns)]
         filters.append(lambda path, _, patterns=patterns: recipes.matches(path, patterns))  # type: ignore[misc]
     if not left:
@@ -160,9 +163,9 @@ def _part(choice: Choice) -> Part:
     return choice.part
 
 
-def _step_options(plan: Plan) -> dict[str, Any]:
-    dtype = plan.step["compute_dtype"]
-    return plan.step | {"compute_dtype": dtype and getattr(mx, dtype)}
+def _step_options(usage: Usage) -> dict[str, Any]:
+    dtype = usage.step["compute_dtype"]
+    return usage.step | {"compute_dtype": dtype and getattr(mx, dtype)}
 
 
 def _loader(found: dict[str, Any], name: str, options: dict[str, Any], blame: Blame) -> Loader:

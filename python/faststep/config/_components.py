@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path as File
 from typing import Any
 
-from faststep.config import _arguments, _tables
+from faststep.config import _arguments
 from faststep.config._errors import ConfigError, Path, Problem, Source, unknown
-from faststep.config._models import Component
-from faststep.config._optimizers import find_optimizers
-from faststep.config._plan import Plan
-from faststep.config._tables import Kind
-from faststep.config._user import NotThere, attribute, importable
+from faststep.config._kinds import Kind
+from faststep.config._schema import Component
+from faststep.config._user_code import NotThere, attribute, importable
 
 
 @dataclass
@@ -84,53 +82,23 @@ def _made(value: Any) -> Any:
 class Parts:
     """Finds the components of a config, and collects what is wrong with them.
 
+    Args:
+        source: Where the values of the config come from.
+        folder: The config's folder.
+        loads: Whether the user's own code is loaded; without, it is passed over.
+
     Attributes:
-        problems: What is wrong.
+        problems: Problems found so far.
     """
 
-    def __init__(self, source: Source, folder: str) -> None:
+    def __init__(self, source: Source, folder: str, *, loads: bool = True) -> None:
         self.source, self.folder = source, File(folder)
         self.problems: list[Problem] = []
-        self._loads = True
+        self._loads = loads
 
     def refuse(self, path: Path, message: str) -> None:
         """Note a problem."""
         self.problems.append(self.source.problem(path, message))
-
-    def find_all(self, plan: Plan, *, users: bool = True) -> dict[str, Any]:
-        """Find all components.
-
-        Args:
-            plan: What is read of the config.
-            users: Whether the user's own code is loaded; without, it is passed over.
-
-        Returns:
-            Parts by name: model, loss, train, validation, collate, optimizers (pairs of part and patterns), callbacks.
-            What is None was not given, or has a problem.
-        """
-        self._loads = users
-        found: dict[str, Any] = {
-            "model": self.find(plan.top["model"], _tables.MODEL, ("model",)),
-            "loss": self._loss(plan),
-            "optimizers": find_optimizers(self, plan.top["optimizer"], plan.trainer["steps"]),
-        }
-        for name, component in plan.components.items():
-            kind = _tables.COLLATE if name == "collate" else _tables.DATASET
-            found[name] = component and self.find(component, kind, ("data", name))
-        callbacks = enumerate(plan.top["callbacks"])
-        found["callbacks"] = [self.find(each, _tables.CALLBACK, ("callbacks", i)) for i, each in callbacks]
-        return found
-
-    def _loss(self, plan: Plan) -> Part | None:
-        """Find the loss; a built-in one is told whether it has to give its weight."""
-        part = self.find(plan.top["loss"], _tables.LOSS, ("loss",))
-        if part is None or part.users or not plan.step["weighted"]:
-            return part
-        if "weighted" in (_arguments.parameters(part.target) or {}):
-            part.arguments["weighted"] = True
-        else:
-            self.refuse(("step", "weighted"), f"expected a loss that gives its weight, got {plan.top['loss'].use}")
-        return part
 
     def find(
         self, component: Component, kind: Kind, path: Path, arguments: Mapping[str, Any] | None = None

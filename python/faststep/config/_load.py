@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from faststep.config._components import Parts
 from faststep.config._errors import ConfigError, Path, Problem, Source, short, unknown
-from faststep.config._models import ONE, SEVERAL, Config
-from faststep.config._plan import Plan
+from faststep.config._find import find_all
+from faststep.config._schema import ONE, SEVERAL, Config
+from faststep.config._usage import Usage
 from faststep.config._yaml import override, read
 
 _EXPECTED = {
@@ -85,16 +86,16 @@ def validate(values: Any, source: Source | None = None) -> Config:
         problems = [_problem(each, source) for each in found]
         raise ConfigError(sorted([*problems, *_behind(values, found, source)], key=_order)) from None
     config._source = source
-    plan = Plan(config)
-    if problems := [*plan.problems(), *_components(plan, source)]:
+    usage = Usage(config)
+    if problems := [*usage.problems(source), *_components(usage, source)]:
         raise ConfigError(sorted(problems, key=_order))
     return config
 
 
-def _components(plan: Plan, source: Source) -> list[Problem]:
+def _components(usage: Usage, source: Source) -> list[Problem]:
     """Return what is wrong with the built-in components."""
-    parts = Parts(source, plan.top["folder"])
-    parts.find_all(plan, users=False)
+    parts = Parts(source, usage.top["folder"], loads=False)
+    find_all(parts, usage)
     return parts.problems
 
 
@@ -110,7 +111,7 @@ def _behind(values: Any, errors: Iterable[Mapping[str, Any]], source: Source) ->
         if isinstance(holder, dict):
             holder.pop(way[-1], None)
     try:
-        return _components(Plan(Config.model_validate(values)), source)
+        return _components(Usage(Config.model_validate(values)), source)
     except ValidationError:
         return []
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from faststep.config import _arguments
+from faststep.config._components import Part, Parts
 from faststep.config._errors import Path, short
-from faststep.config._models import Component
-from faststep.config._tables import OPTIMIZER, SCHEDULE
-
-if TYPE_CHECKING:
-    from faststep.config._components import Part, Parts
+from faststep.config._kinds import OPTIMIZER, SCHEDULE
+from faststep.config._schema import Component
 
 _REFUSED = object()  # in the place of a schedule whose problems have been noted
 _LENGTHS = {"cosine_decay": "decay_steps", "linear_schedule": "steps"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from faststep.data._arrange import ByLength
+from faststep.data._by_length import ByLength
 from faststep.data._errors import about
 from faststep.data._order import IntArray
 from faststep.data._source import Columns, Items

@@ -8,15 +8,15 @@ from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from faststep.data._arrange import ByLength, Made
-from faststep.data._check import check_options
+from faststep.data._by_length import ByLength, Made
+from faststep.data._epoch import Epoch, Sharing, Task
 from faststep.data._lengths import Lengths
-from faststep.data._maker import Collate, Maker
+from faststep.data._make import Collate, Maker
+from faststep.data._options import check_options
 from faststep.data._order import Keys
 from faststep.data._pack import Pack
-from faststep.data._plan import Plan, Sharing, Task
+from faststep.data._pipeline import Pipeline
 from faststep.data._reader import Reader
-from faststep.data._run import Run
 from faststep.data._source import Items, Stream, open_source
 from faststep.data._stack import stack
 from faststep.data._state import VERSION, check_same, checksum, name_of, place_of
@@ -127,10 +127,10 @@ class Loader:
             given = lengths if lengths is not None else getattr(source, "lengths", None)
             self._lengths = Lengths(self._source, self._arranger, given)
         self._make = Maker(self._source, collate, self._lengths)
-        self._plan: tuple[int, int, Plan] | None = None  # epoch, length, and what was planned for them
+        self._plan: tuple[int, int, Epoch] | None = None  # epoch, length, and what was planned for them
         self._epoch = self._position = 0
         self._resume: dict[str, Any] | None = None
-        self._run: Run | None = None
+        self._run: Pipeline | None = None
         self._begun = False
         self._stats = LoaderStats()
         if isinstance(self._source, Items):
@@ -269,7 +269,7 @@ class Loader:
             if not run.closed:
                 run.close()
 
-    def _begin(self) -> Run:
+    def _begin(self) -> Pipeline:
         """Start to make batches."""
         source = self._source
         if hasattr(source.source, "set_epoch"):
@@ -285,16 +285,16 @@ class Loader:
                 )
             tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()
         self._begun = True
-        return Run(tasks, self._make, self.workers, self._prefetch, reads=isinstance(source, Stream))
+        return Pipeline(tasks, self._make, self.workers, self._prefetch, reads=isinstance(source, Stream))
 
-    def _planned(self, source: Items, epoch: int) -> Plan:
+    def _planned(self, source: Items, epoch: int) -> Epoch:
         """Return the plan of an epoch; once it has begun its length stays."""
         n = self._length(source, epoch)
         if self._plan is None or self._plan[:2] != (epoch, n):
             self._check_size(n)
             keys = Keys(self._seed, epoch) if self._shuffle else None
             lengths = self._lengths.all(n) if self._lengths else None
-            plan = Plan(n, keys, self._sharing, self._arranger, lengths)
+            plan = Epoch(n, keys, self._sharing, self._arranger, lengths)
             if not plan.rounds.count:
                 raise ValueError(f"source: {n} items make {len(plan.units)} rows, which fill no batch of every rank")
             self._plan = epoch, n, plan

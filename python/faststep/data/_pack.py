@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from faststep.data._arrange import ByLength, Key, Made, Piece, as_numpy, like
+from faststep.data._by_length import ByLength, Key, Made, Piece, as_numpy, like
 from faststep.data._order import IntArray, Keys, Units
 from faststep.data._tree import Tree
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from faststep.data._arrange import ByLength
+from faststep.data._by_length import ByLength
+from faststep.data._epoch import Cut, Pieces, Sharing, Task
 from faststep.data._errors import about
 from faststep.data._evaluate import evaluate
-from faststep.data._plan import Cut, Pieces, Sharing, Task
 from faststep.data._source import Stream
 
 

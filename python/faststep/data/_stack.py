@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from faststep.data._arrange import as_numpy
+from faststep.data._by_length import as_numpy
 from faststep.data._tree import Tree, children, rebuilt
 
 

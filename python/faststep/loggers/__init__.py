@@ -5,12 +5,13 @@ A logger is anything with `log(record)` and `close()`. The records are dicts wit
 Their numbers may be scalars of MLX or numpy.
 """
 
+from faststep._records import Record
+from faststep.loggers._base import Logger
 from faststep.loggers._csv import Csv
 from faststep.loggers._group import Loggers
 from faststep.loggers._json_lines import JsonLines
 from faststep.loggers._progress import Progress
 from faststep.loggers._tensor_board import TensorBoard
-from faststep.loggers._values import Logger, Record
 from faststep.loggers._wandb import WandB
 
 __all__ = ["Csv", "JsonLines", "Logger", "Loggers", "Progress", "Record", "TensorBoard", "WandB"]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from faststep._records import Record, plain
 from faststep.loggers._append import Appender
-from faststep.loggers._values import Record, plain
 
 COLUMNS = (
     "step",

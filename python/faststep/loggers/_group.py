@@ -6,8 +6,9 @@ import time
 import warnings
 from collections.abc import Iterable
 
+from faststep._records import Record
+from faststep.loggers._base import Logger
 from faststep.loggers._progress import Progress
-from faststep.loggers._values import Logger, Record
 
 
 class Loggers:

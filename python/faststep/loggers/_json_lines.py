@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from faststep._records import Record, dumps
 from faststep.loggers._append import Appender
-from faststep.loggers._values import Record, dumps
 
 
 class JsonLines:

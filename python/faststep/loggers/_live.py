@@ -7,10 +7,19 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from faststep._extras import need
-from faststep.loggers._figures import clock, printable, share, span
-from faststep.loggers._status import Field, Status, headline, said_event, said_validation, summary, table
-from faststep.loggers._values import Record
+from faststep._optional import need
+from faststep._records import (
+    Record,
+    clock,
+    describe_event,
+    describe_validation,
+    headline,
+    parameter_table,
+    printable,
+    share,
+    span,
+)
+from faststep.loggers._status import Field, Status, summary
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -126,16 +135,16 @@ class Live:
         if kind == "start":
             self._begin(record)
         elif kind == "validation":
-            self._print(said_validation(record), "green" if record.get("best") else "")
+            self._print(describe_validation(record), "green" if record.get("best") else "")
         elif kind == "event":
-            self._print(said_event(record), STYLES.get(str(record.get("level")), ""))
+            self._print(describe_event(record), STYLES.get(str(record.get("level")), ""))
         elif kind == "end":
             self.close()
             self._table(("", ""), summary(self._status, record))
 
     def _begin(self, record: Record) -> None:
         self._print(headline(record), "bold")
-        if rows := table(record):
+        if rows := parameter_table(record):
             self._table(("module", "trainable", "frozen"), rows)
         self._live.start()
         self._console.show_cursor(True)  # a process that is killed would leave the terminal without one

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from faststep.loggers._figures import clock, printable, span
-from faststep.loggers._status import Status, headline, said_event, said_validation, summary, table
-from faststep.loggers._values import Record
+from faststep._records import (
+    Record,
+    clock,
+    describe_event,
+    describe_validation,
+    headline,
+    parameter_table,
+    printable,
+    span,
+)
+from faststep.loggers._status import Status, summary
 
 
 class Plain:
@@ -19,16 +27,16 @@ class Plain:
         """Write what the record says; the status has it already."""
         kind, status = record["kind"], self._status
         if kind == "start":
-            self._lines([headline(record), *_aligned(table(record))])
+            self._lines([headline(record), *_aligned(parameter_table(record))])
         elif kind == "interval":
             self._lines([_interval(status)])
         elif kind == "validation":
-            self._lines([said_validation(record)])
+            self._lines([describe_validation(record)])
         elif kind == "checkpoint":
             pause = f", the training stood {span(record['pause'])}" if record.get("pause") is not None else ""
             self._lines([f"checkpoint at step {status.step}: {record.get('path', '')}{pause}"])
         elif kind == "event":
-            self._lines([said_event(record)])
+            self._lines([describe_event(record)])
         elif kind == "end":
             self._lines([f"{name}: {value}" for name, value in summary(status, record)])
 

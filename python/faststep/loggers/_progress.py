@@ -6,11 +6,11 @@ import os
 import sys
 from typing import TextIO
 
+from faststep._records import Record
+from faststep._records import plain as as_plain
 from faststep.loggers._live import Live
 from faststep.loggers._plain import Plain
 from faststep.loggers._status import Status
-from faststep.loggers._values import Record
-from faststep.loggers._values import plain as as_plain
 
 
 class Progress:

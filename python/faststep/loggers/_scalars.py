@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faststep.loggers._values import Record, number
+from faststep._records import Record, number
 
 STEP = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate"}
 INTERVAL = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
-from faststep.loggers._figures import clock, count, figure, quantity, share, size, span
-from faststep.loggers._values import Record, number
+from faststep._records import REASONS, Record, clock, count, figure, number, quantity, share, size, span
 
 PARTS = ("data", "step", "validation", "checkpoint", "other")  # where the time goes
 DATA_BOUND = 0.2  # the share of a step's time, waited for data, from which on it is said
@@ -165,51 +163,6 @@ class Status:
 
 def _known(*fields: Field) -> list[Field]:
     return [each for each in fields if each[1] != "-"]
-
-
-def table(start: Record) -> list[tuple[str, str, str]]:
-    """Return the rows of the table of parameters (module, trainable, frozen), the sum last; none without modules."""
-    modules: list[Any] = list(start.get("modules") or [])
-    if not modules:
-        return []
-    rows = [(str(each["name"]), count(each["trainable"]), count(each["frozen"])) for each in modules[:20]]
-    if rest := modules[20:]:
-        sums = (sum(int(each[key]) for each in rest) for key in ("trainable", "frozen"))
-        rows.append((f"and {len(rest)} more", *map(count, sums)))  # type: ignore[arg-type]
-    sums = (start.get(key, sum(int(each[key]) for each in modules)) for key in ("trainable", "frozen"))
-    return [*rows, ("all", *map(count, sums))]  # type: ignore[list-item]
-
-
-def headline(start: Record) -> str:
-    """Return what runs where: `resumed at step 200 on cpu; mlx 0.32.4, ...`."""
-    versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
-    begin = f"resumed at step {count(start.get('step'))}" if start.get("resumed") else "training"
-    where = f" on {start['device']}" if start.get("device") else ""
-    return f"{begin}{where}{f'; {versions}' if versions else ''}"
-
-
-def said_validation(record: Record) -> str:
-    """Return a validation in a line."""
-    parts = [f"validation at step {count(record.get('step'))}: loss {figure(record.get('loss'))}"]
-    parts += [f"{name} {figure(value)}" for name, value in (record.get("metrics") or {}).items()]
-    if record.get("batches") is not None:
-        batches = "1 batch" if record["batches"] == 1 else f"{count(record['batches'])} batches"
-        parts.append(f"{batches} in {span(record.get('seconds'))}")
-    return ", ".join(parts) + (" (best so far)" if record.get("best") else "")
-
-
-def said_event(record: Record) -> str:
-    """Return an event in a line."""
-    return f"{record.get('level', 'info')} at step {count(record.get('step'))}: {record.get('text', '')}"
-
-
-REASONS = {
-    "done": "done",
-    "early_stop": "stopped early: the validation loss no longer improves",
-    "signal": "stopped by a signal",
-    "bad_batches": "stopped: too many batches in a row were skipped",
-    "error": "ended by an error",
-}
 
 
 def summary(status: Status, end: Record) -> list[tuple[str, str]]:

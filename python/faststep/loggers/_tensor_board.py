@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faststep._extras import need
+from faststep._optional import need
+from faststep._records import Record, describe_event, plain
 from faststep.loggers._scalars import scalars
-from faststep.loggers._status import said_event
-from faststep.loggers._values import Record, plain
 
 FLUSH_SECONDS = 5.0  # a flush waits for the disk
 
@@ -52,7 +51,7 @@ class TensorBoard:
         for tag, value in scalars(record).items():
             self._write(record, summary=self._summary.scalar(tag, value))
         if record["kind"] == "event":
-            self._write(record, summary=self._summary.text("events", said_event(record)))
+            self._write(record, summary=self._summary.text("events", describe_event(record)))
         if record["kind"] not in ("step", "interval") or time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flushed = time.monotonic()
             self._open().flush()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from faststep._extras import need
+from faststep._optional import need
+from faststep._records import Record, plain
 from faststep.loggers._scalars import scalars
-from faststep.loggers._values import Record, plain
 
 
 class WandB:

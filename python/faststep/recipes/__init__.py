@@ -7,7 +7,7 @@ from faststep.recipes._lora import LoRALinear, add_lora, fuse
 from faststep.recipes._losses import LOSSES, cross_entropy, mse, next_token
 from faststep.recipes._mlp import MLP
 from faststep.recipes._models import freeze, load_weights, quantize
-from faststep.recipes._patterns import matches
+from faststep.recipes._patterns import check_matched, matches
 from faststep.recipes._schedules import constant, warm_up
 
 MODELS = {"gpt": GPT, "mlp": MLP}
@@ -23,6 +23,7 @@ __all__ = [
     "Bytes",
     "LoRALinear",
     "add_lora",
+    "check_matched",
     "checkpoint_gradients",
     "constant",
     "cross_entropy",

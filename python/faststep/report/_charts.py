@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from faststep.loggers._figures import figure, quantity, share, size, span
+from faststep._records import figure, quantity, share, size, span
 from faststep.report._log import Log, Numbers, Table
 from faststep.report._plot import COLOURS, INK, PAPER, from_zero, logarithmic, marker, plot, tick
 from faststep.report._series import extremes, finite, since_last, smooth

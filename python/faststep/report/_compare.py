@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from faststep.loggers._figures import clock, printable, quantity, size
-from faststep.loggers._values import flat
+from faststep._records import clock, flat, printable, quantity, size
 from faststep.report._charts import Form
 from faststep.report._log import Log, Table, read_log
 from faststep.report._page import Html, figures, page, said, section, write

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from faststep.loggers._values import flat, number
+from faststep._records import flat, number
 
 Numbers = npt.NDArray[np.float64]
 Record = Mapping[str, Any]

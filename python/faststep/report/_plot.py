@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from faststep._extras import need
-from faststep.loggers._figures import clock, quantity
+from faststep._optional import need
+from faststep._records import clock, quantity
 from faststep.report._page import said
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from faststep._extras import need
-from faststep.loggers._figures import clock, count, figure, quantity, share, size, span
-from faststep.loggers._status import REASONS, table
+from faststep._optional import need
+from faststep._records import REASONS, clock, count, figure, parameter_table, quantity, share, size, span
 from faststep.report._charts import charts
 from faststep.report._log import Log, read_log
 from faststep.report._page import Html, cards, figures, page, said, section, when, write
@@ -132,7 +131,9 @@ def peak(log: Log) -> str:
 
 
 def _modules(log: Log) -> str:
-    return html_table(("module", "trainable", "frozen"), table(log.starts[-1]) if log.starts else [], numbers=(1, 2))
+    return html_table(
+        ("module", "trainable", "frozen"), parameter_table(log.starts[-1]) if log.starts else [], numbers=(1, 2)
+    )
 
 
 def _few(rows: list[list[str]]) -> list[list[str]]:

@@ -7,65 +7,27 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
-from faststep._step import Step, _count
+from faststep._random import mlx_key
+from faststep._records import number as value_of
+from faststep._step import Step, call_with, whole_number
 from faststep.checkpoints import CheckpointError, Checkpoints
-from faststep.checkpoints._random import mlx_key
 from faststep.loggers import Logger, Progress
-from faststep.loggers._values import number as value_of
-from faststep.training import _bundle, _run
-from faststep.training._callbacks import Callback
+from faststep.training import _bad_batches, _run_folder
 from faststep.training._clock import Clock
 from faststep.training._errors import Phase, TrainingError, phase_of_step, tagged
 from faststep.training._guard import Guard, Tried
-from faststep.training._log import Log
+from faststep.training._result import Reason, Result, TrainingProgress
+from faststep.training._run_log import Log
 from faststep.training._signals import Signals
-from faststep.training._validate import call, validate
+from faststep.training._validate import validate
 from faststep.training._window import Window, reopen
 
-Reason = Literal["done", "early_stop", "callback", "signal"]
 _END = object()
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a training ended.
-
-    Attributes:
-        reason: "done": all steps or epochs are made. "early_stop": the validation loss no longer falls. "callback": a
-            callback asked for it. "signal": SIGINT or SIGTERM did.
-        steps: How many steps have been made in all.
-        loss: The mean training loss of the last interval, None where there was none.
-        best: The lowest validation loss, None without validation.
-    """
-
-    reason: Reason
-    steps: int
-    loss: float | None
-    best: float | None
-
-
-@dataclass
-class _Progress:
-    """What the trainer knows beyond model, optimizer, step and data; a checkpoint keeps it."""
-
-    number: int = 0
-    best: float | None = None
-    stale: int = 0  # validations since the best one
-    row: int = 0  # batches skipped in a row
-    skipped: int = 0
-    seconds: float = 0.0
-    window: Window | None = field(default=None)
-
-    def state(self) -> dict[str, Any]:
-        """Return plain numbers."""
-        kept = dict(vars(self))
-        return kept | {"window": None if self.window is None else self.window.state()}
 
 
 class Trainer:
@@ -161,7 +123,7 @@ class Trainer:
         numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0), "memory_limit": (memory_limit, 1)}
         for name, (value, least) in (numbers | {"update_ratio_every": (update_ratio_every, 0)}).items():
             if value is not None:
-                _count(name, value, least)
+                whole_number(name, value, least)
         if patience is not None and validation is None:
             raise ValueError("patience: expected validation data for it, got none")
         self.step, self.loader, self.validation, self.run = step, loader, validation, Path(run)
@@ -182,7 +144,7 @@ class Trainer:
 
     # anew, with the signals to listen to
     def _begin(self) -> Signals:
-        self._now, self._reason = _Progress(), None
+        self._progress, self._reason = TrainingProgress(), None
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = None
         self._signals = Signals()
@@ -191,22 +153,22 @@ class Trainer:
     @property
     def number(self) -> int:
         """How many steps have been made."""
-        return self._now.number
+        return self._progress.number
 
     @property
     def skipped(self) -> int:
         """How many batches have been skipped."""
-        return self._now.skipped
+        return self._progress.skipped
 
     @property
     def best(self) -> float | None:
         """The lowest validation loss, None before the first one."""
-        return self._now.best
+        return self._progress.best
 
     @property
     def seconds(self) -> float:
         """How long the training has taken, in all the processes that it was made in."""
-        return self._now.seconds + time.perf_counter() - self._began
+        return self._progress.seconds + time.perf_counter() - self._began
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -230,7 +192,7 @@ class Trainer:
             TrainingError: Something failed; it tells where, and its cause is the exception itself.
             RuntimeError: Another process trains in the same folder.
         """
-        with _run.locked(self.run), self._begin():
+        with _run_folder.locked(self.run), self._begin():
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
             self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)
@@ -256,7 +218,7 @@ class Trainer:
     def _train(self) -> Result:
         with self._tagged("checkpoint"):
             resumed = self._resume()
-        self._guard = Guard(self.stop_after_bad, self.step.options.in_flight, self._now.row)
+        self._guard = Guard(self.stop_after_bad, self.step.options.in_flight, self._progress.row)
         self._log.start(resumed)
         self._tell("on_start")
         while not self._finished():
@@ -265,12 +227,12 @@ class Trainer:
             self._log.event("signal", f"{self._signals.received.name}: saving, then leaving")
         elif self.number != self._validated:
             self._validate()
-        if self.number != self._saved or self._now.window:
+        if self.number != self._saved or self._progress.window:
             self._save()
         with self._tagged("checkpoint"), self.clock.phase("checkpoint"):
             self.checkpoints.wait()
         self._log.tell_interval()
-        result = Result(self._reason or "done", self.number, self._log.interval.loss, self._now.best)
+        result = Result(self._reason or "done", self.number, self._log.interval.loss, self._progress.best)
         self._log.end(result.reason)
         self._tell("on_end", result)
         return result
@@ -285,10 +247,10 @@ class Trainer:
                 return
         if not any_batch:
             raise TrainingError("the loader gave no batch", phase="data", **self._where())
-        if self._now.window is not None:
+        if self._progress.window is not None:
             with self._tagged("update"), self.clock.phase("step"):
                 self.step.flush()
-            self._end_window(self._now.window)
+            self._end_window(self._progress.window)
 
     def _batches(self) -> Iterator[Any]:
         batches = iter(self.loader)
@@ -304,11 +266,11 @@ class Trainer:
                 batches.close()
 
     def _train_on(self, batch: Any, epoch: int) -> None:
-        window = self._now.window = self._now.window or Window(epoch)
+        window = self._progress.window = self._progress.window or Window(epoch)
         key, position = mlx_key(), self.loader.position - 1
         self._log.ratio.before(self.number)
         with self.clock.phase("step"), tagged(self._phase_of_step, self._where):
-            output = call(self.step, batch)
+            output = call_with(batch, self.step)
         window.add(batch, output)
         self._judge(Tried(batch, key, output, epoch, position))
         if len(window) >= self.step.accumulate:
@@ -325,13 +287,13 @@ class Trainer:
         for each in bad:
             loss = value_of(each.output.loss)
             self._log.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: loss {loss:.6g}")
-        self._now.skipped, self._now.row = self._now.skipped + len(bad), self._guard.row
+        self._progress.skipped, self._progress.row = self._progress.skipped + len(bad), self._guard.row
 
     def _give_up(self, tried: Tried) -> TrainingError:
         self._save()
         with self._tagged("checkpoint"):
             self.checkpoints.wait()
-            path = _bundle.write(self.run / "bundles", self.step, tried, self.number, self.config)
+            path = _bad_batches.write(self.run / "bundles", self.step, tried, self.number, self.config)
         text = (
             f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the "
             f"loss is above max_loss. The last one is in {path}, with the weights and the random state that it met: "
@@ -341,13 +303,13 @@ class Trainer:
 
     # a window is full, or is all that is left of an epoch
     def _end_window(self, window: Window) -> None:
-        now = self._now
-        now.window, now.number = None, now.number + 1
-        self._log.made(window)
-        self._tell("on_step", now.number)
-        if self.validate_every and now.number % self.validate_every == 0:
+        progress = self._progress
+        progress.window, progress.number = None, progress.number + 1
+        self._log.on_update(window)
+        self._tell("on_step", progress.number)
+        if self.validate_every and progress.number % self.validate_every == 0:
             self._validate()
-        if self.checkpoint_every and now.number % self.checkpoint_every == 0 and self._saved != now.number:
+        if self.checkpoint_every and progress.number % self.checkpoint_every == 0 and self._saved != progress.number:
             self._save()
 
     def _finished(self) -> bool:
@@ -361,12 +323,12 @@ class Trainer:
         if self.validation is None:
             return
         with self.clock.phase("validation"), self._tagged("validation"):
-            began, now = time.perf_counter(), self._now
+            began, progress = time.perf_counter(), self._progress
             loss, batches = validate(self.step, self.validation, self.validation_batches)
             seconds = time.perf_counter() - began
-        self._validated = now.number
-        best = math.isfinite(loss) and (now.best is None or loss < now.best - self.min_delta)
-        now.best, now.stale = (loss, 0) if best else (now.best, now.stale + 1)
+        self._validated = progress.number
+        best = math.isfinite(loss) and (progress.best is None or loss < progress.best - self.min_delta)
+        progress.best, progress.stale = (loss, 0) if best else (progress.best, progress.stale + 1)
         self._log.tell_steps()
         fields = {"loss": loss, "batches": batches, "seconds": seconds, "best": best, "epoch": self.loader.epoch}
         self._log.write("validation", fields)
@@ -374,22 +336,24 @@ class Trainer:
         if best:
             self._save(metric=loss)
         if self._is_stale() and self._reason is None:
-            text = f"no better validation loss than {now.best} in {now.stale} validations"
+            text = f"no better validation loss than {progress.best} in {progress.stale} validations"
             self._log.event("early_stop", text, "info")
             self._reason = "early_stop"
 
     def _is_stale(self) -> bool:
-        return self.patience is not None and self._now.stale >= self.patience
+        return self.patience is not None and self._progress.stale >= self.patience
 
     def _save(self, metric: float | None = None) -> None:
         with self.clock.phase("checkpoint"), self._tagged("checkpoint"):
             self._log.tell_steps()
             self._count_bad(self._guard.settle())
-            began, now = time.perf_counter(), self._now
-            now.seconds, self._began = self.seconds, began
-            path = self.checkpoints.save(self.step, self.loader, number=now.number, numbers=now.state(), metric=metric)
+            began, progress = time.perf_counter(), self._progress
+            progress.seconds, self._began = self.seconds, began
+            path = self.checkpoints.save(
+                self.step, self.loader, number=progress.number, numbers=progress.state(), metric=metric
+            )
             pause = time.perf_counter() - began
-        self._saved = now.number
+        self._saved = progress.number
         self._log.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
         self._tell("on_checkpoint", path)
 
@@ -404,8 +368,8 @@ class Trainer:
             return False
         numbers = dict(found.numbers)
         window = numbers.pop("window")
-        self._now = _Progress(**numbers)
-        self._now.window = None if window is None else reopen(window, self.loader.epoch)
+        self._progress = TrainingProgress(**numbers)
+        self._progress.window = None if window is None else reopen(window, self.loader.epoch)
         self._saved = self._validated = self.number
         self._reason = "early_stop" if self._is_stale() else None
         return True
@@ -420,3 +384,33 @@ class Trainer:
 
     def _where(self) -> dict[str, int]:
         return {"step": self.number, "epoch": self.loader.epoch, "batch": max(0, self.loader.position - 1)}
+
+
+class Callback:
+    """Is called in the course of a training; a subclass overrides what it needs.
+
+    `trainer.step` is the `faststep.Step`, `trainer.number` says how many steps are made, and `trainer.stop()` ends the
+    training behind the one under way. An exception ends it too, as a `TrainingError` of the phase "callback".
+
+    Example:
+        >>> from faststep.training import Callback
+        >>> class Unfreeze(Callback):
+        ...     def on_step(self, trainer, number):
+        ...         if number == 1000:
+        ...             trainer.step.model.unfreeze()
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Be told that training begins, or goes on from a checkpoint."""
+
+    def on_step(self, trainer: Trainer, number: int) -> None:
+        """Be told that so many steps are made; the last ones may still be under way on the device."""
+
+    def on_validation(self, trainer: Trainer, loss: float, best: bool) -> None:
+        """Be told the mean loss of a validation, and whether it is the best so far."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """Be told that a checkpoint has been taken; it may not be written yet."""
+
+    def on_end(self, trainer: Trainer, result: Result) -> None:
+        """Be told that training has ended, whatever the reason."""

@@ -9,17 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from faststep._step import Step
-from faststep.checkpoints._random import mlx_seed
-from faststep.loggers._values import number
+from faststep._random import mlx_seed
+from faststep._records import number
+from faststep._step import Step, call_with
 from faststep.training._window import arrays_of, mean
-
-
-def call(function: Any, batch: Any, *before: Any) -> Any:
-    """Call a function with a batch: a tuple's parts by position, a dict's by name, anything else as one argument."""
-    if isinstance(batch, dict):
-        return function(*before, **batch)
-    return function(*before, *batch) if isinstance(batch, tuple) else function(*before, batch)
 
 
 def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tuple[float, int]:
@@ -44,7 +37,7 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tup
         model.eval()
         with step.average() if step.options.ema_decay is not None else contextlib.nullcontext():
             for batch in itertools.islice(batches, most):
-                value = call(step.loss_fn, batch, model)
+                value = call_with(batch, step.loss_fn, model)
                 losses.append(_loss_and_weight(value, batch, step.options.weighted))
     finally:
         for module in training:

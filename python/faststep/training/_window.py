@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from faststep._records import number
 from faststep._step import StepOutput
-from faststep.loggers._values import number
 
 
 @dataclass

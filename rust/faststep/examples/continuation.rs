@@ -6,7 +6,7 @@
 //!
 //! `FROM` and `TO` are directories as `Step::save` writes them; `BATCHES` a safetensors file with `x` `[count, rows, 8]` and
 //! `y` `[count, rows, 4]`, of which those from `FIRST` to below `LAST` are taken. It prints the loss of each, one a line.
-//! `tests/test_rust_continuation.py` has the same model and cases in Python, and compares.
+//! `tests/rust/test_rust_continuation.py` has the same model and cases in Python, and compares.
 use std::{env, error::Error};
 
 use faststep::{

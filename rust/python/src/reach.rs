@@ -1,4 +1,4 @@
-//! What a loss reaches beside its arguments: found once by `faststep._reach`, looked at before each call.
+//! What a loss reaches beside its arguments: found once by `faststep._step._reach`, looked at before each call.
 //!
 //! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
 //! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
@@ -105,7 +105,7 @@ impl Reach {
     ) -> PyResult<Program> {
         let py = owned.py();
         let found = py
-            .import("faststep._reach")?
+            .import("faststep._step._reach")?
             .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
         let nodes = found.try_iter()?.map(|node| Node::read(&node?));
         let (nodes, tensors) = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;

@@ -317,7 +317,7 @@ fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<
     let Some(array) = held.find(|array| !known.contains(&faststep::array::id(array))) else {
         return Ok(None);
     };
-    let describe = py.import("faststep._reach")?.getattr("unwatched")?;
+    let describe = py.import("faststep._step._reach")?.getattr("unwatched")?;
     let core = py.import("faststep._core")?;
     let array = bridge::wrap(py, array)?;
     let text = describe.call1((array, core.getattr("array_id")?, &user.loss_fn))?;

@@ -1,0 +1,27 @@
+"""The step: `Step`, `fast_step`, their results, options, state and memory plan, over the native step of `_native`.
+
+`_program` holds the native step; `_reach` finds what a loss function refers to, for the native code, which imports it
+by name. Uses `_native` only.
+"""
+
+from faststep._step._average import shows_average
+from faststep._step._batch import call_with
+from faststep._step._fast_step import fast_step
+from faststep._step._memory_plan import MemoryPlan
+from faststep._step._options import Options, whole_number
+from faststep._step._output import Stats, StepOutput
+from faststep._step._state import like
+from faststep._step._step import Step
+
+__all__ = [
+    "MemoryPlan",
+    "Options",
+    "Stats",
+    "Step",
+    "StepOutput",
+    "call_with",
+    "fast_step",
+    "like",
+    "shows_average",
+    "whole_number",
+]

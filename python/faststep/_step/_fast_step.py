@@ -1,0 +1,126 @@
+"""`fast_step`: the step in one call, which keeps the native step of each model, optimizer and set of options."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+
+from faststep._step._options import Nonfinite, Options, whole_number
+from faststep._step._program import Program
+
+_Key = tuple[int, int, Options]
+_programs: dict[_Key, tuple[weakref.ref[nn.Module], weakref.ref[Optimizer], Program]] = {}
+
+
+def fast_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Any],
+    *batch: Any,
+    max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
+    accumulate: int = 1,
+    weighted: bool = False,
+    nonfinite: Nonfinite = "skip",
+    max_loss: float | None = None,
+    compute_dtype: mx.Dtype | None = None,
+    ema_decay: float | None = None,
+    compile: bool = True,
+    in_flight: int = 2,
+    max_traces: int = 64,
+    clear_cache_every: int = 0,
+    **named: Any,
+) -> Any:
+    """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options, weakly.
+
+    It replaces these lines, and gives the same numbers:
+
+        loss, gradients = nn.value_and_grad(model, loss_fn)(model, *batch, **named)
+        gradients, _ = optim.clip_grad_norm(gradients, max_grad_norm)
+        optimizer.update(model, gradients)
+        mx.eval(model.state, optimizer.state, mx.random.state)
+
+    Args:
+        model: The model, of which everything trainable is updated.
+        optimizer: The optimizer.
+        loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A
+            lambda made anew at every call is the same loss as long as its code, defaults and closure are.
+        *batch: Arrays, dicts, lists and tuples of them, and static values.
+        max_grad_norm: Clip the gradients to this global norm; None: no clipping.
+        max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.
+        accumulate: Update once for so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window that
+            is not full: a `Step` of the same model and optimizer shares it.
+        weighted: The loss function returns `(mean_loss, weight, *aux)`.
+        nonfinite: "skip" a step whose loss or gradients are not finite, "raise" for it, or "allow" it.
+        max_loss: A loss above this counts as not finite; None: no limit.
+        compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
+        ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
+        compile: Compile the step.
+        in_flight: How many steps may be under way on the device when a call returns; one only, where that one holds
+            more than 1 GiB of activations.
+        max_traces: How many traces are kept.
+        clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
+        **named: Arguments of the loss function by name; the options above are not among them.
+
+    Returns:
+        What the loss function returned, lazily.
+
+    Raises:
+        TypeError: As `Step` and its call do.
+        ValueError: As `Step` and its call do.
+        RuntimeError: As `Step` and its call do.
+        FloatingPointError: As a `Step`'s call does.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from faststep import fast_step
+        >>> model, optimizer = nn.Linear(4, 2), optim.Adam(learning_rate=1e-2)
+        >>> x, y = mx.random.normal((16, 4)), mx.zeros((16,), mx.int32)
+        >>> for _ in range(3):
+        ...     loss = fast_step(
+        ...         model, optimizer, lambda m, x, y: nn.losses.cross_entropy(m(x), y, reduction="mean"), x, y
+        ...     )
+        >>> loss.shape, optimizer.step.item()
+        ((), 3)
+    """
+    options = Options(
+        max_grad_norm,
+        max_grad_value,
+        weighted,
+        nonfinite,
+        max_loss,
+        compute_dtype,
+        ema_decay,
+        compile,
+        in_flight,
+        max_traces,
+        clear_cache_every,
+    )
+    accumulate = whole_number("accumulate", accumulate, 1)
+    key = (id(model), id(optimizer), options)
+    try:
+        known = _programs.get(key)
+    except TypeError:  # an option that is not even hashable
+        Program(model, optimizer, options)
+        raise
+    if known is None or known[0]() is not model or known[1]() is not optimizer:
+        known = _keep(key, model, optimizer)
+    program = known[2]
+    return program.core.step(program.call(model, optimizer, loss_fn, batch, named), accumulate)[0]
+
+
+def _keep(
+    key: _Key, model: nn.Module, optimizer: Optimizer
+) -> tuple[weakref.ref[nn.Module], weakref.ref[Optimizer], Program]:
+    def drop(reference: object) -> None:
+        if (kept := _programs.get(key)) and reference in kept[:2]:
+            del _programs[key]
+
+    program = Program(model, optimizer, key[2])
+    _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program
+    return _programs[key]

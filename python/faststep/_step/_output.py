@@ -1,0 +1,75 @@
+"""Results of a step: `StepOutput` of one call, `Stats` of all calls so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from faststep._native import core
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step gives. The arrays are lazy: reading one waits for that step.
+
+    Attributes:
+        loss: The loss, a scalar in the dtype in which the loss function returned it.
+        aux: What the loss function returned beside the loss (and, with `weighted=True`, beside its weight), an empty
+            tuple where it returned nothing else.
+        grad_norm: The global norm of the gradients before clipping, a float32 scalar; with `accumulate`, that of the
+            window's average. None where there was no update, and where nothing needs it: with `nonfinite="allow"` and
+            without `max_grad_norm`.
+        skipped: Whether nothing of the batch was taken, a bool scalar; False with `nonfinite="allow"`.
+        weight: What the loss function returned as the loss's weight, with `weighted=True`; None otherwise.
+    """
+
+    loss: mx.array
+    aux: tuple[Any, ...]
+    grad_norm: mx.array | None
+    skipped: mx.array | bool
+    weight: Any
+    _update: mx.array | bool  # whether there was one, or the array that tells whether it was missed
+
+    @property
+    def updated(self) -> mx.array | bool:
+        """Whether parameters and optimizer state were updated: a bool scalar, or False within a window."""
+        return self._update if isinstance(self._update, bool) else mx.logical_not(self._update)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a step has done so far.
+
+    Attributes:
+        steps: The number of calls.
+        updates: The number of updates that were made.
+        skipped: How many batches were not taken, because loss or gradients were not finite or the loss too large.
+            Asking waits for the steps in flight.
+        mode: How the step is computed. "native": the update on flat buffers, in Rust. "traced": the update by the
+            optimizer's own Python code, compiled with the rest. "plain": the same step without compilation.
+        reason: Why the mode is not "native": the parameter, the optimizer, or the line of the loss; None where it is.
+        traces: The traces that are kept, each with its cause and how long it took.
+        traced: The number of all traces that were made.
+        seconds: Where the time of all calls went. "look": at what the user has changed. "trace": calls that made a
+            trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
+            of it then, and on a GPU holds a large step back until the last one has let go of its memory. "wait": for
+            steps in flight. "show": giving the results to the user's objects.
+        bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
+            model's other arrays.
+        unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each
+            buffer, at one update in 128 (the second one first), weights whose first moment is zero left out. Near 1 the
+            parameters are too coarse for the learning rate: see `compute_dtype`. None before the first reading.
+    """
+
+    steps: int
+    updates: int
+    skipped: int
+    mode: str
+    reason: str | None
+    traces: tuple[core.TraceRecord, ...]
+    traced: int
+    seconds: dict[str, float]
+    bytes: dict[str, int]
+    unchanged: float | None

@@ -1,0 +1,42 @@
+"""The native step behind `Step` and `fast_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+
+from faststep._native import core
+from faststep._step._average import refuse_average
+from faststep._step._options import Options
+
+# model, optimizer, the loss function, its positional and named arguments
+_Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class Program:
+    """The native step of a model, an optimizer and options, for any loss function; keeps neither of the two alive."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
+        """Check the options."""
+        self.options = options
+        self.core = core.Step(model, optimizer, options)
+
+    def call(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any],
+        batch: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> _Call:
+        """Return what the user passes as the native step takes it."""
+        refuse_average(model)
+        return model, optimizer, loss_fn, (batch, named)
+
+    def flush(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Update by the window that is open; return whether there was one."""
+        refuse_average(model)
+        return self.core.flush((model, optimizer, None, ((), {})))

@@ -1,0 +1,314 @@
+"""`Step`: gradients, clipping, update and evaluation in one call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_map
+
+from faststep._step import _state
+from faststep._step._average import begin_showing, end_showing
+from faststep._step._memory_plan import MemoryPlan, memory_plan
+from faststep._step._options import Nonfinite, Options, whole_number
+from faststep._step._output import Stats, StepOutput
+from faststep._step._program import Program
+
+
+class Step:
+    """The training step of a model, an optimizer and a loss function.
+
+    It replaces these lines, and gives the same numbers:
+
+        loss, gradients = nn.value_and_grad(model, loss_fn)(model, *batch)
+        gradients, norm = optim.clip_grad_norm(gradients, max_grad_norm)
+        optimizer.update(model, gradients)
+        mx.eval(model.state, optimizer.state, mx.random.state)
+
+    The loss function is called while the step is traced, which is once for each signature of the batch; afterwards the
+    trace is replayed natively. What Python code in it does beside computing arrays (printing, counting) happens then
+    only. Model, optimizer and `mx.random.state` are current after every call, and what is changed in them between calls
+    is seen.
+
+    A loss function that cannot be traced or compiled is called a second time and runs uncompiled from then on, after
+    one `RuntimeWarning` that says why; what its Python code does beside computing has then happened twice. One
+    `RuntimeWarning` each tells what has gone wrong for a hundred steps without an error: every batch is skipped, the
+    loss is not finite, all gradients are zero, the loss does not depend on a parameter, updates are rounded to nothing.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from faststep import Step
+        >>> model, optimizer = nn.Linear(8, 1), optim.AdamW(learning_rate=1e-2)
+        >>> def loss_fn(model, x, y):
+        ...     return nn.losses.mse_loss(model(x), y)
+        >>> step = Step(model, optimizer, loss_fn, max_grad_norm=1.0)
+        >>> x, y = mx.random.normal((32, 8)), mx.zeros((32, 1))
+        >>> losses = [step(x, y).loss.item() for _ in range(20)]
+        >>> losses[-1] < losses[0], step.stats.mode
+        (True, 'native')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any],
+        *,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        accumulate: int = 1,
+        weighted: bool = False,
+        nonfinite: Nonfinite = "skip",
+        max_loss: float | None = None,
+        compute_dtype: mx.Dtype | None = None,
+        ema_decay: float | None = None,
+        compile: bool = True,
+        in_flight: int = 2,
+        max_traces: int = 64,
+        cache_limit: int | None = None,
+        clear_cache_every: int = 0,
+    ) -> None:
+        """Make the step; nothing is traced before its first call.
+
+        Args:
+            model: The model, of which everything trainable is updated.
+            optimizer: The optimizer; it is initialised when it has not been.
+            loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
+                for `nn.value_and_grad(model, loss_fn)`.
+            max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
+            max_grad_value: Bring every element of the gradients into `[-max_grad_value, max_grad_value]`, after
+                clipping by norm where both are given, so that both limits hold. None: no clipping.
+            accumulate: Update once for so many calls, by the average of their gradients, which are summed in float32
+                where the parameters are in half precision. `Step.accumulate` may be changed at any time.
+            weighted: The loss function returns `(mean_loss, weight, *aux)`, the weight being what the loss is a mean
+                over (tokens, say), a scalar array or a number: the average is weighted by it.
+            nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
+                optimizer state and buffers as they are, on the device, without a wait. "raise": the same, then wait
+                for the step and raise `FloatingPointError`, which names the first such gradient. "allow": take every
+                step, as the plain loop does. A gradient whose square overflows float32 counts as infinite. A batch that
+                is skipped does not count in the average of its window.
+            max_loss: A loss above this counts as not finite; None: no limit.
+            compute_dtype: Compute the loss in this dtype: `mx.bfloat16` or `mx.float16`. Trainable parameters and
+                float32 arrays of the batch are cast to it (frozen parameters and buffers are not), while the update
+                works on float32 masters and float32 optimizer state; the model shows its parameters in the dtype that
+                they had. With float16 the loss is scaled dynamically, and a step whose gradients overflow is skipped.
+                With `mx.float32` the loss is computed in float32 and the masters are kept. None: everything in the
+                parameters' own dtype.
+            ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
+                update, in float32 for half precision; see `average`. None: none.
+            compile: Compile the step. Without, the loss function is called at every step.
+            in_flight: How many steps may be under way on the device when a call returns; one only, where that one
+                holds more than 1 GiB of activations.
+            max_traces: How many traces are kept; the one used least recently goes first.
+            cache_limit: Let MLX keep at most so many bytes of freed memory, in the whole process
+                (`mx.set_cache_limit`). None: leave it.
+            clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
+
+        Raises:
+            TypeError: `model` or `optimizer` is something else, or an option has another type.
+            ValueError: An option is out of its range.
+        """
+        options = Options(
+            max_grad_norm,
+            max_grad_value,
+            weighted,
+            nonfinite,
+            max_loss,
+            compute_dtype,
+            ema_decay,
+            compile,
+            in_flight,
+            max_traces,
+            clear_cache_every,
+        )
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self._weighted = weighted
+        self._program = Program(model, optimizer, options)
+        self.accumulate = accumulate
+        if cache_limit is not None:
+            mx.set_cache_limit(whole_number("cache_limit", cache_limit, 0))
+
+    @property
+    def accumulate(self) -> int:
+        """How many calls make one update. An open window is applied at the call at which it has as many batches."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, calls: int) -> None:
+        self._accumulate = whole_number("accumulate", calls, 1)
+
+    def __call__(self, *batch: Any, **named: Any) -> StepOutput:
+        """Train on one batch.
+
+        Args:
+            *batch: What the loss function takes after the model: arrays, dicts, lists and tuples of them, and static
+                values, of which every new one is a new trace.
+            **named: The same, by name.
+
+        Returns:
+            Loss, auxiliary values and the gradients' norm, all lazy.
+
+        Raises:
+            TypeError: An argument is neither an array nor static, or the loss is no array.
+            ValueError: The loss is no scalar, nothing is trainable, an array waits for another thread, or MLX refuses a
+                shape; or the loss exchanges arrays with other ranks (`mx.distributed`, `nn.fully_shard`) in a step with
+                `max_grad_norm`, `max_loss` or a `nonfinite` other than "allow", which each rank would apply by itself.
+                Exceptions of the loss function pass unchanged. All of these leave model, optimizer and random state as
+                they were.
+            RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
+            FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
+        """
+        call = self._program.call(self.model, self.optimizer, self.loss_fn, batch, named)
+        value, norm, skipped, update = self._program.core.step(call, self._accumulate)
+        loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
+        weight = value[1] if self._weighted else None
+        return StepOutput(loss, aux, norm, False if skipped is None else skipped, weight, update)
+
+    def flush(self) -> bool:
+        """Update by the window that is open, averaged over what is in it.
+
+        To be called at the end of an epoch, whose last window may not be full.
+
+        Returns:
+            Whether there was a window.
+
+        Raises:
+            RuntimeError: As a step does.
+            FloatingPointError: As a step does.
+        """
+        return self._program.flush(self.model, self.optimizer)
+
+    @property
+    def options(self) -> Options:
+        """The options that the step was made with, beside `accumulate`."""
+        return self._program.options
+
+    @contextlib.contextmanager
+    def average(self) -> Iterator[nn.Module]:
+        """Show the average of the parameters in the model, for evaluation.
+
+        In a `with` block the model has the average in place of its parameters, in their dtypes; behind it, whatever
+        happens, it has its parameters back. Before the first step the average is the parameters.
+
+        Yields:
+            The model.
+
+        Raises:
+            ValueError: The step has no `ema_decay`.
+        """
+        if self._program.options.ema_decay is None:
+            raise ValueError("average: expected a step with ema_decay, got one without")
+        kept = self._program.core.state()
+        parameters = self.model.trainable_parameters()
+        if kept is not None and kept["ema"] is not None:
+            average = _state.like(parameters, dict(kept["ema"]))
+            self.model.update(tree_map(lambda ema, parameter: ema.astype(parameter.dtype), average, parameters))
+        begin_showing(self.model)
+        try:
+            yield self.model
+        finally:
+            end_showing(self.model)
+            self.model.update(parameters)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What an exact resume needs beyond model, optimizer and random state: a tree of arrays and plain numbers.
+
+        "masters", "ema" and "window" are trees like `model.trainable_parameters()`, with what was kept for parameters
+        that are frozen now, float32 where the parameters are in half precision (masters are kept for those only), and
+        there only where the step keeps them; "weight", a float32
+        scalar, and "batches", a number, tell how much is in the window; "loss_scale", a float32 scalar, goes with
+        "good_steps", an int32 scalar; "steps", "updates" and "skipped" are the counts of `stats`. Asking waits for the
+        steps in flight.
+        """
+        return _state.tree(self._program.core.state(), self._program.core.stats()[:3], self.model)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, in this process or another.
+
+        The model and the optimizer are loaded by themselves, before or after. A master counts as long as it rounds to
+        the parameter that the model has at the next step; otherwise the parameter is the new master.
+
+        Args:
+            state: What `Step.state` gave; its arrays may have been through a safetensors file.
+
+        Raises:
+            ValueError: It has unknown or missing names, or arrays of other shapes than the model's. Nothing has
+                changed.
+        """
+        self._program.core.load_state(*_state.flat(state, self.model))
+
+    def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+        """Compute loss and gradients of one batch and change nothing.
+
+        Args:
+            *batch: As for a step.
+            **named: As for a step.
+
+        Returns:
+            What the loss function returned, and the tree of gradients, before clipping: what
+            `nn.value_and_grad(model, loss_fn)(model, *batch, **named)` returns.
+
+        Raises:
+            TypeError: As a step does.
+            ValueError: As a step does.
+            RuntimeError: As a step does.
+        """
+        return self._program.core.gradients(self._program.call(self.model, self.optimizer, self.loss_fn, batch, named))
+
+    def memory_plan(self, *batch: Any, **named: Any) -> MemoryPlan:
+        """Say what steps on such a batch will take of the device's memory, before the first one takes it.
+
+        The step is traced, which the first step then need not do, and MLX's evaluation of it is gone through without
+        computing anything: model, optimizer and random state stay as they are. A loss function that cannot be traced is
+        called and may compute; what the plan says is then less certain.
+
+        Args:
+            *batch: As for a step.
+            **named: As for a step.
+
+        Returns:
+            The plan. A `RuntimeWarning` says so when it does not fit into the device's memory.
+
+        Raises:
+            TypeError: As a step does.
+            ValueError: As a step does.
+            RuntimeError: As a step does.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from faststep import Step
+            >>> step = Step(nn.Linear(1000, 1000), optim.Adam(1e-3), lambda model, x: model(x).square().mean())
+            >>> plan = step.memory_plan(mx.zeros((64, 1000)))
+            >>> plan.parameters, plan.fits
+            (4004000, True)
+        """
+        call = self._program.call(self.model, self.optimizer, self.loss_fn, batch, named)
+        return memory_plan(self._program.core.memory_plan(call, self._accumulate))
+
+    def synchronize(self) -> None:
+        """Wait for all work in flight.
+
+        Raises:
+            RuntimeError: A step failed on the device, or the step belongs to another thread.
+        """
+        self._program.core.synchronize()
+
+    def __repr__(self) -> str:
+        """Name model, optimizer, loss and the options that are not the defaults; waits for nothing."""
+        parts = [type(self.model).__name__, type(self.optimizer).__name__]
+        parts.append(getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__))
+        options = {"accumulate": self._accumulate, **self.options._asdict()}
+        default = {"accumulate": 1, **Options()._asdict()}
+        parts += [f"{name}={value!r}" for name, value in options.items() if value != default[name]]
+        return f"Step({', '.join(parts)})"
+
+    @property
+    def stats(self) -> Stats:
+        """What the step has done so far."""
+        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged = self._program.core.stats()
+        return Stats(steps, updates, skipped, *mode, tuple(traces), traced, seconds, held, unchanged)

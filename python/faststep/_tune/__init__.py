@@ -1,0 +1,9 @@
+"""The search for faster environment variables: `tune`, and what its child processes and its table are made of.
+
+`_search` starts `_child` in processes of their own; `_report` has the rule and the table. Uses `_step`.
+"""
+
+from faststep._tune._report import Tuning
+from faststep._tune._tune import main, tune
+
+__all__ = ["Tuning", "main", "tune"]

@@ -1,0 +1,186 @@
+"""Checks of a training: that it resumes exactly, and what a bad batch does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from faststep.cli._status import DIFFERS, FAILED, ConfigFile, Exit, Overrides
+
+if TYPE_CHECKING:
+    from faststep.checkpoints import Checkpoint
+    from faststep.config import Config
+
+_CHECKPOINTS = 4  # between two kills, about, so that most have one of their own to go on from
+
+
+def verify_resume(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(help="How often the second run is killed; 0: never.", min=0)] = 5,
+    steps: Annotated[int, typer.Option(help="Train for so many steps.", min=2)] = 40,
+    seed: Annotated[int, typer.Option(help="Of the moments at which it is killed.")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep both runs in this folder.")] = None,
+) -> None:
+    """Prove that a training resumes exactly: run it twice, kill the second one (SIGKILL) at random, and compare.
+
+    Weights, optimizer state, random states and the place in the data have to be the same to the bit. Exit code 3 where
+    they are not. Kernels of a GPU may add in another order from run to run: `--kills 0` tells whether yours do.
+    """
+    from faststep.config import load
+
+    every = max(1, steps // (_CHECKPOINTS * (kills + 1)))
+    change = [*(overrides or []), f"train.steps={steps}", f"checkpoints.every={every}", "train.log_every=1"]
+    loaded = load(config, change)
+    folder = Path(tempfile.mkdtemp(prefix="faststep-")) if keep is None else keep
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise Exit(f"{keep}: expected an empty folder, found files in it")
+    try:
+        whole, killed = _begin(loaded, folder / "whole"), _begin(loaded, folder / "killed")
+        typer.echo(f"{steps} steps without a stop ...")
+        _finish(whole)
+        seconds = _seconds(whole)
+        typer.echo(f"  {seconds:.1f} s behind the first one\nthe same, killed {kills} times ...")
+        dead = _kill(killed, kills, seconds, random.Random(seed))
+        _finish(killed)
+        _compare(whole, killed)
+        if kills and not dead:
+            raise Exit("nothing is proved: the training had ended before each kill; use more --steps", FAILED)
+        typer.echo(
+            f"proved: killed {dead} times and resumed, it ends as if nothing had happened" if kills else "the same"
+        )
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begin(config: Config, run: Path) -> Path:
+    from faststep.cli._train import save
+
+    return save(config.model_copy(update={"run": str(run)}))
+
+
+def _command(run: Path) -> list[str]:
+    return [sys.executable, "-m", "faststep", "resume", str(run)]
+
+
+def _finish(run: Path) -> None:
+    done = subprocess.run(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise Exit(f"the training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}", FAILED)
+
+
+def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> int:
+    """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint.
+
+    Returns:
+        How often it was killed; it may have ended before.
+    """
+    dead = 0
+    for number in range(1, kills + 1):
+        before = _steps(run)
+        process = subprocess.Popen(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and _steps(run) == before:
+            time.sleep(0.01)
+        what = "killed"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
+        if number % 4 == 0:
+            what = "killed while it wrote a checkpoint,"
+            while process.poll() is None and not any((run / "checkpoints").glob(".*.partial")):
+                time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        killed = process.wait() == -signal.SIGKILL
+        dead += killed
+        ended = what if killed else "it had ended"
+        typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, {_newest(run)}")
+    return dead
+
+
+def _steps(run: Path) -> int:
+    """Return how many records of steps there are."""
+    log = run / "log.jsonl"
+    return log.read_bytes().count(b'"kind": "step"') if log.exists() else 0
+
+
+def _seconds(run: Path) -> float:
+    """Return how long the steps behind the first one took."""
+    from faststep.report import read_log
+
+    times: Any = read_log(run).steps["time"]
+    return float(times[-1] - times[0])
+
+
+def _step(run: Path) -> int:
+    from faststep.report import read_log
+
+    steps: Any = read_log(run).steps["step"] if _steps(run) else []
+    return int(max(steps, default=0))
+
+
+def _newest(run: Path) -> str:
+    from faststep.cli._supervisor import newest
+
+    number = newest(run)
+    return "no checkpoint yet" if number < 0 else f"newest checkpoint of step {number}"
+
+
+def _compare(whole: Path, killed: Path) -> None:
+    from faststep.checkpoints import Checkpoints
+
+    ends = [_contents(Checkpoints(run / "checkpoints").list()[-1]) for run in (whole, killed)]
+    same = True
+    for name in ends[0]:
+        equal = ends[0][name] == ends[1][name]
+        same &= equal
+        typer.echo(f"{'same  ' if equal else 'DIFFER'} {name}: {_short(ends[0][name])} {_short(ends[1][name])}")
+    if not same:
+        raise Exit("the second training did not end as the first one; `--kills 0` tells whether two ever do", DIFFERS)
+
+
+def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what has to be the same: checksums of the files, and the numbers but for seconds."""
+    digest = checkpoint.digest()
+    numbers = {name: value for name, value in digest.pop("numbers").items() if name != "seconds"}
+    named = {"random states": digest.pop("random"), "place in the data": digest.pop("loader")}
+    return digest | named | {"numbers": numbers}
+
+
+def _short(value: Any) -> str:
+    return str(value)[:12] if isinstance(value, str) else ""
+
+
+def reproduce(
+    bundle: Annotated[Path, typer.Argument(help="A folder in RUN/bundles.", show_default=False)],
+) -> None:
+    """Run the batch of a bundle again, and show the loss and every gradient that is not finite.
+
+    Exit code 3 where loss and gradients are finite this time.
+    """
+    from faststep.config import build
+    from faststep.config import validate as validate_config
+    from faststep.training import bundle_config, reproduce
+
+    try:
+        values = bundle_config(bundle)
+        if values is None:
+            raise Exit(f"{bundle}: it is of a training without a config: use faststep.training.reproduce in Python")
+        found = reproduce(bundle, build(validate_config(values)).step)
+    except ValueError as error:
+        raise Exit(str(error)) from None
+    typer.echo(f"loss {found.loss}")
+    table = sorted(found.gradients.items(), key=lambda item: (-item[1][1], -item[1][0]))
+    for name, (norm, bad, size) in table:
+        typer.echo(f"{name}: norm {norm:.6g}" + (f", {bad:,} of {size:,} elements are not finite" if bad else ""))
+    if found.finite:
+        raise Exit("loss and gradients are finite: nothing is wrong with this batch here", DIFFERS)

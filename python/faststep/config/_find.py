@@ -1,0 +1,46 @@
+"""All components of a config, found by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from faststep.config import _arguments, _kinds
+from faststep.config._components import Part, Parts
+from faststep.config._optimizers import find_optimizers
+from faststep.config._usage import Usage
+
+
+def find_all(parts: Parts, usage: Usage) -> dict[str, Any]:
+    """Find all components.
+
+    Args:
+        parts: What finds one, and collects the problems.
+        usage: The values of the config.
+
+    Returns:
+        Parts by name: model, loss, train, validation, collate, optimizers (pairs of part and patterns), callbacks,
+        loggers. None stands for one that was not given or has a problem.
+    """
+    found: dict[str, Any] = {
+        "model": parts.find(usage.top["model"], _kinds.MODEL, ("model",)),
+        "loss": _loss(parts, usage),
+        "optimizers": find_optimizers(parts, usage.top["optimizer"], usage.trainer["steps"]),
+    }
+    for name, component in usage.components.items():
+        kind = _kinds.COLLATE if name == "collate" else _kinds.DATASET
+        found[name] = component and parts.find(component, kind, ("data", name))
+    for name, kind in (("callbacks", _kinds.CALLBACK), ("loggers", _kinds.LOGGER)):
+        found[name] = [parts.find(each, kind, (name, i)) for i, each in enumerate(usage.top[name])]
+    return found
+
+
+def _loss(parts: Parts, usage: Usage) -> Part | None:
+    """Find the loss; a built-in one is told whether it has to give its weight."""
+    part = parts.find(usage.top["loss"], _kinds.LOSS, ("loss",))
+    if part is None or part.users or not usage.step["weighted"]:
+        return part
+    if "weighted" in (_arguments.parameters(part.target) or {}):
+        part.arguments["weighted"] = True
+    else:
+        parts.refuse(("step", "weighted"), f"expected a loss that gives its weight, got {usage.top['loss'].use}")
+    return part

@@ -1,0 +1,172 @@
+"""The sections of a config, with their types, ranges and defaults."""
+
+# ruff: noqa: RUF012, pydantic copies defaults that can change
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag
+
+from faststep.config._errors import Source
+from faststep.config._section import Section
+from faststep.config._usage import Usage
+from faststep.config._yaml import write
+
+ONE, SEVERAL = "(one)", "(several)"  # pydantic puts a union's tag into the path of an error
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Limit = Annotated[float, Field(ge=0)]
+Pattern = Annotated[str, Field(min_length=1)]
+Patterns = list[Pattern]
+
+
+class Component(BaseModel):
+    """A thing to be made: `{use: NAME, key: value, ...}`; the other keys are arguments of what has that name."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    use: str = Field(min_length=1)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The other keys."""
+        return self.__pydantic_extra__ or {}
+
+
+class Data(Section):
+    """Datasets, and the loader's options; `shuffle` is true by default for all but iterables, which have an order."""
+
+    train: Component
+    validation: Component | None = None
+    batch_size: Positive = 32
+    shuffle: bool | None = None
+    drop_last: bool = False
+    collate: Component = Component(use="stack")
+    workers: Count = 0
+    prefetch: Count = 2
+
+
+class Quantize(Section):
+    """Weights in few bits: `mlx.nn.quantize` for modules by pattern."""
+
+    bits: Literal[2, 3, 4, 5, 6, 8] = 4
+    group_size: Literal[32, 64, 128] = 64
+    modules: Patterns = ["*"]
+
+
+class Lora(Section):
+    """Adapters of low rank; the rest is frozen, but for what `trainable` names."""
+
+    rank: Positive = 8
+    scale: float = 20.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    modules: Patterns = ["*"]
+    trainable: Patterns = []
+
+
+class Step(Section):
+    """The options of `faststep.Step`, and the modules whose activations are computed again in the backward pass."""
+
+    max_grad_norm: Limit | None = 1.0
+    max_grad_value: Limit | None = None
+    accumulate: Positive = 1
+    weighted: bool = False
+    nonfinite: Literal["skip", "raise", "allow"] = "skip"
+    max_loss: float | None = 1e6
+    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    compile: bool = True
+    in_flight: Positive = 2
+    max_traces: Annotated[int, Field(ge=2)] = 64
+    cache_limit: Count | None = None
+    clear_cache_every: Count = 0
+    gradient_checkpointing: Patterns = []
+
+
+class Train(Section):
+    """How long, and what happens on the way; `*_every` count steps."""
+
+    steps: Positive | None = None
+    epochs: Positive | None = None
+    log_every: Positive = 20
+    validate_every: Positive = 100
+    validation_batches: Positive | None = None
+    patience: Positive | None = None
+    min_delta: Limit = 0.0
+    stop_after_bad: Positive = 10
+    update_ratio_every: Count = 0
+    memory_limit: Positive | None = None
+
+
+class Checkpoints(Section):
+    """How often they are taken, in steps, and which are kept."""
+
+    every: Positive = 200
+    keep_last: Positive = 3
+    keep_best: Count = 1
+
+
+class Logs(Section):
+    """What is written beside `log.jsonl`."""
+
+    csv: bool = False
+    tensorboard: bool = False
+    wandb: dict[str, Any] | None = None
+
+
+def _which(value: Any) -> str:
+    return SEVERAL if isinstance(value, list) else ONE
+
+
+Optimizers = Annotated[
+    Annotated[Component, Tag(ONE)] | Annotated[list[Component], Field(min_length=1), Tag(SEVERAL)],
+    Discriminator(_which),
+]
+
+
+class Config(Section):
+    """What a run is: everything in it has been set or has its default.
+
+    Attributes:
+        run: The folder of the run, relative to the working directory.
+        folder: What `file.py:attribute` and files of data and weights are relative to: the config's folder.
+    """
+
+    run: str = Field("runs/run", min_length=1)
+    folder: str = "."
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    model: Component
+    weights: Annotated[str, Field(min_length=1)] | None = None
+    quantize: Quantize | None = None
+    frozen: Patterns = []
+    lora: Lora | None = None
+    loss: Component
+    data: Data
+    optimizer: Optimizers
+    step: Step = Step()
+    train: Train = Train()
+    checkpoints: Checkpoints = Checkpoints()
+    logs: Logs = Logs()
+    callbacks: list[Component] = []
+    loggers: list[Component] = []
+    _source: Source = PrivateAttr(default_factory=Source)
+
+    @property
+    def source(self) -> Source:
+        """Where its values come from."""
+        return self._source
+
+    def resolved(self) -> dict[str, Any]:
+        """Return all that is in effect, defaults included, as plain values; keys that nothing reads are left out."""
+        values = self.model_dump()
+        for *way, last in Usage(self).unused:
+            holder: Any = values
+            for key in way:
+                holder = holder[key]
+            del holder[last]
+        return values
+
+    def text(self) -> str:
+        """Return `resolved()` as YAML, which loads to an equal config."""
+        return write(self.resolved())

@@ -1,0 +1,94 @@
+"""One loop over a loader: it takes tasks and gives batches, in the caller's thread or ahead of it in others."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+
+from faststep.data._by_length import Made
+from faststep.data._epoch import Task
+from faststep.data._workers import Workers
+
+Result = tuple[Task, Made] | None  # None: the tasks have come to their end
+Make = Callable[[Task, Callable[[], None]], Made]
+
+
+class Pipeline:
+    """Makes batches in the order of the tasks.
+
+    With workers, tasks of a stream are read by a thread of their own, since a stream is read in one place; those of a
+    plan need no reading. At most `workers + prefetch` batches are being made or ready.
+    """
+
+    def __init__(self, tasks: Iterator[Task], make: Make, workers: int, prefetch: int, *, reads: bool) -> None:
+        """Start the threads, if there are any, and their work.
+
+        Args:
+            tasks: What each batch is made of.
+            make: Makes a batch; it calls its second argument now and then, which raises when the loop was left.
+            workers: Threads; 0 for none.
+            prefetch: Batches that are ready ahead.
+            reads: Whether to go on in `tasks` is work that waits for something.
+        """
+        self.tasks, self.make = tasks, make
+        self.closed = False
+        self.pools: list[Workers] = []
+        self.ready: collections.deque[Future[Result]] = collections.deque()
+        if workers:
+            self.pools.append(Workers(workers, "worker"))
+            if reads:
+                self.pools.append(Workers(1, "reader"))
+            for _ in range(workers + prefetch):
+                self._submit()
+
+    def take(self) -> Result:
+        """Return the next batch with its task, when it is ready; None at the end.
+
+        Raises:
+            RuntimeError: The loop was closed.
+            Exception: What making the batch raised, with the traceback from there.
+        """
+        if self.closed:
+            raise RuntimeError("this loop over the loader was closed, by loader.close() or by a later loop")
+        if not self.pools:
+            task = next(self.tasks, None)
+            return None if task is None else (task, self.make(task, _go_on))
+        result = self.ready.popleft().result()
+        if result is not None:
+            self._submit()
+        return result
+
+    def close(self, *, wait: bool = True) -> None:
+        """Make no more batches.
+
+        Args:
+            wait: Whether to return when the threads have ended; without, they end by themselves after their item.
+        """
+        self.closed = True
+        for pool in self.pools:
+            pool.stop()
+        for pool in self.pools if wait else ():
+            pool.join()
+        self.ready.clear()
+
+    def _submit(self) -> None:
+        """Let the workers make one batch more."""
+        workers, *readers = self.pools
+        stopped, tasks, make = workers.stopped, self.tasks, self.make
+        read = readers[0].submit(lambda: next(tasks, None)).result if readers else None
+        task = None if readers else next(tasks, None)
+
+        def go_on() -> None:
+            if stopped.is_set():
+                raise CancelledError
+
+        def job() -> Result:
+            mine = read() if read else task
+            return None if mine is None else (mine, make(mine, go_on))
+
+        self.ready.append(workers.submit(job))
+
+
+def _go_on() -> None:
+    """Go on: the caller itself is waiting."""

@@ -1,0 +1,46 @@
+"""The end of a training, and the counts that a checkpoint keeps of its course."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from faststep.training._window import Window
+
+Reason = Literal["done", "early_stop", "callback", "signal"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a training ended.
+
+    Attributes:
+        reason: "done": all steps or epochs are made. "early_stop": the validation loss no longer falls. "callback": a
+            callback asked for it. "signal": SIGINT or SIGTERM did.
+        steps: How many steps have been made in all.
+        loss: The mean training loss of the last interval, None where there was none.
+        best: The lowest validation loss, None without validation.
+    """
+
+    reason: Reason
+    steps: int
+    loss: float | None
+    best: float | None
+
+
+@dataclass
+class TrainingProgress:
+    """Counts and marks of a training beyond model, optimizer, step and data; a checkpoint keeps them."""
+
+    number: int = 0
+    best: float | None = None
+    stale: int = 0  # validations since the best one
+    row: int = 0  # batches skipped in a row
+    skipped: int = 0
+    seconds: float = 0.0
+    window: Window | None = field(default=None)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        kept = dict(vars(self))
+        return kept | {"window": None if self.window is None else self.window.state()}

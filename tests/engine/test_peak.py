@@ -1,0 +1,85 @@
+"""The peak of a step on the CPU, first and later: at most the compiled plain loop's, and twice what shares buffers."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+from support.places import Child
+from support.plans import ADAMW, BLOCKS, GPT24
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU's buffers are laid out otherwise")
+
+OWN_BYTES = 128 << 10  # tensors of so many bytes share none, see layout.rs
+
+# Run in a child of its own: the peaks of one way, of the first step and in the steady state, and the bytes of what
+# shares buffers.
+MEASURE = """
+    import functools, json
+    import faststep, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+    from mlx.utils import tree_flatten
+    from support.plans import *
+
+    mx.random.seed(0)
+    model, batch = {model}
+    optimizer = {optimizer}
+    mx.eval(model.parameters(), batch)
+    shared = sum(p.nbytes for _, p in tree_flatten(model.trainable_parameters()) if p.nbytes < {own_bytes})
+
+    def plain(*batch):
+        loss, grads = nn.value_and_grad(model, cross_entropy)(model, *batch)
+        if {max_grad_norm} is not None:
+            grads, _ = optim.clip_grad_norm(grads, {max_grad_norm})
+        optimizer.update(model, grads)
+        return loss
+
+    if {ours}:
+        step = faststep.Step(model, optimizer, cross_entropy, max_grad_norm={max_grad_norm}, in_flight={in_flight})
+    else:
+        optimizer.init(model.trainable_parameters())
+        state = [model.state, optimizer.state, mx.random.state]
+        compiled = functools.partial(mx.compile, inputs=state, outputs=state)(plain)
+
+        def step(*batch):
+            mx.eval(compiled(*batch), state)
+
+    def take(steps):
+        for _ in range(steps):
+            step(*batch)
+        mx.synchronize()
+
+    peaks = []
+    for steps in (1, 3, 4):
+        mx.reset_peak_memory()
+        take(steps)
+        peaks.append(mx.get_peak_memory())
+    print(json.dumps([peaks[0], peaks[-1], shared]))
+"""
+SGD = "optim.SGD(1e-2)"
+# Model and batch, optimizer, the steps that may be under way, and the share of the compiled loop's peak. Small steps
+# overlap, and hold the activations of two then.
+CASES = {
+    "gpt-24x64": (GPT24, ADAMW, 2, 1.02),
+    "gpt-4x128": ("transformer(256, 128, 4, (4, 64))", ADAMW, 2, 1.02),
+    "mlp-4x128": ("mlp(128, 128, 64)", ADAMW, 1, 1.02),
+    "mlp-4x512": ("mlp(512, 512, 64)", ADAMW, 2, 1.02),
+    # weight gradients are computed when they can be: what is computed once more for a layer is gone before the next
+    "blocks": (BLOCKS, SGD, 2, 0.7),
+    "resnet20": ("resnet20(8)", SGD, 1, 1.02),
+    "keywords": ("keywords(64, 6, 8)", SGD, 1, 1.02),
+}
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["", "clip"])
+@pytest.mark.parametrize("name", CASES)
+def test_peak_is_the_compiled_loop_s_and_two_shared_buffers(
+    name: str, max_grad_norm: float | None, child: Child
+) -> None:
+    """What is joined costs no more than itself and one copy of it, activations no more than compiled's."""
+    model, optimizer, in_flight, share = CASES[name]
+    options = {"max_grad_norm": max_grad_norm, "in_flight": in_flight, "own_bytes": OWN_BYTES}
+    code = [MEASURE.format(model=model, optimizer=optimizer, ours=ours, **options) for ours in (False, True)]
+    (*compiled, shared), (*ours, _) = (json.loads(child(each).stdout) for each in code)
+    for mine, theirs in zip(ours, compiled, strict=True):
+        assert mine <= share * theirs + 2 * shared, f"{ours=} {compiled=} {shared=}"

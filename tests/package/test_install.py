@@ -1,0 +1,137 @@
+"""Installed outside the checkout: a wheel, the checkout itself with build isolation, and the source distribution."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.places import ROOT
+
+TARGET = ROOT / "target" / "install"
+OTHER_MLX = "0.32.3"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX brings its back end")
+
+# A step with what the extra `cpu` brings and no more, on the environment's own libmlx and no other.
+USE = """
+import faststep, sys
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+model = nn.Linear(4, 1)
+optimizer = optim.AdamW(1e-2)
+loss = lambda model, x, y: ((model(x) - y) ** 2).mean()
+x, y = mx.ones((8, 4)), mx.zeros((8, 1)) + 3
+losses = [faststep.fast_step(model, optimizer, loss, x, y, max_grad_norm=1.0).item() for _ in range(20)]
+assert losses[-1] < losses[0], losses
+assert faststep.__file__.startswith(sys.prefix), faststep.__file__
+if sys.platform.startswith("linux"):
+    libraries = {line.split()[-1] for line in open("/proc/self/maps") if "libmlx.so" in line}
+    assert len(libraries) == 1 and libraries.pop().startswith(sys.prefix), libraries
+"""
+
+
+def run(*command: str | Path, fails: bool = False) -> str:
+    """Run a command outside the checkout with nothing of our environment, and return what it says."""
+    ours = ("PYTHONPATH", "PYO3_PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment["CARGO_TARGET_DIR"] = str(TARGET)
+    done = subprocess.run(
+        [str(part) for part in command], cwd="/", env=environment, capture_output=True, text=True, check=False
+    )
+    assert bool(done.returncode) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+class Environment:
+    """A fresh virtual environment."""
+
+    def __init__(self, path: Path) -> None:
+        run(sys.executable, "-m", "venv", path)
+        self.python = path / "bin" / "python"
+
+    def pip(self, *arguments: str) -> None:
+        run(self.python, "-m", "pip", "--disable-pip-version-check", *arguments)
+
+    def use(self) -> None:
+        run(self.python, "-c", USE)
+
+    def refusal(self) -> str:
+        """Return the error that importing the package ends with."""
+        return run(self.python, "-c", "import faststep", fails=True).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheels() -> ModuleType:
+    """The script behind `make wheels`."""
+    spec = importlib.util.spec_from_file_location("wheels", ROOT / "scripts" / "wheels.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def wheel(wheels: ModuleType) -> Path:
+    """A wheel as `make wheels` builds it, of this interpreter."""
+    wheels.main([f"python{sys.version_info.major}.{sys.version_info.minor}"])
+    return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def test_a_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path)
+    environment.pip("install", f"{wheel}[cpu]")
+    environment.use()
+
+
+@linux
+def test_a_wheel_refuses_another_mlx_and_none(wheel: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path)
+    environment.pip("install", f"{wheel}[cpu]")
+    environment.pip("install", "--no-deps", f"mlx=={OTHER_MLX}", f"mlx-cpu=={OTHER_MLX}")
+    refusal = environment.refusal()
+    assert "works with no other" in refusal
+    assert f"has mlx {OTHER_MLX} and mlx-cpu {OTHER_MLX}" in refusal
+
+    environment.pip(*refusal.partition("pip ")[2].replace('"', "").split())
+    environment.use()
+
+    environment.pip("uninstall", "--yes", "mlx-cpu")
+    assert 'pip install "mlx-faststep[cpu]"' in environment.refusal()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("faststep/libmlx.so", b"", "must not be in the wheel"),
+        ("mlx_faststep.libs/libblas-1.so.3", b"", "must not be in the wheel"),
+        ("faststep/_core.so", b"..." + str(ROOT / "rust").encode(), "paths of this machine"),
+        ("faststep/_core.so", b"GLIBC_2.36", "needs glibc 2.36"),
+    ],
+)
+def test_wheels_with_more_than_they_should_hold_are_refused(
+    wheels: ModuleType, tmp_path: Path, name: str, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "some.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    with pytest.raises(SystemExit, match=reason):
+        wheels.check(path)
+
+
+def test_pip_installs_the_checkout_twice_and_the_sdist(tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment")
+    environment.pip("install", f"{ROOT}[cpu]")
+    environment.use()
+    environment.pip("install", "--force-reinstall", "--no-deps", str(ROOT))
+    environment.use()
+
+    run(sys.executable, "-m", "maturin", "sdist", "--manifest-path", ROOT / "rust/python/Cargo.toml", "--out", tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    environment.pip("install", "--force-reinstall", "--no-deps", str(sdist))
+    environment.use()

@@ -1,0 +1,179 @@
+"""What the user changes between two calls is seen by the next, as the plain loop sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step, fast_step
+from support.changes import CHANGES, Change, halve, setting
+from support.helpers import Row, StepFn, Taken, Tree, assert_close, copy_tree, plain_step, save_and_load, snapshot
+from support.models import CLASSES, cross_entropy
+
+
+def take_four(take: StepFn, pair: tuple[nn.Module, optim.Optimizer], change: Change) -> tuple[list[float], Tree]:
+    """Take two steps, make the change, take two more."""
+    mx.random.seed(5)
+    losses = []
+    for number, batch in enumerate(Row("conv", "adamw").case.batches(4)):
+        if number == 2:
+            change(*pair)
+        losses.append(float(take(*batch)[0]))
+    return losses, snapshot(*pair)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_a_change_between_calls_is_seen(change: str, max_grad_norm: float | None) -> None:
+    row = Row("conv", "adamw")
+    reference, ours = row.new(), row.new()
+    wanted = take_four(plain_step(*reference, cross_entropy, max_grad_norm), reference, CHANGES[change])
+    step = Step(*ours, cross_entropy, max_grad_norm=max_grad_norm)
+
+    def take(*batch: Tree) -> Taken:
+        out = step(*batch)
+        return out.loss, out.grad_norm
+
+    got = take_four(take, ours, CHANGES[change])
+    tolerance = 5e-3 if change == "dtype" else 2e-5
+    np.testing.assert_allclose(got[0], wanted[0], rtol=tolerance)
+    assert_close(got[1], wanted[1], tolerance)
+    assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("optimizer", ["user-adam", "user", "multi"])
+@pytest.mark.parametrize("change", ["update", "submodule", "eval", "learning-rate", "seed", "add-in-place", "freeze"])
+def test_a_change_is_seen_by_a_traced_optimizer(optimizer: str, change: str) -> None:
+    row = Row("conv", optimizer)
+    reference, ours = row.new(), row.new()
+    wanted = take_four(plain_step(*reference, cross_entropy), reference, CHANGES[change])
+
+    def take(*batch: Tree) -> Taken:
+        return fast_step(*ours, cross_entropy, *batch), None
+
+    got = take_four(take, ours, CHANGES[change])
+    np.testing.assert_allclose(got[0], wanted[0], rtol=2e-5)
+    assert_close(got[1], wanted[1], 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "value"),
+    [
+        ("sgd-momentum", "momentum", 0.5),
+        ("sgd-momentum", "nesterov", True),
+        ("sgd-weight-decay", "weight_decay", 0.5),
+        ("adam", "bias_correction", True),
+        ("user-adam", "betas", [0.5, 0.6]),
+        ("user", "decay", 0.1),
+    ],
+)
+def test_an_option_of_any_optimizer_is_seen(optimizer: str, name: str, value: Tree) -> None:
+    row, change = Row("conv", optimizer), setting(name, value)
+    reference, ours = row.new(), row.new()
+    wanted = take_four(plain_step(*reference, cross_entropy), reference, change)
+
+    def take(*batch: Tree) -> Taken:
+        return fast_step(*ours, cross_entropy, *batch), None
+
+    assert_close(take_four(take, ours, change)[1], wanted[1], 2e-5)
+
+
+def test_freezing_and_thawing() -> None:
+    row = Row("mlp", "adamw")
+    reference, ours = row.new(), row.new()
+    take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
+    for number, batch in enumerate(row.case.batches(8)):
+        for model, _ in (reference, ours):
+            if number == 2:
+                model.layers[0].freeze()
+            if number == 5:
+                model.unfreeze()
+        frozen = np.array(ours[0].layers[0].weight)
+        np.testing.assert_allclose(step(*batch).loss, take(*batch)[0], rtol=1e-5)
+        assert np.array_equal(frozen, ours[0].layers[0].weight) == (2 <= number < 5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+
+
+def test_train_and_eval_in_turns_make_two_traces() -> None:
+    row = Row("conv", "sgd-momentum")
+    reference, ours = row.new(), row.new()
+    take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
+    for number, batch in enumerate(row.case.batches(6)):
+        for model, _ in (reference, ours):
+            model.train(number % 2 == 0)
+        mx.random.seed(number)
+        loss, _ = take(*batch)
+        mx.random.seed(number)
+        np.testing.assert_allclose(step(*batch).loss, loss, rtol=1e-5)
+    assert len(step.stats.traces) == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-joined", "sgd-nesterov", "user-adam"])
+def test_a_run_goes_on_from_files(optimizer: str, tmp_path: Path) -> None:
+    row = Row("conv", optimizer, 0.1)
+    reference, ours = row.new(), row.new()
+    take, step = plain_step(*reference, cross_entropy, 0.1), Step(*ours, cross_entropy, max_grad_norm=0.1)
+    batches = row.case.batches(6)
+    mx.random.seed(1)
+    for batch in batches[:3]:
+        step(*batch)
+    ours[0].save_weights(str(tmp_path / "model.safetensors"))
+    state = save_and_load(ours[1].state, str(tmp_path / "optimizer.safetensors"))
+    mx.random.seed(1)
+    for batch in batches[:3]:
+        take(*batch)
+    resumed = row.new()
+    resumed[0].load_weights(str(tmp_path / "model.safetensors"))
+    resumed[1].state = state
+    again = Step(*resumed, cross_entropy, max_grad_norm=0.1)
+    mx.random.seed(2)
+    losses = [float(take(*batch)[0]) for batch in batches[3:]]
+    mx.random.seed(2)
+    np.testing.assert_allclose([float(again(*batch).loss) for batch in batches[3:]], losses, rtol=2e-5)
+    assert_close(snapshot(*resumed), snapshot(*reference), 2e-5)
+
+
+def test_plain_steps_between_ours() -> None:
+    row = Row("conv", "adamw")
+    reference, ours = row.new(), row.new()
+    take, between, step = (
+        plain_step(*reference, cross_entropy),
+        plain_step(*ours, cross_entropy),
+        Step(*ours, cross_entropy),
+    )
+    batches = row.case.batches(6)
+    mx.random.seed(1)
+    losses = [float(take(*batch)[0]) for batch in batches]
+    mx.random.seed(1)
+    got = [float(between(*b)[0] if number % 3 == 1 else step(*b).loss) for number, b in enumerate(batches)]
+    np.testing.assert_allclose(got, losses, rtol=2e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+
+
+def test_a_tie_is_made_and_cut() -> None:
+    row = Row("mlp", "adamw")
+    reference, ours = row.new(), row.new()
+    for model, _ in (reference, ours):
+        model.layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        for layer in model.layers:
+            x = layer(x)
+        return nn.losses.cross_entropy(x, y, reduction="mean")
+
+    halve(*reference)
+    ours[0].update(copy_tree(reference[0].parameters()))
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number, batch in enumerate(row.case.batches(6)):
+        for model, _ in (reference, ours):
+            if number == 2:
+                model.layers[1] = model.layers[0]
+            if number == 4:
+                model.layers[1] = nn.Linear(16, 16)
+                model.layers[1].update(copy_tree(model.layers[0].parameters()))
+        np.testing.assert_allclose(step(*batch).loss, take(*batch)[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)

@@ -1,0 +1,387 @@
+"""An error leaves everything as it was, and is the user's own; what cannot be traced runs plainly, and says so."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step, fast_step
+from support.helpers import Row, Tree, assert_close, flat, plain_step, random_key, snapshot
+from support.models import cross_entropy
+from support.places import Child
+
+Pair = tuple[nn.Module, optim.Optimizer]
+
+
+class Ours(Exception):
+    """Raised by the losses of these tests."""
+
+
+class Failing:
+    """A loss that raises after it has touched model and random state, when told to."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __call__(self, model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        loss = cross_entropy(model, x, y)
+        if self.error is not None:
+            raise self.error
+        return loss
+
+
+def everything(pair: Pair) -> dict[str, np.ndarray]:
+    """Copy all that may have changed, and touch every array so that a tracer left behind shows."""
+    mx.eval(pair[0].parameters(), pair[1].state)
+    return snapshot(*pair)
+
+
+@pytest.mark.parametrize("error", [Ours("no"), ValueError("[eval] looks like it"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "user-adam", "multi"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_error_in_the_loss_changes_nothing(error: BaseException, optimizer: str, steps_before: int) -> None:
+    row, loss_fn = Row("conv", optimizer), Failing()
+    reference, ours = row.new(), row.new()
+    plain, step = plain_step(*reference, cross_entropy), Step(*ours, loss_fn)
+    batches = row.case.batches(5)
+    mx.random.seed(3)
+    for batch in batches[:steps_before]:
+        plain(*batch)
+    mx.random.seed(3)
+    for batch in batches[:steps_before]:
+        step(*batch)
+    before, objects = everything(ours), [id(a) for a in flat(ours[0].parameters()).values()]
+    loss_fn.error = error
+    x, y = batches[3]
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            step(x[:3], y[:3])  # a new shape, so that the loss runs
+        assert caught.value is error
+        assert caught.traceback[-1].frame.code.name == "__call__"
+        assert Path(caught.traceback[-1].path) == Path(__file__)
+        assert_close(everything(ours), before, 0)
+    assert [id(a) for a in flat(ours[0].parameters()).values()] == objects
+    loss_fn.error = None
+    mx.random.seed(4)
+    wanted = [float(plain(*batch)[0]) for batch in batches[2:]]
+    mx.random.seed(4)
+    np.testing.assert_allclose([float(step(*batch).loss) for batch in batches[2:]], wanted, rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+
+
+def test_the_traceback_shows_the_users_lines() -> None:
+    def inner(x: mx.array) -> None:
+        raise Ours(f"at {x.shape}")
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        inner(model(x))
+        return mx.array(0.0)
+
+    with pytest.raises(Ours) as caught:
+        fast_step(*Row("mlp", "adamw").new(), loss_fn, *Row("mlp", "adamw").case.batches(1)[0])
+    text = "".join(traceback.format_exception(caught.value))
+    assert "inner(model(x))" in text
+    assert 'raise Ours(f"at {x.shape}")' in text
+    assert caught.value.__cause__ is None
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    """Return what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_wrong_shapes_change_nothing_and_read_as_in_plain_mlx(steps_before: int) -> None:
+    row = Row("conv", "adamw")
+    ours = row.new()
+    step, batches = Step(*ours, cross_entropy), row.case.batches(3)
+    for batch in batches[:steps_before]:
+        step(*batch)
+    before = everything(ours)
+    with pytest.raises(ValueError, match=r"\[reshape\]") as wanted:
+        cross_entropy(row.new()[0], mx.ones((8, 7)), batches[0][1])
+    mx.random.seed(0)
+    before["random"] = np.array(random_key())
+    with pytest.raises(ValueError, match=r"\[reshape\]") as caught:
+        step(mx.ones((8, 7)), batches[0][1])
+    assert str(caught.value) == str(wanted.value)
+    assert_close(everything(ours), before, 0)
+    assert float(step(*batches[0]).loss) > 0
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, x, y: model(x).sum(axis=0),
+        lambda model, x, y: 3.0,
+        lambda model, x, y: (None, model(x)),
+        lambda model, x, y: {"loss": model(x).sum()},
+    ],
+    ids=["vector", "number", "none-first", "dict"],
+)
+def test_a_loss_that_is_not_a_scalar_array_is_an_error(loss_fn: Callable[..., Tree]) -> None:
+    row = Row("conv", "adamw")
+    ours = row.new()
+    step, batch = Step(*ours, loss_fn), row.case.batches(1)[0]
+    before = everything(ours)
+    error = raised(lambda: step(*batch))
+    assert isinstance(error, (ValueError, TypeError))
+    assert "loss" in str(error) or "scalar" in str(error)
+    assert_close(everything(ours), before, 0)
+    good = Step(*ours, cross_entropy)
+    assert float(good(*batch).loss) > 0
+
+
+def reading(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    if loss.item() == 1e6:
+        return loss * 0
+    return loss
+
+
+def branching(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    return loss if loss < 1e6 else loss * 0
+
+
+def converting(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    return loss + 0 * float(np.array(x).max())
+
+
+def line_of(function: Callable[..., object], text: str) -> int:
+    """Find the number of the line in a function that has a text."""
+    lines, start = inspect.getsourcelines(function)
+    return start + next(number for number, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"), [(reading, "loss.item()"), (branching, "loss < 1e6"), (converting, "np.array(x)")]
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam"])
+def test_a_loss_that_reads_values_runs_plainly_after_one_warning(
+    loss_fn: Callable[..., Tree], text: str, optimizer: str
+) -> None:
+    row = Row("conv", optimizer)
+    reference, ours = row.new(), row.new()
+    plain, step = plain_step(*reference, loss_fn, 0.1), Step(*ours, loss_fn, max_grad_norm=0.1)
+    batches = row.case.batches(4)
+    mx.random.seed(3)
+    wanted = [float(plain(*batch)[0]) for batch in batches]
+    mx.random.seed(3)
+    with pytest.warns(Warning, match=f"test_errors.py.*{line_of(loss_fn, text)}") as caught:
+        losses = [float(step(*batches[0]).loss)]
+    assert len(caught) == 1
+    losses += [float(step(*batch).loss) for batch in batches[1:]]  # a second warning would be an error
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "plain"
+
+
+def test_an_error_after_the_fall_back_changes_nothing() -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        loss = cross_entropy(model, x, y)
+        if float(loss) < 0 or fails:
+            raise Ours("later")
+        return loss
+
+    fails: list[bool] = []
+    row = Row("conv", "adamw")
+    ours = row.new()
+    step, batches = Step(*ours, loss_fn), row.case.batches(4)
+    with pytest.warns(Warning, match="test_errors.py"):
+        step(*batches[0])
+    before = everything(ours)
+    fails.append(True)
+    with pytest.raises(Ours, match="later"):
+        step(*batches[1])
+    assert_close(everything(ours), before, 0)
+    fails.clear()
+    assert float(step(*batches[1]).loss) > 0
+
+
+class Unwilling(optim.Adam):
+    """A user's optimizer that fails while it is initialised, after it has begun."""
+
+    willing = False
+
+    def init_single(self, parameter: mx.array, state: dict[str, Tree]) -> None:
+        """Refuse vectors."""
+        if parameter.ndim == 1 and not self.willing:
+            raise Ours("no vectors")
+        super().init_single(parameter, state)
+
+
+def test_an_optimizer_that_cannot_be_initialised_stays_as_it_was() -> None:
+    row = Row("mlp", "adamw")
+    model, optimizer = row.new()[0], Unwilling(1e-2)
+    step, batch = Step(model, optimizer, cross_entropy), row.case.batches(1)[0]
+    with pytest.raises(Ours, match="no vectors"):
+        step(*batch)
+    assert set(optimizer.state) == {"step", "learning_rate"}
+    optimizer.willing = True
+    assert float(step(*batch).loss) > 0
+
+
+class Remembering(nn.Module):
+    """A model that keeps its last activation."""
+
+    def __init__(self, last: mx.array | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self._last = last
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Keep what comes out."""
+        self._last = self.layer(x)
+        return self._last
+
+
+def remember(last: mx.array | None, fast: bool) -> tuple[dict[str, np.ndarray], str, list[str]]:
+    """Train such a model; return what it remembers and learnt, the way it went, and the warnings."""
+    mx.random.seed(1)
+    model, optimizer = Remembering(last), optim.AdamW(1e-2)
+    step = Step(model, optimizer, cross_entropy) if fast else plain_step(model, optimizer, cross_entropy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in Row("mlp", "adamw").case.batches(3):
+            step(*batch)
+    state = snapshot(model) | {"last": np.array(model._last)}
+    return state, step.stats.mode if isinstance(step, Step) else "", [str(each.message) for each in caught]
+
+
+def test_a_model_that_stores_new_arrays_runs_plainly_and_keeps_them() -> None:
+    state, way, messages = remember(None, fast=True)
+    assert_close(state, remember(None, fast=False)[0], 1e-5)
+    assert way == "plain"
+    assert len(messages) == 1
+    assert "_last" in messages[0]
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_gradients_of_a_model_that_stores_new_arrays_leave_nothing_on_it(compile: bool) -> None:
+    model, optimizer = Remembering(None), optim.AdamW(1e-2)
+    step = Step(model, optimizer, cross_entropy, compile=compile)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, gradients = step.gradients(*Row("mlp", "adamw").case.batches(1)[0])
+    assert len(caught) == compile
+    assert model._last is None
+    mx.eval(gradients, model.state)
+
+
+def test_an_array_that_is_stored_anew_in_each_step_is_a_buffer() -> None:
+    state, way, messages = remember(mx.zeros((8, 4)), fast=True)
+    assert_close(state, remember(mx.zeros((8, 4)), fast=False)[0], 1e-5)
+    assert (way, messages) == ("native", [])
+
+
+def test_what_mlx_cannot_compile_runs_plainly_after_one_warning() -> None:
+    row = Row("mlp", "adamw")
+    reference, ours = row.new(), row.new()
+    batch = row.case.batches(1)[0]
+    hidden = itertools.repeat(batch[0])  # an input of the step, met in a place where nobody can look
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return cross_entropy(model, x + next(hidden), y)
+
+    plain, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    wanted = [float(plain(*batch)[0]) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match=r"cannot be compiled: MLX.*\[compile\]") as caught:
+        losses = [float(step(*batch).loss)]
+    assert len(caught) == 1
+    losses += [float(step(*batch).loss) for _ in range(2)]  # a second warning would be an error
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "plain"
+
+
+def refused_by_the_device(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    """Multiply as MLX's CPU does not."""
+    half = mx.ones((32, 32), mx.float16)
+    product = mx.block_masked_mm(half, half, 32, mx.ones((1, 1), mx.bool_))
+    return cross_entropy(model, x, y) + product.sum()
+
+
+def refused_by_the_engine(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    """Return what MLX has no gradient of."""
+    return mx.linalg.svd(model(x), stream=mx.cpu)[1].sum()
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU computes these")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("call", ["step", "gradients"])
+def test_no_message_has_a_path_of_the_machine_that_built_it(call: str, compile: bool, tmp_path: Path) -> None:
+    row = Row("mlp", "adamw")
+    x, y = row.case.batches(1)[0]
+    mx.save_safetensors(os.fspath(tmp_path / "100%s.safetensors"), {"x": x})
+    lost = mx.load(os.fspath(tmp_path / "100%s.safetensors"))["x"]
+    os.truncate(tmp_path / "100%s.safetensors", 100)
+    for loss_fn, given in ((refused_by_the_device, x), (refused_by_the_engine, x), (cross_entropy, lost)):
+        step = Step(*row.new(), loss_fn, compile=compile)
+        take = step if call == "step" else step.gradients
+        error = raised(functools.partial(take, given, y))
+        assert isinstance(error, (ValueError, RuntimeError)), loss_fn
+        assert str(error)
+        assert not re.search(r" at /|\.cargo|\.(c|cpp|rs):\d", str(error)), str(error)
+
+
+NO_COMPILER = """
+import warnings, shutil
+import mlx.core as mx, numpy as np
+from support.helpers import Row, plain_step, snapshot, assert_close
+from faststep import Step
+
+assert shutil.which("g++") is None
+row = Row("conv", "adamw", 0.1)
+reference, ours = row.new(), row.new()
+batches = row.case.batches(4)
+loss_fn = row.case.loss_fn
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    step = Step(*ours, loss_fn, max_grad_norm=0.1)
+    mx.random.seed(3)
+    losses = [float(step(*batch).loss) for batch in batches]
+assert len(caught) == 1, [str(each.message) for each in caught]
+assert "compil" in str(caught[0].message), caught[0].message
+assert step.stats.mode == "plain", step.stats.mode
+got = snapshot(*ours)
+mx.disable_compile()
+plain = plain_step(*reference, loss_fn, 0.1)
+mx.random.seed(3)
+np.testing.assert_allclose(losses, [float(plain(*batch)[0]) for batch in batches], rtol=1e-5)
+assert_close(got, snapshot(*reference), 2e-5)
+"""
+
+
+@pytest.mark.skipif(not mx.default_device().type == mx.cpu or sys.platform == "win32", reason="only the CPU needs g++")
+def test_no_compiler_on_the_machine(child: Child, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    child(NO_COMPILER, PATH=os.fspath(empty), TMPDIR=os.fspath(empty))
+
+
+@pytest.mark.skipif(not mx.default_device().type == mx.cpu or sys.platform == "win32", reason="only the CPU needs g++")
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_no_directory_for_kernels(child: Child, tmp_path: Path, kernels: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), os.fspath(file))
+    child(NO_COMPILER.replace("is None", "is not None", 1), **nowhere, FASTSTEP_KERNELS=kernels)

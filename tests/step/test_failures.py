@@ -1,0 +1,137 @@
+"""What comes from outside in the middle of training: Ctrl-C, a damaged file, a failure on the device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from faststep import Step
+from support.helpers import Row, assert_close, flat, snapshot
+from support.models import cross_entropy
+from support.places import Child
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
+
+# Train on one batch until ten Ctrl-C were met, each sent after a random time; then be where as many updates lead.
+TRAIN = """
+import os, random, signal, threading, time
+import faststep
+from support.helpers import Row, assert_close, snapshot
+
+accumulate = {accumulate}
+row = Row({model!r}, "adamw", 0.05, accumulate=accumulate)
+pair = row.new()
+step = faststep.Step(*pair, row.case.loss_fn, max_grad_norm=0.05, accumulate=accumulate)
+batch = row.case.batches(1)[0]
+rng, armed, caught = random.Random({seed}), False, 0
+
+def on_signal(*_):
+    global armed
+    if armed:
+        armed = False
+        raise KeyboardInterrupt
+
+def interrupt():
+    while caught < 10:
+        time.sleep(rng.uniform(0.0005, 0.02))
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, on_signal)
+for _ in range(accumulate):
+    step(*batch)
+thread = threading.Thread(target=interrupt)
+thread.start()
+while caught < 10:
+    try:
+        armed = True
+        while True:
+            step(*batch)
+            if rng.random() < 0.2:
+                step = faststep.Step(*pair, row.case.loss_fn, max_grad_norm=0.05, accumulate=accumulate)  # traced anew
+    except KeyboardInterrupt:
+        caught += 1
+thread.join()
+step.synchronize()
+step.flush()
+updates = pair[1].state["step"].item()
+state = snapshot(*pair)
+
+reference = row.new()
+again = faststep.Step(*reference, row.case.loss_fn, max_grad_norm=0.05)
+for _ in range(updates):
+    again(*batch)
+assert_close(state, snapshot(*reference), {tolerance})
+"""
+
+
+@pytest.mark.parametrize(("model", "accumulate"), [("mlp", 1), ("tied", 1), ("mlp", 3)])
+def test_ctrl_c_at_any_moment_leaves_whole_updates(child: Child, model: str, accumulate: int) -> None:
+    tolerance = 0 if accumulate == 1 else 1e-4  # a window is a sum by three
+    child(TRAIN.format(model=model, accumulate=accumulate, seed=accumulate, tolerance=tolerance))
+
+
+def cut_off(x: mx.array, folder: Path) -> mx.array:
+    """Return the array as `mx.load` gives it, from a file that has lost its end since."""
+    file = folder / "batch.safetensors"
+    mx.save_safetensors(str(file), {"x": x})
+    loaded = mx.load(str(file))
+    assert isinstance(loaded, dict)
+    os.truncate(file, 20_000)
+    return loaded["x"]
+
+
+@pytest.mark.parametrize("way", ["step", "gradients", "uncompiled", "derived"])
+def test_a_batch_whose_file_is_damaged_changes_nothing(tmp_path: Path, way: str) -> None:
+    row = Row("mlp", "adamw")
+    pair = row.new()
+    step = Step(*pair, row.case.loss_fn, compile=way != "uncompiled")
+    x, y = row.case.batches(1)[0]
+    x, y = mx.tile(x, (4000, 1)), mx.tile(y, (4000,))
+    for _ in range(2):
+        step(x, y)
+    before = snapshot(*pair)
+    damaged = cut_off(x, tmp_path)
+    if way == "derived":
+        damaged = damaged / 2 + 1
+    with pytest.raises(RuntimeError, match=r"argument x: \[read\] Unable to read from file"):
+        (step.gradients if way == "gradients" else step)(damaged, y)
+    assert_close(snapshot(*pair), before, 0)
+    step(x, y)
+    assert pair[1].state["step"].item() == 3
+
+
+def doubtful(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    """Compute a loss that fails on the device, in the thread that computes, where x is zero."""
+    inverse = mx.linalg.inv(x.mean() * mx.eye(4), stream=mx.cpu)
+    return cross_entropy(model, x, y) + 1e-9 * mx.stop_gradient(inverse).sum()
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU's step is not where MLX inverts matrices")
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_a_failure_on_the_device_is_raised_once_and_says_what_is_lost(in_flight: int) -> None:
+    row = Row("mlp", "adamw")
+    pair = row.new()
+    step = Step(*pair, doubtful, in_flight=in_flight)
+    x, y = row.case.batches(1)[0]
+    x = mx.abs(x)
+    for _ in range(3):
+        step(x, y)
+    names = snapshot(*pair).keys()
+    weights = [(name, mx.array(value)) for name, value in flat(pair[0].parameters()).items()]
+
+    def go_on() -> None:
+        for batch in (0 * x, x, x, x):
+            step(batch, y)
+        step.synchronize()
+
+    with pytest.raises(RuntimeError, match=r"(?s)a step failed on the device.*Inverse.*load them from a checkpoint"):
+        go_on()
+    assert snapshot(*pair).keys() == names  # whoever reads what is left does not hang
+    pair[0].load_weights(weights)
+    assert np.isfinite(float(step(x, y).loss))
+    assert all(np.isfinite(value).all() for value in snapshot(*pair).values())

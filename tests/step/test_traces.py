@@ -1,0 +1,395 @@
+"""Traces: why they are made, which are kept, what they cost; and the caches of memory behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from faststep import Step, fast_step
+from support.helpers import Row, Tree, assert_close, flat, plain_step, snapshot, summed
+from support.models import WIDTH, cross_entropy
+from support.places import Child
+
+ROW = Row("mlp", "adamw")
+STATM = Path("/proc/self/statm")
+
+
+def rows(count: int) -> mx.array:
+    """Draw float32 [count, width], equal each time."""
+    return mx.array(np.random.default_rng(count).standard_normal((count, WIDTH), dtype=np.float32))
+
+
+@pytest.fixture
+def calls() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def causes(step: Step) -> list[str]:
+    return [trace.cause for trace in step.stats.traces]
+
+
+def test_the_one_used_least_recently_goes_first(calls: list[int]) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        calls.append(x.shape[0])
+        return summed(model, x)
+
+    step = Step(*ROW.new(), loss_fn, max_traces=3)
+    for length in (1, 2, 3, 1, 4, 1, 3, 2, 1):
+        step(rows(length))
+    assert calls == [1, 2, 3, 4, 2]
+    assert (len(step.stats.traces), step.stats.traced) == (3, 5)
+
+
+def test_a_window_needs_two_traces_and_does_with_them() -> None:
+    with pytest.raises(ValueError, match="max_traces: expected a number from 2 on, got 1"):
+        Step(*ROW.new(), summed, max_traces=1)
+    few, many_kept = (Step(*ROW.new(), summed, max_traces=most, accumulate=2) for most in (2, 64))
+    for length in (1, 1, 2, 2, 1, 2):
+        few(rows(length))
+        many_kept(rows(length))
+    assert few.stats.updates == 3
+    assert (len(few.stats.traces), len(many_kept.stats.traces)) == (2, 3)
+    assert_close(snapshot(few.model, few.optimizer), snapshot(many_kept.model, many_kept.optimizer), 0)
+
+
+def test_traces_that_were_dropped_are_made_again_and_right() -> None:
+    reference, ours = ROW.new(), ROW.new()
+    plain, step = plain_step(*reference, summed), Step(*ours, summed, max_traces=2)
+    for length in (1, 2, 3, 1, 2, 3, 2, 1):
+        np.testing.assert_allclose(step(rows(length)).loss, plain(rows(length))[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.traced == 7
+
+
+LENGTHS = """
+import gc, json, warnings
+import mlx.core as mx
+from faststep import Step
+from support.helpers import Row, summed
+from support.models import WIDTH
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+warnings.simplefilter("ignore")
+step = Step(*Row("mlp", "adamw").new(), summed, max_traces=MAX_TRACES)
+sizes = []
+for length in range(400, 0, -1):  # downwards, so that no batch needs more memory than those before
+    step(mx.zeros((length, WIDTH)))
+    if length in (301, 1):
+        step.synchronize()
+        mx.clear_cache()
+        gc.collect()
+        sizes.append(resident())
+print(json.dumps([sizes[1] - sizes[0], len(step.stats.traces), step.stats.traced]))
+"""
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="reads the resident size from /proc")
+def test_what_is_dropped_gives_its_memory_back(child: Child) -> None:
+    grown = {}
+    for most in (8, 1000):
+        grown[most], kept, traced = json.loads(child(f"MAX_TRACES = {most}\n" + LENGTHS).stdout)
+        assert (kept, traced) == (min(most, 400), 400)
+    assert grown[8] < 4 << 20
+    assert grown[1000] > 16 << 20
+
+
+def many(step: Step, lengths: range) -> list[warnings.WarningMessage]:
+    """Take a step with each length, and return what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            step(rows(length))
+    return caught
+
+
+@pytest.mark.parametrize("max_traces", [8, 64])
+def test_many_traces_are_warned_of_once(max_traces: int) -> None:
+    step = Step(*ROW.new(), summed, max_traces=max_traces)
+    assert many(step, range(1, 17)) == []
+    (warning,) = many(step, range(17, 30))
+    assert warning.category is RuntimeWarning
+    assert "17 traces" in str(warning.message)
+    assert "argument x: Float32 [16, 16] -> Float32 [17, 16]" in str(warning.message)
+    assert warning.filename == __file__
+    assert many(step, range(30, 60)) == []
+    assert step.stats.traced == 59
+
+
+@pytest.mark.parametrize("accumulate", [2, 16, 17, 18])
+def test_many_traces_of_windows_are_warned_of_once(accumulate: int) -> None:
+    step = Step(*ROW.new(), summed, accumulate=accumulate)
+    assert len(many(step, range(1, 41))) == 1
+
+
+def test_fast_step_warns_at_the_line_of_the_call() -> None:
+    pair = ROW.new()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in range(1, 20):
+            fast_step(*pair, summed, rows(length))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def changed(step: Step, tag: str) -> set[str]:
+    """Take a step, whether or not it raises a warning, and return the names of what it changed."""
+    pair = step.model, step.optimizer
+    before = snapshot(*pair)
+    with contextlib.suppress(RuntimeWarning):
+        step(rows(8), tag)
+    return {name for name, value in snapshot(*pair).items() if not np.array_equal(value, before[name])}
+
+
+def test_a_warning_that_is_an_error_leaves_a_whole_step_or_none() -> None:
+    step = Step(*Row("conv", "adamw").new(), summed)
+    for number in range(16):
+        step(rows(8), str(number))
+    with_warning, without = changed(step, "16"), changed(step, "17")
+    assert with_warning in (set(), without)
+    assert step.stats.steps == (18 if with_warning else 17)
+    assert step.stats.updates == int(step.optimizer.state["step"])
+
+
+def labelled(model: nn.Module, x: mx.array, y: mx.array, *, smooth: float = 0.0) -> mx.array:
+    return nn.losses.cross_entropy(model(x), y, label_smoothing=smooth, reduction="mean")
+
+
+def test_every_trace_says_what_made_it_necessary() -> None:
+    model, optimizer = ROW.new()
+    step = Step(model, optimizer, labelled)
+    (x, y), wanted = ROW.case.batches(1)[0], []
+
+    def take(cause: str, *batch: mx.array, **named: Any) -> None:
+        step(*batch, **named)
+        wanted.append(cause)
+
+    take("first call", x, y)
+    take("argument x: Float32 [8, 16] -> Float32 [4, 16]", x[:4], y[:4])
+    take("argument x: Float32 [4, 16] -> Float16 [8, 16]", x.astype(mx.float16), y)
+    take("argument y: Int32 [8] -> Uint32 [8]", x.astype(mx.float16), y.astype(mx.uint32))
+    take(
+        "arguments: a static value or the structure has changed", x.astype(mx.float16), y.astype(mx.uint32), smooth=0.1
+    )
+    model.eval()
+    take("model: a mode, a number, or an array's shape has changed", x, y)
+    optimizer.betas = [0.5, 0.6]  # type: ignore[attr-defined]
+    take("optimizer: an option has changed", x, y)
+    step.loss_fn = lambda model, x, y: 2 * cross_entropy(model, x, y)
+    take("another loss function", x, y)
+    assert causes(step) == wanted
+    step.gradients(x, y)
+    step.accumulate = 2
+    step(x, y)
+    step(x, y)
+    assert causes(step)[-3:] == ["first call of gradients()", "first batch of a window", "first update by a window"]
+    assert step.stats.traced == len(step.stats.traces) == len(wanted) + 3
+
+
+def test_a_window_says_nothing_of_the_optimizer_when_it_is_opened() -> None:
+    step = Step(*ROW.new(), summed)
+    step(rows(8))
+    step.accumulate = 2
+    step(rows(8))
+    step(rows(8))
+    step.accumulate = 1
+    step(rows(8))
+    assert not [cause for cause in causes(step) if cause.startswith("optimizer")]
+
+
+def test_traces_are_counted_though_they_are_gone(quiet: None) -> None:
+    step = Step(*ROW.new(), summed, max_traces=4)
+    for length in (*range(1, 21), 20, 19):
+        step(rows(length))
+    stats = step.stats
+    assert (stats.traced, len(stats.traces), stats.steps) == (20, 4, 22)
+    assert causes(step)[-1] == "argument x: Float32 [19, 16] -> Float32 [20, 16]"
+    assert all(trace.seconds > 0 for trace in stats.traces)
+
+
+def test_an_error_in_a_trace_makes_none() -> None:
+    step = Step(*ROW.new(), summed)
+    step(rows(8))
+    with pytest.raises(ValueError, match=r"shape|dimension"):
+        step(mx.zeros((8, WIDTH + 1)))
+    assert (len(step.stats.traces), step.stats.traced) == (1, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"in_flight": 0}, {"accumulate": 2}, {"nonfinite": "raise"}], ids=str)
+def test_the_seconds_add_up_to_the_time_of_the_calls(options: dict[str, Any]) -> None:
+    step = Step(*ROW.new(), summed, **options)
+    assert set(step.stats.seconds.values()) == {0.0}
+    spent, x = 0.0, rows(2048)
+    for _ in range(12):
+        started = time.perf_counter()
+        step(x)
+        spent += time.perf_counter() - started
+    seconds = step.stats.seconds
+    assert seconds.keys() == {"look", "trace", "build", "evaluate", "wait", "show"}
+    assert all(value > 0 for name, value in seconds.items() if name != "wait")
+    parts = sum(value for name, value in seconds.items() if name != "trace")
+    assert parts <= spent
+    assert seconds["trace"] == pytest.approx(sum({trace.seconds for trace in step.stats.traces}))
+
+
+def size_of(tree: Tree) -> int:
+    return sum(array.nbytes for array in flat(tree).values())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam"])
+@pytest.mark.parametrize("name", ["conv", "lora", "bf16", "tied"])
+def test_the_bytes_are_those_of_the_arrays(name: str, optimizer: str) -> None:
+    row = Row(name, optimizer)
+    model, opt = row.new()
+    step = Step(model, opt, row.case.loss_fn, compute_dtype=mx.bfloat16, ema_decay=0.9, accumulate=2)
+    assert step.stats.bytes == {"parameters": 0, "optimizer": 0, "step": 0, "model": 0}
+    for batch in row.case.batches(3):
+        step(*batch)
+    sizes, trained = step.stats.bytes, model.trainable_parameters()
+    others = {path: array for path, array in flat(model.parameters()).items() if path not in flat(trained)}
+    assert sizes["parameters"] == size_of(trained)
+    assert sizes["optimizer"] == size_of(opt.state)
+    assert sizes["model"] == sum(array.nbytes for array in others.values())
+    kept = {name: value for name, value in step.state.items() if name in ("masters", "ema", "window", "weight")}
+    assert sizes["step"] == size_of(kept)
+
+
+@pytest.fixture
+def cache() -> Iterator[None]:
+    """Begin with an empty cache, and put its limit back."""
+    mx.clear_cache()
+    limit = mx.set_cache_limit(1 << 30)
+    yield
+    mx.set_cache_limit(limit)
+    mx.clear_cache()
+
+
+def cached(**options: Any) -> list[int]:
+    """Return the bytes of freed memory that MLX keeps after each of seven steps."""
+    step = Step(*ROW.new(), summed, in_flight=0, **options)
+    x = rows(2048)
+    sizes = []
+    for _ in range(7):
+        step(x)
+        sizes.append(mx.get_cache_memory())
+    return sizes
+
+
+def test_freed_memory_is_kept_up_to_its_limit(cache: None) -> None:
+    assert min(cached()) > 400_000  # the hidden layer's activations take 256 KB
+    mx.clear_cache()
+    assert max(cached(cache_limit=100_000)) <= 100_000
+    assert mx.set_cache_limit(1 << 30) == 100_000
+
+
+def test_no_limit_is_set_where_none_is_given(cache: None) -> None:
+    mx.set_cache_limit(12_345_678)
+    Step(*ROW.new(), summed)
+    assert mx.set_cache_limit(1 << 30) == 12_345_678
+
+
+def test_freed_memory_is_given_back_every_so_many_steps(cache: None) -> None:
+    small = [size < 50_000 for size in cached(clear_cache_every=3)]
+    assert small == [False, False, True, False, False, True, False]
+    assert max(cached(clear_cache_every=1)) < 50_000
+
+
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("accumulate", 0),
+    ("accumulate", -2),
+    ("in_flight", -1),
+    ("max_traces", 0),
+    ("max_traces", -1),
+    ("cache_limit", -1),
+    ("clear_cache_every", -1),
+    ("ema_decay", 1.0),
+    ("ema_decay", -0.1),
+    ("ema_decay", float("nan")),
+    ("max_grad_norm", -1.0),
+    ("max_grad_norm", float("nan")),
+    ("max_grad_value", -1.0),
+    ("max_grad_value", float("nan")),
+    ("max_loss", float("nan")),
+    ("compute_dtype", mx.int8),
+]
+OF_WRONG_TYPE: list[tuple[str, Any]] = [
+    ("accumulate", 1.5),
+    ("accumulate", "2"),
+    ("accumulate", None),
+    ("in_flight", 1.5),
+    ("max_traces", "8"),
+    ("cache_limit", "1G"),
+    ("cache_limit", 1.5),
+    ("clear_cache_every", None),
+    ("ema_decay", "0.9"),
+    ("max_grad_norm", "1"),
+    ("max_grad_value", [1.0]),
+    ("max_loss", "1"),
+    ("weighted", "yes"),
+    ("compile", "no"),
+    ("nonfinite", None),
+    ("compute_dtype", "bfloat16"),
+]
+ONLY_OF_A_STEP = ("cache_limit",)
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_an_option_out_of_its_range_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        Step(*ROW.new(), summed, **{name: value})
+    if name not in ONLY_OF_A_STEP:
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            fast_step(*ROW.new(), summed, rows(8), **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), OF_WRONG_TYPE)
+def test_an_option_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        Step(*ROW.new(), summed, **{name: value})
+    if name not in ONLY_OF_A_STEP:
+        with pytest.raises(TypeError, match=name):
+            fast_step(*ROW.new(), summed, rows(8), **{name: value})
+
+
+def test_a_change_of_accumulate_is_checked() -> None:
+    step = Step(*ROW.new(), summed)
+    with pytest.raises(ValueError, match="accumulate: expected"):
+        step.accumulate = 0
+    assert step.accumulate == 1
+    step(rows(8))
+
+
+def test_an_option_that_was_refused_has_changed_nothing(cache: None) -> None:
+    mx.set_cache_limit(12_345_678)
+    with pytest.raises(ValueError, match="accumulate"):
+        Step(*ROW.new(), summed, cache_limit=1000, accumulate=0)
+    with pytest.raises(ValueError, match="max_traces"):
+        Step(*ROW.new(), summed, cache_limit=1000, max_traces=0)
+    assert mx.set_cache_limit(1 << 30) == 12_345_678
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e39])
+def test_no_limit_makes_an_infinite_loss_good(limit: float) -> None:
+    def plus(model: nn.Module, x: mx.array, more: mx.array) -> mx.array:
+        return summed(model, x) + more
+
+    step = Step(*ROW.new(), plus, max_loss=limit)
+    assert step(rows(8), mx.array(float("inf"))).skipped
+    assert not step(rows(8), mx.array(1.0)).skipped

@@ -1,0 +1,376 @@
+"""The command line, as processes: what it prints, what it writes, how it ends, and what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import yaml
+from faststep.checkpoints import Checkpoints
+from faststep.recipes import MLP
+from faststep.report import read_log
+
+Done = subprocess.CompletedProcess[str]
+
+CALLBACKS = """
+import os, pathlib, signal
+
+from faststep.training import Callback
+
+
+class KillOnce(Callback):
+    '''Kills its process at a step, where a file says that it has not been killed yet.'''
+
+    def __init__(self, at: int, file: str, times: int = 1):
+        self.at, self.file, self.times = at, pathlib.Path(file), times
+
+    def on_step(self, trainer, number):
+        deaths = self.file.read_text() if self.file.exists() else ""
+        if number == self.at and len(deaths) < self.times:
+            self.file.write_text(deaths + "x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Starve(Callback):
+    '''Takes more memory than its control group has, as long as batches are large.'''
+
+    def __init__(self, group: str):
+        self.group = pathlib.Path(group)
+
+    def on_step(self, trainer, number):
+        if number == 6 and trainer.loader.batch_size > 8:
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+            self.taken = bytearray(1 << 30)
+
+
+class Refused(Callback):
+    '''Asks numpy for more memory than any machine has, as long as batches are large.'''
+
+    def on_step(self, trainer, number):
+        if number == 6 and trainer.loader.batch_size > 8:
+            import numpy as np
+
+            np.ones(1 << 50)
+
+
+class Slow(Callback):
+    def on_step(self, trainer, number):
+        import time
+
+        time.sleep(0.05)
+
+
+class Lines:
+    '''Writes the kind of every record into a file.'''
+
+    def __init__(self, file: str):
+        self.file = open(file, "a")
+
+    def log(self, record):
+        self.file.write(record["kind"] + "\\n")
+
+    def close(self):
+        self.file.write("closed\\n")
+        self.file.close()
+
+
+def broken(model, x, y):
+    return model.no_such_thing(x)
+"""
+
+
+def faststep(*arguments: Any, status: int = 0, **options: Any) -> Done:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "faststep", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == status, (done.returncode, done.stdout[-2000:], done.stderr[-3000:])
+    return done
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Write a config that trains in a second, and its data."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((200, 8), dtype=np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=x.sum(axis=1, keepdims=True))
+    (tmp_path / "mine.py").write_text(CALLBACKS)
+    values = {
+        "run": str(tmp_path / "run"),
+        "model": {"use": "mlp", "sizes": [8, 32, 1], "dropout": 0.1},
+        "loss": {"use": "mse"},
+        "data": {
+            "train": {"use": "arrays", "file": "data.npz", "stop": 160},
+            "validation": {"use": "arrays", "file": "data.npz", "start": 160},
+            "batch_size": 16,
+            "shuffle": True,
+        },
+        "optimizer": {"use": "AdamW", "learning_rate": 0.01},
+        "train": {"steps": 20, "log_every": 5, "validate_every": 10},
+        "checkpoints": {"every": 5},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def set_(**values: Any) -> list[str]:
+    pairs = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in values.items()]
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def checksums(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of the newest checkpoint's weights, optimizer state and step, with the random state."""
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+def test_from_training_to_exported_weights(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = faststep("train", config)
+    assert "ended: done" in done.stdout
+    log = read_log(run)
+    assert log.starts[0]["command"] == f"faststep train {config}"
+    assert list(log.steps["step"]) == list(range(1, 21))
+    assert log.steps["loss"][-1] < log.steps["loss"][0]
+    assert {each.name for each in run.iterdir()} >= {"config.yaml", "log.jsonl", "checkpoints"}
+
+    listed = faststep("checkpoint", "list", run).stdout.splitlines()
+    assert [line.split(":")[0] for line in listed][-1] == "step-00000020"
+    assert "validation loss" in listed[-1]
+    assert faststep("checkpoint", "verify", run).stdout.count("as it was written") == len(listed)
+
+    weights = tmp_path / "weights.safetensors"
+    faststep("checkpoint", "export", run, weights)
+    model = MLP([8, 32, 1])
+    model.load_weights(str(weights))
+    model.eval()
+    data = np.load(tmp_path / "data.npz")
+    loss = mx.square(model(mx.array(data["x"][160:])) - mx.array(data["y"][160:])).mean().item()
+    assert f"step 20: loss {loss:.6f}"[:-2] in faststep("eval", run).stdout
+    faststep("checkpoint", "export", run, weights, status=2)
+
+    page = Path(faststep("report", run).stdout.strip())
+    assert "<svg" in page.read_text(encoding="utf-8")
+    faststep("train", config, *set_(run=str(tmp_path / "other"), optimizer__learning_rate=0.001))
+    page = tmp_path / "compare.html"
+    faststep("compare", run, tmp_path / "other", "--out", page)
+    assert "learning_rate" in page.read_text(encoding="utf-8")
+
+
+def test_it_goes_on_where_it_was_and_further(config: Path, tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    faststep("train", config, *set_(run=str(whole)))
+    faststep("train", config, *set_(train__steps=12))
+    assert "faststep resume" in faststep("train", config, status=2).stderr
+    faststep("resume", run, *set_(train__steps=20), cwd=tmp_path)
+    assert checksums(run) == checksums(whole)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_before_it_ends(config: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
+    slow = set_(callbacks=[{"use": "mine.py:Slow"}], checkpoints__every=1000, train__validate_every=1000)
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "faststep", "train", str(config), *slow], stdout=subprocess.DEVNULL
+    )
+    wait_for_line(process, run / "log.jsonl", '"kind": "step"')
+    process.send_signal(number)
+    assert process.wait(60) == status
+    reached = max(read_log(run).steps["step"])
+    (saved,) = Checkpoints(run / "checkpoints").list()
+    assert saved.number == reached
+    faststep("resume", run, *set_(callbacks=[]))
+    whole = tmp_path / "whole"
+    faststep("train", config, *set_(run=str(whole)))
+    assert checksums(run) == checksums(whole)
+
+
+def wait_for_line(process: subprocess.Popen[Any], file: Path, text: str) -> None:
+    while process.poll() is None and not (file.exists() and text in file.read_text()):
+        time.sleep(0.01)
+    assert process.poll() is None, "it ended before"
+
+
+def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(config: Path, tmp_path: Path) -> None:
+    parts = ["--kills", 4, "--steps", 200, "--seed", random.randrange(1000), "--keep", tmp_path / "runs"]
+    done = faststep("verify-resume", config, *set_(step__accumulate=3, step__ema_decay=0.9), *parts)
+    assert "proved" in done.stdout
+    assert checksums(tmp_path / "runs" / "whole") == checksums(tmp_path / "runs" / "killed")
+    assert (tmp_path / "runs" / "killed" / "log.jsonl").read_text().count('"kind": "start"') > 1
+
+
+def test_a_resume_that_is_none_is_found(config: Path, tmp_path: Path) -> None:
+    """A dataset that changes from process to process cannot give the same training."""
+    (tmp_path / "other.py").write_text(
+        "import os, numpy as np\n"
+        "def rows():\n"
+        "    rng = np.random.default_rng(os.getpid())\n"
+        "    return rng.standard_normal((160, 8), dtype=np.float32), np.ones((160, 1), np.float32)\n"
+    )
+    change = set_(data__train={"use": "other.py:rows"})
+    done = faststep("verify-resume", config, *change, "--kills", 1, "--steps", 20, status=3)
+    assert "DIFFER model.safetensors" in done.stdout
+
+
+def test_the_supervisor_starts_it_again(config: Path, tmp_path: Path) -> None:
+    killer = {"use": "mine.py:KillOnce", "at": 12, "file": str(tmp_path / "deaths")}
+    done = faststep("train", config, "--supervise", *set_(callbacks=[killer]))
+    assert "signal SIGKILL" in done.stderr
+    whole = tmp_path / "whole"
+    faststep("train", config, *set_(run=str(whole)))
+    assert checksums(tmp_path / "run") == checksums(whole)
+
+
+def test_a_logger_of_the_users_gets_every_record(config: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "mine.txt"
+    faststep("train", config, *set_(loggers=[{"use": "mine.py:Lines", "file": str(lines)}]))
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert lines.read_text().split() == [*kinds, "closed"]
+    config_of_run = tmp_path / "run" / "config.yaml"
+    assert yaml.safe_load(config_of_run.read_text())["loggers"] == [{"use": "mine.py:Lines", "file": str(lines)}]
+
+
+def test_the_supervisor_gives_up(config: Path, tmp_path: Path) -> None:
+    killer = {"use": "mine.py:KillOnce", "at": 3, "file": str(tmp_path / "deaths"), "times": 100}
+    done = faststep("train", config, "--supervise", *set_(callbacks=[killer]), status=4)
+    assert "giving up: 3 deaths in a row without a new checkpoint" in done.stderr
+    assert (tmp_path / "deaths").read_text() == "xxx"
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """Make a control group with 300 MB of memory (Linux, as root)."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent, limit = (first, "memory.limit_in_bytes") if first.is_dir() else (second, "memory.max")
+    group = parent / f"faststep-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(300 << 20))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group of memory can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def half_the_batch(config: Path, tmp_path: Path, callback: dict[str, Any]) -> str:
+    done = faststep("train", config, "--supervise", *set_(callbacks=[callback]))
+    assert "data.batch_size=8 and step.accumulate=2" in done.stderr
+    log = read_log(tmp_path / "run")
+    assert list(log.steps["step"]) == list(range(1, 21))
+    batches = list(
+        log.steps["batches"]
+    )  # the first ones by one batch each, if a checkpoint of them was written in time
+    assert batches == [1] * batches.count(1) + [2] * batches.count(2)
+    assert batches.count(2) >= 15
+    assert set(log.steps["items"]) == {16 * 8}
+    return done.stderr
+
+
+def test_the_supervisor_halves_the_batch_when_the_kernel_kills_for_memory(
+    config: Path, tmp_path: Path, small_group: Path
+) -> None:
+    said = half_the_batch(config, tmp_path, {"use": "mine.py:Starve", "group": str(small_group)})
+    assert "signal SIGKILL (the kernel's count of processes killed for memory has grown)" in said
+
+
+def test_the_supervisor_halves_the_batch_when_an_allocator_says_so(config: Path, tmp_path: Path) -> None:
+    assert "it said: " in half_the_batch(config, tmp_path, {"use": "mine.py:Refused"})
+
+
+def test_a_bad_batch_can_be_run_again(config: Path, tmp_path: Path) -> None:
+    data = dict(np.load(tmp_path / "data.npz"))
+    data["y"][:160] = np.nan
+    np.savez(tmp_path / "bad.npz", **data)
+    change = set_(data__train={"use": "arrays", "file": "bad.npz", "stop": 160})
+    done = faststep("train", config, *change, status=1)
+    assert "10 bad batches in a row" in done.stderr
+    (bundle,) = (tmp_path / "run" / "bundles").iterdir()
+    shown = faststep("reproduce", bundle).stdout
+    assert "loss nan" in shown
+    assert "elements are not finite" in shown
+    assert "expected the description of a bundle" in faststep("reproduce", tmp_path, status=2).stderr
+
+
+def test_the_users_error_keeps_its_traceback(config: Path) -> None:
+    done = faststep("train", config, *set_(loss={"use": "mine.py:broken"}), status=1)
+    assert "no_such_thing" in done.stderr
+    assert "mine.py" in done.stderr
+    assert "loss, at step 0 (epoch 0, batch 0)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "{tmp}/none.yaml"], "none.yaml"),
+        (["train", "{config}", "--set", "train.stepz=3"], "did you mean 'steps'"),
+        (["resume", "{tmp}/none"], "expected the folder of a run"),
+        (["report", "{tmp}"], "log.jsonl"),
+        (["checkpoint", "list", "{tmp}/none"], "expected the folder of a run"),
+        (["checkpoint", "export", "{tmp}", "{tmp}/out"], "expected checkpoints in it"),
+        (["compare", "{tmp}"], "two runs or more"),
+        (["tune", "nothing"], "target"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message(config: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    done = faststep(*(each.format(tmp=tmp_path, config=config) for each in arguments), status=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_whole_config_loads_again(config: Path, tmp_path: Path) -> None:
+    shown = faststep("train", config, "--print-config").stdout
+    (tmp_path / "again.yaml").write_text(shown)
+    assert faststep("train", tmp_path / "again.yaml", "--print-config").stdout == shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_tune_takes_a_config(config: Path) -> None:
+    done = faststep(
+        "tune", config, "--set", "MLX_MAX_OPS_PER_BUFFER=50", "--seconds", 0.05, "--rounds", 3, cwd=config.parent
+    )
+    assert "MLX_MAX_OPS_PER_BUFFER=50" in done.stdout
+
+
+def test_help_and_version() -> None:
+    shown = faststep("--help").stdout
+    for command in ("train", "resume", "eval", "report", "compare", "verify-resume", "reproduce", "checkpoint", "tune"):
+        assert command in shown
+        faststep(command, "--help")
+    assert f"mlx {mx.__version__}" in faststep("version").stdout
+
+
+def test_a_full_disk_loses_nothing(config: Path, tmp_path: Path) -> None:
+    """On a small filesystem of its own, in a namespace of its own."""
+    small = tmp_path / "small"
+    small.mkdir()
+    probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", str(small)], capture_output=True)
+    if probe.returncode:
+        pytest.skip("no user and mount namespaces here")
+    sizes = set_(run=str(small / "run"), model__sizes=[8, 64, 64, 1], train__steps=400)
+    command = shlex.join([sys.executable, "-m", "faststep"])
+    script = (
+        f"mount -t tmpfs -o size=400k tmpfs {small}; {command} train {config} {shlex.join(sizes)}; status=$?; "
+        f"{command} checkpoint verify {small}/run; exit $status"
+    )
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode in (1, 2), done.stderr[-2000:]
+    assert "No space left on device" in done.stderr
+    assert "damaged" not in done.stdout
+    assert "as it was written" in done.stdout

@@ -1,0 +1,432 @@
+"""What a config builds: the parts that it names, in the right order, with the user's own among them."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import recipes
+from faststep.config import Built, ConfigError, build, load
+from faststep.training import Trainer
+from mlx.utils import tree_flatten
+from support.places import ROOT
+
+EXAMPLE = ROOT / "examples" / "char_gpt.yaml"
+GPT = """\
+model: {use: gpt, layers: 2, width: 64, heads: 4, context: 16}
+loss: {use: next_token}
+data:
+  train: {use: bytes, context: 16}
+  batch_size: 4
+optimizer: {use: AdamW, learning_rate: 1e-2}
+train: {steps: 3}
+"""
+MLP = """\
+model: {use: mlp, sizes: [8, 16, 3], dropout: 0.1}
+loss: {use: cross_entropy}
+data:
+  train: {use: arrays, file: rows.npz, names: [x, label]}
+  batch_size: 4
+optimizer: {use: AdamW, learning_rate: 1e-2}
+train: {steps: 3}
+"""
+
+
+def config(folder: Path, text: str, *overrides: str, **files: str) -> Any:
+    """Load a config from a folder that has the data, and files of the user's."""
+    for name, code in files.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 8)).astype(np.float32)
+    np.savez(folder / "rows.npz", x=x, y=x[:, :3] * 2, label=rng.integers(3, size=40))
+    (folder / "c.yaml").write_text(text, encoding="utf-8")
+    return load(folder / "c.yaml", overrides)
+
+
+def make(folder: Path, text: str, *overrides: str, **files: str) -> Built:
+    """Build such a config."""
+    return build(config(folder, text, *overrides, **files))
+
+
+def refusal(folder: Path, text: str, *overrides: str, **files: str) -> str:
+    """Return what is said of a config that cannot be built."""
+    with pytest.raises(ConfigError) as caught:
+        make(folder, text, *overrides, **files)
+    return str(caught.value)
+
+
+def train(built: Built, steps: int = 3) -> list[float]:
+    """Take some steps and return their losses."""
+    taken = []
+    for batch, _ in zip(built.loader, range(steps), strict=False):
+        out = built.step(**batch) if isinstance(batch, dict) else built.step(*batch)
+        taken.append(float(out.loss))
+    return taken
+
+
+def trainable(built: Built) -> set[str]:
+    """Return the paths of what trains."""
+    return set(dict(tree_flatten(built.step.model.trainable_parameters())))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (GPT, []),
+        (GPT, ["step.weighted=true", "step.accumulate=2", "step.ema_decay=0.9"]),
+        (GPT, ["data.collate={use: pad, multiple: 8}", "data.workers=1", "step.compute_dtype=bfloat16"]),
+        (MLP, []),
+        (MLP, ["loss={use: mse}", "data.train.names=[x, y]"]),
+        (MLP, ["loss={use: huber_loss, delta: 0.5}", "data.train.names=[x, y]", "model.dropout=0"]),
+        (MLP, ["step.gradient_checkpointing=['layers.0']", "optimizer={use: SGD, learning_rate: 0.1, momentum: 0.9}"]),
+    ],
+)
+def test_it_trains_the_same_each_time(tmp_path: Path, text: str, overrides: list[str]) -> None:
+    first, again = (train(make(tmp_path, text, "seed=3", *overrides)) for _ in range(2))
+    assert len(first) == 3
+    assert all(np.isfinite(first))
+    assert first == again
+    assert first != train(make(tmp_path, text, "seed=4", *overrides))
+
+
+def test_everything_is_seeded(tmp_path: Path) -> None:
+    built = config(tmp_path, MLP, "seed=11")
+    drawn = []
+    for _ in range(2):
+        build(built)
+        drawn.append((random.random(), np.random.rand(), mx.random.uniform().item()))
+    assert drawn[0] == drawn[1]
+
+
+def test_the_example_is_what_its_program_does() -> None:
+    built = build(load(EXAMPLE, ["train.steps=800"]))
+    assert type(built.step.model) is recipes.GPT
+    assert built.step.loss_fn.__module__.startswith("char_gpt")
+    rate = optim.join_schedules([optim.linear_schedule(0.0, 3e-3, 50), optim.cosine_decay(3e-3, 750, 1.5e-4)], [50])
+    schedule = built.step.optimizer._schedulers["learning_rate"]
+    assert [schedule(mx.array(i)).item() for i in (0, 20, 49, 50, 400, 800)] == pytest.approx(
+        [rate(mx.array(i)).item() for i in (0, 20, 49, 50, 400, 800)]
+    )
+    assert built.validation is not None
+    assert train(built, 1)[0] == pytest.approx(6, abs=1)
+
+
+def test_options_are_those_of_the_trainer(tmp_path: Path) -> None:
+    validation = "data.validation={use: arrays, file: rows.npz, stop: 8, names: [x, label]}"
+    built = make(tmp_path, MLP, validation, "train.patience=3", "run=runs/x")
+    names = {"step", "loader", "validation", "callbacks", "loggers", "config"}
+    assert set(built.options) == set(inspect.signature(Trainer).parameters) - names
+    assert (built.options["run"], built.options["steps"], built.options["patience"]) == ("runs/x", 3, 3)
+    assert built.logs == {"csv": False, "tensorboard": False, "wandb": None}
+    assert built.config == config(tmp_path, MLP, validation, "train.patience=3", "run=runs/x").resolved()
+    assert len(built.validation or ()) == 2
+
+
+SCHEDULES = {
+    "1e-3": lambda step: 1e-3,
+    "{use: cosine_decay, init: 0.1}": optim.cosine_decay(0.1, 20),
+    "{use: cosine_decay, init: 0.1, decay_steps: 5, end: 0.01}": optim.cosine_decay(0.1, 5, 0.01),
+    "{use: linear_schedule, init: 0.1, end: 0}": optim.linear_schedule(0.1, 0, 20),
+    "{use: exponential_decay, init: 0.1, decay_rate: 0.9}": optim.exponential_decay(0.1, 0.9),
+    "{use: step_decay, init: 0.1, decay_rate: 0.5, step_size: 4}": optim.step_decay(0.1, 0.5, 4),
+    "{use: constant, init: 0.1, warmup: 4, warmup_init: 0.02}": optim.join_schedules(
+        [optim.linear_schedule(0.02, 0.1, 4), lambda step: mx.array(0.1)], [4]
+    ),
+    "{use: cosine_decay, init: 0.1, warmup: 5}": optim.join_schedules(
+        [optim.linear_schedule(0, 0.1, 5), optim.cosine_decay(0.1, 15)], [5]
+    ),
+    "{use: join_schedules, schedules: [{use: linear_schedule, init: 0, end: 0.1}, {use: cosine_decay, init: 0.1}],"
+    " boundaries: [6]}": optim.join_schedules([optim.linear_schedule(0, 0.1, 6), optim.cosine_decay(0.1, 14)], [6]),
+    "{use: own.py:halving}": lambda step: 0.1 * 0.5**step,
+    "{use: own.py:scaled, factor: 3}": lambda step: 3 * 0.1 * 0.5**step,
+    "{use: own.py:Schedule, init: 0.2}": lambda step: 0.2,
+}
+OWN = """
+    def halving(step):
+        return 0.1 * 0.5**step
+    def scaled(step, factor):
+        return factor * halving(step)
+    class Schedule:
+        def __init__(self, init): self.init = init
+        def __call__(self, step): return self.init + 0 * step
+"""
+
+
+@pytest.mark.parametrize("rate", SCHEDULES)
+def test_schedules(tmp_path: Path, rate: str) -> None:
+    built = make(tmp_path, MLP, f"optimizer.learning_rate={rate}", "train.steps=20", own=OWN)
+    schedule = built.step.optimizer._schedulers.get("learning_rate", lambda _: built.step.optimizer.learning_rate)
+    for step in range(0, 25, 3):
+        assert float(schedule(mx.array(step))) == pytest.approx(
+            float(SCHEDULES[rate](mx.array(step))), rel=1e-5, abs=1e-9
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["optimizer.learning_rate={use: cosine_decay, init: 1, warmup: 0}"],
+            "learning_rate.warmup: expected a whole number from 1",
+        ),
+        (
+            ["optimizer.learning_rate={use: cosine_decay, init: 1, warmup_init: 0}"],
+            "warmup_init: set, but nothing reads it",
+        ),
+        (
+            ["optimizer.learning_rate={use: cosine_decay, init: 1}", "train.steps=null", "train.epochs=1"],
+            "decay_steps: missing: it",
+        ),
+        (
+            ["optimizer.learning_rate={use: cosine_decay, int: 1}"],
+            "learning_rate.int: unknown key 'int': did you mean 'init'?",
+        ),
+        (
+            ["optimizer.learning_rate={use: step_decay, init: 1, decay_rate: 1, step_size: 0}"],
+            "step_size must be greater than 0",
+        ),
+        (
+            ["optimizer.learning_rate={use: join_schedules, schedules: [{use: constant, init: 1}], boundaries: [1]}"],
+            "learning_rate.boundaries: expected 0 growing steps, got [1]",
+        ),
+        (["optimizer.betas=[2, 0.9]"], "Adam beta1 should be in [0, 1), 2 was provided instead"),
+        (["model.sizes=[8]"], "override 'model.sizes=[8]': model.sizes: expected two or more"),
+        (["data.train.file=none.npz"], "data.train.file: "),
+        (["step={nonfinite: raise, compute_dtype: float16}"], "step.nonfinite: expected"),
+        (["frozen=[layer]"], "frozen: 'layer' matches no module or parameter; there are layers.0.bias"),
+        (["frozen=['*']"], "frozen: nothing in the model is left to train"),
+        (["quantize={}"], "quantize.group_size: expected one that divides the last dimension, got 64"),
+        (["lora={modules: [x]}"], "lora: 'x' matches no linear layer; there are layers.0, layers.1"),
+        (["step={gradient_checkpointing: [x]}"], "step.gradient_checkpointing: 'x' matches no module"),
+        (["weights=none.safetensors"], "weights: "),
+        (["data.batch_size=100", "data.drop_last=true"], "data.drop_last: no batch is full"),
+        (
+            ["optimizer=[{use: Muon, learning_rate: 1, parameters: x}, {use: SGD, learning_rate: 1}]"],
+            "optimizer.0.parameters: 'x' matches no parameter that is left to train",
+        ),
+        (
+            ["optimizer=[{use: Muon, learning_rate: 1, parameters: ['*']}, {use: SGD, learning_rate: 1}]"],
+            "optimizer.1: no parameter is left for the last optimizer",
+        ),
+        (
+            ["optimizer=[{use: Muon, learning_rate: 1}, {use: SGD, learning_rate: 1}]"],
+            "optimizer.0: parameters is missing",
+        ),
+    ],
+)
+def test_what_cannot_be_built(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    message = refusal(tmp_path, MLP, *overrides)
+    assert expected in message
+    assert "override" in message or "c.yaml:6: optimizer: Adam" in message
+
+
+def test_several_optimizers_share_the_parameters_out(tmp_path: Path) -> None:
+    several = "[{use: Muon, parameters: 'layers.*.weight', learning_rate: 0.1}, {use: AdamW, learning_rate: 0.1}]"
+    built = make(tmp_path, MLP, f"optimizer={several}", "frozen=['layers.0.weight']")
+    train(built)
+    muon, adamw = built.step.optimizer.state["states"]
+    assert [path for path, _ in tree_flatten(muon) if path.startswith("layers")] == ["layers.1.weight.v"]
+    assert {path.rpartition(".")[0] for path, _ in tree_flatten(adamw) if path.startswith("layers")} == {
+        "layers.0.bias",
+        "layers.1.bias",
+    }
+
+
+def test_weights_then_few_bits_then_adapters(tmp_path: Path) -> None:
+    mx.random.seed(9)
+    model = recipes.GPT(2, 64, 4, 16)
+    model.save_weights(str(tmp_path / "model.safetensors"))
+    overrides = ["weights=model.safetensors", "quantize={modules: ['blocks*']}", "lora={rank: 2, trainable: [norm]}"]
+    built = make(tmp_path, GPT, *overrides, "step.gradient_checkpointing=['blocks.*']")
+    layer = built.step.model.blocks[0].qkv
+    assert isinstance(layer, recipes.LoRALinear)
+    assert mx.array_equal(layer.linear.weight, mx.quantize(model.blocks[0].qkv.weight, 64, 4)[0])
+    assert trainable(built) == {"norm.weight"} | {
+        f"blocks.{i}.{name}.lora_{which}" for i in (0, 1) for name in ("qkv", "out", "up", "down") for which in "ab"
+    }
+    base = mx.array(layer.linear.weight)
+    assert len(train(built)) == 3
+    assert mx.array_equal(layer.linear.weight, base)
+    assert layer.lora_b.abs().sum().item() > 0
+
+
+def test_what_few_bits_leave_can_be_frozen(tmp_path: Path) -> None:
+    text = MLP.replace("[8, 16, 3]", "[32, 32, 3]").replace("rows.npz, names: [x, label]", "rows.npz")
+    assert trainable(make(tmp_path, text, "quantize={group_size: 32}")) == {"layers.0.bias", "layers.1.bias"}
+    assert trainable(make(tmp_path, text, "quantize={group_size: 32}", "frozen=['*.0.bias']")) == {"layers.1.bias"}
+
+
+USER = """
+    from pathlib import Path
+    import mlx.nn as nn
+    import neighbour
+
+    class Model(nn.Module):
+        def __init__(self, width: int, inner: nn.Module | None = None):
+            super().__init__()
+            self.inner, self.out = inner or nn.Identity(), nn.Linear(8, width)
+        def __call__(self, x):
+            return self.out(self.inner(x))
+
+    def loss_fn(model, x, y, power=2):
+        return ((model(x) - y).abs() ** power).mean()
+
+    def make_loss(factor: float = 1.0):
+        return lambda model, x, y: factor * loss_fn(model, x, y)
+
+    def data(folder: Path, rows: int = 20):
+        assert isinstance(folder, Path) and folder.is_absolute()
+        return neighbour.rows(rows)
+
+    ready = [(row[0], row[1]) for row in neighbour.rows(6)]
+
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield from neighbour.rows(3)
+
+    class Callback:
+        def __init__(self, every: int):
+            self.every = every
+
+    class Logger:
+        def __init__(self, channel: str):
+            self.channel, self.records = channel, []
+
+        def log(self, record):
+            self.records.append(record["kind"])
+
+        def close(self):
+            self.records.append("closed")
+
+    def broken():
+        return {}["not there"]
+
+    def no_model():
+        return 3
+"""
+NEIGHBOUR = """
+    import numpy as np
+    def rows(count):
+        x = np.random.default_rng(0).normal(size=(count, 8)).astype(np.float32)
+        return [(each, each[:3]) for each in x]
+"""
+USERS = """\
+model: {use: user.py:Model, width: 3}
+loss: {use: user.py:loss_fn}
+data:
+  train: {use: user.py:data, folder: here}
+  batch_size: 4
+optimizer: {use: SGD, learning_rate: 1e-2}
+train: {steps: 3}
+callbacks: [{use: user.py:Callback, every: 3}]
+loggers: [{use: user.py:Logger, channel: runs}]
+"""
+OWN_FILES = {"user": USER, "neighbour": NEIGHBOUR}
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Any:
+    """Forget the users' modules, whose folders are gone after a test."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and "pytest-of" in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "loss={use: user.py:loss_fn, power: 3}",
+        "loss={use: user.py:make_loss}",
+        "loss={use: user.py:make_loss, factor: 2}",
+        "data.train={use: user.py:ready}",
+        "data.train={use: user.py:Endless}",
+        "data.train={use: user.py:data, folder: x, rows: 12}",
+        "model.inner={use: mlp, sizes: [8, 8]}",
+        "model={use: user.py:Model, width: 3, inner: {use: user.py:Model, width: 8}}",
+        "optimizer={use: 'mlx.optimizers:Lion', learning_rate: 0.1}",
+    ],
+)
+def test_the_users_own(tmp_path: Path, override: str) -> None:
+    path = list(sys.path)
+    built = make(tmp_path, USERS, override, **OWN_FILES)
+    assert len(train(built)) >= 2
+    assert built.callbacks[0].every == 3
+    assert sys.path == path
+
+
+def test_the_users_loggers_are_made_when_they_are_wanted(tmp_path: Path) -> None:
+    built = make(tmp_path, USERS, **OWN_FILES)
+    (logger,) = [make_logger() for make_logger in built.loggers]
+    assert (logger.channel, logger.records) == ("runs", [])
+    (neither,) = make(tmp_path, USERS, "loggers=[{use: user.py:Callback, every: 3}]", **OWN_FILES).loggers
+    with pytest.raises(ConfigError, match=r"loggers\.0\.use: expected a logger with log\(record\) and close\(\), got"):
+        neither()
+
+
+def test_a_loss_with_arguments_is_what_it_says(tmp_path: Path) -> None:
+    losses = [
+        train(make(tmp_path, USERS, f"loss={loss}", **OWN_FILES), 1)[0]
+        for loss in (
+            "{use: user.py:loss_fn}",
+            "{use: user.py:make_loss, factor: 2}",
+            "{use: user.py:loss_fn, power: 2}",
+        )
+    ]
+    assert losses == [losses[0], pytest.approx(2 * losses[0]), losses[0]]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.use=user.py:Modle", "model.use: user.py: unknown name 'Modle': did you mean 'Model'?"),
+        ("model.use=usr.py:Model", "model.use: expected a file, got "),
+        ("model.use=nowhere:Model", "model.use: expected a module that can be imported, got 'nowhere'"),
+        ("model.use=':Model'", "model.use: expected module:attribute or file.py:attribute"),
+        ("model.widht=3", "model.widht: unknown key 'widht': did you mean 'width'?"),
+        ("model={use: user.py:Model}", "model.width: missing"),
+        ("model.width=x", "model.width: expected a whole number, got 'x'"),
+        ("model={use: user.py:no_model}", "model.use: expected an mlx.nn.Module, got int"),
+        ("loss={use: user.py:loss_fn, powr: 2}", "loss.powr: unknown key 'powr': did you mean 'power'?"),
+        ("data.train={use: user.py:ready, rows: 3}", "takes no arguments"),
+        ("callbacks.0.evry=3", "callbacks.0.evry: unknown key 'evry': did you mean 'every'?"),
+        ("loggers.0.chanel=3", "loggers.0.chanel: unknown key 'chanel': did you mean 'channel'?"),
+        ("loggers=[{use: csv}]", "loggers.0.use: unknown logger 'csv': there are none (the user's own are module"),
+        ("model.inner={use: mpl}", "model.inner.use: unknown model 'mpl': did you mean 'mlp'?"),
+    ],
+)
+def test_mistakes_about_the_users_own(tmp_path: Path, override: str, expected: str) -> None:
+    message = refusal(tmp_path, USERS, override, **OWN_FILES)
+    assert expected in message
+    assert "override" in message
+
+
+def test_errors_of_the_users_code_pass_with_their_traceback(tmp_path: Path) -> None:
+    built = config(tmp_path, USERS, "model={use: user.py:broken}", **OWN_FILES)
+    with pytest.raises(KeyError, match="not there") as caught:
+        build(built)
+    assert "user.py" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    for code, kind in (("1 / 0", ZeroDivisionError), ("import not_installed", ModuleNotFoundError), ("(", SyntaxError)):
+        (tmp_path / "bad.py").write_text(code, encoding="utf-8")
+        with pytest.raises(kind):
+            build(config(tmp_path, USERS, "model={use: bad.py:Model}", **OWN_FILES))
+
+
+def test_a_run_that_is_resolved_finds_its_files_from_anywhere(tmp_path: Path) -> None:
+    first = config(tmp_path, USERS, **OWN_FILES)
+    elsewhere = tmp_path / "runs" / "x"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "config.yaml").write_text(first.text(), encoding="utf-8")
+    assert train(build(load(elsewhere / "config.yaml"))) == train(build(first))

@@ -1,0 +1,45 @@
+"""The example runs as a program, and writes nothing but its results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.places import ROOT
+
+EXAMPLE = ROOT / "examples" / "char_gpt.py"
+SMALL = "--steps 6 --compare 3 --eval-every 3 --batch 2 --context 16 --layers 1 --width 16 --heads 2 --warm-up 2"
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with a folder as its working directory."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_example_trains_and_writes_its_results(tmp_path: Path) -> None:
+    folder, out = tmp_path / "cwd", tmp_path / "results" / "run"
+    folder.mkdir()
+    done = run(EXAMPLE, *SMALL.split(), "--out", out, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("MB of Python", "plain MLX", "mx.compile'd", "fast_step", "the losses agree", "held-out loss", "def "):
+        assert text in done.stdout, done.stdout
+    assert sorted(file.name for file in out.iterdir()) == ["loss.png", "model.safetensors", "sample.txt"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert (out / "loss.png").stat().st_size > 10_000
+    assert (out / "sample.txt").read_text(encoding="utf-8").startswith("def ")
+    assert list(folder.iterdir()) == []
+
+
+def test_the_example_says_what_to_install(tmp_path: Path) -> None:
+    for missing in ("rich", "matplotlib", "faststep"):
+        code = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path({os.fspath(EXAMPLE)!r})"
+        done = run("-c", f"import sys; sys.path.insert(0, {os.fspath(EXAMPLE.parent)!r}); {code}", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "pip install 'mlx-faststep[cpu,train]'" in done.stderr
+        assert missing in done.stderr
+        assert "Traceback" not in done.stderr
