@@ -2,10 +2,7 @@
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
-use faststep::{
-    flags::Flags,
-    step::{Output, Owner},
-};
+use faststep::engine::{Flags, Output, Owner};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
@@ -149,7 +146,7 @@ fn number_of(py: Python<'_>, scalar: &Array) -> MlxResult<f32> {
     done?;
     scalar
         .try_item_cast::<f32>()
-        .map_err(faststep::error::unread)
+        .map_err(faststep::engine::unread)
 }
 
 fn listed(mut names: Vec<String>) -> String {

@@ -4,10 +4,7 @@
 //! put back as it was, whether the function returned or raised.
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::{
-    graph::Graph,
-    trace::{Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput},
-};
+use faststep::engine::{Graph, Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput};
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
@@ -174,13 +171,13 @@ impl PythonHost {
         let Some(current) = current.as_mut().filter(|current| current.compiled) else {
             return Ok(());
         };
-        let id = faststep::array::id;
+        let id = faststep::engine::array::id;
         let tracers: Vec<usize> = current.tracers.iter().map(id).collect();
         let inputs = inputs.iter().filter(|input| !tracers.contains(&id(input)));
         let inputs: Vec<Array> = inputs.cloned().collect();
         if inputs
             .first()
-            .is_none_or(|first| !faststep::array::is_lazy(first))
+            .is_none_or(|first| !faststep::engine::array::is_lazy(first))
         {
             return Ok(()); // MLX compiles nothing: these are no tracers
         }
@@ -322,7 +319,7 @@ impl Current {
         let Some(mut now) = now else {
             return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
         };
-        if faststep::array::id(&now) == faststep::array::id(tracer) {
+        if faststep::engine::array::id(&now) == faststep::engine::array::id(tracer) {
             return Ok(None);
         }
         if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
@@ -361,7 +358,8 @@ impl Current {
             }
         }
         let now = bridge::get(&self.key_list.bind(py).get_item(0)?);
-        left.key = now.filter(|now| faststep::array::id(now) != faststep::array::id(key));
+        left.key =
+            now.filter(|now| faststep::engine::array::id(now) != faststep::engine::array::id(key));
         left.kept = self.kept(py, before)?;
         Ok(left)
     }
@@ -434,7 +432,7 @@ impl Current {
         } else {
             None
         };
-        let hole = bridge::wrap(returned.py(), &faststep::array::hollow())?;
+        let hole = bridge::wrap(returned.py(), &faststep::engine::array::hollow())?;
         let mut arrays = Vec::new();
         let template = rebuild(returned, &mut |object| {
             arrays.extend(bridge::get(object));
@@ -491,7 +489,7 @@ impl Current {
             let now = now.ok_or_else(|| {
                 Stop::Untraceable("the optimizer removes an array from its state".into())
             })?;
-            if faststep::array::id(&now) != faststep::array::id(tracer) {
+            if faststep::engine::array::id(&now) != faststep::engine::array::id(tracer) {
                 state.push((index, now));
             }
         }

@@ -1,9 +1,7 @@
 //! What a Python optimizer begins with where the engine updates natively: rules, layout, dicts and arrays.
 use faststep::{
-    layout::{Layout, Tensor},
-    optimizer::Optimizer,
-    precision::wide,
-    rules::Rules,
+    engine::{precision::wide, Layout, Rules, Tensor},
+    Optimizer,
 };
 use mlx_rs::Array;
 use pyo3::prelude::*;

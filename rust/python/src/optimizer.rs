@@ -1,7 +1,10 @@
 //! What a Python optimizer is: a rule that the engine has, or one to be traced; its schedules.
 use std::collections::HashMap;
 
-use faststep::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer as Rule, rules::Rules};
+use faststep::{
+    engine::{Adafactor, Muon, Rules},
+    Optimizer as Rule,
+};
 use mlx_rs::{ops, transforms::async_eval, Array};
 use pyo3::{
     exceptions::PyTypeError,

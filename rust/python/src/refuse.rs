@@ -1,5 +1,5 @@
 //! `nonfinite="raise"`: an exception for a batch or an update that is no number.
-use faststep::{guard::Guard, layout::Layout, nonfinite, outputs::Outputs, step::Owner};
+use faststep::engine::{nonfinite, Guard, Layout, Outputs, Owner};
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 

@@ -5,7 +5,7 @@ mod plan;
 
 use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc};
 
-use faststep::{flags::Flags, step::Seconds, task::Task};
+use faststep::engine::{Flags, Seconds, Task};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -218,7 +218,7 @@ impl Step {
                 store
                     .engine
                     .as_ref()
-                    .and_then(faststep::step::Engine::unchanged),
+                    .and_then(faststep::engine::Engine::unchanged),
             ))
         })
     }
@@ -282,7 +282,7 @@ fn bytes(store: &Store) -> HashMap<&'static str, usize> {
         ("optimizer", engine.map_or(0, |e| sum(e.state()))),
         (
             "step",
-            engine.map_or(0, faststep::step::Engine::extra_bytes),
+            engine.map_or(0, faststep::engine::Engine::extra_bytes),
         ),
         ("model", sum(&store.others)),
     ])

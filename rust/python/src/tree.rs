@@ -2,7 +2,7 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count.
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
@@ -70,7 +70,7 @@ impl Static {
                 let members = members.bind(py);
                 set.len() == members.len() && (set.is_empty() || set.eq(members).unwrap_or(false))
             }),
-            Self::Constant(array) => bridge::id(object) == Some(faststep::array::id(array)),
+            Self::Constant(array) => bridge::id(object) == Some(faststep::engine::array::id(array)),
         }
     }
 
@@ -82,8 +82,8 @@ impl Static {
                 return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py)))
             }
             Self::Constant(array) => {
-                let id = faststep::array::id(array);
-                return matches!(self, Self::Constant(mine) if faststep::array::id(mine) == id);
+                let id = faststep::engine::array::id(array);
+                return matches!(self, Self::Constant(mine) if faststep::engine::array::id(mine) == id);
             }
         };
         let mine = match self {
@@ -241,7 +241,7 @@ impl Tree {
     /// The identities of the arrays that belong to the signature, because they stand in a tuple.
     pub fn constants(&self) -> Vec<usize> {
         let constants = self.items.iter().filter_map(|item| match item {
-            Item::Static(Static::Constant(array)) => Some(faststep::array::id(array)),
+            Item::Static(Static::Constant(array)) => Some(faststep::engine::array::id(array)),
             _ => None,
         });
         constants.collect()

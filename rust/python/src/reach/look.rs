@@ -17,7 +17,7 @@ use crate::{
     tree::Tree,
     walk::{is_numpy, Place, Scope, Snapshot},
 };
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 
 /// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
 const MAX_NUMPY: usize = 1 << 16;

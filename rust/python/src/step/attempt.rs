@@ -2,12 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::{
-    graph::Graph,
-    layout::Layout,
-    outputs::Outputs,
-    step::{Call, Output},
-    task::Task,
-    trace::{Part, Recipe, Rule, Trace},
+    engine::{Call, Graph, Layout, Output, Outputs, Part, Recipe, Rule, Task, Trace},
     Error,
 };
 use mlx_rs::{error::Result as MlxResult, Array};
@@ -524,7 +519,8 @@ impl Inner {
 fn unwatched(user: &User<'_>, held: &[Array], known: &[usize]) -> PyResult<Option<String>> {
     let py = user.py();
     let mut held = held.iter();
-    let Some(array) = held.find(|array| !known.contains(&faststep::array::id(array))) else {
+    let Some(array) = held.find(|array| !known.contains(&faststep::engine::array::id(array)))
+    else {
         return Ok(None);
     };
     let describe = py.import("faststep._reach")?.getattr("unwatched")?;

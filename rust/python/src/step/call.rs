@@ -1,7 +1,7 @@
 //! One call: what the user has changed is taken over, the step is taken, and what came of it is given out.
 use std::time::Instant;
 
-use faststep::{memory, outputs::Outputs, step::Output, task::Task};
+use faststep::engine::{memory, Output, Outputs, Task};
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyBool};
 

@@ -1,5 +1,5 @@
 //! The memory plan of a step: its trace, which the step after it takes over, and what comes of it.
-use faststep::{plan::Plan, trace::Part};
+use faststep::engine::{Part, Plan};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 

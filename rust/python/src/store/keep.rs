@@ -1,5 +1,5 @@
 //! What outlives an engine: what only the steps keep, and the optimizer's state as the user sees it.
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 use pyo3::prelude::*;
 
 use super::Store;
@@ -39,7 +39,7 @@ impl Store {
         let Some(engine) = &self.engine else {
             return Ok(self.carried.clone());
         };
-        let keep = engine.keep().map_err(|e| to_python(&e))?;
+        let keep = engine.aux_state().map_err(|e| to_python(&e))?;
         let carried = Carried::new(self.names()?, keep);
         Ok(Some(match &self.carried {
             Some(before) => carried.with_rest_of(before),
