@@ -4,23 +4,23 @@ use std::env;
 /// The sources below `native`.
 const SOURCES: [&str; 18] = [
     "array",
-    "fused",
-    "graph",
-    "join",
-    "kernels",
-    "merge",
-    "order",
-    "pack",
-    "plan/device",
-    "plan/evaluate",
-    "plan/ffi",
-    "plan/memory",
-    "plan/plan",
-    "plan/queue",
-    "plan/rules",
-    "plan/sharing",
-    "plan/views",
-    "quantized",
+    "cpu/join",
+    "cpu/kernels",
+    "cpu/quantized",
+    "cuda/pack",
+    "graph/fuse",
+    "graph/graph",
+    "graph/merge",
+    "graph/order",
+    "simulator/device",
+    "simulator/evaluate",
+    "simulator/ffi",
+    "simulator/memory",
+    "simulator/queue",
+    "simulator/rules",
+    "simulator/sharing",
+    "simulator/simulator",
+    "simulator/views",
 ];
 
 fn main() {
@@ -29,7 +29,7 @@ fn main() {
         println!("cargo:rustc-link-arg-benches=-Wl,-rpath,{lib}"); // `cargo bench` needs nothing set
     }
     let mut build = cc::Build::new();
-    build.cpp(true).std("c++20").pic(true);
+    build.cpp(true).std("c++20").pic(true).include("native");
     for source in SOURCES {
         build.file(format!("native/{source}.cpp"));
     }

@@ -122,7 +122,7 @@ int faststep_array_reads_file(const void* a) {
 
 // After an error of the device: waits for all that is under way, and has none of the arrays wait any more. Where MLX meets
 // the error while it signals that an evaluation has ended (transforms.cpp), nobody signals it, and whoever waits hangs.
-void faststep_arrays_settle(const void* const* arrays, size_t n) {
+void faststep_arrays_recover(const void* const* arrays, size_t n) {
   for (auto device : {mx::Device::cpu, mx::Device::gpu}) {
     try {
       if (mx::is_available(device)) {

@@ -1,4 +1,4 @@
-//! What can go wrong in a step.
+//! The errors of a step, with what each of them leaves behind.
 use mlx_rs::error::{ConversionError, Exception};
 
 /// An error of the step, with what it leaves behind.
@@ -32,7 +32,7 @@ pub enum Error {
 
     /// An option, a name or an array that is not what was expected; the message says what was.
     #[error("{0}")]
-    Option(String),
+    Invalid(String),
 
     /// The loss function reads the value of an array, which a trace cannot repeat: nothing has changed.
     #[error(
@@ -57,6 +57,13 @@ pub enum Error {
     /// MLX refused an operation outside of a step.
     #[error("{}", .0.what())]
     Mlx(Exception),
+}
+
+impl Error {
+    /// The error of a call that gives no loss.
+    pub(crate) fn no_loss() -> Self {
+        Self::Mlx(Exception::custom("a step without a loss"))
+    }
 }
 
 // No variant has a source: the text of an `Exception` ends in a path of the machine that built mlx-rs.

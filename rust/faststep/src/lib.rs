@@ -60,59 +60,24 @@
 //! mx.save_safetensors("run/step.safetensors", arrays, numbers | {"random": str(high << 32 | low)})
 //! ```
 //!
-//! # The engine
-//! Under the step, three things are kept apart: what a step computes ([`trace`]), how it is evaluated
-//! ([`mod@step`]), and how the user's objects see the result, which is the caller's matter ([`step::Owner`]): a
-//! [`Step`]'s, or the Python package's.
+//! # The rooms
+//! Each folder uses only those below it: [`Step`] and what belongs to it (`module`), how a step is evaluated
+//! ([`mod@engine`]), what it takes of memory (`memory`), what it computes (`trace`), the update rules (`optim`), where
+//! tensors lie (`layout`), and MLX below mlx-rs (`mlx`). The Python package is another front on [`mod@engine`].
 #![deny(unsafe_code)]
 
-pub mod adafactor;
-pub mod array;
-pub mod blas;
-mod body;
-mod checkpoint;
-pub mod clip;
-mod course;
-pub mod error;
-pub mod extras;
-pub mod flags;
-mod fused;
-pub mod graph;
-pub mod guard;
-mod host;
-pub mod kernels;
-pub mod layout;
-mod loss;
-pub mod memory;
-mod meter;
+pub mod engine;
+mod error;
+mod layout;
+mod memory;
+mod mlx;
 mod module;
-pub mod muon;
-pub mod nonfinite;
-pub mod openblas;
-pub mod optimizer;
-mod optimizers;
-mod options;
-pub mod outputs;
-pub mod pack;
-pub mod plan;
-pub mod precision;
-mod quantized;
-mod random;
-pub mod rebind;
-pub mod rules;
-mod scene;
-pub mod schedulers;
-mod simulation;
-pub mod step;
-pub mod task;
-pub mod trace;
-pub mod traces;
-mod training;
+mod optim;
+mod trace;
 
+pub use engine::{Nonfinite, Options};
 pub use error::{Error, Result};
-pub use loss::Loss;
-pub use optimizer::Optimizer;
-pub use optimizers::{LearningRate, Optimizers};
-pub use options::{Nonfinite, Options};
-pub use traces::TraceRecord;
-pub use training::{Stats, Step, StepOutput};
+pub use mlx::{kernels, openblas};
+pub use module::{Loss, Stats, Step, StepOutput};
+pub use optim::{schedulers, Adafactor, LearningRate, Muon, Optimizer, Optimizers};
+pub use trace::TraceRecord;

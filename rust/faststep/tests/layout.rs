@@ -1,11 +1,7 @@
 //! Layouts of any mix of shapes, dtypes and rules: packing and unpacking are inverse, and no two tensors share an element.
 #![allow(clippy::unwrap_used)] // how a test fails
 
-use faststep::{
-    clip::global_norm,
-    layout::{Layout, Tensor},
-    pack::contiguous,
-};
+use faststep::engine::{clip::global_norm, join::contiguous, Layout, Tensor};
 use mlx_rs::{
     ops::{broadcast_to, concatenate, indexing::TryIndexOp},
     random::normal,

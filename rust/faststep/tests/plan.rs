@@ -4,15 +4,11 @@
 use std::{cell::Cell, rc::Rc};
 
 use faststep::{
-    array,
-    extras::Places,
-    layout::{Layout, Tensor},
-    optimizer::Optimizer,
-    plan::Plan,
-    rules::Rules,
-    step::{Call, Engine},
-    trace::{Host, LossCall, LossOutput, Part, Recipe, Rule, Trace, UpdateCall, UpdateOutput},
-    Error,
+    engine::{
+        array, Call, Engine, Host, Layout, LossCall, LossOutput, Part, Places, Plan, Recipe, Rule,
+        Rules, Tensor, Trace, UpdateCall, UpdateOutput,
+    },
+    Error, Optimizer,
 };
 use mlx_rs::{
     error::{Exception, Result as MlxResult},

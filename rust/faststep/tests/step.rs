@@ -7,14 +7,11 @@ use std::{
 };
 
 use faststep::{
-    guard::Guard,
-    layout::{Layout, Tensor},
-    optimizer::Optimizer,
-    outputs::Outputs,
-    rules::Rules,
-    step::{Call, Engine},
-    trace::{Host, LossCall, LossOutput, Part, Recipe, Rule, Trace, UpdateCall, UpdateOutput},
-    Error,
+    engine::{
+        Call, Engine, Guard, Host, Layout, LossCall, LossOutput, Outputs, Part, Recipe, Rule,
+        Rules, Tensor, Trace, UpdateCall, UpdateOutput,
+    },
+    Error, Optimizer,
 };
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
@@ -301,7 +298,7 @@ fn the_norm_of_a_million_values_is_exact_to_rounding() {
     let last = Array::from_slice(&values[1_000_002..], &[1]);
     small.push(last.as_dtype(Dtype::Float16).unwrap());
     for gradients in [vec![whole], small] {
-        let norm = faststep::clip::global_norm(&gradients, &[]).unwrap();
+        let norm = faststep::engine::clip::global_norm(&gradients, &[]).unwrap();
         let off = f64::from(norm.item_exact::<f32>()) / exact.sqrt() - 1.0;
         assert!(off.abs() < 1e-6, "{off}");
     }

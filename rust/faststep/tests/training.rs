@@ -522,7 +522,7 @@ fn options_and_parameters_are_checked() {
     let refused = |options: Options| {
         let error = Step::new(Mlp::seeded(1), adamw(), mse, options).err();
         assert!(
-            matches!(error, Some(Error::Option(_))),
+            matches!(error, Some(Error::Invalid(_))),
             "{options:?}: {error:?}"
         );
     };
@@ -547,7 +547,7 @@ fn options_and_parameters_are_checked() {
     whole.first.bias = Param::new(Some(Array::from_slice(&[0i32; 16], &[16])));
     let error = Step::new(whole, adamw(), mse, base).err();
     assert!(
-        matches!(&error, Some(Error::Option(m)) if m.starts_with("first.bias: expected")),
+        matches!(&error, Some(Error::Invalid(m)) if m.starts_with("first.bias: expected")),
         "{error:?}"
     );
 }

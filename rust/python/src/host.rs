@@ -7,10 +7,7 @@ mod update;
 
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::{
-    graph::Graph,
-    trace::{Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput},
-};
+use faststep::engine::{Graph, Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput};
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
@@ -152,13 +149,13 @@ impl PythonHost {
         let Some(current) = current.as_mut().filter(|current| current.compiled) else {
             return Ok(());
         };
-        let id = faststep::array::id;
+        let id = faststep::engine::array::id;
         let tracers: Vec<usize> = current.tracers.iter().map(id).collect();
         let inputs = inputs.iter().filter(|input| !tracers.contains(&id(input)));
         let inputs: Vec<Array> = inputs.cloned().collect();
         if inputs
             .first()
-            .is_none_or(|first| !faststep::array::is_lazy(first))
+            .is_none_or(|first| !faststep::engine::array::is_lazy(first))
         {
             return Ok(()); // MLX compiles nothing: these are no tracers
         }

@@ -29,9 +29,11 @@ use pyo3::{
 };
 
 use faststep::{
-    blas::{self, BlasError},
+    engine::{
+        blas::{self, BlasError},
+        RebindError,
+    },
     kernels,
-    rebind::RebindError,
 };
 
 /// Make MLX's CPU use the OpenBLAS of this library; returns how many functions were bound.

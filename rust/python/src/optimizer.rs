@@ -1,7 +1,10 @@
 //! Python optimizers: as a rule of the engine, or traced; their schedules.
 use std::collections::HashMap;
 
-use faststep::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer as Rule, rules::Rules};
+use faststep::{
+    engine::{Adafactor, Muon, Rules},
+    Optimizer as Rule,
+};
 use mlx_rs::{ops, transforms::async_eval, Array};
 use pyo3::{
     exceptions::PyTypeError,

@@ -14,7 +14,7 @@ use std::{cell::RefCell, rc::Rc};
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
 
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 
 use look::Look;
 pub use look::Looked;

@@ -11,7 +11,7 @@ mod trace_cache;
 
 use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc};
 
-use faststep::{flags::Flags, step::Seconds, task::Task};
+use faststep::engine::{Flags, Seconds, Task};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -193,7 +193,7 @@ impl Step {
         })
     }
 
-    /// Keep something else, and count on from these numbers.
+    /// AuxState something else, and count on from these numbers.
     fn load_state(
         &self,
         py: Python<'_>,
@@ -229,7 +229,7 @@ impl Step {
                 store
                     .engine
                     .as_ref()
-                    .and_then(faststep::step::Engine::unchanged),
+                    .and_then(faststep::engine::Engine::unchanged),
             ))
         })
     }
@@ -293,7 +293,7 @@ fn bytes(store: &Store) -> HashMap<&'static str, usize> {
         ("optimizer", engine.map_or(0, |e| sum(e.state()))),
         (
             "step",
-            engine.map_or(0, faststep::step::Engine::extra_bytes),
+            engine.map_or(0, faststep::engine::Engine::extra_bytes),
         ),
         ("model", sum(&store.others)),
     ])

@@ -14,7 +14,7 @@ mod values;
 
 use std::{rc::Rc, thread::ThreadId};
 
-use faststep::{extras::Needs, layout::Tensor, step::Engine, trace::Rule};
+use faststep::engine::{Engine, Needs, Rule, Tensor};
 use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},

@@ -10,7 +10,7 @@ pub mod snapshot;
 pub mod static_value;
 pub mod walk;
 
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
     prelude::*,
@@ -159,7 +159,7 @@ impl Tree {
     /// The identities of the arrays that belong to the signature, because they stand in a tuple.
     pub fn constants(&self) -> Vec<usize> {
         let constants = self.items.iter().filter_map(|item| match item {
-            Item::Static(Static::Constant(array)) => Some(faststep::array::id(array)),
+            Item::Static(Static::Constant(array)) => Some(faststep::engine::array::id(array)),
             _ => None,
         });
         constants.collect()

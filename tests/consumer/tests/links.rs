@@ -1,8 +1,5 @@
 //! mlx-rs and faststep meet in one libmlx, found without any variable of the environment.
-use faststep::{
-    blas::{bind, BlasError},
-    Optimizer, Optimizers, Options, Step,
-};
+use faststep::{Optimizer, Optimizers, Options, Step, engine::blas::{BlasError, bind}};
 use mlx_rs::{error::Exception, module::Module, nn::Linear, ops, transforms, Array};
 use std::path::Path;
 

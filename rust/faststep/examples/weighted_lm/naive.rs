@@ -6,7 +6,7 @@
 //! the norm as mlx-rs's own `clip_grad_norm` does, is saved by that: until the day on which somebody takes the line out.
 use std::time::Instant;
 
-use faststep::{array::operations, openblas};
+use faststep::{engine::array::operations, openblas};
 use mlx_rs::{
     error::Exception,
     module::FlattenedModuleParam,

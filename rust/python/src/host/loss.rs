@@ -1,5 +1,5 @@
 //! One call of the loss function, with tracers in place of the arrays.
-use faststep::trace::{Left, LossCall, LossOutput};
+use faststep::engine::{Left, LossCall, LossOutput};
 use mlx_rs::{error::Exception, Array};
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -102,7 +102,7 @@ impl Current {
         let Some(mut now) = now else {
             return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
         };
-        if faststep::array::id(&now) == faststep::array::id(tracer) {
+        if faststep::engine::array::id(&now) == faststep::engine::array::id(tracer) {
             return Ok(None);
         }
         if self.mixed && now.dtype().is_float() && tracer.dtype().is_float() {
@@ -141,7 +141,8 @@ impl Current {
             }
         }
         let now = bridge::get(&self.key_list.bind(py).get_item(0)?);
-        left.key = now.filter(|now| faststep::array::id(now) != faststep::array::id(key));
+        left.key =
+            now.filter(|now| faststep::engine::array::id(now) != faststep::engine::array::id(key));
         left.kept = self.kept(py, before)?;
         Ok(left)
     }
@@ -214,7 +215,7 @@ impl Current {
         } else {
             None
         };
-        let hole = bridge::wrap(returned.py(), &faststep::array::hollow())?;
+        let hole = bridge::wrap(returned.py(), &faststep::engine::array::hollow())?;
         let mut arrays = Vec::new();
         let template = rebuild(returned, &mut |object| {
             arrays.extend(bridge::get(object));

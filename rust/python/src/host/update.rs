@@ -1,5 +1,5 @@
 //! One update by the optimizer's own code, with tracers in place of the arrays.
-use faststep::trace::{UpdateCall, UpdateOutput};
+use faststep::engine::{UpdateCall, UpdateOutput};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, intern, prelude::*};
 
@@ -58,7 +58,7 @@ impl Current {
             let now = now.ok_or_else(|| {
                 Stop::Untraceable("the optimizer removes an array from its state".into())
             })?;
-            if faststep::array::id(&now) != faststep::array::id(tracer) {
+            if faststep::engine::array::id(&now) != faststep::engine::array::id(tracer) {
                 state.push((index, now));
             }
         }

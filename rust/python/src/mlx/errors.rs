@@ -12,7 +12,7 @@ pub fn to_python(error: &Error) -> PyErr {
         Error::FirstEvaluation(e) | Error::Compile(e) => {
             PyRuntimeError::new_err(e.what().to_owned())
         }
-        Error::NoParameters | Error::Option(_) => PyValueError::new_err(error.to_string()),
+        Error::NoParameters | Error::Invalid(_) => PyValueError::new_err(error.to_string()),
         Error::Nonfinite(_) => PyFloatingPointError::new_err(error.to_string()),
         // the device, a loss that cannot be traced, a checkpoint, and what later versions of the engine bring
         _ => PyRuntimeError::new_err(error.to_string()),

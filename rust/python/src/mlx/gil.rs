@@ -1,5 +1,5 @@
 //! Waiting without the GIL.
-use faststep::step::Owner;
+use faststep::engine::Owner;
 use pyo3::prelude::*;
 
 /// Work that may cross the point where the GIL is released.

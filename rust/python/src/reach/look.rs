@@ -16,7 +16,7 @@ use crate::{
     mlx::{bridge, classes::is_numpy},
     tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
 };
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 
 /// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
 const MAX_NUMPY: usize = 1 << 16;

@@ -1,5 +1,5 @@
 //! One object on the way from a loss to what it reaches.
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 use pyo3::{
     exceptions::PyRuntimeError,
     intern,

@@ -1,7 +1,7 @@
 //! Tracers in the arrays that a loss reads, while the loss is traced.
 use std::{collections::HashSet, rc::Rc};
 
-use faststep::trace::Left;
+use faststep::engine::Left;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
@@ -68,7 +68,8 @@ impl<'py> Reached<'py> {
             let spots = self.looked.spots(py)?;
             let arrays = spots.iter().filter_map(|spot| self.looked.now(spot));
             let arrays = arrays.filter_map(|object| bridge::get(&object));
-            left.kept.extend(arrays.filter(faststep::array::is_lazy));
+            left.kept
+                .extend(arrays.filter(faststep::engine::array::is_lazy));
             return Ok(Vec::new());
         };
         let mut in_place = Vec::new();
@@ -83,7 +84,7 @@ impl<'py> Reached<'py> {
             if same && !met.insert(spot.object.as_ptr()) {
                 continue;
             }
-            if faststep::array::id(&array) == faststep::array::id(tracer) {
+            if faststep::engine::array::id(&array) == faststep::engine::array::id(tracer) {
                 continue;
             }
             if array.shape() != tracer.shape() || array.dtype() != tracer.dtype() {

@@ -2,10 +2,7 @@
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
-use faststep::{
-    flags::Flags,
-    step::{Output, Owner},
-};
+use faststep::engine::{Flags, Output, Owner};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
@@ -129,7 +126,7 @@ impl Alarms {
         if engine.rounds_away() && first(&mut told.rounded) {
             messages.push(
                 "updates have been rounded to nothing for more than 100 of them: the parameters' half precision is too coarse \
-                 for this learning rate (step.stats.unchanged is near 1). Keep float32 masters with \
+                 for this learning rate (step.stats.unchanged is near 1). AuxState float32 masters with \
                  Step(..., compute_dtype=mx.bfloat16), or raise the learning rate"
                     .into(),
             );
@@ -148,7 +145,7 @@ fn number_of(py: Python<'_>, scalar: &Array) -> MlxResult<f32> {
     done?;
     scalar
         .try_item_cast::<f32>()
-        .map_err(faststep::error::unread)
+        .map_err(faststep::engine::unread)
 }
 
 fn listed(mut names: Vec<String>) -> String {

@@ -1,7 +1,7 @@
 //! The arguments of one call: their arrays, and the names that the user gives them.
 use std::rc::Rc;
 
-use faststep::step::Owner;
+use faststep::engine::Owner;
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
@@ -79,14 +79,15 @@ impl<'py> Arguments<'py> {
             .filter_map(|slot| bridge::get(&slot.object))
             .collect();
         for (index, array) in arrays.iter().enumerate() {
-            if faststep::array::is_lazy(array) && faststep::array::is_foreign(array) {
+            if faststep::engine::array::is_lazy(array) && faststep::engine::array::is_foreign(array)
+            {
                 return Err(PyValueError::new_err(format!(
                     "argument {}: expected an evaluated array, got one that still waits to be computed on another \
                      thread: call mx.eval() on it in the thread that makes it, before it is passed on",
                     self.name(&tree.paths(py)[index])
                 )));
             }
-            if faststep::array::reads_file(array) {
+            if faststep::engine::array::reads_file(array) {
                 let mut read = Ok(());
                 Waiting(py).unlocked(&mut || read = eval([array]));
                 read.map_err(|error| {

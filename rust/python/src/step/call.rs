@@ -1,7 +1,7 @@
 //! One call: takes over what the user has changed, steps, returns the outputs.
 use std::time::Instant;
 
-use faststep::{memory, outputs::Outputs, step::Output, task::Task};
+use faststep::engine::{memory, Output, Outputs, Task};
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyBool};
 

@@ -1,11 +1,7 @@
 //! Choice of the traces of a call: by its arguments, by the objects that the loss reads, and by the loss's graph.
 use std::rc::Rc;
 
-use faststep::{
-    graph::Graph,
-    task::Task,
-    trace::{Part, Recipe, Trace},
-};
+use faststep::engine::{Graph, Part, Recipe, Task, Trace};
 use mlx_rs::error::Result as MlxResult;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 

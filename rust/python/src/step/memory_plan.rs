@@ -1,5 +1,5 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
-use faststep::{plan::Plan, trace::Part};
+use faststep::engine::{Part, Plan};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 

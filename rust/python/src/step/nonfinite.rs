@@ -1,5 +1,5 @@
 //! `nonfinite="raise"`: the exception for a batch or an update that is not finite.
-use faststep::{guard::Guard, layout::Layout, nonfinite, outputs::Outputs, step::Owner};
+use faststep::engine::{nonfinite, Guard, Layout, Outputs, Owner};
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 

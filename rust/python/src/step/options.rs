@@ -1,5 +1,5 @@
 //! The options of a step, checked.
-use faststep::{extras::Needs, guard::Guard, precision};
+use faststep::engine::{precision, Guard, Needs};
 use mlx_rs::Dtype;
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},

@@ -2,11 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::{
-    layout::Layout,
-    outputs::Outputs,
-    step::{Call, Output},
-    task::Task,
-    trace::Rule,
+    engine::{Call, Layout, Output, Outputs, Rule, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -314,7 +310,8 @@ impl Inner {
 fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<Option<String>> {
     let py = user.py();
     let mut held = held.iter();
-    let Some(array) = held.find(|array| !known.contains(&faststep::array::id(array))) else {
+    let Some(array) = held.find(|array| !known.contains(&faststep::engine::array::id(array)))
+    else {
         return Ok(None);
     };
     let describe = py.import("faststep._step._reach")?.getattr("unwatched")?;

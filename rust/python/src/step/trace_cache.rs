@@ -1,13 +1,7 @@
 //! The traces of a step, the causes for new ones, and the order in which they are dropped.
 use std::{mem::discriminant, rc::Rc};
 
-use faststep::{
-    extras::Places,
-    graph::Graph,
-    layout::Tensor,
-    trace::{Part, Trace},
-    traces,
-};
+use faststep::engine::{self, Graph, Part, Places, Tensor, Trace, TraceCache, TraceEntry};
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
 use super::arguments::Arguments;
@@ -97,7 +91,7 @@ impl TraceRecord {
 }
 
 /// A trace, what it is valid for, and what is kept with it.
-pub type Entry = traces::Entry<Key, Kept>;
+pub type Entry = TraceEntry<Key, Kept>;
 
 /// Whether the trace is known to hold for what the loss reaches now; one that calls the loss always does.
 pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
@@ -107,7 +101,7 @@ pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
 /// The traces of one step.
 #[derive(Default)]
 pub struct Traces {
-    known: traces::Traces<Key, Kept>,
+    known: TraceCache<Key, Kept>,
     warning: Option<String>,
 }
 
@@ -174,7 +168,7 @@ impl Traces {
     /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
     pub fn settle(&mut self, seconds: f64) -> bool {
         let before = self.known.made();
-        let new = self.known.settle(seconds);
+        let new = self.known.commit(seconds);
         let made = self.known.made();
         if before <= MANY && made > MANY {
             let cause = self.known.records().pop().map(|record| record.cause);
@@ -214,8 +208,8 @@ impl Traces {
     }
 }
 
-impl From<traces::TraceRecord> for TraceRecord {
-    fn from(record: traces::TraceRecord) -> Self {
+impl From<engine::TraceRecord> for TraceRecord {
+    fn from(record: engine::TraceRecord) -> Self {
         Self {
             cause: record.cause,
             seconds: record.seconds,

@@ -2,7 +2,8 @@
 use std::rc::Rc;
 
 use faststep::{
-    extras::Needs, layout::Layout, optimizer::Optimizer, precision::wide, step::Engine, trace::Rule,
+    engine::{precision::wide, Engine, Layout, Needs, Rule},
+    Optimizer,
 };
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
@@ -94,7 +95,9 @@ impl Store {
         if let Some(carried) = &self.carried {
             let keep = carried.onto(&self.names()?, &signature.tensors());
             engine.need(needs).map_err(|error| to_python(&error))?;
-            engine.take_up(&keep).map_err(|error| to_python(&error))?;
+            engine
+                .load_aux_state(&keep)
+                .map_err(|error| to_python(&error))?;
         }
         let (tree, _) = Tree::record(optimizer, self.scope())?;
         self.sign_options(py, tree);

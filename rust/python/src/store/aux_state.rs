@@ -1,10 +1,7 @@
 //! What a step keeps beside the optimizer's state, by the names of the parameters: it outlives another layout.
 use std::collections::{HashMap, HashSet};
 
-use faststep::{
-    extras::{Keep, Open, Window},
-    layout::Tensor,
-};
+use faststep::engine::{AuxState, Open, Tensor, Window};
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
@@ -36,12 +33,12 @@ pub struct State<'py> {
 #[derive(Clone)]
 pub struct Carried {
     names: Vec<String>,
-    keep: Keep,
+    keep: AuxState,
 }
 
 impl Carried {
     /// What an engine keeps for parameters of these names.
-    pub fn new(names: Vec<String>, keep: Keep) -> Self {
+    pub fn new(names: Vec<String>, keep: AuxState) -> Self {
         Self { names, keep }
     }
 
@@ -82,7 +79,7 @@ impl Carried {
     }
 
     /// The same for other parameters: what is missing or of another shape starts from its initial value.
-    pub fn onto(&self, names: &[String], tensors: &[Tensor]) -> Keep {
+    pub fn onto(&self, names: &[String], tensors: &[Tensor]) -> AuxState {
         let known: HashMap<&String, usize> = self.names.iter().zip(0..).collect();
         let places: Vec<Option<usize>> =
             names.iter().map(|name| known.get(name).copied()).collect();
@@ -93,7 +90,7 @@ impl Carried {
             });
             sorted.collect()
         };
-        Keep {
+        AuxState {
             masters: self.keep.masters.as_ref().map(sort),
             average: self.keep.average.as_ref().map(sort),
             window: self.keep.window.as_ref().map(|window| Window {
@@ -150,7 +147,7 @@ impl Carried {
         let weight = state.weight.as_ref().and_then(bridge::get);
         let window = group(&state.window).zip(weight);
         let scale = state.loss_scale.as_ref();
-        let keep = Keep {
+        let keep = AuxState {
             masters: group(&state.masters),
             average: group(&state.ema),
             window: window.map(|(sums, weight)| Window {

@@ -1,5 +1,5 @@
 //! State that outlives an engine: the step's own, and the optimizer's as the user sees it.
-use faststep::layout::Tensor;
+use faststep::engine::Tensor;
 use pyo3::prelude::*;
 
 use super::{aux_state::Carried, Store};
@@ -39,7 +39,7 @@ impl Store {
         let Some(engine) = &self.engine else {
             return Ok(self.carried.clone());
         };
-        let keep = engine.keep().map_err(|e| to_python(&e))?;
+        let keep = engine.aux_state().map_err(|e| to_python(&e))?;
         let carried = Carried::new(self.names()?, keep);
         Ok(Some(match &self.carried {
             Some(before) => carried.with_rest_of(before),
@@ -47,7 +47,7 @@ impl Store {
         }))
     }
 
-    /// Keep something else.
+    /// AuxState something else.
     pub fn carry(&mut self, py: Python<'_>, carried: Carried) -> PyResult<()> {
         self.expose(py)?;
         self.discard();

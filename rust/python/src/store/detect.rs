@@ -1,7 +1,7 @@
 //! Comparison of model and optimizer with the last step, apart from the values of their arrays.
 use std::{collections::HashSet, rc::Rc};
 
-use faststep::trace::Rule;
+use faststep::engine::Rule;
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
@@ -20,7 +20,7 @@ impl Store {
         let (Some(current), Some(engine)) = (&self.current, &self.engine) else {
             return Vec::new();
         };
-        let id = |array: Option<&Array>| array.map_or(0, faststep::array::id);
+        let id = |array: Option<&Array>| array.map_or(0, faststep::engine::array::id);
         let roles = current.roles.iter().map(|(role, _)| match role {
             Role::Parameter(i) => id(engine.parameters().get(*i)),
             Role::Other(i) => id(self.others.get(*i)),
@@ -68,7 +68,7 @@ impl Store {
     fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
         let py = model.py();
         let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
-        let hole = bridge::wrap(py, &faststep::array::hollow())?;
+        let hole = bridge::wrap(py, &faststep::engine::array::hollow())?;
         let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
         let trainable_paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
         let trainable_paths: HashSet<_> = trainable_paths.into_iter().collect();
@@ -132,7 +132,11 @@ impl Store {
         let layout = engine.layout().clone();
         let scope = self.scope();
         let known: Vec<usize> = match scope {
-            Scope::Whole => engine.state().iter().map(faststep::array::id).collect(),
+            Scope::Whole => engine
+                .state()
+                .iter()
+                .map(faststep::engine::array::id)
+                .collect(),
             Scope::Options | Scope::Arguments => Vec::new(),
         };
         let tree = self.options.last().map(|(_, tree)| tree);

@@ -4,7 +4,7 @@
 //! the dicts or has read the property since: then they are views of the buffers.
 use std::ops::Range;
 
-use faststep::{layout::Layout, optimizer::Moment, rules::Rules, step::Engine};
+use faststep::engine::{Engine, Layout, Moment, Rules};
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{
     intern,
@@ -159,10 +159,9 @@ impl Moments {
         };
         let slots = self.slots(py)?;
         let same = slots.len() == shown.len()
-            && slots
-                .iter()
-                .zip(shown)
-                .all(|(slot, array)| bridge::id(&slot.object) == Some(faststep::array::id(array)));
+            && slots.iter().zip(shown).all(|(slot, array)| {
+                bridge::id(&slot.object) == Some(faststep::engine::array::id(array))
+            });
         Ok(same)
     }
 
@@ -186,7 +185,7 @@ impl Moments {
     /// Let the entries go of their values.
     pub fn hide(&mut self, py: Python<'_>) -> PyResult<()> {
         if self.shown.take().is_some() {
-            let hollow = faststep::array::hollow();
+            let hollow = faststep::engine::array::hollow();
             for slot in self.slots(py)? {
                 slot.show(&hollow)?;
             }

@@ -1,9 +1,7 @@
 //! The initial rules, layout, dicts and arrays of a Python optimizer that the engine updates.
 use faststep::{
-    layout::{Layout, Tensor},
-    optimizer::Optimizer,
-    precision::wide,
-    rules::Rules,
+    engine::{precision::wide, Layout, Rules, Tensor},
+    Optimizer,
 };
 use mlx_rs::Array;
 use pyo3::prelude::*;

@@ -1,7 +1,7 @@
 //! Release of the user's arrays before an evaluation, and their new values after it.
 use std::collections::HashMap;
 
-use faststep::step::{Engine, Owner};
+use faststep::engine::{Engine, Owner};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
@@ -80,7 +80,7 @@ impl<'a, 'py> Holder<'a, 'py> {
 impl Owner for Holder<'_, '_> {
     fn release(&mut self) {
         self.released = true;
-        let hollow = faststep::array::hollow();
+        let hollow = faststep::engine::array::hollow();
         let mut slots: HashMap<usize, isize> = HashMap::new(); // of an object that stands in the model twice
         if self.prepared.aliased {
             for (_, slot) in self.parameters() {

@@ -1,5 +1,5 @@
 //! Exchange of values between the engine and the user's objects.
-use faststep::outputs::Outputs;
+use faststep::engine::Outputs;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
@@ -49,7 +49,7 @@ impl Store {
             return Ok(false);
         };
         let differs = |slot: &Slot<'_>, array: Option<&Array>| {
-            bridge::id(&slot.object) != array.map(faststep::array::id)
+            bridge::id(&slot.object) != array.map(faststep::engine::array::id)
         };
         let mut changed = Vec::new();
         for (slot, (role, _)) in model.iter().zip(signature.roles.iter()) {

@@ -70,7 +70,7 @@ impl Slot<'_> {
 
     /// Whether the object has this value.
     pub fn holds(&self, array: &Array) -> bool {
-        bridge::id(&self.object) == Some(faststep::array::id(array))
+        bridge::id(&self.object) == Some(faststep::engine::array::id(array))
     }
 
     /// Whether only the slot's container and this struct refer to the object.

@@ -62,7 +62,7 @@ impl Static {
                 let members = members.bind(py);
                 set.len() == members.len() && (set.is_empty() || set.eq(members).unwrap_or(false))
             }),
-            Self::Constant(array) => bridge::id(object) == Some(faststep::array::id(array)),
+            Self::Constant(array) => bridge::id(object) == Some(faststep::engine::array::id(array)),
         }
     }
 
@@ -74,8 +74,8 @@ impl Static {
                 return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py)))
             }
             Self::Constant(array) => {
-                let id = faststep::array::id(array);
-                return matches!(self, Self::Constant(mine) if faststep::array::id(mine) == id);
+                let id = faststep::engine::array::id(array);
+                return matches!(self, Self::Constant(mine) if faststep::engine::array::id(mine) == id);
             }
         };
         let mine = match self {

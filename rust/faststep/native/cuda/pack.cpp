@@ -1,0 +1,150 @@
+// Gradients of many tensors into one flat buffer by one CUDA kernel, with the sum of their squares. Every pointer is an
+// mlx::core::array, as in mlx_array.ctx.
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "mlx/backend/cuda/cuda.h"
+#include "mlx/fast.h"
+#include "mlx/mlx.h"
+#include "graph/graph.hpp"
+#include "graph/transposed.hpp"
+
+namespace mx = mlx::core;
+
+namespace {
+
+constexpr int side = 64; // a block copies a tile of side x side, or so many elements in a row
+
+// One source for so many parts, whatever their shapes: what a part is stands in the table.
+std::string source(int slots) {
+  std::ostringstream out;
+  out << R"(
+  constexpr int side = 64, fields = 5;
+  __shared__ T tile[side][side + 1];
+  __shared__ float sums[8];
+  int lo = 0, hi = table_shape[0] / fields - 1;
+  while (lo < hi) { // the part to which this block belongs
+    int mid = (lo + hi + 1) / 2;
+    if (table[fields * mid] <= int(blockIdx.x)) { lo = mid; } else { hi = mid - 1; }
+  }
+  const int* entry = table + fields * lo;
+  int at = blockIdx.x - entry[0], rows = entry[1], cols = entry[2];
+  bool transposed = entry[3];
+  T* to = flat + entry[4];
+  const T* part;
+  switch (lo) {
+)";
+  for (int i = 0; i < slots; ++i) {
+    out << "    case " << i << ": part = p" << i << "; break;\n";
+  }
+  out << R"(    default: part = p0;
+  }
+  float sum = 0;
+  if (!transposed) {
+    int begin = at * side * side, size = rows * cols;
+    int end = size - begin < side * side ? size : begin + side * side;
+    for (int i = begin + threadIdx.y * 32 + threadIdx.x; i < end; i += 256) {
+      T value = part[i];
+      to[i] = value;
+      sum += float(value) * float(value);
+    }
+  } else { // it lies there as [cols, rows]
+    int across = (cols + side - 1) / side;
+    int row = at / across * side, col = at % across * side;
+    for (int i = threadIdx.y; i < side; i += 8) {
+      for (int j = threadIdx.x; j < side; j += 32) {
+        if (col + i < cols && row + j < rows) {
+          tile[i][j] = part[(col + i) * rows + row + j];
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.y; i < side; i += 8) {
+      for (int j = threadIdx.x; j < side; j += 32) {
+        if (row + i < rows && col + j < cols) {
+          T value = tile[j][i];
+          to[(row + i) * cols + col + j] = value;
+          sum += float(value) * float(value);
+        }
+      }
+    }
+  }
+  for (int step = 16; step > 0; step /= 2) { sum += __shfl_down_sync(0xffffffff, sum, step); }
+  if (threadIdx.x == 0) { sums[threadIdx.y] = sum; }
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    for (int i = 1; i < 8; ++i) { sum += sums[i]; }
+    squares[blockIdx.x] = sum;
+  }
+)";
+  return out.str();
+}
+
+int tiles(int n) {
+  return (n + side - 1) / side;
+}
+
+} // namespace
+
+extern "C" {
+
+// Whether arrays are computed by CUDA unless told otherwise.
+int faststep_is_cuda() {
+  return mx::default_device() == mx::Device::gpu && mx::cu::is_available();
+}
+
+// Joins parts of one dtype, which agree in all axes but the first, along it. Gives the joined array, and the sums of
+// squares of its tiles in float32. 1: an exception.
+int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares) {
+  try {
+    std::vector<std::string> names;
+    std::vector<mx::array> inputs;
+    std::vector<int> table;
+    int blocks = 0, offset = 0, first = 0;
+    auto at = [&](size_t i) -> const mx::array& { return *static_cast<const mx::array*>(parts[i]); };
+    for (size_t i = 0; i < count; ++i) {
+      const auto& part = at(i);
+      int size = static_cast<int>(part.size());
+      const auto* stored = faststep::transposed(part);
+      inputs.push_back(stored ? *stored : part);
+      int rows = stored ? part.shape(0) : 1, cols = stored ? part.shape(1) : size;
+      table.insert(table.end(), {blocks, rows, cols, stored != nullptr, offset});
+      blocks += stored ? tiles(rows) * tiles(cols) : (size + side * side - 1) / (side * side);
+      offset += size;
+      first += part.shape(0);
+    }
+    while (inputs.size() < slots) {
+      inputs.push_back(inputs[0]);
+    }
+    for (size_t i = 0; i < slots; ++i) {
+      names.push_back(std::string("p").append(std::to_string(i)));
+    }
+    names.push_back("table");
+    inputs.push_back(mx::array(table.data(), {static_cast<int>(table.size())}, mx::int32));
+    auto shape = at(0).shape();
+    shape[0] = first;
+    auto kernel = mx::fast::cuda_kernel(
+        "faststep_pack_" + std::to_string(slots), names, {"flat", "squares"}, source(static_cast<int>(slots)));
+    auto made = kernel(
+        inputs,
+        {shape, {blocks}},
+        {at(0).dtype(), mx::float32},
+        {32 * blocks, 8, 1},
+        {32, 8, 1},
+        {{"T", at(0).dtype()}},
+        std::nullopt,
+        false,
+        mx::Device::gpu);
+    faststep::is_determined_by_inputs(made[0]);
+    *flat = new mx::array(made[0]);
+    *squares = new mx::array(made[1]);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+}

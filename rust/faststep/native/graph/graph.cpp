@@ -1,0 +1,334 @@
+// The graph of a trace, written down before MLX's compiler rewrites it: what two traces have in common, which constants
+// they have of their own, and who else holds one.
+#include "graph/graph.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace faststep {
+
+namespace mx = mlx::core;
+
+namespace {
+
+// One array of a graph. Operations with several results are one node for each, which share the primitive.
+struct Node {
+  std::shared_ptr<mx::Primitive> primitive; // null: an input or a constant
+  std::vector<uint32_t> inputs;
+  uint32_t result; // which of the primitive's
+  mx::Dtype dtype;
+  mx::Shape shape;
+  int64_t input; // its number, -1: no input
+};
+
+using Id = std::uintptr_t;
+
+bool is_leaf(const Node& node) {
+  return node.primitive == nullptr && node.input < 0;
+}
+
+// Primitives that pass on what they are given, and that MLX never calls equivalent.
+bool passes_on(const mx::Primitive& primitive) {
+  std::string_view name(primitive.name());
+  return name == "CustomTransforms" || name == "Depends";
+}
+
+// The primitives of which is_determined_by_inputs has told.
+std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>>& determined() {
+  static thread_local std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>> primitives;
+  return primitives;
+}
+
+bool is_determined(const mx::Primitive& primitive) {
+  auto found = determined().find(&primitive);
+  return found != determined().end() && !found->second.expired();
+}
+
+bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
+  if (&a == &b) {
+    return true;
+  }
+  if (typeid(a) != typeid(b)) {
+    return false;
+  }
+  return a.is_equivalent(b) || passes_on(a) || (is_determined(a) && is_determined(b));
+}
+
+bool same_value(const mx::array& a, const mx::array& b) {
+  if (a.id() == b.id()) {
+    return true;
+  }
+  bool readable = a.is_available() && b.is_available() && a.flags().row_contiguous && b.flags().row_contiguous;
+  return readable && a.nbytes() == b.nbytes() && std::memcmp(a.data<char>(), b.data<char>(), a.nbytes()) == 0;
+}
+
+// mlx::core::array is one shared pointer (mlx/array.h); how many arrays share what it points at is not public.
+long holders(const mx::array& array) {
+  static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
+  return reinterpret_cast<const std::shared_ptr<void>&>(array).use_count();
+}
+
+} // namespace
+
+void is_determined_by_inputs(const mx::array& array) {
+  auto& primitives = determined();
+  std::erase_if(primitives, [](const auto& item) { return item.second.expired(); });
+  primitives.emplace(&array.primitive(), array.primitive_ptr());
+}
+
+class Graph {
+ public:
+  Graph(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      inputs_.emplace(inputs[i].id(), i);
+    }
+    for (const auto& output : outputs) {
+      outputs_.push_back(visit(output));
+    }
+    seen_.clear();
+  }
+
+  // 0: other operations. 1: the same, with the same constants but for those that are added to `varying`.
+  int compare(const Graph& other, std::vector<uint32_t>& varying) const {
+    if (nodes_.size() != other.nodes_.size() || outputs_ != other.outputs_) {
+      return 0;
+    }
+    for (uint32_t i = 0; i < nodes_.size(); ++i) {
+      const auto &a = nodes_[i], &b = other.nodes_[i];
+      bool form = a.inputs == b.inputs && a.result == b.result && a.dtype == b.dtype && a.shape == b.shape &&
+          a.input == b.input && (a.primitive == nullptr) == (b.primitive == nullptr);
+      if (!form || (a.primitive && !same_primitive(*a.primitive, *b.primitive))) {
+        return 0;
+      }
+      if (is_leaf(a) && !same_value(constants_.at(i), other.constants_.at(i))) {
+        varying.push_back(i);
+      }
+    }
+    return 1;
+  }
+
+  const mx::array* constant(uint32_t at) const {
+    auto found = constants_.find(at);
+    return found == constants_.end() ? nullptr : &found->second;
+  }
+
+  size_t size() const {
+    return nodes_.size();
+  }
+
+  // Constants that somebody else holds too: there are more handles of them than the graph has.
+  std::vector<const mx::array*> held(const std::vector<mx::array>& outputs) const {
+    std::unordered_map<Id, long> edges;
+    std::unordered_set<Id> seen;
+    std::vector<const mx::array*> todo;
+    for (const auto& output : outputs) {
+      edges[output.id()] = std::numeric_limits<int>::max(); // whoever asks holds it
+      todo.push_back(&output);
+    }
+    while (!todo.empty()) {
+      const auto& array = *todo.back();
+      todo.pop_back();
+      if (!seen.insert(array.id()).second || inputs_.contains(array.id())) {
+        continue;
+      }
+      for (const auto& input : array.inputs()) {
+        edges[input.id()] += 1;
+        todo.push_back(&input);
+      }
+      for (const auto& sibling : array.siblings()) { // has a list of the inputs of its own
+        if (seen.insert(sibling.id()).second) {
+          for (const auto& input : sibling.inputs()) {
+            edges[input.id()] += 1;
+          }
+        }
+      }
+    }
+    std::vector<const mx::array*> found;
+    for (const auto& [at, array] : constants_) {
+      if (holders(array) > edges[array.id()] + 1) { // one is `constants_`
+        found.push_back(&array);
+      }
+    }
+    return found;
+  }
+
+ private:
+  uint32_t visit(const mx::array& root) {
+    std::vector<std::pair<mx::array, size_t>> stack{{root, 0}};
+    while (!stack.empty()) {
+      auto& [array, next] = stack.back();
+      if (seen_.contains(array.id())) {
+        stack.pop_back();
+        continue;
+      }
+      bool input = inputs_.contains(array.id());
+      if (!input && array.has_primitive() && next < array.inputs().size()) {
+        auto child = array.inputs()[next++];
+        stack.emplace_back(std::move(child), 0);
+        continue;
+      }
+      add(array, input);
+      stack.pop_back();
+    }
+    return seen_.at(root.id());
+  }
+
+  void add(const mx::array& array, bool input) {
+    auto at = static_cast<uint32_t>(nodes_.size());
+    Node node{nullptr, {}, 0, array.dtype(), array.shape(), -1};
+    if (input) {
+      node.input = static_cast<int64_t>(inputs_.at(array.id()));
+    } else if (array.has_primitive()) {
+      node.primitive = array.primitive_ptr();
+      node.result = array.siblings().empty() ? 0 : static_cast<uint32_t>(array.sibling_position());
+      for (const auto& in : array.inputs()) {
+        node.inputs.push_back(seen_.at(in.id()));
+      }
+    } else {
+      constants_.emplace(at, array);
+    }
+    nodes_.push_back(std::move(node));
+    seen_.emplace(array.id(), at);
+  }
+
+  std::vector<Node> nodes_;
+  std::vector<uint32_t> outputs_;
+  std::unordered_map<Id, size_t> inputs_;
+  std::unordered_map<uint32_t, mx::array> constants_;
+  std::unordered_map<Id, uint32_t> seen_;
+};
+
+namespace {
+
+// Has whatever is computed from `constants` be computed from `inputs`, one for each.
+void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id, const mx::array*>& inputs) {
+  std::unordered_set<Id> seen;
+  std::vector<mx::array> todo(outputs.begin(), outputs.end());
+  while (!todo.empty()) {
+    auto array = std::move(todo.back());
+    todo.pop_back();
+    if (!seen.insert(array.id()).second) {
+      continue;
+    }
+    for (auto& result : array.outputs()) {
+      seen.insert(result.id());
+      for (auto& in : result.inputs()) {
+        if (auto found = inputs.find(in.id()); found != inputs.end()) {
+          in = *found->second;
+        } else if (result.id() == array.id()) {
+          todo.push_back(in);
+        }
+      }
+    }
+  }
+}
+
+std::vector<mx::array> list(const void* const* arrays, size_t n) {
+  std::vector<mx::array> all;
+  all.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    all.push_back(*static_cast<const mx::array*>(arrays[i]));
+  }
+  return all;
+}
+
+const Graph& at(const void* graph) {
+  return *static_cast<const Graph*>(graph);
+}
+
+} // namespace
+
+} // namespace faststep
+
+using faststep::at;
+
+extern "C" {
+
+// The graph from inputs to outputs, both lists of mlx::core::array. Null: no memory.
+void* faststep_graph_new(const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs) {
+  try {
+    return new faststep::Graph(faststep::list(inputs, n_inputs), faststep::list(outputs, n_outputs));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void faststep_graph_free(void* graph) {
+  delete static_cast<faststep::Graph*>(graph);
+}
+
+size_t faststep_graph_size(const void* graph) {
+  return at(graph).size();
+}
+
+// 1: equal but for constants, whose numbers are written to `varying` (as many as fit) and counted. 0: not. -1: an error.
+int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count) {
+  try {
+    std::vector<uint32_t> found;
+    int same = at(a).compare(at(b), found);
+    *count = found.size();
+    std::copy_n(found.begin(), std::min(room, found.size()), varying);
+    return same;
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
+
+// A handle of the constant with that number; null: there is none.
+void* faststep_graph_constant(const void* graph, uint32_t number) {
+  const auto* found = at(graph).constant(number);
+  return found ? new mlx::core::array(*found) : nullptr;
+}
+
+// Handles of the constants that are held outside of the graph, at most `room`; returns how many, -1: an error.
+int faststep_graph_held(const void* graph, const void* const* outputs, size_t n, void** found, size_t room) {
+  try {
+    auto list = faststep::list(outputs, n);
+    auto held = at(graph).held(list);
+    size_t count = std::min(room, held.size());
+    for (size_t i = 0; i < count; ++i) {
+      found[i] = new mlx::core::array(*held[i]);
+    }
+    return static_cast<int>(count);
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
+
+// Replaces constants by inputs, one for each, in what the outputs are computed from. Nonzero: an error.
+int faststep_graph_replace(
+    const void* graph,
+    const uint32_t* numbers,
+    const void* const* inputs,
+    size_t n,
+    const void* const* outputs,
+    size_t n_outputs) {
+  try {
+    std::unordered_map<std::uintptr_t, const mlx::core::array*> by_id;
+    for (size_t i = 0; i < n; ++i) {
+      const auto* constant = at(graph).constant(numbers[i]);
+      if (constant == nullptr) {
+        return 1;
+      }
+      by_id.emplace(constant->id(), static_cast<const mlx::core::array*>(inputs[i]));
+    }
+    faststep::replace(faststep::list(outputs, n_outputs), by_id);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+}

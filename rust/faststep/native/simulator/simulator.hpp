@@ -1,0 +1,167 @@
+// What evaluating a lazy graph would allocate, found by going through MLX's evaluation without evaluating anything.
+//
+// `memory.cpp` stands for MLX's allocator, `queue.cpp` for a device that works behind the thread that feeds it,
+// `rules.cpp`, `sharing.cpp` and `views.cpp` for what each primitive allocates, shares or takes over, `simulator.cpp` for the
+// graph and `evaluate.cpp` for the order of evaluation. They follow the sources of MLX that each of them names; where
+// those change, these have to.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace faststep::simulator {
+
+namespace mx = mlx::core;
+
+// The device that evaluates, and its memory when the plan begins, in bytes; the order is that of memory/simulator.rs.
+struct Device {
+  size_t gpu; // 0: the CPU
+  size_t active;
+  size_t cached;
+  size_t cache_limit;
+  size_t memory_limit;
+  size_t max_ops; // kernels in one CUDA graph, and the millions of elements that they read
+  size_t max_mega;
+};
+
+class Memory;
+
+// A piece of memory, given back when the last array lets go of it.
+struct Buffer {
+  Memory& memory;
+  size_t bytes;
+  bool owned; // by MLX: only then may another array take it over
+  Buffer(Memory& memory, size_t bytes, bool owned) : memory(memory), bytes(bytes), owned(owned) {}
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer();
+};
+using Data = std::shared_ptr<Buffer>;
+
+// MLX's allocator: what is in use, the most that was, and how much it keeps of what has been freed.
+class Memory {
+ public:
+  explicit Memory(const Device& device);
+  Data allocate(size_t bytes);
+  void release(size_t bytes);
+
+  size_t active, peak, cached;
+
+ private:
+  size_t rounded(size_t bytes) const;
+  size_t reused(size_t bytes);
+  bool gpu_;
+  size_t cache_limit_;
+  std::map<size_t, size_t> pool_; // how many freed buffers there are of each size
+};
+
+struct Op;
+
+// An array of the graph. `face` has its shape, its dtype and, once it is evaluated, its layout, but no memory.
+struct Node {
+  explicit Node(mx::array face) : face(std::move(face)) {}
+  mx::array face;
+  Data data;
+  Op* op = nullptr; // what computes it; null: it was there before
+  int refs = 0; // the handles to it, as MLX would count them
+  int degree = 0; // of the tape that is being built: its consumers that are not in it yet
+  bool done = false;
+};
+
+// A primitive with its arrays.
+struct Op {
+  std::shared_ptr<mx::Primitive> primitive;
+  std::vector<Node*> inputs, outputs;
+  int handles = 0; // to each of the inputs
+};
+
+// What evaluating one primitive does beside laying out its outputs.
+struct Work {
+  int kernels = 1;
+  std::vector<Data> temporaries;
+};
+
+// Give the outputs of an op their memory and layout.
+Work run(Memory& memory, const Op& op);
+
+// A device that works behind the thread that feeds it: memory that it has yet to read is not free.
+class Queue {
+ public:
+  explicit Queue(const Device& device);
+  void dispatch(Work work, size_t elements, std::vector<Data> keeps);
+  size_t finish(); // the end of an evaluation; what to wait for
+  void wait(size_t until);
+  void wait_for_one();
+  int tasks() const {
+    return tasks_;
+  }
+
+ private:
+  struct Item {
+    bool ends_task;
+    std::vector<Data> keeps;
+  };
+  void push(std::vector<Data> keeps);
+  void commit();
+  void work();
+
+  Device device_;
+  int tasks_ = 0;
+  size_t pending_ = 0, elements_ = 0; // of the task or graph that is being filled
+  std::vector<Data> keeps_;
+  std::deque<Item> items_;
+  size_t done_ = 0;
+};
+
+using Arrays = std::vector<const mx::array*>;
+
+// The evaluations of a step, one after another.
+class Simulator {
+ public:
+  explicit Simulator(const Device& device);
+  // A graph is built: `roots`, computed from `given` and from whatever else there is.
+  void begin(const Arrays& given, const Arrays& roots);
+  // Handles to arrays, beside those of the graph.
+  void hold(const Arrays& arrays, int handles);
+  // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of memory/simulator.rs.
+  void keep(size_t slot, const Arrays& arrays);
+  // `mx.async_eval`; what to wait for.
+  size_t evaluate(const Arrays& arrays);
+  void wait(size_t done);
+  // Let MLX's memory limit be no more than that.
+  void limit(size_t bytes);
+  // Put the value of `output` in the place of that of `input`.
+  void carry(const mx::array& input, const mx::array& output);
+
+  Memory memory;
+
+ private:
+  Node& node(const mx::array& array);
+  Node& add(const mx::array& array);
+  void add_resident(Node& node);
+  void link(Node& root);
+  std::vector<Node*> tape(const std::vector<Node*>& outputs);
+  void evaluate(Op& op, const Node& last);
+  void release(Node& node, int handles);
+
+  Device device_;
+  size_t limit_;
+  Queue queue_;
+  size_t paced_ = 0; // where the last `Pace` was
+  std::deque<Node> nodes_;
+  std::deque<Op> ops_;
+  std::vector<mx::array> sources_; // keeps the ids theirs
+  std::unordered_map<uintptr_t, Node*> by_id_;
+  std::unordered_map<const void*, std::weak_ptr<Buffer>> residents_; // memory that was there before
+  std::vector<Data> kept_[2];
+};
+
+} // namespace faststep::simulator

@@ -1,0 +1,166 @@
+//! The engine: parameters and state of one model, and a bounded number of steps in flight.
+//!
+//! Between two steps the engine holds every array of the state once. For the evaluation it lets go of all of them, so
+//! that MLX can write the new values into the old memory; whoever shows the arrays to a user lets go too, when
+//! [`Owner::release`] is called, and shows the new ones afterwards.
+use std::{collections::VecDeque, ops::AddAssign, rc::Rc};
+
+use mlx_rs::Array;
+
+use super::{meter::Reading, sample::Seen};
+use crate::{
+    layout::{
+        aux_state::{Open, Places},
+        Layout,
+    },
+    memory::MemoryBudget,
+    trace::Outputs,
+};
+
+/// Who else refers to the arrays of a step.
+pub trait Owner {
+    /// Let go of the arrays of parameters and state: their memory is about to be reused.
+    fn release(&mut self);
+
+    /// Run work that waits for the device, with whatever lock the caller holds released.
+    fn unlocked(&mut self, work: &mut dyn FnMut());
+}
+
+/// Nobody else does.
+impl Owner for () {
+    fn release(&mut self) {}
+
+    fn unlocked(&mut self, work: &mut dyn FnMut()) {
+        work();
+    }
+}
+
+/// The arrays that a step reads beside parameters and state.
+#[derive(Debug, Default)]
+pub struct Call {
+    /// The model's other arrays.
+    pub others: Vec<Array>,
+    /// The random key, then the arrays of the batch.
+    pub rest: Vec<Array>,
+}
+
+/// Where the time of a call goes, in seconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Seconds {
+    /// Tracing, or replaying a trace into a graph.
+    pub build: f64,
+    /// Handing the graph to MLX, which on a CPU computes most of it, and on a GPU waits for the memory of a large one.
+    pub evaluate: f64,
+    /// Waiting for steps in flight.
+    pub wait: f64,
+}
+
+impl AddAssign for Seconds {
+    fn add_assign(&mut self, other: Self) {
+        self.build += other.build;
+        self.evaluate += other.evaluate;
+        self.wait += other.wait;
+    }
+}
+
+/// What a step gives beside new parameters and state.
+#[derive(Debug)]
+pub struct Output {
+    /// Loss, auxiliary arrays, buffers, random key, and whether nothing is taken of this batch.
+    pub batch: Outputs,
+    /// Norm, and whether nothing is taken, of the update by a window that this batch has filled.
+    pub update: Option<Outputs>,
+    /// Where the time went.
+    pub seconds: Seconds,
+}
+
+impl Output {
+    /// What the last part gave, which is the update where there was one.
+    #[must_use]
+    pub fn last(&self) -> &Outputs {
+        self.update.as_ref().unwrap_or(&self.batch)
+    }
+
+    /// Of a call that has one part only.
+    #[must_use]
+    pub fn of(batch: Outputs) -> Self {
+        Self {
+            batch,
+            update: None,
+            seconds: Seconds::default(),
+        }
+    }
+}
+
+/// A step that the device may not have done yet.
+#[derive(Debug)]
+pub(super) struct Flight {
+    /// There when the step is done.
+    pub(super) done: Array,
+    /// The most memory that it takes alone, where that is known.
+    pub(super) bytes: usize,
+}
+
+/// Parameters and optimizer state of one model, and the steps in flight.
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
+#[derive(Debug)]
+pub struct Engine {
+    pub(super) layout: Rc<Layout>,
+    pub(super) parameters: Vec<Array>,
+    pub(super) shared: Vec<Array>,
+    pub(super) state: Vec<Array>,
+    pub(super) places: Places,
+    pub(super) window: Option<Open>,
+    pub(super) masters_stale: bool,
+    pub(super) averages: bool, // a step that averages has been taken: until then the average is the parameters
+    pub(super) updates: usize,
+    pub(super) reading: Option<Reading>,
+    pub(super) seen: Seen,
+    pub(super) fresh: Vec<Array>,
+    pub(super) in_flight: VecDeque<Flight>,
+    pub(super) max_in_flight: usize,
+    pub(super) budget: MemoryBudget,
+    pub(super) pending_bytes: usize, // the bytes of the step that is being made, as far as they are known
+    pub(super) seconds: Seconds,
+    pub(super) failed: bool,
+    pub(super) dry_run: bool, // nothing is evaluated: to be planned with
+}
+
+impl Engine {
+    /// Where the parameters lie.
+    #[must_use]
+    pub fn layout(&self) -> &Rc<Layout> {
+        &self.layout
+    }
+
+    /// Where the arrays of the state stand.
+    #[must_use]
+    pub fn places(&self) -> Places {
+        self.places
+    }
+
+    /// The parameters, by tensor.
+    #[must_use]
+    pub fn parameters(&self) -> &[Array] {
+        &self.parameters
+    }
+
+    /// The optimizer's arrays.
+    #[must_use]
+    pub fn state(&self) -> &[Array] {
+        &self.state[..self.places.optimizer]
+    }
+
+    /// The bytes of what is kept beside parameters and the optimizer's state.
+    #[must_use]
+    pub fn extra_bytes(&self) -> usize {
+        let extras = self.state[self.places.optimizer..].iter();
+        extras.map(Array::nbytes).sum()
+    }
+
+    /// The number of batches in the window.
+    #[must_use]
+    pub fn batches(&self) -> usize {
+        self.window.map_or(0, |window| window.batches)
+    }
+}

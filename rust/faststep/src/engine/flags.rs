@@ -1,0 +1,85 @@
+//! Flags on the device that are counted without a wait: which batches were skipped, which updates missed.
+use mlx_rs::{error::Result as MlxResult, Array};
+
+/// So many may be pending before the older ones are read.
+const MAX_PENDING: usize = 256;
+
+/// Flags of which nobody has asked yet whether they are true, and the number of those that were.
+#[derive(Debug)]
+pub struct Flags {
+    pending: Vec<Array>,
+    most: usize, // pending
+    count: usize,
+    streak: usize, // how many of the last ones read were true, without one that was not
+}
+
+impl Default for Flags {
+    fn default() -> Self {
+        Self::of(0)
+    }
+}
+
+impl Flags {
+    /// None pending, so many counted.
+    #[must_use]
+    pub fn of(count: usize) -> Self {
+        Self {
+            pending: Vec::new(),
+            most: MAX_PENDING,
+            count,
+            streak: 0,
+        }
+    }
+
+    /// The same, read when so many are pending.
+    #[must_use]
+    pub fn read_at(self, most: usize) -> Self {
+        Self { most, ..self }
+    }
+
+    /// How many of those that have been read last were true, without one that was not.
+    #[must_use]
+    pub fn streak(&self) -> usize {
+        self.streak
+    }
+
+    /// How many of those that have been read were true.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Add a bool scalar; when many are pending, the older half is read by `is_true`.
+    ///
+    /// # Errors
+    /// Of `is_true`.
+    pub fn push(
+        &mut self,
+        flag: Option<&Array>,
+        is_true: &dyn Fn(&Array) -> MlxResult<bool>,
+    ) -> MlxResult<()> {
+        self.pending.extend(flag.cloned());
+        if self.pending.len() < self.most {
+            return Ok(());
+        }
+        self.read(self.most / 2, is_true) // the older half is long done
+    }
+
+    /// Read all but the last `keep` by `is_true`.
+    ///
+    /// # Errors
+    /// Of `is_true`.
+    pub fn read(
+        &mut self,
+        keep: usize,
+        is_true: &dyn Fn(&Array) -> MlxResult<bool>,
+    ) -> MlxResult<()> {
+        let rest = self.pending.len().saturating_sub(keep);
+        for flag in self.pending.drain(..rest) {
+            let is_true = is_true(&flag)?;
+            self.count += usize::from(is_true);
+            self.streak = if is_true { self.streak + 1 } else { 0 };
+        }
+        Ok(())
+    }
+}

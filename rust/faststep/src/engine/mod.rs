@@ -1,0 +1,41 @@
+//! The engine below [`Step`](crate::Step), for the Python bindings and for tests: **no promise**. Whatever is here may change
+//! with any version; a Rust program needs the names at the root of the crate, and no others.
+//!
+//! The room evaluates steps: it holds parameters and state between them, hands each to the device, and bounds how many
+//! are under way. Uses `memory`, `trace`, `optim`, `layout` and `mlx`.
+//!
+//! The way of a batch: [`Engine::step`] takes the arrays of the state (`run`), has the [`Trace`] build its graph over them
+//! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old
+//! arrays, hands the graph to MLX and takes up the new ones (`state`). `sample` and `meter` look at what some updates did,
+//! `nonfinite` at batches that are no numbers.
+mod aux_state;
+#[allow(clippy::module_inception)] // the concept that the room is named after
+mod engine;
+mod evaluate;
+mod flags;
+mod meter;
+pub mod nonfinite;
+mod options;
+mod plan;
+mod run;
+mod sample;
+mod state;
+
+pub use engine::{Call, Engine, Output, Owner, Seconds};
+pub use flags::Flags;
+pub use options::{Nonfinite, Options};
+
+pub use crate::{
+    error::unread,
+    layout::{
+        aux_state::{AuxState, Needs, Open, Places, Window},
+        precision, Layout, Tensor,
+    },
+    memory::Plan,
+    mlx::{array, blas, graph::Graph, join, memory, rebind::RebindError},
+    optim::{clip, Adafactor, Moment, Muon, Rules, UpdateOutput},
+    trace::{
+        Guard, Host, Left, LossCall, LossOutput, Outputs, Part, Recipe, Rule, Task, Trace,
+        TraceCache, TraceEntry, TraceRecord, UpdateCall,
+    },
+};

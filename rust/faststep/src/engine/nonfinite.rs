@@ -1,0 +1,72 @@
+//! [`Nonfinite::Raise`](crate::Nonfinite::Raise): an error for a batch or an update that is no number.
+use std::fmt::Display;
+
+use mlx_rs::{error::Result as MlxResult, Array};
+
+use crate::{
+    error::{unread, Error, Result},
+    layout::Layout,
+    trace::{Guard, Outputs},
+};
+
+/// Wait for a bool scalar.
+///
+/// # Errors
+/// When the device has failed.
+pub fn is_true(flag: &Array) -> MlxResult<bool> {
+    let value = flag.try_item_exact::<bool>();
+    value.map_err(unread)
+}
+
+/// Refuse a batch that is no number, with the first tensor whose gradient is none; waits for the step by `is_true`.
+///
+/// `names`: of the tensors, in the order of the layout.
+///
+/// # Errors
+/// [`Error::Nonfinite`], or what MLX refuses.
+pub fn check<N: Display>(
+    names: impl IntoIterator<Item = N>,
+    layout: &Layout,
+    guard: Option<Guard>,
+    batch: &Outputs,
+    is_true: &dyn Fn(&Array) -> MlxResult<bool>,
+) -> Result<()> {
+    if !batch.skipped.as_ref().map_or(Ok(false), is_true)? {
+        return Ok(());
+    }
+    for (gradient, name) in layout.views(&batch.gradients)?.iter().zip(names) {
+        let finite = gradient.abs()?.lt(Array::from_f32(f32::INFINITY))?;
+        if !is_true(&finite.all(None)?)? {
+            return refuse(format!("the gradient of {name} has NaN or infinite values"));
+        }
+    }
+    let loss = batch.loss.as_ref().map(Array::try_item_cast::<f32>);
+    let loss = loss.and_then(std::result::Result::ok).unwrap_or(f32::NAN);
+    let limit = guard.and_then(|guard| guard.max_loss);
+    if loss.is_finite() && limit.is_none_or(|limit| f64::from(loss) <= limit) {
+        return check_norm(batch, "the gradients"); // or the weight is none: nothing to average, and nothing bad
+    }
+    refuse(format!("the loss is {loss}, not finite or above max_loss"))
+}
+
+/// Refuse an update whose window's sum is no number.
+///
+/// # Errors
+/// [`Error::Nonfinite`].
+pub fn check_update(update: &Outputs) -> Result<()> {
+    check_norm(update, "the sum of the window's gradients")
+}
+
+fn check_norm(outputs: &Outputs, what: &str) -> Result<()> {
+    let norm = outputs.norm.as_ref().map(Array::try_item_exact::<f32>);
+    match norm.and_then(std::result::Result::ok) {
+        Some(norm) if norm == f32::INFINITY => {
+            refuse(format!("{what}: the norm overflows float32"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn refuse(message: String) -> Result<()> {
+    Err(Error::Nonfinite(message))
+}

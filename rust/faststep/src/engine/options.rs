@@ -1,0 +1,183 @@
+//! The options of a step, with the names, meanings and defaults that they have in Python.
+use mlx_rs::Dtype;
+
+use crate::{
+    error::{Error, Result},
+    layout::{aux_state::Needs, precision},
+    optim::Optimizer,
+    trace::Guard,
+};
+
+/// What a step does about a NaN or an infinity in the loss or in a gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Nonfinite {
+    /// Leave parameters, optimizer state and buffers as they are, on the device, without a wait.
+    #[default]
+    Skip,
+    /// The same, then wait for the step and return [`Error::Nonfinite`], which names the first such gradient.
+    Raise,
+    /// Take every step, as a plain loop does.
+    Allow,
+}
+
+/// The options of a [`Step`](crate::Step): the defaults, and what is set by the methods of the fields' names.
+///
+/// ```
+/// use faststep::Options;
+///
+/// let options = Options::default().max_grad_norm(1.0).accumulate(4);
+/// assert_eq!((options.max_grad_norm, options.accumulate), (Some(1.0), 4));
+/// assert_eq!(options.max_grad_norm(None).max_grad_norm, None);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Options {
+    /// Clip the gradients to this global norm, as `clip_grad_norm` does.
+    pub max_grad_norm: Option<f64>,
+    /// Bring every element of the gradients into `[-max_grad_value, max_grad_value]`, after clipping by norm.
+    pub max_grad_value: Option<f64>,
+    /// Update once for so many calls, by the average of their gradients. 1: at each call.
+    pub accumulate: usize,
+    /// What to do about a NaN or an infinity.
+    pub nonfinite: Nonfinite,
+    /// A loss above this counts as not finite.
+    pub max_loss: Option<f64>,
+    /// Compute the loss in this dtype, while float32 masters are updated; `None`: that of the parameters.
+    pub compute_dtype: Option<Dtype>,
+    /// Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every update.
+    pub ema_decay: Option<f64>,
+    /// Compile the step. Without, the loss function is called at every step.
+    pub compile: bool,
+    /// How many steps may be under way on the device when a call returns. 2 unless told otherwise.
+    pub in_flight: usize,
+    /// How many traces are kept, 2 or more; the one used least recently goes first. 64 unless told otherwise.
+    pub max_traces: usize,
+    /// Let MLX keep at most so many bytes of freed memory, in the whole process; `None`: leave it.
+    pub cache_limit: Option<usize>,
+    /// Clear MLX's cache after every so many steps; 0: never.
+    pub clear_cache_every: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            max_grad_norm: None,
+            max_grad_value: None,
+            accumulate: 1,
+            nonfinite: Nonfinite::default(),
+            max_loss: None,
+            compute_dtype: None,
+            ema_decay: None,
+            compile: true,
+            in_flight: 2,
+            max_traces: 64,
+            cache_limit: None,
+            clear_cache_every: 0,
+        }
+    }
+}
+
+macro_rules! setters {
+    ($($name:ident: $value:ty,)*) => {
+        /// Each method gives the same options but for one field.
+        impl Options {$(
+            #[doc = concat!("With another [`", stringify!($name), "`](field@Options::", stringify!($name), ").")]
+            #[must_use]
+            pub fn $name(mut self, $name: $value) -> Self {
+                self.$name = $name.into();
+                self
+            }
+        )*}
+    };
+}
+
+setters! {
+    max_grad_norm: impl Into<Option<f64>>,
+    max_grad_value: impl Into<Option<f64>>,
+    accumulate: usize,
+    nonfinite: Nonfinite,
+    max_loss: impl Into<Option<f64>>,
+    compute_dtype: impl Into<Option<Dtype>>,
+    ema_decay: impl Into<Option<f64>>,
+    compile: bool,
+    in_flight: usize,
+    max_traces: usize,
+    cache_limit: impl Into<Option<usize>>,
+    clear_cache_every: usize,
+}
+
+fn refused<T>(name: &str, expected: &str, got: impl std::fmt::Debug) -> Result<T> {
+    Err(Error::Invalid(format!(
+        "{name}: expected {expected}, got {got:?}"
+    )))
+}
+
+impl Options {
+    pub(crate) fn check(&self) -> Result<()> {
+        for (name, value) in [
+            ("max_grad_norm", self.max_grad_norm),
+            ("max_grad_value", self.max_grad_value),
+        ] {
+            if value.is_some_and(|value| value.is_nan() || value < 0.0) {
+                return refused(name, "a number from 0 on or None", value);
+            }
+        }
+        if self.max_loss.is_some_and(f64::is_nan) {
+            return refused("max_loss", "a number or None", self.max_loss);
+        }
+        if self.nonfinite == Nonfinite::Allow && self.max_loss.is_some() {
+            return refused(
+                "max_loss",
+                "None with Nonfinite::Allow, which takes every step",
+                self.max_loss,
+            );
+        }
+        if self
+            .compute_dtype
+            .is_some_and(|dtype| !Optimizer::supports(dtype))
+        {
+            return refused(
+                "compute_dtype",
+                "Bfloat16, Float16, Float32 or None",
+                self.compute_dtype,
+            );
+        }
+        if precision::scales(self.compute_dtype) && self.nonfinite != Nonfinite::Skip {
+            let expected =
+                "Skip with compute_dtype Float16, whose loss scale is found by skipping steps";
+            return refused("nonfinite", expected, self.nonfinite);
+        }
+        if self
+            .ema_decay
+            .is_some_and(|decay| !(0.0..1.0).contains(&decay))
+        {
+            return refused(
+                "ema_decay",
+                "a number from 0 to below 1 or None",
+                self.ema_decay,
+            );
+        }
+        if self.accumulate == 0 {
+            return refused("accumulate", "a number from 1 on", self.accumulate);
+        }
+        if self.max_traces < 2 {
+            return refused("max_traces", "a number from 2 on", self.max_traces);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn guard(&self) -> Option<Guard> {
+        let max_loss = self.max_loss;
+        (self.nonfinite != Nonfinite::Allow).then_some(Guard { max_loss })
+    }
+
+    /// What a step keeps beside the optimizer's state.
+    pub(crate) fn needs(&self, window: bool) -> Needs {
+        Needs {
+            masters: self.compute_dtype.is_some(),
+            average: self.ema_decay.is_some(),
+            window,
+            scale: precision::scales(self.compute_dtype),
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! One step: its parts are traced, tried out the first time, and handed to the device.
+use std::time::Instant;
+
+use mlx_rs::{error::Result as MlxResult, Array};
+
+use super::{evaluate::evaluate, Call, Engine, Output, Owner, Seconds};
+use crate::{
+    error::{Error, Result},
+    layout::{aux_state::Open, Layout},
+    mlx::{
+        fuse,
+        memory::{active, peak},
+    },
+    trace::{trial, Outputs, Part, Trace},
+};
+
+impl Engine {
+    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps are under way then. Large
+    /// ones overlap within the memory that one takes alone.
+    ///
+    /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
+    ///
+    /// # Errors
+    /// [`Error::Trace`], [`Error::Compile`] and [`Error::FirstEvaluation`] leave everything as it was.
+    pub fn step(
+        &mut self,
+        trace: &mut Trace,
+        mut update: Option<&mut Trace>,
+        call: Call,
+        in_flight: usize,
+        owner: &mut dyn Owner,
+        approve: &mut dyn FnMut(&Layout, &Outputs) -> bool,
+    ) -> Result<Output> {
+        self.begin(owner)?;
+        self.max_in_flight = in_flight;
+        let before = match &mut update {
+            Some(update) => self.pretrace_update(update)?,
+            None => None,
+        };
+        let adds = trace.recipe.part == Part::Batch;
+        let batch = self.run(trace, call, owner)?;
+        self.note(&batch);
+        let waiting = Instant::now();
+        let approved = approve(&self.layout, &batch);
+        self.seconds.wait += waiting.elapsed().as_secs_f64();
+        self.averages |= approved && trace.recipe.ema_decay.is_some();
+        let window = self.window;
+        if adds && approved {
+            self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
+        }
+        let mut done = batch.marker().cloned();
+        let update = match update {
+            Some(trace) if approved => match self.update(trace, owner) {
+                Ok(update) => {
+                    done = update.marker().cloned();
+                    Some(update)
+                }
+                Err(error) => {
+                    if let (Some(sums), Some(first)) = (before, self.places.window) {
+                        self.state.splice(first..first + sums.len(), sums);
+                    }
+                    self.window = window;
+                    return Err(error);
+                }
+            },
+            _ => None,
+        };
+        self.push_in_flight(done);
+        self.wait(in_flight, owner)?;
+        Ok(Output {
+            batch,
+            update,
+            seconds: self.seconds,
+        })
+    }
+
+    /// Update by a window that is not full.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
+        self.begin(owner)?;
+        let outputs = self.update(update, owner)?;
+        self.averages |= update.recipe.ema_decay.is_some();
+        self.push_in_flight(outputs.marker().cloned());
+        Ok(Output {
+            batch: outputs,
+            update: None,
+            seconds: self.seconds,
+        })
+    }
+
+    fn begin(&mut self, owner: &mut dyn Owner) -> Result<()> {
+        self.seconds = Seconds::default();
+        self.pending_bytes = 0;
+        self.complete(owner)
+    }
+
+    fn update(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
+        let outputs = self.run(update, Call::default(), owner)?;
+        self.window = None;
+        Ok(outputs)
+    }
+
+    // An update that cannot be traced is no reason to lose a batch. What it gives beside: the window as it is, for an
+    // update that may still fail.
+    fn pretrace_update(&mut self, update: &mut Trace) -> Result<Option<Vec<Array>>> {
+        if update.warm && !update.is_eager() {
+            return Ok(None);
+        }
+        if !update.is_eager() {
+            let inputs = self.take(Call::default());
+            let traced = update.call(&inputs);
+            self.put_back(inputs);
+            traced?;
+        }
+        let window = self
+            .places
+            .window
+            .map(|first| first..=first + self.layout.len());
+        Ok(window.map(|window| self.state[window].to_vec()))
+    }
+
+    fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
+        let started = Instant::now();
+        let metered = self.sample(trace, owner)?;
+        let inputs = self.take(call);
+        let mut outputs = match build(trace, &inputs) {
+            Ok(outputs) => outputs,
+            Err(error) => {
+                self.put_back(inputs);
+                return Err(error);
+            }
+        };
+        self.seconds.build += started.elapsed().as_secs_f64();
+        let measured = trace.warm && trace.bytes.is_none();
+        let updates = !outputs.parameters.is_empty();
+        if updates {
+            owner.release(); // of a first step, what has been laid out anew, too
+        }
+        if !trace.warm {
+            if let Err(error) = try_out(&outputs, &inputs, owner) {
+                self.put_back(inputs);
+                return Err(Error::FirstEvaluation(error));
+            }
+            trace.warm = true;
+        }
+        let limit = match self.make_room(trace.bytes, owner) {
+            Ok(limit) => limit,
+            Err(error) => {
+                self.put_back(inputs);
+                return Err(error);
+            }
+        };
+        let before = measured.then(active);
+        if updates {
+            self.masters_stale = trace.recipe.compute.is_none();
+        }
+        if !trace.recipe.keep_gradients {
+            outputs.gradients.clear();
+        }
+        self.put_back(inputs);
+        let mut changed = Vec::new();
+        for (index, array) in std::mem::take(&mut outputs.state) {
+            self.state[index] = array;
+            changed.push(index);
+        }
+        if updates {
+            self.parameters.clear();
+            self.shared.clear();
+            self.fresh = std::mem::take(&mut outputs.parameters);
+        }
+        self.dispatch(&outputs, &changed, limit, owner)?;
+        if let Some(before) = before {
+            let bytes = peak().saturating_sub(before);
+            trace.bytes = Some(bytes);
+            self.pending_bytes = self.pending_bytes.max(bytes);
+        }
+        if let Some(before) = metered {
+            self.meter(trace, &before, outputs.skipped.clone(), owner)?;
+        }
+        self.updates += usize::from(updates);
+        Ok(outputs)
+    }
+
+    /// Loss and gradients; nothing changes.
+    ///
+    /// # Errors
+    /// Of the trace or of the device.
+    pub fn gradients(
+        &mut self,
+        trace: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+    ) -> Result<Outputs> {
+        self.complete(owner)?;
+        let inputs = self.take(call);
+        let traced = build(trace, &inputs);
+        self.put_back(inputs);
+        let outputs = traced?;
+        evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
+        Ok(outputs)
+    }
+
+    /// Trace without evaluating anything; the host sees the graph ([`Host::traced`](super::Host::traced)).
+    ///
+    /// # Errors
+    /// Of the trace, which the host may have ended.
+    pub fn dry_run(&mut self, trace: &mut Trace, call: Call) -> Result<()> {
+        let inputs = self.take(call);
+        let outcome = trace.call(&inputs);
+        self.put_back(inputs);
+        outcome.map(drop)
+    }
+
+    // moves the state into the list of a trace's inputs; `put_back` is the inverse
+    pub(super) fn take(&mut self, call: Call) -> Vec<Array> {
+        let mut inputs = std::mem::take(&mut self.parameters);
+        inputs.append(&mut self.shared);
+        inputs.append(&mut self.state);
+        inputs.extend(call.others);
+        inputs.extend(call.rest);
+        inputs
+    }
+
+    pub(super) fn put_back(&mut self, mut inputs: Vec<Array>) {
+        let mut rest = inputs.split_off(self.layout.tensors().len());
+        self.parameters = inputs;
+        let mut state = rest.split_off(self.layout.shared().count());
+        self.shared = rest;
+        state.truncate(self.places.len);
+        self.state = state;
+    }
+}
+
+// the graph of a trace
+pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> Result<Outputs> {
+    let outputs = trace.call(inputs)?;
+    fuse::in_place(outputs.update()).map_err(Error::Trace)?;
+    Ok(outputs)
+}
+
+// everything that comes before the update, then a part of the update, while the old state is held
+fn try_out(outputs: &Outputs, inputs: &[Array], owner: &mut dyn Owner) -> MlxResult<()> {
+    evaluate(outputs.before_update(), owner)?;
+    evaluate(trial(outputs, inputs)?, owner)
+}

@@ -1,0 +1,159 @@
+//! Samples how many weights an update leaves unchanged, every 128 updates, and records at each step the tensors on which
+//! its loss does not depend.
+use std::rc::Rc;
+
+use mlx_rs::{error::Result as MlxResult, Array};
+
+use super::{
+    evaluate::evaluate,
+    meter::{self, Reading},
+    Engine, Owner,
+};
+use crate::{
+    error::Result,
+    optim::Rules,
+    trace::{Outputs, Part, Rule, Trace},
+};
+
+/// One of so many updates is sampled.
+const METER_EVERY: usize = 128;
+/// From this share of weights on that no step of the learning rate moves, updates round to nothing.
+const NOTHING: f64 = 0.9;
+/// So many steps in a row are more than an accident.
+const MANY: usize = 100;
+
+/// Observations of the last steps.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    rounded: usize,            // metered updates in a row that rounded to nothing
+    rate: f64,                 // the learning rate at the last one
+    highest: f64,              // the highest so far
+    idle: Option<Rc<[usize]>>, // the tensors on which no loss has depended
+    steps: usize,
+}
+
+impl Seen {
+    // While a rate rises, or has nearly come to its end, updates may be small.
+    fn round(&mut self, share: Option<f64>, rate: f64) {
+        let before = std::mem::replace(&mut self.rate, rate);
+        self.highest = self.highest.max(rate);
+        let full = rate > 0.0 && rate >= 0.5 * self.highest;
+        match share {
+            Some(share) if share >= NOTHING && full => {
+                let steady = self.rounded > 0 && rate <= before;
+                self.rounded = if steady { self.rounded + 1 } else { 1 };
+            }
+            _ => self.rounded = 0,
+        }
+    }
+
+    fn depends(&mut self, idle: &Rc<[usize]>) {
+        self.steps += 1;
+        match &mut self.idle {
+            None => self.idle = Some(idle.clone()),
+            Some(known) if known.is_empty() || Rc::ptr_eq(known, idle) => {}
+            Some(known) => {
+                let both = known.iter().filter(|tensor| idle.contains(tensor));
+                *known = both.copied().collect();
+            }
+        }
+    }
+}
+
+impl Engine {
+    /// The share of weights that the last metered update left as they were, from 0 to 1; waits for that update.
+    #[must_use]
+    pub fn unchanged(&self) -> Option<f64> {
+        self.reading.as_ref()?.share()
+    }
+
+    /// Whether updates have rounded to nothing for more than a hundred of them, where that is more than a small rate.
+    #[must_use]
+    pub fn rounds_away(&self) -> bool {
+        self.seen.rounded > 1 // more than METER_EVERY updates
+    }
+
+    /// The tensors on which no loss has depended for a hundred steps, in the order of the layout.
+    #[must_use]
+    pub fn idle(&self) -> &[usize] {
+        match &self.seen.idle {
+            Some(idle) if self.seen.steps >= MANY => idle,
+            _ => &[],
+        }
+    }
+
+    pub(super) fn note(&mut self, outputs: &Outputs) {
+        if outputs.loss.is_some() {
+            self.seen.depends(&outputs.idle);
+        }
+    }
+
+    // a few weights before an update that is to be sampled
+    pub(super) fn sample(
+        &self,
+        trace: &Trace,
+        owner: &mut dyn Owner,
+    ) -> Result<Option<Vec<Array>>> {
+        let updates = matches!(trace.recipe.part, Part::Whole(_) | Part::Update(_));
+        if !updates || self.updates % METER_EVERY != 1 {
+            return Ok(None);
+        }
+        let sample = meter::samples(&self.weights(trace))?;
+        evaluate(&sample, owner)?; // before the update takes the memory over
+        Ok(Some(sample))
+    }
+
+    pub(super) fn meter(
+        &mut self,
+        trace: &Trace,
+        before: &[Array],
+        skipped: Option<Array>,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let after = meter::samples(&self.weights(trace))?;
+        let moments = self.first_moments(trace)?;
+        let rates = rules(trace).map(|rules| rules.rates(&self.layout));
+        let rates = rates.unwrap_or_else(|| vec![None; self.layout.len()]);
+        let rates: Vec<_> = rates
+            .iter()
+            .map(|at| at.map(|at| &self.state[at]))
+            .collect();
+        let reading = Reading::of(before, &after, &moments, &rates, skipped)?;
+        let rates = rates.into_iter().flatten();
+        evaluate(reading.arrays().into_iter().chain(rates.clone()), owner)?;
+        let rates = rates.filter_map(|rate| rate.try_item_cast::<f32>().ok());
+        let rate = rates.fold(0.0, f32::max);
+        self.seen.round(reading.stuck(), f64::from(rate));
+        self.reading = Some(reading);
+        Ok(())
+    }
+
+    // samples of the first moment of each buffer that has one of its own size
+    fn first_moments(&self, trace: &Trace) -> Result<Vec<Option<Array>>> {
+        let Some(rules) = rules(trace) else {
+            return Ok(vec![None; self.layout.len()]);
+        };
+        let places = rules.places(&self.layout).into_iter();
+        let samples = places.zip(self.buffers()).map(|(place, buffer)| {
+            let moment = self.state[place].first();
+            let moment = moment.filter(|moment| moment.size() == buffer.size());
+            moment.map(meter::sample).transpose()
+        });
+        Ok(samples.collect::<MlxResult<_>>()?)
+    }
+
+    // the buffers that the trace updates
+    fn weights(&self, trace: &Trace) -> Vec<Array> {
+        match trace.recipe.compute {
+            Some(_) => self.wide_buffers(),
+            None => self.buffers(),
+        }
+    }
+}
+
+fn rules(trace: &Trace) -> Option<&Rules> {
+    match &trace.recipe.part {
+        Part::Whole(Rule::Native(rules)) | Part::Update(Rule::Native(rules)) => Some(rules),
+        _ => None,
+    }
+}

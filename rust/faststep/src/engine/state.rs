@@ -1,0 +1,150 @@
+//! The engine's arrays between two steps: laid out, replaced, extended.
+use std::{collections::VecDeque, rc::Rc};
+
+use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
+
+use super::{sample::Seen, Engine, Seconds};
+use crate::{
+    error::{Error, Result},
+    layout::{
+        aux_state::{self, Needs, Places},
+        pack::taken_over,
+        Layout,
+    },
+    memory::MemoryBudget,
+};
+
+impl Engine {
+    /// Take over parameters (by tensor) and state; small parameters are joined into shared buffers.
+    ///
+    /// # Errors
+    /// [`Error::NoParameters`], or an array that cannot be evaluated.
+    pub fn new(layout: Rc<Layout>, parameters: Vec<Array>, state: Vec<Array>) -> Result<Self> {
+        Self::of(layout, parameters, state, false)
+    }
+
+    /// The same without memory of its own: everything stays lazy, to be planned with and dropped.
+    ///
+    /// # Errors
+    /// [`Error::NoParameters`], or an array that cannot be joined.
+    pub fn draft(layout: Rc<Layout>, parameters: Vec<Array>, state: Vec<Array>) -> Result<Self> {
+        Self::of(layout, parameters, state, true)
+    }
+
+    pub(super) fn of(
+        layout: Rc<Layout>,
+        parameters: Vec<Array>,
+        state: Vec<Array>,
+        dry_run: bool,
+    ) -> Result<Self> {
+        if layout.is_empty() {
+            return Err(Error::NoParameters);
+        }
+        // A thread's first evaluation settles its stream, which is a key of MLX's cache of compiled functions: without it
+        // the first step would be traced twice.
+        eval([&Array::from_int(0).add(Array::from_int(0))?])?;
+        let mut engine = Self {
+            layout,
+            parameters,
+            shared: Vec::new(),
+            places: Places::behind(state.len()),
+            state,
+            window: None,
+            masters_stale: false,
+            averages: false,
+            updates: 0,
+            reading: None,
+            seen: Seen::default(),
+            fresh: Vec::new(),
+            in_flight: VecDeque::new(),
+            max_in_flight: 0,
+            budget: MemoryBudget::new(),
+            pending_bytes: 0,
+            seconds: Seconds::default(),
+            failed: false,
+            dry_run,
+        };
+        engine.pack()?;
+        Ok(engine)
+    }
+
+    /// Put another value into the optimizer's state.
+    pub fn set_state(&mut self, index: usize, value: Array) {
+        self.state[index] = value;
+    }
+
+    /// Put other values into parameters; the buffers in which they lie are joined anew, and so are their masters.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn set_parameters(&mut self, values: Vec<(usize, Array)>) -> Result<()> {
+        for (index, value) in values {
+            self.parameters[index] = value;
+        }
+        self.pack()?;
+        if self.places.masters.is_some() {
+            let masters = self.masters()?;
+            self.set_masters(masters)?;
+        }
+        Ok(())
+    }
+
+    /// Make room for what a step needs beside the optimizer's state.
+    ///
+    /// # Errors
+    /// An array that cannot be evaluated.
+    pub fn need(&mut self, needs: Needs) -> Result<()> {
+        let old = needs.masters && std::mem::take(&mut self.masters_stale);
+        if old && self.places.masters.is_some() {
+            self.set_masters(vec![None; self.layout.tensors().len()])?;
+        }
+        if needs.average && !self.averages {
+            self.begin_average()?;
+        }
+        let new = self.places.add(needs, &self.layout, &self.buffers())?;
+        if !new.is_empty() {
+            if !self.dry_run {
+                eval(&new)?;
+            }
+            self.state.extend(new);
+        }
+        Ok(())
+    }
+
+    // the parameters as they are now, where there is room for an average already
+    fn begin_average(&mut self) -> Result<()> {
+        let Some(first) = self.places.average else {
+            return Ok(());
+        };
+        let begun = aux_state::average(&self.buffers())?;
+        if !self.dry_run {
+            eval(&begun)?;
+        }
+        self.state.splice(first..first + begun.len(), begun);
+        Ok(())
+    }
+
+    fn pack(&mut self) -> Result<()> {
+        let shared = self.layout.shared();
+        let packed = shared.map(|buffer| self.layout.pack_one(buffer, &self.parameters));
+        self.shared = packed.collect::<MlxResult<_>>()?;
+        if !self.dry_run {
+            eval(&self.parameters)?;
+            for array in taken_over(&self.shared, &self.state) {
+                eval([array])?;
+            }
+        }
+        let buffers = self.buffers();
+        self.parameters = self.layout.views(&buffers)?;
+        Ok(())
+    }
+
+    pub(super) fn buffers(&self) -> Vec<Array> {
+        let mut shared = self.shared.iter();
+        let buffers = (0..self.layout.len()).map(|buffer| match self.layout.single(buffer) {
+            Some(tensor) => Some(&self.parameters[tensor]),
+            None => shared.next(),
+        });
+        buffers.flatten().cloned().collect()
+    }
+}

@@ -1,0 +1,160 @@
+//! The state of a step beside parameters and optimizer: master weights, an average, an open window, a loss scale.
+//!
+//! Their arrays stand behind the optimizer's in one list, so that a trace takes and gives them as it does those.
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use mlx_rs::{error::Result, ops, Array, Dtype};
+
+use super::{layout::Layout, precision};
+
+/// The sum of the weights while no window is open: no batch makes it this, so that the first of a window sees that what
+/// stands in the sums is another window's.
+pub(crate) const CLOSED: f32 = f32::NEG_INFINITY;
+
+/// Which of them a step needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools)] // four questions that have nothing to do with each other
+pub struct Needs {
+    /// Float32 masters of parameters in half precision.
+    pub masters: bool,
+    /// A moving average of the parameters.
+    pub average: bool,
+    /// A window over which gradients are summed.
+    pub window: bool,
+    /// A scale of the loss.
+    pub scale: bool,
+}
+
+/// Where they stand: the index of the first array of each, where there is one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Places {
+    /// The number of the optimizer's arrays, which come first.
+    pub optimizer: usize,
+    /// One array for each buffer in half precision.
+    pub masters: Option<usize>,
+    /// One array for each buffer.
+    pub average: Option<usize>,
+    /// One array for each buffer, then the sum of the weights.
+    pub window: Option<usize>,
+    /// The scale, and the number of good steps since it last changed.
+    pub scale: Option<usize>,
+    /// The number of all arrays.
+    pub len: usize,
+}
+
+impl Places {
+    /// Places behind so many arrays of the optimizer.
+    #[must_use]
+    pub fn behind(optimizer: usize) -> Self {
+        Self {
+            optimizer,
+            len: optimizer,
+            ..Self::default()
+        }
+    }
+
+    /// The place of a buffer's master; `None` for a buffer that needs none.
+    #[must_use]
+    pub fn master(&self, layout: &Layout, buffer: usize) -> Option<usize> {
+        let nth = layout.halves().position(|half| half == buffer)?;
+        Some(self.masters? + nth)
+    }
+
+    /// The place of the sum of the window's weights.
+    #[must_use]
+    pub fn total(&self, layout: &Layout) -> Option<usize> {
+        Some(self.window? + layout.len())
+    }
+
+    // the arrays of what is needed and not there yet, with their places
+    pub(crate) fn add(
+        &mut self,
+        needs: Needs,
+        layout: &Layout,
+        buffers: &[Array],
+    ) -> Result<Vec<Array>> {
+        let mut new = Vec::new();
+        let start = self.len;
+        if needs.masters && self.masters.is_none() {
+            self.masters = Some(start);
+            for buffer in layout.halves() {
+                new.push(buffers[buffer].as_dtype(Dtype::Float32)?);
+            }
+        }
+        if needs.average && self.average.is_none() {
+            self.average = Some(start + new.len());
+            new.extend(average(buffers)?);
+        }
+        if needs.window && self.window.is_none() {
+            self.window = Some(start + new.len());
+            for buffer in buffers {
+                let dtype = precision::wide(buffer.dtype());
+                new.push(ops::zeros_dtype(buffer.shape(), dtype)?);
+            }
+            new.push(Array::from_f32(CLOSED));
+        }
+        if needs.scale && self.scale.is_none() {
+            self.scale = Some(start + new.len());
+            new.extend(precision::first_scale());
+        }
+        self.len += new.len();
+        Ok(new)
+    }
+}
+
+// what an average begins with
+pub(crate) fn average(buffers: &[Array]) -> Result<Vec<Array>> {
+    let wide = buffers.iter().map(|buffer| {
+        let wide = buffer.as_dtype(precision::wide(buffer.dtype()))?;
+        wide.contiguous() // shares the memory, but is another array
+    });
+    wide.collect()
+}
+
+/// An open window: sums that were kept count for the window in which they were summed, and for no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Open {
+    number: u64, // unlike that of any other window of this process
+    /// The number of batches in it.
+    pub batches: usize,
+}
+
+impl Open {
+    /// A window like no other, with so many batches in it.
+    #[must_use]
+    pub fn new(batches: usize) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { number, batches }
+    }
+
+    /// Whether it is this window, with as many batches or with more.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+/// What is summed in an open window.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// Which one.
+    pub open: Open,
+    /// The sum of each tensor's weighted gradients.
+    pub sums: Vec<Option<Array>>,
+    /// The sum of the weights, a float32 scalar.
+    pub weight: Array,
+}
+
+/// What a step keeps, by tensor: what outlives another layout, and goes into a checkpoint.
+#[derive(Clone, Debug, Default)]
+pub struct AuxState {
+    /// The master of each tensor in half precision.
+    pub masters: Option<Vec<Option<Array>>>,
+    /// The average of each tensor.
+    pub average: Option<Vec<Option<Array>>>,
+    /// The open window.
+    pub window: Option<Window>,
+    /// The scale of the loss, float32, and the good steps since it last changed, int32: scalars.
+    pub scale: Option<[Array; 2]>,
+}

@@ -1,0 +1,55 @@
+//! Gradients joined by buffer, and the arrays to evaluate when a step takes them over.
+use mlx_rs::{error::Result, Array};
+
+use super::layout::Layout;
+use crate::mlx::{array, join};
+
+/// Gradients by buffer, and sums of their squares where they came for free, a float32 vector for each buffer.
+#[derive(Debug)]
+pub struct Packed {
+    /// The gradients.
+    pub buffers: Vec<Array>,
+    /// The sums.
+    pub squares: Vec<Option<Array>>,
+}
+
+/// Join gradients, given by tensor, into their buffers (lazily).
+///
+/// # Errors
+/// When the arrays are not of the layout's shapes.
+pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
+    let cuda = join::is_cuda();
+    let gradients = gradients.iter().map(join::straight).collect::<Vec<_>>();
+    join::order(&gradients)?;
+    let mut packed = Packed {
+        buffers: Vec::with_capacity(layout.len()),
+        squares: Vec::with_capacity(layout.len()),
+    };
+    for buffer in 0..layout.len() {
+        let parts: Vec<&Array> = layout.members(buffer).map(|i| &gradients[i]).collect();
+        let same = parts.iter().all(|part| part.dtype() == parts[0].dtype());
+        let (flat, squares) = if cuda && same && (2..=join::MAX_PARTS).contains(&parts.len()) {
+            let (flat, squares) = join::join_on_cuda(&parts)?;
+            (flat, Some(squares))
+        } else {
+            (layout.pack_one(buffer, &gradients)?, None)
+        };
+        packed.buffers.push(if parts.len() == 1 && flat.ndim() > 1 {
+            join::contiguous(&flat)? // a gradient that is a transpose is updated several times slower
+        } else {
+            flat
+        });
+        packed.squares.push(squares);
+    }
+    Ok(packed)
+}
+
+// What is computed when arrays are taken over, one after the other: what has been joined goes before the next is there.
+// Zeros wait for the first update, when there are no activations any more.
+pub(crate) fn taken_over<'a>(
+    shared: &'a [Array],
+    state: &'a [Array],
+) -> impl Iterator<Item = &'a Array> {
+    let state = state.iter().filter(|array| !array::is_filled(array));
+    shared.iter().chain(state)
+}

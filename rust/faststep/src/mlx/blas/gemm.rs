@@ -1,0 +1,402 @@
+//! OpenBLAS's matrix products by one thread each, large ones in chunks by several.
+//!
+//! OpenBLAS's own threads wait for each other in loops that keep the processor: on a machine that is busy with anything
+//! else, a product by two of them takes many times as long as by one. Here a large product is cut into chunks, each a
+//! product of its own by one thread ([`share`](super::share)).
+//!
+//! # Guarantee
+//! The bits of a product depend on its shape alone, as long as there are two threads or more: never on their number, nor
+//! on who has time. Between rows it is cut at multiples of [`EDGE`], which the groups divide that OpenBLAS's kernels for
+//! x86-64 go through: they are the bits of the whole product by one thread, up to some ten thousand rows. What has few rows is cut between columns,
+//! where the kernel for AVX2 adds up some columns' terms in another order: last bits may differ from those by one thread.
+//!
+//! # Rationale
+//! A chunk goes to OpenBLAS by columns, transposed, as OpenBLAS itself turns what comes by rows: given by rows, a small
+//! product may take another kernel, with other bits, than the whole would.
+//!
+//! # Threads
+//! OpenBLAS as `scipy-openblas32` builds it, without OpenMP, may be called by several threads at once. Helpers start with
+//! the first large product of a process, and anew in the child of a fork.
+#![allow(clippy::many_single_char_names)] // those of BLAS
+
+use libc::{c_int, c_void};
+use std::{
+    mem,
+    ops::Range,
+    ptr,
+    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
+    thread,
+};
+
+use super::share::{Chunk, Helpers};
+use crate::mlx::rebind::Function;
+
+/// Where rows may be cut: at multiples of 48, of which 4, 6, 8, 12, 16 and 24 are factors.
+const EDGE: usize = 48;
+/// The least rows of a chunk, and the columns: each chunk packs the other factor again.
+const LEAST_ROWS: usize = 2 * EDGE;
+const LEAST_COLUMNS: usize = 256;
+/// The least multiplications of a chunk, in float32; about 50 microseconds.
+const LEAST_WORK: usize = 1 << 21;
+/// The least of a product that is cut; below it, OpenBLAS has another kernel for AVX-512.
+const LEAST_PRODUCT: usize = 28 * 512 * 512;
+/// The most threads that share a product.
+const MOST_THREADS: usize = 16;
+
+const BY_ROWS: c_int = 101;
+const BY_COLUMNS: c_int = 102;
+const PLAIN: c_int = 111;
+const TRANSPOSED: [c_int; 2] = [112, 113]; // and conjugated
+
+static THREADS: AtomicUsize = AtomicUsize::new(1);
+static HELPERS: AtomicPtr<Helpers> = AtomicPtr::new(ptr::null_mut());
+
+/// Let OpenBLAS compute by one thread, and by so many that share large products: as many as it would take by itself, as
+/// `OPENBLAS_NUM_THREADS` and `OMP_NUM_THREADS` say, but no more than there are processors to use. The first call counts.
+pub fn take_threads(get: Function, set: Function) {
+    // SAFETY: these are openblas_get_num_threads and openblas_set_num_threads.
+    let (get, set) = unsafe {
+        (
+            mem::transmute::<Function, extern "C" fn() -> c_int>(get),
+            mem::transmute::<Function, extern "C" fn(c_int)>(set),
+        )
+    };
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let own = usize::try_from(get()).unwrap_or(1);
+    let threads = own.min(processors).min(MOST_THREADS);
+    if threads > 1 {
+        THREADS.store(threads, Ordering::Relaxed);
+    }
+    set(1);
+}
+
+/// How a product is cut into chunks: between rows or columns, at multiples of [`EDGE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cut {
+    columns: bool,
+    size: usize,
+    count: usize,
+}
+
+impl Cut {
+    /// `work`: multiplications of float32 that take as long; `None`: not at all.
+    fn of(m: usize, n: usize, work: usize, threads: usize) -> Option<Self> {
+        if work < LEAST_PRODUCT {
+            return None;
+        }
+        let most = work / LEAST_WORK;
+        let cut = |columns, size, count| {
+            let cut = Self {
+                columns,
+                size,
+                count,
+            };
+            (count > 1).then_some(cut)
+        };
+        // rows give the same bits wherever they are cut, columns only where they always are
+        cut(false, m, (m / LEAST_ROWS).min(most).min(2 * threads))
+            .or_else(|| cut(true, n, (n / LEAST_COLUMNS).min(most)))
+    }
+
+    /// What the chunk of that number covers; the last one is no thinner than an edge.
+    fn range(self, at: usize) -> Range<usize> {
+        let edge = |at: usize| (self.size.div_ceil(EDGE) * at / self.count * EDGE).min(self.size);
+        edge(at)..edge(at + 1)
+    }
+}
+
+/// `cblas_?gemm`.
+type Gemm<E, S> = extern "C" fn(
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+    S,
+    *const E,
+    c_int,
+    *const E,
+    c_int,
+    S,
+    *mut E,
+    c_int,
+);
+
+/// A product as CBLAS has it.
+struct Product<E, S> {
+    function: Gemm<E, S>,
+    order: c_int,
+    transposed: [c_int; 2],
+    shape: [c_int; 3],
+    alpha: S,
+    a: *const E,
+    lda: c_int,
+    b: *const E,
+    ldb: c_int,
+    beta: S,
+    c: *mut E,
+    ldc: c_int,
+}
+
+impl<E, S: Copy> Clone for Product<E, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<E, S: Copy> Copy for Product<E, S> {}
+
+// SAFETY: chunks write to parts of `c` that no two of them have in common, while the caller of the product waits for all.
+unsafe impl<E, S> Send for Product<E, S> {}
+// SAFETY: as above; nothing of it changes.
+unsafe impl<E, S> Sync for Product<E, S> {}
+
+impl<E: 'static, S: Copy + 'static> Product<E, S> {
+    fn whole(&self) {
+        let [m, n, k] = self.shape;
+        let [ta, tb] = self.transposed;
+        (self.function)(
+            self.order, ta, tb, m, n, k, self.alpha, self.a, self.lda, self.b, self.ldb, self.beta,
+            self.c, self.ldc,
+        );
+    }
+
+    fn run(self) {
+        match self.cut() {
+            None => self.whole(),
+            Some(cut) => self.in_chunks(cut),
+        }
+    }
+
+    fn cut(&self) -> Option<Cut> {
+        if self.order != BY_ROWS {
+            return None; // MLX has none such
+        }
+        let [m, n, k] = self.shape.map(|size| usize::try_from(size).unwrap_or(0));
+        let work = m * n * k * (size_of::<E>() / size_of::<f32>()).pow(2);
+        Cut::of(m, n, work, THREADS.load(Ordering::Relaxed))
+    }
+
+    fn in_chunks(self, cut: Cut) {
+        let chunk = |at: usize| self.chunk(cut.columns, cut.range(at));
+        match rested() {
+            Some(helpers) => share_by(helpers, cut.count, &chunk),
+            None if cut.columns => (0..cut.count).for_each(chunk),
+            None => self.whole(),
+        }
+    }
+
+    fn chunk(&self, columns: bool, range: Range<usize>) {
+        let [m, n, k] = self.shape;
+        let [ta, tb] = self.transposed;
+        let [ld_a, ld_b, ld_c] =
+            [self.lda, self.ldb, self.ldc].map(|ld| usize::try_from(ld).unwrap_or(0));
+        let size = c_int::try_from(range.len()).unwrap_or(0);
+        let begin = range.start;
+        let (m, n, a, b, c) = if columns {
+            let stride = if TRANSPOSED.contains(&tb) { ld_b } else { 1 };
+            (m, size, 0, begin * stride, begin)
+        } else {
+            let stride = if TRANSPOSED.contains(&ta) { 1 } else { ld_a };
+            (size, n, begin * stride, 0, begin * ld_c)
+        };
+        // SAFETY: a chunk begins within the matrices that the caller of the product has given.
+        let (a, b, c) = unsafe { (self.a.add(a), self.b.add(b), self.c.add(c)) };
+        (self.function)(
+            BY_COLUMNS, tb, ta, n, m, k, self.alpha, b, self.ldb, a, self.lda, self.beta, c,
+            self.ldc,
+        );
+    }
+}
+
+/// Do chunks of work, together with the helpers where there are some that have not to rest.
+pub fn share(count: usize, chunk: &Chunk<'_>) {
+    match rested() {
+        Some(helpers) => share_by(helpers, count, chunk),
+        None => (0..count).for_each(chunk),
+    }
+}
+
+fn share_by(helpers: &Helpers, count: usize, chunk: &Chunk<'_>) {
+    // SAFETY: the helpers call it only before this returns.
+    let chunk = unsafe { mem::transmute::<&Chunk<'_>, &'static Chunk<'static>>(chunk) };
+    helpers.share(count, chunk);
+}
+
+fn rested() -> Option<&'static Helpers> {
+    (THREADS.load(Ordering::Relaxed) > 1)
+        .then(helpers)
+        .filter(|helpers| helpers.are_rested())
+}
+
+/// Those of this process, which start here if they have not.
+fn helpers() -> &'static Helpers {
+    let old = HELPERS.load(Ordering::Acquire);
+    // SAFETY: null, or helpers that are never dropped.
+    match unsafe { old.as_ref() } {
+        Some(helpers) if helpers.are_here() => helpers,
+        _ => start(old),
+    }
+}
+
+fn start(old: *mut Helpers) -> &'static Helpers {
+    let new = Helpers::new();
+    let pointer = ptr::from_ref(new).cast_mut();
+    match HELPERS.compare_exchange(old, pointer, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            new.start(THREADS.load(Ordering::Relaxed) - 1);
+            new
+        }
+        // SAFETY: another thread was first, with helpers that are never dropped.
+        Err(first) => unsafe { first.as_ref() }.unwrap_or(new),
+    }
+}
+
+macro_rules! product {
+    ($name:ident, $real:ident, $element:ty, $scalar:ty) => {
+        static $real: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+
+        extern "C" fn $name(
+            order: c_int,
+            ta: c_int,
+            tb: c_int,
+            m: c_int,
+            n: c_int,
+            k: c_int,
+            alpha: $scalar,
+            a: *const $element,
+            lda: c_int,
+            b: *const $element,
+            ldb: c_int,
+            beta: $scalar,
+            c: *mut $element,
+            ldc: c_int,
+        ) {
+            // SAFETY: `replace` has put OpenBLAS's function of that name there, before libmlx had this one.
+            let function = unsafe {
+                mem::transmute::<*mut c_void, Gemm<$element, $scalar>>(
+                    $real.load(Ordering::Acquire),
+                )
+            };
+            let product = Product {
+                function,
+                order,
+                transposed: [ta, tb],
+                shape: [m, n, k],
+                alpha,
+                a,
+                lda,
+                b,
+                ldb,
+                beta,
+                c,
+                ldc,
+            };
+            product.run();
+        }
+    };
+}
+
+product!(sgemm, SGEMM, f32, f32);
+product!(dgemm, DGEMM, f64, f64);
+product!(cgemm, CGEMM, [f32; 2], *const [f32; 2]);
+
+/// What takes the place of OpenBLAS's function of that name: one that shares the work, where there is more than one
+/// thread, or the function itself.
+pub fn replace(name: &[u8], function: Function) -> Function {
+    let (place, shared) = match name {
+        b"cblas_sgemm" => (&SGEMM, sgemm as *mut c_void),
+        b"cblas_dgemm" => (&DGEMM, dgemm as *mut c_void),
+        b"cblas_cgemm" => (&CGEMM, cgemm as *mut c_void),
+        _ => return function,
+    };
+    place.store(function.as_ptr(), Ordering::Release);
+    let shared = Function::new(shared).filter(|_| THREADS.load(Ordering::Relaxed) > 1);
+    shared.unwrap_or(function)
+}
+
+/// OpenBLAS's product of float32 by one thread.
+#[derive(Clone, Copy)]
+pub struct Sgemm(Gemm<f32, f32>);
+
+/// It, where libmlx is bound to OpenBLAS.
+pub fn bound() -> Option<Sgemm> {
+    let function = Function::new(SGEMM.load(Ordering::Acquire))?;
+    // SAFETY: `replace` has put that function there.
+    Some(Sgemm(unsafe {
+        mem::transmute::<Function, Gemm<f32, f32>>(function)
+    }))
+}
+
+impl Sgemm {
+    /// c = a b, or a b^T where `transposed`, of matrices that lie row after row: m x k, k x n, m x n, each with how many
+    /// numbers a row is from the next.
+    ///
+    /// # Safety
+    /// `a`, `b` and `c` have that many rows, and nobody else writes to `c` meanwhile.
+    pub unsafe fn call(
+        self,
+        transposed: bool,
+        shape: [usize; 3],
+        a: (*const f32, usize),
+        b: (*const f32, usize),
+        c: (*mut f32, usize),
+    ) {
+        let int = |size| c_int::try_from(size).unwrap_or(0);
+        let [m, n, k] = shape.map(int);
+        let tb = if transposed { TRANSPOSED[0] } else { PLAIN };
+        (self.0)(
+            BY_ROWS,
+            PLAIN,
+            tb,
+            m,
+            n,
+            k,
+            1.0,
+            a.0,
+            int(a.1),
+            b.0,
+            int(b.1),
+            0.0,
+            c.0,
+            int(c.1),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_products_stay_whole() {
+        assert_eq!(Cut::of(128, 128, 128 * 128 * 128, 2), None);
+        assert_eq!(Cut::of(100, 100, 100 * 100 * 100_000, 2), None);
+    }
+
+    #[test]
+    fn rows_are_cut_by_the_number_of_threads_and_columns_without_regard_to_it() {
+        let count = |m, n, threads| Cut::of(m, n, m * n * 1024, threads).map(|it| it.count);
+        assert_eq!(count(1024, 1024, 2), Some(4));
+        assert_eq!(count(1024, 1024, 4), Some(8));
+        for threads in 2..9 {
+            assert_eq!(count(32, 3072, threads), Some(12));
+        }
+    }
+
+    #[test]
+    fn chunks_cover_all_rows_and_none_is_thin() {
+        let is_good = |m: usize, cut: Cut| {
+            let ranges: Vec<_> = (0..cut.count).map(|at| cut.range(at)).collect();
+            (ranges[0].start, ranges[cut.count - 1].end) == (0, m)
+                && ranges.windows(2).all(|pair| pair[0].end == pair[1].start)
+                && ranges
+                    .iter()
+                    .all(|range| range.start % EDGE == 0 && range.len() > EDGE)
+        };
+        for m in 192..3000 {
+            let cut = Cut::of(m, 700, m * 700 * 300, 3);
+            assert!(cut.is_some_and(|cut| is_good(m, cut)), "{m} rows: {cut:?}");
+        }
+    }
+}

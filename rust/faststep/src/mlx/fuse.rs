@@ -1,0 +1,156 @@
+//! Fused kernels that write their outputs over their inputs.
+//!
+//! MLX fuses an update into one kernel, but lets a kernel with several outputs take over no memory. The C++ behind this
+//! (`native/graph/fuse.cpp`) rewrites those outputs of a lazy graph, each in place; they mean what they meant.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_void};
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+extern "C" {
+    fn faststep_fuse(arrays: *const *const c_void, count: usize) -> c_int;
+    fn faststep_kinds(
+        arrays: *const *const c_void,
+        count: usize,
+        known: *const *const c_void,
+        known_count: usize,
+        kinds: *mut usize,
+    ) -> c_int;
+}
+
+/// Let the fused kernels that compute these arrays take over the memory of inputs that nobody else holds when they run.
+///
+/// # Errors
+/// When there is no memory for the graph.
+pub(crate) fn in_place<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
+    let pointers = pointers(arrays);
+    // SAFETY: live arrays, which no other thread has yet, and their number.
+    if unsafe { faststep_fuse(pointers.as_ptr(), pointers.len()) } == 0 {
+        return Ok(());
+    }
+    Err(Exception::custom("no memory for the graph of an update"))
+}
+
+/// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
+///
+/// # Errors
+/// When there is no memory to look at the graph.
+pub(crate) fn kinds<'a>(
+    arrays: &[&Array],
+    known: impl IntoIterator<Item = &'a Array>,
+) -> Result<Vec<usize>> {
+    let (all, known) = (pointers(arrays.iter().copied()), pointers(known));
+    let mut kinds = vec![0; all.len()];
+    // SAFETY: live arrays and their numbers, and as many numbers to write to as there are arrays.
+    let failed = unsafe {
+        faststep_kinds(
+            all.as_ptr(),
+            all.len(),
+            known.as_ptr(),
+            known.len(),
+            kinds.as_mut_ptr(),
+        )
+    };
+    if failed == 0 {
+        return Ok(kinds);
+    }
+    Err(Exception::custom("no memory to look at an update"))
+}
+
+fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
+    let arrays = arrays.into_iter();
+    arrays
+        .map(|array| array.as_ptr().ctx.cast_const())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::{memory, transforms::compile::compile, transforms::eval};
+
+    use super::*;
+
+    const SIZE: i32 = 1 << 20;
+    const ORDERS: [[usize; 3]; 6] = [
+        [0, 1, 2],
+        [0, 2, 1],
+        [1, 0, 2],
+        [1, 2, 0],
+        [2, 0, 1],
+        [2, 1, 0],
+    ];
+
+    // a first moment, a second one and a weight by both: one kernel with three outputs
+    fn update(inputs: &[Array]) -> Result<Vec<Array>> {
+        let m = inputs[0].add(&inputs[1])?;
+        let v = m.multiply(&inputs[2])?;
+        let w = v.subtract(&inputs[0])?;
+        Ok(vec![m, v, w])
+    }
+
+    fn inputs() -> Result<Vec<Array>> {
+        let inputs =
+            [1.0, 2.0, 3.0].map(|value| Array::full::<f32>(&[SIZE], Array::from_f32(value)));
+        let inputs = inputs.into_iter().collect::<Result<Vec<_>>>()?;
+        eval(&inputs)?;
+        Ok(inputs)
+    }
+
+    fn lazy(given: &[Array]) -> Result<Vec<Array>> {
+        let outputs = compile(update, false)(given)?;
+        in_place(&outputs)?;
+        Ok(outputs)
+    }
+
+    fn value(array: &Array) -> Result<f32> {
+        Ok(array.max(None)?.item_exact())
+    }
+
+    #[test]
+    fn outputs_mean_the_same_in_whatever_order_they_are_computed() -> Result<()> {
+        for order in ORDERS {
+            let outputs = lazy(&inputs()?)?;
+            for at in order {
+                eval([&outputs[at]])?;
+                assert!((value(&outputs[at])? - [3.0, 9.0, 8.0][at]).abs() < 1e-6);
+            }
+            let outputs = lazy(&inputs()?)?;
+            eval(order.map(|at| &outputs[at]))?;
+            // through what is computed from them, some of it twice
+            let outputs = lazy(&inputs()?)?;
+            let [a, b, c] = order.map(|at| &outputs[at]);
+            let sum = a.sum(None)?.add(b.exp()?.add(c)?.max(None)?)?;
+            eval([&sum, c, a, b])?;
+            assert!((value(&outputs[2])? - 8.0).abs() < 1e-6);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_somebody_holds_keeps_its_value() -> Result<()> {
+        for held in 0..3 {
+            let given = inputs()?;
+            let kept = given[held].clone();
+            let outputs = lazy(&given)?;
+            drop(given);
+            eval(&outputs)?;
+            assert!((value(&kept)? - [1.0, 2.0, 3.0][held]).abs() < 1e-6);
+            assert!((value(&outputs[2])? - 8.0).abs() < 1e-6);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn nothing_is_allocated() -> Result<()> {
+        let outputs = lazy(&inputs()?)?;
+        let before = memory::active_memory()?;
+        memory::reset_peak_memory()?;
+        eval(&outputs)?;
+        assert!(memory::peak_memory()? < before + 4 * SIZE as usize);
+        Ok(())
+    }
+}

@@ -1,0 +1,155 @@
+//! MLX's fused kernels on the CPU, compiled for the processor that runs them.
+//!
+//! MLX writes each kernel that `compile` fuses as C++, and has `g++ -O3` make a library of it when it is first needed:
+//! on x86-64 with the vectors of 2003, function calls for `exp` and for each fused multiply-add, and loops that stay
+//! scalar where a kernel takes a square root, has more than a few arrays, as every optimizer's has, or writes over one
+//! of its inputs. [`bind`] adds [`FLAGS`], and says in the source of loops over strides that an iteration does not
+//! depend on the one before.
+//!
+//! # Guarantee
+//! The same bits as before, and as the uncompiled operations: no flag lets the compiler reorder, contract or approximate
+//! arithmetic. Nothing outside this process changes: MLX's own libraries, below the temporary directory, are neither
+//! used nor written, and other callers of `popen` keep theirs (`mlx/rebind.rs`). Where the compiler refuses
+//! the flags, or fails with them, MLX's own command runs.
+//!
+//! # Rationale
+//! MLX keeps its libraries in one directory for all users and flags, and takes what it finds there by the kernel's name:
+//! ours need a place of their own, whose name has all else that they depend on, so that machines which share a home
+//! never load each other's. MLX compiles under a passing name and renames: processes may want the same kernel at once.
+//!
+//! # Limits
+//! Linux with glibc on x86-64, where it has been measured; elsewhere, and in an MLX with CUDA, whose kernels are others,
+//! [`bind`] does nothing. What C++ leaves undefined, an infinity or NaN as an integer, may come out as another number.
+//! It lasts as long as the process; libraries already loaded stay.
+//!
+//! # Threads
+//! MLX compiles one kernel at a time, under a lock of its own; both functions may be called from any thread.
+#![allow(unsafe_code)]
+
+mod command;
+mod compiler;
+mod source;
+mod store;
+
+use libc::{c_char, c_ulong, FILE};
+use std::{
+    env,
+    ffi::{c_void, CStr, CString},
+    mem::MaybeUninit,
+    os::unix::ffi::OsStringExt,
+    path::Path,
+    ptr,
+    sync::OnceLock,
+};
+
+use crate::mlx::rebind::{Function, Imports, RebindError};
+use command::Command;
+
+/// What is added to MLX's own flags, for GCC.
+///
+/// - `-march=native`: the processor's instructions; but not AVX-512, which converts negative numbers to unsigned ones,
+///   which C++ leaves undefined, to others than all the rest of MLX does.
+/// - `-ffp-contract=off`: a product and a sum stay two roundings, as they are when MLX runs them one by one.
+/// - `-fno-math-errno`, `-fno-trapping-math`: nobody reads `errno` or the flags of floating-point exceptions; without
+///   them a square root is an instruction, and both sides of a choice may be computed.
+/// - `max-inline-insns-auto`: MLX's `exp`, `sin`, `erf` become part of the loop, whatever their length.
+/// - `vect-max-version-for-alias-checks`: vectors for loops over many arrays too, which GCC has to see apart at run
+///   time; by itself it checks ten pairs.
+pub const FLAGS: &str =
+    "-march=native -mno-avx512f -ffp-contract=off -fno-math-errno -fno-trapping-math \
+     --param max-inline-insns-auto=1000 --param vect-max-version-for-alias-checks=100";
+
+const POPEN: &CStr = c"popen";
+const TEMP_DIRECTORY_PATH: &CStr = c"_ZNSt10filesystem19temp_directory_pathB5cxx11Ev";
+
+type Find = unsafe extern "C" fn(*mut c_char, usize) -> bool;
+
+extern "C" {
+    fn faststep_temp_directory_path(find: Find) -> *mut c_void;
+}
+
+/// Has MLX's CPU kernels compiled with [`FLAGS`] from now on; whether it does so here.
+///
+/// They are kept in `mlx-faststep` below `XDG_CACHE_HOME` or `~/.cache`; where that cannot be, in `mlx-faststep-` and the
+/// user's number below the temporary directory; and where that cannot be either, MLX is left as it is. Both may be
+/// deleted while no process uses them.
+///
+/// # Errors
+/// When libmlx is not loaded or its table of functions cannot be written.
+pub fn bind() -> Result<bool, RebindError> {
+    let imports = Imports::of_mlx()?;
+    let known = imports.have(POPEN) && imports.have(TEMP_DIRECTORY_PATH);
+    if !known || !cfg!(target_arch = "x86_64") || has_cuda() {
+        return Ok(false);
+    }
+    store::locate();
+    // SAFETY: `find` keeps to what native/kernels.cpp asks of it and is never unloaded.
+    let temp_directory_path = Function::new(unsafe { faststep_temp_directory_path(find) });
+    let popen = Function::new(popen as *mut c_void);
+    imports.replace(|name| match name {
+        name if name == POPEN => popen,
+        name if name == TEMP_DIRECTORY_PATH => temp_directory_path,
+        _ => None,
+    })?;
+    Ok(true)
+}
+
+/// For a Rust program, once for each process, unless `FASTSTEP_KERNELS` is 0; where it cannot be, MLX stays as it is.
+pub(crate) fn bind_once() {
+    static BOUND: OnceLock<bool> = OnceLock::new();
+    let wanted = env::var_os("FASTSTEP_KERNELS").is_none_or(|value| value != "0");
+    BOUND.get_or_init(|| wanted && bind().unwrap_or(false));
+}
+
+/// In place of libmlx's `popen`, which runs the compiler and nothing else.
+unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE {
+    // SAFETY: popen's caller passes a string that ends with a NUL.
+    let text = unsafe { CStr::from_ptr(command) }.to_str();
+    let ours = text.ok().and_then(Command::parse);
+    let ours = ours.filter(|it| store::holds(it.source) && store::holds(it.library));
+    let done = ours.is_some_and(|it| compiler::compile(&it).is_ok());
+    // `:` does nothing, and ends well
+    let command = if done { c":".as_ptr() } else { command };
+    // SAFETY: both are strings that end with a NUL.
+    unsafe { libc::popen(command, mode) }
+}
+
+/// Finds the store for native/kernels.cpp.
+unsafe extern "C" fn find(path: *mut c_char, size: usize) -> bool {
+    let store = store::open().and_then(|it| CString::new(it.into_os_string().into_vec()).ok());
+    let Some(store) = store.filter(|it| it.count_bytes() < size) else {
+        return false;
+    };
+    // SAFETY: `path` has room for `size` bytes, which is enough for these and their NUL.
+    unsafe { ptr::copy_nonoverlapping(store.as_ptr(), path, store.count_bytes() + 1) };
+    true
+}
+
+/// Whether MLX is built with CUDA, whose kernels it keeps below the temporary directory too.
+fn has_cuda() -> bool {
+    let mut cuda = false;
+    // SAFETY: MLX writes one bool.
+    let failed = unsafe { mlx_sys::mlx_cuda_is_available(&raw mut cuda) } != 0;
+    cuda || failed
+}
+
+/// The number of the user whose files this process makes.
+fn user() -> u32 {
+    // SAFETY: geteuid has no conditions.
+    unsafe { libc::geteuid() }
+}
+
+/// Whether this process may put libraries into a directory, and load them from it.
+fn may_hold_libraries(directory: &Path) -> bool {
+    const NOEXEC: c_ulong = 8; // ST_NOEXEC of <sys/statvfs.h>
+    let Ok(path) = CString::new(directory.as_os_str().as_encoded_bytes()) else {
+        return false;
+    };
+    let mut system = MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: `path` ends with a NUL; `system` is read only when statvfs has filled it in.
+    unsafe {
+        libc::access(path.as_ptr(), libc::W_OK | libc::X_OK) == 0
+            && libc::statvfs(path.as_ptr(), system.as_mut_ptr()) == 0
+            && system.assume_init().f_flag & NOEXEC == 0
+    }
+}

@@ -1,0 +1,41 @@
+//! Memory in use and held for reuse, by MLX and by the C library.
+#![allow(unsafe_code)]
+
+use mlx_rs::memory::{active_memory, peak_memory};
+
+extern "C" {
+    fn faststep_synchronize();
+}
+
+/// The bytes in use; none where MLX does not say, which is no reason to leave a step half done.
+pub(crate) fn active() -> usize {
+    active_memory().unwrap_or(0)
+}
+
+/// The most bytes that were in use at once; none where MLX does not say.
+pub(crate) fn peak() -> usize {
+    peak_memory().unwrap_or(0)
+}
+
+/// Wait until the device has done all work, and has let go of its memory.
+pub(crate) fn synchronize() {
+    // SAFETY: takes nothing; MLX lets any thread wait.
+    unsafe { faststep_synchronize() }
+}
+
+/// Free what MLX's allocator keeps for reuse.
+pub fn clear_cache() {
+    // SAFETY: takes nothing; MLX's allocator has its own lock.
+    unsafe {
+        mlx_sys::mlx_clear_cache();
+    }
+}
+
+/// Ask the C library for the memory of what has been freed: glibc keeps it otherwise.
+pub fn trim() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: takes a number, and may be called at any time.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}

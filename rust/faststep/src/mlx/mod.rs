@@ -1,0 +1,19 @@
+//! MLX below mlx-rs: the C++ of `native/`, libmlx's own imports, and the memory that MLX and the C library keep.
+//!
+//! All unsafe code of the crate is here and in `memory/simulator.rs`. Uses no other room.
+//!
+//! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
+//! `quantized` rewrite the lazy graph; before each evaluation `fuse` lets its kernels write over their inputs; `blas`,
+//! `openblas` and `kernels` are what the CPU computes it by.
+pub mod array;
+pub mod blas;
+pub(crate) mod fuse;
+pub mod graph;
+pub mod join;
+pub mod kernels;
+pub mod memory;
+pub mod openblas;
+pub(crate) mod ops;
+pub(crate) mod quantized;
+pub(crate) mod random;
+pub mod rebind;

@@ -1,0 +1,192 @@
+//! A module with its loss function while a step is traced.
+//!
+//! Tracers are put where the arrays are, the loss function is called, what it assigned is read off, and the module is left
+//! without arrays, whether the function returned, failed or panicked.
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    panic::{catch_unwind, AssertUnwindSafe},
+    rc::Rc,
+};
+
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    module::ModuleParameters,
+    Array,
+};
+
+use super::{
+    loss::Loss,
+    slots::{Role, Slots},
+};
+use crate::{
+    layout::Tensor,
+    mlx::{array, random},
+    optim::{LearningRate, UpdateOutput},
+    trace::{Host, Left, LossCall, LossOutput, UpdateCall},
+};
+
+/// How MLX says that a traced array has no value.
+const READS: &str = "Attempting to eval an array during function transformations";
+
+/// What ended a trace beside an error of MLX.
+pub(crate) enum Stop {
+    /// The loss function panicked.
+    Panic(Box<dyn Any + Send>),
+    /// It reads the value of a tracer.
+    Reads,
+}
+
+pub(crate) type LossFunction<M> = Box<dyn FnMut(&mut M, &[Array]) -> MlxResult<Loss>>;
+
+/// A module with its loss function, as the engine's host. Between calls the module is empty or shown to the user.
+pub(crate) struct ModuleHost<M> {
+    pub(crate) model: RefCell<M>,
+    pub(crate) slots: RefCell<Rc<Slots>>,
+    pub(crate) rates: RefCell<Vec<LearningRate>>,
+    /// Whether the loss is computed in another dtype than the parameters': then it may assign in that one.
+    pub(crate) mixed: bool,
+    pub(crate) stop: Cell<Option<Stop>>,
+    loss: RefCell<LossFunction<M>>,
+    left: RefCell<Left>, // of the loss call under way
+}
+
+impl<M: ModuleParameters> ModuleHost<M> {
+    pub(crate) fn new(
+        model: M,
+        loss: LossFunction<M>,
+        rates: Vec<LearningRate>,
+        mixed: bool,
+    ) -> Self {
+        Self {
+            model: RefCell::new(model),
+            slots: RefCell::default(),
+            rates: RefCell::new(rates),
+            mixed,
+            stop: Cell::new(None),
+            loss: RefCell::new(loss),
+            left: RefCell::default(),
+        }
+    }
+
+    // the stop goes to the step; what MLX is told is lost on its way
+    fn stopped(&self, stop: Stop) -> Exception {
+        self.stop.set(Some(stop));
+        Exception::custom("the loss function was stopped")
+    }
+
+    fn call(&self, model: &mut M, batch: &[Array]) -> MlxResult<Loss> {
+        let mut loss = self.loss.borrow_mut();
+        match catch_unwind(AssertUnwindSafe(|| loss(model, batch))) {
+            Ok(Err(error)) if error.what().contains(READS) => Err(self.stopped(Stop::Reads)),
+            Ok(returned) => returned,
+            Err(payload) if text(&*payload).contains(READS) => Err(self.stopped(Stop::Reads)),
+            Err(payload) => Err(self.stopped(Stop::Panic(payload))),
+        }
+    }
+
+    // what the loss has assigned to the module's slots
+    fn assigned(
+        &self,
+        model: &M,
+        call: &LossCall,
+        output: &mut LossOutput,
+        left: &mut Left,
+    ) -> MlxResult<()> {
+        let slots = self.slots.borrow();
+        let arrays = model.parameters().flatten();
+        if arrays.len() != slots.len() {
+            let what =
+                "the loss function: expected the module's parameters, it adds or removes some";
+            return Err(Exception::custom(what));
+        }
+        for (name, now) in arrays {
+            let (tracer, assigned, index) = match slots.role(&name) {
+                Some(Role::Parameter(i)) => (&call.parameters[i], &mut output.parameters, i),
+                Some(Role::Other(i)) => (&call.others[i], &mut left.others, i),
+                None => return Err(Exception::custom(format!("the loss function adds {name}"))),
+            };
+            if array::id(now) != array::id(tracer) {
+                assigned.push((index, self.fitting(&name, now, tracer)?));
+            }
+        }
+        output.parameters.sort_by_key(|(index, _)| *index); // a map's order is another one each time
+        left.others.sort_by_key(|(index, _)| *index);
+        Ok(())
+    }
+
+    // what was assigned in place of `tracer`, in its dtype where the loss computes in another one
+    fn fitting(&self, name: &str, now: &Array, tracer: &Array) -> MlxResult<Array> {
+        let cast = self.mixed && now.dtype().is_float() && tracer.dtype().is_float();
+        let dtype = if cast { tracer.dtype() } else { now.dtype() };
+        let now = now.as_dtype(dtype)?;
+        let (wanted, got) = (Tensor::of(tracer), Tensor::of(&now));
+        if got == wanted {
+            return Ok(now);
+        }
+        Err(Exception::custom(format!(
+            "{name}: expected {:?} {:?}, the loss function assigns {:?} {:?}",
+            wanted.dtype, wanted.shape, got.dtype, got.shape
+        )))
+    }
+
+    fn traced(&self, model: &mut M, call: &LossCall) -> MlxResult<LossOutput> {
+        self.slots.borrow().fill(model, |role| match role {
+            Role::Parameter(i) => call.parameters.get(i).cloned(),
+            Role::Other(i) => call.others.get(i).cloned(),
+        });
+        let (loss, key) = random::draw_from(call.key, || self.call(model, call.batch))?;
+        if let Some(weight) = loss.weight.as_ref().filter(|weight| weight.ndim() > 0) {
+            return Err(Exception::custom(format!(
+                "the loss function: expected a scalar weight, got one of shape {:?}",
+                weight.shape()
+            )));
+        }
+        let mut output = LossOutput {
+            weight: loss.weight,
+            aux: loss.aux,
+            ..LossOutput::new(loss.value)
+        };
+        let mut left = Left {
+            key: (array::id(&key) != array::id(call.key)).then_some(key),
+            ..Left::default()
+        };
+        self.assigned(model, call, &mut output, &mut left)?;
+        self.left.replace(left);
+        Ok(output)
+    }
+}
+
+fn text(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| payload.downcast_ref::<&str>().copied())
+        .unwrap_or_default()
+}
+
+impl<M: ModuleParameters> Host for ModuleHost<M> {
+    fn differentiate(
+        &self,
+        _: &[Array],
+        _: &Array,
+        work: &mut dyn FnMut() -> MlxResult<()>,
+    ) -> MlxResult<Left> {
+        let outcome = work();
+        self.slots.borrow().hide(&mut *self.model.borrow_mut());
+        outcome.map(|()| self.left.take())
+    }
+
+    fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
+        self.traced(&mut self.model.borrow_mut(), &call)
+    }
+
+    fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>> {
+        match self.rates.borrow().get(rule) {
+            Some(rate @ LearningRate::Schedule(_)) => rate.at(step).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn update(&self, _: UpdateCall) -> MlxResult<UpdateOutput> {
+        Err(Exception::custom("a module is updated by rules"))
+    }
+}

@@ -1,0 +1,23 @@
+//! The training step of an mlx-rs module: the front for Rust programs.
+//!
+//! Uses every other room.
+//!
+//! The way of a batch: [`Step::step`] takes in what the user has changed (`sync`), finds or makes the traces of the call
+//! (`run`, `key`), whose loss is computed by the module with tracers in its `slots` (`host`), lets the engine run them, and
+//! gives out a [`StepOutput`]. `optimizer`, `kept` and `state` name the step's arrays as Python does, `checkpoint` writes them.
+mod checkpoint;
+mod host;
+mod kept;
+mod key;
+mod loss;
+mod optimizer;
+mod output;
+mod run;
+mod slots;
+mod state;
+mod step;
+mod sync;
+
+pub use loss::Loss;
+pub use output::{Stats, StepOutput};
+pub use step::Step;

@@ -1,0 +1,123 @@
+//! The output of one step, and the statistics of all.
+use std::collections::BTreeMap;
+
+use mlx_rs::Array;
+
+use crate::{
+    engine::{nonfinite::is_true, Seconds},
+    error::{Error, Result},
+    trace::{Outputs, TraceRecord},
+};
+
+/// What one step gives. The arrays are lazy: reading one waits for that step.
+#[derive(Clone, Debug)]
+pub struct StepOutput {
+    /// The loss, a scalar in the dtype in which the loss function returned it.
+    pub loss: Array,
+    /// What the loss function returned beside it.
+    pub aux: Vec<Array>,
+    /// The global norm of the gradients before clipping, a float32 scalar; of a window's average where one was filled.
+    /// `None` where there was no update, and where nothing needs it: with [`Nonfinite::Allow`](crate::Nonfinite::Allow)
+    /// and without a norm to clip to.
+    pub grad_norm: Option<Array>,
+    skipped: Option<Array>,
+    update: Update,
+}
+
+/// Whether parameters and optimizer state were updated.
+#[derive(Clone, Debug)]
+enum Update {
+    /// The window is not full yet.
+    No,
+    /// Yes.
+    Yes,
+    /// Unless this flag is true.
+    Unless(Array),
+}
+
+impl StepOutput {
+    pub(super) fn new(batch: &Outputs, update: Option<&Outputs>) -> Result<Self> {
+        Ok(Self {
+            loss: batch.loss.clone().ok_or_else(Error::no_loss)?,
+            aux: batch.aux.clone(),
+            grad_norm: update.and_then(|update| update.norm.clone()),
+            skipped: batch.skipped.clone(),
+            update: match update.map(|update| &update.skipped) {
+                Some(Some(missed)) => Update::Unless(missed.clone()),
+                Some(None) => Update::Yes,
+                None => Update::No,
+            },
+        })
+    }
+
+    /// Whether nothing of the batch was taken; waits for the step.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn skipped(&self) -> Result<bool> {
+        Ok(self.skipped.as_ref().map_or(Ok(false), is_true)?)
+    }
+
+    /// Whether parameters and optimizer state were updated; waits for the step, unless it is known without.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn updated(&self) -> Result<bool> {
+        match &self.update {
+            Update::Unless(missed) => Ok(!is_true(missed)?),
+            Update::Yes => Ok(true),
+            Update::No => Ok(false),
+        }
+    }
+}
+
+/// What a step has done so far.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Stats {
+    /// The number of calls.
+    pub steps: usize,
+    /// The number of updates that were made.
+    pub updates: usize,
+    /// How many batches were not taken, because loss or gradients were not finite or the loss too large.
+    pub skipped: usize,
+    /// Whether the step is compiled: not where it was told not to be, or MLX finds no compiler.
+    pub compiled: bool,
+    /// Whether OpenBLAS has taken the place of MLX's own BLAS on the CPU.
+    pub openblas: bool,
+    /// The traces that are kept.
+    pub traces: Vec<TraceRecord>,
+    /// The number of all traces that were made.
+    pub traced: usize,
+    /// Where the time of all calls went. `trace`: calls that made a trace, all of them. `build`: replaying traces.
+    /// `evaluate`: handing the work to MLX, which on a CPU does most of it then. `wait`: for steps in flight.
+    pub seconds: BTreeMap<&'static str, f64>,
+    /// The bytes that are held. `parameters`, `optimizer`: its state. `step`: masters, average and window. `model`: the
+    /// module's other arrays.
+    pub bytes: BTreeMap<&'static str, usize>,
+    /// The share, from 0 to 1, of weights that a metered update rounded to no change; `None` before the first reading.
+    pub unchanged: Option<f64>,
+}
+
+/// Where the time went, in seconds.
+#[derive(Debug, Default)]
+pub(super) struct Spent {
+    trace: f64,
+    engine: Seconds,
+}
+
+impl Spent {
+    pub(super) fn add(&mut self, engine: Seconds, traced: Option<f64>) {
+        self.trace += traced.unwrap_or_default();
+        self.engine += engine;
+    }
+
+    pub(super) fn by_name(&self) -> BTreeMap<&'static str, f64> {
+        BTreeMap::from([
+            ("trace", self.trace),
+            ("build", self.engine.build),
+            ("evaluate", self.engine.evaluate),
+            ("wait", self.engine.wait),
+        ])
+    }
+}

@@ -1,0 +1,109 @@
+//! Clipping by the global norm of the gradients, and by value.
+use mlx_rs::{error::Result, ops, Array};
+
+use crate::{
+    layout::precision,
+    mlx::{join, ops::scalar},
+};
+
+/// Gradients up to so many bytes are joined for their sum, so many at least, and up to so many bytes in all.
+const SMALL_BYTES: usize = 128 << 10;
+const MANY: usize = 8;
+const JOINED_BYTES: usize = 16 << 20;
+
+/// The Euclidean norm of all gradients together: a float32 scalar. Half precision is squared and summed in float32.
+///
+/// `squares`: for each gradient, sums of its squares that are there already.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Array> {
+    let mut parts = Vec::new();
+    let mut rest = Vec::new();
+    for (index, gradient) in gradients.iter().enumerate() {
+        match squares.get(index) {
+            Some(Some(squares)) => parts.push(squares.sum(None)?),
+            _ => rest.push(gradient.as_dtype(precision::wide(gradient.dtype()))?),
+        }
+    }
+    while let Some(first) = rest.first() {
+        let dtype = first.dtype();
+        let (same, others) = rest.into_iter().partition(|each| each.dtype() == dtype);
+        parts.extend(sums_of_squares(same)?);
+        rest = others;
+    }
+    let total = parts
+        .into_iter()
+        .map(Ok)
+        .reduce(|total, part| total?.add(part?));
+    total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
+}
+
+// of gradients of one dtype
+fn sums_of_squares(gradients: Vec<Array>) -> Result<Vec<Array>> {
+    if let Some(sum) = join::sum_of_squares(&gradients) {
+        return Ok(vec![sum]);
+    }
+    let (small, large): (Vec<_>, Vec<_>) = gradients
+        .into_iter()
+        .partition(|gradient| gradient.nbytes() <= SMALL_BYTES);
+    let mut sums = sums_of_small(&small)?;
+    for gradient in &large {
+        sums.push(gradient.square()?.sum(None)?);
+    }
+    Ok(sums)
+}
+
+// where they are many, joining them costs less than a few kernels for each
+fn sums_of_small(gradients: &[Array]) -> Result<Vec<Array>> {
+    if gradients.len() < MANY {
+        let sums = gradients.iter().map(|each| each.square()?.sum(None));
+        return sums.collect();
+    }
+    let most = (JOINED_BYTES / SMALL_BYTES).min(join::MAX_PARTS);
+    let sums = gradients.chunks(most).map(|chunk| {
+        let flat = chunk.iter().map(|each| each.reshape(&[-1]));
+        let flat: Vec<Array> = flat.collect::<Result<_>>()?;
+        let parts: Vec<&Array> = flat.iter().collect();
+        match join::squares(&parts)? {
+            Some(squares) => squares.sum(None),
+            None => join::join(&parts)?.square()?.sum(None),
+        }
+    });
+    sums.collect()
+}
+
+/// What gradients of this norm have to be multiplied by for their norm to be at most `max_norm`, a float32 scalar:
+/// `min(max_norm / (norm + 1e-6), 1)`, the formula of `mlx.optimizers.clip_grad_norm`.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn scale(norm: &Array, max_norm: f64) -> Result<Array> {
+    #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+    let max_norm = Array::from_f32(max_norm as f32);
+    let scale = max_norm.divide(norm.add(Array::from_f32(1e-6))?)?;
+    ops::minimum(scale, Array::from_f32(1.0))
+}
+
+/// Multiply gradients by a scalar, in their own dtypes.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn by(gradients: &[Array], scale: &Array) -> Result<Vec<Array>> {
+    // a barrier: fused into the update, the scalar would be computed again for every element
+    let scale = scale.contiguous()?;
+    let multiply = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
+    gradients.iter().map(multiply).collect()
+}
+
+/// Bring every element of the gradients into `[-max_value, max_value]`.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn by_value(gradients: &[Array], max_value: f64) -> Result<Vec<Array>> {
+    let clip = |gradient: &Array| {
+        let limit = scalar(max_value, gradient.dtype());
+        ops::maximum(ops::minimum(gradient, &limit)?, limit.negative()?)
+    };
+    gradients.iter().map(clip).collect()
+}

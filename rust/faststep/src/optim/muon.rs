@@ -1,0 +1,102 @@
+//! The update of `mlx.optimizers.Muon`, operation for operation: matrices by a momentum of which only the directions stay.
+use mlx_rs::{
+    error::Result,
+    linalg::{norm_l2, NormOptions},
+    ops::addmm,
+    Array, Axes,
+};
+
+use super::given::{Given, Updated};
+
+/// The coefficients of one Newton-Schulz iteration: Jordan et al., Muon (2024), <https://kellerjordan.github.io/posts/muon/>.
+const NEWTON_SCHULZ: (f64, f64, f32) = (3.4445, -4.7750, 2.0315);
+/// Added to the norm that a matrix is divided by.
+const EPS: f64 = 1e-7;
+
+/// The options of Muon, named and meant as in `mlx.optimizers`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Muon {
+    /// The momentum strength.
+    pub momentum: f64,
+    /// The L2 penalty.
+    pub weight_decay: f64,
+    /// Nesterov momentum.
+    pub nesterov: bool,
+    /// The number of Newton-Schulz iterations.
+    pub ns_steps: usize,
+}
+
+impl Muon {
+    // v = momentum v + (1 - momentum) g;  u = v, or (1 - momentum) g + momentum v with Nesterov;  w = w - lr u
+    // of a matrix u is brought near the closest orthogonal one, and lr multiplied by max(1, rows / columns)^0.5
+    pub(super) fn update(&self, given: &Given, old: &Array, stacked: bool) -> Updated {
+        let momentum = given.number(self.momentum);
+        let rest = given.number(1.0 - self.momentum);
+        let mut gradient = given.gradient.clone();
+        if self.weight_decay != 0.0 {
+            let decay = given.number(self.weight_decay);
+            gradient = gradient.add(decay.multiply(given.parameter)?)?;
+        }
+        let v = momentum.multiply(old)?.add(rest.multiply(&gradient)?)?;
+        let v = given.moment(v, old)?;
+        let mut update = if self.nesterov {
+            gradient.multiply(rest)?.add(v.multiply(momentum)?)?
+        } else {
+            v.clone()
+        };
+        let mut rate = given.rate.clone();
+        let first = usize::from(stacked);
+        if let [.., rows, columns] = update.shape()[first..] {
+            update = self.orthogonal(given, &update, first)?;
+            let ratio = f64::from(rows) / f64::from(columns);
+            rate = rate.multiply(given.number(ratio.max(1.0).sqrt()))?;
+        }
+        let parameter = given.parameter.subtract(rate.multiply(update)?)?;
+        given.updated(parameter, vec![v])
+    }
+
+    // more axes than two: the first one against all others
+    fn orthogonal(&self, given: &Given, update: &Array, first: usize) -> Result<Array> {
+        let shape = update.shape();
+        if update.size() == 0 {
+            return Ok(update.clone()); // it has no norm, and MLX infers no shape of nothing
+        }
+        let flat = update.reshape(&[&shape[..=first], &[-1]].concat())?;
+        self.newton_schulz(given, &flat)?.reshape(shape)
+    }
+
+    // X / |X|, then X = a X + (b A + c A^2) X with A = X X^T, of the wide one of matrix and transpose
+    fn newton_schulz(&self, given: &Given, matrix: &Array) -> Result<Array> {
+        let (a, b, c) = NEWTON_SCHULZ;
+        let (a, b) = (given.number(a), given.number(b));
+        let tall = matches!(matrix.shape(), [.., rows, columns] if rows > columns);
+        let turn = |x: &Array| {
+            if tall {
+                x.swap_axes(-1, -2)
+            } else {
+                Ok(x.clone())
+            }
+        };
+        let mut x = turn(matrix)?;
+        x = x.divide(norm(&x)?.add(given.number(EPS))?)?;
+        for _ in 0..self.ns_steps {
+            let product = x.matmul(x.swap_axes(-1, -2)?)?;
+            let both = addmm(b.multiply(&product)?, &product, &product, c, 1.0)?;
+            x = addmm(a.multiply(&x)?, both, &x, 1.0, 1.0)?;
+        }
+        turn(&x)
+    }
+}
+
+// of each matrix, along its elements in their order, as MLX's is
+fn norm(matrices: &Array) -> Result<Array> {
+    let [lead @ .., _, _] = matrices.shape() else {
+        return norm_l2(matrices, NormOptions::default());
+    };
+    let options = NormOptions {
+        axes: Axes::Axis(-1),
+        keep_dims: true,
+    };
+    let norm = norm_l2(matrices.reshape(&[lead, &[-1]].concat())?, options)?;
+    norm.expand_dims(-1)
+}

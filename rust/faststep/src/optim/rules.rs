@@ -1,0 +1,244 @@
+//! The assignment of update rules to tensors, and the places of their arrays in the list of the state.
+//!
+//! First come step and learning rate of each rule, then the moments of each buffer.
+use std::{collections::HashMap, ops::Range};
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+use super::{
+    given::{Moment, Updated},
+    optimizer::Optimizer,
+};
+use crate::{
+    layout::{Layout, Tensor},
+    mlx::ops::choose,
+};
+
+/// The rules of a step: one, or those of a `MultiOptimizer`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rules {
+    rules: Vec<Optimizer>,
+    of: Vec<usize>,
+}
+
+/// What an update gives.
+#[derive(Debug)]
+pub struct UpdateOutput {
+    /// The new parameters, all of them.
+    pub parameters: Vec<Array>,
+    /// The state arrays that changed, with their index.
+    pub state: Vec<(usize, Array)>,
+}
+
+/// The learning rate of a rule's schedule after so many updates, by the rule's number and that of the updates; `None` where
+/// it is not scheduled on the device.
+pub(crate) type Schedule<'a> = &'a dyn Fn(usize, &Array) -> Result<Option<Array>>;
+
+/// The scalars of one rule.
+struct Head {
+    at: usize,
+    step: Array,
+    rate: Option<Array>,
+    scheduled: bool,
+}
+
+impl Rules {
+    /// `of`: for each tensor, the rule that updates it.
+    #[must_use]
+    pub fn new(rules: Vec<Optimizer>, of: Vec<usize>) -> Self {
+        Self { rules, of }
+    }
+
+    /// One rule for so many tensors.
+    #[must_use]
+    pub fn one(rule: Optimizer, tensors: usize) -> Self {
+        Self::new(vec![rule], vec![0; tensors])
+    }
+
+    /// The rules.
+    #[must_use]
+    pub fn rules(&self) -> &[Optimizer] {
+        &self.rules
+    }
+
+    /// For each tensor, the rule that updates it.
+    #[must_use]
+    pub fn of(&self) -> &[usize] {
+        &self.of
+    }
+
+    /// The state of each tensor.
+    pub fn moments<'a>(&'a self, tensors: &'a [Tensor]) -> impl Iterator<Item = Vec<Moment>> + 'a {
+        let pairs = self.of.iter().zip(tensors);
+        pairs.map(|(&rule, tensor)| self.rules[rule].moments(&tensor.shape))
+    }
+
+    /// Lay out tensors so that those share buffers which one rule updates element by element, and those of one shape which
+    /// it updates tensor by tensor.
+    ///
+    /// `doubles`: pairs of tensors that are one, as [`Layout::with_doubles`] takes them.
+    #[must_use]
+    pub fn layout(&self, tensors: Vec<Tensor>, doubles: &[(usize, usize)]) -> Layout {
+        let mut stacks = HashMap::new();
+        let given = self.of.iter().zip(&tensors).enumerate();
+        let keys = given.map(|(at, (&rule, tensor))| {
+            let double = doubles.iter().any(|&(a, b)| a == at || b == at);
+            if !double && self.rules[rule].is_elementwise(&tensor.shape) {
+                return rule;
+            }
+            let next = self.rules.len() + stacks.len();
+            let stack = (rule, &tensor.shape, double.then_some(at));
+            *stacks.entry(stack).or_insert(next)
+        });
+        let keys: Vec<_> = keys.collect();
+        Layout::flat(tensors, &keys).with_doubles(doubles)
+    }
+
+    /// The same with another rule in place of the only one; `None` where that one keeps another state.
+    #[must_use]
+    pub fn replaced(&self, rule: Optimizer, tensors: &[Tensor]) -> Option<Self> {
+        let new = Self::one(rule, self.of.len());
+        let same = self.rules.len() == 1
+            && self.rules[0].has_rate() == new.rules[0].has_rate()
+            && std::mem::discriminant(&self.rules[0]) == std::mem::discriminant(&new.rules[0])
+            && self.moments(tensors).eq(new.moments(tensors));
+        same.then_some(new)
+    }
+
+    /// The number of steps and learning rates.
+    #[must_use]
+    pub fn scalars(&self) -> usize {
+        let rules = self.rules.iter();
+        rules.map(|rule| 1 + usize::from(rule.has_rate())).sum()
+    }
+
+    /// Where the learning rate of each buffer stands, if its weights move by about that much.
+    pub(crate) fn rates(&self, layout: &Layout) -> Vec<Option<usize>> {
+        let mut at = 0;
+        let rates = self.rules.iter().map(|rule| {
+            at += 1 + usize::from(rule.has_rate());
+            rule.moves_by_rate().then(|| at - 1)
+        });
+        let rates: Vec<_> = rates.collect();
+        let first = |buffer| layout.members(buffer).next();
+        let buffers = (0..layout.len()).map(|buffer| rates[self.of[first(buffer)?]]);
+        buffers.collect()
+    }
+
+    /// Where the moments of each buffer stand.
+    #[must_use]
+    pub fn places(&self, layout: &Layout) -> Vec<Range<usize>> {
+        let mut end = self.scalars();
+        let buffers = 0..layout.len();
+        let places = buffers.map(|buffer| {
+            let start = end;
+            if let Some(first) = layout.members(buffer).next() {
+                let tensor = &layout.tensors()[first];
+                end += self.rules[self.of[first]].moments(&tensor.shape).len();
+            }
+            start..end
+        });
+        places.collect()
+    }
+
+    /// One update of every buffer: the new parameters, and what is new in `state`.
+    pub(crate) fn update(
+        &self,
+        layout: &Layout,
+        schedule: Schedule,
+        state: &[Array],
+        (gradients, weights): (&[Array], &[Array]),
+        good: Option<&Array>,
+    ) -> Result<UpdateOutput> {
+        let heads = self.heads(schedule, state)?;
+        let mut new_state = Vec::with_capacity(state.len());
+        let mut parameters = Vec::with_capacity(weights.len());
+        let buffers = gradients.iter().zip(weights).enumerate();
+        for ((buffer, (gradient, weight)), place) in buffers.zip(self.places(layout)) {
+            let Some(old) = state.get(place.clone()) else {
+                return Err(short());
+            };
+            let first = layout.members(buffer).next().unwrap_or(0);
+            let (head, rule) = (&heads[self.of[first]], &self.rules[self.of[first]]);
+            let shape = &layout.tensors()[first].shape;
+            let stacked = layout.single(buffer).is_none() && !rule.is_elementwise(shape);
+            let rate = head.rate.as_ref();
+            let given = (gradient, weight, old);
+            let (weight, new) = if stacked {
+                Self::update_stack(rule, shape, given, rate, &head.step, good)?
+            } else {
+                rule.update(gradient, weight, old, rate, &head.step, good)?
+            };
+            parameters.push(weight);
+            new_state.extend(place.zip(new));
+        }
+        for head in heads {
+            let step = choose(good, head.step, &state[head.at])?;
+            new_state.push((head.at, step));
+            if let (Some(rate), true) = (head.rate, head.scheduled) {
+                let rate = choose(good, rate, &state[head.at + 1])?;
+                new_state.push((head.at + 1, rate));
+            }
+        }
+        Ok(UpdateOutput {
+            parameters,
+            state: new_state,
+        })
+    }
+
+    // tensors of one shape, joined along their first axis: as one array with an axis more
+    fn update_stack(
+        rule: &Optimizer,
+        shape: &[i32],
+        (gradient, weight, old): (&Array, &Array, &[Array]),
+        rate: Option<&Array>,
+        step: &Array,
+        good: Option<&Array>,
+    ) -> Updated {
+        let stack = |array: &Array, shape: &[i32]| array.reshape(&[&[-1], shape].concat());
+        let moments = rule.moments(shape);
+        let pairs = old.iter().zip(&moments);
+        let stacked: Vec<Array> = pairs
+            .map(|(old, (_, shape))| stack(old, shape))
+            .collect::<Result<_>>()?;
+        let (gradient, parameter) = (stack(gradient, shape)?, stack(weight, shape)?);
+        let (new, moments) =
+            rule.update_all(&gradient, &parameter, &stacked, rate, step, good, true)?;
+        let pairs = moments.iter().zip(old);
+        let moments = pairs.map(|(new, old)| new.reshape(old.shape()));
+        Ok((
+            new.reshape(weight.shape())?,
+            moments.collect::<Result<_>>()?,
+        ))
+    }
+
+    // the number of this update, and the learning rate that its schedule gives for those before
+    fn heads(&self, schedule: Schedule, state: &[Array]) -> Result<Vec<Head>> {
+        let mut at = 0;
+        let heads = self.rules.iter().enumerate().map(|(number, rule)| {
+            let here = at;
+            at += 1 + usize::from(rule.has_rate());
+            let [step, rate @ ..] = state.get(here..at).ok_or_else(short)? else {
+                return Err(short());
+            };
+            let scheduled = match rate {
+                [_] => schedule(number, step)?,
+                _ => None,
+            };
+            Ok(Head {
+                at: here,
+                step: step.add(Array::from_int(1).as_dtype(step.dtype())?)?,
+                scheduled: scheduled.is_some(),
+                rate: scheduled.or_else(|| rate.first().cloned()),
+            })
+        });
+        heads.collect()
+    }
+}
+
+fn short() -> Exception {
+    Exception::custom("an update needs step, learning rate and moments")
+}

@@ -1,0 +1,225 @@
+//! The loss and its gradients, scaled where they are computed in half precision, and their norm.
+use std::cell::RefCell;
+
+use mlx_rs::{
+    error::{Exception, Result},
+    stop_gradient,
+    transforms::value_and_grad_with_argnums,
+    Array, Dtype,
+};
+
+use super::{short, Body, Inputs};
+use crate::{
+    layout::{pack::Packed, precision},
+    mlx::array,
+    optim::clip,
+    trace::{
+        host::{Left, LossCall, LossOutput},
+        outputs::Outputs,
+        recipe::Part,
+    },
+};
+
+impl Body<'_> {
+    pub(super) fn gradients(&self, inputs: &Inputs) -> Result<Outputs> {
+        let Differentiated {
+            mut outputs,
+            gradients,
+            ..
+        } = self.differentiate(inputs)?;
+        outputs.others.clear();
+        let tensors = self.recipe.layout.tensors().iter();
+        let shown = gradients.iter().zip(tensors).map(|(gradient, tensor)| {
+            let gradient = self.unscaled(inputs, gradient.clone())?;
+            gradient.as_dtype(tensor.dtype)
+        });
+        outputs.gradients = shown.collect::<Result<_>>()?;
+        Ok(outputs)
+    }
+
+    pub(super) fn scale<'b>(&self, inputs: &Inputs<'b>) -> Option<[&'b Array; 2]> {
+        let at = self
+            .recipe
+            .places
+            .scale
+            .filter(|_| precision::scales(self.recipe.compute))?;
+        Some([inputs.state.get(at)?, inputs.state.get(at + 1)?])
+    }
+
+    // the trainable tensors as the loss takes them
+    fn for_loss(&self, inputs: &Inputs) -> Result<Vec<Array>> {
+        let Some(compute) = self.recipe.compute else {
+            return Ok(inputs.parameters.to_vec());
+        };
+        let buffers = self.buffers(inputs);
+        let buffers = buffers.iter().map(|buffer| buffer.as_dtype(compute));
+        self.recipe
+            .layout
+            .unpack(&buffers.collect::<Result<Vec<_>>>()?)
+    }
+
+    pub(super) fn differentiate(&self, inputs: &Inputs) -> Result<Differentiated> {
+        let (key, batch) = inputs.rest.split_first().ok_or_else(short)?;
+        let batch = batch.iter().map(|array| match self.recipe.compute {
+            Some(compute) if array.dtype() == Dtype::Float32 => array.as_dtype(compute),
+            _ => Ok(array.clone()),
+        });
+        let batch = batch.collect::<Result<Vec<_>>>()?;
+        let scale = self.scale(inputs);
+        let counts = RefCell::new(LossCounts::default());
+        let loss = |parameters: &[Array]| -> Result<Vec<Array>> {
+            let output = self.host.loss(LossCall {
+                parameters,
+                others: inputs.others,
+                batch: &batch,
+                key,
+            })?;
+            let (values, shape) = LossCounts::flatten(output, scale.map(|[scale, _]| scale))?;
+            counts.replace(shape);
+            Ok(values)
+        };
+        let numbers = 0..i32::try_from(inputs.parameters.len()).unwrap_or(i32::MAX);
+        let numbers: Vec<i32> = numbers.collect();
+        let parameters = self.for_loss(inputs)?;
+        let mut differentiate = value_and_grad_with_argnums(loss, numbers.as_slice());
+        let mut made = None;
+        let left = self.host.differentiate(inputs.others, key, &mut || {
+            made = Some(differentiate(&parameters)?);
+            Ok(())
+        })?;
+        drop(differentiate);
+        let (values, gradients) = made.ok_or_else(short)?;
+        self.decides_for_all(&values, &gradients)?;
+        let idle = gradients.iter().enumerate();
+        let idle = idle.filter(|(_, gradient)| array::is_zero(gradient));
+        let idle = idle.map(|(tensor, _)| tensor).collect();
+        let mut made = counts.into_inner().split(values, gradients, left)?;
+        made.outputs.idle = idle;
+        Ok(made)
+    }
+
+    // each rank would clip by its own norm, and skip steps by itself
+    fn decides_for_all(&self, values: &[Array], gradients: &[Array]) -> Result<()> {
+        let recipe = self.recipe;
+        let alone = recipe.guard.is_none() && recipe.max_grad_norm.is_none();
+        if alone || recipe.part == Part::Gradients {
+            return Ok(());
+        }
+        let ranks = array::ranks(values.iter().chain(gradients));
+        if ranks == 1 {
+            return Ok(());
+        }
+        Err(Exception::custom(format!(
+            "the loss function exchanges arrays between {ranks} ranks: expected nonfinite=\"allow\" and neither \
+             max_grad_norm nor max_loss, because each rank would decide by its own part of the gradients which steps to \
+             take and how far to clip them, and the ranks would drift apart"
+        )))
+    }
+
+    fn unscaled(&self, inputs: &Inputs, gradient: Array) -> Result<Array> {
+        let gradient = match self.recipe.compute {
+            Some(_) => gradient.as_dtype(precision::wide(gradient.dtype()))?,
+            None => gradient,
+        };
+        match self.scale(inputs) {
+            Some([scale, _]) => {
+                gradient.multiply(Array::from_f32(1.0).divide(scale)?.contiguous()?)
+            }
+            None => Ok(gradient),
+        }
+    }
+
+    // the gradients by buffer, in the dtype of what is updated
+    pub(super) fn wide(&self, inputs: &Inputs, packed: &[Array]) -> Result<Vec<Array>> {
+        let gradients = packed.iter().cloned();
+        gradients
+            .map(|gradient| self.unscaled(inputs, gradient))
+            .collect()
+    }
+
+    // the norm of the gradients, where it is needed; the sums that came with packing are of scaled gradients
+    pub(super) fn norm(
+        &self,
+        inputs: &Inputs,
+        gradients: &[Array],
+        packed: &Packed,
+        clips: bool,
+    ) -> Result<Option<Array>> {
+        if !clips && self.recipe.guard.is_none() {
+            return Ok(None);
+        }
+        let Some([scale, _]) = self.scale(inputs) else {
+            return clip::global_norm(gradients, &packed.squares).map(Some);
+        };
+        let norm = clip::global_norm(&packed.buffers, &packed.squares)?;
+        norm.divide(scale).map(Some)
+    }
+}
+
+/// Result of one loss call, differentiated.
+pub(super) struct Differentiated {
+    pub(super) outputs: Outputs,
+    pub(super) weight: Option<Array>,
+    pub(super) rebound: Vec<(usize, Array)>,
+    pub(super) gradients: Vec<Array>, // by tensor
+}
+
+/// How many values of each kind a loss returned, while they cross the differentiation as one list.
+#[derive(Default)]
+struct LossCounts {
+    scaled: bool,
+    weight: bool,
+    aux: usize,
+    rebound: Vec<usize>,
+}
+
+impl LossCounts {
+    fn flatten(output: LossOutput, scale: Option<&Array>) -> Result<(Vec<Array>, Self)> {
+        let (rebound, rebound_values): (Vec<_>, Vec<_>) = output.parameters.into_iter().unzip();
+        let counts = Self {
+            scaled: scale.is_some(),
+            weight: output.weight.is_some(),
+            aux: output.aux.len(),
+            rebound,
+        };
+        let mut values = Vec::new();
+        if let Some(scale) = scale {
+            values.push(output.loss.as_dtype(Dtype::Float32)?.multiply(scale)?);
+        }
+        values.push(output.loss);
+        values.extend(output.weight);
+        values.extend(output.aux);
+        values.extend(rebound_values);
+        Ok((values, counts))
+    }
+
+    fn split(
+        self,
+        values: Vec<Array>,
+        gradients: Vec<Array>,
+        left: Left,
+    ) -> Result<Differentiated> {
+        let mut values = values.into_iter().skip(usize::from(self.scaled));
+        let mut take = |n: usize| values.by_ref().take(n).collect::<Vec<_>>();
+        let loss = take(1).pop();
+        let weight = take(usize::from(self.weight)).pop();
+        let aux = take(self.aux);
+        let rebound = take(self.rebound.len());
+        let others = left.others.into_iter();
+        let others = others.map(|(index, array)| Ok((index, stop_gradient(&array)?)));
+        let kept = left.kept.iter().map(stop_gradient);
+        Ok(Differentiated {
+            outputs: Outputs {
+                loss,
+                aux,
+                kept: kept.collect::<Result<_>>()?,
+                others: others.collect::<Result<_>>()?,
+                key: left.key.as_ref().map(stop_gradient).transpose()?,
+                ..Outputs::default()
+            },
+            weight,
+            rebound: self.rebound.into_iter().zip(rebound).collect(),
+            gradients,
+        })
+    }
+}

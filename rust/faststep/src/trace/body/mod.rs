@@ -1,0 +1,141 @@
+//! The computation of one step, over tracers or arrays: loss, gradients, norm, clipping, update.
+mod gradients;
+mod update;
+mod window;
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+use crate::{
+    layout::pack,
+    layout::precision,
+    mlx::ops::choose,
+    optim::clip,
+    trace::{
+        guard::Guard,
+        host::Host,
+        outputs::Outputs,
+        recipe::{Part, Recipe, Rule},
+    },
+};
+
+/// A recipe with its host.
+pub(crate) struct Body<'a> {
+    recipe: &'a Recipe,
+    host: &'a dyn Host,
+}
+
+/// The function's inputs, named.
+struct Inputs<'a> {
+    parameters: &'a [Array],
+    shared: &'a [Array],
+    state: &'a [Array],
+    others: &'a [Array],
+    rest: &'a [Array], // key and batch, where there is a loss
+}
+
+type Rebound = [(usize, Array)];
+
+fn short() -> Exception {
+    Exception::custom("a step was called with too few arrays")
+}
+
+impl<'a> Body<'a> {
+    pub(crate) fn new(recipe: &'a Recipe, host: &'a dyn Host) -> Self {
+        Self { recipe, host }
+    }
+
+    pub(crate) fn trace(&self, inputs: &[Array]) -> Result<Outputs> {
+        let inputs = self.split(inputs)?;
+        match &self.recipe.part {
+            Part::Whole(rule) => self.whole(&inputs, rule),
+            Part::Batch => self.batch(&inputs),
+            Part::Update(rule) => self.update_by_window(&inputs, rule),
+            Part::Gradients => self.gradients(&inputs),
+        }
+    }
+
+    fn split<'b>(&self, inputs: &'b [Array]) -> Result<Inputs<'b>> {
+        let layout = &self.recipe.layout;
+        let take = |inputs: &'b [Array], n| inputs.split_at_checked(n).ok_or_else(short);
+        let (parameters, rest) = take(inputs, layout.tensors().len())?;
+        let (shared, rest) = take(rest, layout.shared().count())?;
+        let (state, rest) = take(rest, self.recipe.places.len)?;
+        let (others, rest) = take(rest, self.recipe.others)?;
+        Ok(Inputs {
+            parameters,
+            shared,
+            state,
+            others,
+            rest,
+        })
+    }
+
+    fn whole(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
+        let made = self.differentiate(inputs)?;
+        let mut outputs = made.outputs;
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
+        let gradients = self.wide(inputs, &packed.buffers)?;
+        let clips = self.recipe.max_grad_norm.is_some();
+        let norm = self.norm(inputs, &gradients, &packed, clips)?;
+        let good = self.good(&outputs, norm.as_ref(), made.weight.as_ref())?;
+        let mut clipped = gradients;
+        if let (Some(max_norm), Some(norm)) = (self.recipe.max_grad_norm, &norm) {
+            clipped = clip::by(&clipped, &clip::scale(norm, max_norm)?)?;
+        }
+        if let Some(max_value) = self.recipe.max_grad_value {
+            clipped = clip::by_value(&clipped, max_value)?;
+        }
+        self.update(
+            inputs,
+            rule,
+            &made.rebound,
+            &clipped,
+            good.as_ref(),
+            &mut outputs,
+        )?;
+        self.finish_outputs(inputs, good.as_ref(), &mut outputs)?;
+        outputs.norm = norm;
+        outputs.gradients = packed.buffers;
+        Ok(outputs)
+    }
+
+    fn good(
+        &self,
+        outputs: &Outputs,
+        norm: Option<&Array>,
+        weight: Option<&Array>,
+    ) -> Result<Option<Array>> {
+        let (Some(guard), Some(norm), Some(loss)) = (&self.recipe.guard, norm, &outputs.loss)
+        else {
+            return Ok(None);
+        };
+        let good = guard.good(loss, norm)?;
+        match weight {
+            Some(weight) => Guard::any(&good, weight).map(Some),
+            None => Ok(Some(good)),
+        }
+    }
+
+    // what a batch leaves beside the update: buffers, the loss scale, whether it counts
+    fn finish_outputs(
+        &self,
+        inputs: &Inputs,
+        good: Option<&Array>,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
+        for (index, new) in &mut outputs.others {
+            *new = choose(good, new.clone(), &inputs.others[*index])?;
+        }
+        outputs.skipped = good.map(Array::logical_not).transpose()?;
+        if let (Some(scale), Some(good), Some(at)) =
+            (self.scale(inputs), good, self.recipe.places.scale)
+        {
+            let next = precision::next_scale(scale, good)?;
+            outputs.state.extend((at..).zip(next));
+        }
+        Ok(())
+    }
+}

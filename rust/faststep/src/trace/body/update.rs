@@ -1,0 +1,135 @@
+//! The update: new parameters, optimizer state, masters and average.
+use mlx_rs::{error::Result, Array};
+
+use super::{Body, Inputs, Rebound};
+use crate::{
+    mlx::ops::{choose, scalar},
+    optim::UpdateOutput,
+    trace::{host::UpdateCall, outputs::Outputs, recipe::Rule},
+};
+
+impl Body<'_> {
+    // new parameters, optimizer state, masters and average
+    pub(super) fn update(
+        &self,
+        inputs: &Inputs,
+        rule: &Rule,
+        rebound: &Rebound,
+        gradients: &[Array],
+        good: Option<&Array>,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
+        let weights = self.weights(inputs, rebound)?;
+        let updated = self.updated(inputs, rule, gradients, &weights, good)?;
+        let mut new = updated.parameters;
+        outputs.state.extend(updated.state);
+        if !rebound.is_empty() {
+            // a step that is not taken leaves what was there before the loss
+            let before = self.weights(inputs, &[])?;
+            for (new, old) in new.iter_mut().zip(&before) {
+                *new = choose(good, new.clone(), old)?;
+            }
+        }
+        let (layout, places) = (&self.recipe.layout, &self.recipe.places);
+        for &(buffer, last) in layout.doubles() {
+            new[buffer] = new[last].clone();
+        }
+        for (buffer, weight) in new.iter_mut().enumerate() {
+            if let (Some(decay), Some(first)) = (self.recipe.ema_decay, places.average) {
+                let old = &inputs.state[first + buffer];
+                // a barrier: beyond MLX's limit to the depth of a kernel, the squared gradient would be stored
+                *weight = weight.contiguous()?;
+                let average = averaged(decay, old, weight)?;
+                outputs
+                    .state
+                    .push((first + buffer, choose(good, average, old)?));
+            }
+            if let Some(at) = self.master(buffer) {
+                let shown = weight.as_dtype(layout.dtype(buffer))?;
+                outputs.state.push((at, std::mem::replace(weight, shown)));
+            }
+        }
+        outputs.parameters = new;
+        Ok(())
+    }
+
+    // the place of the buffer's master, where it has one that this step updates
+    fn master(&self, buffer: usize) -> Option<usize> {
+        self.recipe.compute?;
+        self.recipe.places.master(&self.recipe.layout, buffer)
+    }
+
+    fn updated(
+        &self,
+        inputs: &Inputs,
+        rule: &Rule,
+        gradients: &[Array],
+        weights: &[Array],
+        good: Option<&Array>,
+    ) -> Result<UpdateOutput> {
+        let state = &inputs.state[..self.recipe.places.optimizer];
+        let rule = match rule {
+            Rule::Native(rules) => {
+                let given = (gradients, weights);
+                return rules.update(
+                    &self.recipe.layout,
+                    &|rule, step| self.host.learning_rate(rule, step),
+                    state,
+                    given,
+                    good,
+                );
+            }
+            Rule::Host => self.host,
+        };
+        let mut output = rule.update(UpdateCall {
+            gradients,
+            parameters: weights,
+            state,
+        })?;
+        for (new, old) in output.parameters.iter_mut().zip(weights) {
+            *new = choose(good, new.clone(), old)?;
+        }
+        for (index, new) in &mut output.state {
+            *new = choose(good, new.clone(), &state[*index])?;
+        }
+        Ok(output)
+    }
+
+    // the buffers of the given parameters
+    pub(super) fn buffers(&self, inputs: &Inputs) -> Vec<Array> {
+        let mut shared = inputs.shared.iter();
+        let layout = &self.recipe.layout;
+        let buffers = (0..layout.len()).map(|buffer| match layout.single(buffer) {
+            Some(tensor) => inputs.parameters.get(tensor),
+            None => shared.next(),
+        });
+        buffers.flatten().cloned().collect()
+    }
+
+    // the buffers to update: masters, or what the step was given, or what the loss assigned
+    fn weights(&self, inputs: &Inputs, rebound: &Rebound) -> Result<Vec<Array>> {
+        let layout = &self.recipe.layout;
+        let mut weights = self.buffers(inputs);
+        for (buffer, weight) in weights.iter_mut().enumerate() {
+            if let Some(at) = self.master(buffer) {
+                *weight = inputs.state[at].clone();
+            }
+        }
+        if rebound.is_empty() {
+            return Ok(weights);
+        }
+        let mut tensors = layout.unpack(&weights)?;
+        for (index, array) in rebound {
+            // in mixed precision the loss assigns in the dtype that it computes in
+            tensors[*index] = array.as_dtype(tensors[*index].dtype())?;
+        }
+        layout.pack(&tensors)
+    }
+}
+
+// decay average + (1 - decay) weight: Polyak & Juditsky, Acceleration of Stochastic Approximation by Averaging (1992)
+fn averaged(decay: f64, average: &Array, weight: &Array) -> Result<Array> {
+    let dtype = average.dtype();
+    let old = scalar(decay, dtype).multiply(average)?;
+    old.add(scalar(1.0 - decay, dtype).multiply(weight.as_dtype(dtype)?)?)
+}

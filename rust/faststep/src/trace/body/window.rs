@@ -1,0 +1,108 @@
+//! The parts of an accumulated step: a batch is added to the window, and the update by the window.
+use mlx_rs::{
+    error::{Exception, Result},
+    ops, Array, Dtype,
+};
+
+use super::{short, Body, Inputs};
+use crate::{
+    layout::aux_state::CLOSED,
+    layout::pack,
+    mlx::ops::{choose, scalar},
+    optim::clip,
+    trace::{guard::Guard, outputs::Outputs, recipe::Rule},
+};
+
+impl Body<'_> {
+    // adds the weighted gradients to the window; the first batch of one, taken or not, leaves nothing of the last one
+    pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
+        let made = self.differentiate(inputs)?;
+        if !made.rebound.is_empty() {
+            return Err(Exception::custom(
+                "the loss assigns to a trainable parameter, which an accumulated step cannot repeat: expected \
+                 assignments to buffers only (freeze what is no parameter)",
+            ));
+        }
+        let mut outputs = made.outputs;
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
+        let gradients = self.wide(inputs, &packed.buffers)?;
+        let norm = self.norm(inputs, &gradients, &packed, false)?;
+        let mut good = self.good(&outputs, norm.as_ref(), None)?;
+        if let (Some(yes), Some(weight)) = (&good, &made.weight) {
+            good = Some(Guard::and_weight(yes, weight)?);
+        }
+        let (first, total) = self.window(inputs)?;
+        let first_batch = total.eq(Array::from_f32(CLOSED))?.contiguous()?;
+        let begun = |old: &Array| ops::select(&first_batch, scalar(0.0, old.dtype()), old);
+        let weight = match &made.weight {
+            Some(weight) => weight.as_dtype(Dtype::Float32)?.contiguous()?,
+            None => Array::from_f32(1.0),
+        };
+        for (buffer, gradient) in gradients.iter().enumerate() {
+            let old = &inputs.state[first + buffer];
+            let mut gradient = gradient.as_dtype(old.dtype())?;
+            if made.weight.is_some() {
+                gradient = gradient.multiply(weight.as_dtype(old.dtype())?)?;
+            }
+            let old = begun(old)?;
+            let new = choose(good.as_ref(), old.add(gradient)?, &old)?;
+            outputs.state.push((first + buffer, new));
+        }
+        let total = begun(total)?;
+        let new = choose(good.as_ref(), total.add(weight)?, &total)?;
+        outputs.state.push((first + gradients.len(), new));
+        self.finish_outputs(inputs, good.as_ref(), &mut outputs)?;
+        outputs.gradients = packed.buffers;
+        Ok(outputs)
+    }
+
+    pub(super) fn update_by_window(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
+        let (first, total) = self.window(inputs)?;
+        let layout = &self.recipe.layout;
+        let sums = &inputs.state[first..first + layout.len()];
+        let share = Array::from_f32(1.0).divide(total)?;
+        let mut outputs = Outputs::default();
+        let mut factor = share.clone();
+        if self.recipe.max_grad_norm.is_some() || self.recipe.guard.is_some() {
+            let norm = clip::global_norm(sums, &[])?.multiply(&share)?;
+            if let Some(max_norm) = self.recipe.max_grad_norm {
+                factor = factor.multiply(clip::scale(&norm, max_norm)?)?;
+            }
+            outputs.norm = Some(norm);
+        }
+        let good = match (&self.recipe.guard, &outputs.norm) {
+            (Some(_), Some(norm)) => Guard::any(&Guard::finite(norm)?, total)?,
+            // steps that guard may have skipped all that is in the window
+            _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
+        };
+        let mut gradients = clip::by(sums, &factor)?;
+        if self.recipe.compute.is_none() {
+            let shown = gradients.iter().enumerate();
+            gradients = shown
+                .map(|(buffer, gradient)| gradient.as_dtype(layout.dtype(buffer)))
+                .collect::<Result<_>>()?;
+        }
+        if let Some(max_value) = self.recipe.max_grad_value {
+            gradients = clip::by_value(&gradients, max_value)?;
+        }
+        self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
+        outputs.skipped = Some(good.logical_not()?);
+        // of the total, so that it is an array of this step and no constant
+        let closed = Array::from_f32(CLOSED);
+        let closed = ops::select(total.ge(&closed)?, &closed, &closed)?;
+        outputs.state.push((first + sums.len(), closed));
+        Ok(outputs)
+    }
+
+    // the place of the window's first array, and the sum of its weights
+    fn window<'b>(&self, inputs: &Inputs<'b>) -> Result<(usize, &'b Array)> {
+        let places = &self.recipe.places;
+        let total = places.total(&self.recipe.layout);
+        let (Some(first), Some(total)) = (places.window, total) else {
+            return Err(Exception::custom(
+                "a step without a window cannot accumulate",
+            ));
+        };
+        Ok((first, inputs.state.get(total).ok_or_else(short)?))
+    }
+}

@@ -1,0 +1,171 @@
+//! The traces of a step: which one fits a call, why a new one was needed, which one goes first.
+use super::trace::Trace;
+use crate::mlx::memory;
+
+/// After so many dropped traces the C library is asked to give their memory back.
+const TRIM_EVERY: usize = 32;
+
+/// Why a trace was made, and how long it took.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct TraceRecord {
+    /// What made the trace necessary.
+    pub cause: String,
+    /// How long it took, first evaluation included, in seconds.
+    pub seconds: f64,
+}
+
+/// A trace, what it is valid for, and what the host keeps of what the loss returned.
+#[derive(Debug)]
+pub struct TraceEntry<K, T> {
+    /// What it is valid for.
+    pub key: K,
+    /// The trace.
+    pub trace: Trace,
+    /// What the host keeps.
+    pub kept: T,
+    cause: String,
+    number: usize,
+    seconds: Option<f64>, // none before its first evaluation is done
+}
+
+type Last<'a, K, T> = Option<&'a mut TraceEntry<K, T>>;
+
+/// The traces of one step, by keys of type `K`.
+#[derive(Debug)]
+pub struct TraceCache<K, T> {
+    entries: Vec<TraceEntry<K, T>>, // most recent last
+    made: usize,
+    dropped: usize,
+}
+
+impl<K, T> Default for TraceCache<K, T> {
+    fn default() -> Self {
+        Self {
+            entries: Vec::new(),
+            made: 0,
+            dropped: 0,
+        }
+    }
+}
+
+impl<K, T: Default> TraceCache<K, T> {
+    /// The trace for a key becomes the last one; where there is none, `make` makes it and says why, from the key and
+    /// those that are known, the last one first.
+    pub fn find(
+        &mut self,
+        key: K,
+        max_traces: usize,
+        same: impl Fn(&K, &K) -> bool,
+        make: impl FnOnce(&K, &[&K]) -> (Trace, String),
+    ) {
+        if self.use_again(|entry| same(&entry.key, &key)).is_some() {
+            return;
+        }
+        let (trace, cause) = make(&key, &self.keys());
+        self.add(key, trace, T::default(), cause, max_traces);
+    }
+
+    /// A new trace becomes the last one; the one used least recently goes where there are too many.
+    pub fn add(&mut self, key: K, trace: Trace, kept: T, cause: String, max_traces: usize) {
+        self.entries.push(TraceEntry {
+            key,
+            trace,
+            kept,
+            cause,
+            number: 0,
+            seconds: None,
+        });
+        if self.entries.len() > max_traces {
+            self.entries.remove(0);
+            self.dropped += 1;
+            if self.dropped.is_multiple_of(TRIM_EVERY) {
+                memory::trim();
+            }
+        }
+    }
+}
+
+impl<K, T> TraceCache<K, T> {
+    /// The most recent trace that fits becomes the last one.
+    pub fn use_again(
+        &mut self,
+        fits: impl Fn(&TraceEntry<K, T>) -> bool,
+    ) -> Option<&mut TraceEntry<K, T>> {
+        let at = self.entries.iter().rposition(fits)?;
+        let entry = self.entries.remove(at);
+        self.entries.push(entry);
+        self.entries.last_mut()
+    }
+
+    /// The traces, the one used last first.
+    pub fn recent(&self) -> impl Iterator<Item = &TraceEntry<K, T>> {
+        self.entries.iter().rev()
+    }
+
+    /// The traces, to change what the host keeps with them.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut TraceEntry<K, T>> {
+        self.entries.iter_mut()
+    }
+
+    /// What they are valid for, the one used last first.
+    #[must_use]
+    pub fn keys(&self) -> Vec<&K> {
+        self.recent().map(|entry| &entry.key).collect()
+    }
+
+    /// The trace used last, and the one before it.
+    pub fn last_two(&mut self) -> (Last<'_, K, T>, Last<'_, K, T>) {
+        let mut entries = self.entries.iter_mut().rev();
+        (entries.next(), entries.next())
+    }
+
+    /// The trace used last.
+    #[must_use]
+    pub fn last(&self) -> Option<&TraceEntry<K, T>> {
+        self.entries.last()
+    }
+
+    /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
+    pub fn commit(&mut self, seconds: f64) -> bool {
+        let before = self.made;
+        for entry in self.entries.iter_mut().filter(|e| e.seconds.is_none()) {
+            self.made += 1;
+            entry.number = self.made;
+            entry.seconds = Some(seconds);
+        }
+        self.made > before
+    }
+
+    /// After a call that failed: its new traces go. Whether there were any.
+    pub fn discard(&mut self) -> bool {
+        let before = self.entries.len();
+        self.retain(|entry| entry.seconds.is_some());
+        self.entries.len() < before
+    }
+
+    /// Drop those that can never fit again.
+    pub fn retain(&mut self, fits: impl FnMut(&TraceEntry<K, T>) -> bool) {
+        self.entries.retain(fits);
+    }
+
+    /// The number of traces made so far.
+    #[must_use]
+    pub fn made(&self) -> usize {
+        self.made
+    }
+
+    /// The traces that are kept, in the order in which they were made.
+    #[must_use]
+    pub fn records(&self) -> Vec<TraceRecord> {
+        let mut entries: Vec<&TraceEntry<K, T>> = self.entries.iter().collect();
+        entries.sort_by_key(|entry| entry.number);
+        let records = entries.into_iter().filter_map(|entry| {
+            Some(TraceRecord {
+                cause: entry.cause.clone(),
+                seconds: entry.seconds?,
+            })
+        });
+        records.collect()
+    }
+}

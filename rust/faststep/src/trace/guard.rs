@@ -1,0 +1,54 @@
+//! The check on the device that a step is finite; one that is not changes nothing.
+use mlx_rs::{error::Result, ops, Array, Dtype};
+
+/// Which steps are not to be taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Guard {
+    /// A loss above this counts as bad as NaN does.
+    pub max_loss: Option<f64>,
+}
+
+impl Guard {
+    /// Whether the step is good, a bool scalar: loss and norm are finite and the loss is not above its limit.
+    ///
+    /// A gradient so large that its square overflows float32 counts as infinite.
+    ///
+    /// # Errors
+    /// When MLX refuses an operation.
+    pub fn good(&self, loss: &Array, norm: &Array) -> Result<Array> {
+        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+        let limit = self
+            .max_loss
+            .map_or(f32::MAX, |limit| limit as f32)
+            .min(f32::MAX);
+        // A barrier: what the loss is divided by would be in the kernel's source, and every other number of tokens be
+        // another kernel, half a second of g++.
+        let loss = loss.as_dtype(Dtype::Float32)?.contiguous()?;
+        // NaN compares as false
+        let below = loss.le(Array::from_f32(limit))?;
+        let above = loss.ge(Array::from_f32(f32::MIN))?;
+        let good = ops::logical_and(ops::logical_and(below, above)?, Self::finite(norm)?)?;
+        good.contiguous() // a barrier: once, not for every element
+    }
+
+    /// Whether a norm is a number, a bool scalar.
+    pub(crate) fn finite(norm: &Array) -> Result<Array> {
+        norm.le(Array::from_f32(f32::MAX))
+    }
+
+    /// Whether there is anything to average over, as [`Guard::good`].
+    pub(crate) fn any(good: &Array, weight: &Array) -> Result<Array> {
+        let some = weight.contiguous()?.gt(Array::from_f32(0.0))?;
+        Self::and_weight(&ops::logical_and(good, some)?, weight)
+    }
+
+    /// Whether a weight is a number from 0 on too, as [`Guard::good`].
+    pub(crate) fn and_weight(good: &Array, weight: &Array) -> Result<Array> {
+        let weight = weight.as_dtype(Dtype::Float32)?.contiguous()?;
+        let within = ops::logical_and(
+            weight.ge(Array::from_f32(0.0))?,
+            weight.le(Array::from_f32(f32::MAX))?,
+        )?;
+        ops::logical_and(good, within)?.contiguous()
+    }
+}

@@ -1,0 +1,114 @@
+//! The interface to the owner of model, loss and optimizer, called while a step is traced.
+use mlx_rs::{error::Result as MlxResult, Array};
+
+use crate::optim::UpdateOutput;
+
+/// What the loss is computed from.
+#[derive(Clone, Copy, Debug)]
+pub struct LossCall<'a> {
+    /// The trainable tensors, in the order of the layout, in the dtype to compute in.
+    pub parameters: &'a [Array],
+    /// The model's other arrays: frozen parameters and buffers.
+    pub others: &'a [Array],
+    /// The arrays of the batch, float32 ones in the dtype to compute in.
+    pub batch: &'a [Array],
+    /// The random key.
+    pub key: &'a Array,
+}
+
+/// Result of one loss call.
+#[derive(Debug)]
+pub struct LossOutput {
+    /// The scalar to differentiate.
+    pub loss: Array,
+    /// What the loss is a mean over, a scalar: the weight of this batch among those of a window; `None`: each counts as one.
+    pub weight: Option<Array>,
+    /// Arrays that the caller gets beside the loss.
+    pub aux: Vec<Array>,
+    /// Trainable tensors to which the loss assigned, with their index.
+    pub parameters: Vec<(usize, Array)>,
+}
+
+impl LossOutput {
+    /// Of a loss alone.
+    #[must_use]
+    pub fn new(loss: Array) -> Self {
+        Self {
+            loss,
+            weight: None,
+            aux: Vec::new(),
+            parameters: Vec::new(),
+        }
+    }
+}
+
+/// Arrays that differ from what they were before a loss was differentiated.
+#[derive(Debug, Default)]
+pub struct Left {
+    /// Buffers: other arrays to which the loss assigned, with their index.
+    pub others: Vec<(usize, Array)>,
+    /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
+    pub kept: Vec<Array>,
+    /// The random key, where the loss drew from it.
+    pub key: Option<Array>,
+}
+
+/// What an optimizer that is not native is given: lists by tensor, and the arrays of its state.
+#[derive(Clone, Copy, Debug)]
+pub struct UpdateCall<'a> {
+    /// The clipped gradients.
+    pub gradients: &'a [Array],
+    /// The parameters to update.
+    pub parameters: &'a [Array],
+    /// The optimizer's arrays.
+    pub state: &'a [Array],
+}
+
+/// Whose model, loss and optimizer are traced. Called while tracing only.
+pub trait Host {
+    /// Differentiate the loss: `work` calls [`Host::loss`], and may call parts of the loss again, as gradient checkpointing
+    /// does. The model is put back afterwards, and not before.
+    ///
+    /// `others` and `key` are as in [`LossCall`].
+    ///
+    /// # Errors
+    /// Those of `work`, and what the loss leaves in a model that cannot be put back.
+    fn differentiate(
+        &self,
+        others: &[Array],
+        key: &Array,
+        work: &mut dyn FnMut() -> MlxResult<()>,
+    ) -> MlxResult<Left> {
+        let _ = (others, key);
+        work().map(|()| Left::default())
+    }
+
+    /// Look at the graph of a trace with a loss before it is compiled; what the outputs are computed from may be replaced.
+    ///
+    /// # Errors
+    /// It ends the trace.
+    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
+        let _ = (inputs, outputs);
+        Ok(())
+    }
+
+    /// Compute the loss.
+    ///
+    /// # Errors
+    /// Whatever the loss raises; it ends the trace.
+    fn loss(&self, call: LossCall) -> MlxResult<LossOutput>;
+
+    /// The learning rate of a rule's schedule after `step` updates; `None` where it is not scheduled on the device.
+    ///
+    /// `rule`: its number in [`Rules::rules`](crate::optim::Rules::rules).
+    ///
+    /// # Errors
+    /// Whatever the schedule raises.
+    fn learning_rate(&self, rule: usize, step: &Array) -> MlxResult<Option<Array>>;
+
+    /// Update by an optimizer of the host's own.
+    ///
+    /// # Errors
+    /// Whatever the optimizer raises.
+    fn update(&self, call: UpdateCall) -> MlxResult<UpdateOutput>;
+}

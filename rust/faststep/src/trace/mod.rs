@@ -1,0 +1,26 @@
+//! The computation of a step, as one function over arrays that is traced once for each signature.
+//!
+//! Uses `optim`, `layout` and `mlx`.
+//!
+//! The way of a batch: a `Task` says which parts its call needs, `TraceCache` finds the `Trace` of each. A trace that is
+//! new calls `body`: the loss of the `Host` is differentiated, the gradients are packed and clipped, the `Guard` says
+//! whether they count, and the update follows. `Outputs` names what comes out of it.
+mod body;
+mod cache;
+mod guard;
+mod host;
+mod outputs;
+mod recipe;
+mod task;
+#[allow(clippy::module_inception)] // the concept that the room is named after
+mod trace;
+mod trial;
+
+pub use cache::{TraceCache, TraceEntry, TraceRecord};
+pub use guard::Guard;
+pub use host::{Host, Left, LossCall, LossOutput, UpdateCall};
+pub use outputs::Outputs;
+pub use recipe::{Part, Recipe, Rule};
+pub use task::Task;
+pub use trace::Trace;
+pub(crate) use trial::trial;

@@ -1,0 +1,143 @@
+//! The outputs of a traced step by name, and their conversion to and from the flat list that MLX's compilation takes.
+use std::rc::Rc;
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+/// A trace's outputs.
+#[derive(Debug, Default)]
+pub struct Outputs {
+    /// The loss; none where only the update is computed.
+    pub loss: Option<Array>,
+    /// What the loss function returned beside it.
+    pub aux: Vec<Array>,
+    /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
+    pub kept: Vec<Array>,
+    /// The gradients' global norm before clipping.
+    pub norm: Option<Array>,
+    /// Whether nothing is taken of this step: a bool scalar.
+    pub skipped: Option<Array>,
+    /// Gradients.
+    pub gradients: Vec<Array>,
+    /// The new parameters, by buffer.
+    pub parameters: Vec<Array>,
+    /// The state's arrays that changed, with their index.
+    pub state: Vec<(usize, Array)>,
+    /// The model's other arrays that were written, with their index.
+    pub others: Vec<(usize, Array)>,
+    /// The random key, where it was drawn from.
+    pub key: Option<Array>,
+    /// The trainable tensors on which the loss does not depend, in their order.
+    pub idle: Rc<[usize]>,
+}
+
+/// How many outputs of each kind there are, in their order.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct OutputCounts {
+    loss: usize,
+    aux: usize,
+    kept: usize,
+    norm: usize,
+    skipped: usize,
+    gradients: usize,
+    parameters: usize,
+    state: Vec<usize>,
+    others: Vec<usize>,
+    key: usize,
+    idle: Rc<[usize]>,
+}
+
+impl Outputs {
+    pub(crate) fn flatten(self) -> (Vec<Array>, OutputCounts) {
+        let (state, state_values): (Vec<_>, Vec<_>) = self.state.into_iter().unzip();
+        let (others, other_values): (Vec<_>, Vec<_>) = self.others.into_iter().unzip();
+        let counts = OutputCounts {
+            loss: usize::from(self.loss.is_some()),
+            aux: self.aux.len(),
+            kept: self.kept.len(),
+            norm: usize::from(self.norm.is_some()),
+            skipped: usize::from(self.skipped.is_some()),
+            gradients: self.gradients.len(),
+            parameters: self.parameters.len(),
+            state,
+            others,
+            key: usize::from(self.key.is_some()),
+            idle: self.idle,
+        };
+        let mut values: Vec<Array> = self.loss.into_iter().collect();
+        values.extend(self.aux);
+        values.extend(self.kept);
+        values.extend(self.norm);
+        values.extend(self.skipped);
+        values.extend(self.gradients);
+        values.extend(self.parameters);
+        values.extend(state_values);
+        values.extend(other_values);
+        values.extend(self.key);
+        (values, counts)
+    }
+
+    pub(crate) fn split(values: Vec<Array>, counts: OutputCounts) -> Result<Self> {
+        let wanted = counts.loss
+            + counts.aux
+            + counts.kept
+            + counts.norm
+            + counts.skipped
+            + counts.gradients
+            + counts.parameters
+            + counts.state.len()
+            + counts.others.len()
+            + counts.key;
+        if values.len() != wanted {
+            return Err(Exception::custom(format!(
+                "a traced step returned {} arrays, expected {wanted}",
+                values.len()
+            )));
+        }
+        let mut values = values.into_iter();
+        let mut take = |n: usize| values.by_ref().take(n).collect::<Vec<_>>();
+        Ok(Self {
+            loss: take(counts.loss).pop(),
+            aux: take(counts.aux),
+            kept: take(counts.kept),
+            norm: take(counts.norm).pop(),
+            skipped: take(counts.skipped).pop(),
+            gradients: take(counts.gradients),
+            parameters: take(counts.parameters),
+            state: {
+                let values = take(counts.state.len());
+                counts.state.into_iter().zip(values).collect()
+            },
+            others: {
+                let values = take(counts.others.len());
+                counts.others.into_iter().zip(values).collect()
+            },
+            key: take(counts.key).pop(),
+            idle: counts.idle,
+        })
+    }
+
+    // everything that is computed before the update
+    pub(crate) fn before_update(&self) -> impl Iterator<Item = &Array> {
+        let values = self.loss.iter().chain(&self.aux).chain(&self.kept);
+        let values = values.chain(&self.norm).chain(&self.skipped);
+        let others = self.others.iter().map(|(_, array)| array);
+        values.chain(&self.gradients).chain(others).chain(&self.key)
+    }
+
+    // new parameters and state
+    pub(crate) fn update(&self) -> impl Iterator<Item = &Array> {
+        let state = self.state.iter().map(|(_, array)| array);
+        self.parameters.iter().chain(state)
+    }
+
+    // an array that is there when the step is done and that no later step takes over
+    pub(crate) fn marker(&self) -> Option<&Array> {
+        let values = self.loss.iter().chain(&self.skipped).chain(&self.norm);
+        values
+            .chain(self.state.last().map(|(_, array)| array))
+            .next()
+    }
+}

@@ -1,0 +1,55 @@
+//! The task of one call of a step, and the parts that are traced for it.
+use super::recipe::{Part, Rule};
+
+/// What a call is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// A batch and an update.
+    Whole,
+    /// A batch for the window, and the update where it is full.
+    Batch {
+        /// Whether it is full by then.
+        fills: bool,
+    },
+    /// The update by the window as it is.
+    Flush,
+    /// Gradients.
+    Gradients,
+}
+
+impl Task {
+    /// The task of a batch where `accumulate` batches make one update and `open` of them are in the window.
+    #[must_use]
+    pub fn of(accumulate: usize, open: usize) -> Self {
+        if accumulate <= 1 && open == 0 {
+            return Self::Whole;
+        }
+        Self::Batch {
+            fills: open + 1 >= accumulate,
+        }
+    }
+
+    /// Whether parameters and state are updated.
+    #[must_use]
+    pub fn updates(self) -> bool {
+        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
+    }
+
+    /// Whether it needs a window.
+    #[must_use]
+    pub fn accumulates(self) -> bool {
+        matches!(self, Self::Batch { .. } | Self::Flush)
+    }
+
+    /// What is traced, in the order in which the traces are looked for: the update before the batch.
+    #[must_use]
+    pub fn parts(self, rule: &Rule) -> Vec<Part> {
+        match self {
+            Self::Whole => vec![Part::Whole(rule.clone())],
+            Self::Batch { fills: true } => vec![Part::Update(rule.clone()), Part::Batch],
+            Self::Batch { fills: false } => vec![Part::Batch],
+            Self::Flush => vec![Part::Update(rule.clone())],
+            Self::Gradients => vec![Part::Gradients],
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! A step as one function over arrays, traced once: loss, gradients, norm, clipping and update.
+//!
+//! The function's inputs and outputs are plain lists of arrays in a fixed order, so that MLX can compile it, and
+//! an evaluation needs to know nothing of what is in it.
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
+
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    transforms::compile::compile,
+    Array,
+};
+
+use super::{
+    body::Body,
+    host::Host,
+    outputs::{OutputCounts, Outputs},
+    recipe::{Part, Recipe},
+};
+use crate::{
+    error::{Error, Result},
+    mlx::{array, quantized},
+};
+
+type Function = Box<dyn FnMut(&[Array]) -> MlxResult<Vec<Array>>>;
+
+/// A step's function for one signature of its inputs.
+pub struct Trace {
+    function: Function,
+    counts: Rc<RefCell<OutputCounts>>,
+    pub(crate) recipe: Rc<Recipe>,
+    traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
+    error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
+    eager: bool,
+    pub(crate) warm: bool,
+    pub(crate) bytes: Option<usize>, // the most memory that it took, alone
+}
+
+impl std::fmt::Debug for Trace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Trace")
+            .field("recipe", &self.recipe)
+            .field("warm", &self.warm)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Trace {
+    /// A trace that is made at its first call; without `compiled` the host is called at every call.
+    pub fn new(recipe: Recipe, host: Rc<dyn Host>, compiled: bool) -> Self {
+        let recipe = Rc::new(recipe);
+        let counts = Rc::new(RefCell::new(OutputCounts::default()));
+        let traced = Rc::new(Cell::new(0));
+        let error = Rc::new(RefCell::new(None));
+        let body = {
+            let (recipe, counts, traced) = (recipe.clone(), counts.clone(), traced.clone());
+            let error = error.clone();
+            move |inputs: &[Array]| -> MlxResult<Vec<Array>> {
+                traced.set(inputs.first().map_or(0, array::id));
+                let note = |e: Exception| {
+                    let what = Exception::custom(e.what());
+                    error.replace(Some(e)); // itself: it knows its place
+                    what
+                };
+                let made = Body::new(&recipe, &*host).trace(inputs);
+                let (values, made) = made.map_err(&note)?.flatten();
+                if !matches!(recipe.part, Part::Update(_)) {
+                    host.traced(inputs, &values).map_err(&note)?;
+                }
+                quantized::rewrite(inputs, &values);
+                counts.replace(made);
+                if compiled {
+                    array::merged(&values)
+                } else {
+                    Ok(values)
+                }
+            }
+        };
+        let function: Function = if compiled {
+            Box::new(compile(body, false))
+        } else {
+            Box::new(body)
+        };
+        Self {
+            function,
+            counts,
+            recipe,
+            traced,
+            error,
+            eager: !compiled,
+            warm: false,
+            bytes: None,
+        }
+    }
+
+    /// Whether the host is called at every call: without `compiled`, and where MLX compiles nothing because it finds no
+    /// compiler or has been told not to.
+    #[must_use]
+    pub fn is_eager(&self) -> bool {
+        self.eager
+    }
+
+    /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.
+    ///
+    /// # Errors
+    /// [`Error::Trace`] of the body, [`Error::Compile`] behind a body that succeeded.
+    pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<Outputs> {
+        self.traced.set(0);
+        let outputs = (self.function)(inputs);
+        let outputs = outputs.map_err(|error| match self.error.take() {
+            Some(error) => Error::Trace(error),
+            None => Error::Compile(error),
+        })?;
+        if self.traced.get() != 0 {
+            // a trace sees tracers, an eager call the arrays themselves
+            self.eager = inputs.first().map(array::id) == Some(self.traced.get());
+        }
+        Outputs::split(outputs, self.counts.borrow().clone()).map_err(Error::Trace)
+    }
+}
