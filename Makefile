@@ -14,6 +14,7 @@ export PYO3_PYTHON := $(BIN)/python
 export CARGO_TARGET_DIR ?= $(CURDIR)/target
 export VIRTUAL_ENV := $(CURDIR)/.venv
 export PATH := $(BIN):$(PATH)
+export FASTSTEP_SYMBOLS := 1
 unexport PYTHONPATH PYTHONHOME
 
 # Rust's test programs have no run path to libmlx: the environment differs from machine to machine.
@@ -90,7 +91,8 @@ $(STAMPS)/installed: $(STAMPS)/built $(shell find python scripts -name '*.py') t
 test-mlx-rs: $(STAMPS)/requirements ## The library tests of mlx-rs on our mlx-sys; no part of `test` (docs/building.md)
 	scripts/mlx_rs_tests.sh
 
-deny: ## Licences and sources of the Rust dependencies, where cargo-deny is installed
+deny: $(STAMPS)/requirements ## Licences and sources of what is compiled in; of Rust's with cargo-deny, where it is installed
+	python scripts/notices.py --check
 	@if cargo deny --version > /dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "make deny: skipped, cargo-deny is not installed (cargo install --locked cargo-deny)"; fi
 

@@ -1,7 +1,8 @@
-"""The plots of the report: SVG files, equal for equal samples."""
+"""The plots of the report: small SVG files, equal for equal samples."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from ways import COMPILED, FAST, FLUSHED
 
 # Told apart by the colour-blind too (Okabe and Ito).
 COLOURS = {COMPILED: "#d55e00", FAST: "#0072b2", FLUSHED: "#009e73"}
+
+POINTS = 50  # of a line, at most
+FONTS = "DejaVu Sans, Verdana, Arial, sans-serif"
 
 
 class Panel(NamedTuple):
@@ -35,7 +39,7 @@ mpl.rcParams.update(
     {
         "svg.hashsalt": "faststep",
         "svg.fonttype": "none",
-        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+        "font.sans-serif": FONTS.split(", ")[:-1],
         "axes.grid": True,
         "grid.alpha": 0.3,
         "axes.spines.top": False,
@@ -78,17 +82,33 @@ def draw(axes: Axes, panel: Panel, ways: dict[str, Any]) -> None:
     """Draw the columns of one panel, every way in its colour; a line that lies on another is thinner."""
     for way, columns in ways.items():
         for name, style in panel.columns.items():
-            values = [panel.scale * value for value in columns[name]]
+            values = [panel.scale * value for value in thinned(columns[name], mean=name == "ms")]
             width = 3 if way == COMPILED else 1.5
-            axes.plot(columns["step"], values, style, color=COLOURS[way], linewidth=width, label=way)
+            axes.plot(thinned(columns["step"]), values, style, color=COLOURS[way], linewidth=width, label=way)
     axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", nbins=5)
+
+
+def thinned(values: list[float], *, mean: bool = False) -> list[float]:
+    """Return at most POINTS of the values: the last of each group, or its mean."""
+    size = -(-len(values) // POINTS)
+    groups = [values[at : at + size] for at in range(0, len(values), size)]
+    return [statistics.fmean(group) if mean else group[-1] for group in groups]
 
 
 def save(figure: Figure, file: Path) -> None:
     """Write a figure, on white so that it can be read on a dark page too."""
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Date": None})
-    text = file.read_text(encoding="utf-8")
-    file.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+    file.write_text(small(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def small(text: str) -> str:
+    """Return an SVG with a path on one line, positions in tenths of a pixel, and its font named once."""
+    text = re.sub(r'(?<= d=")[^"]*', lambda path: " ".join(path[0].split()), text)
+    text = re.sub(r"-?\d+\.\d{4,}", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
+    text = re.sub(r" ?font-family: [^;\"]*;?", "", text).replace("<svg ", f'<svg font-family="{FONTS}" ', 1)
+    text = re.sub(r'^ *<g id="(text|line2d|patch)_\d+">\n(.*\n) *</g>\n', r"\2", text, flags=re.MULTILINE)
+    return "\n".join(line.strip() for line in text.splitlines()) + "\n"

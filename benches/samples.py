@@ -57,9 +57,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path) -> list[dict[str, Any]]:
-    """Return the newest sample of each part and device."""
+    """Return the newest sample of each part and device, in the order of these names."""
     samples = sorted((read(file) for file in folder.glob("*.json")), key=lambda sample: str(sample["date"]))
-    return list({(sample["part"], sample["machine"]["device"]): sample for sample in samples}.values())
+    found = {(sample["part"], sample["machine"]["device"]): sample for sample in samples}
+    return [found[name] for name in sorted(found)]
 
 
 def device_slug(sample: dict[str, Any]) -> str:

@@ -2,12 +2,15 @@
 
 Usage: wheels.py [PYTHON...]   (without names: python3.10 to python3.14)
 
-The wheels hold no libmlx and no path of this machine: both are checked. Each interpreter gets its own environment below
-target/wheels with the build requirements of pyproject.toml.
+The wheels hold no libmlx and no path of this machine, and their libraries no symbols: those lie in
+target/wheels/symbols (docs/building.md). Each interpreter gets its own environment below target/wheels with the build
+requirements of pyproject.toml.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 import shutil
@@ -20,8 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "target" / "wheels"
 DIST = ROOT / "dist"
+SYMBOLS = WORK / "symbols"
 NAMES = [f"python3.{minor}" for minor in range(10, 15)]
 GLIBC = 35  # 2.35, as the wheels of MLX
+LARGEST = 4_000_000  # bytes of a stripped library; one with its symbols has 30 million
 
 
 def main(names: list[str]) -> None:
@@ -63,13 +68,42 @@ def build(name: str) -> Path:
     requirements.write_text(run([str(python), str(ROOT / "scripts" / "requirements.py")], stdout=subprocess.PIPE))
     run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)])
     with tempfile.TemporaryDirectory(dir=WORK) as out:
-        command = [str(environment / "bin" / "maturin"), "build", "--release", "--locked", "--strip", "--out", out]
-        if sys.platform.startswith("linux"):
-            command += ["--compatibility", f"manylinux_2_{GLIBC}"]
+        command = [str(environment / "bin" / "maturin"), "build", "--release", "--locked", "--out", out]
+        linux = sys.platform.startswith("linux")
+        command += ["--compatibility", f"manylinux_2_{GLIBC}"] if linux else ["--strip"]
         run([*command, "--interpreter", str(python)], env=os.environ | build_environment(python))
         (wheel,) = Path(out).glob("*.whl")
+        if linux:
+            part(wheel)
         DIST.mkdir(exist_ok=True)
         return Path(shutil.move(wheel, DIST / wheel.name))
+
+
+def part(wheel: Path) -> None:
+    """Strip the library of a wheel and keep its symbols in a file of their own, which the library names."""
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {entry: archive.read(entry) for entry in archive.infolist()}
+    (entry,) = (entry for entry in contents if entry.filename.endswith(".so"))
+    old = record_line(entry.filename, contents[entry])
+    SYMBOLS.mkdir(exist_ok=True)
+    symbols = SYMBOLS / f"{Path(entry.filename).name}.debug"
+    library = symbols.with_suffix("")
+    library.write_bytes(contents[entry])
+    run(["objcopy", "--only-keep-debug", str(library), str(symbols)])
+    run(["objcopy", "--strip-all", f"--add-gnu-debuglink={symbols}", str(library)])
+    contents[entry] = library.read_bytes()
+    library.unlink()
+    (record,) = (entry for entry in contents if entry.filename.endswith(".dist-info/RECORD"))
+    contents[record] = contents[record].replace(old, record_line(entry.filename, contents[entry]))
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for item, content in contents.items():
+            archive.writestr(item, content)
+
+
+def record_line(name: str, content: bytes) -> bytes:
+    """Return a file's line in RECORD."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(content)}".encode()
 
 
 def machine_paths() -> dict[str, str]:
@@ -87,6 +121,7 @@ def build_environment(python: Path) -> dict[str, str]:
     return {
         "PYO3_PYTHON": str(python),
         "VIRTUAL_ENV": str(python.parents[1]),
+        "FASTSTEP_SYMBOLS": "1",  # `part` takes them out
         "CARGO_TARGET_DIR": str(WORK / "build"),
         "CARGO_ENCODED_RUSTFLAGS": "\x1f".join(flags),
         "CFLAGS": prefixes,
@@ -95,7 +130,7 @@ def build_environment(python: Path) -> dict[str, str]:
 
 
 def check(wheel: Path) -> None:
-    """Refuse a wheel with a copy of a library, a path of this machine, or symbols newer than its tag says."""
+    """Refuse a wheel with a copy of a library, a path of this machine, symbols, or what is newer than its tag says."""
     paths = [path.encode() + b"/" for path in (*machine_paths(), tempfile.gettempdir(), "registry/src")]
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -104,6 +139,8 @@ def check(wheel: Path) -> None:
                 sys.exit(f"{wheel.name}: {name} must not be in the wheel")
             if found := [path.decode() for path in paths if path in content]:
                 sys.exit(f"{wheel.name}: {name} holds paths of this machine: {found}")
+            if name.endswith(".so") and len(content) > LARGEST:
+                sys.exit(f"{wheel.name}: {name} has {len(content)} bytes: its symbols were not stripped")
             newest = max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)), default=0)
             if newest > GLIBC:
                 sys.exit(f"{wheel.name}: {name} needs glibc 2.{newest}")

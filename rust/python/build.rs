@@ -45,4 +45,9 @@ fn main() {
         _ => "$ORIGIN",
     };
     println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,{here}/../mlx/lib");
+    // `make` and scripts/wheels.py ask for the symbols: 30 MB that `pip install .` need not bring
+    println!("cargo:rerun-if-env-changed=FASTSTEP_SYMBOLS");
+    if here == "$ORIGIN" && env::var_os("FASTSTEP_SYMBOLS").is_none() {
+        println!("cargo:rustc-cdylib-link-arg=-Wl,--strip-all");
+    }
 }

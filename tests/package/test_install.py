@@ -37,7 +37,7 @@ if sys.platform.startswith("linux"):
 
 def run(*command: str | Path, fails: bool = False) -> str:
     """Run a command outside the checkout with nothing of our environment, and return what it says."""
-    ours = ("PYTHONPATH", "PYO3_PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    ours = ("PYTHONPATH", "PYO3_PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "FASTSTEP_SYMBOLS")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment["CARGO_TARGET_DIR"] = str(TARGET)
     done = subprocess.run(
@@ -87,6 +87,26 @@ def test_a_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None
     environment = Environment(tmp_path)
     environment.pip("install", f"{wheel}[cpu]")
     environment.use()
+
+
+def test_a_wheel_is_stripped_and_brings_the_licences_of_what_it_holds(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (library,) = (name for name in names if name.endswith(".so"))
+        assert archive.getinfo(library).file_size < 4_000_000
+        (notices,) = (name for name in names if name.endswith(".dist-info/licenses/THIRD_PARTY_NOTICES"))
+        assert archive.read(notices) == (ROOT / "THIRD_PARTY_NOTICES").read_bytes()
+
+
+@linux
+def test_the_symbols_of_a_wheel_lie_apart(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    (library,) = tmp_path.glob("faststep/*.so")
+    symbols = ROOT / "target" / "wheels" / "symbols" / f"{library.name}.debug"
+    assert "PyInit__core" in run("nm", "--defined-only", symbols)
+    assert "no symbols" in run("nm", library)
+    assert ".gnu_debuglink" in run("readelf", "--wide", "--sections", library)
+    assert symbols.name.encode() in library.read_bytes()
 
 
 @linux
