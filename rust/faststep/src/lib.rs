@@ -62,12 +62,13 @@
 //!
 //! # The rooms
 //! Each folder uses only those below it: [`Step`] and what belongs to it (`module`), how a step is evaluated
-//! ([`mod@engine`]), what it takes of memory (`memory`), what it computes (`trace`), the update rules (`optim`), where
-//! tensors lie (`layout`), and MLX below mlx-rs (`mlx`). The Python package is another front on [`mod@engine`].
+//! ([`mod@engine`]), what it takes of memory (`memory`), what it computes (`trace`), the order in which it is evaluated, whoever
+//! does it (`evaluation`), the update rules (`optim`), where tensors lie (`layout`), and MLX below mlx-rs (`mlx`). The Python package is another front on [`mod@engine`].
 #![deny(unsafe_code)]
 
 pub mod engine;
 mod error;
+mod evaluation;
 mod layout;
 mod memory;
 mod mlx;

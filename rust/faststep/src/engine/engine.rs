@@ -3,17 +3,17 @@
 //! Between two steps the engine holds every array of the state once. For the evaluation it lets go of all of them, so
 //! that MLX can write the new values into the old memory; whoever shows the arrays to a user lets go too, when
 //! [`Owner::release`] is called, and shows the new ones afterwards.
-use std::{collections::VecDeque, ops::AddAssign, rc::Rc};
+use std::{ops::AddAssign, rc::Rc};
 
 use mlx_rs::Array;
 
 use super::{meter::Reading, sample::Seen};
 use crate::{
+    evaluation::Schedule,
     layout::{
         aux_state::{Open, Places},
         Layout,
     },
-    memory::MemoryBudget,
     trace::Outputs,
 };
 
@@ -92,15 +92,6 @@ impl Output {
     }
 }
 
-/// A step that the device may not have done yet.
-#[derive(Debug)]
-pub(super) struct Flight {
-    /// There when the step is done.
-    pub(super) done: Array,
-    /// The most memory that it takes alone, where that is known.
-    pub(super) bytes: usize,
-}
-
 /// Parameters and optimizer state of one model, and the steps in flight.
 #[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 #[derive(Debug)]
@@ -117,10 +108,7 @@ pub struct Engine {
     pub(super) reading: Option<Reading>,
     pub(super) seen: Seen,
     pub(super) fresh: Vec<Array>,
-    pub(super) in_flight: VecDeque<Flight>,
-    pub(super) max_in_flight: usize,
-    pub(super) budget: MemoryBudget,
-    pub(super) pending_bytes: usize, // the bytes of the step that is being made, as far as they are known
+    pub(super) schedule: Schedule<Array>,
     pub(super) seconds: Seconds,
     pub(super) failed: bool,
     pub(super) dry_run: bool, // nothing is evaluated: to be planned with

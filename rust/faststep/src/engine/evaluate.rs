@@ -1,4 +1,4 @@
-//! Evaluation on the device: dispatch, the steps in flight, and recovery when one fails.
+//! Evaluation by MLX: what is handed to the device, and recovery when a step fails.
 use std::time::Instant;
 
 use mlx_rs::{
@@ -7,19 +7,81 @@ use mlx_rs::{
     Array,
 };
 
-use super::{engine::Flight, Engine, Owner};
+use super::{Engine, Owner};
 use crate::{
     error::{Error, Result},
-    memory::MemoryLimit,
+    evaluation::{Evaluate, Schedule},
     mlx::{
         array,
-        memory::{self, active},
+        memory::{self, MemoryLimit},
     },
-    trace::Outputs,
+    trace::{trial, Outputs},
 };
 
 /// So many operations of one step may have failed: each is an error of its own.
 const MAX_FAILURES: usize = 16;
+
+/// One part of a step that MLX evaluates.
+pub(super) struct Work {
+    /// The inputs of its graph, until it is submitted.
+    pub inputs: Option<Vec<Array>>,
+    /// Its outputs; submitted, those that the engine does not take up.
+    pub outputs: Outputs,
+    /// Whether the gradients are outputs too.
+    pub keep_gradients: bool,
+    /// Whether it updates float32 masters.
+    pub keep_masters: bool,
+}
+
+/// MLX's default device, as it evaluates the parts of an engine's steps.
+pub(super) struct OnDevice<'a> {
+    engine: &'a mut Engine,
+    owner: &'a mut dyn Owner,
+}
+
+impl Evaluate for OnDevice<'_> {
+    type Work = Work;
+    type Ticket = Array;
+    type Error = Error;
+
+    fn active(&mut self) -> usize {
+        memory::active()
+    }
+
+    fn peak(&mut self) -> usize {
+        memory::peak()
+    }
+
+    fn wait(&mut self, done: &Array) -> Result<()> {
+        let started = Instant::now();
+        let outcome = evaluate(std::iter::once(done), self.owner);
+        self.engine.seconds.wait += started.elapsed().as_secs_f64();
+        outcome.map_err(|error| self.engine.lost(error, self.owner))
+    }
+
+    fn synchronize(&mut self) {
+        self.owner.unlocked(&mut memory::synchronize);
+    }
+
+    fn release(&mut self, _: &Work) -> Result<()> {
+        self.owner.release(); // of a first step, the arrays before they got their layout
+        Ok(())
+    }
+
+    fn try_out(&mut self, work: &Work) -> Result<()> {
+        let (inputs, outputs) = (work.inputs.as_deref().unwrap_or_default(), &work.outputs);
+        let tried = evaluate(outputs.before_update(), self.owner)
+            .and_then(|()| evaluate(trial(outputs, inputs)?, self.owner));
+        tried.map_err(Error::FirstEvaluation)
+    }
+
+    fn submit(&mut self, work: &mut Work, limit: Option<usize>) -> Result<Option<Array>> {
+        let changed = self.engine.install(work);
+        self.engine
+            .dispatch(&work.outputs, &changed, limit, self.owner)?;
+        Ok(work.outputs.marker().cloned())
+    }
+}
 
 impl Engine {
     /// Wait for everything in flight.
@@ -31,8 +93,49 @@ impl Engine {
         self.wait(0, owner)
     }
 
+    pub(super) fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {
+        self.scheduled(owner, |schedule, device| schedule.wait(device, in_flight))
+    }
+
+    // the schedule and the device that it is for
+    pub(super) fn scheduled<T>(
+        &mut self,
+        owner: &mut dyn Owner,
+        work: impl FnOnce(&mut Schedule<Array>, &mut OnDevice<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let mut schedule = std::mem::replace(&mut self.schedule, Schedule::new());
+        let engine = &mut *self;
+        let outcome = work(&mut schedule, &mut OnDevice { engine, owner });
+        self.schedule = schedule;
+        outcome
+    }
+
+    // lets go of the old arrays, and takes up the new ones; the places of those in the state
+    fn install(&mut self, work: &mut Work) -> Vec<usize> {
+        let outputs = &mut work.outputs;
+        let updates = !outputs.parameters.is_empty();
+        if !work.keep_gradients {
+            outputs.gradients.clear();
+        }
+        if let Some(inputs) = work.inputs.take() {
+            self.put_back(inputs);
+        }
+        let mut changed = Vec::new();
+        for (index, array) in std::mem::take(&mut outputs.state) {
+            self.state[index] = array;
+            changed.push(index);
+        }
+        if updates {
+            self.masters_stale = !work.keep_masters;
+            self.parameters.clear();
+            self.shared.clear();
+            self.fresh = std::mem::take(&mut outputs.parameters);
+        }
+        changed
+    }
+
     // no array but those that changed: what an evaluation is asked for, no later one can take over before it is done
-    pub(super) fn dispatch(
+    fn dispatch(
         &mut self,
         outputs: &Outputs,
         changed: &[usize],
@@ -74,49 +177,9 @@ impl Engine {
         Ok(())
     }
 
-    pub(super) fn push_in_flight(&mut self, done: Option<Array>) {
-        let bytes = std::mem::take(&mut self.pending_bytes);
-        self.in_flight
-            .extend(done.map(|done| Flight { done, bytes }));
-    }
-
-    // Before another step is handed to the device; the one that is there has been built meanwhile. What has not been
-    // measured yet goes alone. Gives the limit of the memory.
-    pub(super) fn make_room(
-        &mut self,
-        bytes: Option<usize>,
-        owner: &mut dyn Owner,
-    ) -> Result<Option<usize>> {
-        self.wait(self.max_in_flight.saturating_sub(1), owner)?;
-        let others = self.in_flight.iter().map(|flight| flight.bytes);
-        self.pending_bytes = self.pending_bytes.max(bytes.unwrap_or(0));
-        let most = others.fold(self.pending_bytes, usize::max);
-        if bytes.is_none() || self.budget.is_stale(most, active()) {
-            self.wait(0, owner)?;
-            owner.unlocked(&mut memory::synchronize);
-            self.budget.set_idle(active());
-        }
-        Ok(bytes.and_then(|_| self.budget.hand_over(most)))
-    }
-
-    pub(super) fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {
-        let started = Instant::now();
-        while self.in_flight.len() > in_flight {
-            let Some(flight) = self.in_flight.pop_front() else {
-                break;
-            };
-            if let Err(error) = evaluate(std::iter::once(&flight.done), owner) {
-                return Err(self.lost(error, owner));
-            }
-        }
-        self.seconds.wait += started.elapsed().as_secs_f64();
-        Ok(())
-    }
-
     // what is lazy by now is computed, from whatever there is, so that nobody who reads it meets the error once more
     fn lost(&mut self, error: Exception, owner: &mut dyn Owner) -> Error {
         self.failed = true;
-        self.in_flight.clear();
         let kept = || {
             self.shared
                 .iter()

@@ -41,7 +41,7 @@ impl Engine {
             let parts = parts.map(|(trace, outputs)| PlannedPart {
                 outputs,
                 keep_gradients: trace.recipe.keep_gradients,
-                warm: trace.warm,
+                evaluated: trace.evaluated,
                 eager: trace.is_eager(),
             });
             let planned = memory::plan(&PlanInputs {

@@ -1,17 +1,17 @@
 //! One step: its parts are traced, tried out the first time, and handed to the device.
 use std::time::Instant;
 
-use mlx_rs::{error::Result as MlxResult, Array};
+use mlx_rs::Array;
 
-use super::{evaluate::evaluate, Call, Engine, Output, Owner, Seconds};
+use super::{
+    evaluate::{evaluate, Work},
+    Call, Engine, Output, Owner, Seconds,
+};
 use crate::{
     error::{Error, Result},
     layout::{aux_state::Open, Layout},
-    mlx::{
-        fuse,
-        memory::{active, peak},
-    },
-    trace::{trial, Outputs, Part, Trace},
+    mlx::fuse,
+    trace::{Outputs, Part, Trace},
 };
 
 impl Engine {
@@ -32,7 +32,7 @@ impl Engine {
         approve: &mut dyn FnMut(&Layout, &Outputs) -> bool,
     ) -> Result<Output> {
         self.begin(owner)?;
-        self.max_in_flight = in_flight;
+        self.schedule.allow(in_flight);
         let before = match &mut update {
             Some(update) => self.pretrace_update(update)?,
             None => None,
@@ -48,13 +48,9 @@ impl Engine {
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
         }
-        let mut done = batch.marker().cloned();
         let update = match update {
             Some(trace) if approved => match self.update(trace, owner) {
-                Ok(update) => {
-                    done = update.marker().cloned();
-                    Some(update)
-                }
+                Ok(update) => Some(update),
                 Err(error) => {
                     if let (Some(sums), Some(first)) = (before, self.places.window) {
                         self.state.splice(first..first + sums.len(), sums);
@@ -65,7 +61,7 @@ impl Engine {
             },
             _ => None,
         };
-        self.push_in_flight(done);
+        self.schedule.end();
         self.wait(in_flight, owner)?;
         Ok(Output {
             batch,
@@ -82,7 +78,7 @@ impl Engine {
         self.begin(owner)?;
         let outputs = self.update(update, owner)?;
         self.averages |= update.recipe.ema_decay.is_some();
-        self.push_in_flight(outputs.marker().cloned());
+        self.schedule.end();
         Ok(Output {
             batch: outputs,
             update: None,
@@ -92,7 +88,7 @@ impl Engine {
 
     fn begin(&mut self, owner: &mut dyn Owner) -> Result<()> {
         self.seconds = Seconds::default();
-        self.pending_bytes = 0;
+        self.schedule.begin();
         self.complete(owner)
     }
 
@@ -105,7 +101,7 @@ impl Engine {
     // An update that cannot be traced is no reason to lose a batch. What it gives beside: the window as it is, for an
     // update that may still fail.
     fn pretrace_update(&mut self, update: &mut Trace) -> Result<Option<Vec<Array>>> {
-        if update.warm && !update.is_eager() {
+        if update.evaluated.warm && !update.is_eager() {
             return Ok(None);
         }
         if !update.is_eager() {
@@ -125,7 +121,7 @@ impl Engine {
         let started = Instant::now();
         let metered = self.sample(trace, owner)?;
         let inputs = self.take(call);
-        let mut outputs = match build(trace, &inputs) {
+        let outputs = match build(trace, &inputs) {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
@@ -133,54 +129,26 @@ impl Engine {
             }
         };
         self.seconds.build += started.elapsed().as_secs_f64();
-        let measured = trace.warm && trace.bytes.is_none();
         let updates = !outputs.parameters.is_empty();
-        if updates {
-            owner.release(); // of a first step, what has been laid out anew, too
-        }
-        if !trace.warm {
-            if let Err(error) = try_out(&outputs, &inputs, owner) {
-                self.put_back(inputs);
-                return Err(Error::FirstEvaluation(error));
-            }
-            trace.warm = true;
-        }
-        let limit = match self.make_room(trace.bytes, owner) {
-            Ok(limit) => limit,
-            Err(error) => {
-                self.put_back(inputs);
-                return Err(error);
-            }
+        let mut work = Work {
+            inputs: Some(inputs),
+            outputs,
+            keep_gradients: trace.recipe.keep_gradients,
+            keep_masters: trace.recipe.compute.is_some(),
         };
-        let before = measured.then(active);
-        if updates {
-            self.masters_stale = trace.recipe.compute.is_none();
+        let evaluated = &mut trace.evaluated;
+        let done = self.scheduled(owner, |schedule, device| {
+            schedule.evaluate(device, &mut work, evaluated, updates)
+        });
+        if let Some(inputs) = work.inputs {
+            self.put_back(inputs); // it has not been submitted
         }
-        if !trace.recipe.keep_gradients {
-            outputs.gradients.clear();
-        }
-        self.put_back(inputs);
-        let mut changed = Vec::new();
-        for (index, array) in std::mem::take(&mut outputs.state) {
-            self.state[index] = array;
-            changed.push(index);
-        }
-        if updates {
-            self.parameters.clear();
-            self.shared.clear();
-            self.fresh = std::mem::take(&mut outputs.parameters);
-        }
-        self.dispatch(&outputs, &changed, limit, owner)?;
-        if let Some(before) = before {
-            let bytes = peak().saturating_sub(before);
-            trace.bytes = Some(bytes);
-            self.pending_bytes = self.pending_bytes.max(bytes);
-        }
+        done?;
         if let Some(before) = metered {
-            self.meter(trace, &before, outputs.skipped.clone(), owner)?;
+            self.meter(trace, &before, work.outputs.skipped.clone(), owner)?;
         }
         self.updates += usize::from(updates);
-        Ok(outputs)
+        Ok(work.outputs)
     }
 
     /// Loss and gradients; nothing changes.
@@ -238,10 +206,4 @@ pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> Result<Outputs> {
     let outputs = trace.call(inputs)?;
     fuse::in_place(outputs.update()).map_err(Error::Trace)?;
     Ok(outputs)
-}
-
-// everything that comes before the update, then a part of the update, while the old state is held
-fn try_out(outputs: &Outputs, inputs: &[Array], owner: &mut dyn Owner) -> MlxResult<()> {
-    evaluate(outputs.before_update(), owner)?;
-    evaluate(trial(outputs, inputs)?, owner)
 }

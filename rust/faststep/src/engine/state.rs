@@ -1,17 +1,17 @@
 //! The engine's arrays between two steps: laid out, replaced, extended.
-use std::{collections::VecDeque, rc::Rc};
+use std::rc::Rc;
 
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 
 use super::{sample::Seen, Engine, Seconds};
 use crate::{
     error::{Error, Result},
+    evaluation::Schedule,
     layout::{
         aux_state::{self, Needs, Places},
         pack::taken_over,
         Layout,
     },
-    memory::MemoryBudget,
 };
 
 impl Engine {
@@ -56,10 +56,7 @@ impl Engine {
             reading: None,
             seen: Seen::default(),
             fresh: Vec::new(),
-            in_flight: VecDeque::new(),
-            max_in_flight: 0,
-            budget: MemoryBudget::new(),
-            pending_bytes: 0,
+            schedule: Schedule::new(),
             seconds: Seconds::default(),
             failed: false,
             dry_run,

@@ -1,15 +1,15 @@
 //! The inputs of a plan: the parts of a step as they have been traced, and the arrays that they begin with.
 use mlx_rs::Array;
 
-use crate::{layout::Layout, trace::Outputs};
+use crate::{evaluation::Evaluated, layout::Layout, trace::Outputs};
 
 /// A part of a step that has been traced.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedPart<'a> {
     pub outputs: &'a Outputs,
     pub keep_gradients: bool,
-    /// Whether it has been evaluated before.
-    pub warm: bool,
+    /// What is known of it from evaluations before.
+    pub evaluated: Evaluated,
     /// Whether the host computes it anew each time.
     pub eager: bool,
 }

@@ -63,7 +63,7 @@ pub(crate) fn plan(inputs: &PlanInputs) -> Result<Plan> {
     for _ in 0..STEADY_UPDATES {
         timeline.update()?;
     }
-    timeline.wait(0);
+    timeline.wait(0)?;
     let steady = timeline.read();
     let held = timeline.rest()?;
     let [parameters, state, gradients] =

@@ -1,7 +1,7 @@
 //! Memory in use and held for reuse, by MLX and by the C library.
 #![allow(unsafe_code)]
 
-use mlx_rs::memory::{active_memory, peak_memory};
+use mlx_rs::memory::{active_memory, memory_limit, peak_memory, set_memory_limit};
 
 extern "C" {
     fn faststep_synchronize();
@@ -37,5 +37,32 @@ pub fn trim() {
     // SAFETY: takes a number, and may be called at any time.
     unsafe {
         libc::malloc_trim(0);
+    }
+}
+
+/// MLX's memory limit is no larger than this one, as long as it lives.
+pub(crate) struct MemoryLimit {
+    limit: usize,
+    before: usize,
+}
+
+impl MemoryLimit {
+    /// None where there is no limit to set.
+    pub fn to(limit: Option<usize>) -> Option<Self> {
+        let now = memory_limit().ok()?;
+        let limit = limit.filter(|&limit| limit < now)?;
+        let before = set_memory_limit(limit).ok()?;
+        Some(Self { limit, before })
+    }
+}
+
+impl Drop for MemoryLimit {
+    fn drop(&mut self) {
+        let Ok(now) = set_memory_limit(self.before) else {
+            return;
+        };
+        if now != self.limit {
+            let _ = set_memory_limit(now); // another thread's wish
+        }
     }
 }

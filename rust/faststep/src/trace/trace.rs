@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
+    evaluation::Evaluated,
     mlx::{array, quantized},
 };
 
@@ -34,15 +35,14 @@ pub struct Trace {
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
-    pub(crate) warm: bool,
-    pub(crate) bytes: Option<usize>, // the most memory that it took, alone
+    pub(crate) evaluated: Evaluated,
 }
 
 impl std::fmt::Debug for Trace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Trace")
             .field("recipe", &self.recipe)
-            .field("warm", &self.warm)
+            .field("evaluated", &self.evaluated)
             .finish_non_exhaustive()
     }
 }
@@ -90,8 +90,7 @@ impl Trace {
             traced,
             error,
             eager: !compiled,
-            warm: false,
-            bytes: None,
+            evaluated: Evaluated::default(),
         }
     }
 

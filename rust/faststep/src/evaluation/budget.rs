@@ -1,6 +1,4 @@
 //! The memory budget of steps that overlap.
-use mlx_rs::memory::{memory_limit, set_memory_limit};
-
 /// Steps that take less overlap freely.
 const FREE_BYTES: usize = 256 << 20;
 
@@ -14,7 +12,7 @@ const MAX_AGE: usize = 64;
 /// that are done. On one H200 a step of GPT-2 small in bfloat16 takes 18.3 ms and 7.7 GB; without a limit 18.5 ms and
 /// 15.7 GB, one after another 20.3 ms and 7.8 GB.
 #[derive(Debug)]
-pub(crate) struct MemoryBudget {
+pub(super) struct MemoryBudget {
     idle: usize, // the bytes in use when no step was under way
     age: usize,  // steps handed over since
 }
@@ -51,32 +49,5 @@ impl MemoryBudget {
 
     fn limit(&self, bytes: usize) -> Option<usize> {
         (bytes > FREE_BYTES).then_some(self.idle + bytes / 8 * 7)
-    }
-}
-
-/// MLX's memory limit is no larger than this one, as long as it lives.
-pub(crate) struct MemoryLimit {
-    limit: usize,
-    before: usize,
-}
-
-impl MemoryLimit {
-    /// None where there is no limit to set.
-    pub fn to(limit: Option<usize>) -> Option<Self> {
-        let now = memory_limit().ok()?;
-        let limit = limit.filter(|&limit| limit < now)?;
-        let before = set_memory_limit(limit).ok()?;
-        Some(Self { limit, before })
-    }
-}
-
-impl Drop for MemoryLimit {
-    fn drop(&mut self) {
-        let Ok(now) = set_memory_limit(self.before) else {
-            return;
-        };
-        if now != self.limit {
-            let _ = set_memory_limit(now); // another thread's wish
-        }
     }
 }

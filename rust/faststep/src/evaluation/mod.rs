@@ -1,0 +1,54 @@
+//! The seam where a step is evaluated: the order of its parts, the same whoever computes them.
+//!
+//! Uses `mlx` only. [`Evaluate`] is what computes: MLX, in `engine`, or the simulator of a memory plan, in `memory`. A
+//! [`Schedule`] takes a part through it: the user's arrays are released, what has never been computed is tried out, there is
+//! memory, the part is submitted, its ticket waits among those in flight.
+mod budget;
+mod schedule;
+
+pub(crate) use schedule::Schedule;
+
+/// What an evaluation has left to know about a part of a step, for the next one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Evaluated {
+    /// Whether it has been tried out: kernels are compiled, and shapes are known to fit.
+    pub warm: bool,
+    /// The most memory that it took alone, in bytes, once that has been measured.
+    pub bytes: Option<usize>,
+}
+
+/// Evaluates the parts of a step, whose graphs are built.
+pub(crate) trait Evaluate {
+    /// One part: its inputs and its outputs.
+    type Work;
+    /// What to wait for until a submitted part is done.
+    type Ticket;
+    /// Why a part could not be evaluated.
+    type Error;
+
+    /// The bytes in use now.
+    fn active(&mut self) -> usize;
+
+    /// The most bytes that have been in use at once.
+    fn peak(&mut self) -> usize;
+
+    /// Wait until a part is done.
+    fn wait(&mut self, ticket: &Self::Ticket) -> Result<(), Self::Error>;
+
+    /// Wait until there is nothing left to do, and the memory of what is done is free.
+    fn synchronize(&mut self);
+
+    /// Have the user's objects let go of the arrays that this part replaces.
+    fn release(&mut self, work: &Self::Work) -> Result<(), Self::Error>;
+
+    /// Compute everything before the update and a part of the update, while all inputs are held: an error changes nothing.
+    fn try_out(&mut self, work: &Self::Work) -> Result<(), Self::Error>;
+
+    /// Let go of the arrays that the part replaces, hand it over, at this limit of the memory in use, and take up its
+    /// outputs; what to wait for, if there is anything to be done.
+    fn submit(
+        &mut self,
+        work: &mut Self::Work,
+        limit: Option<usize>,
+    ) -> Result<Option<Self::Ticket>, Self::Error>;
+}

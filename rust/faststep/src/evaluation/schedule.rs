@@ -1,0 +1,128 @@
+//! The order in which the parts of steps are evaluated, and the steps in flight.
+use std::collections::VecDeque;
+
+use super::{budget::MemoryBudget, Evaluate, Evaluated};
+
+/// A step that may not be done yet.
+#[derive(Debug)]
+struct Flight<T> {
+    ticket: T,
+    bytes: usize, // the most memory that it takes alone, where that is known
+}
+
+/// A bounded number of steps in flight, within the memory that one of them takes alone.
+#[derive(Debug)]
+pub(crate) struct Schedule<T> {
+    flights: VecDeque<Flight<T>>,
+    budget: MemoryBudget,
+    most: usize,     // so many are under way at once
+    last: Option<T>, // of the step that is being made
+    pending: usize,  // the bytes of that step, as far as they are known
+}
+
+impl<T> Schedule<T> {
+    /// Nothing is under way.
+    pub fn new() -> Self {
+        Self {
+            flights: VecDeque::new(),
+            budget: MemoryBudget::new(),
+            most: 0,
+            last: None,
+            pending: 0,
+        }
+    }
+
+    /// Let so many steps be under way at once.
+    pub fn allow(&mut self, in_flight: usize) {
+        self.most = in_flight;
+    }
+
+    /// Begin a step.
+    pub fn begin(&mut self) {
+        (self.last, self.pending) = (None, 0);
+    }
+
+    /// Evaluate one part of the step; `updates`: it replaces parameters, which the user's objects hold.
+    ///
+    /// # Errors
+    /// Of the evaluation. Before the part is submitted, nothing has changed.
+    pub fn evaluate<E: Evaluate<Ticket = T>>(
+        &mut self,
+        evaluator: &mut E,
+        work: &mut E::Work,
+        evaluated: &mut Evaluated,
+        updates: bool,
+    ) -> Result<(), E::Error> {
+        let measured = evaluated.warm && evaluated.bytes.is_none();
+        if updates {
+            evaluator.release(work)?;
+        }
+        if !evaluated.warm {
+            evaluator.try_out(work)?;
+            evaluated.warm = true;
+        }
+        let limit = self.make_room(evaluator, evaluated.bytes)?;
+        let before = measured.then(|| evaluator.active());
+        match evaluator.submit(work, limit) {
+            Ok(ticket) => self.last = ticket,
+            Err(error) => {
+                self.flights.clear();
+                return Err(error);
+            }
+        }
+        if let Some(before) = before {
+            let bytes = evaluator.peak().saturating_sub(before);
+            evaluated.bytes = Some(bytes);
+            self.pending = self.pending.max(bytes);
+        }
+        Ok(())
+    }
+
+    /// End the step: it is under way.
+    pub fn end(&mut self) {
+        let bytes = std::mem::take(&mut self.pending);
+        let last = self.last.take();
+        self.flights
+            .extend(last.map(|ticket| Flight { ticket, bytes }));
+    }
+
+    /// Wait until no more than so many steps are under way.
+    ///
+    /// # Errors
+    /// Of a step that failed; nothing is under way then.
+    pub fn wait<E: Evaluate<Ticket = T>>(
+        &mut self,
+        evaluator: &mut E,
+        in_flight: usize,
+    ) -> Result<(), E::Error> {
+        while self.flights.len() > in_flight {
+            let Some(flight) = self.flights.pop_front() else {
+                break;
+            };
+            if let Err(error) = evaluator.wait(&flight.ticket) {
+                self.flights.clear();
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    // Before another part is submitted; the one that is under way has been built meanwhile. What has not been measured yet
+    // goes alone. Gives the limit of the memory.
+    fn make_room<E: Evaluate<Ticket = T>>(
+        &mut self,
+        evaluator: &mut E,
+        bytes: Option<usize>,
+    ) -> Result<Option<usize>, E::Error> {
+        self.wait(evaluator, self.most.saturating_sub(1))?;
+        let others = self.flights.iter().map(|flight| flight.bytes);
+        self.pending = self.pending.max(bytes.unwrap_or(0));
+        let most = others.fold(self.pending, usize::max);
+        if bytes.is_none() || self.budget.is_stale(most, evaluator.active()) {
+            self.wait(evaluator, 0)?;
+            evaluator.synchronize();
+            self.budget.set_idle(evaluator.active());
+        }
+        Ok(bytes.and_then(|_| self.budget.hand_over(most)))
+    }
+}
