@@ -1,4 +1,4 @@
-"""The search of `tune`: child processes one at a time, in rounds, and what follows from their times."""
+"""The search of `tune`: child processes one at a time, in rounds, and the verdicts on their times."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def run_child(target: str, setting: dict[str, str], seconds: float, timeout: flo
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the child and all that it started: it leads a process group of its own."""
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left; on macOS a zombie answers with the second
+    with suppress(ProcessLookupError, PermissionError):  # all have ended; on macOS a zombie answers with the second
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,4 +1,4 @@
-"""A checkpoint is put into a step and a loader: everything is checked first, and on an error nothing has changed."""
+"""Restoring a checkpoint into a step and a loader: all is checked first, and on an error nothing has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No array leaves the loader lazy: they are evaluated in the thread that made them, or named where that cannot be."""
+"""Evaluation of batches in the thread that made them; an array that cannot be evaluated there is named."""
 
 from __future__ import annotations
 

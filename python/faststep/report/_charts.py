@@ -26,7 +26,7 @@ SPLIT = 150  # bars of the split of time
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its heading and a line of what is to be known about it."""
+    """A plot with its heading and a line of explanation."""
 
     title: str
     svg: str

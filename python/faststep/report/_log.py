@@ -67,7 +67,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Log:
-    """What a run's log holds.
+    """The contents of a run's log.
 
     Attributes:
         path: The file.
