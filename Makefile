@@ -29,7 +29,7 @@ PARTS ?= step optimizers clients reach matmul threads quantized scaling runs rus
 
 # What `make coverage` runs: the tests that reach Python code; the others compare the native step's numbers.
 COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/package/test_environment.py \
-	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py reach.py state.py threads.py) \
+	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py reach.py state.py state_refused.py threads.py) \
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
 .PHONY: help dev build fmt lint types test test-rust test-python coverage test-consumer test-install \
