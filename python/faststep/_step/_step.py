@@ -134,7 +134,7 @@ class Step:
 
     @property
     def accumulate(self) -> int:
-        """How many calls make one update. An open window is applied at the call at which it has as many batches."""
+        """The number of calls that make one update; an open window is applied at the call that gives it as many."""
         return self._accumulate
 
     @accumulate.setter

@@ -29,7 +29,7 @@ from faststep._tune._report import (
 INSIDE = "FASTSTEP_TUNING"  # set in the children: a target that tunes when it is imported would start them for ever
 _GROUP = 4  # settings that share a baseline: with more, the machine may drift in between
 _GIVE_UP = 2  # rounds after which a setting that was faster in none is left out
-_BUSY = 0.1  # width of the noise, between its quartiles, above which a note tells of it
+_BUSY = 0.1  # width of the noise, between its quartiles, above which a note says so
 
 
 class Run:

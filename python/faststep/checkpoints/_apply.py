@@ -18,7 +18,7 @@ from faststep.checkpoints._manifest import Contents, read_manifest, read_tensors
 from faststep.checkpoints._snapshot import Arrays, Stateful, split
 
 MOST_DIFFERENCES = 10
-Change = tuple[Callable[[], object], Callable[[], object]]  # what makes it, and what takes it back
+Change = tuple[Callable[[], object], Callable[[], object]]  # a function that makes it, and one that takes it back
 
 
 def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -120,7 +120,7 @@ def _put(partial: Path, place: Path) -> None:
 
 
 def _retain(folder: Path, new: Path, keep: Keep) -> None:
-    """Remove what need not be kept; damaged checkpoints stay, for whoever wants to look at them."""
+    """Remove what need not be kept; damaged checkpoints stay for inspection."""
     if keep.last is None:
         return
     try:

@@ -63,7 +63,7 @@ def supervise(run: Path) -> int:
         The exit code: that of the training, or `GAVE_UP`.
     """
     deaths, reached = 0, newest(run)
-    overrides: list[str] = []  # what is set on top of the config
+    overrides: list[str] = []  # keys set on top of the config
     while True:
         death = _watch([sys.executable, "-m", "faststep", "resume", str(run), *_set(overrides)])
         if death.by_itself:

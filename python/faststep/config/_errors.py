@@ -16,7 +16,7 @@ class Problem:
 
     Attributes:
         path: The keys that lead to it.
-        message: What was expected, what came, what to do.
+        message: What was expected, what was given, what to do.
         place: Where it was set, `file:line` or the override; empty where that is unknown.
     """
 

@@ -55,7 +55,7 @@ class Loader:
     **Resuming.** `state` is plain JSON and says which batch comes next, however many are made ahead; `load_state` goes
     there. Nothing that was taken before is read again, except the lengths for `Pad` and `Pack` (see `lengths`). An
     iterable with a state of its own (`state` and `load_state`, or `state_dict` and `load_state_dict`) goes on from the
-    state that it had before the batch's items were read; another is gone through again. A state of rank 0 serves all.
+    state that it had before the batch's items were read; another is iterated again. A state of rank 0 serves all.
 
     Example:
         >>> import numpy as np
@@ -143,7 +143,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """How many batches of this epoch were taken."""
+        """The number of batches taken in this epoch."""
         return self._position
 
     @property
@@ -280,7 +280,7 @@ class Loader:
         else:
             if source.one_shot and not source.stateful and self._begun:
                 raise ValueError(
-                    "source: a one-shot iterator was read before and cannot be gone through again: give an object "
+                    "source: a one-shot iterator was read before and cannot be iterated again: give an object "
                     "whose __iter__ starts again, such as a list or a class with a generator as its __iter__"
                 )
             tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()

@@ -102,7 +102,7 @@ class Stream:
     """An iterable, read in its own order.
 
     One that has a state of its own (`state` and `load_state(state)`, or `state_dict()` and `load_state_dict(state)`)
-    is asked for it and goes on from there; another is gone through again up to the place.
+    is asked for it and goes on from there; another is iterated again up to the place.
     """
 
     def __init__(self, source: Any) -> None:

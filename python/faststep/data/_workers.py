@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-EXIT_SECONDS = 2.0  # how long a worker that is inside the user's code can hold up the end of the process
+EXIT_SECONDS = 2.0  # for which a worker that is inside the user's code can hold up the end of the process
 
 Job = tuple["Future[Any]", Callable[[], Any]]
 

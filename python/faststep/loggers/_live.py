@@ -125,7 +125,7 @@ class Live:
             console=self._console,
             refresh_per_second=REFRESH,
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+            redirect_stdout=sys.stdout.isatty(),  # output to a file stays there
             redirect_stderr=sys.stderr.isatty(),
         )
 

@@ -48,7 +48,7 @@ class Progress:
 
     def log(self, record: Record) -> None:
         """Show the record."""
-        if record["kind"] != "step":  # intervals tell of them
+        if record["kind"] != "step":  # intervals cover them
             record = as_plain(record)  # no array is evaluated by the thread that draws
             self._status.take(record)
             self._view.show(record)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from faststep._records import REASONS, Record, clock, count, figure, number, quantity, share, size, span
 
-PARTS = ("data", "step", "validation", "checkpoint", "other")  # where the time goes
+PARTS = ("data", "step", "validation", "checkpoint", "other")  # phases of a training
 DATA_BOUND = 0.2  # the share of a step's time, waited for data, from which on it is said
 Field = tuple[str, str, str]  # label, value, and "good", "bad", "warning" or ""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED = COLOURS[:4]
 PARTS = {"data": ORANGE, "step": BLUE, "validation": GREEN, "checkpoint": COLOURS[4], "other": COLOURS[7]}
 MEMORY = {"active": BLUE, "cache": ORANGE, "peak": RED, "process": COLOURS[7]}
-Form = Callable[[float], str] | None  # how a value is written
+Form = Callable[[float], str] | None  # formats a value
 FEW = 60  # points that are seen one by one
 SPLIT = 150  # bars of the split of time
 

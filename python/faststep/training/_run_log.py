@@ -19,7 +19,7 @@ from faststep.training._run_folder import counts
 from faststep.training._update_ratio import UpdateRatio
 from faststep.training._window import Window
 
-_TRACES = 5  # that one interval tells of
+_TRACES = 5  # traces that one interval logs
 
 
 class Training(Protocol):
