@@ -28,7 +28,12 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 # What `make bench` measures: programs in benches.
 PARTS ?= step optimizers clients reach matmul threads quantized scaling runs rust trainer loader checkpoints
 
-.PHONY: help dev build fmt lint types test test-rust test-python test-consumer test-install \
+# What `make coverage` runs: the tests that reach Python code; the others compare the native step's numbers.
+COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/package/test_environment.py \
+	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py reach.py state.py state_refused.py threads.py) \
+	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
+
+.PHONY: help dev build fmt lint types test test-rust test-python coverage test-consumer test-install \
 	test-mlx-rs deny fuzz bench wheels run run-rust all
 
 help: ## Print this list
@@ -75,6 +80,13 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
 	python -m pytest --ignore tests/package/test_install.py
+
+coverage: $(STAMPS)/built ## How much of the Python package its tests run, subprocesses too: at least 90 % (target/coverage/html)
+	rm -rf target/coverage && mkdir -p target/coverage
+	python -m coverage run -m pytest -q -o timeout=0 $(COVERED)
+	python -m coverage combine --quiet
+	python -m coverage html --quiet --fail-under=0 --directory target/coverage/html
+	python -m coverage report
 
 test-consumer: $(STAMPS)/consumer ## A crate outside the checkout that depends on faststep: built and tested
 

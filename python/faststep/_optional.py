@@ -1,4 +1,4 @@
-"""What is installed with an extra only."""
+"""Modules that are installed with an extra only."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -12,95 +9,11 @@ import numpy as np
 import pytest
 from faststep import Step, fast_step
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import LossFn, Row, Tree, assert_close, copy_tree, flat, plain_step, snapshot, to_numpy
+from support.helpers import Row, Tree, assert_close, copy_tree, flat, plain_step, snapshot, to_numpy
+from support.mixed import DTYPES, MixedLoop, compare, masters, pairs
 from support.models import CLASSES, MLP, cross_entropy
 
-Pair = tuple[nn.Module, optim.Optimizer]
-Batch = tuple[mx.array, ...]
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-SCALE = 65536.0  # of a float16 loss at first
 OPTIMIZERS = ["adamw", "sgd-momentum", "lion", "user"]
-
-
-class MixedLoop:
-    """What such a step replaces: a float32 copy is updated by float32 gradients of a loss in another dtype."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer, loss_fn: LossFn, dtype: mx.Dtype, norm: float | None = None
-    ) -> None:
-        self.model, self.optimizer, self.loss_fn, self.dtype, self.norm = model, optimizer, loss_fn, dtype, norm
-        self.scale = SCALE if dtype == mx.float16 else 1.0
-        masters = tree_map(lambda p: p.astype(mx.float32), model.trainable_parameters())
-        optimizer.init(masters)
-        self.kept = {"masters": masters}
-        self.state = [model.state, optimizer.state, self.kept, mx.random.state]
-        self.compiled = mx.compile(self.build, inputs=self.state, outputs=self.state)
-
-    def __call__(self, *window: Batch) -> mx.array:
-        """Update by the mean gradient of the batches, and return the last one's loss."""
-        loss: mx.array = self.compiled(window)
-        mx.eval(loss, self.state)
-        return loss
-
-    @property
-    def masters(self) -> Tree:
-        """The float32 copy."""
-        return self.kept["masters"]
-
-    def build(self, window: tuple[Batch, ...]) -> mx.array:
-        shown = self.model.trainable_parameters()
-        losses, gradients = zip(*[self.gradients(shown, batch) for batch in window], strict=True)
-        mean = tree_map(lambda *gs: sum(gs[1:], gs[0]) / len(window), *gradients)
-        if self.norm is not None:
-            mean, _ = optim.clip_grad_norm(mean, self.norm)
-        self.kept["masters"] = self.optimizer.apply_gradients(mean, self.masters)
-        self.model.update(tree_map(lambda new, old: new.astype(old.dtype), self.masters, shown))
-        last: mx.array = losses[-1]
-        return last
-
-    def gradients(self, shown: Tree, batch: Batch) -> tuple[mx.array, Tree]:
-        self.model.update(tree_map(lambda p: p.astype(self.dtype), shown))
-        batch = tuple(a.astype(self.dtype) if a.dtype == mx.float32 else a for a in batch)
-        (_, loss), gradients = nn.value_and_grad(self.model, self.scaled)(*batch)
-        return loss, tree_map(lambda g: g.astype(mx.float32) / self.scale, gradients)
-
-    def scaled(self, *batch: mx.array) -> tuple[mx.array, mx.array]:
-        loss = self.loss_fn(self.model, *batch)
-        return loss.astype(mx.float32) * self.scale, loss
-
-
-def pairs(name: str, optimizer: str, dtype: str) -> tuple[Pair, Pair, list[Batch]]:
-    """Build two equal models of that dtype, BatchNorm's buffers aside, with their optimizers, and batches for both."""
-    row = Row(name, optimizer)
-    both = row.new(), row.new()
-    for model, _ in both:
-        kept = [(module, copy_tree(dict(module))) for module in model.modules() if isinstance(module, nn.BatchNorm)]
-        if dtype != "float32":
-            model.set_dtype(DTYPES[dtype])
-        for module, arrays in kept:
-            module.update({key: arrays[key] for key in ("running_mean", "running_var")})
-    return both[0], both[1], row.case.batches(12)
-
-
-def masters(step: Step) -> dict[str, np.ndarray]:
-    """Copy the masters that a step keeps."""
-    kept = flat(step.state.get("masters", {}))
-    assert {array.dtype for array in kept.values()} <= {mx.float32}
-    return {name: np.array(array) for name, array in kept.items()}
-
-
-def compare(step: Step, ours: Pair, loop: MixedLoop, tolerance: float = 0) -> None:
-    """Compare all that a step has changed with the loop's; 0: every bit."""
-    kept, wanted = masters(step), {name: np.array(array) for name, array in flat(loop.masters).items()}
-    shown = flat(ours[0].trainable_parameters())
-    assert kept.keys() == {name for name, array in shown.items() if array.dtype != mx.float32}
-    assert_close(kept, {name: wanted[name] for name in kept}, tolerance)
-    got, theirs = snapshot(*ours), snapshot(loop.model, loop.optimizer)
-    for name in kept if tolerance else ():  # masters that differ by a bit may round to neighbours
-        rounded = to_numpy(mx.array(kept[name]).astype(shown[name].dtype))
-        np.testing.assert_array_equal(got[f"model.{name}"], rounded)
-        theirs[f"model.{name}"] = got[f"model.{name}"]
-    assert_close(got, theirs, tolerance)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -388,118 +301,6 @@ def test_gradients_are_unscaled_and_in_the_parameters_dtypes(compute: str, shown
     assert out.grad_norm is not None
     norm = np.sqrt(sum(float(mx.square(gradient).sum()) for gradient in flat(wanted).values()))
     np.testing.assert_allclose(float(out.grad_norm), norm, rtol=2e-2)
-
-
-def times(model: nn.Module, x: mx.array, y: mx.array, factor: mx.array) -> mx.array:
-    return cross_entropy(model, x, y) * factor.astype(mx.float32)
-
-
-def float16_step(
-    optimizer: str = "adamw", shown: str = "float32", **options: Any
-) -> tuple[Pair, Step, Callable[..., Any]]:
-    """Make a step in float16, and a function that calls it with the loss multiplied."""
-    _, ours, batches = pairs("mlp", optimizer, shown)
-    step = Step(*ours, times, compute_dtype=mx.float16, **options)
-    return ours, step, lambda factor, batch=0: step(*batches[batch], mx.array(factor))
-
-
-def scale_of(step: Step) -> tuple[float, int]:
-    state = step.state
-    assert (state["loss_scale"].dtype, state["loss_scale"].shape) == (mx.float32, ())
-    assert (state["good_steps"].dtype, state["good_steps"].shape) == (mx.int32, ())
-    return float(state["loss_scale"]), int(state["good_steps"])
-
-
-def set_scale(step: Step, scale: float, good_steps: int) -> None:
-    step.load_state({**step.state, "loss_scale": mx.array(scale), "good_steps": mx.array(good_steps)})
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "user"])
-@pytest.mark.parametrize("shown", ["float32", "float16"])
-def test_an_overflow_halves_the_scale_and_changes_nothing_else(shown: str, optimizer: str) -> None:
-    ours, step, take = float16_step(optimizer, shown, ema_decay=0.9)
-    assert not take(1.0).skipped
-    assert scale_of(step) == (SCALE, 1)
-    before, kept = snapshot(*ours), step.state
-    out = take(100.0)  # 100 * 65536 is beyond float16, 100 is not
-    assert out.skipped
-    assert not out.updated
-    assert np.isfinite(float(out.loss))
-    assert scale_of(step) == (SCALE / 2, 0)
-    assert_close(snapshot(*ours), before, 0)
-    now = step.state
-    for group in ("ema", "masters"):
-        for name, array in flat(kept.get(group, {})).items():
-            np.testing.assert_array_equal(flat(now[group])[name], array, err_msg=name)
-    skipped = [bool(take(100.0).skipped) for _ in range(8)]
-    assert not all(skipped)
-    assert step.stats.skipped == 1 + sum(skipped)
-    assert scale_of(step)[0] == SCALE / 2 ** (1 + sum(skipped))
-
-
-def test_an_overflow_within_a_window_is_left_out_of_it() -> None:
-    reference, ours, batches = pairs("mlp", "adamw", "float32")
-    loop = MixedLoop(*reference, cross_entropy, mx.float16)
-    step = Step(*ours, times, compute_dtype=mx.float16, accumulate=3)
-    loop(batches[0], batches[2])
-    outs = [step(*batch, mx.array(factor)) for batch, factor in zip(batches[:3], (1.0, 1e4, 1.0), strict=True)]
-    assert [bool(out.skipped) for out in outs] == [False, True, False]
-    assert [bool(out.updated) for out in outs] == [False, False, True]
-    assert scale_of(step) == (SCALE / 2, 1)
-    compare(step, ours, loop, 1e-5)  # half the scale: small gradients are rounded otherwise
-
-
-def test_2000_good_steps_double_the_scale() -> None:
-    _, step, take = float16_step()
-    take(1e-3)
-    set_scale(step, SCALE, 1998)
-    assert not take(1e-3).skipped
-    assert scale_of(step) == (SCALE, 1999)
-    assert not take(1e-3).skipped
-    assert scale_of(step) == (2 * SCALE, 0)
-    set_scale(step, SCALE, 1999)
-    assert take(1e4).skipped
-    assert scale_of(step) == (SCALE / 2, 0)
-
-
-def test_the_scale_stays_within_its_bounds() -> None:
-    _, step, take = float16_step()
-    take(1e-3)
-    set_scale(step, 2.0**-10, 5)
-    assert take(float("nan")).skipped
-    assert scale_of(step) == (2.0**-10, 0)
-    set_scale(step, 2.0**24, 1999)
-    assert not take(1e-6).skipped
-    assert scale_of(step) == (2.0**24, 0)
-
-
-def test_an_overflow_of_float16_is_one_batch_of_a_bfloat16_step_as_well() -> None:
-    _, ours, batches = pairs("mlp", "adamw", "float32")
-    step = Step(*ours, times, compute_dtype=mx.bfloat16)
-    assert not step(*batches[0], mx.array(1e4)).skipped
-    assert "loss_scale" not in step.state
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "allow"])
-def test_float16_needs_to_skip(nonfinite: Any) -> None:
-    with pytest.raises(ValueError, match=r"nonfinite.*float16"):
-        Step(*Row("mlp", "adamw").new(), cross_entropy, compute_dtype=mx.float16, nonfinite=nonfinite)
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "allow"])
-def test_bfloat16_does_what_it_is_told_about_bad_batches(nonfinite: Any) -> None:
-    _, ours, batches = pairs("mlp", "adamw", "bfloat16")
-    step = Step(*ours, times, compute_dtype=mx.bfloat16, nonfinite=nonfinite)
-    step(*batches[0], mx.array(1.0))
-    before = snapshot(*ours), masters(step)
-    if nonfinite == "allow":
-        step(*batches[0], mx.array(float("nan")))
-        assert all(np.isnan(master).any() for master in masters(step).values())
-        return
-    with pytest.raises(FloatingPointError):
-        step(*batches[0], mx.array(float("nan")))
-    assert_close(snapshot(*ours), before[0], 0)
-    assert_close(masters(step), before[1], 0)
 
 
 @pytest.mark.parametrize("given", [mx.int32, mx.float64, mx.bool_])

@@ -1,4 +1,4 @@
-"""Step.state: with it a run goes on elsewhere as if nothing had happened; what is no such state is refused."""
+"""Step.state: with it a run goes on elsewhere as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,14 +14,11 @@ import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from support.helpers import Row, Tree, assert_close, copy_tree, flat, snapshot, to_numpy
+from support.helpers import Tree, assert_close, copy_tree, flat, to_numpy
 from support.models import WIDTH
 from support.places import Child
+from support.stateful import BATCHES, OPTIONS, ROW, Pair, everything, new, take
 
-Pair = tuple[nn.Module, optim.Optimizer]
-ROW = Row("mlp", "adamw")
-BATCHES = ROW.case.batches(12)
-OPTIONS: dict[str, Any] = {"compute_dtype": mx.float16, "ema_decay": 0.9, "accumulate": 3, "max_grad_norm": 1.0}
 # every option that keeps something, and batches that are skipped
 RUN = '''
 import json, sys
@@ -30,7 +26,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from faststep import Step
-from support.helpers import Row, flat, random_key
+from support.helpers import Row, flat, random_key, seed_of
 
 def start():
     """Make the model, the optimizer and their step, equal each time."""
@@ -71,8 +67,7 @@ def load(folder, model, optimizer, step):
     step.load_state(tree["step"] | saved["state"])
     model.update(tree["model"])
     optimizer.state = tree["optimizer"]
-    high, low = tree["random"].tolist()
-    mx.random.seed(high << 32 | low)
+    mx.random.seed(seed_of(tree["random"]))
 '''
 FIRST = """
 folder = Path(FOLDER)
@@ -113,29 +108,6 @@ def test_a_run_goes_on_in_another_process(
     assert_close(values_again, values, 0)
     kept = {name.split(".")[1] for name in values if name.startswith("step.")}
     assert kept == {"ema", "window", "weight"} | ({"masters"} if shown == "bfloat16" else {"loss_scale", "good_steps"})
-
-
-def new(
-    name: str = "mlp", optimizer: str = "adamw", dtype: mx.Dtype | None = mx.float16, **options: Any
-) -> tuple[Pair, Step]:
-    """Make a model in half precision, its optimizer and their step, equal each time."""
-    row = Row(name, optimizer)
-    pair = row.new()
-    if dtype is not None:
-        pair[0].set_dtype(dtype)
-    return pair, Step(*pair, row.case.loss_fn, **(OPTIONS | options))
-
-
-def take(step: Step, batches: list[Any]) -> None:
-    for batch in batches:
-        step(*batch)
-
-
-def everything(pair: Pair, step: Step) -> dict[str, np.ndarray]:
-    """Copy all arrays and numbers that a run has."""
-    numbers = {f"step.{name}": np.array(value) for name, value in step.state.items() if isinstance(value, int)}
-    arrays = {f"step.{name}": to_numpy(array) for name, array in flat(step.state).items()}
-    return snapshot(*pair) | arrays | numbers
 
 
 def load_step(saved: Tree, pair: Pair, step: Step) -> None:
@@ -396,99 +368,6 @@ def test_another_step_of_the_same_pair_shares_it() -> None:
     assert (other.state["batches"], other.state["steps"], step.state["steps"]) == (1, 0, 4)
     take(other, BATCHES[4:6])
     assert step.state["batches"] == 0
-
-
-Change = Callable[[dict[str, Any]], object]
-
-
-def put(path: str, value: Any) -> Change:
-    """Put a value where the path says."""
-
-    def change(state: dict[str, Any]) -> None:
-        *rest, last = path.split(".")
-        at: Any = state
-        for part in rest:
-            at = at[int(part)] if isinstance(at, list) else at[part]
-        at[last] = value
-
-    return change
-
-
-def drop(*names: str) -> Change:
-    """Take entries out."""
-    return lambda state: [state.pop(name) for name in names]
-
-
-def drop_bias(group: str) -> Change:
-    return lambda state: state[group]["layers"][0].pop("bias")
-
-
-WRONG: dict[str, tuple[Change, str]] = {
-    "an unknown key": (put("momentum", mx.zeros(())), "momentum"),
-    "a master is missing": (drop_bias("masters"), r"masters.*layers\.0\.bias"),
-    "an average is missing": (drop_bias("ema"), r"ema.*layers\.0\.bias"),
-    "a sum is missing": (drop_bias("window"), r"window.*layers\.0\.bias"),
-    "a master too many": (put("masters.head", mx.zeros((3,))), "masters.*head"),
-    "an average too many": (put("ema.head", mx.zeros((3,))), "ema.*head"),
-    "an empty group": (put("ema", {}), "ema"),
-    "a group that is none": (put("ema", None), "ema"),
-    "another shape": (put("ema.layers.0.bias", mx.zeros((3,))), r"ema.*layers\.0\.bias.*\(32,\).*\(3,\)"),
-    "the transpose": (put("masters.layers.0.weight", mx.zeros((16, 32))), r"masters.*layers\.0\.weight"),
-    "a number for an array": (put("ema.layers.0.bias", 1.0), r"ema.*layers\.0\.bias"),
-    "a window without its weight": (drop("weight"), "weight"),
-    "a window without its number": (drop("batches"), "batches"),
-    "a window alone": (drop("weight", "batches"), "window"),
-    "a weight alone": (drop("window", "batches"), "weight"),
-    "a number of batches alone": (drop("window", "weight"), "batches"),
-    "a window of no batches": (put("batches", 0), "batches"),
-    "fewer batches than none": (put("batches", -1), "batches"),
-    "fewer steps than none": (put("steps", -1), "steps"),
-    "a scale without its count": (drop("good_steps"), "good_steps"),
-    "a count without its scale": (drop("loss_scale"), "loss_scale"),
-    "many scales": (put("loss_scale", mx.ones((3,))), "loss_scale"),
-    "many counts": (put("good_steps", mx.zeros((3,), mx.int32)), "good_steps"),
-    "many weights": (put("weight", mx.ones((3,))), "weight"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("steps", [0, 4])
-def test_what_is_no_state_is_refused_and_nothing_has_changed(wrong: str, steps: int) -> None:
-    change, text = WRONG[wrong]
-    _, source = new()
-    take(source, BATCHES[:4])
-    state = copy_tree(source.state)
-    change(state)
-    pair, step = new()
-    take(step, BATCHES[4 : 4 + steps])
-    before = everything(pair, step)
-    with pytest.raises(ValueError, match=text):
-        step.load_state(state)
-    assert_close(everything(pair, step), before, 0)
-    straight, other = new()
-    take(other, BATCHES[4 : 4 + steps])
-    take(step, BATCHES[:3])
-    take(other, BATCHES[:3])
-    assert_close(everything(pair, step), everything(straight, other), 0)
-
-
-@pytest.mark.parametrize("name", ["nested", "conv", "frozen"])
-def test_the_state_of_another_model_is_refused(name: str) -> None:
-    _, source = new(name)
-    take(source, BATCHES[:4])
-    pair, step = new()
-    take(step, BATCHES[:4])
-    before = everything(pair, step)
-    with pytest.raises(ValueError, match="state: "):
-        step.load_state(source.state)
-    assert_close(everything(pair, step), before, 0)
-
-
-@pytest.mark.parametrize("given", [None, [], 3])
-def test_what_is_no_dict_is_refused(given: Any) -> None:
-    _, step = new()
-    with pytest.raises((TypeError, ValueError), match="state"):
-        step.load_state(given)
 
 
 def test_numbers_may_be_arrays_and_scalars_numbers() -> None:

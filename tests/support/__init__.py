@@ -1,7 +1,7 @@
 """What several tests share; no test imports another test.
 
-`helpers` and `models` are the plain-MLX side, `plain_loop` and `plans` further references, `changes` what a program
-does between steps, `programs` whole small programs (benches/clients.py measures them), `checkpointing`, `damage` and
-`continuation` for checkpoints, `encoder`, `loaded`, `trained` and `configs` for data, training and configs, `places`
-for the folders and types of `conftest`.
+`helpers` and `models` are the plain-MLX side, `plain_loop`, `mixed` and `plans` further references, `stateful` steps
+with every option that keeps something, `changes` what a program does between steps, `programs` whole small programs
+(benches/clients.py measures them), `checkpointing`, `damage` and `continuation` for checkpoints, `encoder`, `loaded`,
+`trained` and `configs` for data, training and configs, `places` for the folders and types of `conftest`.
 """

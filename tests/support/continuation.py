@@ -13,7 +13,7 @@ import numpy as np
 from faststep import Step
 from mlx.utils import tree_flatten, tree_unflatten
 
-from support.helpers import random_key, to_numpy
+from support.helpers import random_key, seed_of, to_numpy
 
 COUNT = 10
 Run = Callable[[str, Path, Path, int, int], list[float]]
@@ -87,11 +87,9 @@ def save(folder: Path, step: Step) -> None:
     state = dict(tree_flatten(step.state))
     arrays = {name: value for name, value in state.items() if isinstance(value, mx.array)}
     numbers = {name: str(value) for name, value in state.items() if name not in arrays}
-    words: Any = random_key().tolist()
-    high, low = words
     step.model.save_weights(str(folder / "model.safetensors"))
     mx.save_safetensors(str(folder / "optimizer.safetensors"), dict(tree_flatten(step.optimizer.state)))
-    mx.save_safetensors(str(folder / "step.safetensors"), arrays, numbers | {"random": str(high << 32 | low)})
+    mx.save_safetensors(str(folder / "step.safetensors"), arrays, numbers | {"random": str(seed_of(random_key()))})
 
 
 def load(folder: Path, step: Step) -> None:

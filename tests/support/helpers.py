@@ -288,6 +288,12 @@ def random_key() -> mx.array:
     return key
 
 
+def seed_of(key: mx.array) -> int:
+    """Return the number with which `mx.random.seed` gives this key."""
+    words: Tree = key.tolist()
+    return int(words[0]) << 32 | int(words[1])
+
+
 def to_numpy(array: mx.array) -> np.ndarray:
     """Copy to numpy; bfloat16, which numpy lacks, as float32."""
     return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)

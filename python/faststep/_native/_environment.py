@@ -1,4 +1,4 @@
-"""What has to be true of the environment before anything native is loaded; OpenBLAS and faster kernels for MLX's CPU.
+"""Requirements of the environment, checked before anything native is loaded; OpenBLAS and kernels for MLX's CPU.
 
 Python's standard library only: this runs before MLX and the extension module are imported, because a module built
 against another MLX would crash instead of telling why.

@@ -49,7 +49,7 @@ def fast_step(
         model: The model, of which everything trainable is updated.
         optimizer: The optimizer.
         loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A
-            lambda made anew at every call is the same loss as long as its code, defaults and closure are.
+            lambda made again at every call is the same loss as long as its code, defaults and closure are.
         *batch: Arrays, dicts, lists and tuples of them, and static values.
         max_grad_norm: Clip the gradients to this global norm; None: no clipping.
         max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.

@@ -1,4 +1,4 @@
-"""What a step will take of the device's memory, before it is taken."""
+"""The memory plan: what a step takes of the device's memory, known before the first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MEGABYTE = 1_000_000
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What steps on a batch will take of the device's memory, in bytes; `str(plan)` is a table in megabytes.
+    """Memory that steps on a batch take on the device, in bytes; `str(plan)` is a table in megabytes.
 
     The peaks are those that `mx.get_peak_memory` will report, with everything that the process holds. Parameters,
     gradients, state, activations and others add up to the higher one, unless the gradients are never there all at once.
@@ -36,7 +36,7 @@ class MemoryPlan:
             later, that of the next one.
         steady_peak: The peak of the updates after it.
         limit: The device's memory; of a CPU's, what the process may take by its control group if that is less. None
-            where nobody says.
+            where it is unknown.
         fits: Whether the peak, on the CPU with the cache, is within the limit; True where that is not known.
     """
 
@@ -78,7 +78,7 @@ def memory_plan(plan: core.MemoryPlan) -> MemoryPlan:
         warnings.warn(
             f"faststep: a step will take up to {taken.peak / _MEGABYTE:,.0f} MB, and the device has "
             f"{taken.limit / _MEGABYTE:,.0f} MB: the process will end without an exception when they are used "
-            "up. Take a smaller batch, or compute activations anew with mx.checkpoint",
+            "up. Take a smaller batch, or recompute activations with mx.checkpoint",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The options of a step, which make it one step or another."""
+"""The options of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Nonfinite = Literal["skip", "raise", "allow"]
 
 
 class Options(NamedTuple):
-    """What `Step` and `fast_step` take beside model, optimizer and loss; checked where the native step is made."""
+    """Options of `Step` and `fast_step`; the native step checks them when it is made."""
 
     max_grad_norm: float | None = None
     max_grad_value: float | None = None

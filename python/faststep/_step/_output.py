@@ -12,7 +12,7 @@ from faststep._native import core
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step gives. The arrays are lazy: reading one waits for that step.
+    """Result of one step. The arrays are lazy: reading one waits for that step.
 
     Attributes:
         loss: The loss, a scalar in the dtype in which the loss function returned it.
@@ -40,7 +40,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a step has done so far.
+    """Counts, mode, traces, times and memory of a step so far.
 
     Attributes:
         steps: The number of calls.

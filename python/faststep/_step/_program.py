@@ -17,7 +17,7 @@ _Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, 
 
 
 class Program:
-    """The native step of a model, an optimizer and options, for any loss function; keeps neither of the two alive."""
+    """The native step of a model, an optimizer and options, for any loss function; it keeps neither object alive."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
         """Check the options."""

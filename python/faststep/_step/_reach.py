@@ -1,8 +1,8 @@
-"""What a loss function can reach beside its arguments: the arrays, numbers and objects that its code names.
+"""Objects that a loss function refers to beside its arguments: the arrays, numbers and objects that its code names.
 
 A loss function reads closure cells, defaults, globals, the object that it is a method of, and whatever their attributes
 lead to. `discover` follows its code, and the code of the functions that this leads to, and returns a list of nodes that
-the native step looks at before each call. Code of MLX, NumPy and the standard library is not followed.
+the native step compares before each call. Code of MLX, NumPy and the standard library is not followed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
 
 
 def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any) -> str:
-    """Describe an array that a loss function uses from where nobody looks, for a warning.
+    """Describe an array that a loss function uses from an unwatched place, for a warning.
 
     Args:
         array: The array, of any shape and dtype.
@@ -84,7 +84,7 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
 
 
 def _is(value: Any, cls: Any) -> bool:
-    """Tell whether the class of an object is this one; functions of `mx.compile` say that they are of another."""
+    """Return whether an object is of a class by its type: functions of `mx.compile` report another `__class__`."""
     return issubclass(type(value), cls)
 
 
@@ -177,7 +177,7 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 class _Search:
-    """A walk from the roots to whatever the code that is met on the way names."""
+    """A walk from the roots to all that the code found on the way names."""
 
     def __init__(self, model: nn.Module, owned: Any) -> None:
         self.nodes: list[Node] = []
@@ -337,7 +337,7 @@ class _Search:
                 self.add(self.index[place], CLASS, name, value)
 
     def kept(self) -> list[Node]:
-        """Return the nodes that can change, and those that lead to them, numbered anew."""
+        """Return the nodes that can change, and those that lead to them, renumbered."""
         keep = [self.can_change(at) for at in range(len(self.nodes))]
         for at in reversed(range(len(self.nodes))):
             parent, _, _, kind, expected = self.nodes[at]
@@ -353,7 +353,7 @@ class _Search:
         return nodes
 
     def can_change(self, at: int) -> bool:
-        """Tell whether a user may put another object there, or change it."""
+        """Return whether a user may put another object there, or change it."""
         parent, how, _, kind, expected = self.nodes[at]
         value = self.objects[at]
         if how == ROOT or kind in (ARRAY, CONTENTS, MODULE):

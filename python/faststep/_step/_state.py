@@ -1,4 +1,4 @@
-"""What a step keeps beyond model and optimizer, as a tree for checkpoints, and back, checked."""
+"""State of a step beyond model and optimizer: to a tree for checkpoints, and back with checks."""
 
 from __future__ import annotations
 

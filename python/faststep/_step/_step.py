@@ -134,7 +134,7 @@ class Step:
 
     @property
     def accumulate(self) -> int:
-        """How many calls make one update. An open window is applied at the call at which it has as many batches."""
+        """The number of calls that make one update; an open window is applied at the call that gives it as many."""
         return self._accumulate
 
     @accumulate.setter
@@ -216,7 +216,7 @@ class Step:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What an exact resume needs beyond model, optimizer and random state: a tree of arrays and plain numbers.
+        """State for an exact resume, beyond model, optimizer and random state: a tree of arrays and plain numbers.
 
         "masters", "ema" and "window" are trees like `model.trainable_parameters()`, with what was kept for parameters
         that are frozen now, float32 where the parameters are in half precision (masters are kept for those only), and
@@ -261,9 +261,9 @@ class Step:
         return self._program.core.gradients(self._program.call(self.model, self.optimizer, self.loss_fn, batch, named))
 
     def memory_plan(self, *batch: Any, **named: Any) -> MemoryPlan:
-        """Say what steps on such a batch will take of the device's memory, before the first one takes it.
+        """Plan the memory that steps on such a batch take on the device, before the first one takes it.
 
-        The step is traced, which the first step then need not do, and MLX's evaluation of it is gone through without
+        The step is traced, which the first step then need not do, and MLX's evaluation of it is simulated without
         computing anything: model, optimizer and random state stay as they are. A loss function that cannot be traced is
         called and may compute; what the plan says is then less certain.
 
@@ -309,6 +309,6 @@ class Step:
 
     @property
     def stats(self) -> Stats:
-        """What the step has done so far."""
+        """Counts, mode, traces, times and memory so far."""
         steps, updates, skipped, mode, traces, traced, seconds, held, unchanged = self._program.core.stats()
         return Stats(steps, updates, skipped, *mode, tuple(traces), traced, seconds, held, unchanged)

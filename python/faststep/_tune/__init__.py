@@ -1,4 +1,4 @@
-"""The search for faster environment variables: `tune`, and what its child processes and its table are made of.
+"""The search for faster environment variables: `tune`, its child processes and its table.
 
 `_search` starts `_child` in processes of their own; `_report` has the rule and the table. Uses `_step`.
 """

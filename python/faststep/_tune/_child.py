@@ -1,4 +1,4 @@
-"""The child process of `tune`: takes the user's steps under one setting and writes down how long they took."""
+"""The child process of `tune`: takes the user's steps under one setting and writes down their time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COMPARED = 5  # the first steps, whose losses are compared between settings
 
 
 def main() -> None:
-    """Do the job in `sys.argv[1]`, a JSON object made by `tune`, and write a `Measured` into the file it names."""
+    """Run the job in `sys.argv[1]`, a JSON object made by `tune`, and write a `Measured` into the file it names."""
     job = json.loads(sys.argv[1])
-    signal.alarm(job["alarm"])  # ends this process when nobody is left to do it
+    signal.alarm(job["alarm"])  # ends this process when its parent is gone
     sys.path += [entry for entry in job["path"] if entry not in sys.path]
     for seed in (random.seed, np.random.seed, mx.random.seed):
         seed(0)

@@ -1,4 +1,4 @@
-"""What `tune` found: the rule by which a setting counts as faster, and the table."""
+"""Results of `tune`: the rule by which a setting counts as faster, and the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Verdict = Literal["faster", "not faster", "other losses", "failed"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one child process measured.
+    """Measurements of one child process.
 
     Attributes:
         milliseconds: The median time of a step.
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found. `str()` of it is a table.
+    """Result of `tune`; `str()` of it is a table.
 
     Attributes:
         target: The step that was measured.
@@ -112,7 +112,7 @@ class Tuning:
 
 
 def gains(ratios: Sequence[float], control: Sequence[float]) -> bool:
-    """Tell whether a setting is faster beyond the noise.
+    """Return whether a setting is faster beyond the noise.
 
     It is when the median of its ratios to the baseline is at most 0.98, and their upper quartile lies below the lower
     quartile of the control's: the ratios of a second baseline to the first. Both take at least three rounds.

@@ -1,4 +1,4 @@
-"""The search of `tune`: child processes one at a time, in rounds, and what follows from their times."""
+"""The search of `tune`: child processes one at a time, in rounds, and the verdicts on their times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from faststep._tune._report import (
 INSIDE = "FASTSTEP_TUNING"  # set in the children: a target that tunes when it is imported would start them for ever
 _GROUP = 4  # settings that share a baseline: with more, the machine may drift in between
 _GIVE_UP = 2  # rounds after which a setting that was faster in none is left out
-_BUSY = 0.1  # width of the noise, between its quartiles, above which a note tells of it
+_BUSY = 0.1  # width of the noise, between its quartiles, above which a note says so
 
 
 class Run:
@@ -216,7 +216,7 @@ def run_child(target: str, setting: dict[str, str], seconds: float, timeout: flo
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the child and all that it started: it leads a process group of its own."""
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left; on macOS a zombie answers with the second
+    with suppress(ProcessLookupError, PermissionError):  # all have ended; on macOS a zombie answers with the second
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,4 +1,4 @@
-"""Which environment variables make the user's own step faster: every setting tried in processes of its own."""
+"""`tune`: environment variables that make the user's step faster, each setting tried in processes of its own."""
 
 from __future__ import annotations
 

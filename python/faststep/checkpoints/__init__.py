@@ -1,4 +1,9 @@
-"""Checkpoints of a training step: written off its path, whole or not at all, and restored exactly."""
+"""Checkpoints of a training step: written off its path, whole or not at all, and restored exactly.
+
+`_checkpoints` is the folder, `_checkpoint` one of it; `_snapshot` takes its contents, `_write` writes them,
+`_manifest` reads and checks them, `_apply` restores them, `_tensors` has the safetensors format. Uses `_step`,
+`_random` and `_native`.
+"""
 
 from faststep.checkpoints._checkpoint import Checkpoint
 from faststep.checkpoints._checkpoints import Checkpoints, Written

@@ -1,4 +1,4 @@
-"""A checkpoint is put into a step and a loader: everything is checked first, and on an error nothing has changed."""
+"""Restoring a checkpoint into a step and a loader: all is checked first, and on an error nothing has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from faststep.checkpoints._manifest import Contents, read_manifest, read_tensors
 from faststep.checkpoints._snapshot import Arrays, Stateful, split
 
 MOST_DIFFERENCES = 10
-Change = tuple[Callable[[], object], Callable[[], object]]  # what makes it, and what takes it back
+Change = tuple[Callable[[], object], Callable[[], object]]  # a function that makes it, and one that takes it back
 
 
 def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""One checkpoint on the disk: its description, and what can be done with it."""
+"""One checkpoint on the disk: its description, verification, export and restore."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Checkpoint:
         time: When it was saved, seconds since 1970.
         bytes: The bytes of its files.
         numbers: What was given to `Checkpoints.save` as `numbers`.
-        problem: What a look at the manifest, at the sizes of the files and at `training.json` found wrong; None:
-            nothing. `verify` reads everything.
+        problem: What is wrong with the manifest, the sizes of the files or `training.json`; None: nothing. `verify`
+            reads everything.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Look at the folder of a checkpoint.
+        """Describe the checkpoint in a folder.
 
         Args:
             path: Such a folder: `checkpoints/step-00000200`.

@@ -297,7 +297,7 @@ class _Writer:
         return taken
 
     def report(self) -> None:
-        """Say on the way out what nobody has asked for."""
+        """Print the error of a write that was never waited for."""
         try:
             self.wait()
         except CheckpointError as error:

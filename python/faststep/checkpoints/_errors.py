@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints."""
+"""Errors and warnings about checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class CheckpointError(Exception):
 
 
 class Damaged(CheckpointError):
-    """What is on the disk is not what was written."""
+    """Files on the disk that differ from what was written."""
 
 
 class CheckpointWarning(RuntimeWarning):

@@ -87,7 +87,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, patience: float) -> Iterator[bool]:
-    """Be the only process that writes into the folder; the system lets go of the lock of one that dies.
+    """Hold the lock of the folder, which one process writes into; the system releases that of one that dies.
 
     Yields:
         Whether the lock is held: some file systems have none.

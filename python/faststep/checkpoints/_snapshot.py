@@ -1,4 +1,4 @@
-"""What a checkpoint holds, taken in the thread of the training, so that another one can write it."""
+"""Snapshots: the contents of a checkpoint, taken in the thread of the training, written by another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arrays = dict[str, mx.array]
 
 
 class Stateful(Protocol):
-    """Anything whose state goes into a checkpoint as plain JSON values: a `faststep.data.Loader`."""
+    """An object whose state goes into a checkpoint as plain JSON values: a `faststep.data.Loader`."""
 
     @property
     def state(self) -> Any:
@@ -34,13 +34,13 @@ class Stateful(Protocol):
 
 @dataclass
 class Snapshot:
-    """What is to be written.
+    """Contents of a checkpoint that is to be written.
 
     Attributes:
         number: The number of the checkpoint.
         metric: Its metric, None where there is none or it is not finite.
         time: When it was taken, seconds since 1970.
-        tensors: Arrays, evaluated and nobody else's, and metadata, by file.
+        tensors: Arrays, evaluated and not shared with the model, and metadata, by file.
         training: The text of `training.json`.
     """
 
@@ -102,7 +102,7 @@ def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, An
 
 
 def _own(arrays: Arrays, what: str) -> Arrays:
-    """Return arrays of the same values that are nobody else's.
+    """Return arrays of the same values that later steps do not overwrite.
 
     In the processor's memory an array is never overwritten as long as somebody holds it, so that another one may share
     it. On CUDA, reading an array on the host moves its memory there under the steps that use it, so that it is copied.

@@ -56,7 +56,7 @@ class Readable(Protocol):
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies in its file, behind the header."""
+    """The place of a tensor in its file, behind the header."""
 
     name: str
     dtype: str
@@ -80,7 +80,7 @@ def check(arrays: Mapping[str, mx.array]) -> None:
 
 
 def write(write: Write, arrays: dict[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write arrays that are evaluated, in any thread; each is let go of as soon as it is written.
+    """Write arrays that are evaluated, in any thread; each is released as soon as it is written.
 
     The largest items come first, so that each tensor is aligned to its own.
 

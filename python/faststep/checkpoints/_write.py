@@ -1,4 +1,4 @@
-"""A snapshot is written: beside its place, to the disk, and put there by one rename; old ones go when it is there."""
+"""Writing a snapshot: beside its place, to the disk, put there by one rename; then old ones are removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fill = Callable[[_tensors.Write], None]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints are kept.
+    """Rules by which checkpoints are kept.
 
     Attributes:
         last: How many of the newest; None: all.
@@ -120,7 +120,7 @@ def _put(partial: Path, place: Path) -> None:
 
 
 def _retain(folder: Path, new: Path, keep: Keep) -> None:
-    """Remove what need not be kept; damaged checkpoints stay, for whoever wants to look at them."""
+    """Remove what need not be kept; damaged checkpoints stay for inspection."""
     if keep.last is None:
         return
     try:

@@ -3,6 +3,9 @@
 Exit codes: 0 done; 1 the training, or the user's own code, failed; 2 something that was given is wrong (a config, a
 checkpoint, an option), and nothing was changed; 3 a check found a difference (`verify-resume`, `checkpoint verify`,
 `reproduce`); 4 the supervisor gave up; 130 and 143 stopped by SIGINT and SIGTERM, with a checkpoint.
+
+`_app` has the commands, a file for each group of them; `_status` what they share, `_supervisor` restarts a training.
+Uses all rooms.
 """
 
 from faststep._optional import need

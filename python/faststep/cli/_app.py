@@ -1,4 +1,4 @@
-"""The commands in one application, and what a failure of theirs looks like."""
+"""The commands in one application, and the reports of their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`faststep checkpoint`: what is in a run's checkpoints."""
+"""`faststep checkpoint`: list, verify and export the checkpoints of a run."""
 
 from __future__ import annotations
 

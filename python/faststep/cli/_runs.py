@@ -1,4 +1,4 @@
-"""Looking at runs, and at the machine."""
+"""Commands that read runs and measure the machine: report, compare, tune, version."""
 
 from __future__ import annotations
 

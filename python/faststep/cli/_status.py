@@ -1,4 +1,4 @@
-"""Exit codes, and what most commands begin with."""
+"""Exit codes and arguments that commands share, the config of a run and its trainer."""
 
 from __future__ import annotations
 

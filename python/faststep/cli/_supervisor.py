@@ -30,7 +30,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Death:
-    """How a training process ended.
+    """The end of a training process.
 
     Attributes:
         code: Its exit code; minus the number of the signal that killed it.
@@ -42,7 +42,7 @@ class Death:
 
     @property
     def by_itself(self) -> bool:
-        """Whether it ended as a program does, and would end the same way again."""
+        """Whether it ended by its own decision, and would end the same way again."""
         return self.code >= 0 and self.memory is None
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def supervise(run: Path) -> int:
         The exit code: that of the training, or `GAVE_UP`.
     """
     deaths, reached = 0, newest(run)
-    overrides: list[str] = []  # what is set on top of the config
+    overrides: list[str] = []  # keys set on top of the config
     while True:
         death = _watch([sys.executable, "-m", "faststep", "resume", str(run), *_set(overrides)])
         if death.by_itself:

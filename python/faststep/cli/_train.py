@@ -1,4 +1,4 @@
-"""Training: from a config, and on from where a run stopped."""
+"""Commands that train: from a config, on from a run's checkpoint, and evaluation."""
 
 from __future__ import annotations
 

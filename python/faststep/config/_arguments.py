@@ -24,7 +24,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Return what a callable takes, annotations evaluated where they can be; None where nobody knows."""
+    """Return what a callable takes, annotations evaluated where they can be; None where it is unknown."""
     try:
         return inspect.signature(target, eval_str=True).parameters
     except Exception:  # an annotation is the user's code, and may be anything
@@ -79,12 +79,12 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_component(value: Any) -> bool:
-    """Whether a value is one to be made."""
+    """Whether a value is a component: `{use: NAME, ...}`."""
     return isinstance(value, dict) and isinstance(value.get("use"), str)
 
 
 def words(hint: Any) -> str:
-    """Say what a hint takes."""
+    """Describe in words what a hint takes."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(words(each) for each in inner)

@@ -1,4 +1,4 @@
-"""A config to what trains: the step, its data, its callbacks."""
+"""Building: from a config to the step, its data, callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten
 
-from faststep import Step, recipes
+from faststep import recipes
+from faststep._step import Step
 from faststep.config._components import Part, Parts
 from faststep.config._errors import ConfigError, Path
 from faststep.config._find import find_all
@@ -31,7 +32,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Built:
-    """What a config gives.
+    """The objects that a config describes.
 
     Attributes:
         step: The step, with `model`, `optimizer` and `loss_fn`.
@@ -89,7 +90,7 @@ def build(config: Config) -> Built:
 
 
 class Blame:
-    """Runs a part of the building, and says which keys it is about when it is refused."""
+    """Run a part of the building, and name its keys in the error when it is refused."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Components: `{use: NAME, ...}` to a callable whose signature its arguments fit, and that to an object."""
+"""Components: from `{use: NAME, ...}` to a callable whose signature the arguments fit, and to an object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Part:
 
     Attributes:
         path: Its keys in the config.
-        kind: What it is to give.
+        kind: The kind of object that it makes.
         target: What its name stands for.
         arguments: Plain values, and other parts.
         folder: What is importable while it is made.
@@ -80,7 +80,7 @@ def _made(value: Any) -> Any:
 
 
 class Parts:
-    """Finds the components of a config, and collects what is wrong with them.
+    """Finder of the components of a config; it collects the problems with them.
 
     Args:
         source: Where the values of the config come from.

@@ -1,4 +1,4 @@
-"""What is wrong with a config: all of it at once, each with its place and what to do."""
+"""Problems of a config: all at once, each with its place and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Problem:
 
     Attributes:
         path: The keys that lead to it.
-        message: What was expected, what came, what to do.
+        message: What was expected, what was given, what to do.
         place: Where it was set, `file:line` or the override; empty where that is unknown.
     """
 
@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a config come from; it is no part of what makes two configs equal.
+    """Places of the values of a config; equality of configs ignores them.
 
     Attributes:
         places: The place of every key, by its path: `file:line`, or the override.
@@ -66,7 +66,7 @@ def dotted(path: Path) -> str:
 
 
 def unknown(name: object, names: Iterable[str], what: str = "key") -> str:
-    """Say that a name is unknown, with the nearest of those that there are, or all of them."""
+    """Return the message for an unknown name, with the nearest of the known ones, or all of them."""
     names = {each.lower(): each for each in sorted(names)}
     near = difflib.get_close_matches(str(name).lower(), names, n=1)
     hint = f"did you mean {names[near[0]]!r}?" if near else f"expected one of {', '.join(names.values())}"

@@ -1,4 +1,4 @@
-"""The names that components can use without saying where they come from."""
+"""Kinds of components, and the built-in names of each."""
 
 from __future__ import annotations
 

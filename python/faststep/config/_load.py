@@ -52,7 +52,7 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
 
     Raises:
         ConfigError: The file cannot be read, or anything in it is wrong; all of it is listed, with lines. What the
-            user's own files hold is looked at by `build`.
+            user's own files hold is checked by `build`.
     """
     file = File(path)
     try:
@@ -129,7 +129,7 @@ def _order(problem: Problem) -> tuple[str, int]:
 
 
 def _problem(error: Mapping[str, Any], source: Source) -> Problem:
-    """Say what pydantic found as this package says it."""
+    """Return an error of pydantic as a problem in this package's words."""
     path: Path = tuple(key for key in error["loc"] if key not in (ONE, SEVERAL))
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":

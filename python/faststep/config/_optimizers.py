@@ -105,7 +105,7 @@ def _join(parts: Parts, arguments: dict[str, Any], path: Path, steps: int | None
 
 
 def _fill(parts: Parts, arguments: dict[str, Any], path: Path, left: int | None) -> bool:
-    """Let a schedule go on for as long as the training does."""
+    """Set the length of a schedule to what is left of the training."""
     if left is None:
         parts.refuse(path, "missing: it is what is left of train.steps, which is not set")
         return False

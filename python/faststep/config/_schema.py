@@ -23,7 +23,7 @@ Patterns = list[Pattern]
 
 
 class Component(BaseModel):
-    """A thing to be made: `{use: NAME, key: value, ...}`; the other keys are arguments of what has that name."""
+    """An object to be made: `{use: NAME, key: value, ...}`; the other keys are arguments of what has that name."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     use: str = Field(min_length=1)
@@ -85,7 +85,7 @@ class Step(Section):
 
 
 class Train(Section):
-    """How long, and what happens on the way; `*_every` count steps."""
+    """The length of the training and the intervals of its events; `*_every` count steps."""
 
     steps: Positive | None = None
     epochs: Positive | None = None
@@ -100,7 +100,7 @@ class Train(Section):
 
 
 class Checkpoints(Section):
-    """How often they are taken, in steps, and which are kept."""
+    """The interval of checkpoints in steps, and the rules by which they are kept."""
 
     every: Positive = 200
     keep_last: Positive = 3
@@ -108,7 +108,7 @@ class Checkpoints(Section):
 
 
 class Logs(Section):
-    """What is written beside `log.jsonl`."""
+    """Built-in loggers beside `log.jsonl`."""
 
     csv: bool = False
     tensorboard: bool = False
@@ -126,7 +126,7 @@ Optimizers = Annotated[
 
 
 class Config(Section):
-    """What a run is: everything in it has been set or has its default.
+    """The config of a run: everything in it has been set or has its default.
 
     Attributes:
         run: The folder of the run, relative to the working directory.
@@ -154,7 +154,7 @@ class Config(Section):
 
     @property
     def source(self) -> Source:
-        """Where its values come from."""
+        """Places of its values."""
         return self._source
 
     def resolved(self) -> dict[str, Any]:

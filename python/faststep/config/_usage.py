@@ -13,7 +13,7 @@ _NO_VALIDATION = "there is no data.validation"
 
 
 class Usage:
-    """The values of a config, by who takes them; nothing else reads it.
+    """The values of a config by their reader; nothing else reads a config.
 
     Attributes:
         step: Arguments of `faststep.Step` beside model, optimizer and loss.

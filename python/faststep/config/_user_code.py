@@ -40,7 +40,7 @@ def attribute(use: str, folder: File) -> Any:
 
 @contextlib.contextmanager
 def importable(folder: File) -> Iterator[None]:
-    """Let modules of a folder be found."""
+    """Put a folder on the import path."""
     entry = str(folder)
     sys.path.insert(0, entry)
     try:

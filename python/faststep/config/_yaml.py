@@ -95,7 +95,7 @@ def _refusal(error: yaml.YAMLError, name: str) -> Problem:
 
 
 class _Reader:
-    """Turns PyYAML's nodes into values, and notes where they are."""
+    """Converter of PyYAML's nodes into values; it notes their places."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,8 @@
-"""Datasets in batches: evaluated, resumable, made ahead of the step by threads."""
+"""Datasets in batches: evaluated, resumable, made ahead of the step by threads.
+
+`_source` reads, `_order` and `_epoch` plan an epoch of a sequence, `_reader` follows a stream, `_make` makes a batch,
+`_pipeline` and `_workers` do it ahead; `_stack`, `_pad` and `_pack` collate. Uses MLX and NumPy, and no other room.
+"""
 
 from faststep.data._loader import Loader
 from faststep.data._pack import Pack

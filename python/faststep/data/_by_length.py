@@ -1,4 +1,4 @@
-"""What a collate that arranges items by their lengths gives the loader: `Pad` and `Pack` are such."""
+"""The interface of collates that arrange items by their lengths: `Pad` and `Pack`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Cut = tuple[int, int, int]  # number of the item, start, stop
 
 
 class Task(NamedTuple):
-    """What one batch is made of.
+    """Items and pieces that make one batch.
 
     Attributes:
         numbers: The numbers of the items, each once, in the order in which they are needed.
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How units are dealt; see `Rounds`."""
+    """Options by which units are dealt to ranks; see `Rounds`."""
 
     batch_size: int
     rank: int
@@ -74,7 +74,7 @@ def _cut(arranger: ByLength, number: int, length: int) -> list[tuple[int, int]]:
 
 
 class Epoch:
-    """Which items, or pieces of items, make which batch of an epoch."""
+    """Batches of an epoch: the items, or pieces of items, of each."""
 
     def __init__(
         self, n: int, keys: Keys | None, sharing: Sharing, arranger: ByLength | None, lengths: IntArray | None

@@ -1,4 +1,4 @@
-"""Where an error in the user's data happened."""
+"""Errors in the user's data, with their place."""
 
 from __future__ import annotations
 

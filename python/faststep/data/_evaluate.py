@@ -1,4 +1,4 @@
-"""No array leaves the loader lazy: they are evaluated in the thread that made them, or named where that cannot be."""
+"""Evaluation of batches in the thread that made them; an array that cannot be evaluated there is named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from faststep.data._tree import Tree, map_leaves, named_leaves
 
-FOREIGN = "There is no Stream"  # how MLX's error begins when an array waits for work on a stream of another thread
+FOREIGN = "There is no Stream"  # MLX's error for an array that waits for work on a stream of another thread
 
 
 def evaluate(tree: Tree, *name: object, lists: bool = True) -> None:

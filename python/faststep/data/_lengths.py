@@ -1,4 +1,4 @@
-"""How long the items of a sequence are, as far as a collate has to know it before an epoch."""
+"""Lengths of the items of a sequence, for collates that need them before an epoch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from faststep.data._tree import Tree
 
 
 class Loader:
-    """Give a dataset out in batches.
+    """An iterable over a dataset in batches.
 
     `for batch in loader` is one epoch, or what is left of it: after a loop that was left early, or a state that was
     loaded, the next loop goes on behind the last batch that was taken. A batch is an `mx.array`, a tuple (for
@@ -55,7 +55,7 @@ class Loader:
     **Resuming.** `state` is plain JSON and says which batch comes next, however many are made ahead; `load_state` goes
     there. Nothing that was taken before is read again, except the lengths for `Pad` and `Pack` (see `lengths`). An
     iterable with a state of its own (`state` and `load_state`, or `state_dict` and `load_state_dict`) goes on from the
-    state that it had before the batch's items were read; another is gone through again. A state of rank 0 serves all.
+    state that it had before the batch's items were read; another is iterated again. A state of rank 0 serves all.
 
     Example:
         >>> import numpy as np
@@ -113,7 +113,7 @@ class Loader:
 
         Raises:
             TypeError: The source cannot be read, or an argument has another type.
-            ValueError: An argument is out of its range, the source is empty, or there is no full batch to give out.
+            ValueError: An argument is out of its range, the source is empty, or it makes no full batch.
         """
         self._source = open_source(source)
         options = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch, "rank": rank}
@@ -127,7 +127,7 @@ class Loader:
             given = lengths if lengths is not None else getattr(source, "lengths", None)
             self._lengths = Lengths(self._source, self._arranger, given)
         self._make = Maker(self._source, collate, self._lengths)
-        self._plan: tuple[int, int, Epoch] | None = None  # epoch, length, and what was planned for them
+        self._plan: tuple[int, int, Epoch] | None = None  # epoch, length, and the batches planned for them
         self._epoch = self._position = 0
         self._resume: dict[str, Any] | None = None
         self._run: Pipeline | None = None
@@ -143,12 +143,12 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """How many batches of this epoch were taken."""
+        """The number of batches taken in this epoch."""
         return self._position
 
     @property
     def stats(self) -> LoaderStats:
-        """What was given out until now."""
+        """Counts of the batches so far."""
         return self._stats
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Loader:
         return self._planned(self._source, self._epoch).rounds.count
 
     def __iter__(self) -> Generator[Tree, None, None]:
-        """Begin to give out what is left of the epoch; an earlier loop that is still open is closed."""
+        """Iterate over the rest of the epoch; an earlier loop that is still open is closed."""
         self.close()
         return self._loop()
 
@@ -247,7 +247,7 @@ class Loader:
         return None if known is None else checksum(known)
 
     def _loop(self) -> Generator[Tree, None, None]:
-        """Give out what is left of the epoch."""
+        """Yield the rest of the epoch."""
         last = before = time.perf_counter()
         run = self._run = self._begin()
         try:
@@ -280,8 +280,8 @@ class Loader:
         else:
             if source.one_shot and not source.stateful and self._begun:
                 raise ValueError(
-                    "source: a one-shot iterator was read before and cannot be gone through again: give an object "
-                    "whose __iter__ starts anew, such as a list or a class with a generator as its __iter__"
+                    "source: a one-shot iterator was read before and cannot be iterated again: give an object "
+                    "whose __iter__ starts again, such as a list or a class with a generator as its __iter__"
                 )
             tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()
         self._begun = True

@@ -1,4 +1,4 @@
-"""From what a batch is made of to its arrays."""
+"""Making a batch: from the numbers of its items to its arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Collate = Callable[[Sequence[Any]], Tree]
 
 
 class Maker:
-    """Reads the items of a batch and collates them, in any thread."""
+    """Reader of the items of a batch, which it collates, in any thread."""
 
     def __init__(self, source: Items | Stream, collate: Collate, lengths: Lengths | None) -> None:
         """Keep what is needed; `lengths` where the epoch was planned by them."""
@@ -30,7 +30,7 @@ class Maker:
 
         Args:
             task: What it is made of.
-            go_on: Called between items; raises where nobody waits for the batch any more.
+            go_on: Called between items; raises where the loop was left.
         """
         numbers = task.numbers
         if isinstance(self.source, Columns) and self.collate is stack:

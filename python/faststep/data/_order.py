@@ -1,4 +1,4 @@
-"""The order of an epoch, and how ranks share it: functions of seed, epoch and lengths alone."""
+"""The order of an epoch, and its shares by rank: functions of seed, epoch and lengths alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Keys:
 
 
 class Rounds:
-    """How the units of an epoch (items, or rows of packed items) are dealt to the ranks.
+    """Shares of the ranks in the units of an epoch: items, or rows of packed items.
 
     Round k takes the next `world_size * batch_size` units; rank r gets the r-th `batch_size` of them. What is left at
     the end is dropped, or given out as evenly as it goes: over one more round if every rank gets a unit of it, else

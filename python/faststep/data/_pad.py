@@ -81,7 +81,7 @@ class Pad(ByLength):
 
     @property
     def arranges(self) -> bool:
-        """Whether there is a window."""
+        """Whether items are sorted within a window."""
         return self.window > 0
 
     def __call__(self, items: Sequence[Any]) -> Tree:

@@ -1,4 +1,4 @@
-"""One loop over a loader: it takes tasks and gives batches, in the caller's thread or ahead of it in others."""
+"""The pipeline of one loop over a loader: tasks to batches, in the caller's thread or ahead of it in others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from faststep.data._by_length import Made
 from faststep.data._epoch import Task
 from faststep.data._workers import Workers
 
-Result = tuple[Task, Made] | None  # None: the tasks have come to their end
+Result = tuple[Task, Made] | None  # None: no task is left
 Make = Callable[[Task, Callable[[], None]], Made]
 
 
 class Pipeline:
-    """Makes batches in the order of the tasks.
+    """Batches in the order of their tasks.
 
     With workers, tasks of a stream are read by a thread of their own, since a stream is read in one place; those of a
     plan need no reading. At most `workers + prefetch` batches are being made or ready.
@@ -26,7 +26,7 @@ class Pipeline:
 
         Args:
             tasks: What each batch is made of.
-            make: Makes a batch; it calls its second argument now and then, which raises when the loop was left.
+            make: Makes a batch; it calls its second argument between items, which raises when the loop was left.
             workers: Threads; 0 for none.
             prefetch: Batches that are ready ahead.
             reads: Whether to go on in `tasks` is work that waits for something.
@@ -73,7 +73,7 @@ class Pipeline:
         self.ready.clear()
 
     def _submit(self) -> None:
-        """Let the workers make one batch more."""
+        """Submit one batch more to the workers."""
         workers, *readers = self.pools
         stopped, tasks, make = workers.stopped, self.tasks, self.make
         read = readers[0].submit(lambda: next(tasks, None)).result if readers else None

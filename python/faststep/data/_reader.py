@@ -1,4 +1,4 @@
-"""The batches of one epoch over a stream, and where to go on after each."""
+"""The batches of one epoch over a stream, and the place behind each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads a stream and arranges what it reads, chunk by chunk, in one thread.
+    """Reader of a stream that arranges its items, chunk by chunk, in one thread.
 
     A chunk is some items arranged together, and what the chunk before left over because it filled no round. The place
     after a batch is then: the mark before the oldest entry of its chunk, which entries after that mark were used by

@@ -1,4 +1,4 @@
-"""What a loader reads: sequences, columns of arrays, and streams of items."""
+"""Sources of a loader: sequences, columns of arrays, and streams of items."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Items:
 
         Args:
             indices: Of the items.
-            go_on: Called before each item; raises where nobody waits for them any more.
+            go_on: Called before each item; raises where the loop was left.
         """
         if not hasattr(self.source, "__getitems__"):
             return [self._next(index, go_on) for index in indices]
@@ -99,10 +99,10 @@ def _rows(leaf: Any, rows: np.ndarray[Any, Any]) -> mx.array:
 
 
 class Stream:
-    """An iterable: what it has is what it gives, in its order.
+    """An iterable, read in its own order.
 
     One that has a state of its own (`state` and `load_state(state)`, or `state_dict()` and `load_state_dict(state)`)
-    is asked for it and goes on from there; another is gone through again up to the place.
+    is asked for it and goes on from there; another is iterated again up to the place.
     """
 
     def __init__(self, source: Any) -> None:
@@ -119,7 +119,7 @@ class Stream:
         return copy.deepcopy(source.state if hasattr(source, "load_state") else source.state_dict())
 
     def start(self, state: Any) -> Iterator[Any]:
-        """Begin to read, where the state says or from the beginning (None)."""
+        """Start reading at the state, or at the beginning (None)."""
         if state is not None:
             load = getattr(self.source, "load_state", None) or self.source.load_state_dict
             load(copy.deepcopy(state))

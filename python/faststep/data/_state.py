@@ -1,4 +1,4 @@
-"""What of a loader goes into a checkpoint: which loader it is, and where it stands."""
+"""State of a loader in a checkpoint: its fingerprint and its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loader has given out, and what that cost."""
+"""Counts and times of a loader."""
 
 from __future__ import annotations
 

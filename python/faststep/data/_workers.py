@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-EXIT_SECONDS = 2.0  # how long a worker that is inside the user's code can hold up the end of the process
+EXIT_SECONDS = 2.0  # for which a worker that is inside the user's code can hold up the end of the process
 
 Job = tuple["Future[Any]", Callable[[], Any]]
 
@@ -47,13 +47,13 @@ class Workers:
             thread.start()
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Do a job when the ones before it have been begun."""
+        """Queue a job behind those before it."""
         future: Future[Any] = Future()
         self.jobs.put((future, job))
         return future
 
     def stop(self) -> None:
-        """Begin no more jobs; what waits for one gets a CancelledError."""
+        """Cancel the jobs that have not begun; their futures raise CancelledError."""
         if self.stopped.is_set():
             return
         self.stopped.set()
@@ -75,7 +75,7 @@ class Workers:
 
 
 def _work(jobs: queue.SimpleQueue[Job | None], stopped: threading.Event, device: mx.Device) -> None:
-    """Do jobs until there is a None."""
+    """Run jobs until there is a None."""
     stream = _lend(device)
     try:
         with mx.stream(stream):

@@ -1,8 +1,9 @@
-"""Where the records of a training go: files, a terminal, TensorBoard, Weights & Biases.
+"""Loggers, which take the records of a training: files, a terminal, TensorBoard, Weights & Biases.
 
 A logger is anything with `log(record)` and `close()`. The records are dicts with `kind`, `time` (Unix seconds) and
 `step`; the kinds are `start`, `step`, `interval`, `validation`, `checkpoint`, `checkpoint_written`, `event` and `end`.
-Their numbers may be scalars of MLX or numpy.
+Their numbers may be scalars of MLX or numpy. A file for each logger, `_status` with the fields that the progress shows,
+`_scalars` with the tags. Uses `_records` and `_optional`.
 """
 
 from faststep._records import Record

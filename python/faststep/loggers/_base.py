@@ -8,7 +8,7 @@ from faststep._records import Record
 
 
 class Logger(Protocol):
-    """What takes the records of a training."""
+    """The interface of a logger, which takes the records of a training."""
 
     def log(self, record: Record) -> None:
         """Take one record: a dict with `kind`, `time` (Unix seconds), `step` and what the kind has beside."""

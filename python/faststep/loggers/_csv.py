@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 class Csv:
-    """Writes one row for each `step` record: the columns `COLUMNS`, empty where a value is unknown.
+    """A file of comma-separated values: a row for each `step` record, the columns `COLUMNS`.
 
     A file that is there is gone on with, without its last row where that is torn. After a resume the steps since the
     checkpoint come a second time: the later row of a step holds

@@ -12,7 +12,7 @@ from faststep.loggers._progress import Progress
 
 
 class Loggers:
-    """Gives every record to several loggers; one that fails is reported once and tried again at every record.
+    """Several loggers, each of which gets every record; one that fails is reported once and tried again.
 
     The report is an `event` record with `what` "logger", of level "error", to the other loggers, and a
     `RuntimeWarning` where no `Progress` is among them. When the logger works again, an event says how many records it
@@ -27,7 +27,7 @@ class Loggers:
         self._lost: dict[int, tuple[int, str]] = {}  # by place: how many records, and of what kind the first was
 
     def log(self, record: Record) -> None:
-        """Give the record to every logger; no `Exception` of theirs gets out."""
+        """Pass the record to every logger; no `Exception` of theirs gets out."""
         for place, logger in enumerate(self.loggers):
             try:
                 logger.log(record)

@@ -9,7 +9,7 @@ from faststep.loggers._append import Appender
 
 
 class JsonLines:
-    """Writes every record as one line of JSON, at once: `tail -f` shows it, and a killed process has lost none.
+    """A file with a line of JSON for every record, written at once: a killed process has lost none.
 
     A file that is there is gone on with. Where its last line is torn, since a process was killed while writing it, that
     line is ended first; `faststep.report.read_log` passes over it. A record is written whole or not at all: when the

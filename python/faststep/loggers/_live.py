@@ -34,9 +34,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Display:
-    """What is drawn: a headline with a bar, and a line or more for each group of fields.
+    """The display: a headline with a bar, and a line or more for each group of fields.
 
-    Only the headline is made anew each time; the fields change with the records.
+    Only the headline is made at every refresh; the fields change with the records.
     """
 
     def __init__(self, status: Status) -> None:
@@ -125,7 +125,7 @@ class Live:
             console=self._console,
             refresh_per_second=REFRESH,
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+            redirect_stdout=sys.stdout.isatty(),  # output to a file stays there
             redirect_stderr=sys.stderr.isatty(),
         )
 

@@ -47,7 +47,7 @@ class Plain:
         self._file.flush()
 
     def close(self) -> None:
-        """Do nothing: the file is the caller's."""
+        """Leave the file open: it is the caller's."""
 
 
 def _interval(status: Status) -> str:

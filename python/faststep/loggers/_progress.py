@@ -14,7 +14,7 @@ from faststep.loggers._status import Status
 
 
 class Progress:
-    """Shows where a training stands.
+    """The progress of a training, in a terminal or as plain lines.
 
     In a terminal it is a display that is drawn four times a second by a thread of its own, so that the clock moves
     within a long step too; events, validations and what the user's own code prints appear above it. Everywhere else it
@@ -48,11 +48,11 @@ class Progress:
 
     def log(self, record: Record) -> None:
         """Show the record."""
-        if record["kind"] != "step":  # intervals tell of them
+        if record["kind"] != "step":  # intervals cover them
             record = as_plain(record)  # no array is evaluated by the thread that draws
             self._status.take(record)
             self._view.show(record)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._view.close()

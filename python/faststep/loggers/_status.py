@@ -1,4 +1,4 @@
-"""What the records have said so far, and what of it is shown."""
+"""The status of a training by its records so far, in fields to be shown."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from faststep._records import REASONS, Record, clock, count, figure, number, quantity, share, size, span
 
-PARTS = ("data", "step", "validation", "checkpoint", "other")  # where the time goes
+PARTS = ("data", "step", "validation", "checkpoint", "other")  # phases of a training
 DATA_BOUND = 0.2  # the share of a step's time, waited for data, from which on it is said
 Field = tuple[str, str, str]  # label, value, and "good", "bad", "warning" or ""
 
 
 @dataclass
 class Status:
-    """Where a training stands.
+    """The status of a training.
 
     Attributes:
         start: The last `start` record; empty before it.
@@ -110,7 +110,7 @@ class Status:
 
     @property
     def data_bound(self) -> str:
-        """What is said where the steps wait for data much of their time; empty otherwise."""
+        """The note for steps that wait for data much of their time; empty otherwise."""
         return f"data-bound: {share(self.waiting)} of the step" if self.waiting >= DATA_BOUND else ""
 
     def groups(self) -> dict[str, list[Field]]:

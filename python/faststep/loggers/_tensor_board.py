@@ -15,7 +15,7 @@ FLUSH_SECONDS = 5.0  # a flush waits for the disk
 
 
 class TensorBoard:
-    """Writes event files that TensorBoard shows: scalars, and the config and the events as text.
+    """Event files for TensorBoard: scalars, and the config and the events as text.
 
     The tags are `train/...`, `validation/...`, `speed/...`, `seconds/...`, `memory/...` and `checkpoint/pause`. Every
     start has a file of its own; that of a resumed run tells TensorBoard to drop the steps that come a second time. What

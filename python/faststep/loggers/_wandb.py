@@ -11,7 +11,7 @@ from faststep.loggers._scalars import scalars
 
 
 class WandB:
-    """Logs the numbers and the config to Weights & Biases; events are not logged.
+    """A run of Weights & Biases: the numbers and the config; events are not logged.
 
     The run's id is kept in `folder/wandb_id`, so that a resumed training goes on in the same run; what comes a second
     time is drawn over the steps' axis `step`, the later value beside the earlier one.

@@ -1,4 +1,8 @@
-"""Models, losses and datasets by name, and what is done to models before they train: each is usable alone."""
+"""Models, losses and datasets by name, and changes of a model before it trains: each is usable alone.
+
+A file for each model; `_losses`, `_datasets`, `_schedules`; `_models`, `_lora` and `_checkpointing` change a model,
+chosen by `_patterns`. Uses `losses`.
+"""
 
 from faststep.recipes._checkpointing import checkpoint_gradients
 from faststep.recipes._datasets import Arrays, Bytes

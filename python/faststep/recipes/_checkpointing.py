@@ -16,7 +16,7 @@ from faststep.recipes._patterns import check_matched, matches
 
 
 def checkpoint_gradients(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let modules keep their inputs only until the backward pass, which calls them again.
+    """Checkpoint modules: the backward pass calls them again instead of keeping their activations.
 
     The numbers stay the same: the second call draws the random numbers of the first (dropout), and what it stores in
     the model (running means) is not stored again. Paths of parameters stay too.

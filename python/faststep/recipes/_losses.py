@@ -1,4 +1,4 @@
-"""Losses over what a model gives: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them."""
+"""Losses of a model's outputs: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them."""
 
 from __future__ import annotations
 

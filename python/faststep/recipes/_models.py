@@ -1,4 +1,4 @@
-"""What is done to a model before it trains: weights, freezing, few bits."""
+"""Changes of a model before it trains: weights, freezing, quantization."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def unfreeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let the parameters train whose paths match, but for those in few bits.
+    """Unfreeze the parameters whose paths match, except quantized ones.
 
     Raises:
         ValueError: A pattern matches nothing.

@@ -1,4 +1,8 @@
-"""What a run's log says: as arrays, and as pages with plots."""
+"""Reports of a run's log: as arrays, and as pages with plots.
+
+`_log` and `_series` read, `_plot` and `_charts` draw, `_page` writes HTML, `_report` is the page of one run, `_compare`
+that of several. Uses `_records` and `_optional`.
+"""
 
 from faststep.report._compare import compare
 from faststep.report._log import Log, LogError, Table, read_log

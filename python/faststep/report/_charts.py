@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED = COLOURS[:4]
 PARTS = {"data": ORANGE, "step": BLUE, "validation": GREEN, "checkpoint": COLOURS[4], "other": COLOURS[7]}
 MEMORY = {"active": BLUE, "cache": ORANGE, "peak": RED, "process": COLOURS[7]}
-Form = Callable[[float], str] | None  # how a value is written
+Form = Callable[[float], str] | None  # formats a value
 FEW = 60  # points that are seen one by one
 SPLIT = 150  # bars of the split of time
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its heading and a line of what is to be known about it."""
+    """A plot with its heading and a line of explanation."""
 
     title: str
     svg: str

@@ -17,8 +17,8 @@ from faststep._records import flat, number
 Numbers = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 NAME = "log.jsonl"
-TABLES = ("step", "interval", "validation", "checkpoint", "checkpoint_written")  # what a resume supersedes
-TEXTS = ("kind", "path")  # what is no number in them
+TABLES = ("step", "interval", "validation", "checkpoint", "checkpoint_written")  # kinds that a resume supersedes
+TEXTS = ("kind", "path")  # their values that are no numbers
 
 
 class LogError(ValueError):
@@ -67,7 +67,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Log:
-    """What a run's log holds.
+    """The contents of a run's log.
 
     Attributes:
         path: The file.
@@ -109,7 +109,7 @@ class Log:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, in seconds."""
+        """Seconds of training."""
         tables = (self.steps, self.intervals, self.validations, self.checkpoints)
         return max((float(each.elapsed[-1]) for each in tables if len(each)), default=0.0)
 

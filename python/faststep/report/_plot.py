@@ -130,7 +130,7 @@ def logarithmic(axes: Axes, values: Any, *, rather: bool = False) -> None:
 
 
 def from_zero(axes: Axes, *values: Any) -> None:
-    """Let the y axis begin at zero and end above the values, unless it is logarithmic."""
+    """Set the y axis to begin at zero and end above the values, unless it is logarithmic."""
     if axes.get_yscale() == "log":
         return
     top = max((float(np.nanmax(each)) for each in values if np.isfinite(each).any()), default=0.0)

@@ -1,4 +1,4 @@
-"""A batch that was no good, with all that is needed to run it again."""
+"""Bundles: a batch with a bad loss or gradient, and all that is needed to run it again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ARRAYS, _TREE, _CHECKPOINT = "batch.safetensors", "batch.json", "checkpoint"
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What came of a bundle's batch.
+    """Loss and gradients of a bundle's batch, computed again.
 
     Attributes:
         loss: The loss.

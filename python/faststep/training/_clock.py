@@ -1,4 +1,4 @@
-"""Where the time of a training goes."""
+"""Times of a training by phase, and its memory."""
 
 from __future__ import annotations
 

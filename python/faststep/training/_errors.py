@@ -1,4 +1,4 @@
-"""Where in a training something went wrong."""
+"""Errors of a training, with their place."""
 
 from __future__ import annotations
 

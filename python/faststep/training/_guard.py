@@ -1,4 +1,4 @@
-"""When too many batches in a row are no good."""
+"""The guard against too many skipped batches in a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faststep._step import StepOutput
 
 @dataclass(frozen=True)
 class Tried:
-    """A batch, the random key that it met, what came out, and where in the data it was."""
+    """A batch with its random key, its output and its place in the data."""
 
     batch: Any
     key: mx.array
@@ -23,14 +23,14 @@ class Tried:
 
 
 class Guard:
-    """Counts batches that were skipped in a row, behind the device as far as the step runs ahead of it.
+    """Counter of batches skipped in a row, as far behind as the step runs ahead of the device.
 
     From the first bad batch on every one is waited for, so that the model is what the last one met when the limit is
     reached.
     """
 
     def __init__(self, limit: int, in_flight: int, row: int = 0) -> None:
-        """Begin to count.
+        """Start counting.
 
         Args:
             limit: So many in a row are too many; 0: never.

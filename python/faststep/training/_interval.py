@@ -1,4 +1,4 @@
-"""What the log says now and then of the steps in between."""
+"""Interval records: means, rates and memory of the steps since the last one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Interval:
     """
 
     def __init__(self, clock: Clock, every: int) -> None:
-        """Begin with nothing.
+        """Start an interval.
 
         Args:
             clock: Where the time goes.
@@ -45,16 +45,16 @@ class Interval:
         self._steps.append(record)
 
     def due(self) -> bool:
-        """Whether it is time to tell."""
+        """Whether the interval is over."""
         return self._count >= self._every or self._clock.elapsed >= _SECONDS
 
     def record(self, step: Step, loader: Any, left: int | None, skipped: int) -> dict[str, Any]:
-        """Return what the log says, and begin anew.
+        """Return the record of the interval, and start the next.
 
         Args:
             step: The step.
             loader: The loader.
-            left: Steps to go, None where nobody knows.
+            left: Steps to go, None where it is unknown.
             skipped: Batches that were skipped in all.
         """
         passed, count, steps = self._clock.elapsed, self._count, self._steps
@@ -83,7 +83,7 @@ class Interval:
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """Return the learning rate of now; of the first one, where there are several optimizers."""
+    """Return the current learning rate; of the first one, where there are several optimizers."""
     while hasattr(optimizer, "optimizers"):
         optimizer = optimizer.optimizers[0]
     rate = getattr(optimizer, "learning_rate", None)

@@ -12,7 +12,7 @@ Reason = Literal["done", "early_stop", "callback", "signal"]
 
 @dataclass(frozen=True)
 class Result:
-    """How a training ended.
+    """Result of a training.
 
     Attributes:
         reason: "done": all steps or epochs are made. "early_stop": the validation loss no longer falls. "callback": a

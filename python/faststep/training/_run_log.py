@@ -19,11 +19,11 @@ from faststep.training._run_folder import counts
 from faststep.training._update_ratio import UpdateRatio
 from faststep.training._window import Window
 
-_TRACES = 5  # that one interval tells of
+_TRACES = 5  # traces that one interval logs
 
 
 class Training(Protocol):
-    """What the log reads of a trainer."""
+    """The part of a trainer that the log reads."""
 
     step: Step
     loader: Any
@@ -71,7 +71,7 @@ class Log:
         self._traced = trainer.step.stats.traced
 
     def start(self, resumed: bool) -> None:
-        """Tell what is going to be trained, and where."""
+        """Log the start: what is trained, and where."""
         trainer = self._trainer
         plan: dict[str, Any] = {"resumed": resumed, "epoch": trainer.loader.epoch, "config": trainer.config}
         plan |= {"steps": trainer.steps, "epochs": trainer.epochs, "batches_per_epoch": _length(trainer.loader)}
@@ -87,13 +87,13 @@ class Log:
             self.tell_interval(self._trainer.step.options.in_flight)
 
     def tell_steps(self, behind: int = 0) -> None:
-        """Tell of all steps but the last ones, which may still be under way; waits for them."""
+        """Log all steps but the last ones, which may still be under way; wait for them."""
         while len(self._updates) > behind:
             number, window = self._updates.popleft()
             self.interval.add(self.write("step", window.record(), number))
 
     def tell_interval(self, behind: int = 0) -> None:
-        """Tell of the time since the last interval."""
+        """Log the interval since the last one."""
         self.tell_steps(behind)
         self._tell_traces()
         trainer = self._trainer
@@ -104,21 +104,21 @@ class Log:
         self.write("interval", record | self.ratio.read())
 
     def event(self, what: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
-        """Tell of something that happens now and then."""
+        """Log an event."""
         self.write("event", {"what": what, "text": text, "level": level, "epoch": self._trainer.loader.epoch})
 
     def damaged(self, checkpoint: Checkpoint) -> None:
-        """Tell of a checkpoint that was passed over."""
+        """Log a damaged checkpoint that was passed over."""
         self.event("torn_checkpoint", f"passed over a damaged checkpoint: {checkpoint.problem}")
 
     def end(self, reason: str) -> None:
-        """Tell how the training ended."""
+        """Log the end of the training."""
         trainer = self._trainer
         fields = {"reason": reason, "seconds": trainer.seconds, "loss": self.interval.loss, "best": trainer.best}
         self.write("end", fields)
 
     def write(self, kind: str, fields: dict[str, Any], number: int | None = None) -> dict[str, Any]:
-        """Give a record to all loggers, of the step of now unless it says which, and return it."""
+        """Pass a record to all loggers and return it; its step is the current one unless given."""
         step = self._trainer.number if number is None else number
         record = {"kind": kind, "time": time.time(), "step": step} | fields
         self._loggers.log(record)

@@ -142,7 +142,7 @@ class Trainer:
         self._phase_of_step = phase_of_step(step.loss_fn)
         self._begin()
 
-    # anew, with the signals to listen to
+    # resets the progress; returns the signals to listen to
     def _begin(self) -> Signals:
         self._progress, self._reason = TrainingProgress(), None
         self.clock, self._began = Clock(), time.perf_counter()
@@ -152,12 +152,12 @@ class Trainer:
 
     @property
     def number(self) -> int:
-        """How many steps have been made."""
+        """The number of steps made so far."""
         return self._progress.number
 
     @property
     def skipped(self) -> int:
-        """How many batches have been skipped."""
+        """The number of batches skipped so far."""
         return self._progress.skipped
 
     @property
@@ -167,7 +167,7 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """How long the training has taken, in all the processes that it was made in."""
+        """Seconds of training, in all the processes that took part."""
         return self._progress.seconds + time.perf_counter() - self._began
 
     @property
@@ -363,7 +363,7 @@ class Trainer:
             if (folder := self.checkpoints.folder).is_dir() and (damaged := self.checkpoints.list()):
                 raise CheckpointError(
                     f"{folder}: expected a valid checkpoint, found {len(damaged)} that are damaged; move the folder "
-                    f"away to begin anew. The newest: {damaged[-1].problem}"
+                    f"away to begin again. The newest: {damaged[-1].problem}"
                 )
             return False
         numbers = dict(found.numbers)
@@ -387,7 +387,7 @@ class Trainer:
 
 
 class Callback:
-    """Is called in the course of a training; a subclass overrides what it needs.
+    """Methods that are called in the course of a training; a subclass overrides what it needs.
 
     `trainer.step` is the `faststep.Step`, `trainer.number` says how many steps are made, and `trainer.stop()` ends the
     training behind the one under way. An exception ends it too, as a `TrainingError` of the phase "callback".
@@ -401,16 +401,16 @@ class Callback:
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Be told that training begins, or goes on from a checkpoint."""
+        """Called when training begins, or goes on from a checkpoint."""
 
     def on_step(self, trainer: Trainer, number: int) -> None:
-        """Be told that so many steps are made; the last ones may still be under way on the device."""
+        """Called after each step with their number; the last ones may still be under way on the device."""
 
     def on_validation(self, trainer: Trainer, loss: float, best: bool) -> None:
-        """Be told the mean loss of a validation, and whether it is the best so far."""
+        """Called after a validation with the mean loss, and whether it is the best so far."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Be told that a checkpoint has been taken; it may not be written yet."""
+        """Called when a checkpoint has been taken; it may not be written yet."""
 
     def on_end(self, trainer: Trainer, result: Result) -> None:
-        """Be told that training has ended, whatever the reason."""
+        """Called when training has ended, whatever the reason."""

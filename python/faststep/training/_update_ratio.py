@@ -1,4 +1,4 @@
-"""How much an update changes the weights."""
+"""The ratio of an update's norm to that of the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 
 class UpdateRatio:
-    """Measures `|new - old| / |old|` over all trainable parameters, by the 2-norm, at one step in so many.
+    """The ratio `|new - old| / |old|` over all trainable parameters, by the 2-norm, at one step in so many.
 
     That step holds the old parameters beside the new ones.
     """

@@ -1,4 +1,4 @@
-"""The mean loss on data that is not trained on."""
+"""Validation: the mean loss on data that is not trained on."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Window:
         return self.before + [_read(output) for output in self.outputs]
 
     def record(self) -> dict[str, Any]:
-        """Return what loggers are told of the step; waits for it."""
+        """Return the record of the step for loggers; wait for it."""
         batches = self.read()
         norm = self.outputs[-1].grad_norm if self.outputs else None
         return {
