@@ -36,10 +36,13 @@ struct Flight {
 
 impl<'a> Timeline<'a> {
     /// Begin on that device.
-    pub fn new(plan: &'a PlanInputs<'a>, device: &Device) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(plan: &'a PlanInputs<'a>, device: &Device) -> Result<Self> {
+        Ok(Self {
             plan,
-            simulator: Simulator::new(device),
+            simulator: Simulator::new(device)?,
             shown: true,
             warm: plan.parts.iter().map(|part| part.warm).collect(),
             bytes: vec![None; plan.parts.len()],
@@ -47,7 +50,7 @@ impl<'a> Timeline<'a> {
             in_flight: VecDeque::new(),
             peak: 0,
             most: 0,
-        }
+        })
     }
 
     /// What it has come to since this was last asked.

@@ -1,5 +1,5 @@
 //! A call's traces are found or made, and run; once more, uncompiled, where the loss cannot be traced.
-use std::{rc::Rc, time::Instant};
+use std::{cell::Cell, rc::Rc, time::Instant};
 
 use faststep::{
     engine::{Call, Graph, Layout, Output, Outputs, Part, Recipe, Rule, Task, Trace},
@@ -279,9 +279,14 @@ impl Inner {
             return Ok(Some(Vec::new()));
         }
         let (sketch, template) = self.sketch(store, user, given, key)?;
+        let failed = Cell::new(None);
         let differences = |entry: &Entry| {
             let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
-            graph.differences(&sketch)
+            let differences = graph.differences(&sketch);
+            differences.unwrap_or_else(|error| {
+                failed.set(Some(error));
+                None
+            })
         };
         let holds = |entry: &Entry| {
             let varying = &entry.kept.varying;
@@ -304,6 +309,9 @@ impl Inner {
             varying.sort_unstable();
             varying.dedup();
             self.traces.drop_last();
+        }
+        if let Some(error) = failed.take() {
+            return Err(mlx(error).into());
         }
         given.constants = constants(&varying)?;
         Ok(Some(varying))
