@@ -282,7 +282,7 @@ mod tests {
     }
 
     fn parameters(list: &str) -> usize {
-        let (mut depth, mut commas, mut last) = (0, 0, '(');
+        let (mut depth, mut commas, mut before) = (0, 0, '(');
         for c in list.chars().filter(|c| !c.is_whitespace()) {
             match c {
                 '(' => depth += 1,
@@ -291,9 +291,9 @@ mod tests {
                 ',' if depth == 1 => commas += 1,
                 _ => {}
             }
-            last = c;
+            before = c;
         }
-        match last {
+        match before {
             '(' => 0,
             ',' => commas,
             _ => commas + 1,
