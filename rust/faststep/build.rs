@@ -2,16 +2,19 @@
 use std::env;
 
 /// The sources below `native`.
-const SOURCES: [&str; 18] = [
+const SOURCES: [&str; 22] = [
     "array",
+    "cpu/copy",
     "cpu/join",
     "cpu/kernels",
     "cpu/quantized",
+    "cpu/sum_of_squares",
     "cuda/pack",
     "graph/fuse",
     "graph/graph",
     "graph/merge",
-    "graph/order",
+    "simulator/order",
+    "graph/straight",
     "simulator/device",
     "simulator/evaluate",
     "simulator/ffi",
@@ -21,6 +24,7 @@ const SOURCES: [&str; 18] = [
     "simulator/sharing",
     "simulator/simulator",
     "simulator/views",
+    "status",
 ];
 
 fn main() {

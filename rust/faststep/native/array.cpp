@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <iterator>
 #include <string_view>
 #include <thread>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "mlx/backend/cpu/encoder.h"
@@ -14,20 +16,18 @@
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "mlx/scheduler.h"
+#include "status.hpp"
 
 namespace mx = mlx::core;
+using faststep::at;
 
 namespace {
 
-const mx::array& at(const void* a) {
-  return *static_cast<const mx::array*>(a);
-}
-
 bool foreign(mx::Stream s) {
-  if (s == mx::default_stream(s.device)) {
-    return false;
-  }
-  try { // both throw for a stream of another thread; the GPU back ends offer nothing that does not wait
+  try { // these throw for a stream of another thread; the GPU back ends offer nothing that does not wait
+    if (s == mx::default_stream(s.device)) {
+      return false;
+    }
     if (s.device == mx::Device::gpu) {
       mx::synchronize(s);
     } else {
@@ -80,25 +80,21 @@ int ranks(mx::Primitive& primitive) {
 
 } // namespace
 
-extern "C" {
-
-uintptr_t faststep_array_id(const void* a) {
+uintptr_t faststep_array_id(const void* a) noexcept {
   return at(a).id();
 }
 
-int faststep_array_is_lazy(const void* a) {
+int faststep_array_is_lazy(const void* a) noexcept {
   return at(a).status() == mx::array::Status::unscheduled;
 }
 
-// How many operations have to be computed before the array has its value.
-size_t faststep_array_operations(const void* a) {
+size_t faststep_array_operations(const void* a) noexcept {
   size_t count = 0;
   pending(at(a), [&](mx::Primitive&) { ++count; return false; });
   return count;
 }
 
-// Whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
-int faststep_array_is_filled(const void* array) {
+int faststep_array_is_filled(const void* array) noexcept {
   const auto* from = &at(array);
   auto is_lazy = [&from] { return from->status() == mx::array::Status::unscheduled; };
   if (!is_lazy()) {
@@ -110,19 +106,17 @@ int faststep_array_is_filled(const void* array) {
   return !is_lazy() && from->size() == 1;
 }
 
-// Whether the array is not evaluated and waits for work on a stream of another thread.
-int faststep_array_is_foreign(const void* a) {
+int faststep_array_is_foreign(const void* a) noexcept {
   return pending(at(a), [](mx::Primitive& p) { return foreign(p.stream()); }) != nullptr;
 }
 
-// Whether the array is not evaluated and waits for a file to be read.
-int faststep_array_reads_file(const void* a) {
+int faststep_array_reads_file(const void* a) noexcept {
   return pending(at(a), [](mx::Primitive& p) { return is(p, "Load"); }) != nullptr;
 }
 
-// After an error of the device: waits for all that is under way, and has none of the arrays wait any more. Where MLX meets
-// the error while it signals that an evaluation has ended (transforms.cpp), nobody signals it, and whoever waits hangs.
-void faststep_arrays_recover(const void* const* arrays, size_t n) {
+// Where MLX meets the error while it signals that an evaluation has ended (transforms.cpp), nobody signals it, and whoever
+// waits hangs.
+void faststep_arrays_recover(const void* const* arrays, size_t n) noexcept {
   for (auto device : {mx::Device::cpu, mx::Device::gpu}) {
     try {
       if (mx::is_available(device)) {
@@ -144,42 +138,34 @@ void faststep_arrays_recover(const void* const* arrays, size_t n) {
   }
 }
 
-// Waits for the default stream, and for what its device lets go of when it is done; an error there is its reader's.
-void faststep_synchronize() {
-  try {
-    mx::synchronize();
-  } catch (const std::exception&) {
-  }
+int faststep_synchronize() {
+  return faststep::guarded([] { mx::synchronize(); });
 }
 
-// A part of a flat buffer as an array of its own, without a copy. Of an evaluated buffer the part is evaluated too and
-// shares its event; of a lazy one it is a lazy view. Null: an exception, which only a lazy view can throw.
-void* faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t offset) {
-  const auto& buffer = at(flat);
-  mx::Shape dims(shape, shape + ndim);
-  mx::Strides strides(ndim);
-  int64_t stride = 1;
-  for (size_t i = ndim; i-- > 0;) {
-    strides[i] = stride;
-    stride *= shape[i];
-  }
-  try {
+int faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t offset, void** view) {
+  return faststep::guarded([&] {
+    const auto& buffer = at(flat);
+    mx::Shape dims(shape, shape + ndim);
+    mx::Strides strides(ndim);
+    int64_t stride = 1;
+    for (size_t i = ndim; i-- > 0;) {
+      strides[i] = stride;
+      stride *= shape[i];
+    }
     if (buffer.status() == mx::array::Status::unscheduled || !buffer.flags().row_contiguous) {
-      return new mx::array(mx::as_strided(buffer, std::move(dims), std::move(strides), offset));
+      *view = faststep::owned(mx::as_strided(buffer, std::move(dims), std::move(strides), offset));
+      return;
     }
     bool column = ndim < 2 || stride == *std::max_element(shape, shape + ndim);
-    auto part = new mx::array(std::move(dims), buffer.dtype(), nullptr, {});
-    part->copy_shared_buffer(buffer, strides, {true, true, column}, stride, offset);
-    part->set_status(buffer.status());
-    part->attach_event(buffer.event());
-    return part;
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+    mx::array part(std::move(dims), buffer.dtype(), nullptr, {});
+    part.copy_shared_buffer(buffer, strides, {true, true, column}, stride, offset);
+    part.set_status(buffer.status());
+    part.attach_event(buffer.event());
+    *view = faststep::owned(std::move(part));
+  });
 }
 
-// Whether a lazy array is zero in every element, whatever it is computed from: MLX's gradient of what is not used.
-int faststep_array_is_zero(const void* array) {
+int faststep_array_is_zero(const void* array) noexcept {
   const auto* a = &at(array);
   constexpr std::string_view spreads[] = {"Full", "Broadcast", "AsType"};
   while (waits(*a) && std::find(std::begin(spreads), std::end(spreads), a->primitive().name()) != std::end(spreads)) {
@@ -192,8 +178,7 @@ int faststep_array_is_zero(const void* array) {
   return std::all_of(bytes, bytes + a->itemsize(), [](char byte) { return byte == 0; });
 }
 
-// The most ranks between which lazy arrays are exchanged on the way to these.
-int faststep_arrays_ranks(const void* const* arrays, size_t n) {
+int faststep_arrays_ranks(const void* const* arrays, size_t n) noexcept {
   std::vector<const mx::array*> todo;
   for (size_t i = 0; i < n; ++i) {
     todo.push_back(&at(arrays[i]));
@@ -214,16 +199,20 @@ int faststep_arrays_ranks(const void* const* arrays, size_t n) {
   return most;
 }
 
-// An array without a value: what an object holds while its value is in the device's hands. Reading it raises.
-void* faststep_array_hollow() {
-  return new mx::array(mx::Shape{}, mx::float32, nullptr, {});
+void* faststep_array_hollow() noexcept {
+  return faststep::owned(mx::array(mx::Shape{}, mx::float32, nullptr, {}));
 }
 
-// The random state before a lazy draw: the draw's key is one half of a split, which itself is random bits of that state.
-void* faststep_array_random_state(const void* draw) {
-  auto random = [](mx::Primitive& p) { return is(p, "RandomBits"); };
-  const auto* bits = pending(at(draw), random);
-  const auto* halves = bits ? pending(bits->inputs()[0], random) : nullptr;
-  return halves ? new mx::array(halves->inputs()[0]) : nullptr;
-}
+// The draw's key is one half of a split, which itself is random bits of the state before it.
+int faststep_array_random_state(const void* draw, void** state) {
+  return faststep::guarded([&] {
+    auto random = [](mx::Primitive& p) { return is(p, "RandomBits"); };
+    const auto* bits = pending(at(draw), random);
+    const auto* halves = bits ? pending(bits->inputs()[0], random) : nullptr;
+    if (halves == nullptr) {
+      return faststep::not_applicable;
+    }
+    *state = faststep::owned(halves->inputs()[0]);
+    return faststep::done;
+  });
 }

@@ -2,12 +2,11 @@
 #include <cstddef>
 #include <filesystem>
 
+#include "ffi.hpp"
+
 namespace {
 
-// Writes the path of the directory, with its NUL; false when there is none.
-using Find = bool (*)(char* path, std::size_t size);
-
-Find find = nullptr;
+bool (*find)(char* path, size_t size) = nullptr;
 
 std::filesystem::path temp_directory_path() {
   char path[4096];
@@ -16,8 +15,7 @@ std::filesystem::path temp_directory_path() {
 
 } // namespace
 
-// The function to take the place of std::filesystem::temp_directory_path.
-extern "C" void* faststep_temp_directory_path(Find find_) {
+void* faststep_temp_directory_path(bool (*find_)(char* path, size_t size)) noexcept {
   find = find_;
   return reinterpret_cast<void*>(&temp_directory_path);
 }

@@ -1,8 +1,8 @@
-// Products with quantized weights of a traced step on a CPU, evaluated by src/quantized.rs in place of MLX.
+// Products with quantized weights of a traced step on a CPU, evaluated by src/mlx/quantized in place of MLX.
 #include "cpu/quantized.hpp"
 
 #include <algorithm>
-#include <exception>
+#include <memory>
 #include <string_view>
 #include <tuple>
 #include <unordered_set>
@@ -10,6 +10,7 @@
 
 #include "mlx/backend/common/utils.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "status.hpp"
 
 namespace faststep {
 
@@ -124,9 +125,9 @@ class Dequantized : public mx::UnaryPrimitive {
 
  private:
   // The product of these arrays, without their memory.
-  Call described(const std::vector<mx::array>& inputs, const mx::array& out) const {
+  QuantizedProduct described(const std::vector<mx::array>& inputs, const mx::array& out) const {
     const auto &x = inputs[0], &w = inputs[1];
-    Call call{};
+    QuantizedProduct call{};
     call.dtype = x.dtype() == mx::float32 ? 0 : x.dtype() == mx::float16 ? 1 : 2;
     call.mode = static_cast<size_t>(kind_.mode);
     call.bits = kind_.bits;
@@ -172,25 +173,20 @@ size_t scratch_of(const mx::Primitive& primitive, const std::vector<mx::array>& 
 
 } // namespace faststep
 
-// Replace the products with quantized weights that arrays are computed from, where `input`, from which they are, is a
-// tracer of a compilation; an exception leaves the rest to MLX.
-extern "C" void faststep_dequantize(
+int faststep_dequantize(
     const void* input,
     const void* const* arrays,
     size_t count,
-    size_t (*scratch)(const faststep::Call*),
-    int (*run)(const faststep::Call*)) {
+    size_t (*scratch)(const faststep::QuantizedProduct*),
+    int (*run)(const faststep::QuantizedProduct*)) {
   using mlx::core::array;
-  const auto& tracer = *static_cast<const array*>(input);
-  if (tracer.has_primitive() || tracer.status() != array::Status::unscheduled) {
-    return;
-  }
-  try {
-    std::unordered_set<uintptr_t> seen;
-    std::vector<array> todo;
-    for (size_t i = 0; i < count; ++i) {
-      todo.push_back(*static_cast<const array*>(arrays[i]));
+  return faststep::guarded([&] {
+    const auto& tracer = faststep::at(input);
+    if (tracer.has_primitive() || tracer.status() != array::Status::unscheduled) {
+      return faststep::not_applicable;
     }
+    std::unordered_set<uintptr_t> seen;
+    auto todo = faststep::list(arrays, count);
     while (!todo.empty()) {
       auto next = std::move(todo.back());
       todo.pop_back();
@@ -202,6 +198,6 @@ extern "C" void faststep_dequantize(
       }
       todo.insert(todo.end(), next.inputs().begin(), next.inputs().end());
     }
-  } catch (const std::exception&) {
-  }
+    return faststep::done;
+  });
 }

@@ -1,8 +1,6 @@
-// Gradients of many tensors into one flat buffer by one CUDA kernel, with the sum of their squares. Every pointer is an
-// mlx::core::array, as in mlx_array.ctx.
+// Gradients of many tensors into one flat buffer by one CUDA kernel, with the sum of their squares.
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -12,6 +10,7 @@
 #include "mlx/mlx.h"
 #include "graph/graph.hpp"
 #include "graph/transposed.hpp"
+#include "status.hpp"
 
 namespace mx = mlx::core;
 
@@ -90,22 +89,17 @@ int tiles(int n) {
 
 } // namespace
 
-extern "C" {
-
-// Whether arrays are computed by CUDA unless told otherwise.
-int faststep_is_cuda() {
+int faststep_is_cuda() noexcept {
   return mx::default_device() == mx::Device::gpu && mx::cu::is_available();
 }
 
-// Joins parts of one dtype, which agree in all axes but the first, along it. Gives the joined array, and the sums of
-// squares of its tiles in float32. 1: an exception.
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares) {
-  try {
+  return faststep::guarded([&] {
     std::vector<std::string> names;
     std::vector<mx::array> inputs;
     std::vector<int> table;
     int blocks = 0, offset = 0, first = 0;
-    auto at = [&](size_t i) -> const mx::array& { return *static_cast<const mx::array*>(parts[i]); };
+    auto at = [&](size_t i) -> const mx::array& { return faststep::at(parts[i]); };
     for (size_t i = 0; i < count; ++i) {
       const auto& part = at(i);
       int size = static_cast<int>(part.size());
@@ -140,11 +134,7 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
         false,
         mx::Device::gpu);
     faststep::is_determined_by_inputs(made[0]);
-    *flat = new mx::array(made[0]);
-    *squares = new mx::array(made[1]);
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
-}
+    *flat = faststep::owned(made[0]);
+    *squares = faststep::owned(made[1]);
+  });
 }

@@ -24,6 +24,7 @@
 #endif
 
 #include "mlx/backend/cpu/encoder.h"
+#include "status.hpp"
 
 namespace faststep {
 
@@ -200,19 +201,15 @@ Source source(const mx::array& array) {
 
 } // namespace faststep
 
-// Let the kernels that compute these arrays take over their inputs. Nonzero: an exception; the arrays can be evaluated.
-extern "C" int faststep_fuse(const void* const* arrays, size_t count) {
-  try {
+int faststep_fuse(const void* const* arrays, size_t count) {
+  return faststep::guarded([&] {
     for (size_t i = 0; i < count; ++i) {
-      const auto& array = *static_cast<const mlx::core::array*>(arrays[i]);
+      const auto& array = faststep::at(arrays[i]);
       if (faststep::is_kernel(array)) {
         faststep::rewrite(array);
       }
     }
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
+  });
 }
 
 namespace {
@@ -253,21 +250,16 @@ class Kinds {
 
 } // namespace
 
-// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
-// Nonzero: an exception.
-extern "C" int faststep_kinds(
+int faststep_kinds(
     const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds) {
-  try {
+  return faststep::guarded([&] {
     std::unordered_set<uintptr_t> ids;
     for (size_t i = 0; i < known_count; ++i) {
-      ids.insert(static_cast<const mlx::core::array*>(known[i])->id());
+      ids.insert(faststep::at(known[i]).id());
     }
     Kinds all(std::move(ids));
     for (size_t i = 0; i < count; ++i) {
-      kinds[i] = all.of(*static_cast<const mlx::core::array*>(arrays[i]));
+      kinds[i] = all.of(faststep::at(arrays[i]));
     }
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
+  });
 }

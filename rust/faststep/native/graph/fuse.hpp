@@ -1,4 +1,4 @@
-// Fused kernels that can take over the memory of their inputs (fused.cpp).
+// Fused kernels that can take over the memory of their inputs (fuse.cpp).
 #pragma once
 
 #include <cstddef>

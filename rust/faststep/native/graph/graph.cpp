@@ -5,9 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <limits>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <typeinfo>
 #include <unordered_map>
@@ -17,6 +18,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "status.hpp"
 
 namespace faststep {
 
@@ -236,16 +238,7 @@ void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id,
   }
 }
 
-std::vector<mx::array> list(const void* const* arrays, size_t n) {
-  std::vector<mx::array> all;
-  all.reserve(n);
-  for (size_t i = 0; i < n; ++i) {
-    all.push_back(*static_cast<const mx::array*>(arrays[i]));
-  }
-  return all;
-}
-
-const Graph& at(const void* graph) {
+const Graph& graph_at(const void* graph) {
   return *static_cast<const Graph*>(graph);
 }
 
@@ -253,62 +246,58 @@ const Graph& at(const void* graph) {
 
 } // namespace faststep
 
-using faststep::at;
+using faststep::graph_at;
+using faststep::guarded;
+using faststep::owned;
 
-extern "C" {
-
-// The graph from inputs to outputs, both lists of mlx::core::array. Null: no memory.
-void* faststep_graph_new(const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs) {
-  try {
-    return new faststep::Graph(faststep::list(inputs, n_inputs), faststep::list(outputs, n_outputs));
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+int faststep_graph_new(
+    const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph) {
+  return guarded([&] {
+    *graph = new faststep::Graph(faststep::list(inputs, n_inputs), faststep::list(outputs, n_outputs));
+  });
 }
 
-void faststep_graph_free(void* graph) {
+void faststep_graph_free(void* graph) noexcept {
   delete static_cast<faststep::Graph*>(graph);
 }
 
-size_t faststep_graph_size(const void* graph) {
-  return at(graph).size();
+size_t faststep_graph_size(const void* graph) noexcept {
+  return graph_at(graph).size();
 }
 
-// 1: equal but for constants, whose numbers are written to `varying` (as many as fit) and counted. 0: not. -1: an error.
 int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count) {
-  try {
+  return guarded([&] {
     std::vector<uint32_t> found;
-    int same = at(a).compare(at(b), found);
+    if (!graph_at(a).compare(graph_at(b), found)) {
+      return faststep::not_applicable;
+    }
     *count = found.size();
     std::copy_n(found.begin(), std::min(room, found.size()), varying);
-    return same;
-  } catch (const std::exception&) {
-    return -1;
-  }
+    return faststep::done;
+  });
 }
 
-// A handle of the constant with that number; null: there is none.
-void* faststep_graph_constant(const void* graph, uint32_t number) {
-  const auto* found = at(graph).constant(number);
-  return found ? new mlx::core::array(*found) : nullptr;
-}
-
-// Handles of the constants that are held outside of the graph, at most `room`; returns how many, -1: an error.
-int faststep_graph_held(const void* graph, const void* const* outputs, size_t n, void** found, size_t room) {
-  try {
-    auto list = faststep::list(outputs, n);
-    auto held = at(graph).held(list);
-    size_t count = std::min(room, held.size());
-    for (size_t i = 0; i < count; ++i) {
-      found[i] = new mlx::core::array(*held[i]);
+int faststep_graph_constant(const void* graph, uint32_t number, void** constant) {
+  return guarded([&] {
+    const auto* found = graph_at(graph).constant(number);
+    if (found == nullptr) {
+      return faststep::not_applicable;
     }
-    return static_cast<int>(count);
-  } catch (const std::exception&) {
-    return -1;
-  }
+    *constant = owned(*found);
+    return faststep::done;
+  });
 }
 
-// Replaces constants by inputs, one for each, in what the outputs are computed from. Nonzero: an error.
+int faststep_graph_held(
+    const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count) {
+  return guarded([&] {
+    auto list = faststep::list(outputs, n);
+    auto held = graph_at(graph).held(list);
+    *count = std::min(room, held.size());
+    std::transform(held.begin(), held.begin() + *count, found, [](const auto* array) { return owned(*array); });
+  });
+}
+
 int faststep_graph_replace(
     const void* graph,
     const uint32_t* numbers,
@@ -316,19 +305,15 @@ int faststep_graph_replace(
     size_t n,
     const void* const* outputs,
     size_t n_outputs) {
-  try {
+  return guarded([&] {
     std::unordered_map<std::uintptr_t, const mlx::core::array*> by_id;
     for (size_t i = 0; i < n; ++i) {
-      const auto* constant = at(graph).constant(numbers[i]);
+      const auto* constant = graph_at(graph).constant(numbers[i]);
       if (constant == nullptr) {
-        return 1;
+        throw std::out_of_range("no constant of a trace has the number " + std::to_string(numbers[i]));
       }
-      by_id.emplace(constant->id(), static_cast<const mlx::core::array*>(inputs[i]));
+      by_id.emplace(constant->id(), &faststep::at(inputs[i]));
     }
     faststep::replace(faststep::list(outputs, n_outputs), by_id);
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
-}
+  });
 }

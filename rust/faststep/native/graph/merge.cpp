@@ -3,6 +3,7 @@
 // MLX merges them too, but 0.32.4 loses outputs on its way: it notes which arrays are outputs, then takes out what does
 // nothing (the array behind a stop_gradient is merged with an equal one, and looked for in vain), and of operations with
 // several results it may point what comes first to what comes later. Neither happens where nothing is left to merge.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +15,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "status.hpp"
 
 namespace mx = mlx::core;
 
@@ -140,15 +142,13 @@ class Merge {
 
 } // namespace
 
-// Writes what stands for each of these arrays: new handles, of which some may be one array.
-extern "C" int faststep_merge(const void* const* arrays, size_t n, void** merged) {
-  try {
+int faststep_merge(const void* const* arrays, size_t count, void** merged) {
+  return faststep::guarded([&] {
     Merge merge;
-    for (size_t i = 0; i < n; ++i) {
-      merged[i] = new mx::array(merge.run(*static_cast<const mx::array*>(arrays[i])));
+    std::vector<mx::array> all;
+    for (size_t i = 0; i < count; ++i) {
+      all.push_back(merge.run(faststep::at(arrays[i])));
     }
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
+    std::transform(all.begin(), all.end(), merged, faststep::owned);
+  });
 }

@@ -1,4 +1,4 @@
-// What join.cpp and pack.cpp see in a lazy graph.
+// Transposes in a lazy graph.
 #pragma once
 
 #include <string_view>

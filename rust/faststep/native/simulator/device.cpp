@@ -10,6 +10,7 @@
 
 #include "mlx/memory.h"
 #include "simulator/simulator.hpp"
+#include "status.hpp"
 
 using namespace faststep::simulator;
 
@@ -66,17 +67,18 @@ size_t total_memory(const mx::Device& device) {
 
 } // namespace
 
-// The default device; the result is how much memory it has, in bytes, 0 where that is not known.
-extern "C" size_t faststep_simulator_device(Device* out) {
-  const auto& device = mx::default_device();
-  auto [ops, mega] = graph_limits(device);
-  *out = {
-      device == mx::Device::gpu,
-      mx::get_active_memory(),
-      mx::get_cache_memory(),
-      cache_limit(),
-      mx::get_memory_limit(),
-      number("MLX_MAX_OPS_PER_BUFFER", ops),
-      number("MLX_MAX_MB_PER_BUFFER", mega)};
-  return total_memory(device);
+int faststep_simulator_device(Device* out, size_t* memory) {
+  return faststep::guarded([&] {
+    const auto& device = mx::default_device();
+    auto [ops, mega] = graph_limits(device);
+    *out = {
+        device == mx::Device::gpu,
+        mx::get_active_memory(),
+        mx::get_cache_memory(),
+        cache_limit(),
+        mx::get_memory_limit(),
+        number("MLX_MAX_OPS_PER_BUFFER", ops),
+        number("MLX_MAX_MB_PER_BUFFER", mega)};
+    *memory = total_memory(device);
+  });
 }

@@ -96,10 +96,10 @@ size_t Simulator::evaluate(const Arrays& arrays) {
 }
 
 void Simulator::evaluate(Op& op, const Node& last) {
-  if (op.primitive->name() == std::string_view("Wait")) { // native/join.cpp
+  if (op.primitive->name() == std::string_view("Wait")) { // cpu/join.cpp
     queue_.wait(queue_.finish());
   }
-  if (op.primitive->name() == std::string_view("Pace")) { // native/order.cpp
+  if (op.primitive->name() == std::string_view("Pace")) { // graph/order.cpp
     queue_.wait(std::exchange(paced_, queue_.finish()));
   }
   auto work = run(memory, op);

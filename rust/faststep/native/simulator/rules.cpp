@@ -133,7 +133,7 @@ void convolution(Site& site) {
   }
 }
 
-// Needs its scratch while it runs, and one product runs at a time (native/quantized.cpp).
+// Needs its scratch while it runs, and one product runs at a time (cpu/quantized.cpp).
 void dequantized(Site& site) {
   std::vector<mx::array> inputs;
   for (auto* in : site.op.inputs) {
@@ -143,12 +143,12 @@ void dequantized(Site& site) {
   site.memory.allocate(scratch_of(*site.op.primitive, inputs, site.out().face));
 }
 
-// Passes its input on, and marks where (native/order.cpp).
+// Passes its input on, and marks where (graph/order.cpp).
 void pace(Site& site) {
   share(site.out(), site.in(0));
 }
 
-// Passes its input on (native/join.cpp).
+// Passes its input on (cpu/join.cpp).
 void wait(Site& site) {
   share(site.out(), site.in(0));
   site.work.kernels = 0;

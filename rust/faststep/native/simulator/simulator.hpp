@@ -16,21 +16,11 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "ffi.hpp"
 
 namespace faststep::simulator {
 
 namespace mx = mlx::core;
-
-// The device that evaluates, and its memory when the plan begins, in bytes; the order is that of memory/simulator.rs.
-struct Device {
-  size_t gpu; // 0: the CPU
-  size_t active;
-  size_t cached;
-  size_t cache_limit;
-  size_t memory_limit;
-  size_t max_ops; // kernels in one CUDA graph, and the millions of elements that they read
-  size_t max_mega;
-};
 
 class Memory;
 
@@ -131,7 +121,7 @@ class Simulator {
   void begin(const Arrays& given, const Arrays& roots);
   // Handles to arrays, beside those of the graph.
   void hold(const Arrays& arrays, int handles);
-  // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of memory/simulator.rs.
+  // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of src/memory/simulator.rs.
   void keep(size_t slot, const Arrays& arrays);
   // `mx.async_eval`; what to wait for.
   size_t evaluate(const Arrays& arrays);

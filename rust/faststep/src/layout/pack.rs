@@ -19,7 +19,8 @@ pub struct Packed {
 /// When the arrays are not of the layout's shapes.
 pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     let cuda = join::is_cuda();
-    let gradients = gradients.iter().map(join::straight).collect::<Vec<_>>();
+    let gradients = gradients.iter().map(join::straight);
+    let gradients = gradients.collect::<Result<Vec<_>>>()?;
     join::order(&gradients)?;
     let mut packed = Packed {
         buffers: Vec::with_capacity(layout.len()),

@@ -55,8 +55,8 @@ impl Plan {
 
 /// Go through a step, the first time and later.
 pub(crate) fn plan(inputs: &PlanInputs) -> Result<Plan> {
-    let (device, memory) = Device::current();
-    let mut timeline = Timeline::new(inputs, &device);
+    let (device, memory) = Device::current()?;
+    let mut timeline = Timeline::new(inputs, &device)?;
     timeline.lay_out()?;
     timeline.update()?;
     let first = timeline.read().peak;

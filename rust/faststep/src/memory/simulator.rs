@@ -4,34 +4,28 @@
 //! as the simulation lives, so that nothing of it must be evaluated meanwhile; it changes none of them.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_char, c_int, c_void, CStr};
+use std::{ffi::c_void, ptr};
 
-use mlx_rs::{
-    error::{Exception, Result},
-    Array,
+use mlx_rs::{error::Result, Array};
+
+use crate::mlx::ffi::{
+    check, faststep_simulator_begin, faststep_simulator_carry, faststep_simulator_delete,
+    faststep_simulator_device, faststep_simulator_evaluate, faststep_simulator_hold,
+    faststep_simulator_keep, faststep_simulator_limit, faststep_simulator_new,
+    faststep_simulator_read, faststep_simulator_wait, handle, handles,
 };
-
-/// The device, as MLX's allocator describes it, in bytes.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub struct Device {
-    gpu: usize,
-    active: usize,
-    cached: usize,
-    cache_limit: usize,
-    memory_limit: usize,
-    max_ops: usize,
-    max_mega: usize,
-}
+pub(crate) use crate::mlx::ffi::{Device, Reading};
 
 impl Device {
     /// The default device, and how much memory it has where that is known.
-    #[must_use]
-    pub fn current() -> (Self, Option<usize>) {
-        let mut device = Self::default();
-        // SAFETY: the struct that it fills.
-        let memory = unsafe { faststep_simulator_device(&raw mut device) };
-        (device, (memory > 0).then_some(memory))
+    ///
+    /// # Errors
+    /// When MLX does not describe it.
+    pub fn current() -> Result<(Self, Option<usize>)> {
+        let (mut device, mut memory) = (Self::default(), 0);
+        // SAFETY: the struct and the number that it fills.
+        check(unsafe { faststep_simulator_device(&raw mut device, &raw mut memory) })?;
+        Ok((device, (memory > 0).then_some(memory)))
     }
 
     /// Whether it is a GPU.
@@ -39,58 +33,6 @@ impl Device {
     pub fn is_gpu(&self) -> bool {
         self.gpu != 0
     }
-}
-
-extern "C" {
-    fn faststep_simulator_device(device: *mut Device) -> usize;
-    fn faststep_simulator_new(device: *const Device) -> *mut c_void;
-    fn faststep_simulator_delete(simulator: *mut c_void);
-    fn faststep_simulator_error(simulator: *mut c_void) -> *const c_char;
-    fn faststep_simulator_begin(
-        simulator: *mut c_void,
-        given: *const *const c_void,
-        givens: usize,
-        roots: *const *const c_void,
-        count: usize,
-    ) -> c_int;
-    fn faststep_simulator_hold(
-        simulator: *mut c_void,
-        arrays: *const *const c_void,
-        count: usize,
-        handles: c_int,
-    ) -> c_int;
-    fn faststep_simulator_keep(
-        simulator: *mut c_void,
-        slot: usize,
-        arrays: *const *const c_void,
-        count: usize,
-    ) -> c_int;
-    fn faststep_simulator_evaluate(
-        simulator: *mut c_void,
-        arrays: *const *const c_void,
-        count: usize,
-        done: *mut usize,
-    ) -> c_int;
-    fn faststep_simulator_carry(
-        simulator: *mut c_void,
-        input: *const c_void,
-        output: *const c_void,
-    ) -> c_int;
-    fn faststep_simulator_wait(simulator: *mut c_void, done: usize);
-    fn faststep_simulator_limit(simulator: *mut c_void, bytes: usize);
-    fn faststep_simulator_read(simulator: *mut c_void, reading: *mut Reading);
-}
-
-/// What a simulation has come to, in bytes.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub struct Reading {
-    /// What is in use now.
-    pub active: usize,
-    /// The most that was in use at once since this was last asked.
-    pub peak: usize,
-    /// Freed buffers that MLX keeps.
-    pub cache: usize,
 }
 
 /// What is held between evaluations.
@@ -107,28 +49,16 @@ pub enum Slot {
 #[derive(Debug)]
 pub struct Simulator(*mut c_void);
 
-fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
-    let arrays = arrays.into_iter();
-    arrays
-        .map(|array| array.as_ptr().ctx.cast_const())
-        .collect()
-}
-
 impl Simulator {
     /// Begin on that device.
-    #[must_use]
-    pub fn new(device: &Device) -> Self {
-        // SAFETY: a live struct of the layout that C++ expects.
-        Self(unsafe { faststep_simulator_new(device) })
-    }
-
-    fn check(&self, code: c_int) -> Result<()> {
-        if code == 0 {
-            return Ok(());
-        }
-        // SAFETY: a live simulation, whose message ends with a NUL and stays until its next call.
-        let message = unsafe { CStr::from_ptr(faststep_simulator_error(self.0)) };
-        Err(Exception::custom(message.to_string_lossy()))
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(device: &Device) -> Result<Self> {
+        let mut simulator = ptr::null_mut();
+        // SAFETY: a live struct, and the pointer that is written.
+        check(unsafe { faststep_simulator_new(device, &raw mut simulator) })?;
+        Ok(Self(simulator))
     }
 
     /// The graph of `roots` is built, from the values of `given` and from constants.
@@ -136,8 +66,8 @@ impl Simulator {
     /// # Errors
     /// When the graph cannot be read.
     pub fn begin(&mut self, given: &[&Array], roots: &[&Array]) -> Result<()> {
-        let given = pointers(given.iter().copied());
-        let roots = pointers(roots.iter().copied());
+        let given = handles(given.iter().copied());
+        let roots = handles(roots.iter().copied());
         // SAFETY: a live simulation and live arrays, as in all calls below.
         let code = unsafe {
             faststep_simulator_begin(
@@ -148,7 +78,7 @@ impl Simulator {
                 roots.len(),
             )
         };
-        self.check(code)
+        check(code)
     }
 
     /// Hold one more handle to each array.
@@ -156,10 +86,10 @@ impl Simulator {
     /// # Errors
     /// When the graph cannot be read.
     pub fn hold(&mut self, arrays: &[&Array]) -> Result<()> {
-        let all = pointers(arrays.iter().copied());
+        let all = handles(arrays.iter().copied());
         // SAFETY: as in `begin`.
         let code = unsafe { faststep_simulator_hold(self.0, all.as_ptr(), all.len(), 1) };
-        self.check(code)
+        check(code)
     }
 
     /// Let go of one handle to each array.
@@ -167,10 +97,10 @@ impl Simulator {
     /// # Errors
     /// When the graph cannot be read.
     pub fn release(&mut self, arrays: &[&Array]) -> Result<()> {
-        let all = pointers(arrays.iter().copied());
+        let all = handles(arrays.iter().copied());
         // SAFETY: as in `begin`.
         let code = unsafe { faststep_simulator_hold(self.0, all.as_ptr(), all.len(), -1) };
-        self.check(code)
+        check(code)
     }
 
     /// Hold the memory of arrays, and let go of what the slot held before.
@@ -182,11 +112,11 @@ impl Simulator {
         slot: Slot,
         arrays: impl IntoIterator<Item = &'a Array>,
     ) -> Result<()> {
-        let all = pointers(arrays);
+        let all = handles(arrays);
         // SAFETY: as in `begin`.
         let code =
             unsafe { faststep_simulator_keep(self.0, slot as usize, all.as_ptr(), all.len()) };
-        self.check(code)
+        check(code)
     }
 
     /// `eval` the arrays.
@@ -204,12 +134,12 @@ impl Simulator {
     /// # Errors
     /// When a primitive refuses its inputs.
     pub fn async_eval(&mut self, arrays: &[&Array]) -> Result<usize> {
-        let all = pointers(arrays.iter().copied());
+        let all = handles(arrays.iter().copied());
         let mut done = 0;
         // SAFETY: as in `begin`; one number is written.
         let code =
             unsafe { faststep_simulator_evaluate(self.0, all.as_ptr(), all.len(), &raw mut done) };
-        self.check(code)?;
+        check(code)?;
         Ok(done)
     }
 
@@ -219,9 +149,8 @@ impl Simulator {
     /// When the graph cannot be read.
     pub fn carry(&mut self, input: &Array, output: &Array) -> Result<()> {
         // SAFETY: as in `begin`.
-        let code =
-            unsafe { faststep_simulator_carry(self.0, input.as_ptr().ctx, output.as_ptr().ctx) };
-        self.check(code)
+        let code = unsafe { faststep_simulator_carry(self.0, handle(input), handle(output)) };
+        check(code)
     }
 
     /// Wait until an evaluation is done.

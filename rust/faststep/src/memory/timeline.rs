@@ -147,13 +147,16 @@ impl<'a> Evaluate for Simulated<'a> {
 
 impl<'a> Timeline<'a> {
     /// Begin on that device.
-    pub fn new(plan: &'a PlanInputs<'a>, device: &Device) -> Self {
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(plan: &'a PlanInputs<'a>, device: &Device) -> Result<Self> {
         let mut schedule = Schedule::new();
         schedule.allow(plan.in_flight);
-        Self {
+        Ok(Self {
             simulated: Simulated {
                 plan,
-                simulator: Simulator::new(device),
+                simulator: Simulator::new(device)?,
                 shown: true,
                 submitted: None,
                 peak: 0,
@@ -161,7 +164,7 @@ impl<'a> Timeline<'a> {
             },
             schedule,
             evaluated: plan.parts.iter().map(|part| part.evaluated).collect(),
-        }
+        })
     }
 
     /// Memory in use, and its peak since this was last asked.

@@ -4,35 +4,18 @@
 //! (`native/graph/fuse.cpp`) rewrites those outputs of a lazy graph, each in place; they mean what they meant.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use mlx_rs::{error::Result, Array};
 
-use mlx_rs::{
-    error::{Exception, Result},
-    Array,
-};
-
-extern "C" {
-    fn faststep_fuse(arrays: *const *const c_void, count: usize) -> c_int;
-    fn faststep_kinds(
-        arrays: *const *const c_void,
-        count: usize,
-        known: *const *const c_void,
-        known_count: usize,
-        kinds: *mut usize,
-    ) -> c_int;
-}
+use super::ffi::{check, faststep_fuse, faststep_kinds, handles};
 
 /// Let the fused kernels that compute these arrays take over the memory of inputs that nobody else holds when they run.
 ///
 /// # Errors
 /// When there is no memory for the graph.
 pub(crate) fn in_place<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
-    let pointers = pointers(arrays);
+    let handles = handles(arrays);
     // SAFETY: live arrays, which no other thread has yet, and their number.
-    if unsafe { faststep_fuse(pointers.as_ptr(), pointers.len()) } == 0 {
-        return Ok(());
-    }
-    Err(Exception::custom("no memory for the graph of an update"))
+    check(unsafe { faststep_fuse(handles.as_ptr(), handles.len()) })
 }
 
 /// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
@@ -43,10 +26,10 @@ pub(crate) fn kinds<'a>(
     arrays: &[&Array],
     known: impl IntoIterator<Item = &'a Array>,
 ) -> Result<Vec<usize>> {
-    let (all, known) = (pointers(arrays.iter().copied()), pointers(known));
+    let (all, known) = (handles(arrays.iter().copied()), handles(known));
     let mut kinds = vec![0; all.len()];
     // SAFETY: live arrays and their numbers, and as many numbers to write to as there are arrays.
-    let failed = unsafe {
+    let status = unsafe {
         faststep_kinds(
             all.as_ptr(),
             all.len(),
@@ -55,17 +38,8 @@ pub(crate) fn kinds<'a>(
             kinds.as_mut_ptr(),
         )
     };
-    if failed == 0 {
-        return Ok(kinds);
-    }
-    Err(Exception::custom("no memory to look at an update"))
-}
-
-fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
-    let arrays = arrays.into_iter();
-    arrays
-        .map(|array| array.as_ptr().ctx.cast_const())
-        .collect()
+    check(status)?;
+    Ok(kinds)
 }
 
 #[cfg(test)]

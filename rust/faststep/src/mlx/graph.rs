@@ -5,48 +5,18 @@
 //! alive, and none of its results; it may be used on any thread that owns the arrays that are passed.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::{ffi::c_void, ptr};
 
 use mlx_rs::{
     error::{Exception, Result},
     Array,
 };
 
-use super::array;
-
-extern "C" {
-    fn faststep_graph_new(
-        inputs: *const *const c_void,
-        n_inputs: usize,
-        outputs: *const *const c_void,
-        n_outputs: usize,
-    ) -> *mut c_void;
-    fn faststep_graph_free(graph: *mut c_void);
-    fn faststep_graph_size(graph: *const c_void) -> usize;
-    fn faststep_graph_compare(
-        a: *const c_void,
-        b: *const c_void,
-        varying: *mut u32,
-        room: usize,
-        count: *mut usize,
-    ) -> c_int;
-    fn faststep_graph_constant(graph: *const c_void, number: u32) -> *mut c_void;
-    fn faststep_graph_held(
-        graph: *const c_void,
-        outputs: *const *const c_void,
-        n: usize,
-        found: *mut *mut c_void,
-        room: usize,
-    ) -> c_int;
-    fn faststep_graph_replace(
-        graph: *const c_void,
-        numbers: *const u32,
-        inputs: *const *const c_void,
-        n: usize,
-        outputs: *const *const c_void,
-        n_outputs: usize,
-    ) -> c_int;
-}
+use super::ffi::{
+    check, faststep_graph_compare, faststep_graph_constant, faststep_graph_free,
+    faststep_graph_held, faststep_graph_new, faststep_graph_replace, faststep_graph_size, handles,
+    is_done, made, owned,
+};
 
 /// The most constants that may differ between two graphs of one form.
 const MAX_VARYING: usize = 1024;
@@ -57,44 +27,36 @@ const MAX_HELD: usize = 64;
 #[derive(Debug)]
 pub struct Graph(*mut c_void);
 
-fn pointers(arrays: &[Array]) -> Vec<*const c_void> {
-    let pointers = arrays.iter().map(|array| array.as_ptr().ctx.cast_const());
-    pointers.collect()
-}
-
-fn failed() -> Exception {
-    Exception::custom("the graph of a trace could not be written down")
-}
-
 impl Graph {
     /// Write down what `outputs` are computed by.
     ///
     /// # Errors
     /// When there is no memory.
     pub fn new(inputs: &[Array], outputs: &[Array]) -> Result<Self> {
-        let (inputs, outputs) = (pointers(inputs), pointers(outputs));
+        let (inputs, outputs) = (handles(inputs), handles(outputs));
+        let mut graph = ptr::null_mut();
         // SAFETY: live arrays, and the number of each list.
-        let graph = unsafe {
+        check(unsafe {
             faststep_graph_new(
                 inputs.as_ptr(),
                 inputs.len(),
                 outputs.as_ptr(),
                 outputs.len(),
+                &raw mut graph,
             )
-        };
-        if graph.is_null() {
-            return Err(failed());
-        }
+        })?;
         Ok(Self(graph))
     }
 
     /// The constants, by number, in which `other` differs; `None` where it differs in anything else.
-    #[must_use]
-    pub fn differences(&self, other: &Self) -> Option<Vec<u32>> {
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn differences(&self, other: &Self) -> Result<Option<Vec<u32>>> {
         let mut varying = vec![0; MAX_VARYING];
         let mut count = 0;
         // SAFETY: two graphs, and as much room as is said.
-        let same = unsafe {
+        let status = unsafe {
             faststep_graph_compare(
                 self.0,
                 other.0,
@@ -103,11 +65,11 @@ impl Graph {
                 &raw mut count,
             )
         };
-        if same != 1 || count > MAX_VARYING {
-            return None;
+        if !is_done(status)? || count > MAX_VARYING {
+            return Ok(None);
         }
         varying.truncate(count);
-        Some(varying)
+        Ok(Some(varying))
     }
 
     /// A constant by its number.
@@ -115,8 +77,12 @@ impl Graph {
     /// # Errors
     /// Where there is none.
     pub fn constant(&self, number: u32) -> Result<Array> {
-        // SAFETY: a graph; what it gives is a fresh array or null.
-        unsafe { array::owned(faststep_graph_constant(self.0, number)) }.ok_or_else(failed)
+        // SAFETY: a graph.
+        let constant =
+            made(|constant| unsafe { faststep_graph_constant(self.0, number, constant) })?;
+        constant.ok_or_else(|| {
+            Exception::custom(format!("no constant of a trace has the number {number}"))
+        })
     }
 
     /// Constants that somebody beside the graph holds, where `outputs` are those of the graph.
@@ -124,22 +90,22 @@ impl Graph {
     /// # Errors
     /// When there is no memory.
     pub fn held(&self, outputs: &[Array]) -> Result<Vec<Array>> {
-        let outputs = pointers(outputs);
-        let mut found = vec![std::ptr::null_mut(); MAX_HELD];
-        // SAFETY: a graph, live arrays, and as much room as is said; what is written are fresh arrays.
+        let outputs = handles(outputs);
+        let mut found = vec![ptr::null_mut(); MAX_HELD];
+        let mut count = 0;
+        // SAFETY: a graph, live arrays, and as much room as is said; so many are new arrays as are counted.
         unsafe {
-            let count = faststep_graph_held(
+            let (outputs, n) = (outputs.as_ptr(), outputs.len());
+            check(faststep_graph_held(
                 self.0,
-                outputs.as_ptr(),
-                outputs.len(),
+                outputs,
+                n,
                 found.as_mut_ptr(),
                 MAX_HELD,
-            );
-            let count = usize::try_from(count).map_err(|_| failed())?;
-            Ok(found[..count]
-                .iter()
-                .filter_map(|&a| array::owned(a))
-                .collect())
+                &raw mut count,
+            ))?;
+            found.truncate(count);
+            Ok(found.into_iter().map(|array| owned(array)).collect())
         }
     }
 
@@ -148,10 +114,10 @@ impl Graph {
     /// # Errors
     /// Where a number is that of no constant.
     pub fn replace(&self, numbers: &[u32], inputs: &[Array], outputs: &[Array]) -> Result<()> {
-        let (inputs, outputs) = (pointers(inputs), pointers(outputs));
+        let (inputs, outputs) = (handles(inputs), handles(outputs));
         let n = numbers.len().min(inputs.len());
         // SAFETY: a graph, live arrays, and the number of each list.
-        let status = unsafe {
+        check(unsafe {
             faststep_graph_replace(
                 self.0,
                 numbers.as_ptr(),
@@ -160,12 +126,7 @@ impl Graph {
                 outputs.as_ptr(),
                 outputs.len(),
             )
-        };
-        if status == 0 {
-            Ok(())
-        } else {
-            Err(failed())
-        }
+        })
     }
 
     /// The number of arrays in it.

@@ -4,30 +4,14 @@
 //! small tasks or kernels a step, each of which costs more to start than to run. The C++ in `native` makes one of them.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
+use std::ptr;
 
-use mlx_rs::{
-    error::{Exception, Result},
-    ops, Array,
+use mlx_rs::{error::Result, ops, Array};
+
+use super::ffi::{
+    check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_order, faststep_pack,
+    faststep_straight, faststep_sum_of_squares, handle, handles, made, owned,
 };
-
-use super::array;
-
-extern "C" {
-    fn faststep_is_cuda() -> i32;
-    fn faststep_straight(array: *const c_void) -> *mut c_void;
-    fn faststep_order(gradients: *const *const c_void, count: usize) -> i32;
-    fn faststep_contiguous(array: *const c_void) -> *mut c_void;
-    fn faststep_join(parts: *const *const c_void, count: usize) -> *mut c_void;
-    fn faststep_sum_of_squares(arrays: *const *const c_void, count: usize) -> *mut c_void;
-    fn faststep_pack(
-        parts: *const *const c_void,
-        count: usize,
-        slots: usize,
-        flat: *mut *mut c_void,
-        squares: *mut *mut c_void,
-    ) -> i32;
-}
 
 /// So many tensors fit into one kernel: their pointers are its parameters, of which 4 KB are sure.
 pub const MAX_PARTS: usize = 448;
@@ -42,10 +26,13 @@ pub fn is_cuda() -> bool {
 }
 
 /// The gradient of a matrix as a product, where it is the transpose of one: what is computed then lies row after row.
-pub(crate) fn straight(gradient: &Array) -> Array {
+///
+/// # Errors
+/// When MLX refuses the product.
+pub(crate) fn straight(gradient: &Array) -> Result<Array> {
     // SAFETY: a live array.
-    let made = unsafe { array::owned(faststep_straight(gradient.as_ptr().ctx)) };
-    made.unwrap_or_else(|| gradient.clone())
+    let made = made(|straight| unsafe { faststep_straight(handle(gradient), straight) })?;
+    Ok(made.unwrap_or_else(|| gradient.clone()))
 }
 
 /// Order a trace so that each gradient is computed as soon as that frees memory.
@@ -53,12 +40,9 @@ pub(crate) fn straight(gradient: &Array) -> Array {
 /// # Errors
 /// When there is no memory.
 pub(crate) fn order(gradients: &[Array]) -> Result<()> {
-    let pointers = pointers(gradients);
+    let handles = handles(gradients);
     // SAFETY: live arrays, which no other thread has yet, and their number.
-    if unsafe { faststep_order(pointers.as_ptr(), pointers.len()) } == 0 {
-        return Ok(());
-    }
-    Err(Exception::custom("no memory for the order of a step"))
+    check(unsafe { faststep_order(handles.as_ptr(), handles.len()) })
 }
 
 /// An array whose elements lie row after row (lazily), as `Array::contiguous` gives it.
@@ -67,7 +51,7 @@ pub(crate) fn order(gradients: &[Array]) -> Result<()> {
 /// When MLX refuses.
 pub fn contiguous(array: &Array) -> Result<Array> {
     // SAFETY: a live array.
-    let made = unsafe { array::owned(faststep_contiguous(array.as_ptr().ctx)) };
+    let made = made(|contiguous| unsafe { faststep_contiguous(handle(array), contiguous) })?;
     made.map_or_else(|| array.contiguous(), Ok)
 }
 
@@ -76,17 +60,20 @@ pub fn contiguous(array: &Array) -> Result<Array> {
 /// # Errors
 /// When they do not agree in all other axes.
 pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
-    let pointers = pointers(parts.iter().copied());
+    let handles = handles(parts.iter().copied());
     // SAFETY: live arrays and their number.
-    let joined = unsafe { array::owned(faststep_join(pointers.as_ptr(), pointers.len())) };
-    joined.map_or_else(|| ops::concatenate(parts, 0), Ok)
+    let made = made(|joined| unsafe { faststep_join(handles.as_ptr(), handles.len(), joined) })?;
+    made.map_or_else(|| ops::concatenate(parts, 0), Ok)
 }
 
 /// The sum of the squares of arrays, a float32 scalar (lazily), where one task gives it: of float32, on a CPU.
-pub(crate) fn sum_of_squares(arrays: &[Array]) -> Option<Array> {
-    let pointers = pointers(arrays);
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn sum_of_squares(arrays: &[Array]) -> Result<Option<Array>> {
+    let handles = handles(arrays);
     // SAFETY: live arrays and their number.
-    unsafe { array::owned(faststep_sum_of_squares(pointers.as_ptr(), pointers.len())) }
+    made(|sum| unsafe { faststep_sum_of_squares(handles.as_ptr(), handles.len(), sum) })
 }
 
 /// Sums of the squares of some vectors, up to [`MAX_PARTS`], where one kernel gives them: on CUDA.
@@ -100,44 +87,25 @@ pub(crate) fn squares(parts: &[&Array]) -> Result<Option<Array>> {
     Ok(Some(join_on_cuda(parts)?.1))
 }
 
-fn pointers<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<*const c_void> {
-    let arrays = arrays.into_iter();
-    arrays
-        .map(|array| array.as_ptr().ctx.cast_const())
-        .collect()
-}
-
 /// Join arrays by one kernel of CUDA, and sum their squares on its way.
 ///
 /// # Errors
 /// When MLX refuses the kernel.
 pub(crate) fn join_on_cuda(parts: &[&Array]) -> Result<(Array, Array)> {
-    let pointers = pointers(parts.iter().copied());
+    let handles = handles(parts.iter().copied());
     let slots = SLOTS.into_iter().find(|&slots| slots >= parts.len());
     let slots = slots.unwrap_or(MAX_PARTS);
-    let (mut flat, mut squares) = (std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: live arrays and their number; the two results are written where 0 is returned.
-    let failed = unsafe {
-        faststep_pack(
-            pointers.as_ptr(),
-            pointers.len(),
+    let (mut flat, mut squares) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: live arrays and their number; the two results are new arrays where it has not failed.
+    unsafe {
+        let (parts, count) = (handles.as_ptr(), handles.len());
+        check(faststep_pack(
+            parts,
+            count,
             slots,
             &raw mut flat,
             &raw mut squares,
-        )
-    };
-    if failed != 0 {
-        return Err(Exception::custom(format!(
-            "MLX refused to join {} gradients of shapes like {:?}",
-            parts.len(),
-            parts[0].shape()
-        )));
+        ))?;
+        Ok((owned(flat), owned(squares)))
     }
-    // SAFETY: fresh arrays on the heap, which is what mlx-c's handles own.
-    Ok(unsafe {
-        (
-            Array::from_ptr(mlx_sys::mlx_array { ctx: flat }),
-            Array::from_ptr(mlx_sys::mlx_array { ctx: squares }),
-        )
-    })
 }

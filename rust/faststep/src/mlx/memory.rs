@@ -3,9 +3,7 @@
 
 use mlx_rs::memory::{active_memory, memory_limit, peak_memory, set_memory_limit};
 
-extern "C" {
-    fn faststep_synchronize();
-}
+use super::ffi::{check, faststep_synchronize};
 
 /// The bytes in use; none where MLX does not say, which is no reason to leave a step half done.
 pub(crate) fn active() -> usize {
@@ -20,7 +18,8 @@ pub(crate) fn peak() -> usize {
 /// Wait until the device has done all work, and has let go of its memory.
 pub(crate) fn synchronize() {
     // SAFETY: takes nothing; MLX lets any thread wait.
-    unsafe { faststep_synchronize() }
+    let synchronized = check(unsafe { faststep_synchronize() });
+    drop(synchronized); // the error of an evaluation that is not this crate's: its reader meets it
 }
 
 /// Free what MLX's allocator keeps for reuse.

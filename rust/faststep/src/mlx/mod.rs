@@ -7,6 +7,7 @@
 //! `openblas` and `kernels` are what the CPU computes it by.
 pub mod array;
 pub mod blas;
+pub(crate) mod ffi;
 pub(crate) mod fuse;
 pub mod graph;
 pub mod join;

@@ -13,7 +13,7 @@ use crate::error::unread;
 
 /// The random state of this thread, which goes on from there.
 pub(crate) fn current() -> Result<Array> {
-    array::random_state(&probe()?).ok_or_else(|| Exception::custom("mlx-rs draws in another way"))
+    array::random_state(&probe()?)?.ok_or_else(|| Exception::custom("mlx-rs draws in another way"))
 }
 
 /// What `work` returns when it draws from `key`, and the state behind its draws: `key` itself where there were none.

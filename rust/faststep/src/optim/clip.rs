@@ -41,7 +41,7 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
 
 // of gradients of one dtype
 fn sums_of_squares(gradients: Vec<Array>) -> Result<Vec<Array>> {
-    if let Some(sum) = join::sum_of_squares(&gradients) {
+    if let Some(sum) = join::sum_of_squares(&gradients)? {
         return Ok(vec![sum]);
     }
     let (small, large): (Vec<_>, Vec<_>) = gradients

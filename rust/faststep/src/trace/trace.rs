@@ -69,7 +69,7 @@ impl Trace {
                 if !matches!(recipe.part, Part::Update(_)) {
                     host.traced(inputs, &values).map_err(&note)?;
                 }
-                quantized::rewrite(inputs, &values);
+                quantized::rewrite(inputs, &values).map_err(&note)?;
                 counts.replace(made);
                 if compiled {
                     array::merged(&values)

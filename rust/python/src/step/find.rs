@@ -1,5 +1,5 @@
 //! Choice of the traces of a call: by its arguments, by the objects that the loss reads, and by the loss's graph.
-use std::rc::Rc;
+use std::{cell::Cell, rc::Rc};
 
 use faststep::engine::{Graph, Part, Recipe, Task, Trace};
 use mlx_rs::error::Result as MlxResult;
@@ -131,9 +131,14 @@ impl Inner {
             return Ok(Some(Vec::new()));
         }
         let (sketch, template) = self.sketch(store, user, given, key)?;
+        let failed = Cell::new(None);
         let differences = |entry: &Entry| {
             let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
-            graph.differences(&sketch)
+            let differences = graph.differences(&sketch);
+            differences.unwrap_or_else(|error| {
+                failed.set(Some(error));
+                None
+            })
         };
         let holds = |entry: &Entry| {
             let varying = &entry.kept.varying;
@@ -156,6 +161,9 @@ impl Inner {
             varying.sort_unstable();
             varying.dedup();
             self.traces.drop_last();
+        }
+        if let Some(error) = failed.take() {
+            return Err(mlx(error).into());
         }
         given.constants = constants(&varying)?;
         Ok(Some(varying))

@@ -42,7 +42,10 @@ use std::{
     sync::OnceLock,
 };
 
-use crate::mlx::rebind::{Function, Imports, RebindError};
+use crate::mlx::{
+    ffi::faststep_temp_directory_path,
+    rebind::{Function, Imports, RebindError},
+};
 use command::Command;
 
 /// What is added to MLX's own flags, for GCC.
@@ -62,12 +65,6 @@ pub const FLAGS: &str =
 const POPEN: &CStr = c"popen";
 const TEMP_DIRECTORY_PATH: &CStr = c"_ZNSt10filesystem19temp_directory_pathB5cxx11Ev";
 
-type Find = unsafe extern "C" fn(*mut c_char, usize) -> bool;
-
-extern "C" {
-    fn faststep_temp_directory_path(find: Find) -> *mut c_void;
-}
-
 /// Has MLX's CPU kernels compiled with [`FLAGS`] from now on; whether it does so here.
 ///
 /// They are kept in `mlx-faststep` below `XDG_CACHE_HOME` or `~/.cache`; where that cannot be, in `mlx-faststep-` and the
@@ -83,7 +80,7 @@ pub fn bind() -> Result<bool, RebindError> {
         return Ok(false);
     }
     store::locate();
-    // SAFETY: `find` keeps to what native/kernels.cpp asks of it and is never unloaded.
+    // SAFETY: `find` keeps to what native/cpu/kernels.cpp asks of it and is never unloaded.
     let temp_directory_path = Function::new(unsafe { faststep_temp_directory_path(find) });
     let popen = Function::new(popen as *mut c_void);
     imports.replace(|name| match name {
@@ -114,7 +111,7 @@ unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut 
     unsafe { libc::popen(command, mode) }
 }
 
-/// Finds the store for native/kernels.cpp.
+/// Finds the store for native/cpu/kernels.cpp.
 unsafe extern "C" fn find(path: *mut c_char, size: usize) -> bool {
     let store = store::open().and_then(|it| CString::new(it.into_os_string().into_vec()).ok());
     let Some(store) = store.filter(|it| it.count_bytes() < size) else {

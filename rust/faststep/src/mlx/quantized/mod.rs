@@ -1,7 +1,7 @@
 //! Products with quantized weights on a CPU: weights in float32 again, a piece at a time, and OpenBLAS.
 //!
 //! MLX's CPU multiplies packed weights number by number, some thirty times slower than OpenBLAS multiplies float32. In a
-//! step's trace `quantized_matmul` and `gather_qmm` are replaced, the gradient's too; the C++ in `native/quantized.cpp`
+//! step's trace `quantized_matmul` and `gather_qmm` are replaced, the gradient's too; the C++ in `native/cpu/quantized.cpp`
 //! finds them and evaluates what takes their place, by what is here.
 //!
 //! # Guarantee
@@ -14,72 +14,36 @@
 mod product;
 mod unpack;
 
-use std::{
-    env,
-    ffi::{c_int, c_void},
-    slice,
-};
+use std::{env, ffi::c_int, slice};
 
 use half::{bf16, f16};
-use mlx_rs::Array;
+use mlx_rs::{error::Result, Array};
 
-use crate::mlx::blas;
+use crate::mlx::{
+    blas,
+    ffi::{check, faststep_dequantize, handle, handles, QuantizedProduct},
+};
 use product::{Element, Pieces, Product};
 use unpack::{Format, Mode, Packed};
 
-/// A product as native/quantized.cpp describes it. `rows` of `inner` numbers each, `matrices` of them, times packed
-/// weights; the order is that of `Call` there.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Call {
-    dtype: usize, // 0: float32, 1: float16, 2: bfloat16
-    mode: usize,  // of mlx::core::QuantizationMode
-    bits: usize,
-    group: usize,
-    transposed: usize,
-    rows: usize,
-    inner: usize,
-    columns: usize,
-    weights: usize, // matrices of packed weights
-    inputs: usize,  // matrices of activations
-    pairs: usize, // of matrices of activations and of weights, whose products stand one after the other; 0: one of each
-    x: *const c_void,
-    w: *const u8,
-    scales: *const c_void,
-    biases: *const c_void,
-    left: *const u32, // of each pair the matrix of activations, and that of weights
-    right: *const u32,
-    out: *mut c_void,
-    scratch: *mut f32,
-}
-
-extern "C" {
-    fn faststep_dequantize(
-        input: *const c_void,
-        arrays: *const *const c_void,
-        count: usize,
-        scratch: extern "C" fn(*const Call) -> usize,
-        run: extern "C" fn(*const Call) -> c_int,
-    );
-}
-
 /// Let what `outputs` are computed from multiply by weights in float32 where it multiplies quantized ones, if `inputs` are
 /// tracers of a compilation.
-pub(crate) fn rewrite(inputs: &[Array], outputs: &[Array]) {
+///
+/// # Errors
+/// When there is no memory for the graph.
+pub(crate) fn rewrite(inputs: &[Array], outputs: &[Array]) -> Result<()> {
     let wanted = env::var_os("FASTSTEP_QUANTIZED").is_none_or(|value| value != "0");
     let (Some(input), Some(_), true) = (inputs.first(), blas::bound(), wanted) else {
-        return;
+        return Ok(());
     };
-    let pointers = outputs.iter().map(|array| array.as_ptr().ctx.cast_const());
-    let pointers: Vec<*const c_void> = pointers.collect();
-    let input = input.as_ptr().ctx;
+    let (input, handles) = (handle(input), handles(outputs));
     // SAFETY: live arrays, which this thread traces, and their number; the functions are never unloaded.
-    unsafe { faststep_dequantize(input, pointers.as_ptr(), pointers.len(), scratch, run) }
+    check(unsafe { faststep_dequantize(input, handles.as_ptr(), handles.len(), scratch, run) })
 }
 
 /// How many numbers of float32 a product needs beside its inputs and outputs; 0: it is left to MLX.
-extern "C" fn scratch(call: *const Call) -> usize {
-    // SAFETY: native/quantized.cpp passes a call without pointers.
+extern "C" fn scratch(call: *const QuantizedProduct) -> usize {
+    // SAFETY: native/cpu/quantized.cpp passes a call without pointers.
     let call = unsafe { &*call };
     if call.format().is_none() || !call.is_worth_it() {
         return 0;
@@ -88,8 +52,8 @@ extern "C" fn scratch(call: *const Call) -> usize {
 }
 
 /// Multiply. Nonzero: not done.
-extern "C" fn run(call: *const Call) -> c_int {
-    // SAFETY: native/quantized.cpp passes a call with all that belongs to it.
+extern "C" fn run(call: *const QuantizedProduct) -> c_int {
+    // SAFETY: native/cpu/quantized.cpp passes a call with all that belongs to it.
     let call = unsafe { &*call };
     let done = match call.dtype {
         0 => call.run::<f32>(),
@@ -99,7 +63,7 @@ extern "C" fn run(call: *const Call) -> c_int {
     c_int::from(done.is_none())
 }
 
-impl Call {
+impl QuantizedProduct {
     fn format(&self) -> Option<Format> {
         let mode = match self.mode {
             0 => Mode::Affine,

@@ -5,13 +5,10 @@
 //
 // MLX hands the CPU's worker about fifty operations before it waits for one, and allocates what they write. Large ones are
 // handed over in portions: a portion when the one before the last is done, so that the worker always has work.
-//
-// Every pointer is an mlx::core::array, as in mlx_array.ctx.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -27,8 +24,9 @@
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "cpu/on_cpu.hpp"
-#include "simulator/rules.hpp"
 #include "graph/transposed.hpp"
+#include "simulator/rules.hpp"
+#include "status.hpp"
 
 namespace mx = mlx::core;
 
@@ -308,22 +306,18 @@ class Graph {
 
 } // namespace
 
-// Put the operations of a trace that makes these gradients in order. Nonzero: an exception; values are the same.
-extern "C" int faststep_order(const void* const* gradients, size_t count) {
-  try {
+int faststep_order(const void* const* gradients, size_t count) {
+  return faststep::guarded([&] {
     std::vector<mx::array> all;
     for (size_t i = 0; i < count; ++i) {
-      const auto* gradient = static_cast<const mx::array*>(gradients[i]);
-      const auto* turned = faststep::transposed(*gradient);
-      all.push_back(turned ? *turned : *gradient);
+      const auto& gradient = faststep::at(gradients[i]);
+      const auto* turned = faststep::transposed(gradient);
+      all.push_back(turned ? *turned : gradient);
     }
     Graph graph(all);
     graph.put_in_order();
     if (mx::default_device() == mx::Device::cpu) {
       graph.pace();
     }
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
+  });
 }

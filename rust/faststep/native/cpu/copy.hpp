@@ -1,0 +1,28 @@
+// Copies of arrays by the CPU's worker.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "mlx/mlx.h"
+
+namespace faststep {
+
+namespace mx = mlx::core;
+
+// The memory of an evaluated array.
+struct Part {
+  const char* data;
+  size_t bytes;
+  bool contiguous;
+  mx::Shape shape; // of one that is not contiguous
+  mx::Strides strides;
+};
+
+Part part_of(const mx::array& array);
+std::vector<Part> parts_of(const std::vector<mx::array>& arrays);
+
+// Copy parts one after the other, each row after row.
+void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize);
+
+} // namespace faststep

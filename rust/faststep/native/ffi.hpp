@@ -1,0 +1,183 @@
+// Every function of the crate that Rust calls; src/mlx/ffi.rs declares the same ones. Each source that defines one includes
+// this file, so that the compiler holds the definition against the declaration.
+//
+// An array is an mlx::core::array: the `ctx` of mlx-c's mlx_array. One that is written through an out parameter is new, on
+// the heap, and belongs to the caller.
+//
+// A function that can fail returns a status and writes its results through out parameters, which are left alone unless it
+// is `done`. The others are noexcept. No exception crosses this boundary, and none is swallowed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace faststep {
+
+enum Status : int {
+  done = 0,
+  not_applicable = 1, // MLX has to do it, or there is no such thing: no error
+  failed = -1, // faststep_last_error says why
+};
+
+// A product with quantized weights: `rows` of `inner` numbers each, `matrices` of them, times packed weights.
+struct QuantizedProduct {
+  size_t dtype; // 0: float32, 1: float16, 2: bfloat16
+  size_t mode; // of mlx::core::QuantizationMode
+  size_t bits;
+  size_t group;
+  size_t transposed;
+  size_t rows;
+  size_t inner;
+  size_t columns;
+  size_t weights; // matrices of packed weights
+  size_t inputs; // matrices of activations
+  size_t pairs; // of matrices of activations and of weights, whose products stand one after the other; 0: one of each
+  const void* x;
+  const uint8_t* w;
+  const void* scales;
+  const void* biases;
+  const uint32_t* left; // of each pair the matrix of activations, and that of weights
+  const uint32_t* right;
+  void* out;
+  float* scratch;
+};
+
+namespace simulator {
+
+// The device that evaluates, and its memory when the plan begins, in bytes.
+struct Device {
+  size_t gpu; // 0: the CPU
+  size_t active;
+  size_t cached;
+  size_t cache_limit;
+  size_t memory_limit;
+  size_t max_ops; // kernels in one CUDA graph, and the millions of elements that they read
+  size_t max_mega;
+};
+
+// In bytes: in use, the most that was in use since the last reading, and freed buffers that MLX keeps.
+struct Reading {
+  size_t active;
+  size_t peak;
+  size_t cache;
+};
+
+} // namespace simulator
+
+} // namespace faststep
+
+extern "C" {
+
+// The message of this thread's last function that failed; it stays until the next one does.
+const char* faststep_last_error() noexcept;
+
+// --- array.cpp
+
+// The identity of an array's value, and whether it waits to be evaluated.
+uintptr_t faststep_array_id(const void* array) noexcept;
+int faststep_array_is_lazy(const void* array) noexcept;
+// How many operations have to be computed before the array has its value.
+size_t faststep_array_operations(const void* array) noexcept;
+// Whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
+int faststep_array_is_filled(const void* array) noexcept;
+// Whether the array waits for work on a stream of another thread, or for a file to be read.
+int faststep_array_is_foreign(const void* array) noexcept;
+int faststep_array_reads_file(const void* array) noexcept;
+// Whether a lazy array is zero in every element, whatever it is computed from: MLX's gradient of what is not used.
+int faststep_array_is_zero(const void* array) noexcept;
+// The most ranks between which lazy arrays are exchanged on the way to these.
+int faststep_arrays_ranks(const void* const* arrays, size_t count) noexcept;
+// After an error of the device, which is known: waits for all that is under way, and has none of the arrays wait any more.
+void faststep_arrays_recover(const void* const* arrays, size_t count) noexcept;
+// Waits for the default stream, and for what its device lets go of when it is done.
+int faststep_synchronize();
+// A part of a flat buffer as an array of its own, without a copy. Of an evaluated buffer the part is evaluated too and
+// shares its event; of a lazy one it is a lazy view.
+int faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t offset, void** view);
+// An array without a value: what an object holds while its value is in the device's hands. Reading it raises.
+void* faststep_array_hollow() noexcept;
+// The random state before a lazy draw; not applicable where the array is no such draw.
+int faststep_array_random_state(const void* draw, void** state);
+
+// --- graph/
+
+// Equal operations of a lazy graph become one: what stands for each of these arrays, of which some may be one array.
+int faststep_merge(const void* const* arrays, size_t count, void** merged);
+// Put the operations of a trace that makes these gradients in order; values are the same.
+int faststep_order(const void* const* gradients, size_t count);
+// A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is.
+int faststep_straight(const void* gradient, void** straight);
+// Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
+int faststep_fuse(const void* const* arrays, size_t count);
+// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
+int faststep_kinds(
+    const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds);
+
+// The graph from inputs to outputs, as it is before MLX's compiler rewrites it.
+int faststep_graph_new(
+    const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph);
+void faststep_graph_free(void* graph) noexcept;
+size_t faststep_graph_size(const void* graph) noexcept;
+// The numbers of the constants in which two graphs differ: as many as there is room for, and how many there are. Not
+// applicable where they differ in more.
+int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count);
+// The constant with that number; not applicable where there is none.
+int faststep_graph_constant(const void* graph, uint32_t number, void** constant);
+// The constants that are held outside of the graph: as many as there is room for, and how many were written.
+int faststep_graph_held(
+    const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count);
+// Replace constants by inputs, one for each, in what the outputs are computed from.
+int faststep_graph_replace(
+    const void* graph,
+    const uint32_t* numbers,
+    const void* const* inputs,
+    size_t n,
+    const void* const* outputs,
+    size_t n_outputs);
+
+// --- cpu/
+
+// Arrays joined along their first axis. Not applicable where they do not agree, or the default device is no CPU.
+int faststep_join(const void* const* parts, size_t count, void** joined);
+// An array row after row. Not applicable where the default device is no CPU.
+int faststep_contiguous(const void* array, void** contiguous);
+// The sum of the squares of arrays, a float32 scalar. Not applicable to other arrays than float32 ones, and where the
+// default device is no CPU.
+int faststep_sum_of_squares(const void* const* arrays, size_t count, void** sum);
+// Replace the products with quantized weights that arrays are computed from by such as Rust computes. Not applicable where
+// `input`, from which they are computed, is no tracer of a compilation.
+int faststep_dequantize(
+    const void* input,
+    const void* const* arrays,
+    size_t count,
+    size_t (*scratch)(const faststep::QuantizedProduct*),
+    int (*run)(const faststep::QuantizedProduct*));
+// The function to take the place of std::filesystem::temp_directory_path. `find` writes the path of a directory, with its
+// NUL; false where there is none.
+void* faststep_temp_directory_path(bool (*find)(char* path, size_t size)) noexcept;
+
+// --- cuda/
+
+// Whether arrays are computed by CUDA unless told otherwise.
+int faststep_is_cuda() noexcept;
+// Parts of one dtype, which agree in all axes but the first, joined along it by one kernel, and the sums of squares of its
+// tiles in float32.
+int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares);
+
+// --- simulator/
+
+// The default device, and how much memory it has, in bytes, 0 where that is not known.
+int faststep_simulator_device(faststep::simulator::Device* device, size_t* memory);
+int faststep_simulator_new(const faststep::simulator::Device* device, void** simulator);
+void faststep_simulator_delete(void* simulator) noexcept;
+// The methods of `Simulator`.
+int faststep_simulator_begin(
+    void* simulator, const void* const* given, size_t n_given, const void* const* roots, size_t n_roots);
+int faststep_simulator_hold(void* simulator, const void* const* arrays, size_t count, int handles);
+int faststep_simulator_keep(void* simulator, size_t slot, const void* const* arrays, size_t count);
+int faststep_simulator_evaluate(void* simulator, const void* const* arrays, size_t count, size_t* until);
+int faststep_simulator_carry(void* simulator, const void* input, const void* output);
+void faststep_simulator_wait(void* simulator, size_t until) noexcept;
+void faststep_simulator_limit(void* simulator, size_t bytes) noexcept;
+void faststep_simulator_read(void* simulator, faststep::simulator::Reading* reading) noexcept;
+}

@@ -1,0 +1,309 @@
+//! Every C function of `native/ffi.hpp`, which says what each of them does, and the conversion of their statuses and arrays.
+//!
+//! An array crosses as the `ctx` of mlx-c's handle, an `mlx::core::array`. Nothing is kept between calls but what is freed by
+//! a function of its own.
+#![allow(unsafe_code)]
+
+use std::{
+    ffi::{c_char, c_int, c_void, CStr},
+    ptr,
+};
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+/// An array, or a list of them.
+pub(crate) type Handle = *const c_void;
+pub(crate) type Handles = *const Handle;
+/// A new array, or a list of them.
+pub(crate) type New = *mut c_void;
+
+/// A product with quantized weights.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct QuantizedProduct {
+    pub dtype: usize, // 0: float32, 1: float16, 2: bfloat16
+    pub mode: usize,  // of mlx::core::QuantizationMode
+    pub bits: usize,
+    pub group: usize,
+    pub transposed: usize,
+    pub rows: usize,
+    pub inner: usize,
+    pub columns: usize,
+    pub weights: usize, // matrices of packed weights
+    pub inputs: usize,  // matrices of activations
+    pub pairs: usize, // of matrices of activations and of weights, whose products stand one after the other; 0: one of each
+    pub x: *const c_void,
+    pub w: *const u8,
+    pub scales: *const c_void,
+    pub biases: *const c_void,
+    pub left: *const u32, // of each pair the matrix of activations, and that of weights
+    pub right: *const u32,
+    pub out: *mut c_void,
+    pub scratch: *mut f32,
+}
+
+/// The device, as MLX's allocator describes it, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Device {
+    pub gpu: usize,
+    pub active: usize,
+    pub cached: usize,
+    pub cache_limit: usize,
+    pub memory_limit: usize,
+    pub max_ops: usize,
+    pub max_mega: usize,
+}
+
+/// What a simulation has come to, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Reading {
+    /// In use now.
+    pub active: usize,
+    /// The most that was in use at once since the last reading.
+    pub peak: usize,
+    /// Freed buffers that MLX keeps.
+    pub cache: usize,
+}
+
+extern "C" {
+    fn faststep_last_error() -> *const c_char;
+
+    pub(crate) fn faststep_array_id(array: Handle) -> usize;
+    pub(crate) fn faststep_array_is_lazy(array: Handle) -> c_int;
+    pub(crate) fn faststep_array_operations(array: Handle) -> usize;
+    pub(crate) fn faststep_array_is_filled(array: Handle) -> c_int;
+    pub(crate) fn faststep_array_is_foreign(array: Handle) -> c_int;
+    pub(crate) fn faststep_array_reads_file(array: Handle) -> c_int;
+    pub(crate) fn faststep_array_is_zero(array: Handle) -> c_int;
+    pub(crate) fn faststep_arrays_ranks(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_arrays_recover(arrays: Handles, count: usize);
+    pub(crate) fn faststep_synchronize() -> c_int;
+    pub(crate) fn faststep_array_view(
+        flat: Handle,
+        shape: *const c_int,
+        ndim: usize,
+        offset: usize,
+        view: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_array_hollow() -> New;
+    pub(crate) fn faststep_array_random_state(draw: Handle, state: *mut New) -> c_int;
+
+    pub(crate) fn faststep_merge(arrays: Handles, count: usize, merged: *mut New) -> c_int;
+    pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_straight(gradient: Handle, straight: *mut New) -> c_int;
+    pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_kinds(
+        arrays: Handles,
+        count: usize,
+        known: Handles,
+        known_count: usize,
+        kinds: *mut usize,
+    ) -> c_int;
+    pub(crate) fn faststep_graph_new(
+        inputs: Handles,
+        n_inputs: usize,
+        outputs: Handles,
+        n_outputs: usize,
+        graph: *mut *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_graph_free(graph: *mut c_void);
+    pub(crate) fn faststep_graph_size(graph: *const c_void) -> usize;
+    pub(crate) fn faststep_graph_compare(
+        a: *const c_void,
+        b: *const c_void,
+        varying: *mut u32,
+        room: usize,
+        count: *mut usize,
+    ) -> c_int;
+    pub(crate) fn faststep_graph_constant(
+        graph: *const c_void,
+        number: u32,
+        constant: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_graph_held(
+        graph: *const c_void,
+        outputs: Handles,
+        n: usize,
+        found: *mut New,
+        room: usize,
+        count: *mut usize,
+    ) -> c_int;
+    pub(crate) fn faststep_graph_replace(
+        graph: *const c_void,
+        numbers: *const u32,
+        inputs: Handles,
+        n: usize,
+        outputs: Handles,
+        n_outputs: usize,
+    ) -> c_int;
+
+    pub(crate) fn faststep_join(parts: Handles, count: usize, joined: *mut New) -> c_int;
+    pub(crate) fn faststep_contiguous(array: Handle, contiguous: *mut New) -> c_int;
+    pub(crate) fn faststep_sum_of_squares(arrays: Handles, count: usize, sum: *mut New) -> c_int;
+    pub(crate) fn faststep_dequantize(
+        input: Handle,
+        arrays: Handles,
+        count: usize,
+        scratch: extern "C" fn(*const QuantizedProduct) -> usize,
+        run: extern "C" fn(*const QuantizedProduct) -> c_int,
+    ) -> c_int;
+    pub(crate) fn faststep_temp_directory_path(
+        find: unsafe extern "C" fn(*mut c_char, usize) -> bool,
+    ) -> *mut c_void;
+
+    pub(crate) fn faststep_is_cuda() -> c_int;
+    pub(crate) fn faststep_pack(
+        parts: Handles,
+        count: usize,
+        slots: usize,
+        flat: *mut New,
+        squares: *mut New,
+    ) -> c_int;
+
+    pub(crate) fn faststep_simulator_device(device: *mut Device, memory: *mut usize) -> c_int;
+    pub(crate) fn faststep_simulator_new(
+        device: *const Device,
+        simulator: *mut *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_delete(simulator: *mut c_void);
+    pub(crate) fn faststep_simulator_begin(
+        simulator: *mut c_void,
+        given: Handles,
+        n_given: usize,
+        roots: Handles,
+        n_roots: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_hold(
+        simulator: *mut c_void,
+        arrays: Handles,
+        count: usize,
+        handles: c_int,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_keep(
+        simulator: *mut c_void,
+        slot: usize,
+        arrays: Handles,
+        count: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_evaluate(
+        simulator: *mut c_void,
+        arrays: Handles,
+        count: usize,
+        until: *mut usize,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_carry(
+        simulator: *mut c_void,
+        input: Handle,
+        output: Handle,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_wait(simulator: *mut c_void, until: usize);
+    pub(crate) fn faststep_simulator_limit(simulator: *mut c_void, bytes: usize);
+    pub(crate) fn faststep_simulator_read(simulator: *mut c_void, reading: *mut Reading);
+}
+
+/// Whether a function is done; false where it is not applicable.
+///
+/// # Errors
+/// The exception of a function that failed.
+pub(crate) fn is_done(status: c_int) -> Result<bool> {
+    match status {
+        0 => Ok(true),
+        1 => Ok(false),
+        _ => {
+            // SAFETY: a string that ends with a NUL, and stays until this thread's next failure.
+            let message = unsafe { CStr::from_ptr(faststep_last_error()) };
+            Err(Exception::custom(message.to_string_lossy()))
+        }
+    }
+}
+
+/// The end of a function that is always applicable.
+///
+/// # Errors
+/// As [`is_done`].
+pub(crate) fn check(status: c_int) -> Result<()> {
+    is_done(status).map(drop)
+}
+
+/// The array that a function writes; `None` where it is not applicable.
+///
+/// # Errors
+/// As [`is_done`].
+pub(crate) fn made(function: impl FnOnce(*mut New) -> c_int) -> Result<Option<Array>> {
+    let mut new = ptr::null_mut();
+    let done = is_done(function(&raw mut new))?;
+    // SAFETY: a function that is done has written a new array.
+    Ok(done.then(|| unsafe { owned(new) }))
+}
+
+/// The handle of a new array.
+///
+/// # Safety
+/// A new `mlx::core::array` on the heap, which is what mlx-c's handles own.
+pub(crate) unsafe fn owned(new: New) -> Array {
+    // SAFETY: as above.
+    unsafe { Array::from_ptr(mlx_sys::mlx_array { ctx: new }) }
+}
+
+/// An array as it crosses.
+pub(crate) fn handle(array: &Array) -> Handle {
+    array.as_ptr().ctx.cast_const()
+}
+
+/// Arrays as they cross.
+pub(crate) fn handles<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Vec<Handle> {
+    arrays.into_iter().map(handle).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    const HEADER: &str = include_str!("../../native/ffi.hpp");
+    const HERE: &str = include_str!("ffi.rs");
+
+    // each function with the number of its parameters
+    fn functions(text: &str) -> BTreeMap<&str, usize> {
+        let mut functions = BTreeMap::new();
+        for (at, _) in text.match_indices("faststep_") {
+            let rest = &text[at..];
+            let end = rest.find(|c: char| c != '_' && !c.is_ascii_alphanumeric());
+            let (name, rest) = rest.split_at(end.unwrap_or(rest.len()));
+            if rest.starts_with('(') {
+                functions.entry(name).or_insert_with(|| parameters(rest));
+            }
+        }
+        functions
+    }
+
+    fn parameters(list: &str) -> usize {
+        let (mut depth, mut commas, mut before) = (0, 0, '(');
+        for c in list.chars().filter(|c| !c.is_whitespace()) {
+            match c {
+                '(' => depth += 1,
+                ')' if depth == 1 => break,
+                ')' => depth -= 1,
+                ',' if depth == 1 => commas += 1,
+                _ => {}
+            }
+            before = c;
+        }
+        match before {
+            '(' => 0,
+            ',' => commas,
+            _ => commas + 1,
+        }
+    }
+
+    #[test]
+    fn the_header_declares_the_same_functions() {
+        let declared = functions(HEADER);
+        assert!(declared.len() > 40, "{declared:?}");
+        assert_eq!(declared, functions(HERE));
+    }
+}

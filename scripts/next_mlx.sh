@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Builds and tests a copy of the checkout against another MLX, and prints what broke: which step, which tests, and which
+# assumptions of docs/mlx_assumptions.md they stand for. The checkout stays as it is.
+#
+#   scripts/next_mlx.sh VERSION           the tests that the assumptions name
+#   ALL=1 scripts/next_mlx.sh VERSION     all tests of Python and Rust
+#   KEEP=DIR scripts/next_mlx.sh VERSION  in that directory, which stays
+set -uo pipefail
+version=${1:?usage: scripts/next_mlx.sh VERSION}
+root=$(cd "$(dirname "$0")/.." && pwd)
+copy=${KEEP:-$(mktemp -d)}
+[ -n "${KEEP:-}" ] || trap 'rm -rf "$copy"' EXIT
+broken=()
+
+mkdir -p "$copy"
+cd "$root"
+git ls-files -co --exclude-standard -z -- . ':!benches/samples' | xargs -0 cp --parents -t "$copy"
+cd "$copy"
+pinned=$(sed -n 's/^const MLX_VERSION: &str = "\(.*\)";/\1/p' rust/mlx-sys/build.rs)
+# the pins, and the tests that read them
+grep -rlF "$pinned" pyproject.toml rust/mlx-sys/build.rs tests --include=test_environment.py --include=pyproject.toml \
+    --include=build.rs | xargs sed -i "s/${pinned//./\\.}/$version/g"
+echo "MLX $pinned -> $version, in $copy"
+
+unset CARGO_TARGET_DIR VIRTUAL_ENV PYO3_PYTHON
+try() { # try NAME COMMAND...: the log is NAME.log
+    local name=$1 started=$SECONDS
+    shift
+    if "$@" > "$name.log" 2>&1; then
+        echo "$name: passed ($((SECONDS - started)) s)"
+    else
+        echo "$name: FAILED ($((SECONDS - started)) s)"
+        broken+=("$name")
+        return 1
+    fi
+}
+
+if ! try build make build; then
+    grep -E '(^| )error(\[|:)|No matching distribution' build.log | sort -u | head -40
+    exit 1
+fi
+
+try rust make test-rust
+if [ -n "${ALL:-}" ]; then
+    tests=(tests)
+else
+    mapfile -t tests < <(grep -oE 'test_[a-z_]+\.py' docs/mlx_assumptions.md | sort -u | xargs -I{} find tests -name {})
+fi
+try python .venv/bin/python -m pytest -q -o timeout=600 --ignore tests/package/test_install.py "${tests[@]}"
+
+failed=$(cat rust.log python.log | grep -oE '^(FAILED|ERROR) [^ ]+|^ +FAIL .*|^test .* FAILED' | sort -u)
+[ -z "$failed" ] || printf '%s\n' "$failed"
+for name in $(printf '%s\n' "$failed" | grep -oE '[a-z_0-9]{8,}' | sort -u); do
+    grep -hE "^\|.*::$name\b" docs/mlx_assumptions.md
+done | sort -u | cut -d'|' -f2,3 | sed 's/^/assumption: /'
+[ ${#broken[@]} -eq 0 ] && echo "nothing broke"
+[ ${#broken[@]} -eq 0 ]
