@@ -81,7 +81,7 @@ fails() {
 as_somebody() { echo "su somebody -s /bin/bash -c '$1'"; }
 
 failures() {
-    inside "useradd somebody && chown -R somebody $home" > /dev/null
+    inside "useradd somebody && chown -R somebody /home/somebody" > /dev/null
     echo "== no root: the commands, at once"
     fails 2 "apt-get install" "$(as_somebody "make run")"
     fails 2 "apt-get install" "$(as_somebody "YES=1 make test")"
@@ -106,7 +106,7 @@ failures() {
     if ls "$checkout"/dist/*-"$(inside 'python3 -c "import sys; print(\"cp%d%d\" % sys.version_info[:2])"')"-*.whl > /dev/null 2>&1; then
         mkdir -p "$try$home/dist"
         cp "$checkout"/dist/*.whl "$try$home/dist"
-        inside "chown -R somebody . && $(as_somebody "make run")"
+        inside "chown -R somebody /home/somebody && $(as_somebody "make run")"
     else
         echo "   left out: no wheel for this Python in dist (make wheels)"
     fi
