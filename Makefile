@@ -26,6 +26,9 @@ CARGO_TEST = $(WITH_MLX) cargo test --release --locked
 SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
 
+# Processes that run the Python tests: the compiler that MLX calls takes more of their time than they do.
+WORKERS ?= 2
+
 # What `make bench` measures: programs in benches.
 PARTS ?= step optimizers clients reach matmul threads quantized scaling runs rust trainer loader checkpoints
 
@@ -80,7 +83,7 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 	else $(CARGO_TEST) --workspace; fi
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
-	python -m pytest --ignore tests/test_install.py
+	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/test_install.py
 
 test-consumer: $(STAMPS)/consumer ## A crate outside the checkout that depends on faststep: built and tested
 
