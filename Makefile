@@ -4,7 +4,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-PYTHON ?= python3
+# The one that .venv is made of.
+PYTHON := $(or $(PYTHON),$(shell command -v python3))
 BIN := $(CURDIR)/.venv/bin
 # One empty file for each thing that need not be done again.
 STAMPS := .venv/stamps
@@ -13,7 +14,7 @@ STAMPS := .venv/stamps
 export PYO3_PYTHON := $(BIN)/python
 export CARGO_TARGET_DIR ?= $(CURDIR)/target
 export VIRTUAL_ENV := $(CURDIR)/.venv
-export PATH := $(BIN):$(PATH)
+export PATH := $(BIN):$(HOME)/.cargo/bin:$(PATH)
 export FASTSTEP_SYMBOLS := 1
 unexport PYTHONPATH PYTHONHOME
 
@@ -24,6 +25,9 @@ CARGO_TEST = $(WITH_MLX) cargo test --release --locked
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
+
+# Processes that run the Python tests: the compiler that MLX calls takes more of their time than they do.
+WORKERS ?= 2
 
 # What `make bench` measures: programs in benches.
 PARTS ?= step optimizers clients reach matmul threads quantized scaling runs rust trainer loader checkpoints
@@ -43,24 +47,29 @@ dev: $(STAMPS)/built ## Create .venv with all that development needs, and instal
 
 build: $(STAMPS)/built ## Bring the extension module up to date
 
-$(STAMPS)/requirements: pyproject.toml scripts/requirements.py
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+# What a target needs of the machine, and .venv: looked for within a second, installed where it can be.
+PREPARE = $(or $(PYTHON),$(error Python 3.10 or newer is missing: python3)) scripts/prepare.py
+
+$(STAMPS)/machine-%: scripts/prepare.py rust-toolchain.toml
+	@$(PREPARE) $*
+	@touch $@
+
+$(STAMPS)/requirements: $(STAMPS)/machine-build pyproject.toml scripts/requirements.py
 	$(BIN)/python scripts/requirements.py cpu train test > .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
-	mkdir -p $(STAMPS)
 	touch $@
 
 $(STAMPS)/built: $(STAMPS)/requirements $(SOURCES)
 	maturin develop --release --locked
+	rm -f $(STAMPS)/wheel
 	touch $@
 
-fmt: $(STAMPS)/requirements ## Format Python and Rust
+fmt: $(STAMPS)/machine-test $(STAMPS)/requirements ## Format Python and Rust
 	ruff check --fix-only --quiet .
 	ruff format .
 	cargo fmt --all
 
-lint: $(STAMPS)/requirements ## ruff, rustfmt and clippy; changes nothing
+lint: $(STAMPS)/machine-test $(STAMPS)/requirements ## ruff, rustfmt and clippy; changes nothing
 	ruff check .
 	ruff format --check .
 	cargo fmt --all --check
@@ -70,7 +79,7 @@ types: $(STAMPS)/built ## mypy, and the stub of the extension module against the
 	mypy
 	python -m mypy.stubtest faststep._core
 
-test: lint types test-rust test-python test-consumer test-install deny ## All that CI checks
+test: $(STAMPS)/machine-test lint types test-rust test-python test-consumer test-install deny ## All that CI checks
 	@echo "make test: all passed"
 
 test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests of the Rust crates
@@ -79,7 +88,7 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 	else $(CARGO_TEST) --workspace; fi
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
-	python -m pytest --ignore tests/package/test_install.py
+	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py
 
 coverage: $(STAMPS)/built ## How much of the Python package its tests run, subprocesses too: at least 90 % (target/coverage/html)
 	rm -rf target/coverage && mkdir -p target/coverage
@@ -119,7 +128,9 @@ bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; r
 wheels: ## One wheel for each Python 3.10+ on PATH, into dist
 	$(PYTHON) scripts/wheels.py
 
-run: $(STAMPS)/built ## Train a small GPT on real text (examples/char_gpt.py)
+run: ## Train a small GPT on real text (examples/char_gpt.py); without Rust by a wheel in dist that fits
+	@$(PREPARE) run
+	@test -e $(STAMPS)/wheel || $(MAKE) --no-print-directory $(STAMPS)/built
 	python examples/char_gpt.py
 
 run-rust: $(STAMPS)/requirements ## Train a language model in Rust, without Python (ARGS="--steps 800": its options; ARGS=--help)

@@ -60,7 +60,8 @@ def rust_example() -> RustExample:
 
     def build(name: str) -> Path:
         environment = {"PYO3_PYTHON": sys.executable} | os.environ
-        command = ["cargo", "build", "--release", "--locked", "--package", "mlx-faststep", "--example", name]
+        # the whole workspace, as in `make test-rust`: with one package's features all would be compiled again
+        command = ["cargo", "build", "--release", "--locked", "--workspace", "--example", name]
         built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert built.returncode == 0, built.stderr
         return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release/examples" / name

@@ -45,15 +45,18 @@ class Terminal:
 
     def read(self, until: str = "") -> str:
         """Read until the text appears, or to the end."""
-        while not until or until not in self.output:
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:  # Linux's way of saying that nobody has the other end
-                data = b""
-            if not data:
-                break
-            self.output += data.decode(errors="replace")
+        while (not until or until not in self.output) and self.more():
+            pass
         return self.output
+
+    def more(self) -> bool:
+        """Read once; False at the end."""
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # Linux's way of saying that nobody has the other end
+            data = b""
+        self.output += data.decode(errors="replace")
+        return bool(data)
 
     def end(self) -> str:
         """Read to the end; return what was written, without codes."""
@@ -82,8 +85,8 @@ def test_everything_is_shown_in_a_terminal() -> None:
 
 def test_the_clock_moves_within_a_long_step() -> None:
     terminal = Terminal("training.start(); time.sleep(100)")
-    for second in range(3):
-        assert f"elapsed 0:00:0{second}" in terminal.read(f"elapsed 0:00:0{second}")
+    while len(set(re.findall(r"elapsed 0:\d\d:\d\d", terminal.output))) < 3:  # a busy machine leaves some out
+        assert terminal.more(), terminal.output
     terminal.process.kill()
     terminal.end()
 
