@@ -1,5 +1,8 @@
 //! mlx-rs and faststep meet in one libmlx, found without any variable of the environment.
-use faststep::{Optimizer, Optimizers, Options, Step, engine::blas::{BlasError, bind}};
+use faststep::{
+    engine::blas::{bind, BlasError},
+    Optimizer, Optimizers, Options, Step,
+};
 use mlx_rs::{error::Exception, module::Module, nn::Linear, ops, transforms, Array};
 use std::path::Path;
 
