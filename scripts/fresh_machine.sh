@@ -59,7 +59,7 @@ make_try() {
 }
 
 leave() {
-    ! mountpoint -q "$try/dev" || umount --recursive "$try/dev"
+    ! mountpoint -q "$try/dev" || umount --recursive --lazy "$try/dev"
     ! mountpoint -q "$try/proc" || umount "$try/proc"
 }
 
