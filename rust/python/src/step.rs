@@ -193,7 +193,7 @@ impl Step {
         })
     }
 
-    /// AuxState something else, and count on from these numbers.
+    /// Keep something else, and count on from these numbers.
     fn load_state(
         &self,
         py: Python<'_>,

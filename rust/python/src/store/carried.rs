@@ -47,7 +47,7 @@ impl Store {
         }))
     }
 
-    /// AuxState something else.
+    /// Keep something else.
     pub fn carry(&mut self, py: Python<'_>, carried: Carried) -> PyResult<()> {
         self.expose(py)?;
         self.discard();
