@@ -1,11 +1,10 @@
 """docs/mlx_assumptions.md: the files and tests that it names exist."""
 
 import re
-from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|\n").split(" | ")]
     for line in (ROOT / "docs/mlx_assumptions.md").read_text().splitlines()

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 SYSTEM = "manylinux_2_35" if sys.platform.startswith("linux") else "macosx_14_0"
 

@@ -19,9 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.places import RustExample
+from support.places import ROOT, RustExample
 
-ROOT = Path(__file__).parent.parent
 TEXT = ["--text", ROOT / "README.md", ROOT / "docs", ROOT / "python"]
 SMALL = "--layers 2 --width 32 --seq 32 --batch 4 --warm-up 10".split()
 STEPS = 150
