@@ -1,6 +1,7 @@
 """docs/mlx_assumptions.md: the files and tests that it names exist."""
 
 import re
+from pathlib import Path
 
 import pytest
 from support.places import ROOT
