@@ -5,8 +5,8 @@ use std::{cell::Cell, rc::Rc};
 
 use faststep::{
     engine::{
-        array, Call, Engine, Host, Layout, LossCall, LossOutput, Part, Places, Plan, Recipe, Rule,
-        Rules, Tensor, Trace, UpdateCall, UpdateOutput,
+        array, Call, Engine, Host, Layout, LossCall, LossOutput, Nonfinite, Options, Part, Places,
+        Plan, Recipe, Rule, Rules, Tensor, Trace, UpdateCall, UpdateOutput,
     },
     Error, Optimizer,
 };
@@ -72,12 +72,7 @@ fn trace(layout: &Rc<Layout>, host: &Rc<Squares>) -> Trace {
         part: Part::Whole(adam()),
         layout: layout.clone(),
         places: Places::behind(4),
-        max_grad_norm: None,
-        max_grad_value: None,
-        guard: None,
-        compute: None,
-        ema_decay: None,
-        keep_gradients: false,
+        options: Options::default().nonfinite(Nonfinite::Allow),
         others: 0,
     };
     Trace::new(recipe, host.clone(), true)

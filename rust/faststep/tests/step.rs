@@ -8,8 +8,8 @@ use std::{
 
 use faststep::{
     engine::{
-        Call, Engine, Guard, Host, Layout, LossCall, LossOutput, Outputs, Part, Recipe, Rule,
-        Rules, Tensor, Trace, UpdateCall, UpdateOutput,
+        Call, Engine, Guard, Host, Layout, LossCall, LossOutput, Nonfinite, Options, Outputs, Part,
+        Recipe, Rule, Rules, Tensor, Trace, UpdateCall, UpdateOutput,
     },
     Error, Optimizer,
 };
@@ -99,16 +99,15 @@ impl Run {
         }
         let host = Rc::new(Regression::default());
         let engine = Engine::new(layout.clone(), parameters, state).unwrap();
+        let options = match guard {
+            Some(guard) => Options::default().max_loss(guard.max_loss),
+            None => Options::default().nonfinite(Nonfinite::Allow),
+        };
         let recipe = Recipe {
             part: Part::Whole(Rule::Native(Rc::new(rules))),
             layout,
             places: engine.places(),
-            max_grad_norm,
-            max_grad_value: None,
-            guard,
-            compute: None,
-            ema_decay: None,
-            keep_gradients: false,
+            options: options.max_grad_norm(max_grad_norm),
             others: 0,
         };
         Self {

@@ -114,7 +114,7 @@ impl Step {
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
-                compiled: options.compiled,
+                compiled: options.compile,
                 became: 0,
                 options,
                 checked: false,

@@ -15,7 +15,6 @@ mod evaluate;
 mod flags;
 mod meter;
 pub mod nonfinite;
-mod options;
 mod plan;
 mod run;
 mod sample;
@@ -23,7 +22,6 @@ mod state;
 
 pub use engine::{Call, Engine, Output, Owner, Seconds};
 pub use flags::Flags;
-pub use options::{Nonfinite, Options};
 
 pub use crate::{
     error::unread,
@@ -35,7 +33,7 @@ pub use crate::{
     mlx::{array, blas, graph::Graph, join, memory, rebind::RebindError},
     optim::{clip, Adafactor, Moment, Muon, Rules, UpdateOutput},
     trace::{
-        Guard, Host, Left, LossCall, LossOutput, Outputs, Part, Recipe, Rule, Task, Trace,
-        TraceCache, TraceEntry, TraceRecord, UpdateCall,
+        Guard, Host, Left, LossCall, LossOutput, Nonfinite, Options, Outputs, Part, Recipe, Rule,
+        Task, Trace, TraceCache, TraceEntry, TraceRecord, UpdateCall,
     },
 };

@@ -40,7 +40,7 @@ impl Engine {
             let parts = asked.iter().zip(&outputs);
             let parts = parts.map(|(trace, outputs)| PlannedPart {
                 outputs,
-                keep_gradients: trace.recipe.keep_gradients,
+                keep_gradients: trace.recipe.options.raises(),
                 evaluated: trace.evaluated,
                 eager: trace.is_eager(),
             });

@@ -43,7 +43,7 @@ impl Engine {
         let waiting = Instant::now();
         let approved = approve(&self.layout, &batch);
         self.seconds.wait += waiting.elapsed().as_secs_f64();
-        self.averages |= approved && trace.recipe.ema_decay.is_some();
+        self.averages |= approved && trace.recipe.options.ema_decay.is_some();
         let window = self.window;
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
@@ -77,7 +77,7 @@ impl Engine {
     pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
         self.begin(owner)?;
         let outputs = self.update(update, owner)?;
-        self.averages |= update.recipe.ema_decay.is_some();
+        self.averages |= update.recipe.options.ema_decay.is_some();
         self.schedule.end();
         Ok(Output {
             batch: outputs,
@@ -133,8 +133,8 @@ impl Engine {
         let mut work = Work {
             inputs: Some(inputs),
             outputs,
-            keep_gradients: trace.recipe.keep_gradients,
-            keep_masters: trace.recipe.compute.is_some(),
+            keep_gradients: trace.recipe.options.raises(),
+            keep_masters: trace.recipe.options.compute_dtype.is_some(),
         };
         let evaluated = &mut trace.evaluated;
         let done = self.scheduled(owner, |schedule, device| {

@@ -144,7 +144,7 @@ impl Engine {
 
     // the buffers that the trace updates
     fn weights(&self, trace: &Trace) -> Vec<Array> {
-        match trace.recipe.compute {
+        match trace.recipe.options.compute_dtype {
             Some(_) => self.wide_buffers(),
             None => self.buffers(),
         }

@@ -5,7 +5,7 @@ use mlx_rs::{module::ModuleParameters, transforms::eval, Array};
 
 use super::{host::Stop, key::Key, step::Step};
 use crate::{
-    engine::{nonfinite, Call, Nonfinite, Output},
+    engine::{nonfinite, Call, Output},
     error::{Error, Result},
     layout::Layout,
     mlx::array,
@@ -65,18 +65,12 @@ impl<M: ModuleParameters + 'static> Step<M> {
     }
 
     fn recipe(&self, part: Part) -> Recipe {
-        let options = &self.options;
         let has_loss = !matches!(part, Part::Update(_));
         Recipe {
             part,
             layout: self.engine.layout().clone(),
             places: self.engine.places(),
-            max_grad_norm: options.max_grad_norm,
-            max_grad_value: options.max_grad_value,
-            guard: options.guard(),
-            compute: options.compute_dtype,
-            ema_decay: options.ema_decay,
-            keep_gradients: options.nonfinite == Nonfinite::Raise,
+            options: self.options,
             others: if has_loss { self.others.len() } else { 0 },
         }
     }
@@ -92,7 +86,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let (Some(last), before) = self.traces.last_two() else {
             return Err(Error::no_loss());
         };
-        let raises = self.options.nonfinite == Nonfinite::Raise;
+        let raises = self.options.raises();
         let mut refusal = None;
         let mut approve = |layout: &Layout, batch: &Outputs| {
             if raises {

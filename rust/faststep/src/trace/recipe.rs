@@ -1,9 +1,7 @@
 //! The recipe of a trace: which part of a step is computed, by which options.
 use std::rc::Rc;
 
-use mlx_rs::Dtype;
-
-use super::guard::Guard;
+use super::options::Options;
 use crate::{
     layout::{aux_state::Places, Layout},
     optim::Rules,
@@ -40,18 +38,8 @@ pub struct Recipe {
     pub layout: Rc<Layout>,
     /// Where the arrays of the state stand.
     pub places: Places,
-    /// The global norm to clip to.
-    pub max_grad_norm: Option<f64>,
-    /// The largest absolute value of a gradient's element, after clipping by norm.
-    pub max_grad_value: Option<f64>,
-    /// Which steps are not to be taken; `None` takes every one.
-    pub guard: Option<Guard>,
-    /// The dtype in which the loss is computed, while float32 masters are updated; `None`: that of the parameters.
-    pub compute: Option<Dtype>,
-    /// The decay of the parameters' moving average.
-    pub ema_decay: Option<f64>,
-    /// Whether the gradients are given out too, buffer by buffer.
-    pub keep_gradients: bool,
+    /// By which options; where a step that is not taken raises, the gradients are outputs too, buffer by buffer.
+    pub options: Options,
     /// The number of other arrays: of the model, and what the loss reaches beside it.
     pub others: usize,
 }

@@ -93,7 +93,7 @@ impl Inner {
             self.steps += 1;
             let skipped = output.batch.skipped.as_ref();
             read(self.skips.push(skipped, &|flag| is_true(py, flag)))?;
-            let checked = self.options.guard.is_some();
+            let checked = self.options.guard().is_some();
             self.alarms.note(py, self.steps, output, checked)?;
         }
         let every = self.options.clear_cache_every;

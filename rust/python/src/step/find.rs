@@ -226,17 +226,11 @@ impl Inner {
     fn recipe(&self, store: &Store, key: &Key, others: usize) -> PyResult<Recipe> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let engine = store.engine.as_ref().ok_or_else(missing)?;
-        let options = self.options;
         Ok(Recipe {
             part: key.part.clone(),
             layout: engine.layout().clone(),
             places: engine.places(),
-            max_grad_norm: options.max_grad_norm,
-            max_grad_value: options.max_grad_value,
-            guard: options.guard,
-            compute: options.compute,
-            ema_decay: options.ema_decay,
-            keep_gradients: options.raises,
+            options: *self.options,
             others,
         })
     }

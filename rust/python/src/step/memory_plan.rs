@@ -102,7 +102,7 @@ impl Inner {
         let (last, before) = self.traces.last_two();
         let last = last.ok_or_else(missing)?;
         let update = before.filter(|_| last.key.part == Part::Batch);
-        let in_flight = if self.options.raises {
+        let in_flight = if self.options.raises() {
             0 // every step is waited for
         } else {
             self.options.in_flight

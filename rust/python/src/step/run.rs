@@ -143,7 +143,7 @@ impl Inner {
         self.reason = match mode {
             "native" => None,
             "traced" => Some(store.why_traced(optimizer)?),
-            _ if !self.options.compiled => Some("compile=False".into()),
+            _ if !self.options.compile => Some("compile=False".into()),
             _ => self
                 .fallen
                 .clone()
@@ -188,8 +188,8 @@ impl Inner {
         let in_flight = self.options.in_flight;
         let mut refusal = None;
         let mut approve = |layout: &Layout, batch: &Outputs| {
-            if self.options.raises {
-                refusal = refuse(py, &signature.paths(), layout, self.options.guard, batch).err();
+            if self.options.raises() {
+                refusal = refuse(py, &signature.paths(), layout, self.options.guard(), batch).err();
             }
             refusal.is_none()
         };
@@ -211,7 +211,7 @@ impl Inner {
                 &mut approve,
             ),
         };
-        if let (Ok(output), true) = (&outcome, self.options.raises && task != Task::Whole) {
+        if let (Ok(output), true) = (&outcome, self.options.raises() && task != Task::Whole) {
             let update = output.last();
             if task.updates() && refusal.is_none() {
                 refusal = refuse_update(update).err();
@@ -252,7 +252,7 @@ impl Inner {
             optimizer: user.optimizer.clone().unbind(),
             loss_fn: user.loss_fn.clone().unbind(),
             weighted: self.options.weighted,
-            mixed: self.options.compute.is_some(),
+            mixed: self.options.compute_dtype.is_some(),
             arguments: user.passed.clone().unbind(),
             key_list: store.key_list.clone_ref(py),
             roles: signature.roles.clone(),

@@ -42,13 +42,13 @@ impl Body<'_> {
             .recipe
             .places
             .scale
-            .filter(|_| precision::scales(self.recipe.compute))?;
+            .filter(|_| precision::scales(self.recipe.options.compute_dtype))?;
         Some([inputs.state.get(at)?, inputs.state.get(at + 1)?])
     }
 
     // the trainable tensors as the loss takes them
     fn for_loss(&self, inputs: &Inputs) -> Result<Vec<Array>> {
-        let Some(compute) = self.recipe.compute else {
+        let Some(compute) = self.recipe.options.compute_dtype else {
             return Ok(inputs.parameters.to_vec());
         };
         let buffers = self.buffers(inputs);
@@ -60,10 +60,12 @@ impl Body<'_> {
 
     pub(super) fn differentiate(&self, inputs: &Inputs) -> Result<Differentiated> {
         let (key, batch) = inputs.rest.split_first().ok_or_else(short)?;
-        let batch = batch.iter().map(|array| match self.recipe.compute {
-            Some(compute) if array.dtype() == Dtype::Float32 => array.as_dtype(compute),
-            _ => Ok(array.clone()),
-        });
+        let batch = batch
+            .iter()
+            .map(|array| match self.recipe.options.compute_dtype {
+                Some(compute) if array.dtype() == Dtype::Float32 => array.as_dtype(compute),
+                _ => Ok(array.clone()),
+            });
         let batch = batch.collect::<Result<Vec<_>>>()?;
         let scale = self.scale(inputs);
         let counts = RefCell::new(LossCounts::default());
@@ -101,7 +103,7 @@ impl Body<'_> {
     // each rank would clip by its own norm, and skip steps by itself
     fn decides_for_all(&self, values: &[Array], gradients: &[Array]) -> Result<()> {
         let recipe = self.recipe;
-        let alone = recipe.guard.is_none() && recipe.max_grad_norm.is_none();
+        let alone = recipe.options.guard().is_none() && recipe.options.max_grad_norm.is_none();
         if alone || recipe.part == Part::Gradients {
             return Ok(());
         }
@@ -117,7 +119,7 @@ impl Body<'_> {
     }
 
     fn unscaled(&self, inputs: &Inputs, gradient: Array) -> Result<Array> {
-        let gradient = match self.recipe.compute {
+        let gradient = match self.recipe.options.compute_dtype {
             Some(_) => gradient.as_dtype(precision::wide(gradient.dtype()))?,
             None => gradient,
         };
@@ -145,7 +147,7 @@ impl Body<'_> {
         packed: &Packed,
         clips: bool,
     ) -> Result<Option<Array>> {
-        if !clips && self.recipe.guard.is_none() {
+        if !clips && self.recipe.options.guard().is_none() {
             return Ok(None);
         }
         let Some([scale, _]) = self.scale(inputs) else {

@@ -78,14 +78,14 @@ impl<'a> Body<'a> {
         let mut outputs = made.outputs;
         let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
-        let clips = self.recipe.max_grad_norm.is_some();
+        let clips = self.recipe.options.max_grad_norm.is_some();
         let norm = self.norm(inputs, &gradients, &packed, clips)?;
         let good = self.good(&outputs, norm.as_ref(), made.weight.as_ref())?;
         let mut clipped = gradients;
-        if let (Some(max_norm), Some(norm)) = (self.recipe.max_grad_norm, &norm) {
+        if let (Some(max_norm), Some(norm)) = (self.recipe.options.max_grad_norm, &norm) {
             clipped = clip::by(&clipped, &clip::scale(norm, max_norm)?)?;
         }
-        if let Some(max_value) = self.recipe.max_grad_value {
+        if let Some(max_value) = self.recipe.options.max_grad_value {
             clipped = clip::by_value(&clipped, max_value)?;
         }
         self.update(
@@ -108,7 +108,8 @@ impl<'a> Body<'a> {
         norm: Option<&Array>,
         weight: Option<&Array>,
     ) -> Result<Option<Array>> {
-        let (Some(guard), Some(norm), Some(loss)) = (&self.recipe.guard, norm, &outputs.loss)
+        let (Some(guard), Some(norm), Some(loss)) =
+            (self.recipe.options.guard(), norm, &outputs.loss)
         else {
             return Ok(None);
         };

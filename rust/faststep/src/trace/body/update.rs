@@ -35,7 +35,7 @@ impl Body<'_> {
             new[buffer] = new[last].clone();
         }
         for (buffer, weight) in new.iter_mut().enumerate() {
-            if let (Some(decay), Some(first)) = (self.recipe.ema_decay, places.average) {
+            if let (Some(decay), Some(first)) = (self.recipe.options.ema_decay, places.average) {
                 let old = &inputs.state[first + buffer];
                 // a barrier: beyond MLX's limit to the depth of a kernel, the squared gradient would be stored
                 *weight = weight.contiguous()?;
@@ -55,7 +55,7 @@ impl Body<'_> {
 
     // the place of the buffer's master, where it has one that this step updates
     fn master(&self, buffer: usize) -> Option<usize> {
-        self.recipe.compute?;
+        self.recipe.options.compute_dtype?;
         self.recipe.places.master(&self.recipe.layout, buffer)
     }
 

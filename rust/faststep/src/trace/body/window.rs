@@ -63,26 +63,26 @@ impl Body<'_> {
         let share = Array::from_f32(1.0).divide(total)?;
         let mut outputs = Outputs::default();
         let mut factor = share.clone();
-        if self.recipe.max_grad_norm.is_some() || self.recipe.guard.is_some() {
+        if self.recipe.options.max_grad_norm.is_some() || self.recipe.options.guard().is_some() {
             let norm = clip::global_norm(sums, &[])?.multiply(&share)?;
-            if let Some(max_norm) = self.recipe.max_grad_norm {
+            if let Some(max_norm) = self.recipe.options.max_grad_norm {
                 factor = factor.multiply(clip::scale(&norm, max_norm)?)?;
             }
             outputs.norm = Some(norm);
         }
-        let good = match (&self.recipe.guard, &outputs.norm) {
+        let good = match (self.recipe.options.guard(), &outputs.norm) {
             (Some(_), Some(norm)) => Guard::any(&Guard::finite(norm)?, total)?,
             // steps that guard may have skipped all that is in the window
             _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
         };
         let mut gradients = clip::by(sums, &factor)?;
-        if self.recipe.compute.is_none() {
+        if self.recipe.options.compute_dtype.is_none() {
             let shown = gradients.iter().enumerate();
             gradients = shown
                 .map(|(buffer, gradient)| gradient.as_dtype(layout.dtype(buffer)))
                 .collect::<Result<_>>()?;
         }
-        if let Some(max_value) = self.recipe.max_grad_value {
+        if let Some(max_value) = self.recipe.options.max_grad_value {
             gradients = clip::by_value(&gradients, max_value)?;
         }
         self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;

@@ -1,11 +1,11 @@
 //! The options of a step, with the names, meanings and defaults that they have in Python.
 use mlx_rs::Dtype;
 
+use super::Guard;
 use crate::{
     error::{Error, Result},
     layout::{aux_state::Needs, precision},
     optim::Optimizer,
-    trace::Guard,
 };
 
 /// What a step does about a NaN or an infinity in the loss or in a gradient.
@@ -18,6 +18,16 @@ pub enum Nonfinite {
     Raise,
     /// Take every step, as a plain loop does.
     Allow,
+}
+
+impl std::fmt::Display for Nonfinite {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Skip => "\"skip\"",
+            Self::Raise => "\"raise\"",
+            Self::Allow => "\"allow\"",
+        })
+    }
 }
 
 /// The options of a [`Step`](crate::Step): the defaults, and what is set by the methods of the fields' names.
@@ -106,56 +116,48 @@ setters! {
     clear_cache_every: usize,
 }
 
-fn refused<T>(name: &str, expected: &str, got: impl std::fmt::Debug) -> Result<T> {
+fn refused<T>(name: &str, expected: &str, got: impl std::fmt::Display) -> Result<T> {
     Err(Error::Invalid(format!(
-        "{name}: expected {expected}, got {got:?}"
+        "{name}: expected {expected}, got {got}"
     )))
 }
 
 impl Options {
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Refuse what is out of its range, by its name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`].
+    pub fn check(&self) -> Result<()> {
         for (name, value) in [
             ("max_grad_norm", self.max_grad_norm),
             ("max_grad_value", self.max_grad_value),
         ] {
-            if value.is_some_and(|value| value.is_nan() || value < 0.0) {
+            if let Some(value) = value.filter(|value| value.is_nan() || *value < 0.0) {
                 return refused(name, "a number from 0 on or None", value);
             }
         }
-        if self.max_loss.is_some_and(f64::is_nan) {
-            return refused("max_loss", "a number or None", self.max_loss);
+        match self.max_loss {
+            Some(limit) if limit.is_nan() => return refused("max_loss", "a number or None", limit),
+            Some(limit) if self.nonfinite == Nonfinite::Allow => {
+                let expected = "None where nonfinite is \"allow\", which takes every step";
+                return refused("max_loss", expected, limit);
+            }
+            _ => {}
         }
-        if self.nonfinite == Nonfinite::Allow && self.max_loss.is_some() {
-            return refused(
-                "max_loss",
-                "None with Nonfinite::Allow, which takes every step",
-                self.max_loss,
-            );
-        }
-        if self
+        if let Some(dtype) = self
             .compute_dtype
-            .is_some_and(|dtype| !Optimizer::supports(dtype))
+            .filter(|&dtype| !Optimizer::supports(dtype))
         {
-            return refused(
-                "compute_dtype",
-                "Bfloat16, Float16, Float32 or None",
-                self.compute_dtype,
-            );
+            let (expected, got) = ("bfloat16, float16, float32 or None", format!("{dtype:?}"));
+            return refused("compute_dtype", expected, got);
         }
         if precision::scales(self.compute_dtype) && self.nonfinite != Nonfinite::Skip {
             let expected =
-                "Skip with compute_dtype Float16, whose loss scale is found by skipping steps";
+                "\"skip\" where compute_dtype is float16, whose loss scale is found by skipping steps";
             return refused("nonfinite", expected, self.nonfinite);
         }
-        if self
-            .ema_decay
-            .is_some_and(|decay| !(0.0..1.0).contains(&decay))
-        {
-            return refused(
-                "ema_decay",
-                "a number from 0 to below 1 or None",
-                self.ema_decay,
-            );
+        if let Some(decay) = self.ema_decay.filter(|decay| !(0.0..1.0).contains(decay)) {
+            return refused("ema_decay", "a number from 0 to below 1 or None", decay);
         }
         if self.accumulate == 0 {
             return refused("accumulate", "a number from 1 on", self.accumulate);
@@ -166,13 +168,22 @@ impl Options {
         Ok(())
     }
 
-    pub(crate) fn guard(&self) -> Option<Guard> {
+    /// Which steps are not taken; `None`: every one is.
+    #[must_use]
+    pub fn guard(&self) -> Option<Guard> {
         let max_loss = self.max_loss;
         (self.nonfinite != Nonfinite::Allow).then_some(Guard { max_loss })
     }
 
+    /// Whether a step that is not taken is an error.
+    #[must_use]
+    pub fn raises(&self) -> bool {
+        self.nonfinite == Nonfinite::Raise
+    }
+
     /// What a step keeps beside the optimizer's state.
-    pub(crate) fn needs(&self, window: bool) -> Needs {
+    #[must_use]
+    pub fn needs(&self, window: bool) -> Needs {
         Needs {
             masters: self.compute_dtype.is_some(),
             average: self.ema_decay.is_some(),
