@@ -189,6 +189,42 @@ def test_contents_that_are_changed_in_place_are_seen() -> None:
     assert step.stats.mode == "native"
 
 
+def test_a_loss_may_append_to_a_long_list() -> None:
+    log = [0.5] * 5000
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        log.append(loss := mx.square(model(x)).mean())
+        return loss
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.1), loss_fn), mx.ones((2, 4))
+    with pytest.warns(RuntimeWarning, match="stores a new array"):
+        losses = [step(x).loss.item()]
+    losses += [step(x).loss.item() for _ in range(2)]
+    assert [float(value) for value in log[5000:]] == losses
+    assert step.stats.mode == "plain"
+
+
+def test_what_is_too_much_to_be_watched_is_told() -> None:
+    table = [[float(number)] * 4000 for number in range(20)]
+    step = Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x: model(x).sum() * table[19][3999])
+    with pytest.warns(RuntimeWarning, match="more than 50,000 objects") as caught:
+        step(mx.ones((2, 4)))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_large_numpy_array_is_read_as_its_elements_lie() -> None:
+    rows = np.ones((400, 300), np.float32)
+    for table in (rows, rows.T, rows[::2, ::2], rows.astype(np.float64)):
+        step, x = (
+            Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x, t=table: model(x).sum() * float(t[3, 4])),
+            mx.ones((2, 4)),
+        )
+        before = step(x).loss.item()
+        table[3, 4] = 5.0
+        assert step(x).loss.item() == pytest.approx(5 * before)
+        table[3, 4] = 1.0
+
+
 def test_a_number_that_varies_is_an_input_and_one_that_does_not_matter_is_nothing() -> None:
     agent = Agent()
     step = Step(nn.Linear(4, 2), optim.SGD(1e-2), agent.loss)

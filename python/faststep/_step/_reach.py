@@ -16,6 +16,7 @@ import gc
 import os
 import sysconfig
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -55,6 +56,13 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
     for at, root in enumerate(roots):
         search.add(-1, ROOT, at, root)
     search.run()
+    if search.todo:
+        warnings.warn(
+            f"faststep: the loss reaches more than {_MAX_NODES:,} objects: those beyond are not watched, and numbers "
+            "in them keep the values that they have now. Keep large tables in an mx.array or a NumPy array",
+            RuntimeWarning,
+            stacklevel=3,  # between the user and this is Step.__call__ or fast_step
+        )
     return search.kept()
 
 

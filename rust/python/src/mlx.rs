@@ -5,4 +5,5 @@ pub mod bridge;
 pub mod classes;
 pub mod errors;
 pub mod gil;
+pub mod numpy;
 pub mod random;

@@ -13,7 +13,7 @@ use super::{
     Program,
 };
 use crate::{
-    mlx::{bridge, classes::is_numpy},
+    mlx::{bridge, classes::is_numpy, numpy},
     tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
 };
 use faststep::engine::Tensor;
@@ -238,7 +238,7 @@ impl Looked {
             if let Expect::Module(..) = &node.expect {
                 snapshot.note_all(object)?;
             }
-            if let Expect::Container(..) = &node.expect {
+            if let Expect::Container(..) | Expect::Contents(_) = &node.expect {
                 snapshot.note(object)?;
             }
             if let Expect::Container(_, _, Some(_)) | Expect::Object(..) = &node.expect {
@@ -277,9 +277,11 @@ fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     }
     let shape = object.getattr(intern!(py, "shape"))?;
     let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
-    let data = object.call_method0(intern!(py, "tobytes"))?;
-    if data.len()? > MAX_NUMPY {
-        return Ok((shape, dtype, data.hash()?).into_pyobject(py)?.into_any());
+    if object.getattr(intern!(py, "nbytes"))?.extract::<usize>()? > MAX_NUMPY {
+        return Ok((shape, dtype, numpy::hash(object)?)
+            .into_pyobject(py)?
+            .into_any());
     }
+    let data = object.call_method0(intern!(py, "tobytes"))?;
     Ok((shape, dtype, data).into_pyobject(py)?.into_any())
 }

@@ -100,14 +100,15 @@ impl Alarms {
         let Some(engine) = &store.engine else {
             return Ok(messages);
         };
-        if !engine.idle().is_empty() && first(&mut told.idle) {
-            told.zero |= engine.idle().len() == engine.layout().tensors().len();
+        if !engine.idle().is_empty() && !told.idle {
             let signature = store.signature()?;
             let (paths, doubles) = (signature.paths(), signature.doubles().unwrap_or_default());
             let is_double = |tensor| doubles.iter().any(|&(double, _)| double == tensor);
             let idle = engine.idle().iter().filter(|&&tensor| !is_double(tensor));
             let idle: Vec<String> = idle.map(|&tensor| dotted(&paths[tensor])).collect();
             if !idle.is_empty() {
+                told.idle = true;
+                told.zero |= engine.idle().len() == engine.layout().tensors().len();
                 messages.push(format!(
                     "the loss of the last {MANY} steps does not depend on {}: they get no gradient, and weight decay alone \
                      may change them. freeze() what is not to be trained, or look for what cuts it off (stop_gradient, an \
