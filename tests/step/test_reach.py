@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -225,6 +225,50 @@ def test_a_large_numpy_array_is_read_as_its_elements_lie() -> None:
         table[3, 4] = 1.0
 
 
+@pytest.mark.parametrize("as_attributes", [False, True])
+def test_each_number_of_many_is_seen_to_change(as_attributes: bool) -> None:
+    weights: dict[str, Any] = {f"weight{i}": float(i) for i in range(40)}
+    settings = types.SimpleNamespace(**weights)
+    table = vars(settings) if as_attributes else weights
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        assert settings is not None
+        return model(x).square().mean() * sum((i + 1) * table[f"weight{i}"] for i in range(40))
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+
+    def check() -> None:
+        for _ in range(2):
+            wanted = loss_fn(step.model, x).item()
+            assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+    check()
+    table["weight7"] = 70.0
+    check()
+    table["weight3"], table["weight39"] = -3.0, 2
+    check()
+    del table["weight20"]  # the order changes
+    table["".join(["weight", "20"])] = 21.5
+    check()
+    table["weight21"] = mx.array(3.0)
+    check()
+    table["weight21"] = mx.array(4.0)
+    check()
+    kept = dict(table)
+    table.clear()  # other keys between them
+    for name in reversed(kept):
+        table.update({name: kept[name], f"more {name}": 1.0})
+    check()
+    table["weight0"] = 9.0
+    check()
+
+
+def test_an_object_that_refers_to_others_once_it_has_been_looked_at_is_reached() -> None:
+    step = Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x: model(x).sum() if Literal else x.sum())
+    assert [step(mx.ones((2, 4))).loss.item() for _ in range(3)]
+    assert step.stats.mode == "native"
+
+
 def test_a_number_that_varies_is_an_input_and_one_that_does_not_matter_is_nothing() -> None:
     agent = Agent()
     step = Step(nn.Linear(4, 2), optim.SGD(1e-2), agent.loss)
@@ -235,7 +279,7 @@ def test_a_number_that_varies_is_an_input_and_one_that_does_not_matter_is_nothin
         wanted = agent.loss(step.model, x).item()
         assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
         assert step.stats.traced == min(number + 1, 2)
-    assert [trace.cause for trace in step.stats.traces] == ["what the loss reaches: self.calls, self.temperature"]
+    assert [trace.cause for trace in step.stats.traces] == ["what the loss reaches: self.temperature, self.calls"]
 
 
 def test_a_number_that_changes_the_form_is_a_trace_for_each_form() -> None:

@@ -265,6 +265,7 @@ class _Search:
             self.follow_class(at, value)
             self.follow_named(at, value)
         elif callable(value):
+            getattr(value, "__dict__", None)  # which Python may make only now, as one more referent
             for number, referent in enumerate(gc.get_referents(value)):  # of mx.compile, mx.checkpoint and their kind
                 if _is(referent, types.FunctionType | types.MethodType | functools.partial):
                     self.add(at, REFERENT, number, referent)
@@ -285,7 +286,7 @@ class _Search:
         self.attributes |= attributes
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
         for name in sorted(names):
-            if name in function.__globals__:
+            if name in function.__globals__ and not name.startswith("@"):  # such names are pytest's, of asserts
                 self.add(at, GLOBAL, name, function.__globals__[name])
 
     def follow_container(self, at: int, value: Any) -> None:
@@ -297,6 +298,7 @@ class _Search:
             pairs += [(INSTANCE, *item) for item in vars(value).items()]
             self.follow_class(at, value)
         of_module = id(value) in self.walked
+        pairs.sort(key=lambda pair: not isinstance(pair[2], _PLAIN))  # numbers in one row are compared fastest
         for how, key, item in pairs:
             if not of_module or not (isinstance(item, (mx.array, set, *_PLAIN)) or id(item) in self.seen):
                 self.add(at, how, key, item)
@@ -317,12 +319,13 @@ class _Search:
         values: Mapping[str, Any] = getattr(value, "__dict__", {})
         if isinstance(value, types.ModuleType):
             library = value.__name__.split(".")[0] in _LIBRARIES or _is_standard_module(value.__name__)
-            names: Iterable[str] = () if library else self.attributes & values.keys()
+            names = [] if library else [name for name in values if name in self.attributes]
         else:
             everything = self.any_attribute or isinstance(value, _RECORDS)
-            names = values.keys() if everything else self.attributes & values.keys()
+            names = [name for name in values if everything or name in self.attributes]
+            names.sort(key=lambda name: not isinstance(values[name], _PLAIN))
             self.follow_slots(at, value, everything)
-        for name in sorted(names):
+        for name in names:
             self.add(at, INSTANCE, name, values[name])
 
     def follow_slots(self, at: int, value: Any, everything: bool) -> None:

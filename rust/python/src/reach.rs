@@ -18,19 +18,24 @@ use faststep::engine::Tensor;
 
 use look::Look;
 pub use look::Looked;
-use node::Node;
+use node::{Node, Row};
 pub use reached::Reached;
 pub use seen::Seen;
 
 /// So many programs are remembered; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;
 
+/// So often what another thread changes meanwhile is looked for anew.
+const MAX_TRIES: usize = 3;
+
 /// What one loss reaches, in one structure of the objects that lead there.
 pub struct Program {
     /// Tells programs apart.
     pub id: usize,
     nodes: Vec<Node>,
-    tensors: Vec<Tensor>,          // of the arrays
+    rows: Vec<Row>,
+    tensors: Vec<Tensor>, // of the arrays
+    values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
     held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
 }
@@ -68,11 +73,11 @@ impl Reach {
     ) -> PyResult<Looked> {
         let mut change = None;
         for at in (0..self.programs.len()).rev() {
-            match self.programs[at].look(roots) {
-                Look::Same(values) => {
+            match self.programs[at].look(roots)? {
+                Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
                     self.programs.push(program.clone());
-                    return Looked::new(program, values);
+                    return Ok(Looked::new(program, objects, values));
                 }
                 Look::Differs(node) => {
                     let name = || self.programs[at].name(owned.py(), node);
@@ -80,17 +85,23 @@ impl Reach {
                 }
             }
         }
-        let program = Rc::new(self.discover(roots, owned)?);
         self.change = change;
-        let values = match program.look(roots) {
-            Look::Same(values) => values,
-            Look::Differs(node) => return Err(node::moving(&program.name(owned.py(), node))),
+        let (mut program, mut tries) = (self.discover(roots, owned)?, 0);
+        let (objects, values) = loop {
+            match program.look(roots)? {
+                Look::Same(objects, values) => break (objects, values),
+                Look::Differs(node) if tries == MAX_TRIES => {
+                    return Err(node::moving(&program.name(owned.py(), node)))
+                }
+                Look::Differs(_) => (program, tries) = (self.discover(roots, owned)?, tries + 1),
+            }
         };
+        let program = Rc::new(program);
         self.programs.push(program.clone());
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
         }
-        Looked::new(program, values)
+        Ok(Looked::new(program, objects, values))
     }
 
     /// What made the last program necessary, where there was one before it.
@@ -108,12 +119,14 @@ impl Reach {
             .import("faststep._step._reach")?
             .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
         let nodes = found.try_iter()?.map(|node| Node::read(&node?));
-        let (nodes, tensors) = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
+        let found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
         Ok(Program {
             id: self.made,
-            nodes,
-            tensors,
+            rows: Row::all(&found.nodes, py),
+            nodes: found.nodes,
+            tensors: found.tensors,
+            values: RefCell::new(Rc::new(found.values)),
             ids: RefCell::default(),
             held: RefCell::default(),
         })

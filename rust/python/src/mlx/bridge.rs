@@ -137,6 +137,41 @@ pub fn code<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
     }
 }
 
+/// Walk a dict in which keys are expected in this order, and these values; other keys between them are passed over.
+///
+/// Where another object is found, `other` is asked, by its number, whether to go on. Returns how many have been found.
+pub fn walk<'py>(
+    dict: &Bound<'py, PyDict>,
+    keys: &[Py<PyAny>],
+    values: &[Py<PyAny>],
+    mut other: impl FnMut(usize, Bound<'py, PyAny>) -> bool,
+) -> usize {
+    let (mut position, mut found) = (0, 0);
+    let (mut key, mut value) = (std::ptr::null_mut(), std::ptr::null_mut());
+    while found < keys.len() {
+        // SAFETY: a live dict. A position behind its end, as when `other` has changed it, gives none. The references are
+        // borrowed, and compared only until `other` owns its own.
+        let next = unsafe {
+            pyo3::ffi::PyDict_Next(dict.as_ptr(), &raw mut position, &raw mut key, &raw mut value)
+        };
+        if next == 0 {
+            break;
+        }
+        if key != keys[found].as_ptr() {
+            continue;
+        }
+        if value != values[found].as_ptr() {
+            // SAFETY: borrowed from the dict, in which nothing has changed since.
+            let object = unsafe { Bound::from_borrowed_ptr(dict.py(), value) };
+            if !other(found, object) {
+                break;
+            }
+        }
+        found += 1;
+    }
+    found
+}
+
 fn is_function(object: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object.
     unsafe { pyo3::ffi::PyFunction_Check(object.as_ptr()) != 0 }

@@ -2,44 +2,82 @@
 use std::rc::Rc;
 
 use mlx_rs::Array;
-use pyo3::{
-    intern,
-    prelude::*,
-    types::{PyList, PyTuple},
-};
+use pyo3::prelude::*;
 
 use super::{
-    node::{attributes_of, Expect, How, Met},
+    node::{attributes_of, contents, Expect, How, Met, Row},
+    seen::equal,
     Program,
 };
 use crate::{
-    mlx::{bridge, classes::is_numpy, numpy},
+    mlx::bridge,
     tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
 };
 use faststep::engine::Tensor;
 
-/// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
-const MAX_NUMPY: usize = 1 << 16;
-
 /// What a look at a program's nodes gives.
 pub enum Look<'py> {
-    /// Everything is where it was: the object of each node.
-    Same(Vec<Met<'py>>),
+    /// Everything is where it was: the object of each node that is no value, and the values.
+    Same(Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>),
     /// That node's object is another one.
     Differs(usize),
 }
 
+// values met on a look, beside those of the last one
+struct Values<'a> {
+    last: &'a [Py<PyAny>],
+    changed: Vec<(usize, Py<PyAny>)>,
+}
+
+impl Values<'_> {
+    fn meet(&mut self, number: usize, object: Bound<'_, PyAny>) {
+        let last = self.last[number].bind(object.py());
+        if !last.is(&object) && !equal(last, &object) {
+            self.changed.push((number, object.unbind()));
+        }
+    }
+}
+
 impl Program {
     /// Look at every node.
-    pub fn look<'py>(&self, roots: &[Bound<'py, PyAny>]) -> Look<'py> {
-        let mut objects: Vec<Met<'py>> = Vec::with_capacity(self.nodes.len());
+    pub fn look<'py>(&self, roots: &[Bound<'py, PyAny>]) -> PyResult<Look<'py>> {
+        let py = roots[0].py();
+        let mut objects: Vec<Option<Met<'py>>> = Vec::with_capacity(self.nodes.len());
         let mut number = 0; // of the next array
-        for (at, node) in self.nodes.iter().enumerate() {
-            let met = node
-                .find(&objects, roots)
-                .map(|object| Met::new(object, node));
-            let Some(met) = met.filter(|met| node.fits(met, &objects)) else {
-                return Look::Differs(at);
+        let last = self.values.borrow().clone();
+        let mut values = Values {
+            last: &last,
+            changed: Vec::new(),
+        };
+        let mut rows = self.rows.iter().peekable();
+        while let Some(node) = self.nodes.get(objects.len()) {
+            let at = objects.len();
+            if let Some(row) = rows.next_if(|row| row.first == at) {
+                let met = self.look_at_row(row, &objects, &mut values);
+                objects.resize_with(at + met, || None);
+                if met > 0 {
+                    continue;
+                }
+            }
+            let object = node.find(&objects, roots);
+            if let (Expect::Absent, None) = (&node.expect, &object) {
+                objects.push(None);
+                continue;
+            }
+            let Some(object) = object else {
+                return Ok(Look::Differs(at));
+            };
+            if let Expect::Value(_, number) = &node.expect {
+                if !node.fits_value(&object) {
+                    return Ok(Look::Differs(at));
+                }
+                values.meet(*number, object);
+                objects.push(None);
+                continue;
+            }
+            let met = Met::new(object, node).filter(|met| node.fits(met, &objects));
+            let Some(met) = met else {
+                return Ok(Look::Differs(at));
             };
             let same = match &node.expect {
                 Expect::Array => self.holds(&mut number, &met.object),
@@ -54,14 +92,48 @@ impl Program {
                             .all(|slot| self.holds(&mut number, &slot.object))
                     })
                 }
+                Expect::Contents(_, number) => {
+                    values.meet(*number, contents(&met.object)?);
+                    true
+                }
                 _ => true,
             };
             if !same {
-                return Look::Differs(at);
+                return Ok(Look::Differs(at));
             }
-            objects.push(met);
+            objects.push(Some(met));
         }
-        Look::Same(objects)
+        let changed = values.changed;
+        if changed.is_empty() {
+            return Ok(Look::Same(objects, last));
+        }
+        let mut values: Vec<_> = last.iter().map(|value| value.clone_ref(py)).collect();
+        for (number, value) in changed {
+            values[number] = value;
+        }
+        let values = Rc::new(values);
+        self.values.replace(values.clone());
+        Ok(Look::Same(objects, values))
+    }
+
+    // how many values of a row are numbers and strings still, from the first on
+    fn look_at_row(
+        &self,
+        row: &Row,
+        objects: &[Option<Met<'_>>],
+        values: &mut Values<'_>,
+    ) -> usize {
+        let Some(dict) = self.nodes[row.first].dict(objects) else {
+            return 0;
+        };
+        let known = &values.last[row.value..][..row.keys.len()];
+        bridge::walk(dict, &row.keys, known, |at, object| {
+            let fits = self.nodes[row.first + at].fits_value(&object);
+            if fits {
+                values.meet(row.value + at, object);
+            }
+            fits
+        })
     }
 
     // whether the next array has the shape and dtype that it had; it is held from now on
@@ -116,36 +188,40 @@ pub struct Spot<'py> {
 pub struct Looked {
     /// The program that was looked through.
     pub program: Rc<Program>,
-    objects: Vec<Py<PyAny>>,
+    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value
     /// The arrays.
     pub arrays: Rc<Vec<Array>>,
     /// Numbers, strings, and the contents of what is changed in place.
-    pub values: Vec<Py<PyAny>>,
+    pub values: Rc<Vec<Py<PyAny>>>,
 }
 
 impl Looked {
-    pub(super) fn new(program: Rc<Program>, objects: Vec<Met<'_>>) -> PyResult<Self> {
+    pub(super) fn new(
+        program: Rc<Program>,
+        objects: Vec<Option<Met<'_>>>,
+        values: Rc<Vec<Py<PyAny>>>,
+    ) -> Self {
         let arrays = program.held.borrow().clone();
-        let mut values = Vec::new();
-        for (node, met) in program.nodes.iter().zip(&objects) {
-            match node.expect {
-                Expect::Value(_) => values.push(met.object.clone().unbind()),
-                Expect::Contents(_) => values.push(contents(&met.object)?.unbind()),
-                _ => {}
-            }
-        }
-        let objects = objects.into_iter().map(|met| met.object.unbind());
-        Ok(Self {
+        let objects = objects.into_iter().map(|met| Some(met?.object.unbind()));
+        Self {
             objects: objects.collect(),
             program,
             arrays,
             values,
-        })
+        }
     }
 
-    fn bound<'py>(&self, py: Python<'py>) -> Vec<Met<'py>> {
+    fn object<'a, 'py>(&'a self, node: usize, py: Python<'py>) -> Option<&'a Bound<'py, PyAny>> {
+        let object = match &self.program.nodes[node].expect {
+            Expect::Value(_, number) => self.values.get(*number),
+            _ => self.objects[node].as_ref(),
+        };
+        object.map(|object| object.bind(py))
+    }
+
+    fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
         let objects = self.program.nodes.iter().zip(&self.objects);
-        let met = objects.map(|(node, object)| Met::new(object.bind(py).clone(), node));
+        let met = objects.map(|(node, object)| Met::new(object.as_ref()?.bind(py).clone(), node));
         met.collect()
     }
 
@@ -153,7 +229,9 @@ impl Looked {
     pub fn spots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Spot<'py>>> {
         let mut spots = Vec::new();
         for (at, node) in self.program.nodes.iter().enumerate() {
-            let object = self.objects[at].bind(py);
+            let Some(object) = self.object(at, py) else {
+                continue;
+            };
             match &node.expect {
                 Expect::Array => spots.push(Spot {
                     object: object.clone(),
@@ -194,7 +272,7 @@ impl Looked {
     pub fn value_name(&self, py: Python<'_>, value: usize) -> String {
         let nodes = self.program.nodes.iter().enumerate();
         let mut values = nodes
-            .filter(|(_, node)| matches!(node.expect, Expect::Value(_) | Expect::Contents(_)))
+            .filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Contents(..)))
             .map(|(at, _)| self.program.name(py, at));
         values.nth(value).unwrap_or_default()
     }
@@ -212,7 +290,7 @@ impl Looked {
     pub fn value_that_is_array(&self, py: Python<'_>) -> Option<String> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
-        let mut values = nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(_)));
+        let mut values = nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..)));
         let at = values.find(|(_, node)| {
             let now = node.find(&objects, &[]);
             now.is_some_and(|now| bridge::is_array(&now))
@@ -233,12 +311,14 @@ impl Looked {
     /// The contents of dicts, lists, modules and objects on the way.
     pub fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Snapshot<'py>> {
         let mut snapshot = Snapshot::default();
-        for (node, object) in self.program.nodes.iter().zip(&self.objects) {
-            let object = object.bind(py);
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let Some(object) = self.object(at, py) else {
+                continue;
+            };
             if let Expect::Module(..) = &node.expect {
                 snapshot.note_all(object)?;
             }
-            if let Expect::Container(..) | Expect::Contents(_) = &node.expect {
+            if let Expect::Container(..) | Expect::Contents(..) = &node.expect {
                 snapshot.note(object)?;
             }
             if let Expect::Container(_, _, Some(_)) | Expect::Object(..) = &node.expect {
@@ -253,7 +333,10 @@ impl Looked {
     /// Put everything on the way where it was; what stands in a container is left to a snapshot.
     pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         let objects = self.bound(py);
-        for (node, Met { object, .. }) in self.program.nodes.iter().zip(&objects) {
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let Some(object) = self.object(at, py) else {
+                continue;
+            };
             if let How::Cell | How::Global | How::Class | How::Attribute = node.how {
                 let now = node.find(&objects, &[]);
                 if !now.is_some_and(|now| now.is(object)) {
@@ -263,25 +346,4 @@ impl Looked {
         }
         Ok(())
     }
-}
-
-// a copy of what an object holds, or of a large NumPy array the hash of that: the object may be changed in place
-fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let py = object.py();
-    if !is_numpy(object) {
-        return match object.cast::<PyList>() {
-            Ok(list) => Ok(list.to_tuple().into_any()),
-            Err(_) if object.is_instance_of::<PyTuple>() => Ok(object.clone()),
-            Err(_) => object.call_method0(intern!(py, "copy")),
-        };
-    }
-    let shape = object.getattr(intern!(py, "shape"))?;
-    let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
-    if object.getattr(intern!(py, "nbytes"))?.extract::<usize>()? > MAX_NUMPY {
-        return Ok((shape, dtype, numpy::hash(object)?)
-            .into_pyobject(py)?
-            .into_any());
-    }
-    let data = object.call_method0(intern!(py, "tobytes"))?;
-    Ok((shape, dtype, data).into_pyobject(py)?.into_any())
 }

@@ -8,9 +8,12 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, classes::is_numpy, numpy},
     tree::{static_value::is_plain, walk::Scope, Tree},
 };
+
+/// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
+const MAX_NUMPY: usize = 1 << 16;
 
 /// How an object is found from its parent; `_reach.py` has the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,10 +61,10 @@ const HOW: [How; 11] = [
 pub enum Expect {
     /// An array, of any value.
     Array,
-    /// A number, a string or their kind, of any value.
-    Value(Py<PyType>),
-    /// An object of that class, of any contents: a NumPy array, a set, a long list, tuple or dict.
-    Contents(Py<PyType>),
+    /// A number, a string or their kind, of any value, and its number among the values.
+    Value(Py<PyType>, usize),
+    /// An object of that class, of any contents: a NumPy array, a set, a long list, tuple or dict. Its number too.
+    Contents(Py<PyType>, usize),
     /// A dict, list, tuple or module of that class and those lengths, of its own and of its instance dict.
     Container(Class, usize, Option<usize>),
     /// An object of that class, with so many attributes.
@@ -74,6 +77,8 @@ pub enum Expect {
     Identity(Weak),
     /// Whatever it is.
     Anything,
+    /// Nothing: the search has seen an object there that cannot be found again.
+    Absent,
     /// A module that looks like this, and the number of its first array.
     Module(Box<Tree>, usize),
 }
@@ -127,10 +132,13 @@ pub struct Met<'py> {
 }
 
 impl<'py> Met<'py> {
-    /// An object of a node.
-    pub fn new(object: Bound<'py, PyAny>, node: &Node) -> Self {
+    /// An object of a node; none of a value, from which nothing else is found.
+    pub fn new(object: Bound<'py, PyAny>, node: &Node) -> Option<Self> {
+        if let Expect::Value(..) = &node.expect {
+            return None;
+        }
         let attributes = node.opens.then(|| attributes_of(&object)).flatten();
-        Self { object, attributes }
+        Some(Self { object, attributes })
     }
 }
 
@@ -148,6 +156,51 @@ pub struct Node {
     pub expect: Expect,
 }
 
+/// Values that are next to each other in a dict, and among the nodes.
+#[derive(Debug)]
+pub struct Row {
+    /// The first of their nodes.
+    pub first: usize,
+    /// The number of the first among the values.
+    pub value: usize,
+    /// Their keys.
+    pub keys: Vec<Py<PyAny>>,
+}
+
+/// Fewer values than these are looked up one by one.
+const MIN_ROW: usize = 4;
+
+impl Row {
+    /// The rows among nodes.
+    pub fn all(nodes: &[Node], py: Python<'_>) -> Vec<Self> {
+        let mut rows: Vec<Self> = Vec::new();
+        let mut last: Option<(usize, &Node)> = None;
+        for (at, node) in nodes.iter().enumerate() {
+            let (Expect::Value(_, value), How::Item | How::Instance, Some(key)) =
+                (&node.expect, node.how, &node.key)
+            else {
+                continue;
+            };
+            let goes_on = last.is_some_and(|(before, last)| {
+                before + 1 == at && last.parent == node.parent && last.how == node.how
+            });
+            last = Some((at, node));
+            if !goes_on {
+                rows.push(Self {
+                    first: at,
+                    value: *value,
+                    keys: Vec::new(),
+                });
+            }
+            if let Some(row) = rows.last_mut() {
+                row.keys.push(key.clone_ref(py));
+            }
+        }
+        rows.retain(|row| row.keys.len() >= MIN_ROW);
+        rows
+    }
+}
+
 /// The error of an object that is another one each time that it is asked for.
 pub fn moving(name: &str) -> PyErr {
     PyRuntimeError::new_err(format!(
@@ -159,8 +212,8 @@ pub fn moving(name: &str) -> PyErr {
 fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
     Ok(match number {
         0 => Expect::Array,
-        1 => Expect::Value(expected.get_type().unbind()),
-        2 => Expect::Contents(expected.clone().cast_into::<PyType>()?.unbind()),
+        1 => Expect::Value(expected.get_type().unbind(), 0),
+        2 => Expect::Contents(expected.clone().cast_into::<PyType>()?.unbind(), 0),
         3 => Expect::Container(Weak::of_class(&expected.get_type()), 0, None),
         4 => Expect::Object(Weak::of_class(&expected.get_type()), None),
         5 => Expect::Function(expected.clone().unbind()),
@@ -174,22 +227,31 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
     })
 }
 
-/// Complete the expectations of nodes by what is there now; shape and dtype of each array.
-pub fn expect<'py>(
-    mut nodes: Vec<Node>,
-    roots: &[Bound<'py, PyAny>],
-) -> PyResult<(Vec<Node>, Vec<Tensor>)> {
+/// Nodes, and what is there.
+pub struct Expected {
+    /// The nodes.
+    pub nodes: Vec<Node>,
+    /// Shape and dtype of each array.
+    pub tensors: Vec<Tensor>,
+    /// The numbers, strings and contents.
+    pub values: Vec<Py<PyAny>>,
+}
+
+/// Complete the expectations of nodes by what is there now.
+pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResult<Expected> {
     let parents = nodes.iter().filter(|node| node.how == How::Instance);
     let parents: Vec<usize> = parents.filter_map(|node| node.parent).collect();
     for parent in parents {
         nodes[parent].opens = true;
     }
-    let mut objects: Vec<Met<'py>> = Vec::with_capacity(nodes.len());
-    let mut tensors = Vec::new();
+    let mut objects: Vec<Option<Met<'py>>> = Vec::with_capacity(nodes.len());
+    let (mut tensors, mut values) = (Vec::new(), Vec::new());
     for node in &mut nodes {
-        let name = |node: &Node| node.name(roots[0].py(), None);
-        let object = node.find(&objects, roots);
-        let object = object.ok_or_else(|| moving(&name(node)))?;
+        let Some(object) = node.find(&objects, roots) else {
+            node.expect = Expect::Absent;
+            objects.push(None);
+            continue;
+        };
         match &mut node.expect {
             Expect::Container(class, len, attributes) => {
                 *class = Weak::of_class(&object.get_type());
@@ -208,11 +270,23 @@ pub fn expect<'py>(
                 *first = tensors.len();
                 tensors.extend_from_slice(tree.tensors());
             }
+            Expect::Value(_, number) => {
+                *number = values.len();
+                values.push(object.clone().unbind());
+            }
+            Expect::Contents(_, number) => {
+                *number = values.len();
+                values.push(contents(&object)?.unbind());
+            }
             _ => {}
         }
         objects.push(Met::new(object, node));
     }
-    Ok((nodes, tensors))
+    Ok(Expected {
+        nodes,
+        tensors,
+        values,
+    })
 }
 
 /// The instance dict of an object.
@@ -249,25 +323,24 @@ impl Node {
     /// The object that is there now; `objects` are those of the nodes before it.
     pub fn find<'py>(
         &self,
-        objects: &[Met<'py>],
+        objects: &[Option<Met<'py>>],
         roots: &[Bound<'py, PyAny>],
     ) -> Option<Bound<'py, PyAny>> {
         let Some(parent) = self.parent else {
             return roots.get(self.index).cloned();
         };
-        let met = objects.get(parent)?;
+        let met = objects.get(parent)?.as_ref()?;
         let parent = &met.object;
         let py = parent.py();
         let key = || self.key.as_ref().map(|key| key.bind(py));
         match self.how {
             How::Root => None,
-            How::Item => parent.cast::<PyDict>().ok()?.get_item(key()?).ok()?,
             How::Index => match parent.cast::<PyList>() {
                 Ok(list) => list.get_item(self.index).ok(),
                 Err(_) => parent.cast::<PyTuple>().ok()?.get_item(self.index).ok(),
             },
             How::Attribute => parent.getattr(key()?.cast().ok()?).ok(),
-            How::Instance => met.attributes.as_ref()?.get_item(key()?).ok()?,
+            How::Item | How::Instance => self.dict(objects)?.get_item(key()?).ok()?,
             How::Cell => bridge::cell(parent, self.index),
             How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
             How::Type => Some(parent.get_type().into_any()),
@@ -290,9 +363,23 @@ impl Node {
         }
     }
 
+    /// The dict in which the object is looked up by its key.
+    pub fn dict<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyDict>> {
+        let met = objects.get(self.parent?)?.as_ref()?;
+        match self.how {
+            How::Item => met.object.cast::<PyDict>().ok(),
+            How::Instance => met.attributes.as_ref(),
+            _ => None,
+        }
+    }
+
     /// Put another object there; whether that can be.
-    pub fn put<'py>(&self, objects: &[Met<'py>], object: &Bound<'py, PyAny>) -> PyResult<bool> {
-        let parent = self.parent.and_then(|parent| objects.get(parent));
+    pub fn put<'py>(
+        &self,
+        objects: &[Option<Met<'py>>],
+        object: &Bound<'py, PyAny>,
+    ) -> PyResult<bool> {
+        let parent = self.parent.and_then(|parent| objects.get(parent)?.as_ref());
         let (Some(Met { object: parent, .. }), Some(key)) = (parent, &self.key) else {
             return Ok(false);
         };
@@ -317,13 +404,13 @@ impl Node {
     }
 
     /// Whether the object is what is expected; of an array, apart from its shape and dtype.
-    pub fn fits(&self, met: &Met<'_>, objects: &[Met<'_>]) -> bool {
+    pub fn fits(&self, met: &Met<'_>, objects: &[Option<Met<'_>>]) -> bool {
         let object = &met.object;
         let attributes_len = || met.attributes.as_ref().map(PyDictMethods::len);
         match &self.expect {
             Expect::Array => bridge::is_array(object),
-            Expect::Value(class) => object.get_type().is(class) || is_plain(object),
-            Expect::Contents(class) => object.get_type().is(class),
+            Expect::Value(..) => self.fits_value(object),
+            Expect::Contents(class, _) => object.get_type().is(class),
             Expect::Container(class, len, attributes) => {
                 class.is(&object.get_type())
                     && object.len().is_ok_and(|n| n == *len)
@@ -336,10 +423,18 @@ impl Node {
                 .is_some_and(|now| now.is(code) || now.eq(code.bind(object.py())).unwrap_or(false)),
             Expect::Same(node) => objects
                 .get(*node)
+                .and_then(Option::as_ref)
                 .is_some_and(|other| other.object.is(object)),
             Expect::Identity(known) => known.is(object),
             Expect::Anything | Expect::Module(..) => true,
+            Expect::Absent => false,
         }
+    }
+
+    /// Whether the object may stand where a number or a string has been.
+    pub fn fits_value(&self, object: &Bound<'_, PyAny>) -> bool {
+        matches!(&self.expect, Expect::Value(class, _) if object.get_type().is(class))
+            || is_plain(object)
     }
 
     /// How a user writes its place, behind that of its parent.
@@ -364,4 +459,25 @@ impl Node {
             How::Type | How::Base | How::Referent => parent,
         }
     }
+}
+
+/// A copy of what an object holds, or of a large NumPy array the hash of that: the object may be changed in place.
+pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = object.py();
+    if !is_numpy(object) {
+        return match object.cast::<PyList>() {
+            Ok(list) => Ok(list.to_tuple().into_any()),
+            Err(_) if object.is_instance_of::<PyTuple>() => Ok(object.clone()),
+            Err(_) => object.call_method0(intern!(py, "copy")),
+        };
+    }
+    let shape = object.getattr(intern!(py, "shape"))?;
+    let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
+    if object.getattr(intern!(py, "nbytes"))?.extract::<usize>()? > MAX_NUMPY {
+        return Ok((shape, dtype, numpy::hash(object)?)
+            .into_pyobject(py)?
+            .into_any());
+    }
+    let data = object.call_method0(intern!(py, "tobytes"))?;
+    Ok((shape, dtype, data).into_pyobject(py)?.into_any())
 }

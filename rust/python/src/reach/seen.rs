@@ -1,4 +1,6 @@
 //! The numbers for which a trace is valid, and the constants that it takes for them.
+use std::rc::Rc;
+
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyFloat};
 
@@ -7,7 +9,7 @@ use super::Looked;
 /// Numbers for which a trace has been found to hold.
 pub struct Seen {
     program: usize,
-    values: Vec<Py<PyAny>>,
+    values: Rc<Vec<Py<PyAny>>>,
     /// The constants that the trace takes as inputs.
     pub constants: Vec<Array>,
     /// What the loss returned, with holes for its arrays.
@@ -16,16 +18,10 @@ pub struct Seen {
 
 impl Seen {
     /// Of what is there now.
-    pub fn new(
-        py: Python<'_>,
-        looked: &Looked,
-        constants: Vec<Array>,
-        template: Option<Py<PyAny>>,
-    ) -> Self {
-        let values = looked.values.iter().map(|value| value.clone_ref(py));
+    pub fn new(looked: &Looked, constants: Vec<Array>, template: Option<Py<PyAny>>) -> Self {
         Self {
             program: looked.program.id,
-            values: values.collect(),
+            values: looked.values.clone(),
             constants,
             template,
         }
@@ -34,13 +30,15 @@ impl Seen {
     /// The same for other numbers.
     pub fn with(&self, py: Python<'_>, looked: &Looked) -> Self {
         let template = self.template.as_ref().map(|t| t.clone_ref(py));
-        Self::new(py, looked, self.constants.clone(), template)
+        Self::new(looked, self.constants.clone(), template)
     }
 
     /// Whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
-        let mut pairs = self.values.iter().zip(&looked.values);
-        self.program == looked.program.id && pairs.all(|(a, b)| equal(a.bind(py), b.bind(py)))
+        let mut pairs = self.values.iter().zip(looked.values.iter());
+        self.program == looked.program.id
+            && (Rc::ptr_eq(&self.values, &looked.values)
+                || pairs.all(|(a, b)| equal(a.bind(py), b.bind(py))))
     }
 
     /// The values that are other ones now, by number, where the structure is the same.
@@ -48,7 +46,7 @@ impl Seen {
         if self.program != looked.program.id {
             return Vec::new();
         }
-        let pairs = self.values.iter().zip(&looked.values).enumerate();
+        let pairs = self.values.iter().zip(looked.values.iter()).enumerate();
         let changed = pairs.filter(|(_, (a, b))| !equal(a.bind(py), b.bind(py)));
         changed.map(|(number, _)| number).collect()
     }

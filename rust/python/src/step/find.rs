@@ -187,7 +187,7 @@ impl Inner {
             if last.kept.seen(py, &given.looked).is_none() {
                 let constants = given.constants.clone();
                 last.kept
-                    .see(Seen::new(py, &given.looked, constants, template));
+                    .see(Seen::new(&given.looked, constants, template));
             }
         }
         self.traces.see_changes(py, &given.looked, &now);
