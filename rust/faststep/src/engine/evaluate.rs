@@ -68,10 +68,17 @@ impl Evaluate for OnDevice<'_> {
         Ok(())
     }
 
-    fn try_out(&mut self, work: &Work) -> Result<()> {
-        let (inputs, outputs) = (work.inputs.as_deref().unwrap_or_default(), &work.outputs);
-        let tried = evaluate(outputs.before_update(), self.owner)
-            .and_then(|()| evaluate(trial(outputs, inputs)?, self.owner));
+    fn try_out(&mut self, work: &mut Work) -> Result<()> {
+        let inputs = work.inputs.as_deref().unwrap_or_default();
+        let mut tried = evaluate(work.outputs.before_update(), self.owner);
+        if tried.is_ok() {
+            let update = trial(&work.outputs, inputs).map_err(Error::FirstEvaluation)?;
+            let update: Vec<Array> = update.into_iter().cloned().collect();
+            if !work.keep_gradients {
+                work.outputs.gradients.clear();
+            }
+            tried = evaluate(&update, self.owner);
+        }
         tried.map_err(Error::FirstEvaluation)
     }
 

@@ -42,7 +42,8 @@ pub(crate) trait Evaluate {
     fn release(&mut self, work: &Self::Work) -> Result<(), Self::Error>;
 
     /// Compute everything before the update and a part of the update, while all inputs are held: an error changes nothing.
-    fn try_out(&mut self, work: &Self::Work) -> Result<(), Self::Error>;
+    /// Gradients that are no output are let go of in between.
+    fn try_out(&mut self, work: &mut Self::Work) -> Result<(), Self::Error>;
 
     /// Let go of the arrays that the part replaces, hand it over, at this limit of the memory in use, and take up its
     /// outputs; what to wait for, if there is anything to be done.

@@ -5,7 +5,7 @@
 //! joined along the first one as they are, and a gradient that is the transpose of a product, as every linear layer's
 //! is, is copied once and not twice. Sharing is capped, so that no big copy is made and a tensor that somebody holds
 //! keeps no more than one buffer alive.
-use mlx_rs::{error::Result, Array, Dtype};
+use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use super::precision;
 use crate::mlx::{array, join};
@@ -230,13 +230,22 @@ impl Layout {
         Self::join(&members.collect::<Vec<_>>())
     }
 
-    /// Join the members of one buffer (lazily).
+    /// Join the members of one buffer (lazily); zeros that take no memory yet stay so.
     ///
     /// # Errors
     /// As [`Layout::pack`].
     pub fn join(members: &[&Array]) -> Result<Array> {
         match members {
             [only] => Ok((*only).clone()),
+            [first, ..]
+                if members
+                    .iter()
+                    .all(|m| array::is_lazy(m) && array::is_zero(m)) =>
+            {
+                let mut shape = first.shape().to_vec();
+                shape[0] = members.iter().map(|member| member.shape()[0]).sum();
+                ops::zeros_dtype(&shape, first.dtype())
+            }
             members => join::join(members),
         }
     }

@@ -33,6 +33,7 @@ struct Simulated<'a> {
     simulator: Simulator,
     shown: bool, // whether the user's objects still hold what was there before the first step
     submitted: Option<usize>,
+    tried: bool, // the part whose turn it is has been tried out, and holds its gradients no more
     peak: usize, // since it was last asked for
     most: usize, // ever
 }
@@ -55,6 +56,14 @@ impl Simulated<'_> {
         self.simulator.hold(&outputs)
     }
 
+    fn release_gradients(&mut self, part: &PlannedPart) -> Result<()> {
+        if part.keep_gradients {
+            return Ok(());
+        }
+        let gradients: Vec<&Array> = part.outputs.gradients.iter().collect();
+        self.simulator.release(&gradients)
+    }
+
     // what an evaluation may write over: what the engine holds no more
     fn let_go(&mut self, part: &PlannedPart) -> Result<()> {
         let (plan, outputs) = (self.plan, part.outputs);
@@ -62,9 +71,8 @@ impl Simulated<'_> {
             let parameters: Vec<&Array> = plan.parameters().iter().collect();
             self.simulator.release(&parameters)?;
         }
-        if !part.keep_gradients {
-            let gradients: Vec<&Array> = outputs.gradients.iter().collect();
-            self.simulator.release(&gradients)?;
+        if !std::mem::take(&mut self.tried) {
+            self.release_gradients(part)?;
         }
         let state: Vec<&Array> = outputs
             .state
@@ -113,9 +121,11 @@ impl<'a> Evaluate for Simulated<'a> {
         Ok(())
     }
 
-    fn try_out(&mut self, part: &PlannedPart<'a>) -> Result<()> {
+    fn try_out(&mut self, part: &mut PlannedPart<'a>) -> Result<()> {
         let before: Vec<&Array> = part.outputs.before_update().collect();
         self.simulator.eval(&before)?;
+        self.release_gradients(part)?;
+        self.tried = true;
         self.simulator.eval(&trial(part.outputs, self.plan.inputs)?)
     }
 
@@ -159,6 +169,7 @@ impl<'a> Timeline<'a> {
                 simulator: Simulator::new(device)?,
                 shown: true,
                 submitted: None,
+                tried: false,
                 peak: 0,
                 most: 0,
             },

@@ -186,8 +186,7 @@ impl Inner {
         if let (Some(last), _) = self.traces.last_two() {
             if last.kept.seen(py, &given.looked).is_none() {
                 let constants = given.constants.clone();
-                last.kept
-                    .see(Seen::new(&given.looked, constants, template));
+                last.kept.see(Seen::new(&given.looked, constants, template));
             }
         }
         self.traces.see_changes(py, &given.looked, &now);
