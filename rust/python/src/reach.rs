@@ -34,7 +34,7 @@ pub struct Program {
     pub id: usize,
     nodes: Vec<Node>,
     rows: Vec<Row>,
-    tensors: Vec<Tensor>, // of the arrays
+    tensors: Vec<Tensor>,                // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
     held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look

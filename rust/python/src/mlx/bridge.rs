@@ -152,7 +152,12 @@ pub fn walk<'py>(
         // SAFETY: a live dict. A position behind its end, as when `other` has changed it, gives none. The references are
         // borrowed, and compared only until `other` owns its own.
         let next = unsafe {
-            pyo3::ffi::PyDict_Next(dict.as_ptr(), &raw mut position, &raw mut key, &raw mut value)
+            pyo3::ffi::PyDict_Next(
+                dict.as_ptr(),
+                &raw mut position,
+                &raw mut key,
+                &raw mut value,
+            )
         };
         if next == 0 {
             break;
