@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from cases import Run, loss_fn
-from samples import Sample, arguments, bars, on_gpu, use_device
+from samples import measure_alone
 from timing import in_turns, run_block
 from ways import COMPILED, FAST, WAYS, StepFn
 
@@ -111,21 +111,5 @@ def measure(rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
     return {"title": TITLE, "largest loss difference": gap, "ms": in_turns(blocks, rounds, after_round)}
 
 
-def main() -> None:
-    """Measure."""
-    parser = arguments("Measure a step over quantized weights.", ["qlora"])
-    parser.add_argument("--rounds", type=int, default=10, help="how often each way takes its turn (default: 10)")
-    args = parser.parse_args()
-    use_device(args.device)
-    if on_gpu():
-        print("quantized: nothing of ours to measure on a GPU")
-        return
-    sample = Sample("quantized", args)
-    with bars() as progress:
-        bar = progress.add_task("qlora", total=args.rounds)
-        sample.add("qlora", measure(args.rounds, functools.partial(progress.advance, bar)))
-    print(f"wrote {sample.file.name}")
-
-
 if __name__ == "__main__":
-    main()
+    measure_alone("quantized", "qlora", "Measure a step over quantized weights.", measure, rounds=10, gpu=False)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from cases import Run
-from samples import Sample, arguments, bars, use_device
+from samples import measure_alone
 from timing import block_size, in_turns, run_block
 from ways import FAST, WAYS, StepFn
 
@@ -87,18 +87,6 @@ def measure(rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
     return {"ms": in_turns(blocks, rounds, after_round)}
 
 
-def main() -> None:
-    """Measure."""
-    parser = arguments("Measure what it costs to look at what a loss reaches.", ["slots"])
-    parser.add_argument("--rounds", type=int, default=40, help="how often each way takes its turn (default: 40)")
-    args = parser.parse_args()
-    use_device(args.device)
-    sample = Sample("reach", args)
-    with bars() as progress:
-        bar = progress.add_task("slots", total=args.rounds)
-        sample.add("slots", measure(args.rounds, functools.partial(progress.advance, bar)))
-    print(f"wrote {sample.file.name}")
-
-
 if __name__ == "__main__":
-    main()
+    about = "Measure what it costs to look at what a loss reaches."
+    measure_alone("reach", "slots", about, measure, rounds=40, gpu=True)

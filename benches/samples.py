@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,34 @@ def arguments(description: str, cases: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="what is measured, where the checkout is a copy that git does not know")
     parser.add_argument("--alone", nargs="+", help=argparse.SUPPRESS)  # what a process started by `alone` does
     return parser
+
+
+def measure_alone(
+    part: str, case: str, description: str, measure: Callable[[int, Callable[[], None]], Any], *, rounds: int, gpu: bool
+) -> None:
+    """Measure a part that has one case, and add it to the sample: its `main`.
+
+    Args:
+        part: The name of the sample.
+        case: The name of the case.
+        description: What is measured, for the command line's help.
+        measure: `measure(rounds, after_round)` returns what the sample takes.
+        rounds: How often each way takes its turn, unless told otherwise.
+        gpu: Whether there is something to measure on a GPU.
+    """
+    parser = arguments(description, [case])
+    help_text = "how often each way takes its turn (default: %(default)s)"
+    parser.add_argument("--rounds", type=int, default=rounds, help=help_text)
+    args = parser.parse_args()
+    use_device(args.device)
+    if on_gpu() and not gpu:
+        print(f"{part}: nothing to measure on a GPU")
+        return
+    sample = Sample(part, args)
+    with bars() as progress:
+        bar = progress.add_task(case, total=args.rounds)
+        sample.add(case, measure(args.rounds, functools.partial(progress.advance, bar)))
+    print(f"wrote {sample.file.name}")
 
 
 def use_device(name: str | None) -> None:

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, TypedDict, final, type_check_only
+from typing import Any, final
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,16 +10,8 @@ from faststep._step import Options
 
 __all__ = ["MemoryPlan", "Step", "TraceRecord", "array_id", "bind_blas", "bind_kernels", "current_state"]
 
-_Named = list[tuple[str, mx.array]]
-
-@type_check_only
-class State(TypedDict):
-    masters: _Named | None
-    ema: _Named | None
-    window: _Named | None
-    weight: mx.array | None
-    batches: int
-    loss_scale: tuple[mx.array, mx.array] | None
+# the arrays of `Step.state` by flat names (`ema.layers.0.weight`, `weight`), and the number of batches in the window
+_State = tuple[dict[str, mx.array], int]
 
 # model, optimizer, the loss function, its positional and named arguments
 _User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
@@ -65,8 +57,8 @@ class Step:
     def gradients(self, user: _User) -> tuple[Any, dict[str, Any]]: ...
     def memory_plan(self, user: _User, accumulate: int) -> MemoryPlan: ...
     def synchronize(self) -> None: ...
-    def state(self) -> State | None: ...
-    def load_state(self, state: State, steps: int, updates: int, skipped: int) -> None: ...
+    def state(self) -> _State | None: ...
+    def load_state(self, state: _State, steps: int, updates: int, skipped: int) -> None: ...
     def stats(self) -> _Stats: ...
 
 def array_id(array: mx.array) -> int: ...

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import operator
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import mlx.core as mx
 
 Nonfinite = Literal["skip", "raise", "allow"]
 
 
+class Range(NamedTuple):
+    """Range of a number in a config, from `least` on and below `below`."""
+
+    least: float
+    below: float | None = None
+
+
 class Options(NamedTuple):
     """Options of `Step` and `fast_step`; the native step checks them when it is made."""
 
-    max_grad_norm: float | None = None
-    max_grad_value: float | None = None
+    max_grad_norm: Annotated[float | None, Range(0)] = None
+    max_grad_value: Annotated[float | None, Range(0)] = None
     weighted: bool = False
     nonfinite: Nonfinite = "skip"
     max_loss: float | None = None
     compute_dtype: mx.Dtype | None = None
-    ema_decay: float | None = None
+    ema_decay: Annotated[float | None, Range(0, below=1)] = None
     compile: bool = True
-    in_flight: int = 2
-    max_traces: int = 64
-    clear_cache_every: int = 0
+    in_flight: Annotated[int, Range(1)] = 2
+    max_traces: Annotated[int, Range(2)] = 64
+    clear_cache_every: Annotated[int, Range(0)] = 0
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Options:
+        """Return those among the arguments of a call."""
+        return cls(*(arguments[name] for name in cls._fields))
 
 
 def whole_number(name: str, value: int, least: int) -> int:

@@ -9,29 +9,28 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from faststep._native import core
-
 Tree = Any
+Kept = tuple[dict[str, mx.array], int]  # arrays by flat names, and the number of batches in the window
 _GROUPS = ("masters", "ema", "window")
+_SCALARS = {"weight": mx.float32, "loss_scale": mx.float32, "good_steps": mx.int32}
 _COUNTS = ("steps", "updates", "skipped")
-_KNOWN = {*_GROUPS, *_COUNTS, "weight", "batches", "loss_scale", "good_steps"}
+_KNOWN = {*_GROUPS, *_SCALARS, *_COUNTS, "batches"}
 
 
-def tree(kept: core.State | None, counts: tuple[int, int, int], model: nn.Module) -> dict[str, Any]:
+def tree(kept: Kept | None, counts: tuple[int, int, int], model: nn.Module) -> dict[str, Any]:
     """Build the tree of what the native step keeps for this model."""
-    state: dict[str, Any] = dict(zip(_COUNTS, counts, strict=True))
-    state["batches"] = kept["batches"] if kept else 0
-    if kept is None:
-        return state
+    arrays, batches = kept or ({}, 0)
+    state: dict[str, Any] = dict(zip(_COUNTS, counts, strict=True)) | {"batches": batches}
     for group in _GROUPS:
-        named = kept[group]  # type: ignore[literal-required]
-        if named is not None:
-            state[group] = like(model.parameters(), _beginnings(group, model) | dict(named))
-    if kept["weight"] is not None:
-        state["weight"] = kept["weight"]
-    if kept["loss_scale"] is not None:
-        state["loss_scale"], state["good_steps"] = kept["loss_scale"]
-    return state
+        if named := of_group(group, arrays):
+            state[group] = like(model.parameters(), _beginnings(group, model) | named)
+    return state | {name: arrays[name] for name in _SCALARS if name in arrays}
+
+
+def of_group(group: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return the arrays of a group by the names of their parameters."""
+    prefix = f"{group}."
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _beginnings(group: str, model: nn.Module) -> dict[str, mx.array]:
@@ -54,7 +53,7 @@ def _wide(dtype: mx.Dtype) -> mx.Dtype:
     return mx.float32 if dtype in (mx.float16, mx.bfloat16) else dtype
 
 
-def flat(state: dict[str, Any], model: nn.Module) -> tuple[core.State, int, int, int]:
+def flat(state: dict[str, Any], model: nn.Module) -> tuple[Kept, int, int, int]:
     """Read such a tree for this model.
 
     Raises:
@@ -65,25 +64,18 @@ def flat(state: dict[str, Any], model: nn.Module) -> tuple[core.State, int, int,
         raise TypeError(f"state: expected the dict of Step.state, got {type(state).__name__}")
     if unknown := sorted(map(str, state.keys() - _KNOWN)):
         raise ValueError(f"state: expected the keys of Step.state, {sorted(_KNOWN)}, got {unknown} beside them")
-    groups = {group: _named(group, state[group], model) if group in state else None for group in _GROUPS}
+    arrays: dict[str, mx.array] = {}
+    for group in _GROUPS:
+        if group in state:
+            arrays |= {f"{group}.{name}": array for name, array in _named(group, state[group], model)}
     steps, updates, skipped, batches = (_count(name, state.get(name, 0)) for name in (*_COUNTS, "batches"))
-    together = {"window": groups["window"] is not None, "weight": "weight" in state, "batches": batches > 0}
+    together = {"window": "window" in state, "weight": "weight" in state, "batches": batches > 0}
     if len(set(together.values())) > 1:
         raise ValueError(f"state: expected window, weight and batches together, got {together}")
     if ("loss_scale" in state) != ("good_steps" in state):
         raise ValueError("state: expected loss_scale and good_steps together, got one of them")
-    scale = None
-    if "loss_scale" in state:
-        scale = (_scalar(state, "loss_scale", mx.float32), _scalar(state, "good_steps", mx.int32))
-    kept: core.State = {
-        "masters": groups["masters"],
-        "ema": groups["ema"],
-        "window": groups["window"],
-        "weight": _scalar(state, "weight", mx.float32) if batches else None,
-        "batches": batches,
-        "loss_scale": scale,
-    }
-    return kept, steps, updates, skipped
+    arrays |= {name: _scalar(state, name, dtype) for name, dtype in _SCALARS.items() if name in state}
+    return (arrays, batches), steps, updates, skipped
 
 
 def like(parameters: Tree, named: dict[str, mx.array], path: str = "") -> Tree:

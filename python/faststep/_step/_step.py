@@ -112,19 +112,7 @@ class Step:
             TypeError: `model` or `optimizer` is something else, or an option has another type.
             ValueError: An option is out of its range.
         """
-        options = Options(
-            max_grad_norm,
-            max_grad_value,
-            weighted,
-            nonfinite,
-            max_loss,
-            compute_dtype,
-            ema_decay,
-            compile,
-            in_flight,
-            max_traces,
-            clear_cache_every,
-        )
+        options = Options.among(locals())
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._weighted = weighted
         self._program = Program(model, optimizer, options)
@@ -204,8 +192,8 @@ class Step:
             raise ValueError("average: expected a step with ema_decay, got one without")
         kept = self._program.core.state()
         parameters = self.model.trainable_parameters()
-        if kept is not None and kept["ema"] is not None:
-            average = _state.like(parameters, dict(kept["ema"]))
+        if kept and (named := _state.of_group("ema", kept[0])):
+            average = _state.like(parameters, named)
             self.model.update(tree_map(lambda ema, parameter: ema.astype(parameter.dtype), average, parameters))
         begin_showing(self.model)
         try:

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, create_model
 
+from faststep._step import Options
 from faststep.config._errors import Source
 from faststep.config._section import Section
 from faststep.config._usage import Usage
@@ -65,22 +66,37 @@ class Lora(Section):
     trainable: Patterns = []
 
 
-class Step(Section):
+_OWN_TYPES = {"compute_dtype": Literal["bfloat16", "float16", "float32"] | None}  # of options whose type no YAML has
+
+
+def _options() -> dict[str, Any]:
+    """Return the options of a step as fields: their types with their ranges, and their defaults."""
+    fields: dict[str, Any] = {}
+    for name, kind in (get_type_hints(Options, include_extras=True) | _OWN_TYPES).items():
+        default = Options._field_defaults[name]
+        if get_origin(kind) is Annotated:
+            plain, limits = get_args(kind)
+            fields[name] = (plain, Field(default, ge=limits.least, lt=limits.below))
+        else:
+            fields[name] = (kind, default)
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class _Options(Section):
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _Options = create_model("_Options", __base__=Section, **_options())
+
+
+class Step(_Options):
     """The options of `faststep.Step`, and the modules whose activations are computed again in the backward pass."""
 
     max_grad_norm: Limit | None = 1.0
-    max_grad_value: Limit | None = None
-    accumulate: Positive = 1
-    weighted: bool = False
-    nonfinite: Literal["skip", "raise", "allow"] = "skip"
     max_loss: float | None = 1e6
-    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    compile: bool = True
-    in_flight: Positive = 2
-    max_traces: Annotated[int, Field(ge=2)] = 64
+    accumulate: Positive = 1
     cache_limit: Count | None = None
-    clear_cache_every: Count = 0
     gradient_checkpointing: Patterns = []
 
 

@@ -79,11 +79,9 @@ class Usage:
 
     def _step(self) -> None:
         self.checkpointed: list[str] = self._take("step", "gradient_checkpointing")["gradient_checkpointing"]
-        self.step = self._take(
-            "step",
-            "max_grad_norm max_grad_value accumulate weighted nonfinite compute_dtype ema_decay compile in_flight "
-            "cache_limit clear_cache_every",
-        )
+        sometimes = {"gradient_checkpointing", "max_loss", "max_traces"}
+        keys = type(self._config.step).model_fields  # type: ignore[attr-defined]
+        self.step = self._take("step", " ".join(key for key in keys if key not in sometimes))
         guards = self.step["nonfinite"] != "allow"
         self.step |= self._take("step", "max_loss", guards, "nonfinite: allow takes every step")
         self.step |= self._take("step", "max_traces", self.step["compile"], "without compile there are no traces")

@@ -10,6 +10,7 @@
 use std::{env, error::Error};
 
 use faststep::{
+    optimizers::AdamW,
     schedulers::{cosine_decay, exponential_decay, join_schedules, linear_schedule, step_decay},
     Optimizer, Optimizers, Options, Step,
 };
@@ -72,11 +73,9 @@ fn mean_squared_error(model: &mut Net, batch: &[Array]) -> Result<Array, Excepti
 }
 
 fn case(name: &str) -> Outcome<(Optimizers, Options)> {
-    let adamw = Optimizer::Adam {
-        betas: (0.9, 0.999),
-        eps: 1e-8,
+    let adamw = AdamW {
         bias_correction: true,
-        weight_decay: Some(0.01),
+        ..AdamW::default()
     };
     let decay = cosine_decay(1e-3, 20, 1e-4);
     let warm_up = join_schedules(linear_schedule(0.0, 1e-3, 4), vec![(4, decay)]);

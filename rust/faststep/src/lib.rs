@@ -80,5 +80,5 @@ pub use engine::{Nonfinite, Options};
 pub use error::{Error, Result};
 pub use mlx::{kernels, openblas};
 pub use module::{Loss, Stats, Step, StepOutput};
-pub use optim::{schedulers, Adafactor, LearningRate, Muon, Optimizer, Optimizers};
+pub use optim::{optimizer as optimizers, schedulers, LearningRate, Optimizer, Optimizers};
 pub use trace::TraceRecord;

@@ -88,6 +88,30 @@ fn a_run_goes_on() {
 }
 
 #[test]
+fn what_is_kept_for_frozen_parameters_goes_on() {
+    let folder = Folder::new("frozen");
+    let path = folder.0.join("run");
+    let (mut first, mut second) = (step(1), step(5));
+    losses(&mut first, 0..6);
+    first.model_mut().first.freeze_parameters(true);
+    losses(&mut first, 6..9);
+    first.save(&path).unwrap();
+    second.model_mut().first.freeze_parameters(true);
+    second.load(&path).unwrap();
+    let mut trained = Vec::new();
+    for step in [&mut first, &mut second] {
+        step.model_mut().first.unfreeze_parameters(true);
+        trained.push(losses(step, 9..15));
+    }
+    assert_eq!(trained[0], trained[1]);
+    let (wanted, average) = (first.average().unwrap(), second.average().unwrap());
+    assert_eq!(wanted.len(), 4);
+    for (name, array) in wanted {
+        assert!(array.eq_values(&average[&name]).unwrap(), "{name}");
+    }
+}
+
+#[test]
 fn the_names_are_those_of_python() {
     let folder = Folder::new("names");
     let mut step = step(1);

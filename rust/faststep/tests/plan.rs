@@ -5,8 +5,8 @@ use std::{cell::Cell, rc::Rc};
 
 use faststep::{
     engine::{
-        array, Call, Engine, Host, Layout, LossCall, LossOutput, Nonfinite, Options, Part, Places,
-        Plan, Recipe, Rule, Rules, Tensor, Trace, UpdateCall, UpdateOutput,
+        array, Call, CallTraces, Engine, Host, Layout, LossCall, LossOutput, Nonfinite, Options,
+        Part, Places, Plan, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall, UpdateOutput,
     },
     Error, Optimizer,
 };
@@ -58,13 +58,7 @@ fn parts() -> (Rc<Layout>, Vec<Array>, Vec<Array>) {
 }
 
 fn adam() -> Rule {
-    let adam = Optimizer::Adam {
-        betas: (0.9, 0.999),
-        eps: 1e-8,
-        bias_correction: false,
-        weight_decay: None,
-    };
-    Rule::Native(Rc::new(Rules::one(adam, 1)))
+    Rule::Native(Rc::new(Rules::one(Optimizer::adam(), 1)))
 }
 
 fn trace(layout: &Rc<Layout>, host: &Rc<Squares>) -> Trace {
@@ -72,7 +66,7 @@ fn trace(layout: &Rc<Layout>, host: &Rc<Squares>) -> Trace {
         part: Part::Whole(adam()),
         layout: layout.clone(),
         places: Places::behind(4),
-        options: Options::default().nonfinite(Nonfinite::Allow),
+        options: Options::default().nonfinite(Nonfinite::Allow).in_flight(0),
         others: 0,
     };
     Trace::new(recipe, host.clone(), true)
@@ -87,7 +81,14 @@ fn call(width: i32) -> Call {
 
 fn plan(engine: &mut Engine, trace: &mut Trace, call: Call) -> Result<Plan, Error> {
     let shown = engine.parameters().to_vec();
-    engine.plan(trace, None, call, (1, 2), &shown, &mut ())
+    engine.plan(alone(trace), call, (1, 2), &shown, &mut ())
+}
+
+fn alone(trace: &mut Trace) -> CallTraces<'_> {
+    CallTraces {
+        trace,
+        update: None,
+    }
 }
 
 #[test]
@@ -120,8 +121,8 @@ fn the_trace_of_a_plan_is_the_step_s() {
     drop(draft);
     let mut engine = Engine::new(layout, parameters, state).unwrap();
     let step = |engine: &mut Engine, trace: &mut Trace| {
-        let take = &mut |_: &Layout, _: &_| true;
-        engine.step(trace, None, call(WIDTH), 0, &mut (), take)
+        let name = |tensor| format!("tensor {tensor}");
+        engine.call(Task::Whole, alone(trace), call(WIDTH), &name, &mut ())
     };
     step(&mut engine, &mut trace).unwrap();
     let after = plan(&mut engine, &mut trace, call(WIDTH)).unwrap();

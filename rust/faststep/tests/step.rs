@@ -8,9 +8,10 @@ use std::{
 
 use faststep::{
     engine::{
-        Call, Engine, Guard, Host, Layout, LossCall, LossOutput, Nonfinite, Options, Outputs, Part,
-        Recipe, Rule, Rules, Tensor, Trace, UpdateCall, UpdateOutput,
+        Call, CallTraces, Engine, Guard, Host, Layout, LossCall, LossOutput, Nonfinite, Options,
+        Outputs, Part, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall, UpdateOutput,
     },
+    optimizers::{AdamW, Sgd},
     Error, Optimizer,
 };
 use mlx_rs::{
@@ -59,12 +60,12 @@ struct Run {
     trace: Trace,
 }
 
-const SGD: Optimizer = Optimizer::Sgd {
+const SGD: Optimizer = Optimizer::Sgd(Sgd {
     momentum: 0.0,
     weight_decay: 0.0,
     dampening: 0.0,
     nesterov: false,
-};
+});
 
 impl Run {
     fn new(rule: Optimizer, max_grad_norm: Option<f64>, compiled: bool) -> Self {
@@ -129,9 +130,17 @@ impl Run {
                 Array::from_slice(&[1.0f32, -1.0, 0.5, 2.0], &[4, 1]),
             ],
         };
-        let output = self
-            .engine
-            .step(&mut self.trace, None, call, 2, &mut (), &mut |_, _| true)?;
+        let traces = CallTraces {
+            trace: &mut self.trace,
+            update: None,
+        };
+        let output = self.engine.call(
+            Task::Whole,
+            traces,
+            call,
+            &|i| format!("tensor {i}"),
+            &mut (),
+        )?;
         Ok(output.batch)
     }
 
@@ -160,12 +169,10 @@ fn the_loss_falls_and_is_traced_once() {
 fn compiled_and_uncompiled_give_the_same_bits() {
     for rule in [
         SGD,
-        Optimizer::Adam {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
+        Optimizer::AdamW(AdamW {
             bias_correction: true,
-            weight_decay: Some(0.01),
-        },
+            ..AdamW::default()
+        }),
     ] {
         let (mut one, mut two) = (
             Run::new(rule.clone(), None, true),
@@ -198,13 +205,7 @@ fn the_first_update_is_the_one_of_the_formula() {
 
 #[test]
 fn a_step_that_is_no_number_is_not_taken() {
-    for rule in [
-        SGD,
-        Optimizer::AdaDelta {
-            rho: 0.9,
-            eps: 1e-6,
-        },
-    ] {
+    for rule in [SGD, Optimizer::adadelta()] {
         let mut run = Run::guarded(rule, 10.0);
         assert!(!run.step().unwrap().skipped.unwrap().item_exact::<bool>());
         let far = Array::from_slice(&[1e3f32], &[1]);

@@ -7,7 +7,7 @@ mod update;
 
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::engine::{Graph, Host, Left, LossCall, LossOutput, UpdateCall, UpdateOutput};
+use faststep::engine::{Graph, Host, Left, LossCall, LossOutput, Role, UpdateCall, UpdateOutput};
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
@@ -22,7 +22,7 @@ use crate::{
     mlx::bridge,
     optimizer::{leaves, traceable_rate},
     reach::{stop::Stop, Looked, Reached},
-    tree::{role::Role, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// The call during which a trace may be made.
@@ -98,7 +98,7 @@ impl PythonHost {
 }
 
 impl PythonHost {
-    // the model as it is, and what puts it back; the call must not stay borrowed while the loss is differentiated
+    // the model and a snapshot to restore it; release the borrow before the loss is differentiated
     fn around(
         &self,
         py: Python<'_>,
@@ -143,7 +143,7 @@ impl PythonHost {
         outcome
     }
 
-    // the graph of a trace: kept, and its constants that vary replaced
+    // keep the graph of a trace, and replace its varying constants by inputs
     fn note(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
         let mut current = self.current.borrow_mut();
         let Some(current) = current.as_mut().filter(|current| current.compiled) else {
@@ -215,7 +215,7 @@ pub fn expected(what: &str) -> PyErr {
     PyTypeError::new_err(format!("expected {what}"))
 }
 
-// an exception of the user's, or the one by which MLX says that a traced array has no value
+// an exception of the user's code, or MLX's error for reading a traced array
 fn stop(py: Python<'_>, error: PyErr) -> Stop {
     let message = error.value(py).to_string();
     let reads = "[eval] Attempting to eval an array during function transformations";

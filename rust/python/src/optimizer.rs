@@ -2,7 +2,7 @@
 use std::collections::HashMap;
 
 use faststep::{
-    engine::{Adafactor, Muon, Rules},
+    engine::{Attributes, Rules},
     Optimizer as Rule,
 };
 use mlx_rs::{ops, transforms::async_eval, Array};
@@ -80,84 +80,55 @@ fn split<'py>(
 /// The engine's rule for an optimizer of exactly one of MLX's classes that update; `None` for every other.
 pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
     let class = class_of_mlx(optimizer)?;
-    let number = |name: &str| {
-        let value = optimizer.getattr(name).ok()?;
-        let plain = value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyInt>();
-        plain.then(|| value.extract::<f64>().ok()).flatten()
-    };
-    let flag = |name: &str| optimizer.getattr(name).ok()?.extract::<bool>().ok();
-    let betas = || -> Option<(f64, f64)> {
-        let betas: [f64; 2] = optimizer.getattr("betas").ok()?.extract().ok()?;
-        Some((betas[0], betas[1]))
-    };
-    let adam = |weight_decay| {
-        Some(Rule::Adam {
-            betas: betas()?,
-            eps: number("eps")?,
-            bias_correction: flag("bias_correction")?,
-            weight_decay,
-        })
-    };
-    let only_rate_scheduled = schedulers(optimizer)
-        .ok()?
-        .iter()
-        .all(|(name, _)| name == "learning_rate");
-    if !only_rate_scheduled {
-        return None;
-    }
-    match class.as_str() {
-        "SGD" => Some(Rule::Sgd {
-            momentum: number("momentum")?,
-            weight_decay: number("weight_decay")?,
-            dampening: number("dampening")?,
-            nesterov: flag("nesterov")?,
-        }),
-        "Adam" => adam(None),
-        "AdamW" => adam(Some(number("weight_decay")?)),
-        "Adamax" => Some(Rule::Adamax {
-            betas: betas()?,
-            eps: number("eps")?,
-        }),
-        "Lion" => Some(Rule::Lion {
-            betas: betas()?,
-            weight_decay: number("weight_decay")?,
-        }),
-        "RMSprop" => Some(Rule::RmsProp {
-            alpha: number("alpha")?,
-            eps: number("eps")?,
-        }),
-        "Adagrad" => Some(Rule::Adagrad {
-            eps: number("eps")?,
-        }),
-        "AdaDelta" => Some(Rule::AdaDelta {
-            rho: number("rho")?,
-            eps: number("eps")?,
-        }),
-        "Muon" => Some(Rule::Muon(Muon {
-            momentum: number("momentum")?,
-            weight_decay: number("weight_decay")?,
-            nesterov: flag("nesterov")?,
-            ns_steps: optimizer.getattr("ns_steps").ok()?.extract().ok()?,
-        })),
-        "Adafactor" => adafactor(optimizer).map(Rule::Adafactor),
-        _ => None,
+    let scheduled = schedulers(optimizer).ok()?;
+    let only_rate = scheduled.iter().all(|(name, _)| name == "learning_rate");
+    let read = || Rule::read(&class, &Fields(optimizer));
+    only_rate.then(read).flatten()
+}
+
+/// The attributes of a Python optimizer. An array is none: its value may change without a word.
+struct Fields<'a, 'py>(&'a Bound<'py, PyAny>);
+
+impl<'py> Fields<'_, 'py> {
+    fn get<T: FromPyObjectOwned<'py>>(&self, name: &str) -> Option<T> {
+        self.0.getattr(name).ok()?.extract().ok()
     }
 }
 
-fn adafactor(optimizer: &Bound<'_, PyAny>) -> Option<Adafactor> {
-    let get = |name: &str| optimizer.getattr(name).ok();
-    let rule = Adafactor {
-        eps: get("eps")?.extract().ok()?,
-        clip_threshold: get("clip_threshold")?.extract().ok()?,
-        decay_rate: get("decay_rate")?.extract().ok()?,
-        beta_1: get("beta_1")?.extract().ok()?,
-        weight_decay: get("weight_decay")?.extract().ok()?,
-        scale_parameter: get("scale_parameter")?.extract().ok()?,
-        relative_step: get("relative_step")?.extract().ok()?,
-        warmup_init: get("warmup_init")?.extract().ok()?,
-        has_rate: state(optimizer).ok()?.contains("learning_rate").ok()?,
-    };
-    (rule.has_rate || rule.relative_step).then_some(rule)
+fn number(value: &Bound<'_, PyAny>) -> Option<f64> {
+    let plain = value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyInt>();
+    plain.then(|| value.extract().ok()).flatten()
+}
+
+impl Attributes for Fields<'_, '_> {
+    fn number(&self, name: &str) -> Option<f64> {
+        number(&self.0.getattr(name).ok()?)
+    }
+
+    fn pair(&self, name: &str) -> Option<(f64, f64)> {
+        let [first, second] = self.get(name)?;
+        Some((first, second))
+    }
+
+    fn count(&self, name: &str) -> Option<usize> {
+        self.get(name)
+    }
+
+    fn flag(&self, name: &str) -> Option<bool> {
+        self.get(name)
+    }
+
+    fn optional(&self, name: &str) -> Option<Option<f64>> {
+        let value = self.0.getattr(name).ok()?;
+        if value.is_none() {
+            return Some(None);
+        }
+        number(&value).map(Some)
+    }
+
+    fn keeps(&self, name: &str) -> bool {
+        state(self.0).is_ok_and(|state| state.contains(name).is_ok_and(|has| has))
+    }
 }
 
 /// The optimizers that a `MultiOptimizer` delegates to.
@@ -192,7 +163,7 @@ fn schedulers<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<(String, Bound
     pairs.collect()
 }
 
-// MLX's own schedules are functions of arrays, whatever they join has to be one too
+// MLX's own schedules are traceable; the schedules that they join have to be traceable too
 fn is_traceable(schedule: &Bound<'_, PyAny>) -> bool {
     let module = schedule
         .getattr("__module__")

@@ -3,31 +3,35 @@ mod alarms;
 mod arguments;
 mod call;
 mod find;
+mod flags;
 mod memory_plan;
-mod nonfinite;
 mod options;
 mod run;
 mod trace_cache;
 
-use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::Arc};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    rc::Rc,
+    sync::Arc,
+};
 
-use faststep::engine::{Flags, Seconds, Task};
+use faststep::engine::{Flags, NamedAuxState, Seconds, Task};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{
     host::PythonHost,
-    mlx::{errors::to_python, gil::Waiting},
+    mlx::{bridge, errors::to_python, gil::Waiting},
     reach::Reach,
     store::{
-        aux_state::{Carried, State},
         registry::{self, Shared},
         Store,
     },
 };
 use alarms::Alarms;
 use arguments::Arguments;
-use nonfinite::{is_true, read};
+use flags::{is_true, read};
 use options::Options;
 use trace_cache::Traces;
 
@@ -86,6 +90,9 @@ struct Spent {
     engine: Seconds,
     show: f64,
 }
+
+/// `Step.state` as it crosses to Python: arrays by flat names, and the number of batches in the window.
+type State<'py> = (BTreeMap<String, Bound<'py, PyAny>>, usize);
 
 /// Steps, updates and skipped batches, the mode and its reason, the kept traces and the number of all, seconds and bytes by name, the
 /// share of weights that an update left as they were.
@@ -186,10 +193,15 @@ impl Step {
         })
     }
 
-    /// What is kept beside model and optimizer.
+    /// What is kept beside model and optimizer: arrays by flat names, and the number of batches in the window.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Option<State<'py>>> {
         self.open(py, |_, store| {
-            store.carried()?.map(|carried| carried.show(py)).transpose()
+            let kept = store.kept()?.map(|kept| {
+                let arrays = kept.arrays().into_iter();
+                let arrays = arrays.map(|(name, array)| Ok((name, bridge::wrap(py, &array)?)));
+                Ok((arrays.collect::<PyResult<_>>()?, kept.batches()))
+            });
+            kept.transpose()
         })
     }
 
@@ -202,8 +214,12 @@ impl Step {
         updates: usize,
         skipped: usize,
     ) -> PyResult<()> {
+        let (arrays, batches) = state;
+        let arrays = arrays.into_iter();
+        let arrays = arrays.filter_map(|(name, array)| Some((name, bridge::get(&array)?)));
+        let kept = NamedAuxState::of_arrays(arrays.collect(), batches);
         self.open(py, |inner, store| {
-            store.carry(py, Carried::read(&state))?;
+            store.keep(py, kept)?;
             (inner.steps, inner.updates) = (steps, updates);
             inner.skips = Flags::of(skipped);
             inner.misses = Flags::default();
@@ -236,7 +252,7 @@ impl Step {
 }
 
 impl Step {
-    // a call that takes over what the user passed
+    // a call that reads the user's model and optimizer
     fn enter<T>(
         &self,
         optimizer: &Bound<'_, PyAny>,
@@ -248,7 +264,7 @@ impl Step {
         })
     }
 
-    // the one door: the right thread, and no step within a step
+    // every entry goes through here: it checks the thread and refuses a step within a step
     fn open<T>(
         &self,
         _py: Python<'_>,

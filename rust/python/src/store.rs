@@ -3,9 +3,8 @@
 //! Every step of this pair shares the store. The user's objects are the truth: at each call they are walked, and what
 //! is not what the last step left is taken over.
 mod adopt;
-pub mod aux_state;
-mod carried;
 mod detect;
+mod kept;
 pub mod moments;
 mod native;
 pub mod owner;
@@ -14,7 +13,7 @@ mod values;
 
 use std::{rc::Rc, thread::ThreadId};
 
-use faststep::engine::{Engine, Needs, Rule, Tensor};
+use faststep::engine::{Engine, NamedAuxState, Needs, Role, Rule, Tensor};
 use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
@@ -25,9 +24,8 @@ use pyo3::{
 use crate::{
     mlx::{errors::to_python, random::key_list},
     optimizer::members,
-    tree::{role::Role, slot::Slot, snapshot::Snapshot, Tree},
+    tree::{slot::Slot, snapshot::Snapshot, Tree},
 };
-use aux_state::Carried;
 use moments::Moments;
 
 /// What a model looks like, apart from the values of its arrays.
@@ -43,6 +41,11 @@ pub struct ModelSignature {
 }
 
 impl ModelSignature {
+    /// The path to a parameter.
+    pub fn path(&self, parameter: usize) -> &[String] {
+        &self.roles[self.parameters[parameter]].1
+    }
+
     /// The path to each parameter.
     pub fn paths(&self) -> Vec<Vec<String>> {
         self.parameters
@@ -112,9 +115,9 @@ pub struct Store {
     pub moments: Option<Moments>,
     /// How the optimizer is updated, once a step has begun.
     pub rule: Option<Rule>,
-    drafts: bool,             // what is taken over stays lazy
-    mixed: bool,              // the optimizer updates float32 masters
-    carried: Option<Carried>, // what an engine that is gone has kept
+    drafts: bool,                // what is taken over stays lazy
+    mixed: bool,                 // the optimizer updates float32 masters
+    kept: Option<NamedAuxState>, // by an engine that is gone
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
@@ -150,7 +153,7 @@ impl Store {
             rule: None,
             drafts: false,
             mixed: false,
-            carried: None,
+            kept: None,
         })
     }
 

@@ -2,9 +2,8 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count.
-mod paths;
+pub mod paths;
 pub mod rebuild;
-pub mod role;
 pub mod slot;
 pub mod snapshot;
 pub mod static_value;
@@ -313,7 +312,7 @@ fn is_number(object: &Bound<'_, PyAny>) -> bool {
     object.is_exact_instance_of::<PyFloat>() || object.is_exact_instance_of::<PyInt>()
 }
 
-// what may stand in a call beside arrays and numbers, and is itself only: classes, enums, dtypes, functions of C
+// argument values beside arrays and numbers that compare by identity: classes, enums, dtypes, C functions
 fn is_static_object(object: &Bound<'_, PyAny>) -> bool {
     let class = object.get_type();
     let module = class

@@ -1,7 +1,8 @@
 //! The training loop.
 use faststep::{
+    optimizers::AdamW,
     schedulers::{cosine_decay, join_schedules, linear_schedule},
-    LearningRate, Optimizer, Optimizers, Step, StepOutput,
+    LearningRate, Optimizers, Step, StepOutput,
 };
 use mlx_rs::{error::Exception, random, Array};
 
@@ -29,11 +30,11 @@ fn learning_rate(run: &Run) -> LearningRate {
 /// The step of a new model; equal seeds give equal ones.
 pub fn new_step(run: &Run) -> Result<Step<Decoder>, Failure> {
     random::seed(run.seed)?;
-    let adamw = Optimizer::Adam {
+    let adamw = AdamW {
         betas: (0.9, 0.99),
-        eps: 1e-8,
         bias_correction: true,
-        weight_decay: Some(0.1),
+        weight_decay: 0.1,
+        ..AdamW::default()
     };
     let optimizers = Optimizers::new(adamw, learning_rate(run));
     let options = faststep::Options::default().max_grad_norm(MAX_GRAD_NORM);

@@ -75,7 +75,7 @@ impl Engine {
         Ok(())
     }
 
-    // buffers from tensors; those that are missing stay what they are
+    // pack tensors into buffers; tensors that are None keep their values
     fn set_kept(&mut self, kept: &[Option<Array>], first: usize) -> Result<()> {
         let buffers = first..first + self.layout.len();
         let mut tensors = self.layout.views(&self.state[buffers.clone()])?;
@@ -89,7 +89,7 @@ impl Engine {
         Ok(())
     }
 
-    // the buffers, masters in the place of what has one
+    // the buffers, with masters in place of half-precision parameters
     pub(super) fn wide_buffers(&self) -> Vec<Array> {
         let mut buffers = self.buffers();
         for buffer in self.layout.halves() {
@@ -100,7 +100,7 @@ impl Engine {
         buffers
     }
 
-    // by tensor; none for those that need none
+    // masters by tensor; None for tensors in full precision
     pub(super) fn masters(&self) -> Result<Vec<Option<Array>>> {
         let buffers = self.wide_buffers();
         let tensors = self.layout.views(&buffers)?.into_iter();
@@ -110,7 +110,7 @@ impl Engine {
             .collect())
     }
 
-    // masters by tensor; for those that are missing, or round to another value, the parameters
+    // set masters by tensor; the parameter itself where a master is missing or rounds to another value
     pub(super) fn set_masters(&mut self, masters: Vec<Option<Array>>) -> Result<()> {
         let mut tensors = Vec::with_capacity(masters.len());
         for (master, parameter) in masters.into_iter().zip(&self.parameters) {

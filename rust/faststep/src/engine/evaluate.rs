@@ -117,7 +117,7 @@ impl Engine {
         outcome
     }
 
-    // lets go of the old arrays, and takes up the new ones; the places of those in the state
+    // release the old arrays and install the new ones; returns the places of those in the state
     fn install(&mut self, work: &mut Work) -> Vec<usize> {
         let outputs = &mut work.outputs;
         let updates = !outputs.parameters.is_empty();
@@ -141,7 +141,7 @@ impl Engine {
         changed
     }
 
-    // no array but those that changed: what an evaluation is asked for, no later one can take over before it is done
+    // evaluate changed arrays only: an output of an evaluation cannot be donated to the next one before it is done
     fn dispatch(
         &mut self,
         outputs: &Outputs,
@@ -184,7 +184,7 @@ impl Engine {
         Ok(())
     }
 
-    // what is lazy by now is computed, from whatever there is, so that nobody who reads it meets the error once more
+    // evaluate the remaining lazy arrays from the values at hand, so that reading them does not raise the error again
     fn lost(&mut self, error: Exception, owner: &mut dyn Owner) -> Error {
         self.failed = true;
         let kept = || {

@@ -61,7 +61,7 @@ pub(crate) fn samples(buffers: &[Array]) -> Result<Vec<Array>> {
     buffers.iter().map(sample).collect()
 }
 
-// whether a step of this size up or down is rounded away
+// whether adding or subtracting a step of this size leaves the weight unchanged
 fn is_stuck(weights: &Array, rate: &Array) -> Result<Array> {
     let rate = rate.as_dtype(weights.dtype())?;
     let up = weights.add(&rate)?.eq(weights)?;

@@ -27,13 +27,14 @@ pub use crate::{
     error::unread,
     layout::{
         aux_state::{AuxState, Needs, Open, Places, Window},
-        precision, Layout, Tensor,
+        precision, Layout, NamedAuxState, Tensor,
     },
     memory::Plan,
     mlx::{array, blas, graph::Graph, join, memory, rebind::RebindError},
-    optim::{clip, Adafactor, Moment, Muon, Rules, UpdateOutput},
+    optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
-        Guard, Host, Left, LossCall, LossOutput, Nonfinite, Options, Outputs, Part, Recipe, Rule,
-        Task, Trace, TraceCache, TraceEntry, TraceRecord, UpdateCall,
+        CallTraces, Causes, Field, Guard, Host, Key, Left, LossCall, LossOutput, Nonfinite,
+        Options, Outputs, Part, Recipe, Role, Rule, Task, Trace, TraceCache, TraceEntry,
+        TraceRecord, UpdateCall,
     },
 };

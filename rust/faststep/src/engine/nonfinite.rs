@@ -1,8 +1,7 @@
 //! [`Nonfinite::Raise`](crate::Nonfinite::Raise): an error for a batch or an update that is no number.
-use std::fmt::Display;
-
 use mlx_rs::{error::Result as MlxResult, Array};
 
+use super::Owner;
 use crate::{
     error::{unread, Error, Result},
     layout::Layout,
@@ -18,25 +17,32 @@ pub fn is_true(flag: &Array) -> MlxResult<bool> {
     value.map_err(unread)
 }
 
-/// Refuse a batch that is no number, with the first tensor whose gradient is none; waits for the step by `is_true`.
-///
-/// `names`: of the tensors, in the order of the layout.
+/// Wait for a bool scalar without the owner's lock.
 ///
 /// # Errors
-/// [`Error::Nonfinite`], or what MLX refuses.
-pub fn check<N: Display>(
-    names: impl IntoIterator<Item = N>,
+/// When the device has failed.
+pub fn wait_true(flag: &Array, owner: &mut dyn Owner) -> MlxResult<bool> {
+    let mut value = Ok(true);
+    owner.unlocked(&mut || value = is_true(flag));
+    value
+}
+
+// refuses a batch that is no number, with the first tensor whose gradient is none; waits for the step
+pub(super) fn check(
+    name: &dyn Fn(usize) -> String,
     layout: &Layout,
     guard: Option<Guard>,
     batch: &Outputs,
-    is_true: &dyn Fn(&Array) -> MlxResult<bool>,
+    owner: &mut dyn Owner,
 ) -> Result<()> {
-    if !batch.skipped.as_ref().map_or(Ok(false), is_true)? {
-        return Ok(());
+    match &batch.skipped {
+        Some(skipped) if wait_true(skipped, owner)? => {}
+        _ => return Ok(()),
     }
-    for (gradient, name) in layout.views(&batch.gradients)?.iter().zip(names) {
+    for (tensor, gradient) in layout.views(&batch.gradients)?.iter().enumerate() {
         let finite = gradient.abs()?.lt(Array::from_f32(f32::INFINITY))?;
-        if !is_true(&finite.all(None)?)? {
+        if !wait_true(&finite.all(None)?, owner)? {
+            let name = name(tensor);
             return refuse(format!("the gradient of {name} has NaN or infinite values"));
         }
     }
@@ -49,11 +55,8 @@ pub fn check<N: Display>(
     refuse(format!("the loss is {loss}, not finite or above max_loss"))
 }
 
-/// Refuse an update whose window's sum is no number.
-///
-/// # Errors
-/// [`Error::Nonfinite`].
-pub fn check_update(update: &Outputs) -> Result<()> {
+// refuses an update whose window's sum is no number
+pub(super) fn check_update(update: &Outputs) -> Result<()> {
     check_norm(update, "the sum of the window's gradients")
 }
 

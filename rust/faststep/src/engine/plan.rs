@@ -5,7 +5,7 @@ use super::{run::build, Call, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory::{self, Plan, PlanInputs, PlannedPart},
-    trace::Trace,
+    trace::CallTraces,
 };
 
 impl Engine {
@@ -16,8 +16,7 @@ impl Engine {
     /// Of a trace, or of a step before.
     pub fn plan(
         &mut self,
-        trace: &mut Trace,
-        update: Option<&mut Trace>,
+        CallTraces { trace, update }: CallTraces<'_>,
         call: Call,
         (calls, in_flight): (usize, usize),
         shown: &[Array],

@@ -5,34 +5,66 @@ use mlx_rs::Array;
 
 use super::{
     evaluate::{evaluate, Work},
-    Call, Engine, Output, Owner, Seconds,
+    nonfinite, Call, Engine, Output, Owner, Seconds,
 };
 use crate::{
     error::{Error, Result},
-    layout::{aux_state::Open, Layout},
+    layout::aux_state::Open,
     mlx::fuse,
-    trace::{Outputs, Part, Trace},
+    trace::{CallTraces, Options, Outputs, Part, Recipe, Task, Trace},
 };
 
 impl Engine {
-    /// One step: parameters and state become the new ones, lazily; at most `in_flight` steps are under way then. Large
-    /// ones overlap within the memory that one takes alone.
+    /// The recipe of a part, over the engine's state and so many other arrays.
+    #[must_use]
+    pub fn recipe(&self, part: Part, options: Options, others: usize) -> Recipe {
+        Recipe {
+            part,
+            layout: self.layout.clone(),
+            places: self.places,
+            options,
+            others,
+        }
+    }
+
+    /// One call by the traces of its task. After a step, parameters and state are the new ones, lazily; at most
+    /// [`Options::in_flight`] steps are under way then. Large ones overlap within the memory that one takes alone.
     ///
-    /// `trace` is of a whole step, or of a batch; `update` follows the batch that fills a window, if `approve` says so.
+    /// `name`: that of a tensor, for an error.
     ///
     /// # Errors
-    /// [`Error::Trace`], [`Error::Compile`] and [`Error::FirstEvaluation`] leave everything as it was.
-    pub fn step(
+    /// [`Error::Trace`], [`Error::Compile`], [`Error::FirstEvaluation`] and [`Error::Nonfinite`] leave everything as it was.
+    pub fn call(
         &mut self,
-        trace: &mut Trace,
-        mut update: Option<&mut Trace>,
+        task: Task,
+        traces: CallTraces<'_>,
         call: Call,
-        in_flight: usize,
+        name: &dyn Fn(usize) -> String,
         owner: &mut dyn Owner,
-        approve: &mut dyn FnMut(&Layout, &Outputs) -> bool,
+    ) -> Result<Output> {
+        let raises = traces.trace.recipe.options.raises();
+        let output = match task {
+            Task::Gradients => return self.gradients(traces.trace, call, owner).map(Output::of),
+            Task::Flush => self.flush(traces.trace, owner)?,
+            Task::Whole | Task::Batch { .. } => self.step(traces, call, name, owner)?,
+        };
+        if raises && task.accumulates() && task.updates() {
+            nonfinite::check_update(output.last())?;
+        }
+        Ok(output)
+    }
+
+    // the update follows the batch that fills a window, unless the batch is refused
+    fn step(
+        &mut self,
+        CallTraces { trace, mut update }: CallTraces<'_>,
+        call: Call,
+        name: &dyn Fn(usize) -> String,
+        owner: &mut dyn Owner,
     ) -> Result<Output> {
         self.begin(owner)?;
-        self.schedule.allow(in_flight);
+        let options = trace.recipe.options;
+        self.schedule.allow(options.in_flight);
         let before = match &mut update {
             Some(update) => self.pretrace_update(update)?,
             None => None,
@@ -41,9 +73,14 @@ impl Engine {
         let batch = self.run(trace, call, owner)?;
         self.note(&batch);
         let waiting = Instant::now();
-        let approved = approve(&self.layout, &batch);
+        let refused = if options.raises() {
+            nonfinite::check(name, &self.layout, options.guard(), &batch, owner).err()
+        } else {
+            None
+        };
+        let approved = refused.is_none();
         self.seconds.wait += waiting.elapsed().as_secs_f64();
-        self.averages |= approved && trace.recipe.options.ema_decay.is_some();
+        self.averages |= approved && options.ema_decay.is_some();
         let window = self.window;
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
@@ -62,7 +99,8 @@ impl Engine {
             _ => None,
         };
         self.schedule.end();
-        self.wait(in_flight, owner)?;
+        let waited = self.wait(options.in_flight, owner);
+        refused.map_or(waited, Err)?;
         Ok(Output {
             batch,
             update,
@@ -70,11 +108,8 @@ impl Engine {
         })
     }
 
-    /// Update by a window that is not full.
-    ///
-    /// # Errors
-    /// As [`Engine::step`].
-    pub fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
+    // updates by a window that is not full
+    fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
         self.begin(owner)?;
         let outputs = self.update(update, owner)?;
         self.averages |= update.recipe.options.ema_decay.is_some();
@@ -98,8 +133,8 @@ impl Engine {
         Ok(outputs)
     }
 
-    // An update that cannot be traced is no reason to lose a batch. What it gives beside: the window as it is, for an
-    // update that may still fail.
+    // Trace the update before the batch runs, so that an untraceable update loses no batch. Returns a copy of the window for an
+    // update whose evaluation may still fail.
     fn pretrace_update(&mut self, update: &mut Trace) -> Result<Option<Vec<Array>>> {
         if update.evaluated.warm && !update.is_eager() {
             return Ok(None);
@@ -151,11 +186,8 @@ impl Engine {
         Ok(work.outputs)
     }
 
-    /// Loss and gradients; nothing changes.
-    ///
-    /// # Errors
-    /// Of the trace or of the device.
-    pub fn gradients(
+    // loss and gradients; nothing changes
+    fn gradients(
         &mut self,
         trace: &mut Trace,
         call: Call,

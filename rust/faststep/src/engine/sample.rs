@@ -33,7 +33,7 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    // While a rate rises, or has nearly come to its end, updates may be small.
+    // Small updates are expected during warm-up and at the end of a decay.
     fn round(&mut self, share: Option<f64>, rate: f64) {
         let before = std::mem::replace(&mut self.rate, rate);
         self.highest = self.highest.max(rate);
@@ -88,7 +88,7 @@ impl Engine {
         }
     }
 
-    // a few weights before an update that is to be sampled
+    // sample a few weights before the update
     pub(super) fn sample(
         &self,
         trace: &Trace,
@@ -128,7 +128,7 @@ impl Engine {
         Ok(())
     }
 
-    // samples of the first moment of each buffer that has one of its own size
+    // sample the first moment of each buffer whose moment has the buffer's size
     fn first_moments(&self, trace: &Trace) -> Result<Vec<Option<Array>>> {
         let Some(rules) = rules(trace) else {
             return Ok(vec![None; self.layout.len()]);

@@ -40,7 +40,7 @@ impl Engine {
         if layout.is_empty() {
             return Err(Error::NoParameters);
         }
-        // A thread's first evaluation settles its stream, which is a key of MLX's cache of compiled functions: without it
+        // A thread's first evaluation creates its stream, which is a key of MLX's cache of compiled functions; otherwise
         // the first step would be traced twice.
         eval([&Array::from_int(0).add(Array::from_int(0))?])?;
         let mut engine = Self {
@@ -108,7 +108,7 @@ impl Engine {
         Ok(())
     }
 
-    // the parameters as they are now, where there is room for an average already
+    // reset an allocated average to the current parameters
     fn begin_average(&mut self) -> Result<()> {
         let Some(first) = self.places.average else {
             return Ok(());

@@ -107,8 +107,8 @@ impl<T> Schedule<T> {
         Ok(())
     }
 
-    // Before another part is submitted; the one that is under way has been built meanwhile. What has not been measured yet
-    // goes alone. Gives the limit of the memory.
+    // Make room for another part, which is built while the last one runs. A part whose memory has not been measured runs
+    // alone. Returns the memory limit.
     fn make_room<E: Evaluate<Ticket = T>>(
         &mut self,
         evaluator: &mut E,

@@ -66,7 +66,7 @@ impl Places {
         Some(self.window? + layout.len())
     }
 
-    // the arrays of what is needed and not there yet, with their places
+    // allocate the arrays that are needed and missing, and assign their places
     pub(crate) fn add(
         &mut self,
         needs: Needs,
@@ -102,7 +102,7 @@ impl Places {
     }
 }
 
-// what an average begins with
+// the initial average: the parameters in full precision
 pub(crate) fn average(buffers: &[Array]) -> Result<Vec<Array>> {
     let wide = buffers.iter().map(|buffer| {
         let wide = buffer.as_dtype(precision::wide(buffer.dtype()))?;

@@ -45,8 +45,8 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     Ok(packed)
 }
 
-// What is computed when arrays are taken over, one after the other: what has been joined goes before the next is there.
-// Zeros wait for the first update, when there are no activations any more.
+// The arrays to evaluate when an engine is built, one at a time, so that the inputs of each join are freed before the next.
+// Zeros stay lazy until the first update, when the activations have been freed.
 pub(crate) fn taken_over<'a>(
     shared: &'a [Array],
     state: &'a [Array],

@@ -4,7 +4,7 @@ use mlx_rs::{error::Result, ops, Array, Dtype};
 use crate::mlx::ops::choose;
 
 // Micikevicius et al., Mixed Precision Training (2018), with the constants of PyTorch's GradScaler; the bounds keep a
-// long row of bad or good batches from ending at zero or infinity
+// long run of bad or good batches from reaching zero or infinity
 const FIRST_SCALE: f32 = 65536.0;
 const GROWTH_INTERVAL: i32 = 2000;
 const SMALLEST: f32 = 1.0 / 1024.0;

@@ -90,7 +90,7 @@ fn bytes(arrays: &[Array]) -> usize {
     arrays.iter().map(Array::nbytes).sum()
 }
 
-// what the process's control groups allow it, where that is less than the machine has
+// the memory limit of the process's control groups, if it is below the machine's memory
 fn group_limit() -> Option<usize> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;

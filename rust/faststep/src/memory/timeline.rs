@@ -46,7 +46,7 @@ impl Simulated<'_> {
         reading
     }
 
-    // the graph of a part is built, over inputs and what the user's objects hold
+    // build the graph of a part over its inputs and the arrays that the user's objects hold
     fn begin(&mut self, part: &PlannedPart) -> Result<()> {
         let outputs = outputs(part);
         let shown = if self.shown { self.plan.shown } else { &[] };
@@ -64,7 +64,7 @@ impl Simulated<'_> {
         self.simulator.release(&gradients)
     }
 
-    // what an evaluation may write over: what the engine holds no more
+    // the arrays that an evaluation may overwrite: those that the engine has released
     fn let_go(&mut self, part: &PlannedPart) -> Result<()> {
         let (plan, outputs) = (self.plan, part.outputs);
         if !outputs.parameters.is_empty() {
@@ -220,7 +220,7 @@ impl<'a> Timeline<'a> {
         for call in (0..plan.calls.min(MOST_CALLS)).rev() {
             let updates = call == 0 && last > 0;
             if updates && (!self.evaluated[last].warm || plan.parts[last].eager) {
-                // for an update that may fail
+                // kept for an update that may fail
                 let simulator = &mut self.simulated.simulator;
                 simulator.keep(Slot::Window, plan.window())?;
             }

@@ -267,7 +267,7 @@ mod tests {
     const HEADER: &str = include_str!("../../native/ffi.hpp");
     const HERE: &str = include_str!("ffi.rs");
 
-    // each function with the number of its parameters
+    // each function and its number of parameters
     fn functions(text: &str) -> BTreeMap<&str, usize> {
         let mut functions = BTreeMap::new();
         for (at, _) in text.match_indices("faststep_") {

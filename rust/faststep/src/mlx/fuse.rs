@@ -58,7 +58,7 @@ mod tests {
         [2, 1, 0],
     ];
 
-    // a first moment, a second one and a weight by both: one kernel with three outputs
+    // first moment, second moment and the weight computed from both: one kernel with three outputs
     fn update(inputs: &[Array]) -> Result<Vec<Array>> {
         let m = inputs[0].add(&inputs[1])?;
         let v = m.multiply(&inputs[2])?;
@@ -94,7 +94,7 @@ mod tests {
             }
             let outputs = lazy(&inputs()?)?;
             eval(order.map(|at| &outputs[at]))?;
-            // through what is computed from them, some of it twice
+            // through the arrays computed from them, some of which are shared
             let outputs = lazy(&inputs()?)?;
             let [a, b, c] = order.map(|at| &outputs[at]);
             let sum = a.sum(None)?.add(b.exp()?.add(c)?.max(None)?)?;

@@ -42,7 +42,7 @@ pub(crate) fn is_bound() -> bool {
     bound.is_some_and(|bound| !bound.names.is_empty())
 }
 
-// the libmlx of this process
+// the path of the libmlx loaded in this process
 fn libmlx() -> Option<PathBuf> {
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
     let paths = maps

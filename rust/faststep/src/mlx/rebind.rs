@@ -56,7 +56,7 @@ mod imp {
 
     const MLX: &[u8] = b"libmlx.so";
 
-    // <elf.h>, as far as the libc crate leaves it out
+    // constants of <elf.h> that the libc crate lacks
     const DT_NULL: i64 = 0;
     const DT_PLTRELSZ: i64 = 2;
     const DT_STRTAB: i64 = 5;

@@ -45,7 +45,7 @@ fn failed(path: &Path, reason: &dyn Display) -> Error {
     }
 }
 
-// a directory beside this one
+// the path of a temporary directory beside this one
 fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(suffix);

@@ -15,15 +15,12 @@ use mlx_rs::{
     Array,
 };
 
-use super::{
-    loss::Loss,
-    slots::{Role, Slots},
-};
+use super::{loss::Loss, slots::Slots};
 use crate::{
     layout::Tensor,
     mlx::{array, random},
     optim::{LearningRate, UpdateOutput},
-    trace::{Host, Left, LossCall, LossOutput, UpdateCall},
+    trace::{Host, Left, LossCall, LossOutput, Role, UpdateCall},
 };
 
 /// How MLX says that a traced array has no value.
@@ -69,7 +66,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
         }
     }
 
-    // the stop goes to the step; what MLX is told is lost on its way
+    // pass the stop to the step directly: MLX does not preserve the error's payload
     fn stopped(&self, stop: Stop) -> Exception {
         self.stop.set(Some(stop));
         Exception::custom("the loss function was stopped")
@@ -85,7 +82,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
         }
     }
 
-    // what the loss has assigned to the module's slots
+    // collect the arrays that the loss assigned to the module's slots
     fn assigned(
         &self,
         model: &M,
@@ -115,7 +112,7 @@ impl<M: ModuleParameters> ModuleHost<M> {
         Ok(())
     }
 
-    // what was assigned in place of `tracer`, in its dtype where the loss computes in another one
+    // the array assigned in place of `tracer`, cast to its dtype in mixed precision
     fn fitting(&self, name: &str, now: &Array, tracer: &Array) -> MlxResult<Array> {
         let cast = self.mixed && now.dtype().is_float() && tracer.dtype().is_float();
         let dtype = if cast { tracer.dtype() } else { now.dtype() };

@@ -4,10 +4,9 @@
 //!
 //! The way of a batch: [`Step::step`] takes in what the user has changed (`sync`), finds or makes the traces of the call
 //! (`run`, `key`), whose loss is computed by the module with tracers in its `slots` (`host`), lets the engine run them, and
-//! gives out a [`StepOutput`]. `optimizer`, `kept` and `state` name the step's arrays as Python does, `checkpoint` writes them.
+//! gives out a [`StepOutput`]. `optimizer` and `state` name the step's arrays as Python does, `checkpoint` writes them.
 mod checkpoint;
 mod host;
-mod kept;
 mod key;
 mod loss;
 mod optimizer;

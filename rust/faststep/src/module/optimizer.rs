@@ -7,24 +7,14 @@ use super::slots::ModuleArrays;
 use crate::{
     engine::{Engine, Options},
     error::{Error, Result},
-    layout::{precision::wide, Layout, Tensor},
-    optim::{Optimizer, Optimizers, Rules},
+    layout::Tensor,
+    optim::{Optimizer, Optimizers, Rules, StateLayout},
 };
 
 /// Arrays by name.
 pub(crate) type Arrays = BTreeMap<String, Array>;
 
-/// The place of a rule's learning rate in the engine's state.
-pub(super) fn rate_at(rules: &Rules, rule: usize) -> Option<usize> {
-    let before = rules.rules().get(..rule)?;
-    let first: usize = before
-        .iter()
-        .map(|rule| 1 + usize::from(rule.has_rate()))
-        .sum();
-    rules.rules().get(rule)?.has_rate().then_some(first + 1)
-}
-
-// what the names of a rule's arrays begin with
+// the prefix of the names of a rule's arrays
 fn prefix(rules: &Rules, rule: usize) -> String {
     match rules.rules().len() {
         1 => String::new(),
@@ -54,15 +44,20 @@ pub(super) fn lay_out(
         .collect();
     let rules = Rules::new(optimizers.rules(), of);
     let layout = rules.layout(module.slots.tensors().to_vec(), &[]);
-    let mut state = scalars(&rules, optimizers, saved)?;
-    let moments = moments(&rules, names, layout.tensors(), options, saved)?;
-    for buffer in 0..layout.len() {
-        let members: Vec<&Vec<Array>> = layout.members(buffer).map(|i| &moments[i]).collect();
-        for nth in 0..members[0].len() {
-            let parts: Vec<&Array> = members.iter().map(|arrays| &arrays[nth]).collect();
-            state.push(Layout::join(&parts)?);
-        }
-    }
+    let arrays = StateLayout::new(&rules, &layout);
+    let mixed = options.compute_dtype.is_some();
+    let expected = arrays.expected(&layout, mixed);
+    let moments = expected.enumerate().map(|(index, expected)| {
+        let prefix = format!("{}{}.", prefix(&rules, rules.of()[index]), names[index]);
+        let moments = arrays.moments()[index].iter().zip(&expected);
+        let moments = moments.map(|((name, _), tensor)| {
+            let name = format!("{prefix}{name}");
+            moment(&name, tensor, saved.get(&name))
+        });
+        moments.collect::<Result<Vec<_>>>()
+    });
+    let moments = moments.collect::<Result<Vec<_>>>()?;
+    let state = arrays.join(&layout, scalars(&rules, optimizers, saved)?, &moments)?;
     let engine = Engine::new(Rc::new(layout), module.parameters.clone(), state)?;
     Ok((rules, engine))
 }
@@ -85,62 +80,35 @@ fn scalars(rules: &Rules, optimizers: &Optimizers, saved: &Arrays) -> Result<Vec
     Ok(scalars)
 }
 
-// by tensor
-fn moments(
-    rules: &Rules,
-    names: &[Rc<str>],
-    tensors: &[Tensor],
-    options: &Options,
-    saved: &Arrays,
-) -> Result<Vec<Vec<Array>>> {
-    let mut all = Vec::with_capacity(tensors.len());
-    for (index, moments) in rules.moments(tensors).enumerate() {
-        let dtype = match options.compute_dtype {
-            Some(_) => wide(tensors[index].dtype),
-            None => tensors[index].dtype,
-        };
-        let prefix = prefix(rules, rules.of()[index]);
-        let arrays = moments.into_iter().map(|(moment, shape)| {
-            let name = format!("{prefix}{}.{moment}", names[index]);
-            match saved.get(&name) {
-                Some(array) if array.shape() == shape => Ok(array.as_dtype(dtype)?),
-                Some(array) => Err(Error::Invalid(format!(
-                    "optimizer: {name}: expected {shape:?}, got {:?}",
-                    array.shape()
-                ))),
-                None => Ok(ops::zeros_dtype(&shape, dtype)?),
-            }
-        });
-        all.push(arrays.collect::<Result<Vec<_>>>()?);
+// the saved array, or zeros where there is none
+fn moment(name: &str, expected: &Tensor, saved: Option<&Array>) -> Result<Array> {
+    match saved {
+        Some(array) if array.shape() == expected.shape => Ok(array.as_dtype(expected.dtype)?),
+        Some(array) => Err(Error::Invalid(format!(
+            "optimizer: {name}: expected {:?}, got {:?}",
+            expected.shape,
+            array.shape()
+        ))),
+        None => Ok(ops::zeros_dtype(&expected.shape, expected.dtype)?),
     }
-    Ok(all)
 }
 
 /// The optimizer's arrays, as `tree_flatten(optimizer.state)` names them.
 pub(super) fn named(rules: &Rules, engine: &Engine, names: &[Rc<str>]) -> Result<Arrays> {
     let (layout, state) = (engine.layout(), engine.state());
+    let places = StateLayout::new(rules, layout);
     let mut arrays = Arrays::new();
-    let mut scalars = state.iter();
-    for (number, rule) in rules.rules().iter().enumerate() {
+    let mut values = state.iter();
+    for (number, kinds) in places.scalars().iter().enumerate() {
         let prefix = prefix(rules, number);
-        let kinds = ["step", "learning_rate"]
-            .iter()
-            .take(1 + usize::from(rule.has_rate()));
-        arrays.extend(
-            kinds
-                .zip(&mut scalars)
-                .map(|(kind, array)| (format!("{prefix}{kind}"), array.clone())),
-        );
+        let kinds = kinds.iter().map(|kind| format!("{prefix}{kind}"));
+        arrays.extend(kinds.zip(values.by_ref().cloned()));
     }
-    let moments: Vec<_> = rules.moments(layout.tensors()).collect();
-    for (buffer, place) in rules.places(layout).into_iter().enumerate() {
-        for (nth, array) in state.get(place).unwrap_or_default().iter().enumerate() {
-            let parts = layout.views_of(buffer, array, |tensor| &moments[tensor][nth].1)?;
-            for (tensor, part) in layout.members(buffer).zip(parts) {
-                let prefix = prefix(rules, rules.of()[tensor]);
-                let moment = moments[tensor][nth].0;
-                arrays.insert(format!("{prefix}{}.{moment}", names[tensor]), part);
-            }
+    let views = places.views(layout, state)?;
+    for (tensor, (moments, views)) in places.moments().iter().zip(views).enumerate() {
+        let prefix = prefix(rules, rules.of()[tensor]);
+        for ((moment, _), view) in moments.iter().zip(views) {
+            arrays.insert(format!("{prefix}{}.{moment}", names[tensor]), view);
         }
     }
     Ok(arrays)

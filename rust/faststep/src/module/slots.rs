@@ -7,16 +7,7 @@ use std::{
 
 use mlx_rs::{module::ModuleParameters, Array};
 
-use crate::{layout::Tensor, mlx::array};
-
-/// What an array slot of the module is to the step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// A trainable parameter, by its index.
-    Parameter(usize),
-    /// Any other array, by its index.
-    Other(usize),
-}
+use crate::{layout::Tensor, mlx::array, trace::Role};
 
 /// The array slots of a module.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -89,13 +80,13 @@ impl ModuleArrays {
     }
 }
 
-// what BatchNorm counts; MLX's Python freezes it, mlx-rs forgets to
+// running statistics of BatchNorm: frozen in MLX's Python, trainable in mlx-rs
 fn is_statistic(name: &str) -> bool {
     let last = name.rsplit('.').next();
     matches!(last, Some("running_mean" | "running_var"))
 }
 
-// layers.9 before layers.10, as MLX's Python has them
+// numeric order: layers.9 before layers.10, as in MLX's Python
 fn by_number(a: &str, b: &str) -> Ordering {
     let parts = a.split('.').zip(b.split('.'));
     let order = parts.map(|(a, b)| match (a.parse::<usize>(), b.parse::<usize>()) {

@@ -5,7 +5,6 @@ use mlx_rs::{module::ModuleParameters, transforms::eval};
 
 use super::{
     checkpoint::{Checkpoint, Numbers},
-    kept::{Kept, NamedAuxState},
     optimizer::{named, Arrays},
     slots::ModuleArrays,
     step::{Shown, Step},
@@ -13,9 +12,16 @@ use super::{
 use crate::{
     engine::{nonfinite::is_true, Flags},
     error::{Error, Result},
-    layout::aux_state::Open,
+    layout::NamedAuxState,
     mlx::random,
 };
+
+/// The state of a step by parameter name, of parameters that are frozen now too.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub(super) optimizer: Arrays,
+    pub(super) aux_state: NamedAuxState,
+}
 
 impl<M: ModuleParameters + 'static> Step<M> {
     /// The optimizer's arrays as `tree_flatten(optimizer.state)` names them in Python: `step`, `learning_rate`,
@@ -44,10 +50,14 @@ impl<M: ModuleParameters + 'static> Step<M> {
     }
 
     pub(super) fn aux_state(&self) -> Result<NamedAuxState> {
-        Ok(NamedAuxState::of(
-            self.engine.aux_state()?,
-            &self.slots().parameters,
-        ))
+        let names = self
+            .slots()
+            .parameters
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        let state = NamedAuxState::new(names, self.engine.aux_state()?);
+        Ok(state.with_rest_of(&self.kept.aux_state))
     }
 
     /// Write all that the run needs to go on, here or in Python, into a directory, which takes the place of what was there:
@@ -95,12 +105,12 @@ impl<M: ModuleParameters + 'static> Step<M> {
                 .zip(values.cloned())
                 .collect(),
             optimizer: self.optimizer_state()?,
-            step: aux_state.arrays,
+            step: aux_state.arrays(),
             numbers: Numbers {
                 steps: self.steps,
                 updates: self.updates - self.misses.count(),
                 skipped: self.skips.count(),
-                batches: aux_state.window.map_or(0, |window| window.batches),
+                batches: aux_state.batches(),
                 random: Some(random::seed_of(&self.key)?),
             },
         }
@@ -140,17 +150,11 @@ impl<M: ModuleParameters + 'static> Step<M> {
         };
         arrays.replace(model).map_err(refused)?;
         let key = numbers.random.map(random::seeded).transpose()?;
-        let aux_state = NamedAuxState {
-            arrays: step,
-            window: Some(numbers.batches).filter(|n| *n > 0).map(Open::new),
+        let kept = Kept {
+            optimizer,
+            aux_state: NamedAuxState::of_arrays(step, numbers.batches),
         };
-        let begun = self.begin(
-            arrays,
-            Kept {
-                optimizer,
-                aux_state,
-            },
-        );
+        let begun = self.begin(arrays, kept);
         begun.map_err(|error| match error {
             Error::Invalid(reason) => refused(reason),
             other => other,

@@ -9,19 +9,19 @@ use mlx_rs::{
 
 use super::{
     host::ModuleHost,
-    kept::Kept,
-    key::Key,
+    key::ModuleKey,
     loss::Loss,
-    optimizer,
+    optimizer::{self, Arrays},
     output::{Spent, StepOutput},
     slots::{ModuleArrays, Slots},
+    state::Kept,
 };
 use crate::{
     engine::{nonfinite::is_true, Engine, Flags, Options},
     error::{Error, Result},
     mlx::{kernels, memory, openblas, random},
     optim::{LearningRate, Optimizers, Rules},
-    trace::{Outputs, Task, TraceCache},
+    trace::{Key, Outputs, Task, TraceCache},
 };
 
 /// What the user may have seen of the module since the last step.
@@ -75,9 +75,9 @@ pub struct Step<M> {
     pub(super) others: Vec<Array>,
     pub(super) key: Array,
     pub(super) shown: Cell<Shown>,
-    pub(super) kept: Kept,     // for parameters that are frozen now
+    pub(super) kept: Kept, // with the arrays of parameters that are frozen now
     pub(super) version: usize, // of what the loss and the schedules may depend on
-    pub(super) traces: TraceCache<Key, ()>,
+    pub(super) traces: TraceCache<Key<ModuleKey>, ()>,
     pub(super) steps: usize,
     pub(super) updates: usize,
     pub(super) skips: Flags,
@@ -118,8 +118,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let rates = optimizers.rates().cloned().collect();
         let mixed = options.compute_dtype.is_some();
         let host = ModuleHost::new(model, loss, rates, mixed);
-        let (rules, engine) =
-            optimizer::lay_out(&arrays, &optimizers, &options, &Kept::default().optimizer)?;
+        let (rules, engine) = optimizer::lay_out(&arrays, &optimizers, &options, &Arrays::new())?;
         host.slots.replace(Rc::new(arrays.slots));
         Ok(Self {
             host: Rc::new(host),
@@ -236,7 +235,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// float32 scalar. `None` for a rule without.
     #[must_use]
     pub fn learning_rate(&self, rule: usize) -> Option<Array> {
-        let at = optimizer::rate_at(&self.rules, rule)?;
+        let at = self.rules.rate_at(rule)?;
         self.engine.state().get(at).cloned()
     }
 
@@ -248,7 +247,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let rate = rate.into();
         let scheduled = |rate: &LearningRate| matches!(rate, LearningRate::Schedule(_));
         let rules = 0..self.rules.rules().len();
-        let places = rules.filter_map(|rule| optimizer::rate_at(&self.rules, rule));
+        let places = rules.filter_map(|rule| self.rules.rate_at(rule));
         let values = places.map(|at| Ok((at, rate.at(&self.engine.state()[at - 1])?)));
         for (at, value) in values.collect::<Result<Vec<_>>>()? {
             self.engine.set_state(at, value);

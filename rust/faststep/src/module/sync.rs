@@ -12,16 +12,17 @@ use mlx_rs::{
 };
 
 use super::{
-    kept::Kept,
     optimizer,
     output::Stats,
-    slots::{ModuleArrays, Role},
+    slots::ModuleArrays,
+    state::Kept,
     step::{Shown, Step},
 };
 use crate::{
     engine::nonfinite::is_true,
     error::{Error, Result},
     mlx::{array, openblas},
+    trace::Role,
 };
 
 impl<M: ModuleParameters + 'static> Step<M> {
@@ -182,7 +183,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         }
     }
 
-    // before a step: take over what the user has changed, and let the module go of its arrays
+    // before a step: read the user's changes, and remove the arrays from the module
     pub(super) fn take_in(&mut self) -> Result<()> {
         if self.shown.get() == Shown::Open {
             self.version += 1;
@@ -211,11 +212,11 @@ impl<M: ModuleParameters + 'static> Step<M> {
         Ok(())
     }
 
-    // other parameters, or other shapes: lay everything out anew, and keep what the step has for those that stay
+    // for other parameters or shapes: build a new engine that keeps the state of the parameters that remain
     fn adopt(&mut self, arrays: ModuleArrays) -> Result<()> {
         let kept = Kept {
             optimizer: self.optimizer_state()?,
-            aux_state: self.aux_state()?.with_rest_of(&self.kept.aux_state),
+            aux_state: self.aux_state()?,
         };
         self.begin(arrays, kept)
     }
@@ -224,7 +225,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
     pub(super) fn begin(&mut self, arrays: ModuleArrays, mut kept: Kept) -> Result<()> {
         let (rules, mut engine) =
             optimizer::lay_out(&arrays, &self.optimizers, &self.options, &kept.optimizer)?;
-        let aux_state = kept.aux_state.onto(&arrays.slots);
+        let slots = &arrays.slots;
+        let aux_state = kept.aux_state.onto(&slots.parameters, slots.tensors());
         engine.need(self.options.needs(aux_state.window.is_some()))?;
         engine.load_aux_state(&aux_state)?;
         (self.engine, self.rules) = (engine, Rc::new(rules));
@@ -232,7 +234,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         self.host.slots.replace(Rc::new(arrays.slots));
         let current = optimizer::named(&self.rules, &self.engine, &self.slots().parameters)?;
         kept.optimizer.retain(|name, _| !current.contains_key(name));
-        kept.aux_state.forget(&self.slots().parameters);
+        kept.aux_state = kept.aux_state.without(&self.slots().parameters);
         self.kept = kept;
         Ok(())
     }

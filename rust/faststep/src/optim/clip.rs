@@ -39,7 +39,7 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
     total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
 }
 
-// of gradients of one dtype
+// sums of squares of gradients that share a dtype
 fn sums_of_squares(gradients: Vec<Array>) -> Result<Vec<Array>> {
     if let Some(sum) = join::sum_of_squares(&gradients)? {
         return Ok(vec![sum]);
@@ -54,7 +54,7 @@ fn sums_of_squares(gradients: Vec<Array>) -> Result<Vec<Array>> {
     Ok(sums)
 }
 
-// where they are many, joining them costs less than a few kernels for each
+// join many small gradients: one join costs less than a few kernels per gradient
 fn sums_of_small(gradients: &[Array]) -> Result<Vec<Array>> {
     if gradients.len() < MANY {
         let sums = gradients.iter().map(|each| each.square()?.sum(None));

@@ -3,19 +3,15 @@
 //! Uses `layout` and `mlx`.
 //!
 //! The way of a batch: its gradients are clipped (`clip`), then `Rules` updates every buffer by its rule, with the
-//! learning rate that a schedule gives.
-mod adafactor;
+//! learning rate that a schedule gives. The rules are listed in `optimizer`, each in a file of its own there.
 pub mod clip;
-mod given;
-mod muon;
-mod optimizer;
+pub mod optimizer;
 mod optimizers;
 mod rules;
 pub mod schedulers;
+mod state;
 
-pub use adafactor::Adafactor;
-pub use given::Moment;
-pub use muon::Muon;
-pub use optimizer::Optimizer;
+pub use optimizer::{Attributes, Moment, Optimizer};
 pub use optimizers::{LearningRate, Optimizers};
 pub use rules::{Rules, UpdateOutput};
+pub use state::StateLayout;

@@ -3,7 +3,7 @@ use std::{fmt, rc::Rc};
 
 use mlx_rs::{error::Result, Array, Dtype};
 
-use super::{adafactor::Adafactor, muon::Muon, optimizer::Optimizer};
+use super::optimizer::Optimizer;
 
 type Schedule = Rc<dyn Fn(&Array) -> Result<Array>>;
 type Filter = Rc<dyn Fn(&str, &Array) -> bool>;
@@ -66,10 +66,10 @@ pub struct Optimizers {
 
 impl Optimizers {
     /// One rule for all parameters.
-    pub fn new(rule: Optimizer, learning_rate: impl Into<LearningRate>) -> Self {
+    pub fn new(rule: impl Into<Optimizer>, learning_rate: impl Into<LearningRate>) -> Self {
         let all: Filter = Rc::new(|_, _| true);
         Self {
-            parts: vec![(all, rule, learning_rate.into())],
+            parts: vec![(all, rule.into(), learning_rate.into())],
         }
     }
 
@@ -77,12 +77,12 @@ impl Optimizers {
     #[must_use]
     pub fn with(
         mut self,
-        rule: Optimizer,
+        rule: impl Into<Optimizer>,
         learning_rate: impl Into<LearningRate>,
         filter: impl Fn(&str, &Array) -> bool + 'static,
     ) -> Self {
         let before = self.parts.len() - 1;
-        let part: (Filter, _, _) = (Rc::new(filter), rule, learning_rate.into());
+        let part: (Filter, _, _) = (Rc::new(filter), rule.into(), learning_rate.into());
         self.parts.insert(before, part);
         self
     }
@@ -115,110 +115,5 @@ impl fmt::Debug for Optimizers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = self.parts.iter().map(|(_, rule, rate)| (rule, rate));
         f.debug_list().entries(parts).finish()
-    }
-}
-
-/// The rules with the options that they have in `mlx.optimizers` unless told otherwise; write the variant out for others.
-impl Optimizer {
-    /// SGD; `momentum` 0 keeps no velocity.
-    #[must_use]
-    pub fn sgd(momentum: f64) -> Self {
-        Self::Sgd {
-            momentum,
-            weight_decay: 0.0,
-            dampening: 0.0,
-            nesterov: false,
-        }
-    }
-
-    /// Adam, as MLX has it without bias correction.
-    #[must_use]
-    pub fn adam() -> Self {
-        Self::Adam {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            bias_correction: false,
-            weight_decay: None,
-        }
-    }
-
-    /// `AdamW`, as MLX has it without bias correction; MLX's own weight decay is 0.01.
-    #[must_use]
-    pub fn adamw(weight_decay: f64) -> Self {
-        Self::Adam {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            bias_correction: false,
-            weight_decay: Some(weight_decay),
-        }
-    }
-
-    /// Adamax.
-    #[must_use]
-    pub fn adamax() -> Self {
-        Self::Adamax {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-        }
-    }
-
-    /// Lion; MLX's own weight decay is 0.
-    #[must_use]
-    pub fn lion(weight_decay: f64) -> Self {
-        Self::Lion {
-            betas: (0.9, 0.99),
-            weight_decay,
-        }
-    }
-
-    /// `RMSprop`.
-    #[must_use]
-    pub fn rmsprop() -> Self {
-        Self::RmsProp {
-            alpha: 0.99,
-            eps: 1e-8,
-        }
-    }
-
-    /// Adagrad.
-    #[must_use]
-    pub fn adagrad() -> Self {
-        Self::Adagrad { eps: 1e-8 }
-    }
-
-    /// `AdaDelta`.
-    #[must_use]
-    pub fn adadelta() -> Self {
-        Self::AdaDelta {
-            rho: 0.9,
-            eps: 1e-6,
-        }
-    }
-
-    /// Adafactor with a learning rate; MLX's own follows from the step where none is given.
-    #[must_use]
-    pub fn adafactor() -> Self {
-        Self::Adafactor(Adafactor {
-            eps: (1e-30, 1e-3),
-            clip_threshold: 1.0,
-            decay_rate: -0.8,
-            beta_1: None,
-            weight_decay: 0.0,
-            scale_parameter: true,
-            relative_step: false,
-            warmup_init: false,
-            has_rate: true,
-        })
-    }
-
-    /// Muon.
-    #[must_use]
-    pub fn muon() -> Self {
-        Self::Muon(Muon {
-            momentum: 0.95,
-            weight_decay: 0.01,
-            nesterov: true,
-            ns_steps: 5,
-        })
     }
 }

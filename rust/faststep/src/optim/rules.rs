@@ -8,10 +8,7 @@ use mlx_rs::{
     Array,
 };
 
-use super::{
-    given::{Moment, Updated},
-    optimizer::Optimizer,
-};
+use super::optimizer::{Given, Moment, Optimizer, Updated};
 use crate::{
     layout::{Layout, Tensor},
     mlx::ops::choose,
@@ -112,20 +109,27 @@ impl Rules {
     #[must_use]
     pub fn scalars(&self) -> usize {
         let rules = self.rules.iter();
-        rules.map(|rule| 1 + usize::from(rule.has_rate())).sum()
+        rules.map(|rule| rule.scalars().len()).sum()
     }
 
     /// Where the learning rate of each buffer stands, if its weights move by about that much.
     pub(crate) fn rates(&self, layout: &Layout) -> Vec<Option<usize>> {
-        let mut at = 0;
-        let rates = self.rules.iter().map(|rule| {
-            at += 1 + usize::from(rule.has_rate());
-            rule.moves_by_rate().then(|| at - 1)
+        let rates = self.rules.iter().enumerate().map(|(number, rule)| {
+            let at = self.rate_at(number);
+            at.filter(|_| rule.moves_by_rate())
         });
         let rates: Vec<_> = rates.collect();
         let first = |buffer| layout.members(buffer).next();
         let buffers = (0..layout.len()).map(|buffer| rates[self.of[first(buffer)?]]);
         buffers.collect()
+    }
+
+    /// Where the learning rate of that rule stands; `None` for a rule without.
+    #[must_use]
+    pub fn rate_at(&self, rule: usize) -> Option<usize> {
+        let before = self.rules.get(..rule)?.iter();
+        let first: usize = before.map(|rule| rule.scalars().len()).sum();
+        self.rules.get(rule)?.has_rate().then_some(first + 1)
     }
 
     /// Where the moments of each buffer stand.
@@ -166,11 +170,22 @@ impl Rules {
             let shape = &layout.tensors()[first].shape;
             let stacked = layout.single(buffer).is_none() && !rule.is_elementwise(shape);
             let rate = head.rate.as_ref();
-            let given = (gradient, weight, old);
+            let given = Given {
+                rule,
+                gradient,
+                parameter: weight,
+                moments: old,
+                rate: rate
+                    .map(|rate| rate.as_dtype(gradient.dtype()))
+                    .transpose()?,
+                step: &head.step,
+                take: good,
+                stacked,
+            };
             let (weight, new) = if stacked {
-                Self::update_stack(rule, shape, given, rate, &head.step, good)?
+                update_stack(rule, shape, &given)?
             } else {
-                rule.update(gradient, weight, old, rate, &head.step, good)?
+                rule.update(&given)?
             };
             parameters.push(weight);
             new_state.extend(place.zip(new));
@@ -189,38 +204,12 @@ impl Rules {
         })
     }
 
-    // tensors of one shape, joined along their first axis: as one array with an axis more
-    fn update_stack(
-        rule: &Optimizer,
-        shape: &[i32],
-        (gradient, weight, old): (&Array, &Array, &[Array]),
-        rate: Option<&Array>,
-        step: &Array,
-        good: Option<&Array>,
-    ) -> Updated {
-        let stack = |array: &Array, shape: &[i32]| array.reshape(&[&[-1], shape].concat());
-        let moments = rule.moments(shape);
-        let pairs = old.iter().zip(&moments);
-        let stacked: Vec<Array> = pairs
-            .map(|(old, (_, shape))| stack(old, shape))
-            .collect::<Result<_>>()?;
-        let (gradient, parameter) = (stack(gradient, shape)?, stack(weight, shape)?);
-        let (new, moments) =
-            rule.update_all(&gradient, &parameter, &stacked, rate, step, good, true)?;
-        let pairs = moments.iter().zip(old);
-        let moments = pairs.map(|(new, old)| new.reshape(old.shape()));
-        Ok((
-            new.reshape(weight.shape())?,
-            moments.collect::<Result<_>>()?,
-        ))
-    }
-
     // the number of this update, and the learning rate that its schedule gives for those before
     fn heads(&self, schedule: Schedule, state: &[Array]) -> Result<Vec<Head>> {
         let mut at = 0;
         let heads = self.rules.iter().enumerate().map(|(number, rule)| {
             let here = at;
-            at += 1 + usize::from(rule.has_rate());
+            at += rule.scalars().len();
             let [step, rate @ ..] = state.get(here..at).ok_or_else(short)? else {
                 return Err(short());
             };
@@ -237,6 +226,32 @@ impl Rules {
         });
         heads.collect()
     }
+}
+
+// update tensors of one shape, joined along their first axis, as one array with a leading axis
+fn update_stack(rule: &Optimizer, shape: &[i32], given: &Given) -> Updated {
+    let stack = |array: &Array, shape: &[i32]| array.reshape(&[&[-1], shape].concat());
+    let pairs = given.moments.iter().zip(rule.moments(shape));
+    let moments: Vec<Array> = pairs
+        .map(|(old, (_, shape))| stack(old, &shape))
+        .collect::<Result<_>>()?;
+    let (gradient, parameter) = (
+        stack(given.gradient, shape)?,
+        stack(given.parameter, shape)?,
+    );
+    let (new, new_moments) = rule.update(&Given {
+        gradient: &gradient,
+        parameter: &parameter,
+        moments: &moments,
+        rate: given.rate.clone(),
+        ..*given
+    })?;
+    let pairs = new_moments.iter().zip(given.moments);
+    let new_moments = pairs.map(|(new, old)| new.reshape(old.shape()));
+    Ok((
+        new.reshape(given.parameter.shape())?,
+        new_moments.collect::<Result<_>>()?,
+    ))
 }
 
 fn short() -> Exception {

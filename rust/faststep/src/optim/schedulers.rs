@@ -19,7 +19,7 @@ fn number(value: f64) -> Array {
     scalar(value, Dtype::Float32)
 }
 
-// a number beside the count of updates, in its dtype, as MLX takes a Python integer
+// an integer constant in the dtype of the update count, as MLX converts a Python int
 fn count(steps: u32, step: &Array) -> Result<Array> {
     Array::from_slice(&[u64::from(steps)], &[]).as_dtype(step.dtype())
 }

@@ -1,5 +1,5 @@
 //! The traces of a step: which one fits a call, why a new one was needed, which one goes first.
-use super::trace::Trace;
+use super::{task::Task, trace::Trace};
 use crate::mlx::memory;
 
 /// After so many dropped traces the C library is asked to give their memory back.
@@ -29,7 +29,14 @@ pub struct TraceEntry<K, T> {
     seconds: Option<f64>, // none before its first evaluation is done
 }
 
-type Last<'a, K, T> = Option<&'a mut TraceEntry<K, T>>;
+/// The traces of one call.
+#[derive(Debug)]
+pub struct CallTraces<'a> {
+    /// Of the whole step, of the batch, of the gradients, or of an update where there is no batch.
+    pub trace: &'a mut Trace,
+    /// Of the update that follows the batch.
+    pub update: Option<&'a mut Trace>,
+}
 
 /// The traces of one step, by keys of type `K`.
 #[derive(Debug)]
@@ -114,16 +121,27 @@ impl<K, T> TraceCache<K, T> {
         self.recent().map(|entry| &entry.key).collect()
     }
 
-    /// The trace used last, and the one before it.
-    pub fn last_two(&mut self) -> (Last<'_, K, T>, Last<'_, K, T>) {
+    /// The traces of a call, which were found last: that of its task, and before it that of the update where the batch
+    /// fills a window.
+    pub fn of(&mut self, task: Task) -> Option<CallTraces<'_>> {
         let mut entries = self.entries.iter_mut().rev();
-        (entries.next(), entries.next())
+        let trace = &mut entries.next()?.trace;
+        let update = match task {
+            Task::Batch { fills: true } => Some(&mut entries.next()?.trace),
+            _ => None,
+        };
+        Some(CallTraces { trace, update })
     }
 
     /// The trace used last.
     #[must_use]
     pub fn last(&self) -> Option<&TraceEntry<K, T>> {
         self.entries.last()
+    }
+
+    /// The same, to change what the host keeps with it.
+    pub fn last_mut(&mut self) -> Option<&mut TraceEntry<K, T>> {
+        self.entries.last_mut()
     }
 
     /// After a call that succeeded: its new traces took so many seconds. Whether there were any.

@@ -21,10 +21,10 @@ impl Guard {
             .max_loss
             .map_or(f32::MAX, |limit| limit as f32)
             .min(f32::MAX);
-        // A barrier: what the loss is divided by would be in the kernel's source, and every other number of tokens be
-        // another kernel, half a second of g++.
+        // A barrier: otherwise the divisor of the loss is a constant in the kernel's source, and each number of tokens
+        // compiles another kernel (half a second of g++).
         let loss = loss.as_dtype(Dtype::Float32)?.contiguous()?;
-        // NaN compares as false
+        // comparisons with NaN are false
         let below = loss.le(Array::from_f32(limit))?;
         let above = loss.ge(Array::from_f32(f32::MIN))?;
         let good = ops::logical_and(ops::logical_and(below, above)?, Self::finite(norm)?)?;

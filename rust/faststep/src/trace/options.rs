@@ -20,13 +20,24 @@ pub enum Nonfinite {
     Allow,
 }
 
+impl Nonfinite {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Skip, Self::Raise, Self::Allow];
+
+    /// The name in Python.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Skip => "skip",
+            Self::Raise => "raise",
+            Self::Allow => "allow",
+        }
+    }
+}
+
 impl std::fmt::Display for Nonfinite {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Skip => "\"skip\"",
-            Self::Raise => "\"raise\"",
-            Self::Allow => "\"allow\"",
-        })
+        write!(f, "{:?}", self.name())
     }
 }
 
@@ -87,6 +98,42 @@ impl Default for Options {
     }
 }
 
+/// An option of some type, to be set.
+#[derive(Debug)]
+pub enum Field<'a> {
+    /// A number, or none.
+    Number(&'a mut Option<f64>),
+    /// True or false.
+    Flag(&'a mut bool),
+    /// A whole number.
+    Count(&'a mut usize),
+    /// A whole number, or none.
+    Limit(&'a mut Option<usize>),
+    /// A dtype, or none.
+    Dtype(&'a mut Option<Dtype>),
+    /// What to do about a NaN.
+    Nonfinite(&'a mut Nonfinite),
+}
+
+macro_rules! fields {
+    ($($kind:ident: $type:ty,)*) => {$(
+        impl<'a> From<&'a mut $type> for Field<'a> {
+            fn from(value: &'a mut $type) -> Self {
+                Self::$kind(value)
+            }
+        }
+    )*};
+}
+
+fields! {
+    Number: Option<f64>,
+    Flag: bool,
+    Count: usize,
+    Limit: Option<usize>,
+    Dtype: Option<Dtype>,
+    Nonfinite: Nonfinite,
+}
+
 macro_rules! setters {
     ($($name:ident: $value:ty,)*) => {
         /// Each method gives the same options but for one field.
@@ -97,7 +144,13 @@ macro_rules! setters {
                 self.$name = $name.into();
                 self
             }
-        )*}
+        )*
+
+            /// All options with their names, to be read from another language.
+            pub fn fields(&mut self) -> Vec<(&'static str, Field<'_>)> {
+                vec![$((stringify!($name), (&mut self.$name).into()),)*]
+            }
+        }
     };
 }
 

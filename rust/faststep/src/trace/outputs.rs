@@ -119,7 +119,7 @@ impl Outputs {
         })
     }
 
-    // everything that is computed before the update
+    // the outputs that do not depend on the update
     pub(crate) fn before_update(&self) -> impl Iterator<Item = &Array> {
         let values = self.loss.iter().chain(&self.aux).chain(&self.kept);
         let values = values.chain(&self.norm).chain(&self.skipped);
@@ -133,7 +133,7 @@ impl Outputs {
         self.parameters.iter().chain(state)
     }
 
-    // an array that is there when the step is done and that no later step takes over
+    // an output whose buffer no later step reuses
     pub(crate) fn marker(&self) -> Option<&Array> {
         let values = self.loss.iter().chain(&self.skipped).chain(&self.norm);
         values

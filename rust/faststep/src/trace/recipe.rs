@@ -7,6 +7,15 @@ use crate::{
     optim::Rules,
 };
 
+/// What an array of the model is to a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// A trainable parameter, by its index.
+    Parameter(usize),
+    /// Any other array, by its index.
+    Other(usize),
+}
+
 /// How parameters are updated.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rule {

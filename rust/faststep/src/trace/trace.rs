@@ -113,7 +113,7 @@ impl Trace {
             None => Error::Compile(error),
         })?;
         if self.traced.get() != 0 {
-            // a trace sees tracers, an eager call the arrays themselves
+            // a compiled call passes tracers to the body, an eager call the input arrays themselves
             self.eager = inputs.first().map(array::id) == Some(self.traced.get());
         }
         Outputs::split(outputs, self.counts.borrow().clone()).map_err(Error::Trace)

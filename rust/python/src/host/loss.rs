@@ -1,5 +1,5 @@
 //! One call of the loss function, with tracers in place of the arrays.
-use faststep::engine::{Left, LossCall, LossOutput};
+use faststep::engine::{Left, LossCall, LossOutput, Role};
 use mlx_rs::{error::Exception, Array};
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -11,13 +11,7 @@ use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
     reach::stop::Stop,
-    tree::{
-        rebuild::rebuild,
-        role::{dotted, Role},
-        slot::Slot,
-        walk::Scope,
-        Tree,
-    },
+    tree::{paths::dotted, rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
 /// What a loss function returned.
@@ -58,7 +52,7 @@ fn failed(error: Exception) -> Stop {
 }
 
 impl Current {
-    // puts tracers into the model's slots, calls the loss and reads off what it assigned to parameters
+    // put tracers into the model's slots, call the loss, and collect its assignments to parameters
     pub(super) fn loss(&mut self, py: Python<'_>, call: LossCall) -> Result<LossOutput, Stop> {
         let (tree, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
         let roles = self.roles.clone();
@@ -90,7 +84,7 @@ impl Current {
         Ok(output)
     }
 
-    // what the slot holds in place of the tracer, in its dtype where the loss computes in another one
+    // the array that replaced the tracer in a slot, cast to its dtype in mixed precision
     fn rebound(
         &self,
         slot: &Slot<'_>,
@@ -120,7 +114,7 @@ impl Current {
         Ok(Some(now))
     }
 
-    // what the loss, and the parts of it that were called again for the gradients, have left behind
+    // the assignments of the loss, including those of parts called again for the gradients
     pub(super) fn left(
         &self,
         py: Python<'_>,

@@ -8,7 +8,7 @@ use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
     reach::stop::Stop,
-    tree::{rebuild::rebuild, role::dotted, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 impl Current {

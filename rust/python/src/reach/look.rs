@@ -136,7 +136,7 @@ impl Program {
         })
     }
 
-    // whether the next array has the shape and dtype that it had; it is held from now on
+    // whether the next array has the recorded shape and dtype; keeps a reference to it
     fn holds(&self, number: &mut usize, object: &Bound<'_, PyAny>) -> bool {
         let at = *number;
         *number += 1;
@@ -161,7 +161,7 @@ impl Program {
         true
     }
 
-    // the node of each array
+    // the index of each array's node
     fn arrays(&self) -> Vec<usize> {
         let nodes = self.nodes.iter().enumerate();
         let arrays = nodes.flat_map(|(at, node)| {

@@ -103,7 +103,7 @@ impl Weak {
         }
     }
 
-    // a class that a module has lives as long as the process; one that a function has made may refer to a model
+    // a class that is a module attribute lives as long as the process; a class made by a function may refer to a model
     fn of_class(class: &Bound<'_, PyType>) -> Self {
         let made = class.qualname().map(|name| name.to_string());
         if made.is_ok_and(|name| !name.contains("<locals>")) {
@@ -208,7 +208,7 @@ pub fn moving(name: &str) -> PyErr {
     ))
 }
 
-// the expectation is completed when the object is there
+// the rest of the message is appended when the object is known
 fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
     Ok(match number {
         0 => Expect::Array,
@@ -461,7 +461,7 @@ impl Node {
     }
 }
 
-/// A copy of what an object holds, or of a large NumPy array the hash of that: the object may be changed in place.
+/// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.
 pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
     if !is_numpy(object) {

@@ -2,15 +2,15 @@
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
-use faststep::engine::{Flags, Output, Owner};
+use faststep::engine::{Flags, Output, Owner, Role};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
-use super::nonfinite::read;
+use super::flags::read;
 use crate::{
     mlx::{errors::mlx, gil::Waiting},
     store::Store,
-    tree::role::{dotted, Role},
+    tree::paths::dotted,
 };
 
 /// So many steps in a row are told.
@@ -159,7 +159,7 @@ fn listed(mut names: Vec<String>) -> String {
     }
 }
 
-// which of the model's arrays is no number, and what to do
+// a message that names the first array of the model that is not finite, and says what to do
 fn not_finite(py: Python<'_>, store: &Store) -> PyResult<String> {
     let Some(engine) = &store.engine else {
         return Ok(String::new());

@@ -7,7 +7,7 @@ use pyo3::{prelude::*, types::PyBool};
 
 use super::{
     arguments::Arguments,
-    nonfinite::{is_true, read},
+    flags::{is_true, read},
     run::Given,
     trace_cache::warn,
     Inner, Returned,
@@ -151,7 +151,7 @@ impl Inner {
         Ok((self.returned(user.py(), &output.batch)?, tree))
     }
 
-    // the batch, and what the loss reaches beside it
+    // the batch, and the values that the loss reaches beside it
     pub(super) fn given(&mut self, user: &mut Arguments<'_>) -> PyResult<Given> {
         let batch = user.batch()?;
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
@@ -160,7 +160,7 @@ impl Inner {
         Ok(Given::new(batch, looked, roots))
     }
 
-    // what the loss function returned, with the arrays of this step
+    // the loss function's return value with the arrays of this step
     fn returned<'py>(&self, py: Python<'py>, output: &Outputs) -> PyResult<Bound<'py, PyAny>> {
         match self.template.as_ref().map(|template| template.bind(py)) {
             Some(template) if !bridge::is_array(template) => {

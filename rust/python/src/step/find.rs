@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use super::{
     arguments::Arguments,
     run::Given,
-    trace_cache::{holds, Entry, Key},
+    trace_cache::{equals, holds, CallKey, Entry, Key},
     Inner,
 };
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl Inner {
-    // the call's traces become the last entries: that of the update, then that of the batch
+    // the call's traces become those used last: that of the update, then that of the batch
     pub(super) fn find(
         &mut self,
         store: &mut Store,
@@ -33,20 +33,27 @@ impl Inner {
             let updates = matches!(part, Part::Whole(_) | Part::Update(_));
             let has_loss = !matches!(part, Part::Update(_));
             let places = store.engine.as_ref().ok_or_else(missing)?.places();
-            let key = Key {
+            let front = CallKey {
                 model: store.signature()?.id,
                 options: if updates { store.options_id() } else { 0 },
-                places,
                 reached: Vec::new(),
                 batch: Rc::default(),
+            };
+            let key = Key {
                 part,
+                places,
+                front,
             };
             if has_loss {
                 self.find_loss(store, user, given, key)?;
                 continue;
             }
             let py = user.py();
-            if self.traces.use_again(|e| e.key.equals(&key, py)).is_none() {
+            if self
+                .traces
+                .use_again(|e| equals(&e.key, &key, py))
+                .is_none()
+            {
                 let recipe = self.recipe(store, &key, 0)?;
                 let trace = Trace::new(recipe, self.host.clone(), self.compiled);
                 let max_traces = self.options.max_traces;
@@ -57,8 +64,8 @@ impl Inner {
         Ok(())
     }
 
-    // a trace for the arrays that the loss reaches, and for the numbers: one for which they are known to be the right ones,
-    // or one whose graph a new one equals but for constants that are inputs
+    // find a trace that matches the arrays and the numbers that the loss reaches: one that is known to hold for these numbers,
+    // or one whose graph differs from the current graph only in constants that are inputs
     fn find_loss(
         &mut self,
         store: &mut Store,
@@ -68,17 +75,13 @@ impl Inner {
     ) -> Result<(), Stop> {
         let py = user.py();
         let looked = given.looked.clone();
-        let key = Key {
-            reached: if self.compiled {
-                looked.program.tensors().to_vec()
-            } else {
-                Vec::new()
-            },
-            batch: given.tree.clone(),
-            ..key
-        };
+        let mut key = key;
+        if self.compiled {
+            key.front.reached = looked.program.tensors().to_vec();
+        }
+        key.front.batch = given.tree.clone();
         given.constants.clear();
-        let fits = |entry: &Entry| entry.key.equals(&key, py) && holds(entry, py, &looked);
+        let fits = |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked);
         if let Some(entry) = self.traces.use_again(fits) {
             if let Some(seen) = entry.kept.seen(py, &looked) {
                 given.constants.clone_from(&seen.constants);
@@ -92,7 +95,7 @@ impl Inner {
         let changed = self
             .traces
             .recent()
-            .find(|entry| entry.key.equals(&key, py));
+            .find(|entry| equals(&entry.key, &key, py));
         let seen = changed.and_then(|entry| entry.kept.seen.last());
         let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
         let names = changed.iter().map(|&value| looked.value_name(py, value));
@@ -107,7 +110,7 @@ impl Inner {
         let Some(varying) = varying else {
             return Ok(());
         };
-        let others = store.others.len() + key.reached.len() + varying.len();
+        let others = store.others.len() + key.front.reached.len() + varying.len();
         let recipe = self.recipe(store, &key, others)?;
         let trace = Trace::new(recipe, self.host.clone(), self.compiled);
         let max_traces = self.options.max_traces;
@@ -116,8 +119,8 @@ impl Inner {
         Ok(())
     }
 
-    // where a trace was made for other numbers, a new graph tells whether it does for these: None; or the constants that a
-    // new trace is to take as inputs
+    // if a trace exists for other numbers, compare its graph with the current one: None if the trace holds, else the constants
+    // that a new trace takes as inputs
     fn shared(
         &mut self,
         store: &mut Store,
@@ -126,7 +129,8 @@ impl Inner {
         key: &Key,
     ) -> Result<Option<Vec<u32>>, Stop> {
         let py = user.py();
-        let is_candidate = |entry: &Entry| entry.kept.graph.is_some() && entry.key.equals(key, py);
+        let is_candidate =
+            |entry: &Entry| entry.kept.graph.is_some() && equals(&entry.key, key, py);
         if !self.traces.recent().any(is_candidate) {
             return Ok(Some(Vec::new()));
         }
@@ -169,7 +173,7 @@ impl Inner {
         Ok(Some(varying))
     }
 
-    // the trace used last holds for the numbers that were there when it was made, and for what the loss has made of them
+    // record that the last trace holds for the numbers at its creation, and for those numbers as the loss has changed them
     pub(super) fn see(
         &mut self,
         user: &Arguments<'_>,
@@ -183,7 +187,7 @@ impl Inner {
             .map(|root| root.bind(py).clone())
             .collect();
         let now = self.reach.look(&roots, &user.optimizer)?;
-        if let (Some(last), _) = self.traces.last_two() {
+        if let Some(last) = self.traces.last_mut() {
             if last.kept.seen(py, &given.looked).is_none() {
                 let constants = given.constants.clone();
                 last.kept.see(Seen::new(&given.looked, constants, template));
@@ -193,7 +197,7 @@ impl Inner {
         Ok(())
     }
 
-    // the graph of the loss as it is now, and what it returns; nothing is compiled
+    // trace the loss without compiling: its graph, and the template of its return value
     fn sketch(
         &mut self,
         store: &mut Store,
@@ -202,7 +206,7 @@ impl Inner {
         key: &Key,
     ) -> Result<(Graph, Option<Py<PyAny>>), Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let recipe = self.recipe(store, key, store.others.len() + key.reached.len())?;
+        let recipe = self.recipe(store, key, store.others.len() + key.front.reached.len())?;
         let mut trace = Trace::new(recipe, self.host.clone(), true);
         let call = self.enter_host(store, user, given, true, &[])?;
         if let Some(current) = self.host.current.borrow_mut().as_mut() {
@@ -225,17 +229,11 @@ impl Inner {
     fn recipe(&self, store: &Store, key: &Key, others: usize) -> PyResult<Recipe> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let engine = store.engine.as_ref().ok_or_else(missing)?;
-        Ok(Recipe {
-            part: key.part.clone(),
-            layout: engine.layout().clone(),
-            places: engine.places(),
-            options: *self.options,
-            others,
-        })
+        Ok(engine.recipe(key.part.clone(), *self.options, others))
     }
 }
 
-// an argument as the loss function names it, for its number among the objects that are looked at
+// the name of an argument, from its index among the watched objects
 fn named(user: &Arguments<'_>, tree: &Tree, name: String) -> String {
     let Some(rest) = name.strip_prefix("argument ") else {
         return name;

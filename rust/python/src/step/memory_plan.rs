@@ -1,5 +1,5 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
-use faststep::engine::{Part, Plan};
+use faststep::engine::{Plan, Role};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -12,7 +12,6 @@ use crate::{
     mlx::bridge,
     reach::stop::Stop,
     store::{moments::Moments, owner::Holder, Prepared, Store},
-    tree::role::Role,
 };
 
 /// What a step will take of the device's memory, in bytes.
@@ -67,7 +66,7 @@ impl Inner {
     ) -> PyResult<MemoryPlan> {
         let mut given = self.given(&mut user)?;
         let user = &user;
-        // all calls of a window, whatever is in it now: the last one of them updates
+        // plan a whole window, regardless of the batches in it now: its last call updates
         let (task, calls) = match Task::of(accumulate, store.batches()) {
             Task::Whole => (Task::Whole, 1),
             _ => (Task::Batch { fills: true }, accumulate),
@@ -76,7 +75,7 @@ impl Inner {
         let mut prepared = store.prepare_draft(&user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-            inner.plan(store, user, &prepared, given, calls)
+            inner.plan(store, user, &prepared, given, (task, calls))
         });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
@@ -91,7 +90,7 @@ impl Inner {
         user: &Arguments<'_>,
         prepared: &Prepared<'_>,
         given: &Given,
-        calls: usize,
+        (task, calls): (Task, usize),
     ) -> Result<Plan, Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let signature = store.signature()?;
@@ -99,23 +98,14 @@ impl Inner {
         let varying = self.varying();
         let call = self.enter_host(store, user, given, true, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
-        let (last, before) = self.traces.last_two();
-        let last = last.ok_or_else(missing)?;
-        let update = before.filter(|_| last.key.part == Part::Batch);
+        let traces = self.traces.of(task).ok_or_else(missing)?;
         let in_flight = if self.options.raises() {
             0 // every step is waited for
         } else {
             self.options.in_flight
         };
         let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
-        let outcome = engine.plan(
-            &mut last.trace,
-            update.map(|update| &mut update.trace),
-            call,
-            (calls, in_flight),
-            &shown,
-            &mut holder,
-        );
+        let outcome = engine.plan(traces, call, (calls, in_flight), &shown, &mut holder);
         let put_back = holder.show(engine, false);
         let stop = self.leave_host(user, given, &signature);
         put_back?;
@@ -128,7 +118,7 @@ impl Inner {
     }
 }
 
-// what the model's and the optimizer's objects hold of what a step replaces
+// the arrays held by the model's and the optimizer's objects that a step replaces
 fn shown(store: &Store, prepared: &Prepared<'_>) -> PyResult<Vec<Array>> {
     let signature = store.signature()?;
     let slots = prepared.model.iter().zip(signature.roles.iter());

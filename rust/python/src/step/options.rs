@@ -1,7 +1,7 @@
 //! Conversion of the options from Python.
 use std::ops::Deref;
 
-use faststep::engine::{self, Nonfinite};
+use faststep::engine::{self, Field, Nonfinite};
 use mlx_rs::Dtype;
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -9,22 +9,6 @@ use pyo3::{
 };
 
 use crate::mlx::errors::to_python;
-
-/// The options as Python's `Options` has them.
-#[derive(FromPyObject)]
-struct Given {
-    max_grad_norm: Option<f64>,
-    max_grad_value: Option<f64>,
-    weighted: bool,
-    nonfinite: String,
-    max_loss: Option<f64>,
-    compute_dtype: Option<Py<PyAny>>,
-    ema_decay: Option<f64>,
-    compile: bool,
-    in_flight: i64,
-    max_traces: i64,
-    clear_cache_every: i64,
-}
 
 /// The engine's options, and the one that only a Python loss has.
 #[derive(Clone, Copy, Debug)]
@@ -46,31 +30,37 @@ fn refused(name: &str, expected: &str, got: &str) -> PyErr {
     PyValueError::new_err(format!("{name}: expected {expected}, got {got}"))
 }
 
+fn other_type(name: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    let got = value.get_type();
+    let got = got.fully_qualified_name();
+    let got = got.map_or_else(|error| error.to_string(), |name| name.to_string());
+    PyTypeError::new_err(format!("{name}: expected {expected}, got {got}"))
+}
+
+fn read<'py, T>(name: &str, expected: &str, value: &Bound<'py, PyAny>) -> PyResult<T>
+where
+    T: FromPyObjectOwned<'py>,
+{
+    let extracted = value.extract();
+    extracted.map_err(|_| other_type(name, expected, value))
+}
+
 fn count(name: &str, value: i64) -> PyResult<usize> {
     let negative = |_| refused(name, "no negative number", &value.to_string());
     usize::try_from(value).map_err(negative)
 }
 
-fn nonfinite(name: &str) -> PyResult<Nonfinite> {
-    match name {
-        "skip" => Ok(Nonfinite::Skip),
-        "raise" => Ok(Nonfinite::Raise),
-        "allow" => Ok(Nonfinite::Allow),
-        other => Err(refused(
-            "nonfinite",
-            "\"skip\", \"raise\" or \"allow\"",
-            &format!("{other:?}"),
-        )),
-    }
+fn nonfinite(name: &str, value: &str) -> PyResult<Nonfinite> {
+    let mut known = Nonfinite::ALL.into_iter();
+    let found = known.find(|each| each.name() == value);
+    let expected = "\"skip\", \"raise\" or \"allow\"";
+    found.ok_or_else(|| refused(name, expected, &format!("{value:?}")))
 }
 
-fn compute_dtype(given: &Bound<'_, PyAny>) -> PyResult<Dtype> {
+fn dtype(option: &str, given: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     let mlx = given.py().import("mlx.core")?;
     if !given.is_instance(&mlx.getattr("Dtype")?)? {
-        return Err(PyTypeError::new_err(format!(
-            "compute_dtype: expected mx.Dtype or None, got {}",
-            given.get_type().fully_qualified_name()?
-        )));
+        return Err(other_type(option, "mx.Dtype or None", given));
     }
     for (name, dtype) in [
         ("bfloat16", Dtype::Bfloat16),
@@ -82,10 +72,31 @@ fn compute_dtype(given: &Bound<'_, PyAny>) -> PyResult<Dtype> {
         }
     }
     Err(refused(
-        "compute_dtype",
+        option,
         "mx.bfloat16, mx.float16, mx.float32 or None",
         &given.repr()?.to_string(),
     ))
+}
+
+fn set(name: &str, field: Field<'_>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+    match field {
+        Field::Number(number) => *number = read(name, "a number or None", value)?,
+        Field::Flag(flag) => *flag = read(name, "a bool", value)?,
+        Field::Count(size) => *size = count(name, read(name, "an int", value)?)?,
+        Field::Limit(limit) => {
+            let given: Option<i64> = read(name, "an int or None", value)?;
+            *limit = given.map(|given| count(name, given)).transpose()?;
+        }
+        Field::Dtype(to) => {
+            let given = (!value.is_none()).then(|| dtype(name, value));
+            *to = given.transpose()?;
+        }
+        Field::Nonfinite(to) => {
+            let text: String = read(name, "a str", value)?;
+            *to = nonfinite(name, &text)?;
+        }
+    }
+    Ok(())
 }
 
 impl Options {
@@ -94,23 +105,15 @@ impl Options {
     /// # Errors
     /// `ValueError` for an option that is out of its range, `TypeError` for one of another type.
     pub fn read(options: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let given: Given = options.extract()?;
-        let dtype = given.compute_dtype.as_ref();
-        let dtype = dtype.map(|dtype| compute_dtype(dtype.bind(options.py())));
-        let step = engine::Options::default()
-            .max_grad_norm(given.max_grad_norm)
-            .max_grad_value(given.max_grad_value)
-            .nonfinite(nonfinite(&given.nonfinite)?)
-            .max_loss(given.max_loss)
-            .compute_dtype(dtype.transpose()?)
-            .ema_decay(given.ema_decay)
-            .compile(given.compile)
-            .in_flight(count("in_flight", given.in_flight)?)
-            .max_traces(count("max_traces", given.max_traces)?)
-            .clear_cache_every(count("clear_cache_every", given.clear_cache_every)?);
+        let mut step = engine::Options::default();
+        for (name, field) in step.fields() {
+            if let Some(value) = options.getattr_opt(name)? {
+                set(name, field, &value)?;
+            }
+        }
         step.check().map_err(|error| to_python(&error))?;
         Ok(Self {
-            weighted: given.weighted,
+            weighted: read("weighted", "a bool", &options.getattr("weighted")?)?,
             step,
         })
     }

@@ -2,7 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::{
-    engine::{Call, Layout, Output, Outputs, Rule, Task},
+    engine::{Call, Output, Rule, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -10,7 +10,6 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::{Arguments, Batch},
-    nonfinite::{refuse, refuse_update},
     trace_cache::warn,
     Inner,
 };
@@ -19,7 +18,7 @@ use crate::{
     mlx::{bridge, errors::to_python},
     reach::{stop::Stop, Looked},
     store::{owner::Holder, ModelSignature, Prepared, Store},
-    tree::Tree,
+    tree::{paths::dotted, Tree},
 };
 
 /// What MLX says where it cannot make a kernel of its compilation, and what a user is told.
@@ -68,7 +67,7 @@ impl Given {
 }
 
 impl Inner {
-    // traces where it has to and runs; once more, uncompiled, where the loss cannot be traced. True: a new trace
+    // find or make the traces and run them; once more uncompiled if the loss cannot be traced. True: a trace was made
     pub(super) fn run<T>(
         &mut self,
         store: &mut Store,
@@ -101,7 +100,7 @@ impl Inner {
                 Stop::Untraceable(why) | Stop::Becomes(why) if !(self.compiled && new) => {
                     return Err(PyRuntimeError::new_err(why));
                 }
-                // BatchNorm's, of a model in half precision, become float32 at the first batch
+                // running statistics of BatchNorm in half precision become float32 at the first batch
                 Stop::Becomes(_) if self.became == 0 => self.became = 1,
                 Stop::Untraceable(why) | Stop::Becomes(why) => self.fall_back(user.py(), why)?,
             }
@@ -118,7 +117,7 @@ impl Inner {
         warn(py, &message)
     }
 
-    // behind a batch that ran uncompiled only because a buffer became another
+    // compile again after a batch that ran uncompiled because the dtype of a buffer changed
     fn compile_again(&mut self) {
         if self.became == 1 && !self.compiled {
             self.became = 2;
@@ -127,7 +126,7 @@ impl Inner {
         }
     }
 
-    // how the step was taken, and why not natively
+    // record the mode of the step, and the reason if it is not native
     fn note_mode(&mut self, store: &Store, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
         let eager = self.traces.last().is_none_or(|e| e.trace.is_eager());
         let mode = match (eager, &store.rule) {
@@ -152,7 +151,7 @@ impl Inner {
         Ok(())
     }
 
-    // where MLX finds no g++ it compiles nothing for the CPU, without a word
+    // without g++ MLX silently compiles nothing for the CPU
     fn check_compiler(&mut self, py: Python<'_>) -> PyResult<()> {
         if !self.compiled || std::mem::replace(&mut self.checked, true) {
             return Ok(());
@@ -183,49 +182,17 @@ impl Inner {
         let call = self.enter_host(store, user, given, restore, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
-        let (last, before) = self.traces.last_two();
-        let last = last.ok_or_else(missing)?;
-        let in_flight = self.options.in_flight;
-        let mut refusal = None;
-        let mut approve = |layout: &Layout, batch: &Outputs| {
-            if self.options.raises() {
-                refusal = refuse(py, &signature.paths(), layout, self.options.guard(), batch).err();
-            }
-            refusal.is_none()
-        };
-        let update = match before {
-            Some(update) if matches!(task, Task::Batch { fills: true }) => Some(&mut update.trace),
-            _ => None,
-        };
-        let outcome = match task {
-            Task::Gradients => engine
-                .gradients(&mut last.trace, call, &mut holder)
-                .map(Output::of),
-            Task::Flush => engine.flush(&mut last.trace, &mut holder),
-            _ => engine.step(
-                &mut last.trace,
-                update,
-                call,
-                in_flight,
-                &mut holder,
-                &mut approve,
-            ),
-        };
-        if let (Ok(output), true) = (&outcome, self.options.raises() && task != Task::Whole) {
-            let update = output.last();
-            if task.updates() && refusal.is_none() {
-                refusal = refuse_update(update).err();
-            }
-        }
-        let shown = holder.show(engine, outcome.is_ok() && task != Task::Gradients);
+        let traces = self.traces.of(task).ok_or_else(missing)?;
+        let name = |tensor: usize| dotted(signature.path(tensor));
+        let outcome = engine.call(task, traces, call, &name, &mut holder);
+        let done = matches!(outcome, Ok(_) | Err(Error::Nonfinite(_)));
+        let shown = holder.show(engine, done && task != Task::Gradients);
         let stop = self.leave_host(user, given, &signature);
         shown?;
-        let stop = stop?;
-        match (outcome, stop, refusal) {
-            (_, _, Some(refusal)) => Err(Stop::Raised(refusal)),
-            (Ok(output), ..) => Ok(output),
-            (Err(_), Some(stop), _) => Err(stop),
-            (Err(error), None, _) => Err(from_device(&error)),
+        match (outcome, stop?) {
+            (Ok(output), _) => Ok(output),
+            (Err(_), Some(stop)) => Err(stop),
+            (Err(error), None) => Err(from_device(&error)),
         }
     }
 
@@ -234,7 +201,7 @@ impl Inner {
         last.map_or_else(Vec::new, |entry| entry.kept.varying.clone())
     }
 
-    // what the host is given for the call under way, and what the engine is
+    // set up the host for this call; returns the engine's arguments
     pub(super) fn enter_host(
         &self,
         store: &Store,
@@ -283,7 +250,7 @@ impl Inner {
         })
     }
 
-    // after the engine's call: why the trace ended; keeps the graph of a new one
+    // after the engine's call: the reason why tracing stopped, if any; stores the graph of a new trace
     pub(super) fn leave_host(
         &mut self,
         user: &Arguments<'_>,
@@ -294,7 +261,7 @@ impl Inner {
             return Ok(None);
         };
         if let Some(template) = current.template {
-            if let (true, Some(last)) = (self.compiled, self.traces.last_two().0) {
+            if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
                 last.kept.graph = current.graph;
                 last.kept.in_place = current.in_place;
                 self.see(user, given, Some(template.clone_ref(user.py())))?;
@@ -306,7 +273,7 @@ impl Inner {
     }
 }
 
-// what a user has to be told of an array that the loss takes from where nobody looks
+// the warning for an array that the loss reads from a place that is not watched
 fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<Option<String>> {
     let py = user.py();
     let mut held = held.iter();
@@ -321,7 +288,7 @@ fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<
     text.extract().map(Some)
 }
 
-// what MLX cannot compile, or a kernel that the compiler refuses (a full disk will do): nothing has changed by then
+// a loss that MLX cannot compile, or a kernel that the compiler refuses (a full disk, say): nothing has changed yet
 pub(super) fn from_device(error: &Error) -> Stop {
     match error {
         Error::Compile(e) => {

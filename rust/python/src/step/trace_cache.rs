@@ -1,7 +1,9 @@
-//! The traces of a step, the causes for new ones, and the order in which they are dropped.
-use std::{mem::discriminant, rc::Rc};
+//! The traces of a step, and the causes for new ones in the user's words.
+use std::rc::Rc;
 
-use faststep::engine::{self, Graph, Part, Places, Tensor, Trace, TraceCache, TraceEntry};
+use faststep::engine::{
+    self, CallTraces, Causes, Graph, Task, Tensor, Trace, TraceCache, TraceEntry,
+};
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
 use super::arguments::Arguments;
@@ -13,33 +15,31 @@ use crate::{
 /// From so many traces on a user is told what makes them.
 const MANY: usize = 16;
 
-/// What a trace is valid for.
+/// What a trace is valid for beside the engine's state.
 #[derive(Clone)]
-pub struct Key {
-    /// Which part of a step, and by which rule.
-    pub part: Part,
+pub struct CallKey {
     /// Shape and dtype of each array that the loss reaches beside the model.
     pub reached: Vec<Tensor>,
     /// The model's signature.
     pub model: usize,
     /// The optimizer's options.
     pub options: usize,
-    /// Where the arrays of the state stand.
-    pub places: Places,
     /// The arguments.
     pub batch: Rc<Tree>,
 }
 
-impl Key {
-    /// Whether a trace for the one does for the other, where the numbers that the loss reaches allow it.
-    pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
-        self.reached == other.reached
-            && self.model == other.model
-            && self.options == other.options
-            && self.places == other.places
-            && self.part == other.part
-            && self.batch.equals(&other.batch, py)
-    }
+/// What a trace is valid for.
+pub type Key = engine::Key<CallKey>;
+
+/// Whether a trace for the one does for the other, where the numbers that the loss reaches allow it.
+pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
+    let (a, b) = (&one.front, &other.front);
+    a.reached == b.reached
+        && a.model == b.model
+        && a.options == b.options
+        && one.places == other.places
+        && one.part == other.part
+        && a.batch.equals(&b.batch, py)
 }
 
 /// One trace in `Step.stats`.
@@ -140,7 +140,7 @@ impl Traces {
         changed: Option<&str>,
         max_traces: usize,
     ) {
-        let cause = cause(user, &key, &self.known.keys(), changed);
+        let cause = key.cause(&self.known.keys(), &ByName { user, changed });
         let kept = Kept {
             varying,
             ..Kept::default()
@@ -155,9 +155,14 @@ impl Traces {
             .retain(|entry| Some(std::ptr::from_ref(entry)) != last);
     }
 
-    /// The trace used last, and the one before it.
-    pub fn last_two(&mut self) -> (Option<&mut Entry>, Option<&mut Entry>) {
-        self.known.last_two()
+    /// The traces of a call, which were found last.
+    pub fn of(&mut self, task: Task) -> Option<CallTraces<'_>> {
+        self.known.of(task)
+    }
+
+    /// The trace used last, to change what is kept with it.
+    pub fn last_mut(&mut self) -> Option<&mut Entry> {
+        self.known.last_mut()
     }
 
     /// The trace used last.
@@ -217,62 +222,62 @@ impl From<engine::TraceRecord> for TraceRecord {
     }
 }
 
-fn cause(user: &Arguments<'_>, new: &Key, known: &[&Key], changed: Option<&str>) -> String {
-    let kind = discriminant(&new.part);
-    let same = |key: &&&Key| discriminant(&key.part) == kind;
-    let reached = |name: &str| {
-        if name.starts_with("argument ") {
+/// The names that the user has for what a trace depends on.
+struct ByName<'a, 'py> {
+    user: &'a Arguments<'py>,
+    changed: Option<&'a str>, // what the loss reaches and is another one now
+}
+
+impl ByName<'_, '_> {
+    fn reached(&self) -> Option<String> {
+        let name = self.changed?;
+        Some(if name.starts_with("argument ") {
             format!("{name} has changed")
         } else {
             format!("what the loss reaches: {name}")
+        })
+    }
+}
+
+impl Causes<CallKey> for ByName<'_, '_> {
+    fn first(&self) -> Option<String> {
+        self.reached()
+    }
+
+    fn changed(&self, last: &Key, new: &Key) -> Option<String> {
+        let another_loss = || "another loss function".to_owned();
+        let (old, now) = (&last.front, &new.front);
+        if self.changed == Some("loss_fn") {
+            Some(another_loss())
+        } else if old.reached != now.reached {
+            Some(self.reached().unwrap_or_else(another_loss))
+        } else if old.model != now.model {
+            Some("model: a mode, a number, or an array's shape has changed".into())
+        } else if old.options != now.options || last.part != new.part {
+            Some("optimizer: an option has changed".into())
+        } else {
+            None
         }
-    };
-    let Some(last) = known.iter().find(same) else {
-        if let Some(name) = changed {
-            return reached(name);
-        }
-        return match new.part {
-            Part::Whole(_) => "first call".into(),
-            Part::Batch => "first batch of a window".into(),
-            Part::Update(_) => "first update by a window".into(),
-            Part::Gradients => "first call of gradients()".into(),
-        };
-    };
-    if changed == Some("loss_fn") {
-        return "another loss function".into();
     }
-    if last.reached != new.reached {
-        return changed.map_or_else(|| "another loss function".into(), reached);
+
+    fn batch<'a>(&self, front: &'a CallKey) -> &'a [Tensor] {
+        front.batch.tensors()
     }
-    if last.model != new.model {
-        return "model: a mode, a number, or an array's shape has changed".into();
+
+    fn name(&self, front: &CallKey, index: usize) -> String {
+        let paths = front.batch.paths(self.user.py());
+        format!("argument {}", self.user.name(&paths[index]))
     }
-    if last.options != new.options || last.part != new.part {
-        return "optimizer: an option has changed".into();
+
+    fn rest(&self, _: &CallKey, _: &CallKey) -> String {
+        let reached = self.reached();
+        reached.unwrap_or_else(|| "arguments: a static value or the structure has changed".into())
     }
-    if last.places != new.places {
-        return "the step keeps more: a window, an average or masters".into();
-    }
-    let tensors = last.batch.tensors().iter().zip(new.batch.tensors());
-    let Some((index, (old, new_tensor))) = tensors.enumerate().find(|(_, (a, b))| a != b) else {
-        if let Some(name) = changed {
-            return reached(name);
-        }
-        return "arguments: a static value or the structure has changed".into();
-    };
-    format!(
-        "argument {}: {:?} {:?} -> {:?} {:?}",
-        user.name(&new.batch.paths(user.py())[index]),
-        old.dtype,
-        old.shape,
-        new_tensor.dtype,
-        new_tensor.shape
-    )
 }
 
 /// Warn at the user's line.
 pub fn warn(py: Python<'_>, message: &str) -> PyResult<()> {
     let message = std::ffi::CString::new(format!("faststep: {message}"))?;
-    // between the user and this is Step.__call__ or fast_step
+    // stack level 2: the caller of Step.__call__ or fast_step
     PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &message, 2)
 }

@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl Store {
-    // a new layout of the model's and the optimizer's arrays; an error leaves the optimizer as it was
+    // build a new engine from the model's and the optimizer's arrays; an error restores the optimizer
     pub(super) fn adopt<'py>(
         &mut self,
         model: &Bound<'py, PyAny>,
@@ -92,11 +92,11 @@ impl Store {
             take(Rc::new(layout), parameters, state.collect())
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
-        if let Some(carried) = &self.carried {
-            let keep = carried.onto(&self.names()?, &signature.tensors());
+        if let Some(kept) = &self.kept {
+            let kept = kept.onto(&self.names()?, &signature.tensors());
             engine.need(needs).map_err(|error| to_python(&error))?;
             engine
-                .load_aux_state(&keep)
+                .load_aux_state(&kept)
                 .map_err(|error| to_python(&error))?;
         }
         let (tree, _) = Tree::record(optimizer, self.scope())?;
@@ -157,7 +157,7 @@ impl Store {
     }
 }
 
-// arrays in half precision as float32, in their places
+// replace half-precision arrays by float32 ones in place
 fn widen(slots: &[Slot<'_>]) -> PyResult<()> {
     for slot in slots {
         if let Some(array) = bridge::get(&slot.object).filter(|a| wide(a.dtype()) != a.dtype()) {

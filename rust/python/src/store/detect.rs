@@ -1,7 +1,7 @@
 //! Comparison of model and optimizer with the last step, apart from the values of their arrays.
 use std::{collections::HashSet, rc::Rc};
 
-use faststep::engine::Rule;
+use faststep::engine::{Role, Rule};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
@@ -9,7 +9,7 @@ use super::{ModelSignature, Store};
 use crate::{
     mlx::bridge,
     optimizer::native_rule,
-    tree::{rebuild::rebuild, role::Role, slot::Slot, walk::Scope, Tree},
+    tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
 /// So many signatures of the model, and of the optimizer's options, are remembered; the oldest goes first.
@@ -44,7 +44,7 @@ impl Store {
             .iter()
             .position(|known| known.tree.equals(&tree, py));
         let signature = match at {
-            // the recorded objects are the ones that a fast check will meet again
+            // keep the newly recorded objects: the fast check compares by identity
             Some(at) => {
                 let known = self.models.remove(at);
                 Rc::new(ModelSignature {
@@ -93,7 +93,7 @@ impl Store {
         })
     }
 
-    // another signature: the engine stays where it trains the same tensors
+    // switch to another signature; the engine is kept if the trained tensors are the same
     fn switch(&mut self, py: Python<'_>, signature: Rc<ModelSignature>) -> PyResult<()> {
         if let Some(old) = &self.current {
             let same = old.paths() == signature.paths()
@@ -109,7 +109,7 @@ impl Store {
         Ok(())
     }
 
-    // nothing in the dicts of a native optimizer's state may have been replaced
+    // drop the engine if something in a native optimizer's state dicts has been replaced
     pub(super) fn look_at_moments(&mut self, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
         let current = match &self.moments {
             Some(moments) => moments.is_current(optimizer)?,
@@ -121,7 +121,7 @@ impl Store {
         Ok(())
     }
 
-    // the optimizer's slots; None where it has to be adopted again
+    // the optimizer's slots; None if the engine has to be rebuilt
     pub(super) fn look_at_optimizer<'py>(
         &mut self,
         optimizer: &Bound<'py, PyAny>,

@@ -2,11 +2,10 @@
 //!
 //! The dicts are MLX's own and stay where they are. Between steps their arrays are hollow, unless somebody holds one of
 //! the dicts or has read the property since: then they are views of the buffers.
-use std::ops::Range;
-
-use faststep::engine::{Engine, Layout, Moment, Rules};
-use mlx_rs::{error::Result as MlxResult, Array};
+use faststep::engine::{Engine, Rules, StateLayout};
+use mlx_rs::Array;
 use pyo3::{
+    exceptions::PyRuntimeError,
     intern,
     prelude::*,
     types::{PyDict, PyList, PyString},
@@ -20,21 +19,11 @@ use crate::{
 
 /// The dicts of an optimizer that is updated natively, or of those in a `MultiOptimizer`.
 pub struct Moments {
-    members: Vec<Member>, // by rule
-    entries: Vec<Entry>,  // by tensor
+    members: Vec<Py<PyDict>>, // by rule
+    entries: Vec<Py<PyDict>>, // by tensor
     containers: Vec<Py<PyAny>>,
-    places: Vec<Range<usize>>, // of each buffer's arrays in the engine's state
+    layout: StateLayout,
     shown: Option<Vec<Array>>, // what the entries hold, tensor by tensor; None: nothing
-}
-
-struct Member {
-    state: Py<PyDict>,
-    scalars: &'static [&'static str],
-}
-
-struct Entry {
-    dict: Py<PyDict>,
-    moments: Vec<Moment>,
 }
 
 fn slot<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Slot<'py>>> {
@@ -69,7 +58,7 @@ impl Moments {
         optimizer: &Bound<'_, PyAny>,
         paths: &[Vec<String>],
         rules: &Rules,
-        layout: &Layout,
+        layout: StateLayout,
     ) -> PyResult<Option<Self>> {
         let states = leaves(optimizer)
             .iter()
@@ -77,47 +66,32 @@ impl Moments {
             .collect::<PyResult<Vec<_>>>()?;
         let mut containers: Vec<Py<PyAny>> = Vec::new();
         let mut entries = Vec::with_capacity(paths.len());
-        let moments = rules.moments(layout.tensors());
-        for ((path, &rule), moments) in paths.iter().zip(rules.of()).zip(moments) {
+        for (path, &rule) in paths.iter().zip(rules.of()) {
             let Some(dict) = follow(&states[rule], path, &mut containers) else {
                 return Ok(None);
             };
-            entries.push(Entry {
-                dict: dict.unbind(),
-                moments,
-            });
+            entries.push(dict.unbind());
         }
-        let members = states
-            .into_iter()
-            .zip(rules.rules())
-            .map(|(state, rule)| Member {
-                state: state.unbind(),
-                scalars: if rule.has_rate() {
-                    &["step", "learning_rate"]
-                } else {
-                    &["step"]
-                },
-            });
         let mut moments = Self {
-            members: members.collect(),
+            members: states.into_iter().map(Bound::unbind).collect(),
             entries,
             containers,
-            places: rules.places(layout),
+            layout,
             shown: None,
         };
         let shown = moments.slots(optimizer.py())?;
         let arrays = shown.iter().map(|slot| bridge::get(&slot.object)).collect();
         moments.shown = arrays;
-        let names = moments.entries.iter().map(|entry| entry.moments.len());
+        let names = moments.layout.moments().iter().map(Vec::len);
         let complete = shown.len() == names.sum::<usize>();
         Ok(complete.then_some(moments))
     }
 
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Slot<'py>>> {
         let mut slots = Vec::new();
-        for entry in &self.entries {
-            for (name, _) in &entry.moments {
-                slots.extend(slot(entry.dict.bind(py), name)?);
+        for (entry, moments) in self.entries.iter().zip(self.layout.moments()) {
+            for (name, _) in moments {
+                slots.extend(slot(entry.bind(py), name)?);
             }
         }
         Ok(slots)
@@ -126,18 +100,24 @@ impl Moments {
     /// The arrays that the entries show: for each tensor, a list by name.
     pub fn arrays(&self) -> Vec<&[Array]> {
         let mut rest = self.shown.as_deref().unwrap_or_default();
-        let entries = self.entries.iter().map(|entry| {
-            let (arrays, others) = rest.split_at(entry.moments.len().min(rest.len()));
+        let entries = self.layout.moments().iter().map(|moments| {
+            let (arrays, others) = rest.split_at(moments.len().min(rest.len()));
             rest = others;
             arrays
         });
         entries.collect()
     }
 
+    /// Names, shapes and places of the arrays.
+    pub fn layout(&self) -> &StateLayout {
+        &self.layout
+    }
+
     /// The slots of step and learning rate of each optimizer; `None` where one is missing.
     pub fn scalars<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Slot<'py>>>> {
-        let members = self.members.iter();
-        let names = members.flat_map(|m| m.scalars.iter().map(|name| (m.state.bind(py), name)));
+        let members = self.members.iter().zip(self.layout.scalars());
+        let names =
+            members.flat_map(|(state, names)| names.iter().map(|name| (state.bind(py), name)));
         names.map(|(state, name)| slot(state, name)).collect()
     }
 
@@ -150,7 +130,7 @@ impl Moments {
         }
         for (optimizer, member) in optimizers.iter().zip(&self.members) {
             let state = optimizer.getattr(intern!(py, "_state"))?;
-            if !state.is(member.state.bind(py)) {
+            if !state.is(member.bind(py)) {
                 return Ok(false);
             }
         }
@@ -168,8 +148,9 @@ impl Moments {
     /// Whether somebody else refers to a state or to a part of it, beside the call under way with the slots of `scalars`.
     pub fn is_held(&self, py: Python<'_>) -> bool {
         let count = |object: &Bound<'_, PyAny>| bridge::refcount(object).unsigned_abs();
-        let held = |member: &Member| count(member.state.bind(py)) > 2 + member.scalars.len();
-        self.members.iter().any(held) || self.containers.iter().any(|c| count(c.bind(py)) > 2)
+        let mut members = self.members.iter().zip(self.layout.scalars());
+        members.any(|(state, scalars)| count(state.bind(py)) > 2 + scalars.len())
+            || self.containers.iter().any(|c| count(c.bind(py)) > 2)
     }
 
     /// What the entries hold, tensor by tensor; nothing where they are hollow.
@@ -199,33 +180,14 @@ impl Moments {
             return Ok(());
         }
         let views = self
-            .views(engine)
-            .map_err(|e| pyo3::exceptions::PyRuntimeError::new_err(e.what().to_owned()))?;
+            .layout
+            .views(engine.layout(), engine.state())
+            .map_err(|e| PyRuntimeError::new_err(e.what().to_owned()))?;
+        let views: Vec<Array> = views.into_iter().flatten().collect();
         for (slot, array) in self.slots(py)?.iter().zip(&views) {
             slot.show(array)?;
         }
         self.shown = Some(views);
         Ok(())
-    }
-
-    // tensor by tensor
-    fn views(&self, engine: &Engine) -> MlxResult<Vec<Array>> {
-        let (layout, state) = (engine.layout(), engine.state());
-        let mut views = vec![Vec::new(); self.entries.len()];
-        for (buffer, place) in self.places.iter().enumerate() {
-            for (nth, array) in state
-                .get(place.clone())
-                .unwrap_or_default()
-                .iter()
-                .enumerate()
-            {
-                let shape = |tensor: usize| &*self.entries[tensor].moments[nth].1;
-                let parts = layout.views_of(buffer, array, shape)?;
-                for (tensor, part) in layout.members(buffer).zip(parts) {
-                    views[tensor].push(part);
-                }
-            }
-        }
-        Ok(views.into_iter().flatten().collect())
     }
 }

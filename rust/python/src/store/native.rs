@@ -1,6 +1,6 @@
 //! The initial rules, layout, dicts and arrays of a Python optimizer that the engine updates.
 use faststep::{
-    engine::{precision::wide, Layout, Rules, Tensor},
+    engine::{precision::wide, Layout, Rules, StateLayout, Tensor},
     Optimizer,
 };
 use mlx_rs::Array;
@@ -46,24 +46,20 @@ impl Native {
             return Ok(None); // which update counts depends on how they are merged
         }
         let layout = rules.layout(tensors, doubles);
-        let Some(moments) = Moments::find(optimizer, &paths, &rules, &layout)? else {
+        let places = StateLayout::new(&rules, &layout);
+        let Some(moments) = Moments::find(optimizer, &paths, &rules, places)? else {
             return Ok(None);
         };
         let (Some(scalars), Some(arrays)) = (
             moments.scalars(optimizer.py())?,
-            arrays(&moments, &rules, layout.tensors(), mixed)?,
+            arrays(&moments, &layout, mixed)?,
         ) else {
             return Ok(None);
         };
         let scalars = scalars.iter().map(|slot| bridge::get(&slot.object));
-        let mut state: Vec<Array> = scalars.flatten().collect();
-        for buffer in 0..layout.len() {
-            let members: Vec<_> = layout.members(buffer).map(|i| &arrays[i]).collect();
-            for name in 0..members[0].len() {
-                let parts: Vec<&Array> = members.iter().map(|arrays| &arrays[name]).collect();
-                state.push(Layout::join(&parts).map_err(mlx)?);
-            }
-        }
+        let scalars = scalars.flatten().collect();
+        let state = moments.layout().join(&layout, scalars, &arrays);
+        let state = state.map_err(mlx)?;
         Ok(Some(Self {
             rules,
             layout,
@@ -73,23 +69,14 @@ impl Native {
     }
 }
 
-// by tensor; None where one is of another shape or dtype: then it is left as the optimizer itself would take it
-fn arrays(
-    moments: &Moments,
-    rules: &Rules,
-    tensors: &[Tensor],
-    mixed: bool,
-) -> PyResult<Option<Vec<Vec<Array>>>> {
+// moments by tensor; None if one has another shape or dtype: then the optimizer's own update is traced
+fn arrays(moments: &Moments, layout: &Layout, mixed: bool) -> PyResult<Option<Vec<Vec<Array>>>> {
     let widened = |dtype| if mixed { wide(dtype) } else { dtype };
-    let expected = rules.moments(tensors).zip(tensors);
-    let mut all = Vec::with_capacity(tensors.len());
-    for (arrays, (moments, tensor)) in moments.arrays().into_iter().zip(expected) {
+    let expected = moments.layout().expected(layout, mixed);
+    let mut all = Vec::with_capacity(layout.tensors().len());
+    for (arrays, expected) in moments.arrays().into_iter().zip(expected) {
         let arrays = arrays.iter().map(|a| a.as_dtype(widened(a.dtype())));
         let arrays = arrays.collect::<Result<Vec<_>, _>>().map_err(mlx)?;
-        let dtype = widened(tensor.dtype);
-        let expected = moments
-            .into_iter()
-            .map(|(_, shape)| Tensor { shape, dtype });
         if arrays.iter().map(Tensor::of).ne(expected) {
             return Ok(None);
         }

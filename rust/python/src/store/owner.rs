@@ -1,14 +1,11 @@
 //! Release of the user's arrays before an evaluation, and their new values after it.
 use std::collections::HashMap;
 
-use faststep::engine::{Engine, Owner};
+use faststep::engine::{Engine, Owner, Role};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
-use crate::{
-    mlx::gil::Waiting,
-    tree::{role::Role, slot::Slot},
-};
+use crate::{mlx::gil::Waiting, tree::slot::Slot};
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {

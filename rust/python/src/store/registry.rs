@@ -14,7 +14,7 @@ use crate::optimizer::members;
 pub struct Shared(RefCell<Store>);
 
 // SAFETY: a store is entered with the GIL held only, which orders all accesses; `Store::check_thread` keeps other threads
-// from running a step, and showing the optimizer's state touches nothing that is bound to a thread.
+// from running a step, and making the optimizer's state current uses nothing that is bound to a thread.
 #[allow(unsafe_code)]
 unsafe impl Send for Shared {}
 // SAFETY: as above.
@@ -29,7 +29,7 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    // the last step of this pair goes: what it held flat goes back to the optimizer
+    // the last step of this pair is dropped: write the flat state back to the optimizer
     fn drop(&mut self) {
         Python::attach(|py| {
             let store = self.0.get_mut();
@@ -40,7 +40,7 @@ impl Drop for Shared {
     }
 }
 
-// by the address of the optimizer; a store checks whether it is still that optimizer's
+// keyed by the optimizer's address; a store checks that it still belongs to that optimizer
 static STORES: LazyLock<Mutex<HashMap<usize, Weak<Shared>>>> = LazyLock::new(Mutex::default);
 
 fn stores() -> MutexGuard<'static, HashMap<usize, Weak<Shared>>> {
@@ -97,7 +97,7 @@ fn claim_one(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()>
 #[pyfunction]
 pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     if let Some(shared) = find(optimizer) {
-        // while a step is under way, its loss sees the dict as it is
+        // during a step, the loss gets the dict unchanged
         if let Ok(mut store) = shared.try_borrow_mut() {
             if store.is_owner(optimizer) {
                 store.expose(optimizer.py())?;

@@ -1,12 +1,12 @@
 //! Exchange of values between the engine and the user's objects.
-use faststep::engine::Outputs;
+use faststep::engine::{Outputs, Role};
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python},
-    tree::{role::Role, slot::Slot},
+    tree::slot::Slot,
 };
 
 impl Store {
@@ -37,7 +37,7 @@ impl Store {
         Ok(())
     }
 
-    // arrays that are not the ones that the last step left; whether there were parameters among them
+    // read arrays that the user has replaced since the last step; true if parameters are among them
     pub(super) fn take_values(
         &mut self,
         model: &[Slot<'_>],

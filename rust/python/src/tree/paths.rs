@@ -63,7 +63,7 @@ impl Paths {
         self.close();
     }
 
-    // a module's or optimizer's attributes follow its items: it ends with them
+    // the attributes of a module or optimizer follow its items and end the node
     fn close(&mut self) {
         while let Some(&(kind, len, seen)) = self.open.last() {
             let attributes = usize::from(matches!(kind, Kind::Module | Kind::Optimizer));
@@ -77,4 +77,9 @@ impl Paths {
             }
         }
     }
+}
+
+/// A path as the user writes it behind `model.`.
+pub fn dotted(path: &[String]) -> String {
+    path.join(".")
 }

@@ -52,7 +52,7 @@ impl Static {
         Ok(Self::Value(object.clone().unbind()))
     }
 
-    // the same object, without calling anything of the user's
+    // identity only: no user code is called
     pub fn is(&self, object: &Bound<'_, PyAny>) -> bool {
         let py = object.py();
         match self {

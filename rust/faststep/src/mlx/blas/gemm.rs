@@ -93,7 +93,7 @@ impl Cut {
             };
             (count > 1).then_some(cut)
         };
-        // rows give the same bits wherever they are cut, columns only where they always are
+        // splitting rows anywhere gives the same bits; columns only at fixed boundaries
         cut(false, m, (m / LEAST_ROWS).min(most).min(2 * threads))
             .or_else(|| cut(true, n, (n / LEAST_COLUMNS).min(most)))
     }

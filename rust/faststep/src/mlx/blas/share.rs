@@ -57,7 +57,7 @@ impl Job {
             }
             (self.chunk)(at);
             taken += 1;
-            // what the chunk wrote is there for whoever sees it done
+            // Release: the chunk's writes are visible to a thread that reads `done`
             if self.done.fetch_add(1, Ordering::Release) + 1 == self.count {
                 self.owner.unpark();
             }
@@ -143,8 +143,8 @@ impl Helpers {
         self.queue().jobs.retain(|other| !Arc::ptr_eq(other, job));
     }
 
+    // Estimate of the time alone: the owner's mean time per chunk, times all chunks.
     #[allow(clippy::cast_precision_loss)] // numbers of chunks
-                                          // Alone, the owner would have taken as long for each chunk as for its own.
     fn account(&self, worked: Duration, whole: Duration, taken: usize, count: usize) {
         let alone = worked.as_secs_f64() / taken.max(1) as f64 * count as f64;
         let lost = whole.as_secs_f64() - alone;
@@ -220,7 +220,7 @@ mod tests {
         });
     }
 
-    // the helper that has begun a chunk gets no further before the owner has done all others
+    // the helper that has started a chunk blocks until the owner has finished all others
     #[test]
     fn the_owner_does_what_no_helper_has_begun() {
         let helpers = helpers(1);

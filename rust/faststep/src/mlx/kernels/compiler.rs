@@ -13,7 +13,7 @@ use super::{command::Command, source, FLAGS};
 /// `native` is on this machine, instructions and sizes of caches. `None` when there is no compiler or it refuses them.
 pub fn identity() -> Option<u64> {
     static IDENTITY: OnceLock<Option<u64>> = OnceLock::new();
-    // -v: it tells; LC_ALL: in one language, whichever the user's is
+    // -v prints the version; LC_ALL=C makes the output independent of the user's language
     let command = format!("LC_ALL=C g++ -std=c++17 -O3 {FLAGS} -E -v -x c++ /dev/null 2>&1");
     let hash = |told: String| {
         let mut hasher = DefaultHasher::new(); // with a later Rust another number: kernels are then compiled anew
@@ -28,7 +28,7 @@ pub fn compile(command: &Command) -> io::Result<()> {
     let text = fs::read_to_string(command.source)?;
     fs::write(command.source, source::independent(&text))?;
     run(&command.with_flags())?;
-    // MLX gives the library its name next, which must not outlive a power cut without it
+    // sync before MLX renames the library into place: after a power failure the name must not refer to a partial file
     File::open(command.library)?.sync_all()
 }
 

@@ -105,7 +105,7 @@ unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut 
     let ours = text.ok().and_then(Command::parse);
     let ours = ours.filter(|it| store::holds(it.source) && store::holds(it.library));
     let done = ours.is_some_and(|it| compiler::compile(&it).is_ok());
-    // `:` does nothing, and ends well
+    // `:` is a no-op that succeeds
     let command = if done { c":".as_ptr() } else { command };
     // SAFETY: both are strings that end with a NUL.
     unsafe { libc::popen(command, mode) }

@@ -42,7 +42,7 @@ pub fn holds(path: &Path) -> bool {
     open().is_some_and(|store| path.starts_with(store))
 }
 
-// whether the directory is there, is this user's, and nobody else can write to it
+// whether the directory exists, belongs to this user and is writable by nobody else
 fn make(directory: &Path) -> bool {
     let made = DirBuilder::new()
         .recursive(true)

@@ -136,7 +136,7 @@ impl<T: Element> Product<'_, T> {
                 .for_each(|rows| self.block(0, rows));
             return;
         };
-        // pairs by the weights that they have in common
+        // group the pairs by their weights
         let mut order: Vec<usize> = (0..right.len()).collect();
         order.sort_by_key(|&pair| right[pair]);
         for pairs in order.chunk_by(|&a, &b| right[a] == right[b]) {

@@ -67,7 +67,7 @@ static FP8: LazyLock<[f32; 256]> = LazyLock::new(|| {
     })
 });
 
-// a power of two, by its exponent
+// 2^exponent
 fn e8m0(exponent: u8) -> f32 {
     let bits = if exponent == 0 {
         0x40
@@ -152,7 +152,7 @@ fn affine(width: usize, packed: &[u8], scale: f32, bias: f32, out: &mut [f32]) {
     }
 }
 
-// eight numbers lie in as many bytes as a number has bits, the first in the lowest
+// 8 numbers of n bits are packed into n bytes, lowest bits first
 #[inline(always)]
 #[allow(
     clippy::cast_precision_loss,

@@ -46,7 +46,7 @@ impl Body<'_> {
         Some([inputs.state.get(at)?, inputs.state.get(at + 1)?])
     }
 
-    // the trainable tensors as the loss takes them
+    // the trainable tensors in the dtype of the loss
     fn for_loss(&self, inputs: &Inputs) -> Result<Vec<Array>> {
         let Some(compute) = self.recipe.options.compute_dtype else {
             return Ok(inputs.parameters.to_vec());
@@ -139,7 +139,7 @@ impl Body<'_> {
             .collect()
     }
 
-    // the norm of the gradients, where it is needed; the sums that came with packing are of scaled gradients
+    // the norm of the gradients if the options need it; the sums from packing are of gradients multiplied by the loss scale
     pub(super) fn norm(
         &self,
         inputs: &Inputs,

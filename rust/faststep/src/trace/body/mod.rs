@@ -120,7 +120,7 @@ impl<'a> Body<'a> {
         }
     }
 
-    // what a batch leaves beside the update: buffers, the loss scale, whether it counts
+    // the outputs of a batch beside the update: buffers, loss scale, the skip flag
     fn finish_outputs(
         &self,
         inputs: &Inputs,

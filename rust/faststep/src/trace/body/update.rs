@@ -24,7 +24,7 @@ impl Body<'_> {
         let mut new = updated.parameters;
         outputs.state.extend(updated.state);
         if !rebound.is_empty() {
-            // a step that is not taken leaves what was there before the loss
+            // a skipped step restores the values from before the loss
             let before = self.weights(inputs, &[])?;
             for (new, old) in new.iter_mut().zip(&before) {
                 *new = choose(good, new.clone(), old)?;
@@ -106,7 +106,7 @@ impl Body<'_> {
         buffers.flatten().cloned().collect()
     }
 
-    // the buffers to update: masters, or what the step was given, or what the loss assigned
+    // the buffers to update: masters or parameters, with the values that the loss assigned
     fn weights(&self, inputs: &Inputs, rebound: &Rebound) -> Result<Vec<Array>> {
         let layout = &self.recipe.layout;
         let mut weights = self.buffers(inputs);
@@ -120,7 +120,7 @@ impl Body<'_> {
         }
         let mut tensors = layout.unpack(&weights)?;
         for (index, array) in rebound {
-            // in mixed precision the loss assigns in the dtype that it computes in
+            // in mixed precision the loss assigns arrays of compute_dtype
             tensors[*index] = array.as_dtype(tensors[*index].dtype())?;
         }
         layout.pack(&tensors)

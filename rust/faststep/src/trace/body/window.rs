@@ -14,7 +14,7 @@ use crate::{
 };
 
 impl Body<'_> {
-    // adds the weighted gradients to the window; the first batch of one, taken or not, leaves nothing of the last one
+    // add the weighted gradients to the window; the first batch of a window, skipped or not, clears the previous sums
     pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
         let made = self.differentiate(inputs)?;
         if !made.rebound.is_empty() {
@@ -72,7 +72,7 @@ impl Body<'_> {
         }
         let good = match (self.recipe.options.guard(), &outputs.norm) {
             (Some(_), Some(norm)) => Guard::any(&Guard::finite(norm)?, total)?,
-            // steps that guard may have skipped all that is in the window
+            // with a guard, all batches of the window may have been skipped
             _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
         };
         let mut gradients = clip::by(sums, &factor)?;
@@ -87,7 +87,7 @@ impl Body<'_> {
         }
         self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
         outputs.skipped = Some(good.logical_not()?);
-        // of the total, so that it is an array of this step and no constant
+        // depends on the total, so that it is an output of this step and not a constant
         let closed = Array::from_f32(CLOSED);
         let closed = ops::select(total.ge(&closed)?, &closed, &closed)?;
         outputs.state.push((first + sums.len(), closed));

@@ -1,4 +1,4 @@
-//! The update of `mlx.optimizers.Muon`, operation for operation: matrices by a momentum of which only the directions stay.
+//! `mlx.optimizers.Muon`: matrices by a momentum of which only the directions stay.
 use mlx_rs::{
     error::Result,
     linalg::{norm_l2, NormOptions},
@@ -6,14 +6,17 @@ use mlx_rs::{
     Array, Axes,
 };
 
-use super::given::{Given, Updated};
+use super::{
+    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    Optimizer,
+};
 
 /// The coefficients of one Newton-Schulz iteration: Jordan et al., Muon (2024), <https://kellerjordan.github.io/posts/muon/>.
 const NEWTON_SCHULZ: (f64, f64, f32) = (3.4445, -4.7750, 2.0315);
 /// Added to the norm that a matrix is divided by.
 const EPS: f64 = 1e-7;
 
-/// The options of Muon, named and meant as in `mlx.optimizers`.
+/// Orthogonalised momentum.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Muon {
     /// The momentum strength.
@@ -26,10 +29,51 @@ pub struct Muon {
     pub ns_steps: usize,
 }
 
-impl Muon {
+impl Default for Muon {
+    fn default() -> Self {
+        Self {
+            momentum: 0.95,
+            weight_decay: 0.01,
+            nesterov: true,
+            ns_steps: 5,
+        }
+    }
+}
+
+impl Optimizer {
+    /// [`Muon`] with its defaults.
+    #[must_use]
+    pub fn muon() -> Self {
+        Self::Muon(Muon::default())
+    }
+}
+
+impl Rule for Muon {
+    fn read(attributes: &dyn Attributes) -> Option<Self> {
+        Some(Self {
+            momentum: attributes.number("momentum")?,
+            weight_decay: attributes.number("weight_decay")?,
+            nesterov: attributes.flag("nesterov")?,
+            ns_steps: attributes.count("ns_steps")?,
+        })
+    }
+
+    fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        like(shape, &["v"])
+    }
+
+    fn is_elementwise(&self, shape: &[i32]) -> bool {
+        shape.len() < 2
+    }
+
+    fn moves_by_rate(&self) -> bool {
+        true
+    }
+
     // v = momentum v + (1 - momentum) g;  u = v, or (1 - momentum) g + momentum v with Nesterov;  w = w - lr u
     // of a matrix u is brought near the closest orthogonal one, and lr multiplied by max(1, rows / columns)^0.5
-    pub(super) fn update(&self, given: &Given, old: &Array, stacked: bool) -> Updated {
+    fn update(&self, given: &Given) -> Updated {
+        let [old] = given.moments()?;
         let momentum = given.number(self.momentum);
         let rest = given.number(1.0 - self.momentum);
         let mut gradient = given.gradient.clone();
@@ -44,8 +88,8 @@ impl Muon {
         } else {
             v.clone()
         };
-        let mut rate = given.rate.clone();
-        let first = usize::from(stacked);
+        let mut rate = given.rate()?.clone();
+        let first = usize::from(given.stacked);
         if let [.., rows, columns] = update.shape()[first..] {
             update = self.orthogonal(given, &update, first)?;
             let ratio = f64::from(rows) / f64::from(columns);
@@ -54,8 +98,10 @@ impl Muon {
         let parameter = given.parameter.subtract(rate.multiply(update)?)?;
         given.updated(parameter, vec![v])
     }
+}
 
-    // more axes than two: the first one against all others
+impl Muon {
+    // flatten all axes but the first into columns
     fn orthogonal(&self, given: &Given, update: &Array, first: usize) -> Result<Array> {
         let shape = update.shape();
         if update.size() == 0 {
@@ -88,7 +134,7 @@ impl Muon {
     }
 }
 
-// of each matrix, along its elements in their order, as MLX's is
+// the norm of each matrix over its flattened elements, summed in MLX's order
 fn norm(matrices: &Array) -> Result<Array> {
     let [lead @ .., _, _] = matrices.shape() else {
         return norm_l2(matrices, NormOptions::default());

@@ -1,9 +1,9 @@
 //! State that outlives an engine: the step's own, and the optimizer's as the user sees it.
-use faststep::engine::Tensor;
+use faststep::engine::{NamedAuxState, Tensor};
 use pyo3::prelude::*;
 
-use super::{aux_state::Carried, Store};
-use crate::{mlx::errors::to_python, tree::role::dotted};
+use super::Store;
+use crate::{mlx::errors::to_python, tree::paths::dotted};
 
 impl Store {
     /// After a new trace: where an update gave a parameter another dtype, everything is adopted again.
@@ -22,7 +22,7 @@ impl Store {
 
     /// Forget what was taken over, apart from what only the steps keep; the next step takes it over again.
     pub fn forget(&mut self) -> PyResult<()> {
-        self.carried = self.carried()?;
+        self.kept = self.kept()?;
         self.engine = None;
         self.moments = None;
         Ok(())
@@ -35,31 +35,31 @@ impl Store {
     }
 
     /// What the steps keep beside the optimizer's state, what is frozen now included; `None`: nothing yet.
-    pub fn carried(&self) -> PyResult<Option<Carried>> {
+    pub fn kept(&self) -> PyResult<Option<NamedAuxState>> {
         let Some(engine) = &self.engine else {
-            return Ok(self.carried.clone());
+            return Ok(self.kept.clone());
         };
-        let keep = engine.aux_state().map_err(|e| to_python(&e))?;
-        let carried = Carried::new(self.names()?, keep);
-        Ok(Some(match &self.carried {
-            Some(before) => carried.with_rest_of(before),
-            None => carried,
+        let state = engine.aux_state().map_err(|e| to_python(&e))?;
+        let kept = NamedAuxState::new(self.names()?, state);
+        Ok(Some(match &self.kept {
+            Some(before) => kept.with_rest_of(before),
+            None => kept,
         }))
     }
 
     /// Keep something else.
-    pub fn carry(&mut self, py: Python<'_>, carried: Carried) -> PyResult<()> {
+    pub fn keep(&mut self, py: Python<'_>, kept: NamedAuxState) -> PyResult<()> {
         self.expose(py)?;
         self.discard();
-        self.carried = Some(carried);
+        self.kept = Some(kept);
         Ok(())
     }
 
     /// The number of batches in the window.
     pub fn batches(&self) -> usize {
-        match (&self.engine, &self.carried) {
+        match (&self.engine, &self.kept) {
             (Some(engine), _) => engine.batches(),
-            (None, Some(carried)) => carried.batches(),
+            (None, Some(kept)) => kept.batches(),
             (None, None) => 0,
         }
     }

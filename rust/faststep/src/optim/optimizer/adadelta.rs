@@ -1,0 +1,59 @@
+//! `mlx.optimizers.AdaDelta`.
+//!
+//! Zeiler, ADADELTA: An Adaptive Learning Rate Method (2012).
+use super::{
+    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    Optimizer,
+};
+
+/// Steps in the units of the parameters.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdaDelta {
+    /// The decay of both running averages.
+    pub rho: f64,
+    /// Added below both roots.
+    pub eps: f64,
+}
+
+impl Default for AdaDelta {
+    fn default() -> Self {
+        Self {
+            rho: 0.9,
+            eps: 1e-6,
+        }
+    }
+}
+
+impl Optimizer {
+    /// [`AdaDelta`] with its defaults.
+    #[must_use]
+    pub fn adadelta() -> Self {
+        Self::AdaDelta(AdaDelta::default())
+    }
+}
+
+impl Rule for AdaDelta {
+    fn read(attributes: &dyn Attributes) -> Option<Self> {
+        Some(Self {
+            rho: attributes.number("rho")?,
+            eps: attributes.number("eps")?,
+        })
+    }
+
+    fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        like(shape, &["v", "u"])
+    }
+
+    // v = rho v + (1 - rho) g^2;  d = sqrt(u + eps) / sqrt(v + eps) g;  u = rho u + (1 - rho) d^2;  w = w - lr d
+    fn update(&self, given: &Given) -> Updated {
+        let [v, u] = given.moments()?;
+        let square = given.gradient.square()?;
+        let v = given.moment(given.average(self.rho, v, &square)?, v)?;
+        let ratio = u.add(given.number(self.eps))?.sqrt()?;
+        let ratio = ratio.divide(v.add(given.number(self.eps))?.sqrt()?)?;
+        let delta = ratio.multiply(given.gradient)?;
+        let u = given.moment(given.average(self.rho, u, &delta.square()?)?, u)?;
+        let update = given.rate()?.multiply(delta)?;
+        given.updated(given.parameter.subtract(update)?, vec![v, u])
+    }
+}

@@ -1,0 +1,63 @@
+//! `mlx.optimizers.Adamax`.
+//!
+//! Kingma & Ba, Adam: A Method for Stochastic Optimization (2015), section 7.1.
+use mlx_rs::ops;
+
+use super::{
+    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    Optimizer,
+};
+
+/// Adam with the infinity norm in place of the root of the second moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adamax {
+    /// The decay of the running averages.
+    pub betas: (f64, f64),
+    /// Added to the denominator.
+    pub eps: f64,
+}
+
+impl Default for Adamax {
+    fn default() -> Self {
+        Self {
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+        }
+    }
+}
+
+impl Optimizer {
+    /// [`Adamax`] with its defaults.
+    #[must_use]
+    pub fn adamax() -> Self {
+        Self::Adamax(Adamax::default())
+    }
+}
+
+impl Rule for Adamax {
+    fn read(attributes: &dyn Attributes) -> Option<Self> {
+        Some(Self {
+            betas: attributes.pair("betas")?,
+            eps: attributes.number("eps")?,
+        })
+    }
+
+    fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        like(shape, &["m", "v"])
+    }
+
+    fn moves_by_rate(&self) -> bool {
+        true
+    }
+
+    // m = b1 m + (1 - b1) g;  v = max(b2 v, |g|);  w = w - lr m / (v + eps)
+    fn update(&self, given: &Given) -> Updated {
+        let ([m, v], (b1, b2)) = (given.moments()?, self.betas);
+        let m = given.moment(given.average(b1, m, given.gradient)?, m)?;
+        let decayed = given.number(b2).multiply(v)?;
+        let v = given.moment(ops::maximum(decayed, given.gradient.abs()?)?, v)?;
+        let denominator = v.add(given.number(self.eps))?;
+        let update = given.rate()?.multiply(&m)?.divide(denominator)?;
+        given.updated(given.parameter.subtract(update)?, vec![m, v])
+    }
+}

@@ -1,0 +1,70 @@
+//! `mlx.optimizers.Lion`.
+//!
+//! Chen et al., Symbolic Discovery of Optimization Algorithms (2023).
+use mlx_rs::ops;
+
+use super::{
+    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    Optimizer,
+};
+
+/// The sign of an interpolated momentum.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lion {
+    /// The interpolation of the update, and the decay of the momentum.
+    pub betas: (f64, f64),
+    /// The decoupled weight decay.
+    pub weight_decay: f64,
+}
+
+impl Default for Lion {
+    fn default() -> Self {
+        Self {
+            betas: (0.9, 0.99),
+            weight_decay: 0.0,
+        }
+    }
+}
+
+impl Optimizer {
+    /// [`Lion`] with this weight decay; MLX's own is 0.
+    #[must_use]
+    pub fn lion(weight_decay: f64) -> Self {
+        Self::Lion(Lion {
+            weight_decay,
+            ..Lion::default()
+        })
+    }
+}
+
+impl Rule for Lion {
+    fn read(attributes: &dyn Attributes) -> Option<Self> {
+        Some(Self {
+            betas: attributes.pair("betas")?,
+            weight_decay: attributes.number("weight_decay")?,
+        })
+    }
+
+    fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        like(shape, &["m"])
+    }
+
+    fn moves_by_rate(&self) -> bool {
+        true
+    }
+
+    // c = b1 m + (1 - b1) g;  m = b2 m + (1 - b2) g;  w = (1 - lr wd) w - lr sign(c)
+    fn update(&self, given: &Given) -> Updated {
+        let ([m], (b1, b2), rate) = (given.moments()?, self.betas, given.rate()?);
+        let direction = given.average(b1, m, given.gradient)?;
+        let m = given.moment(given.average(b2, m, given.gradient)?, m)?;
+        let mut parameter = given.parameter.clone();
+        if self.weight_decay > 0.0 {
+            let decay = rate.multiply(given.number(self.weight_decay))?;
+            let keep = given.number(1.0).subtract(decay)?.contiguous()?;
+            parameter = keep.multiply(parameter)?;
+        }
+        let update = rate.multiply(ops::sign(direction)?)?;
+        given.updated(parameter.subtract(update)?, vec![m])
+    }
+}

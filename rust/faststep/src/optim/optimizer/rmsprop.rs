@@ -1,0 +1,54 @@
+//! `mlx.optimizers.RMSprop`.
+//!
+//! Tieleman & Hinton, lecture 6.5 of Neural Networks for Machine Learning (2012).
+use super::{
+    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    Optimizer,
+};
+
+/// Gradients over the root of their mean square.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RmsProp {
+    /// The decay of the mean square.
+    pub alpha: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+}
+
+impl Default for RmsProp {
+    fn default() -> Self {
+        Self {
+            alpha: 0.99,
+            eps: 1e-8,
+        }
+    }
+}
+
+impl Optimizer {
+    /// [`RmsProp`] with its defaults.
+    #[must_use]
+    pub fn rmsprop() -> Self {
+        Self::RmsProp(RmsProp::default())
+    }
+}
+
+impl Rule for RmsProp {
+    fn read(attributes: &dyn Attributes) -> Option<Self> {
+        Some(Self {
+            alpha: attributes.number("alpha")?,
+            eps: attributes.number("eps")?,
+        })
+    }
+
+    fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        like(shape, &["v"])
+    }
+
+    // v = alpha v + (1 - alpha) g^2;  w = w - lr g / (sqrt(v) + eps)
+    fn update(&self, given: &Given) -> Updated {
+        let [v] = given.moments()?;
+        let square = given.gradient.square()?;
+        let v = given.moment(given.average(self.alpha, v, &square)?, v)?;
+        given.over_root(v, self.eps)
+    }
+}

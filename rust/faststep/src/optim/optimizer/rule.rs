@@ -1,0 +1,131 @@
+//! The interface of an update rule: its arrays, its update, and the attributes that Python's optimizer has for its fields.
+use std::fmt::Debug;
+
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
+
+use crate::mlx::ops::{choose, scalar};
+
+/// A name in a tensor's part of `optimizer.state`, and the shape of the array behind it.
+pub type Moment = (&'static str, Vec<i32>);
+
+/// The attributes of an optimizer of `mlx.optimizers`, by their names; `None` for one that is missing or of another type.
+pub trait Attributes {
+    /// A float or an int.
+    fn number(&self, name: &str) -> Option<f64>;
+    /// Two numbers.
+    fn pair(&self, name: &str) -> Option<(f64, f64)>;
+    /// An int from 0 on.
+    fn count(&self, name: &str) -> Option<usize>;
+    /// A bool.
+    fn flag(&self, name: &str) -> Option<bool>;
+    /// A number, or `None`.
+    fn optional(&self, name: &str) -> Option<Option<f64>>;
+    /// Whether `optimizer.state` has an array of that name.
+    fn keeps(&self, name: &str) -> bool;
+}
+
+/// An update rule. Its defaults are those of the class of its name in `mlx.optimizers`.
+pub(super) trait Rule: Debug + Default {
+    /// The rule with the fields of Python's optimizer; `None` where one is missing or of another type.
+    fn read(attributes: &dyn Attributes) -> Option<Self>;
+
+    /// The state of a tensor of this shape that the update reads and writes, in its order, in the tensor's dtype.
+    fn moments(&self, shape: &[i32]) -> Vec<Moment>;
+
+    /// One update.
+    fn update(&self, given: &Given) -> Updated;
+
+    /// Whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
+    fn is_elementwise(&self, _shape: &[i32]) -> bool {
+        true
+    }
+
+    /// Whether a weight moves by about the learning rate, whatever the size of its gradients.
+    fn moves_by_rate(&self) -> bool {
+        false
+    }
+
+    /// Whether `optimizer.state` has a learning rate.
+    fn has_rate(&self) -> bool {
+        true
+    }
+}
+
+/// Moments of these names, each of the tensor's shape.
+pub(super) fn like(shape: &[i32], names: &[&'static str]) -> Vec<Moment> {
+    names.iter().map(|name| (*name, shape.to_vec())).collect()
+}
+
+/// The arrays of one update.
+pub(in crate::optim) struct Given<'a> {
+    pub(in crate::optim) rule: &'a dyn Debug,
+    pub(in crate::optim) gradient: &'a Array,
+    pub(in crate::optim) parameter: &'a Array,
+    pub(in crate::optim) moments: &'a [Array],
+    /// In the gradient's dtype.
+    pub(in crate::optim) rate: Option<Array>,
+    /// The number of this update, from 1.
+    pub(in crate::optim) step: &'a Array,
+    /// Whether the update is taken.
+    pub(in crate::optim) take: Option<&'a Array>,
+    /// Whether the arrays are of many tensors, along their first axis.
+    pub(in crate::optim) stacked: bool,
+}
+
+/// The new parameter and its new moments.
+pub(in crate::optim) type Updated = Result<(Array, Vec<Array>)>;
+
+impl Given<'_> {
+    /// A scalar in the dtype of the gradient.
+    pub(super) fn number(&self, value: f64) -> Array {
+        scalar(value, self.gradient.dtype())
+    }
+
+    /// The learning rate of a rule that has one.
+    pub(super) fn rate(&self) -> Result<&Array> {
+        self.rate.as_ref().ok_or_else(|| {
+            Exception::custom(format!(
+                "{:?}: expected a learning rate, got none",
+                self.rule
+            ))
+        })
+    }
+
+    /// The moments of a rule that has so many.
+    pub(super) fn moments<const N: usize>(&self) -> Result<&[Array; N]> {
+        let moments = self.moments.try_into();
+        moments.map_err(|_| self.refuse_moments(N))
+    }
+
+    /// The error of a rule with other moments than it keeps.
+    pub(super) fn refuse_moments(&self, expected: usize) -> Exception {
+        let (rule, got) = (self.rule, self.moments.len());
+        Exception::custom(format!("{rule:?}: expected {expected} moments, got {got}"))
+    }
+
+    /// The new moment where the update is taken, and the old one otherwise.
+    pub(super) fn moment(&self, new: Array, old: &Array) -> Result<Array> {
+        choose(self.take, new, old)
+    }
+
+    /// The new parameter where the update is taken, and the old one otherwise, with the moments.
+    pub(super) fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
+        Ok((choose(self.take, parameter, self.parameter)?, moments))
+    }
+
+    /// `decay * average + (1 - decay) * value`.
+    pub(super) fn average(&self, decay: f64, average: &Array, value: &Array) -> Result<Array> {
+        let old = self.number(decay).multiply(average)?;
+        old.add(self.number(1.0 - decay).multiply(value)?)
+    }
+
+    /// The update by gradients over a root: `w - lr g / (sqrt(v) + eps)`.
+    pub(super) fn over_root(&self, v: Array, eps: f64) -> Updated {
+        let root = v.sqrt()?.add(self.number(eps))?;
+        let update = self.rate()?.multiply(self.gradient)?.divide(root)?;
+        self.updated(self.parameter.subtract(update)?, vec![v])
+    }
+}

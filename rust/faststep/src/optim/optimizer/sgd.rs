@@ -1,0 +1,72 @@
+//! `mlx.optimizers.SGD`: stochastic gradient descent.
+use super::{
+    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    Optimizer,
+};
+
+/// Stochastic gradient descent.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sgd {
+    /// The momentum strength; 0 keeps no velocity.
+    pub momentum: f64,
+    /// The L2 penalty.
+    pub weight_decay: f64,
+    /// Dampening of the momentum.
+    pub dampening: f64,
+    /// Nesterov momentum.
+    pub nesterov: bool,
+}
+
+impl Optimizer {
+    /// [`Sgd`] with this momentum.
+    #[must_use]
+    pub fn sgd(momentum: f64) -> Self {
+        Self::Sgd(Sgd {
+            momentum,
+            ..Sgd::default()
+        })
+    }
+}
+
+impl Rule for Sgd {
+    fn read(attributes: &dyn Attributes) -> Option<Self> {
+        Some(Self {
+            momentum: attributes.number("momentum")?,
+            weight_decay: attributes.number("weight_decay")?,
+            dampening: attributes.number("dampening")?,
+            nesterov: attributes.flag("nesterov")?,
+        })
+    }
+
+    fn moments(&self, shape: &[i32]) -> Vec<Moment> {
+        let names: &[_] = if self.momentum > 0.0 { &["v"] } else { &[] };
+        like(shape, names)
+    }
+
+    // v = momentum v + (1 - dampening) g;  w = w - lr v, or w - lr (g + momentum v) with Nesterov
+    fn update(&self, given: &Given) -> Updated {
+        let (rate, parameter) = (given.rate()?, given.parameter);
+        let mut gradient = given.gradient.clone();
+        if self.weight_decay != 0.0 {
+            let decay = given.number(self.weight_decay);
+            gradient = gradient.add(decay.multiply(parameter)?)?;
+        }
+        let Some(old) = given.moments.first() else {
+            let parameter = parameter.subtract(rate.multiply(&gradient)?)?;
+            return given.updated(parameter, Vec::new());
+        };
+        let mut velocity = given.number(self.momentum).multiply(old)?;
+        velocity = if self.dampening > 0.0 {
+            velocity.add(given.number(1.0 - self.dampening).multiply(&gradient)?)?
+        } else {
+            velocity.add(&gradient)?
+        };
+        velocity = given.moment(velocity, old)?;
+        let update = if self.nesterov {
+            gradient.add(given.number(self.momentum).multiply(&velocity)?)?
+        } else {
+            velocity.clone()
+        };
+        given.updated(parameter.subtract(rate.multiply(update)?)?, vec![velocity])
+    }
+}

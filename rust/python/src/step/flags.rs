@@ -1,0 +1,16 @@
+//! Flags of steps that have been taken.
+use faststep::engine::nonfinite;
+use mlx_rs::{error::Result as MlxResult, Array};
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+
+use crate::mlx::gil::Waiting;
+
+/// Wait for a bool scalar, without the GIL.
+pub fn is_true(py: Python<'_>, flag: &Array) -> MlxResult<bool> {
+    nonfinite::wait_true(flag, &mut Waiting(py))
+}
+
+/// The exception of a flag that could not be read.
+pub fn read<T>(result: MlxResult<T>) -> PyResult<T> {
+    result.map_err(|error| PyRuntimeError::new_err(error.what().to_owned()))
+}
