@@ -46,7 +46,7 @@ def test_what_a_resume_superseded_is_dropped(run: Path) -> None:
     assert log.intervals.step.tolist() == log.validations.step.tolist() == [10, 20, 30, 40, 50, 60]
     wanted = {each["step"]: each for each in lines[:again] if each["kind"] == "step" and each["step"] <= 20}
     wanted |= {each["step"]: each for each in lines[again:] if each["kind"] == "step"}
-    for name in ("grad_norm", "learning_rate", "seconds", "items"):
+    for name in ("grad_norm", "learning_rate", "seconds", "tokens"):
         np.testing.assert_array_equal(log.steps[name], [float(wanted[step][name]) for step in range(1, 61)])
     losses = [wanted[step]["loss"] for step in range(1, 61)]
     np.testing.assert_array_equal(log.steps["loss"], [math.nan if each is None else each for each in losses])
@@ -167,12 +167,12 @@ def test_the_page_of_a_run(run: Path, tmp_path: Path) -> None:
         "Loss",
         "Gradient norm",
         "Learning rate",
-        "Items per second",
+        "Tokens per second",
         "Time of a step",
         "Seconds of each step",
         "Memory",
         "Traces and skipped batches",
-        "Validation: perplexity",
+        "Perplexity",
         "loss is not finite: the batch was skipped",
         "checkpoints/step-00000060",
         "learning_rate: 0.01",
@@ -234,7 +234,7 @@ def test_runs_over_each_other(run: Path, tmp_path: Path) -> None:
     for text in ("first <run>", "second", "optimizer.learning_rate", "0.01", "0.003", "60 of 60", "40 of 40"):
         assert text in page.text, text
     assert "optimizer.use" not in page.text  # is the same
-    for text in ("Loss", "Validation loss", "Gradient norm", "Learning rate", "Items per second", "Active memory"):
+    for text in ("Loss", "Validation loss", "Gradient norm", "Learning rate", "Tokens per second", "Active memory"):
         assert page.texts.count(text) == 2, text  # by step and by time
     with pytest.raises(ValueError, match="expected one run or more"):
         compare([], tmp_path / "none.html")

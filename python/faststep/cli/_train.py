@@ -55,9 +55,9 @@ def evaluate(
     run: RunFolder,
     overrides: Overrides = None,
     number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest validation loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
 ) -> None:
-    """Compute the validation loss of a checkpoint, on all of the validation data."""
+    """Compute the validation loss and metrics of a checkpoint, on all of the validation data."""
     from faststep.config import build
     from faststep.training import validate
 
@@ -66,8 +66,9 @@ def evaluate(
         raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
     chosen = choose(checkpoints_of(run), run, number=number, best=best)
     chosen.restore(built.step)
-    loss, batches = validate(built.step, built.validation)
-    typer.echo(f"step {chosen.number}: loss {loss:.6f} over {batches} batches")
+    loss, batches, metrics = validate(built.step, built.validation)
+    values = ", ".join(f"{name} {value:.6f}" for name, value in {"loss": loss, **metrics}.items())
+    typer.echo(f"step {chosen.number}: {values} over {batches} batches")
 
 
 def _train(config: Config, supervise: bool) -> None:

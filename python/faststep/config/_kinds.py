@@ -40,6 +40,12 @@ def _losses() -> Mapping[str, Callable[..., Any]]:
     return recipes.LOSSES
 
 
+def _metrics() -> Mapping[str, Callable[..., Any]]:
+    from faststep import metrics
+
+    return metrics.METRICS
+
+
 def _datasets() -> Mapping[str, Callable[..., Any]]:
     from faststep import recipes
 
@@ -93,6 +99,7 @@ def _is_dataset(value: Any) -> bool:
 
 MODEL = Kind("model", "an mlx.nn.Module", _models, _is_model)
 LOSS = Kind("loss", "a function loss_fn(model, *batch)", _losses, callable, function=True)
+METRIC = Kind("metric", "a function metric(outputs, *batch)", _metrics, callable, function=True)
 DATASET = Kind("dataset", "a sequence or an iterable", _datasets, _is_dataset)
 COLLATE = Kind("collate", "a function of a list of samples", _collates, callable, function=True)
 OPTIMIZER = Kind("optimizer", "an mlx.optimizers.Optimizer", _optimizers, _is_optimizer)

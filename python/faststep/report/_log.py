@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from faststep._records import flat, number
+from faststep._records import flat, monitored, number
 
 Numbers = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 NAME = "log.jsonl"
-TABLES = ("step", "interval", "validation", "checkpoint", "checkpoint_written")  # kinds that a resume supersedes
-TEXTS = ("kind", "path")  # their values that are no numbers
+# Kinds that a resume supersedes.
+TABLES = ("step", "interval", "validation", "values", "checkpoint", "checkpoint_written")
+TEXTS = ("kind", "path", "monitor")  # their values that are no numbers
 
 
 class LogError(ValueError):
@@ -75,6 +76,7 @@ class Log:
         steps: The steps; `steps["loss"]` and so on.
         intervals: What was measured every so often.
         validations: The validations.
+        values: The values of the user's own; `values["values.NAME"]`.
         checkpoints: The checkpoints.
         written: The checkpoints that were written, when they were.
         events: The events, those of superseded steps too.
@@ -89,6 +91,7 @@ class Log:
     steps: Table
     intervals: Table
     validations: Table
+    values: Table
     checkpoints: Table
     written: Table
     events: tuple[Record, ...]
@@ -101,6 +104,20 @@ class Log:
     def config(self) -> dict[str, Any]:
         """The config of the last start."""
         return dict(self.starts[-1].get("config") or {}) if self.starts else {}
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics, those of validations too."""
+        tables = (self.steps, self.intervals, self.validations)
+        return list(dict.fromkeys(name for table in tables for name in table.group("metrics")))
+
+    @property
+    def best(self) -> tuple[str, float, int] | None:
+        """The last validation that was the best so far: what is monitored, its value and its step; None: none was."""
+        for record in reversed(self.validations.records):
+            if record.get("best"):
+                return monitored(record), number(record.get("value", record.get("loss"))), int(record["step"])
+        return None
 
     @property
     def resumes(self) -> list[int]:
@@ -164,6 +181,7 @@ def read_log(run: str | Path) -> Log:
         steps=tables["step"],
         intervals=tables["interval"],
         validations=tables["validation"],
+        values=tables["values"],
         checkpoints=tables["checkpoint"],
         written=tables["checkpoint_written"],
         events=tuple(line.record for line in kept if line.record["kind"] == "event"),

@@ -20,15 +20,25 @@ class Clock:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began = time.perf_counter()
+        self._under_way: tuple[str, float] = ("other", self._began)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside for a phase."""
         began = time.perf_counter()
+        self._under_way = name, began
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - began
+            now = time.perf_counter()
+            self._seconds[name] += now - began
+            self._under_way = "other", now
+
+    @property
+    def under_way(self) -> tuple[str, float, float]:
+        """The phase under way, when it began (in seconds of `time.perf_counter`), and for how many seconds it is."""
+        name, began = self._under_way
+        return name, began, time.perf_counter() - began
 
     def total(self, name: str) -> float:
         """Return the seconds of a phase since the last reading."""
