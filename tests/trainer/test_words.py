@@ -152,7 +152,7 @@ def test_data_bound_names_its_remedy(capsys: pytest.CaptureFixture[str]) -> None
         progress.log({"kind": "start", "time": 0.0, "step": 0, "workers": workers, "steps": 4})
         seconds = {"data": 0.5, "step": 0.5}
         progress.log({"kind": "interval", "time": 0.0, "step": 2, "loss": 1.0, "seconds": seconds})
-        assert capsys.readouterr().out.endswith(f" | data-bound: 50 % of the step{remedy}\n")
+        assert capsys.readouterr().out.endswith(f"\ndata-bound: 50 % of the step{remedy}\n")
 
 
 def test_piped_lines_stay_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,11 +24,12 @@ WIDTH = 119  # of a line, where nothing in it is longer than that
 class Plain:
     """One line for each interval, validation, checkpoint and event, flushed, without control codes.
 
-    An interval's line leaves out what has no room; a longer line of another kind goes on in the next, indented.
+    An interval's line leaves out what has no room; a longer line of another kind goes on in the next, indented. That
+    steps wait for data is told when it begins.
     """
 
     def __init__(self, file: TextIO, status: Status) -> None:
-        self._file, self._status = file, status
+        self._file, self._status, self._bound = file, status, False
 
     def show(self, record: Record) -> None:
         """Write what the record says; the status has it already."""
@@ -36,7 +37,8 @@ class Plain:
         if kind == "start":
             self._lines([headline(record), *_aligned(parameter_table(record))])
         elif kind == "interval":
-            self._lines([_interval(status)])
+            bound, self._bound = self._bound, bool(status.data_bound)
+            self._lines([_interval(status), *([status.data_bound] if self._bound and not bound else [])])
         elif kind == "validation":
             self._lines([describe_validation(record)])
         elif kind == "checkpoint":
@@ -77,7 +79,7 @@ def _interval(status: Status) -> str:
     rates = [f"{speed[name]} {name}" for name in ("steps/s", "tokens/s", "samples/s") if name in speed][:2]
     last = f"ETA {clock(status.eta)}" if status.eta is not None else f"elapsed {clock(status.elapsed)}"
     head = [f"step {status.position}", *filter(None, [status.epoch])]
-    tail = [*filter(None, [", ".join(rates)]), last, *filter(None, [status.data_bound])]
+    tail = [*filter(None, [", ".join(rates)]), last]
     line = _joined(head, shown, tail)
     for name, value in rest.items():
         longer = _joined(head, shown | {name: value}, tail)
