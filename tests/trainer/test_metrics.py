@@ -20,7 +20,7 @@ from faststep.data import Loader
 from faststep.loggers import Csv, Progress, TensorBoard
 from faststep.metrics import OfLoss, accuracy, perplexity
 from faststep.report import compare, read_log, report
-from faststep.training import Callback, Trainer, TrainingError, validate
+from faststep.training import Callback, Trainer, TrainingError, predict, validate
 
 ROWS, CLASSES = 40, 3
 
@@ -317,7 +317,9 @@ class Counter(Callback):
 
     def on_end(self, trainer: Trainer, result: Any) -> None:
         self.look("end", trainer)
-        trainer.log({"mine/end": 1})
+        trainer.log({"mine/end": 1, "word": "done"})
+        with pytest.raises(TypeError, match=r"log: a: expected a number, a scalar array or a text, got \[1\]"):
+            trainer.log({"a": [1]})
 
 
 def test_callbacks_log_have_a_state_and_see_the_mode_of_the_phase(tmp_path: Path) -> None:
@@ -336,6 +338,7 @@ def test_callbacks_log_have_a_state_and_see_the_mode_of_the_phase(tmp_path: Path
     assert log.values["values.mine/count"][np.isfinite(log.values["values.mine/count"])].tolist() == list(range(1, 11))
     assert log.values["values.mine/weight"][-2] == pytest.approx(step.model.last.weight.mean().item())
     assert log.values["values.mine/end"][-1] == 1
+    assert [each["text"] for each in log.events if each["what"] == "word"] == ["done"] * 3
     assert mx.array_equal(step.model.last.weight, whole.model.last.weight)
     assert log.steps["metrics.accuracy"].tolist() == read_log(tmp_path / "whole").steps["metrics.accuracy"].tolist()
     events = b"".join(each.read_bytes() for each in (tmp_path / "tensorboard").iterdir())
@@ -344,8 +347,6 @@ def test_callbacks_log_have_a_state_and_see_the_mode_of_the_phase(tmp_path: Path
     trainer = new_trainer(tmp_path / "other", new_step(with_dict))
     with pytest.raises(RuntimeError, match="log: expected a call while the trainer trains"):
         trainer.log({"a": 1})
-    with pytest.raises(TypeError, match="log: a: expected a number or a scalar array, got 'b'"):
-        trainer.log({"a": "b"})
 
 
 def test_a_state_without_its_callback_is_told(tmp_path: Path) -> None:
@@ -376,3 +377,68 @@ def test_records_hold_plain_numbers(tmp_path: Path) -> None:
         record = json.loads(line)
         assert all(isinstance(value, float) for value in record.get("metrics", {}).values())
         assert record.get("epoch", 1) in (1, 2)
+
+
+def test_predictions_are_the_models_outputs_in_order(tmp_path: Path) -> None:
+    step = new_step(with_dict, ema_decay=0.5)
+    new_trainer(tmp_path, step).train()
+    x, y = data(20, seed=4)
+    key = mx.random.state[0].tolist()
+    found = predict(step, Loader((x, y), batch_size=8))
+    both = predict(step, Loader((x, y), batch_size=8), lambda model, x, y: {"logits": model(x), "y": y})
+    assert (step.model.training, mx.random.state[0].tolist()) == (True, key)
+    with step.average() as model:
+        model.eval()
+        expected = np.array(model(mx.array(x)))
+        model.train()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_array_equal(both["logits"], found)
+    np.testing.assert_array_equal(both["y"], y)
+    with pytest.raises(ValueError, match="predict: expected batches, got none"):
+        predict(step, [])
+
+
+TEXT = """\
+model: {use: gpt, width: 16, heads: 2, layers: 1, context: 16}
+loss: {use: next_token}
+data:
+  train: {use: bytes, files: [text.txt], split: all, context: 16}
+  validation: {use: bytes, files: [text.txt], split: all, context: 16}
+optimizer: {use: AdamW, learning_rate: 3e-3}
+train: {steps: 4, validate_every: 2}
+callbacks: [{use: samples, prompts: ["to be"], count: 5}]
+"""
+
+
+def test_a_config_evaluates_predicts_and_writes_samples(tmp_path: Path, child: Callable[..., Any]) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 60)
+    (tmp_path / "c.yaml").write_text(TEXT)
+    run, file = tmp_path / "run", tmp_path / "found.npz"
+    code = f"""
+    import sys
+    from faststep.cli import main
+    for arguments in (
+        ["train", {str(tmp_path / "c.yaml")!r}, "--set", "run={run}"],
+        ["eval", {str(run)!r}, "--best"],
+        ["checkpoint", "list", {str(run)!r}],
+        ["predict", {str(run)!r}, {str(file)!r}, "--number", "4"],
+    ):
+        sys.argv = ["faststep", *arguments]
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code, end
+    """
+    shown = child(code).stdout
+    log = read_log(run)
+    samples = [each["text"] for each in log.events if each["what"] == "sample"]
+    assert len(samples) == 2
+    assert all(each.startswith("to be|") for each in samples)
+    assert shown.count("info at step 2: to be|") == shown.count("info at step 4: to be|") == 1
+    assert log.steps.known("metrics.perplexity")
+    assert log.best is not None
+    _, value, at = log.best
+    assert f"step {at}: loss {value:.6f}, perplexity {math.exp(value):.6f} over" in shown
+    assert f"val/loss {value:.6f}" in shown
+    with np.load(file) as found:
+        assert found["outputs"].shape == (math.ceil((1140 - 16) / 16), 16, 256)

@@ -25,6 +25,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": _train.train,
     "resume": _train.resume,
     "eval": _train.evaluate,
+    "predict": _train.predict,
     "report": _runs.report,
     "compare": _runs.compare,
     "verify-resume": _verify.verify_resume,

@@ -52,6 +52,12 @@ def _datasets() -> Mapping[str, Callable[..., Any]]:
     return recipes.DATASETS
 
 
+def _callbacks() -> Mapping[str, Callable[..., Any]]:
+    from faststep import training
+
+    return {"samples": training.Samples}
+
+
 def _collates() -> Mapping[str, Callable[..., Any]]:
     from faststep import data
 
@@ -104,5 +110,5 @@ DATASET = Kind("dataset", "a sequence or an iterable", _datasets, _is_dataset)
 COLLATE = Kind("collate", "a function of a list of samples", _collates, callable, function=True)
 OPTIMIZER = Kind("optimizer", "an mlx.optimizers.Optimizer", _optimizers, _is_optimizer)
 SCHEDULE = Kind("schedule", "a function of the step", _schedules, callable, function=True)
-CALLBACK = Kind("callback", "a callback", dict, lambda _: True)
+CALLBACK = Kind("callback", "a callback", _callbacks, lambda _: True)
 LOGGER = Kind("logger", "a logger with log(record) and close()", dict, _is_logger)

@@ -209,19 +209,24 @@ class Trainer:
         """Log values of your own at the current step, for callbacks: records of the kind "values".
 
         Args:
-            values: Numbers, or scalars of MLX, by name: names such as "samples/length" are tags of TensorBoard.
-                Nothing waits for an array before the step itself is logged.
+            values: Numbers, scalars of MLX, or texts, by name: names such as "samples/length" are tags of TensorBoard.
+                Nothing waits for an array before the step itself is logged. A text is an event of that name.
 
         Raises:
-            TypeError: A value is no scalar.
+            TypeError: A value is neither a scalar nor a text.
             RuntimeError: No training is under way.
         """
-        for name, value in values.items():
-            if not (isinstance(value, mx.array) and value.size == 1) and not isinstance(value, int | float | np.number):
-                raise TypeError(f"log: {name}: expected a number or a scalar array, got {value!r:.60}")
         if self._log is None:
             raise RuntimeError("log: expected a call while the trainer trains, got one outside of it")
-        self._log.values(values)
+        for name, value in values.items():
+            plain = isinstance(value, int | float | str | np.number)
+            if not plain and not (isinstance(value, mx.array) and value.size == 1):
+                raise TypeError(f"log: {name}: expected a number, a scalar array or a text, got {value!r:.60}")
+        scalars = {name: value for name, value in values.items() if not isinstance(value, str)}
+        if scalars:
+            self._log.values(scalars)
+        for name in values.keys() - scalars.keys():
+            self._log.event(name, values[name], "info")
 
     def train(self) -> Result:
         """Train to the end, from the newest valid checkpoint in the run's folder where there is one.
