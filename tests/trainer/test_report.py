@@ -266,3 +266,38 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(run: Path, tmp_path: P
     with pytest.raises(OSError, match="directory"):
         report(run, page)
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+def by_hand(folder: Path, *records: dict[str, object]) -> Path:
+    logger = JsonLines(folder / "log.jsonl")
+    logger.log({"kind": "start", "time": 100.0, "step": 0, "resumed": False})
+    for record in records:
+        logger.log({"time": 200.0, **record})
+    logger.close()
+    return folder
+
+
+def test_steps_have_the_time_at_which_they_were_made(tmp_path: Path) -> None:
+    event = {"kind": "event", "step": 0, "time": 109.0, "text": "written before the steps are"}
+    steps = [{"kind": "step", "step": at, "time": 100.0 + 2 * at, "loss": 1.0} for at in (1, 2, 3)]
+    log = read_log(by_hand(tmp_path, event, *steps))
+    assert log.steps.elapsed.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_tracing_does_not_crush_the_time_of_a_step(tmp_path: Path) -> None:
+    def interval(step: int, seconds: float) -> dict[str, object]:
+        return {"kind": "interval", "step": step, "loss": 1.0, "seconds": {"step": seconds, "data": 0.0}}
+
+    steady = [interval(10 * at, 0.1) for at in range(1, 6)]
+    page = report(by_hand(tmp_path / "a", interval(1, 20.0), *steady)).read_text()
+    assert "Cut off: 1 with up to 20 s a step." in page
+    page = report(by_hand(tmp_path / "b", interval(1, 0.02), *steady)).read_text()
+    assert "Cut off" not in page
+
+
+def test_checkpoints_that_are_gone_are_marked(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    written = [{"kind": "checkpoint", "step": at, "path": f"x/checkpoints/step-{at:08}"} for at in (1, 2)]
+    page = report(by_hand(tmp_path, *written)).read_text()
+    rows = re.findall(r"step-(\d+)</td><td>(.*?)</td>", page)
+    assert rows == [("00000001", '<span class="soft">deleted</span>'), ("00000002", "")]

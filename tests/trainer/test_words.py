@@ -16,7 +16,7 @@ from faststep.data import Loader, Pad
 from faststep.loggers import Progress
 from faststep.report import read_log
 from faststep.training import Trainer
-from faststep.training._clock import Clock
+from faststep.training._clock import Clock, contention
 from faststep.training._heartbeat import Heartbeat
 
 
@@ -95,7 +95,7 @@ def test_more_in_a_batch_than_there_is_warns(tmp_path: Path) -> None:
 
 def test_a_validation_that_is_nan_warns(tmp_path: Path) -> None:
     log = train(tmp_path, Loader(np.ones((16, 6), np.float32), batch_size=8), validation=[mx.full((4, 6), mx.nan)])
-    assert texts(log, "validation") == [("warning", "the validation loss of 1 batches is NaN")]
+    assert texts(log, "validation") == [("warning", "the validation loss is NaN, over 1 batches")]
     assert log.best is None
 
 
@@ -137,6 +137,13 @@ def test_compiling_is_told_while_it_happens(tmp_path: Path, child: Any) -> None:
     assert cold.index(line) < cold.index("step 1/2")
     assert line not in warm
     assert warm.endswith("compiled 0\n")
+
+
+def test_too_many_threads_name_tune() -> None:
+    assert contention(8.0, 4) is None
+    text = contention(9.3, 4)
+    assert text is not None
+    assert text.startswith("9 threads want 4 processors: fewer may be faster; `faststep tune CONFIG`")
 
 
 def test_quantized_weights_count_as_weights(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def read_log(run: str | Path) -> Log:
 def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
     """Parse the lines; what is no record is a torn line when a start or the end of the file follows."""
     bad: LogError | None = None
-    offset = began = elapsed = 0.0
+    offset = began = latest = 0.0
     with path.open("rb") as file:
         for place, text in enumerate(file, 1):
             try:
@@ -208,9 +208,10 @@ def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
                 raise bad
             bad = None
             if record["kind"] == "start" or place == 1:
-                elapsed = elapsed if record.get("resumed") else 0.0
-                offset, began = elapsed, record["time"]
-            elapsed = max(elapsed, offset + record["time"] - began)
+                latest = latest if record.get("resumed") else 0.0
+                offset, began = latest, record["time"]
+            elapsed = max(offset, offset + record["time"] - began)  # a step's own time, which is told later
+            latest = max(latest, elapsed)
             yield _Line(place, record, values, elapsed)
 
 
@@ -259,7 +260,7 @@ def _table(path: Path, lines: Sequence[_Line]) -> Table:
     names = dict.fromkeys(name for line in lines for name in line.values if name not in TEXTS)
     columns = {name: _column(path, lines, name) for name in names}
     step = np.array([line.record["step"] for line in lines], np.int64)
-    elapsed = np.array([line.elapsed for line in lines], np.float64)
+    elapsed = np.maximum.accumulate(np.array([line.elapsed for line in lines], np.float64))
     return Table(step, elapsed, columns, tuple(line.record for line in lines))
 
 

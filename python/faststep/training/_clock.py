@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+_CROWDED = 2  # threads a processor
 PHASES = ("data", "step", "validation", "checkpoint", "other")
 
 
@@ -56,6 +57,21 @@ class Clock:
         seconds["other"] = max(0.0, passed - sum(seconds.values()))
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
         return seconds
+
+
+def contention(load: float, processors: int) -> str | None:
+    """Return the note for processors that too many threads want, of this process or of others; None otherwise.
+
+    Args:
+        load: How many threads have run or waited to, on average (`os.getloadavg`).
+        processors: How many can run.
+    """
+    if load <= _CROWDED * processors:
+        return None
+    return (
+        f"{load:.0f} threads want {processors} processors: fewer may be faster; `faststep tune CONFIG`, or "
+        "`faststep.tune`, tries OPENBLAS_NUM_THREADS on your own step"
+    )
 
 
 def memory() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from faststep._records import number as value_of
 from faststep._step import Step
 from faststep.checkpoints import Checkpoint, Checkpoints
 from faststep.loggers import JsonLines, Logger, Loggers
-from faststep.training._clock import Clock
+from faststep.training._clock import Clock, contention
 from faststep.training._interval import Interval, learning_rate
 from faststep.training._monitor import Monitor
 from faststep.training._run_folder import counts
@@ -74,6 +75,7 @@ class Log:
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
         self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet
+        self._crowded = False
         self._windows = 0  # steps among them
         self._lock = threading.Lock()  # the heartbeat has a thread of its own
         self._traced = trainer.step.stats.traced
@@ -120,6 +122,7 @@ class Log:
         for written in trainer.checkpoints.take_written():
             fields = {"path": str(written.path), "seconds": written.seconds, "bytes": written.bytes}
             self.write("checkpoint_written", fields)
+        self._tell_contention()
         record = self.interval.record(trainer.step, trainer.loader, self._left(), trainer.skipped)
         self.write("interval", record | self.ratio.read())
 
@@ -150,6 +153,15 @@ class Log:
     def close(self) -> None:
         """Close all loggers."""
         self._loggers.close()
+
+    # once, and not for a GPU
+    def _tell_contention(self) -> None:
+        if self._crowded or mx.default_device().type != mx.cpu:
+            return
+        text = contention(os.getloadavg()[0], os.cpu_count() or 1)
+        if text is not None:
+            self._crowded = True
+            self.event("threads", text, "info")
 
     def _tell_traces(self) -> None:
         stats = self._trainer.step.stats

@@ -425,7 +425,7 @@ class Trainer:
             fields = found._asdict() | {"seconds": seconds, "best": best, "epoch": self._last_epoch()}
             self._logs.write("validation", fields | {"monitor": self.monitor.name, "value": value})
             if math.isnan(found.loss):
-                self._logs.event("validation", f"the validation loss of {found.batches} batches is NaN")
+                self._logs.event("validation", f"the validation loss is NaN, over {found.batches} batches")
             self._tell("on_validation", found.loss, best)
         if best:
             self._save(metric=value)
