@@ -301,3 +301,13 @@ def test_checkpoints_that_are_gone_are_marked(tmp_path: Path) -> None:
     page = report(by_hand(tmp_path, *written)).read_text()
     rows = re.findall(r"step-(\d+)</td><td>(.*?)</td>", page)
     assert rows == [("00000001", '<span class="soft">deleted</span>'), ("00000002", "")]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_tables_are_frames(run: Path, library: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    steps = read_log(run).steps
+    frame = steps.to_pandas() if library == "pandas" else steps.to_polars()
+    np.testing.assert_array_equal(frame["loss"].to_numpy(), steps["loss"])
+    assert frame["step"].to_numpy().tolist() == steps.step.tolist()
+    assert len(frame) == len(steps)

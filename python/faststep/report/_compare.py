@@ -47,7 +47,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
         out: The page.
 
     Returns:
-        The page's path.
+        The page's path, which a notebook shows as the page.
 
     Raises:
         FileNotFoundError: A run has no log.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from faststep._optional import need
 from faststep._records import flat, monitored, number
 
 Numbers = npt.NDArray[np.float64]
@@ -50,6 +51,25 @@ class Table:
         """Return a column; NaN where no record has it."""
         column = self.columns.get(name)
         return np.full(len(self), math.nan) if column is None else column
+
+    def to_pandas(self) -> Any:
+        """Return the columns, with `step` and `elapsed`, as a `pandas.DataFrame`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return need("pandas", None).DataFrame(self._whole())
+
+    def to_polars(self) -> Any:
+        """Return the columns, with `step` and `elapsed`, as a `polars.DataFrame`.
+
+        Raises:
+            ImportError: polars is not installed.
+        """
+        return need("polars", None).DataFrame(self._whole())
+
+    def _whole(self) -> dict[str, npt.NDArray[Any]]:
+        return {**self.columns, "step": self.step, "elapsed": self.elapsed}
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> Table:
         """Return the records that are chosen, bool [records]."""

@@ -29,7 +29,7 @@ def report(run: str | Path, out: str | Path | None = None) -> Path:
         out: The page; None: `report.html` beside the log.
 
     Returns:
-        The page's path.
+        The page's path, which a notebook shows as the page.
 
     Raises:
         FileNotFoundError: There is no log.
