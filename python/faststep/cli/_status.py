@@ -50,7 +50,7 @@ def trainer_of(built: Built) -> Trainer:
 
     run, logs = Path(built.options["run"]), built.logs
     loggers: list[Any] = [Progress()]
-    loggers += [Csv(run / "steps.csv")] if logs["csv"] else []
+    loggers += [Csv(run / "steps.csv"), Csv(run / "validations.csv", "validation")] if logs["csv"] else []
     loggers += [TensorBoard(run / "tensorboard")] if logs["tensorboard"] else []
     loggers += [WandB(run, **logs["wandb"])] if logs["wandb"] is not None else []
     loggers += [make() for make in built.loggers]

@@ -55,9 +55,9 @@ def evaluate(
     run: RunFolder,
     overrides: Overrides = None,
     number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest validation loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
 ) -> None:
-    """Compute the validation loss of a checkpoint, on all of the validation data."""
+    """Compute the validation loss and metrics of a checkpoint, on all of the validation data."""
     from faststep.config import build
     from faststep.training import validate
 
@@ -66,8 +66,38 @@ def evaluate(
         raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
     chosen = choose(checkpoints_of(run), run, number=number, best=best)
     chosen.restore(built.step)
-    loss, batches = validate(built.step, built.validation)
-    typer.echo(f"step {chosen.number}: loss {loss:.6f} over {batches} batches")
+    loss, batches, metrics = validate(built.step, built.validation)
+    values = ", ".join(f"{name} {value:.6f}" for name, value in {"loss": loss, **metrics}.items())
+    typer.echo(f"step {chosen.number}: {values} over {batches} batches")
+
+
+def predict(
+    run: RunFolder,
+    file: Annotated[Path, typer.Argument(help="The npz file to write.", show_default=False)],
+    overrides: Overrides = None,
+    number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
+) -> None:
+    """Write what the model of a checkpoint gives for the validation data, in its order."""
+    import numpy as np
+    from mlx.utils import tree_flatten
+
+    from faststep.config import build
+    from faststep.training import predict
+
+    if file.exists():
+        raise Exit(f"{file}: there is such a file already")
+    built = build(config_of(run, overrides))
+    if built.validation is None:
+        raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
+    chosen = choose(checkpoints_of(run), run, number=number, best=best)
+    chosen.restore(built.step)
+    found = dict(tree_flatten(predict(built.step, built.validation)))
+    outputs = {name or "outputs": array for name, array in found.items()}
+    with file.open("xb") as target:
+        np.savez(target, **outputs)
+    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in outputs.items())
+    typer.echo(f"step {chosen.number}: {shapes} in {file}")
 
 
 def _train(config: Config, supervise: bool) -> None:

@@ -23,6 +23,7 @@ from faststep.config._find import find_all
 from faststep.config._optimizers import Choice
 from faststep.config._schema import Config
 from faststep.config._usage import Usage
+from faststep.metrics import LossWithMetrics
 
 if TYPE_CHECKING:
     from faststep.data import Loader
@@ -81,6 +82,8 @@ def build(config: Config) -> Built:
     model = _model(found["model"].make(), usage, blame)
     optimizer = _optimizer(found["optimizers"], model, blame)
     loss_fn = found["loss"].make()
+    if metrics := {name: part.make() for name, part in found["metrics"].items()}:
+        loss_fn = LossWithMetrics(loss_fn, metrics, weighted=usage.step["weighted"])
     step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage)))
     loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame)
     validation = _loader(found, "validation", usage.validation, blame) if usage.validates else None

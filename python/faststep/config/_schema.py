@@ -108,6 +108,8 @@ class Train(Section):
     log_every: Positive = 20
     validate_every: Positive = 100
     validation_batches: Positive | None = None
+    monitor: Annotated[str, Field(min_length=1)] = "val/loss"
+    mode: Literal["min", "max"] | None = None
     patience: Positive | None = None
     min_delta: Limit = 0.0
     stop_after_bad: Positive = 10
@@ -147,6 +149,8 @@ class Config(Section):
     Attributes:
         run: The folder of the run, relative to the working directory.
         folder: What `file.py:attribute` and files of data and weights are relative to: the config's folder.
+        metrics: What is measured beside the loss, by name; None: the accuracy with `cross_entropy`, the perplexity with
+            `next_token`.
     """
 
     run: str = Field("runs/run", min_length=1)
@@ -158,6 +162,7 @@ class Config(Section):
     frozen: Patterns = []
     lora: Lora | None = None
     loss: Component
+    metrics: dict[Annotated[str, Field(min_length=1)], Component] | None = None
     data: Data
     optimizer: Optimizers
     step: Step = Step()

@@ -112,8 +112,16 @@ def when(seconds: float) -> str:
         return f"{seconds:g}"
 
 
+class Page(type(Path())):  # type: ignore[misc]
+    """The path of a page, which a notebook shows as the page itself."""
+
+    def _repr_html_(self) -> str:
+        text = html.escape(self.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{text}" style="width: 100%; height: 800px; border: 0"></iframe>'
+
+
 def write(path: Path, text: str) -> Path:
-    """Write the page; a page that was there is replaced when the new one is whole."""
+    """Write the page, whole, in the place of one that was there; a notebook shows what is returned."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -121,4 +129,4 @@ def write(path: Path, text: str) -> Path:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return path
+    return Page(path)
