@@ -40,18 +40,21 @@ if ! try build make build; then
     exit 1
 fi
 
-try rust make test-rust
-if [ -n "${ALL:-}" ]; then
-    tests=(tests)
-else
-    mapfile -t tests < <(grep -oE 'test_[a-z_]+\.py' docs/mlx_assumptions.md | sort -u | xargs -I{} find tests -name {})
+try rust make --keep-going test-rust
+tests=(tests)
+if [ -z "${ALL:-}" ]; then
+    mapfile -t tests < <(grep -oE 'test_[a-z_]+\.py(::test_[a-z_0-9]+)?' docs/mlx_assumptions.md | sort -u |
+        while IFS= read -r name; do printf '%s%s\n' "$(find tests -name "${name%%::*}")" "${name#"${name%%::*}"}"; done)
 fi
-try python .venv/bin/python -m pytest -q -o timeout=600 --ignore tests/package/test_install.py "${tests[@]}"
+try python .venv/bin/python -m pytest -q -n 2 --dist loadfile -o timeout=600 --ignore tests/package/test_install.py "${tests[@]}"
 
-failed=$(cat rust.log python.log | grep -oE '^(FAILED|ERROR) [^ ]+|^ +FAIL .*|^test .* FAILED' | sort -u)
+failed=$(cat rust.log python.log | grep -oE '^(FAILED|ERROR) [^ ]+|^ +(FAIL|SIG[A-Z]+) .*|^test .* FAILED' | sort -u)
 [ -z "$failed" ] || printf '%s\n' "$failed"
-for name in $(printf '%s\n' "$failed" | grep -oE '[a-z_0-9]{8,}' | sort -u); do
-    grep -hE "^\|.*::$name\b" docs/mlx_assumptions.md
+for name in $(printf '%s\n' "$failed" | grep -oE '[a-z_0-9]{5,}' | sort -u); do
+    grep -hE "^\|.*(::$name\b|\`$name\.(py|rs)\`)" docs/mlx_assumptions.md
 done | sort -u | cut -d'|' -f2,3 | sed 's/^/assumption: /'
+for name in "${broken[@]}"; do # what no test that failed explains: an import, a crash, a compiler
+    grep -qE '^(FAILED|ERROR) |^ +(FAIL|SIG[A-Z]+) |^test .* FAILED' "$name.log" || tail -n 20 "$name.log"
+done
 [ ${#broken[@]} -eq 0 ] && echo "nothing broke"
 [ ${#broken[@]} -eq 0 ]
