@@ -24,8 +24,6 @@ namespace faststep {
 
 namespace mx = mlx::core;
 
-namespace {
-
 // One array of a graph. Operations with several results are one node for each, which share the primitive.
 struct Node {
   std::shared_ptr<mx::Primitive> primitive; // null: an input or a constant
@@ -35,6 +33,8 @@ struct Node {
   mx::Shape shape;
   int64_t input; // its number, -1: no input
 };
+
+namespace {
 
 using Id = std::uintptr_t;
 
