@@ -26,7 +26,7 @@ pub trait Owner {
     fn unlocked(&mut self, work: &mut dyn FnMut());
 }
 
-/// Nobody else does.
+/// No other object refers to them.
 impl Owner for () {
     fn release(&mut self) {}
 

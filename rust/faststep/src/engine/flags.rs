@@ -4,7 +4,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 /// So many may be pending before the older ones are read.
 const MAX_PENDING: usize = 256;
 
-/// Flags of which nobody has asked yet whether they are true, and the number of those that were.
+/// Lazy flags that have not been read yet, and the number of those read that were true.
 #[derive(Debug)]
 pub struct Flags {
     pending: Vec<Array>,

@@ -12,7 +12,7 @@ use crate::{
     tree::Tree,
 };
 
-/// From so many traces on a user is told what makes them.
+/// From this number of traces on, a warning names their cause.
 const MANY: usize = 16;
 
 /// What a trace is valid for beside the engine's state.
