@@ -37,13 +37,13 @@ impl Flags {
         Self { most, ..self }
     }
 
-    /// How many of those that have been read last were true, without one that was not.
+    /// The length of the run of true flags among those read last.
     #[must_use]
     pub fn streak(&self) -> usize {
         self.streak
     }
 
-    /// How many of those that have been read were true.
+    /// The number of flags read so far that were true.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count

@@ -30,7 +30,7 @@ pub fn is_lazy(array: &Array) -> bool {
     unsafe { faststep_array_is_lazy(handle(array)) != 0 }
 }
 
-/// How many operations have to be computed before the array has its value: the size of the graph behind it. A loop that
+/// The number of operations that have to be computed before the array has its value: the size of its graph. A loop that
 /// evaluates nothing sees it grow from step to step.
 #[must_use]
 pub fn operations(array: &Array) -> usize {

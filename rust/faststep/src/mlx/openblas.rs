@@ -21,7 +21,7 @@ pub fn bind() -> Result<Option<Bound>, BlasError> {
     find().map(|library| blas::bind(&library)).transpose()
 }
 
-/// Where OpenBLAS is; `None` where it is not, or not wanted.
+/// The path of OpenBLAS; `None` if it is missing or disabled.
 #[must_use]
 pub fn find() -> Option<PathBuf> {
     match env::var_os("FASTSTEP_BLAS") {

@@ -46,9 +46,9 @@ pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
 #[pyclass(frozen, get_all, module = "faststep._core")]
 #[derive(Clone)]
 pub struct TraceRecord {
-    /// What made the trace necessary.
+    /// The cause of the trace.
     cause: String,
-    /// How long it took, first evaluation included, in seconds.
+    /// Its duration in seconds, first evaluation included.
     seconds: f64,
 }
 
