@@ -129,7 +129,7 @@ def test_two_processes_write_one_after_the_other(tmp_path: Path, monkeypatch: py
     fcntl.flock(lock, fcntl.LOCK_EX)
     monkeypatch.setattr("faststep.checkpoints._folder.PATIENCE", 0.2)
     checkpoints.save(step_of(), number=2)
-    with pytest.raises(CheckpointError, match="another process is writing a checkpoint into it"):
+    with pytest.raises(CheckpointError, match="is writing a checkpoint into it"):
         checkpoints.wait()
     os.close(lock)
     checkpoints.save(step_of(), number=2)

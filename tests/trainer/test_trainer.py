@@ -18,7 +18,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from faststep.checkpoints import Checkpoints
+from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
 from faststep.report import read_log
 from faststep.training import Callback, Trainer, TrainingError, reproduce, validate
@@ -410,7 +410,7 @@ def test_it_does_not_begin_anew_where_all_checkpoints_are_damaged(tmp_path: Path
     for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
         (checkpoint / "manifest.json").write_text("torn")
     before = sorted((tmp_path / "checkpoints").rglob("*"))
-    with pytest.raises(TrainingError, match="found 1 that are damaged; move the folder away"):
+    with pytest.raises(CheckpointError, match="found 1 that are damaged; move the folder away"):
         new_trainer(tmp_path, epochs=2).train()
     assert sorted((tmp_path / "checkpoints").rglob("*")) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,7 @@ app.add_typer(_checkpoint.app, name="checkpoint")
 
 def main() -> None:
     """Run the command that stands on the line."""
+    faulthandler.enable()  # a memory fault tells where it was
     try:
         app()
     except Exception as error:
@@ -54,13 +56,13 @@ def _status(error: Exception) -> int | None:
     from faststep.checkpoints import CheckpointError
     from faststep.config import ConfigError
     from faststep.report import LogError
-    from faststep.training import TrainingError
+    from faststep.training import RunError, TrainingError
 
-    wrong = (ConfigError, CheckpointError, LogError)
+    wrong = (ConfigError, CheckpointError, LogError, RunError)
     if isinstance(error, Exit):
         return error.status
     if isinstance(error, TrainingError):
-        return WRONG if isinstance(error.__cause__, CheckpointError) else FAILED
+        return FAILED
     return WRONG if isinstance(error, wrong) else None
 
 

@@ -15,7 +15,7 @@ from faststep.checkpoints import Checkpoint, Checkpoints
 from faststep.loggers import JsonLines, Logger, Loggers
 from faststep.training._clock import Clock
 from faststep.training._interval import Interval
-from faststep.training._run_folder import counts
+from faststep.training._run_folder import LOG, counts
 from faststep.training._update_ratio import UpdateRatio
 from faststep.training._window import Window
 
@@ -64,7 +64,7 @@ class Log:
     def __init__(self, trainer: Training, loggers: Iterable[Logger]) -> None:
         """Open the file."""
         self._trainer = trainer
-        self._loggers = Loggers([JsonLines(trainer.run / "log.jsonl"), *loggers])
+        self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers])
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
         self._updates: deque[tuple[int, Window]] = deque()  # steps that are not in the log yet

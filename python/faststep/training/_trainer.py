@@ -6,16 +6,16 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from faststep._random import mlx_key
 from faststep._records import number as value_of
 from faststep._step import Step, call_with, whole_number
-from faststep.checkpoints import CheckpointError, Checkpoints
+from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.loggers import Logger, Progress
 from faststep.training import _bad_batches, _run_folder
 from faststep.training._clock import Clock
@@ -28,6 +28,7 @@ from faststep.training._validate import validate
 from faststep.training._window import Window, reopen
 
 _END = object()
+Start = Literal["newest", "new", "best"] | int
 
 
 class Trainer:
@@ -53,6 +54,7 @@ class Trainer:
     _reason: Reason | None
     _validated: int | None  # the step of the last validation, and of the last checkpoint
     _saved: int | None
+    _metric: float | None  # of the last validation
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Trainer:
         epochs: int | None = None,
         validation: Iterable[Any] | None = None,
         callbacks: Sequence[Callback] = (),
-        loggers: Sequence[Logger] | None = None,
+        loggers: Sequence[Logger] | Callable[[], Sequence[Logger]] | None = None,
         log_every: int = 20,
         validate_every: int = 100,
         validation_batches: int | None = None,
@@ -89,7 +91,8 @@ class Trainer:
             epochs: Stop after so many epochs. None: by `steps` alone.
             validation: Batches for validation, which can be iterated again and again.
             callbacks: Are called in the course of the training.
-            loggers: Get the log's records beside `run/log.jsonl`. None: a progress display.
+            loggers: Get the log's records beside `run/log.jsonl`; or a function that makes them, which is called when
+                the folder is held and the checkpoint is restored, before anything is written. None: a progress display.
             log_every: Steps between two intervals of the log; 5 seconds make one too.
             validate_every: Steps between two validations; 0: at the end only.
             validation_batches: Validate on so many batches at most.
@@ -137,8 +140,9 @@ class Trainer:
             self.run / "checkpoints",
             keep_last=keep_last,
             keep_best=keep_best,
-            on_damaged=lambda checkpoint: self._log.damaged(checkpoint),
+            on_damaged=lambda checkpoint: self._damaged.append(checkpoint),
         )
+        self._damaged: list[Checkpoint] = []  # passed over; the log is told when it is open
         self._phase_of_step = phase_of_step(step.loss_fn)
         self._begin()
 
@@ -146,7 +150,7 @@ class Trainer:
     def _begin(self) -> Signals:
         self._progress, self._reason = TrainingProgress(), None
         self.clock, self._began = Clock(), time.perf_counter()
-        self._validated = self._saved = None
+        self._validated = self._saved = self._metric = None
         self._signals = Signals()
         return self._signals
 
@@ -179,25 +183,35 @@ class Trainer:
         """End the training behind the step under way, with a checkpoint."""
         self._reason = self._reason or "callback"
 
-    def train(self) -> Result:
-        """Train to the end, from the newest valid checkpoint in the run's folder where there is one.
+    def train(self, start: Start = "newest") -> Result:
+        """Train to the end, from a checkpoint in the run's folder.
 
         The first SIGINT or SIGTERM ends the training behind the batch under way, with a checkpoint; `Result.reason`
         tells. The second one does what it does otherwise.
+
+        Args:
+            start: "newest": go on from the newest valid checkpoint, begin where there is none. "new": begin, and refuse
+                a folder with checkpoints. "best", or the number of a step: go on from that checkpoint; those behind
+                it go to `run/checkpoints_set_aside`.
 
         Returns:
             How it ended.
 
         Raises:
             TrainingError: Something failed; it tells where, and its cause is the exception itself.
-            RuntimeError: Another process trains in the same folder.
+            RunError: Another process trains in the same folder, or the folder cannot be used. Nothing has changed.
+            CheckpointError: There is no such checkpoint, or it is of another training. Nothing has changed.
         """
         with _run_folder.locked(self.run), self._begin():
+            _run_folder.check(self.run, self.step.model, self.step.optimizer)
+            self.checkpoints.check()
+            resumed = self._resume(start)
+            loggers = self._loggers() if callable(self._loggers) else self._loggers
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
-            self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)
+            self._log = Log(self, [Progress()] if loggers is None else loggers)
             try:
-                return self._train()
+                return self._train(resumed)
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the step may have failed for good
                     self._log.tell_steps()
@@ -215,11 +229,11 @@ class Trainer:
         except CheckpointError as error:
             self._log.event("checkpoint", str(error), "error")
 
-    def _train(self) -> Result:
-        with self._tagged("checkpoint"):
-            resumed = self._resume()
+    def _train(self, resumed: bool) -> Result:
         self._guard = Guard(self.stop_after_bad, self.step.options.in_flight, self._progress.row)
         self._log.start(resumed)
+        while self._damaged:
+            self._log.damaged(self._damaged.pop(0))
         self._tell("on_start")
         while not self._finished():
             self._epoch()
@@ -326,15 +340,15 @@ class Trainer:
             began, progress = time.perf_counter(), self._progress
             loss, batches = validate(self.step, self.validation, self.validation_batches)
             seconds = time.perf_counter() - began
-        self._validated = progress.number
+        self._validated, self._metric = progress.number, loss
         best = math.isfinite(loss) and (progress.best is None or loss < progress.best - self.min_delta)
         progress.best, progress.stale = (loss, 0) if best else (progress.best, progress.stale + 1)
         self._log.tell_steps()
         fields = {"loss": loss, "batches": batches, "seconds": seconds, "best": best, "epoch": self.loader.epoch}
         self._log.write("validation", fields)
         self._tell("on_validation", loss, best)
-        if best:
-            self._save(metric=loss)
+        if best or self._saved == progress.number or self.checkpoints.would_keep(loss):
+            self._save()
         if self._is_stale() and self._reason is None:
             text = f"no better validation loss than {progress.best} in {progress.stale} validations"
             self._log.event("early_stop", text, "info")
@@ -343,7 +357,8 @@ class Trainer:
     def _is_stale(self) -> bool:
         return self.patience is not None and self._progress.stale >= self.patience
 
-    def _save(self, metric: float | None = None) -> None:
+    def _save(self) -> None:
+        metric = self._metric if self._validated == self.number else None
         with self.clock.phase("checkpoint"), self._tagged("checkpoint"):
             self._log.tell_steps()
             self._count_bad(self._guard.settle())
@@ -357,13 +372,16 @@ class Trainer:
         self._log.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
         self._tell("on_checkpoint", path)
 
-    def _resume(self) -> bool:
-        found = self.checkpoints.restore(self.step, self.loader)
+    def _resume(self, start: Start) -> bool:
+        found = None if start == "new" else self.checkpoints.restore(self.step, self.loader, start)
         if found is None:
-            if (folder := self.checkpoints.folder).is_dir() and (damaged := self.checkpoints.list()):
+            there = self.checkpoints.list()
+            if there and start == "new":
+                raise CheckpointError(f"{self.run}: there are checkpoints of another training")
+            if there:
                 raise CheckpointError(
-                    f"{folder}: expected a valid checkpoint, found {len(damaged)} that are damaged; move the folder "
-                    f"away to begin again. The newest: {damaged[-1].problem}"
+                    f"{self.checkpoints.folder}: expected a valid checkpoint, found {len(there)} that are damaged; "
+                    f"move the folder away to begin again. The newest: {there[-1].problem}"
                 )
             return False
         numbers = dict(found.numbers)
@@ -371,6 +389,7 @@ class Trainer:
         self._progress = TrainingProgress(**numbers)
         self._progress.window = None if window is None else reopen(window, self.loader.epoch)
         self._saved = self._validated = self.number
+        self._metric = found.metric
         self._reason = "early_stop" if self._is_stale() else None
         return True
 
