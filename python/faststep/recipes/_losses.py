@@ -1,8 +1,13 @@
-"""Losses of a model's outputs: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them."""
+"""Losses of a model's outputs: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them.
+
+A label that is none of the model's outputs makes a loss minus infinity, on the device, where MLX would read past the end
+of an array. The batch is skipped then, and the loss's `explain` tells the trainer why.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +52,10 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100, in_chunks: b
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
         hidden = model.hidden(tokens, **places)
         mean = linear_cross_entropy(hidden, model.head, targets, token_weights=weights, ignore_index=ignore_index)
+        mean = mx.where(((weights != 0) & ~_inside(targets, model.head.shape[0])).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 
-    return loss
+    return _explained(loss)
 
 
 def cross_entropy(*, weighted: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0) -> Loss:
@@ -66,7 +72,7 @@ def cross_entropy(*, weighted: bool = False, ignore_index: int = -100, label_smo
     ) -> mx.array | tuple[mx.array, mx.array]:
         return _mean_cross_entropy(model(x), y, mask, ignore_index, weighted, label_smoothing)
 
-    return loss
+    return _explained(loss)
 
 
 def mse() -> Loss:
@@ -87,13 +93,44 @@ def _mean_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Average over the targets that count; 0 where none does."""
-    counts = targets != ignore_index
-    labels = mx.where(counts, targets, 0)
+    targets = targets.astype(mx.int32)  # of uint8, -100 is a label
+    counts, inside = targets != ignore_index, _inside(targets, logits.shape[-1])
+    labels = mx.where(counts & inside, targets, 0)
     losses = nn.losses.cross_entropy(logits.astype(mx.float32), labels, label_smoothing=label_smoothing)
     weights = counts.astype(mx.float32) if mask is None else counts * mask.astype(mx.float32)
     total = weights.sum()
     mean = (losses * weights).sum() / mx.maximum(total, 1e-9)
+    mean = mx.where(((weights != 0) & ~inside).any(), -mx.inf, mean)
     return (mean, total) if weighted else mean
+
+
+def _inside(labels: mx.array, classes: int) -> mx.array:
+    return (labels >= 0) & (labels < classes)
+
+
+def _explained(loss: Loss) -> Loss:
+    """Give a loss over labels its words for a batch that was skipped."""
+    loss.explain = _explain  # type: ignore[attr-defined]
+    return loss
+
+
+def _explain(value: float, *batch: Any, **named: Any) -> str | None:
+    """Say why the loss of a batch has this value, where it is for a label that is none of the model's outputs."""
+    if value != -math.inf:
+        return None
+    arrays = [each for each in (*batch, *named.values()) if isinstance(each, mx.array)]
+    integers = [each for each in arrays if mx.issubdtype(each.dtype, mx.integer) and each.size]
+    ranges = " and ".join(f"{int(each.min().item())} to {int(each.max().item())}" for each in integers)
+    return (
+        "a label is out of range: expected whole numbers from 0 to one less than the model's outputs, or ignore_index, "
+        f"got a batch of integers from {ranges}"
+    )
+
+
+def _nll(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: str = "mean") -> mx.array:
+    inside = _inside(targets, inputs.shape[axis])
+    loss = nn.losses.nll_loss(inputs, mx.where(inside, targets, 0), axis, reduction)
+    return mx.where(inside.all(), loss, -mx.inf)
 
 
 def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
@@ -103,7 +140,7 @@ def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
         def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
             return function(model(x), y, **{"reduction": "mean", **options})
 
-        return loss
+        return _explained(loss) if function is _nll else loss
 
     options = list(inspect.signature(function).parameters.values())[2:]
     plain = [each.replace(kind=each.KEYWORD_ONLY) for each in options if each.name != "weights"]
@@ -119,7 +156,6 @@ _OF_OUTPUTS = (
     "l1_loss",
     "log_cosh_loss",
     "mse_loss",
-    "nll_loss",
     "smooth_l1_loss",
 )
 LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
@@ -127,4 +163,5 @@ LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
     "cross_entropy": cross_entropy,
     "mse": mse,
     **{name: _of_outputs(getattr(nn.losses, name)) for name in _OF_OUTPUTS},
+    "nll_loss": _of_outputs(_nll),
 }

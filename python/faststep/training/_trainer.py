@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import time
@@ -299,9 +300,15 @@ class Trainer:
 
     def _count_bad(self, bad: list[Tried]) -> None:
         for each in bad:
-            loss = value_of(each.output.loss)
-            self._log.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: loss {loss:.6g}")
+            self._why = self._explained(each)
+            self._log.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: {self._why}")
         self._progress.skipped, self._progress.row = self._progress.skipped + len(bad), self._guard.row
+
+    # a loss may have an `explain(value, *batch)` that says why a batch is bad
+    def _explained(self, tried: Tried) -> str:
+        loss = value_of(tried.output.loss)
+        explain = getattr(self.step.loss_fn, "explain", None)
+        return (explain and call_with(tried.batch, functools.partial(explain, loss))) or f"loss {loss:.6g}"
 
     def _give_up(self, tried: Tried) -> TrainingError:
         self._save()
@@ -310,8 +317,8 @@ class Trainer:
             path = _bad_batches.write(self.run / "bundles", self.step, tried, self.number, self.config)
         text = (
             f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the "
-            f"loss is above max_loss. The last one is in {path}, with the weights and the random state that it met: "
-            f"`faststep reproduce {path}`"
+            f"loss is above max_loss. The last one ({self._why}) is in {path}, with the weights and the random state "
+            f"that it met: `faststep reproduce {path}`"
         )
         return TrainingError(text, phase="gradient", **self._where())
 
