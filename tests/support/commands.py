@@ -127,6 +127,9 @@ def checksums(run: Path) -> dict[str, str]:
 
 
 def wait_for_line(process: subprocess.Popen[Any], file: Path, text: str) -> None:
+    """Wait until a file has a text, while a process runs."""
+    until = time.monotonic() + 120
     while process.poll() is None and not (file.exists() and text in file.read_text()):
+        assert time.monotonic() < until, f"{file}: expected {text!r} in it within two minutes"
         time.sleep(0.01)
     assert process.poll() is None, "it ended before"

@@ -233,3 +233,34 @@ def test_every_validated_checkpoint_carries_its_metric(config: Path, tmp_path: P
     assert found == {number: by_step.get(number) for number in found}
     so_far = [step for step in best if by_step[step] > min(loss for other, loss in by_step.items() if other <= step)]
     assert so_far, "none was kept that was not the best so far"
+
+
+HUNG = """
+import pathlib, threading, numpy as np
+
+
+class Rows:
+    '''Rows of which one never comes.'''
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        if index == 90:
+            pathlib.Path("hangs").write_text("now")
+            threading.Event().wait()
+        x = np.full(8, index / 160, np.float32)
+        return x, x[:1]
+"""
+
+
+def test_a_signal_ends_a_training_whose_worker_hangs(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "hung.py").write_text(HUNG)
+    hung = set_(data__train={"use": "hung.py:Rows"}, data__shuffle=False, data__workers=2, checkpoints__every=100)
+    process = subprocess.Popen([sys.executable, "-m", "faststep", "train", str(config), *hung], cwd=tmp_path)
+    wait_for_line(process, tmp_path / "hangs", "now")
+    time.sleep(1)  # until the sixth batch is waited for
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    (saved,) = Checkpoints(tmp_path / "run" / "checkpoints").list()
+    assert 0 <= saved.number <= 5

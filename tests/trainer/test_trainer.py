@@ -20,6 +20,7 @@ import pytest
 from faststep import Step
 from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
+from faststep.loggers import Csv, JsonLines
 from faststep.report import read_log
 from faststep.training import Callback, Trainer, TrainingError, reproduce, validate
 from mlx.utils import tree_flatten
@@ -435,3 +436,29 @@ def test_buffers_that_training_turned_into_float32_come_back(tmp_path: Path) -> 
     new_trainer(tmp_path, first, epochs=1).train()
     new_trainer(tmp_path, second, epochs=1).train()
     assert_same(numbers(second), numbers(first))
+
+
+def test_a_trainer_trains_twice(tmp_path: Path) -> None:
+    whole = new_step()
+    new_trainer(tmp_path / "whole", whole, epochs=3).train()
+    step = new_step()
+    csv, lines = Csv(tmp_path / "steps.csv"), JsonLines(tmp_path / "lines.jsonl")
+    trainer = new_trainer(tmp_path / "run", step, epochs=2, loggers=[csv, lines])
+    first = trainer.train()
+    again = trainer.train()
+    assert (first.reason, first.steps, again.reason, again.steps) == ("done", 10, "done", 10)
+    trainer.epochs = 3
+    assert trainer.train().steps == 15
+    assert_same(numbers(step), numbers(whole))
+    assert len(csv.path.read_text().splitlines()) == 16  # with the head
+    assert lines.path.read_text().count('"kind": "start"') == 3
+    assert list(read_log(tmp_path / "run").steps["step"]) == list(range(1, 16))
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_no_step_need_be_in_flight(tmp_path: Path, in_flight: int) -> None:
+    whole = new_step()
+    new_trainer(tmp_path / "whole", whole, epochs=1).train()
+    step = new_step(in_flight=in_flight)
+    new_trainer(tmp_path / "run", step, epochs=1, log_every=1).train()
+    assert_same(numbers(step), numbers(whole))

@@ -115,7 +115,7 @@ class Checkpoints:
         self._background = background
         self._on_damaged = on_damaged or _warn
         self._writer = _Writer()
-        weakref.finalize(self, _Writer.report, self._writer)
+        weakref.finalize(self, _Writer.leave, self._writer)
 
     def save(
         self,
@@ -327,6 +327,7 @@ class _Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # a Ctrl-C in `join` would let the thread pass for ended
+        self._lock, self._left = threading.Lock(), False  # whether nobody will ask for errors any more
         self._error: Exception | None = None
         self._written: list[Written] = []
 
@@ -345,7 +346,11 @@ class _Writer:
         else:
             self._written.append(Written(place, size, time.perf_counter() - start))
         finally:
-            self._done.set()
+            with self._lock:
+                self._done.set()
+                left = self._left
+            if left:
+                self._print()
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -362,11 +367,20 @@ class _Writer:
         taken, self._written = self._written, []
         return taken
 
-    def report(self) -> None:
-        """Print the error of a write that was never waited for."""
-        try:
-            self.wait()
-        except CheckpointError as error:
+    def leave(self) -> None:
+        """Print the error of a write that was never waited for, now or when it has ended.
+
+        Called when the checkpoints are collected, which may be in any thread, this one's too: it does not wait.
+        """
+        with self._lock:
+            self._left = True
+            done = self._done.is_set()
+        if done:
+            self._print()
+
+    def _print(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
             print(f"faststep: {error}", file=sys.stderr)
 
 

@@ -4,10 +4,11 @@
 `_pipeline` and `_workers` do it ahead; `_stack`, `_pad` and `_pack` collate. Uses MLX and NumPy, and no other room.
 """
 
+from faststep.data._errors import Interrupted
 from faststep.data._loader import Loader
 from faststep.data._pack import Pack
 from faststep.data._pad import Pad
 from faststep.data._stack import stack
 from faststep.data._stats import LoaderStats
 
-__all__ = ["Loader", "LoaderStats", "Pack", "Pad", "stack"]
+__all__ = ["Interrupted", "Loader", "LoaderStats", "Pack", "Pad", "stack"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -78,7 +78,11 @@ class Loader:
     Attributes:
         batch_size: As given.
         workers: As given.
+        on_wait: Called four times a second while a worker is waited for, with the seconds so far; None: nothing. It may
+            raise `faststep.data.Interrupted`, which ends the loop at once, whatever the worker is doing.
     """
+
+    on_wait: Callable[[float], object] | None = None
 
     def __init__(
         self,
@@ -251,7 +255,7 @@ class Loader:
         last = before = time.perf_counter()
         run = self._run = self._begin()
         try:
-            while (taken := run.take()) is not None:
+            while (taken := run.take(self.on_wait)) is not None:
                 task, made = taken
                 now = time.perf_counter()
                 self._count(made, now - before, now - last)

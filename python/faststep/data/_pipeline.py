@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 
 from faststep.data._by_length import Made
 from faststep.data._epoch import Task
 from faststep.data._workers import Workers
 
 Result = tuple[Task, Made] | None  # None: no task is left
+LOOK_SECONDS = 0.25  # while a worker is waited for
 Make = Callable[[Task, Callable[[], None]], Made]
 
 
@@ -42,8 +44,11 @@ class Pipeline:
             for _ in range(workers + prefetch):
                 self._submit()
 
-    def take(self) -> Result:
+    def take(self, on_wait: Callable[[float], object] | None = None) -> Result:
         """Return the next batch with its task, when it is ready; None at the end.
+
+        Args:
+            on_wait: Called every `LOOK_SECONDS` while a worker is waited for, with the seconds so far; it may raise.
 
         Raises:
             RuntimeError: The loop was closed.
@@ -54,7 +59,7 @@ class Pipeline:
         if not self.pools:
             task = next(self.tasks, None)
             return None if task is None else (task, self.make(task, _go_on))
-        result = self.ready.popleft().result()
+        result = _wait(self.ready.popleft(), on_wait)
         if result is not None:
             self._submit()
         return result
@@ -88,6 +93,13 @@ class Pipeline:
             return None if mine is None else (mine, make(mine, go_on))
 
         self.ready.append(workers.submit(job))
+
+
+def _wait(future: Future[Result], on_wait: Callable[[float], object] | None) -> Result:
+    began = time.monotonic()
+    while on_wait is not None and not wait([future], LOOK_SECONDS).done:
+        on_wait(time.monotonic() - began)
+    return future.result()
 
 
 def _go_on() -> None:

@@ -47,6 +47,9 @@ class Csv:
         if self.path.exists():
             self._mend()
         self._file = Appender(path)
+        self._head()
+
+    def _head(self) -> None:
         if self._file.size == 0:
             self._file.write(_row(COLUMNS))
 
@@ -63,8 +66,11 @@ class Csv:
 
         Raises:
             OSError: It could not be written; the file is as it was.
-            ValueError: The logger is closed.
+            ValueError: The logger is closed, and no start of a training has opened it again.
         """
+        if record["kind"] == "start" and self._file.closed:
+            self._file.open()
+            self._head()
         if record["kind"] == "step":
             self._file.write(_row([_cell(record.get(name)) for name in COLUMNS]))
 

@@ -1,7 +1,7 @@
 """Losses of a model's outputs: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them.
 
-A label that is none of the model's outputs makes a loss minus infinity, on the device, where MLX would read past the end
-of an array. The batch is skipped then, and the loss's `explain` tells the trainer why.
+A label that is none of the model's outputs makes a loss minus infinity, on the device, where MLX would read past the
+end of an array. The batch is skipped then, and the loss's `explain` tells the trainer why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from faststep.losses import linear_cross_entropy
+from faststep.losses import Reduction, linear_cross_entropy
 
 Loss = Callable[..., Any]
 
@@ -120,14 +120,14 @@ def _explain(value: float, *batch: Any, **named: Any) -> str | None:
         return None
     arrays = [each for each in (*batch, *named.values()) if isinstance(each, mx.array)]
     integers = [each for each in arrays if mx.issubdtype(each.dtype, mx.integer) and each.size]
-    ranges = " and ".join(f"{int(each.min().item())} to {int(each.max().item())}" for each in integers)
+    ranges = " and ".join(f"{each.min().item()} to {each.max().item()}" for each in integers)
     return (
         "a label is out of range: expected whole numbers from 0 to one less than the model's outputs, or ignore_index, "
         f"got a batch of integers from {ranges}"
     )
 
 
-def _nll(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: str = "mean") -> mx.array:
+def _nll(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: Reduction = "mean") -> mx.array:
     inside = _inside(targets, inputs.shape[axis])
     loss = nn.losses.nll_loss(inputs, mx.where(inside, targets, 0), axis, reduction)
     return mx.where(inside.all(), loss, -mx.inf)

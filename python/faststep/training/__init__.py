@@ -1,8 +1,8 @@
 """The trainer: the loop around the step, with validation, checkpoints and logs. Needs the extra `train`.
 
 `_trainer` has the loop; `_window` one update; `_guard` and `_bad_batches` batches that are skipped; `_run_log`,
-`_interval`, `_clock` and `_update_ratio` the records. Uses `_step`, `_records`, `_files`, `checkpoints` and
-`loggers`.
+`_interval`, `_clock` and `_update_ratio` the records. Uses `_step`, `_records`, `_files`, `data`,
+`checkpoints` and `loggers`.
 """
 
 from faststep.training._bad_batches import Reproduction, reproduce

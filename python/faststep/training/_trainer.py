@@ -17,6 +17,7 @@ from faststep._random import mlx_key
 from faststep._records import number as value_of
 from faststep._step import Step, call_with, whole_number
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
+from faststep.data import Interrupted
 from faststep.loggers import Logger, Progress
 from faststep.training import _bad_batches, _run_folder
 from faststep.training._clock import Clock
@@ -255,11 +256,14 @@ class Trainer:
     # one epoch, or what is left of it
     def _epoch(self) -> None:
         epoch, any_batch = self.loader.epoch, self.loader.position > 0
-        for batch in self._batches():
-            any_batch = True
-            self._train_on(batch, epoch)
-            if self._finished():
-                return
+        try:
+            for batch in self._batches():
+                any_batch = True
+                self._train_on(batch, epoch)
+                if self._finished():
+                    return
+        except Interrupted:
+            return
         if not any_batch:
             raise TrainingError("the loader gave no batch", phase="data", **self._where())
         if self._progress.window is not None:
@@ -269,6 +273,8 @@ class Trainer:
 
     def _batches(self) -> Iterator[Any]:
         batches = iter(self.loader)
+        if hasattr(self.loader, "on_wait"):
+            self.loader.on_wait = self._on_wait
         try:
             while True:
                 with self.clock.phase("data"), self._tagged("data"):
@@ -277,8 +283,15 @@ class Trainer:
                     return
                 yield batch
         finally:
+            if hasattr(self.loader, "on_wait"):
+                self.loader.on_wait = None
             if hasattr(batches, "close"):
                 batches.close()
+
+    # a worker that hangs does not keep a signal from ending the training
+    def _on_wait(self, seconds: float) -> None:
+        if self._signals.received is not None:
+            raise Interrupted
 
     def _train_on(self, batch: Any, epoch: int) -> None:
         window = self._progress.window = self._progress.window or Window(epoch)
