@@ -264,3 +264,37 @@ def test_a_signal_ends_a_training_whose_worker_hangs(config: Path, tmp_path: Pat
     assert process.wait(60) == 143
     (saved,) = Checkpoints(tmp_path / "run" / "checkpoints").list()
     assert 0 <= saved.number <= 5
+
+
+DRAWS = """
+import numpy as np, random
+
+
+class Rows:
+    def __init__(self, own: bool = False):
+        self.own, self.epoch = own, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        if self.own:
+            x = np.random.default_rng([7, self.epoch, index]).standard_normal(8, dtype=np.float32)
+        else:
+            x = (np.random.standard_normal(8) + random.random()).astype(np.float32)
+        return x, x[:1]
+"""
+
+
+def test_data_that_draw_random_numbers_resume_exactly_or_are_refused(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+    ours, own = {"use": "draws.py:Rows"}, {"use": "draws.py:Rows", "own": True}
+    prove = ["verify-resume", config, "--kills", 2, "--steps", 40, *set_(callbacks=[{"use": "mine.py:Slow"}])]
+    assert "proved" in faststep(*prove, *set_(data__train=ours)).stdout
+    assert "proved" in faststep(*prove, *set_(data__train=own, data__workers=2)).stdout
+    done = faststep("train", config, *set_(data__train=ours, data__workers=2), status=1)
+    assert "draws from random and numpy.random" in done.stderr
+    assert "or make batches without threads: workers=0" in done.stderr

@@ -42,8 +42,10 @@ class Loader:
     **Workers.** Threads that read items and collate them; batches come in the same order as without. They help where
     that work lets the GIL go: files, network, decoding, large numpy operations. A source must bear being read by
     several threads; an iterable is read by one. Leave `mx.random` alone in items and collate: its state is each
-    thread's own. An item or collate may make MLX arrays: they are evaluated in the thread that made them. One that
-    waits for another thread (an array that the dataset holds and never evaluated) is an error that names it.
+    thread's own. One that draws from `random` or `numpy.random` is refused: threads draw in another order each time;
+    a generator of the item's own, `numpy.random.default_rng([seed, epoch, index])`, resumes exactly. An item or collate
+    may make MLX arrays: they are evaluated in the thread that made them. One that waits for another thread (an array
+    that the dataset holds and never evaluated) is an error that names it.
 
     **Ranks.** Each rank makes a loader with its `rank` and the same other arguments. A round takes the next
     `world_size * batch_size` items, rank r the r-th part of it, so all ranks together see the batches that one process
@@ -288,8 +290,9 @@ class Loader:
                     "whose __iter__ starts again, such as a list or a class with a generator as its __iter__"
                 )
             tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()
-        self._begun = True
-        return Pipeline(tasks, self._make, self.workers, self._prefetch, reads=isinstance(source, Stream))
+        first, self._begun = not self._begun, True
+        reads = isinstance(source, Stream)
+        return Pipeline(tasks, self._make, self.workers, self._prefetch, reads=reads, first=first)
 
     def _planned(self, source: Items, epoch: int) -> Epoch:
         """Return the plan of an epoch; once it has begun its length stays."""
