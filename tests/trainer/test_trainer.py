@@ -349,7 +349,8 @@ def test_the_ratio_of_an_update_is_that_of_the_norms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": None}, "steps, epochs: expected at least one"),
+        ({"steps": None}, "steps, epochs, max_time: expected at least one"),
+        ({"max_time": -1.0}, "max_time: expected a number of seconds above 0"),
         ({"steps": 0}, "steps: expected a number from 1 on, got 0"),
         ({"log_every": 0}, "log_every: expected a number from 1 on"),
         ({"patience": 2}, "patience: expected validation data"),
@@ -462,3 +463,34 @@ def test_no_step_need_be_in_flight(tmp_path: Path, in_flight: int) -> None:
     step = new_step(in_flight=in_flight)
     new_trainer(tmp_path / "run", step, epochs=1, log_every=1).train()
     assert_same(numbers(step), numbers(whole))
+
+
+@pytest.mark.parametrize("stops", [(), (3, 10), (5, 14, 15)])
+def test_intervals_in_epochs(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    """Five steps are an epoch; the same whether it stops on the way or not."""
+    parts = {"epochs": 4, "validate_every": "1 epoch", "checkpoint_every": "2 epochs", "keep_best": 0}
+    for _ in range(len(stops) + 1):
+        validation = Loader(data(), batch_size=16)
+        step = new_step()
+        new_trainer(tmp_path, step, validation=validation, callbacks=[Stop(*stops)], **parts).train()
+    log = read_log(tmp_path)
+    assert list(log.validations["step"]) == [5, 10, 15, 20]
+    assert {10, 20} <= set(log.checkpoints["step"])
+    whole = new_step()
+    new_trainer(tmp_path / "whole", whole, epochs=4).train()
+    assert_same(numbers(step), numbers(whole))
+
+
+def test_it_ends_when_the_time_is_up(tmp_path: Path) -> None:
+    result = new_trainer(tmp_path, max_time=0.5).train()
+    assert result.reason == "max_time"
+    trainer = new_trainer(tmp_path, max_time=1e9, steps=result.steps + 1)
+    assert trainer.train().steps == result.steps + 1
+    assert trainer.seconds > 0.5  # of both
+
+
+def test_validation_at_the_start(tmp_path: Path) -> None:
+    parts = {"validation": Loader(data(), batch_size=16), "validate_every": 0, "validate_at_start": True}
+    new_trainer(tmp_path, steps=3, **parts).train()
+    new_trainer(tmp_path, steps=4, **parts).train()
+    assert list(read_log(tmp_path).validations["step"]) == [0, 3, 4]

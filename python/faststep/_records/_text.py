@@ -48,6 +48,7 @@ REASONS = {
     "done": "done",
     "early_stop": "stopped early: the validation loss no longer improves",
     "signal": "stopped by a signal",
+    "max_time": "ended: the time is up",
     "bad_batches": "stopped: too many batches in a row were skipped",
     "error": "ended by an error",
 }

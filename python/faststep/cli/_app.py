@@ -29,6 +29,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify-resume": _verify.verify_resume,
     "reproduce": _verify.reproduce,
     "tune": _runs.tune,
+    "schema": _runs.schema,
     "version": _runs.version,
 }
 for name, command in _COMMANDS.items():

@@ -26,8 +26,8 @@ def refuse_draws(before: States) -> None:
     drawn = [name for name in before if before[name] != after[name]]
     if drawn:
         raise ValueError(
-            f"source: an item or the collate draws from {' and '.join(drawn)}, whose state is the process's, in a worker "
-            "thread: the order of the draws would be another each time, and a resumed training not the same. Draw from a "
-            "generator of the item's own, numpy.random.default_rng([seed, epoch, index]) (set_epoch(epoch) tells the "
-            "epoch), or make batches without threads: workers=0"
+            f"source: an item or the collate draws from {' and '.join(drawn)}, whose state is the process's, in a "
+            "worker thread: the order of the draws would be another each time, and a resumed training not the same. "
+            "Draw from a generator of the item's own, numpy.random.default_rng([seed, epoch, index]) (set_epoch(epoch) "
+            "tells the epoch), or make batches without threads: workers=0"
         )

@@ -127,7 +127,7 @@ def _explain(value: float, *batch: Any, **named: Any) -> str | None:
     )
 
 
-def _nll(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: Reduction = "mean") -> mx.array:
+def _nll_loss(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: Reduction = "mean") -> mx.array:
     inside = _inside(targets, inputs.shape[axis])
     loss = nn.losses.nll_loss(inputs, mx.where(inside, targets, 0), axis, reduction)
     return mx.where(inside.all(), loss, -mx.inf)
@@ -140,11 +140,17 @@ def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
         def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
             return function(model(x), y, **{"reduction": "mean", **options})
 
-        return _explained(loss) if function is _nll else loss
+        return _explained(loss) if function is _nll_loss else loss
 
     options = list(inspect.signature(function).parameters.values())[2:]
-    plain = [each.replace(kind=each.KEYWORD_ONLY) for each in options if each.name != "weights"]
+    defaults = {each.name: each.default for each in options if each.name != "weights"} | {"reduction": "mean"}
+    plain = [
+        each.replace(kind=each.KEYWORD_ONLY, default=defaults[each.name]) for each in options if each.name in defaults
+    ]
     make.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
+    make.__doc__ = (
+        f"Make `mlx.nn.losses.{function.__name__.removeprefix('_')}` of `model(x)` and `y`, the mean by default."
+    )
     return make
 
 
@@ -163,5 +169,5 @@ LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
     "cross_entropy": cross_entropy,
     "mse": mse,
     **{name: _of_outputs(getattr(nn.losses, name)) for name in _OF_OUTPUTS},
-    "nll_loss": _of_outputs(_nll),
+    "nll_loss": _of_outputs(_nll_loss),
 }

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from faststep.training._window import Window
 
-Reason = Literal["done", "early_stop", "callback", "signal"]
+Reason = Literal["done", "early_stop", "callback", "signal", "max_time"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Result:
 
     Attributes:
         reason: "done": all steps or epochs are made. "early_stop": the validation loss no longer falls. "callback": a
-            callback asked for it. "signal": SIGINT or SIGTERM did.
+            callback asked for it. "signal": SIGINT or SIGTERM did. "max_time": so much time has passed.
         steps: How many steps have been made in all.
         loss: The mean training loss of the last interval, None where there was none.
         best: The lowest validation loss, None without validation.

@@ -17,7 +17,7 @@ from faststep._random import mlx_key
 from faststep._records import number as value_of
 from faststep._step import Step, call_with, whole_number
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
-from faststep.data import Interrupted
+from faststep.data import Interrupted, epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
 from faststep.training import _bad_batches, _run_folder
 from faststep.training._clock import Clock
@@ -66,18 +66,20 @@ class Trainer:
         run: str | Path,
         steps: int | None = None,
         epochs: int | None = None,
+        max_time: float | None = None,
         validation: Iterable[Any] | None = None,
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger] | Callable[[], Sequence[Logger]] | None = None,
         log_every: int = 20,
-        validate_every: int = 100,
+        validate_every: int | str = 100,
+        validate_at_start: bool = False,
         validation_batches: int | None = None,
         patience: int | None = None,
         min_delta: float = 0.0,
         stop_after_bad: int = 10,
         update_ratio_every: int = 0,
         memory_limit: int | None = None,
-        checkpoint_every: int = 200,
+        checkpoint_every: int | str = 200,
         keep_last: int = 3,
         keep_best: int = 1,
         config: dict[str, Any] | None = None,
@@ -89,14 +91,16 @@ class Trainer:
             loader: A `faststep.data.Loader`, or anything that can be iterated over an epoch at a time and has `epoch`,
                 `position`, `state` and `load_state` as that has.
             run: The folder for log and checkpoints; it is made where it is missing.
-            steps: Stop after so many steps in all. None: by `epochs` alone.
-            epochs: Stop after so many epochs. None: by `steps` alone.
+            steps: Stop after so many steps in all. None: by `epochs` or `max_time` alone.
+            epochs: Stop after so many epochs.
+            max_time: Stop after so many seconds of training, in all the processes that take part.
             validation: Batches for validation, which can be iterated again and again.
             callbacks: Are called in the course of the training.
             loggers: Get the log's records beside `run/log.jsonl`; or a function that makes them, which is called when
                 the folder is held and the checkpoint is restored, before anything is written. None: a progress display.
             log_every: Steps between two intervals of the log; 5 seconds make one too.
-            validate_every: Steps between two validations; 0: at the end only.
+            validate_every: Steps between two validations, or epochs: "1 epoch"; 0: at the end only.
+            validate_at_start: Validate before the first step too.
             validation_batches: Validate on so many batches at most.
             patience: Stop when so many validations in a row have brought no better loss; None: never.
             min_delta: By how much a better loss has to be lower.
@@ -105,7 +109,8 @@ class Trainer:
             update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
             memory_limit: From so many bytes on MLX waits for work under way before it takes more
                 (`mx.set_memory_limit`, in the whole process). None: leave it.
-            checkpoint_every: Steps between two checkpoints; 0: at the end and at the best validation only.
+            checkpoint_every: Steps between two checkpoints, or epochs: "1 epoch"; 0: at the end and at the best
+                validation only.
             keep_last: Keep so many of the newest checkpoints.
             keep_best: Keep so many of those with the lowest validation loss.
             config: What goes into the log as the configuration.
@@ -120,11 +125,15 @@ class Trainer:
             raise TypeError(
                 f"loader: expected a faststep.data.Loader, got {type(loader).__name__} without {', '.join(missing)}"
             )
-        if steps is None and epochs is None:
-            raise ValueError("steps, epochs: expected at least one of them, got neither")
-        numbers = {"log_every": (log_every, 1), "validate_every": (validate_every, 0), "patience": (patience, 1)}
+        if steps is None and epochs is None and max_time is None:
+            raise ValueError("steps, epochs, max_time: expected at least one of them, got none")
+        if max_time is not None and seconds_of(max_time) is None:
+            raise ValueError(f"max_time: expected a number of seconds above 0, got {max_time!r}")
+        numbers: dict[str, Any] = {"log_every": (log_every, 1), "patience": (patience, 1)}
+        cadences = {"validate_every": validate_every, "checkpoint_every": checkpoint_every}
+        numbers |= {name: (every, 0) for name, every in cadences.items() if epochs_of(every) is None}
         numbers |= {"steps": (steps, 1), "epochs": (epochs, 1), "validation_batches": (validation_batches, 1)}
-        numbers |= {"stop_after_bad": (stop_after_bad, 0), "checkpoint_every": (checkpoint_every, 0)}
+        numbers |= {"stop_after_bad": (stop_after_bad, 0)}
         numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0), "memory_limit": (memory_limit, 1)}
         for name, (value, least) in (numbers | {"update_ratio_every": (update_ratio_every, 0)}).items():
             if value is not None:
@@ -137,6 +146,7 @@ class Trainer:
         self.validation_batches, self.patience, self.min_delta = validation_batches, patience, min_delta
         self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
         self.config, self.memory_limit = config, memory_limit
+        self.max_time, self.validate_at_start = max_time, validate_at_start
         self._loggers = loggers
         self.checkpoints = Checkpoints(
             self.run / "checkpoints",
@@ -237,6 +247,8 @@ class Trainer:
         while self._damaged:
             self._log.damaged(self._damaged.pop(0))
         self._tell("on_start")
+        if self.validate_at_start and not resumed:
+            self._validate()
         while not self._finished():
             self._epoch()
         if self._signals.received is not None:
@@ -270,6 +282,7 @@ class Trainer:
             with self._tagged("update"), self.clock.phase("step"):
                 self.step.flush()
             self._end_window(self._progress.window)
+        self._at_intervals(epoch + 1)
 
     def _batches(self) -> Iterator[Any]:
         batches = iter(self.loader)
@@ -341,14 +354,20 @@ class Trainer:
         progress.window, progress.number = None, progress.number + 1
         self._log.on_update(window)
         self._tell("on_step", progress.number)
-        if self.validate_every and progress.number % self.validate_every == 0:
+        self._at_intervals()
+
+    # behind a step, or behind so many epochs
+    def _at_intervals(self, epochs: int = 0) -> None:
+        if _is_due(self.validate_every, self.number, epochs):
             self._validate()
-        if self.checkpoint_every and progress.number % self.checkpoint_every == 0 and self._saved != progress.number:
+        if _is_due(self.checkpoint_every, self.number, epochs) and self._saved != self.number:
             self._save()
 
     def _finished(self) -> bool:
         if self._reason is None and self._signals.received is not None:
             self._reason = "signal"
+        if self._reason is None and self.max_time is not None and self.seconds >= self.max_time:
+            self._reason = "max_time"
         enough = self.steps is not None and self.number >= self.steps
         enough = enough or (self.epochs is not None and self.loader.epoch >= self.epochs)
         return self._reason is not None or enough
@@ -423,6 +442,14 @@ class Trainer:
 
     def _where(self) -> dict[str, int]:
         return {"step": self.number, "epoch": self.loader.epoch, "batch": max(0, self.loader.position - 1)}
+
+
+def _is_due(every: int | str, step: int, epochs: int) -> bool:
+    """Whether an interval in steps or epochs has ended, behind a step (`epochs` is 0) or behind so many epochs."""
+    of_epochs = epochs_of(every)
+    if of_epochs is not None:
+        return epochs > 0 and epochs % of_epochs == 0
+    return not epochs and bool(every) and step % int(every) == 0
 
 
 class Callback:

@@ -21,13 +21,17 @@ fn found() -> Option<&'static Compiler> {
     static FOUND: OnceLock<Option<Compiler>> = OnceLock::new();
     let ask = |flags: &str| {
         // -v prints the version; LC_ALL=C makes the output independent of the user's language
-        let told = run(&format!("LC_ALL=C g++ -std=c++17 -O3 {flags} -E -v -x c++ /dev/null 2>&1"));
+        let told = run(&format!(
+            "LC_ALL=C g++ -std=c++17 -O3 {flags} -E -v -x c++ /dev/null 2>&1"
+        ));
         let mut hasher = DefaultHasher::new(); // with a later Rust another number: kernels are then compiled anew
         (told.ok()?, flags, source::INDEPENDENT, seal::MARK).hash(&mut hasher);
         let (flags, identity) = (!flags.is_empty(), hasher.finish());
         Some(Compiler { flags, identity })
     };
-    FOUND.get_or_init(|| ask(FLAGS).or_else(|| ask(""))).as_ref()
+    FOUND
+        .get_or_init(|| ask(FLAGS).or_else(|| ask("")))
+        .as_ref()
 }
 
 /// The number of the compiler. `None` when there is none.

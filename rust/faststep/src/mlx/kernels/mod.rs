@@ -157,8 +157,12 @@ fn mlx_version() -> Option<String> {
 fn make_own(template: CString) -> Option<PathBuf> {
     let template = template.into_raw();
     // SAFETY: mkdtemp writes over the six letters of a string that ends with a NUL, which is ours again behind it.
-    let (made, path) =
-        unsafe { (!libc::mkdtemp(template).is_null(), CString::from_raw(template)) };
+    let (made, path) = unsafe {
+        (
+            !libc::mkdtemp(template).is_null(),
+            CString::from_raw(template),
+        )
+    };
     made.then(|| PathBuf::from(OsString::from_vec(path.into_bytes())))
 }
 
