@@ -8,7 +8,16 @@ from mlx.optimizers import Optimizer
 
 from faststep._step import Options
 
-__all__ = ["MemoryPlan", "Step", "TraceRecord", "array_id", "bind_blas", "bind_kernels", "current_state"]
+__all__ = [
+    "MemoryPlan",
+    "Step",
+    "TraceRecord",
+    "array_id",
+    "bind_blas",
+    "bind_kernels",
+    "compiled_kernels",
+    "current_state",
+]
 
 # the arrays of `Step.state` by flat names (`ema.layers.0.weight`, `weight`), and the number of batches in the window
 _State = tuple[dict[str, mx.array], int]
@@ -65,3 +74,4 @@ def array_id(array: mx.array) -> int: ...
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...
 def bind_kernels() -> bool: ...
+def compiled_kernels() -> int: ...

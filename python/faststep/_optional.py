@@ -6,8 +6,8 @@ import importlib
 from types import ModuleType
 
 
-def need(module: str, extra: str = "train") -> ModuleType:
-    """Import a module that comes with an extra.
+def need(module: str, extra: str | None = "train") -> ModuleType:
+    """Import a module that comes with an extra, or (None) with none of them.
 
     Raises:
         ImportError: It is not installed; the message says how to install it.
@@ -15,6 +15,5 @@ def need(module: str, extra: str = "train") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{module} is not installed ({error}): pip install 'mlx-faststep[{extra}]'", name=module
-        ) from error
+        package = module if extra is None else f"'mlx-faststep[{extra}]'"
+        raise ImportError(f"{module} is not installed ({error}): pip install {package}", name=module) from error

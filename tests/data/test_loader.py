@@ -73,6 +73,21 @@ def test_columns_are_stacked_by_their_structure() -> None:
     assert (x.tolist(), y.shape) == ([0, 1, 2], (3,))
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_frames_are_columns_by_name(library: str) -> None:
+    frames = pytest.importorskip(library, reason=f"{library} is not installed")
+    values = {"x": [0.5, 1.5, 2.5], "y": [1, 2, 3], "good": [True, False, True]}
+    loader = Loader(frames.DataFrame(values), batch_size=2)
+    first, second = loader
+    assert (first["x"].dtype, first["y"].dtype, first["good"].dtype) == (mx.float32, mx.int64, mx.bool_)
+    assert [plain(first), plain(second)] == [
+        {name: column[:2] for name, column in values.items()},
+        {name: column[2:] for name, column in values.items()},
+    ]
+    with pytest.raises(TypeError, match="expected a DataFrame with columns of numbers, got name; choose columns"):
+        Loader(frames.DataFrame({"x": [1], "name": ["a"]}))
+
+
 def test_bfloat16_columns_and_items_keep_their_dtype() -> None:
     array = mx.arange(4).astype(mx.bfloat16)
     assert next(iter(Loader(array, batch_size=4))).dtype == mx.bfloat16

@@ -65,7 +65,7 @@ class Training:
         self.log(
             "start",
             resumed=at > 0,
-            epoch=at // 20,
+            epoch=at // 20 + 1,
             steps=self.steps,
             epochs=None,
             batches_per_epoch=20,
@@ -107,7 +107,7 @@ class Training:
             norm = out.grad_norm
             self.log(
                 "step",
-                epoch=(self.count - 1) // 20,
+                epoch=(self.count - 1) // 20 + 1,
                 loss=loss,
                 grad_norm=norm,
                 learning_rate=rate,
@@ -115,7 +115,8 @@ class Training:
                 skipped=int(skipped),
                 seconds=seconds,
                 wait=wait,
-                items=tokens.size,
+                samples=BATCH,
+                tokens=tokens.size,
             )
             if skipped:
                 self.log("event", level="warning", text="loss is not finite: the batch was skipped", what="skipped")
@@ -128,13 +129,14 @@ class Training:
         whole = sum(spent.values())
         self.log(
             "interval",
-            epoch=(self.count - 1) // 20,
+            epoch=(self.count - 1) // 20 + 1,
             batch=(self.count - 1) % 20 + 1,
             loss=sum(losses) / len(losses) if losses else None,
             grad_norm=norm,
             learning_rate=self.step.optimizer.learning_rate,
             steps_per_second=every / whole,
-            items_per_second=every * BATCH * SEQ / whole,
+            tokens_per_second=every * BATCH * SEQ / whole,
+            samples_per_second=every * BATCH / whole,
             seconds=dict(spent),
             memory={
                 "active": mx.get_active_memory(),
@@ -158,7 +160,7 @@ class Training:
         best, self.best = loss < self.best, min(self.best, loss)
         spent["validation"] += seconds
         values = {"loss": loss, "batches": 1, "seconds": seconds, "best": best, "metrics": {"perplexity": 2.718**loss}}
-        self.log("validation", epoch=(self.count - 1) // 20, **values)
+        self.log("validation", epoch=(self.count - 1) // 20 + 1, **values)
         path = f"checkpoints/step-{self.count:08}"
         self.log("checkpoint", path=path, pause=0.001, metric=loss)
         spent["checkpoint"] += 0.001

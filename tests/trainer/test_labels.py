@@ -80,7 +80,7 @@ def test_the_trainer_says_so(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"a label is out of range: .* got a batch of integers from 7 to 7"):
         trainer.train()
     events = [each["text"] for each in read_log(tmp_path).events if each["what"] == "skipped"]
-    assert "batch 0 of epoch 0 was skipped: a label is out of range" in events[0]
+    assert "batch 0 of epoch 1 was skipped: a label is out of range" in events[0]
 
 
 def test_a_process_survives_them(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_rows_of_steps(tmp_path: Path) -> None:
     again.log({"kind": "step", "time": 1.0, "step": 11, "loss": mx.array(float("nan"))})
     again.close()
     rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == COLUMNS["step"]
     assert [int(row["step"]) for row in rows] == list(range(1, 12))
     assert rows[2]["loss"] == ""
     assert np.isnan(float(rows[-1]["loss"]))
@@ -240,8 +240,8 @@ def test_tensor_board_reads_a_resumed_training(tmp_path: Path) -> None:
     steps = [each for each in valid if each["kind"] == "step" and each["loss"] is not None]
     assert found["train/loss"] == [(each["step"], pytest.approx(each["loss"].item())) for each in steps]
     validations = [each for each in valid if each["kind"] == "validation"]
-    assert found["validation/loss"] == [(each["step"], pytest.approx(each["loss"])) for each in validations]
-    assert {"memory/active", "seconds/data", "speed/items_per_second", "validation/perplexity"} < found.keys()
+    assert found["val/loss"] == [(each["step"], pytest.approx(each["loss"])) for each in validations]
+    assert {"memory/active", "seconds/data", "speed/tokens_per_second", "val/perplexity"} < found.keys()
     assert len(found["config/text_summary"]) == 2
     assert [step for step, _ in found["events/text_summary"]] == [4]
 
@@ -259,7 +259,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = (tmp_path / "wandb_id").read_text().strip()
     assert all(known in run.name for run in runs)  # one run, gone on with
     for run in runs:
-        assert b"validation/perplexity" in run.read_bytes()
+        assert b"val/perplexity" in run.read_bytes()
 
 
 def test_wandb_that_is_missing_says_so(child: Child) -> None:

@@ -74,7 +74,7 @@ def test_everything_is_shown_in_a_terminal() -> None:
         assert word in shown
     for word in ("step 40/40", "epoch 2", "loss", "grad norm", "learning rate", "skipped 1", "best", "steps/s"):
         assert word in shown, word
-    for word in ("items/s", "data", "validation", "checkpoint", "active", "cache", "process 100 MB", "ETA 0:00:0"):
+    for word in ("tokens/s", "data", "validation", "checkpoint", "active", "cache", "process 100 MB", "ETA 0:00:0"):
         assert word in shown, word
     assert re.search(r"data-bound: \d\d % of the step", shown)
     assert "warning at step 4: loss is not finite: the batch was skipped" in shown
@@ -191,8 +191,10 @@ def test_plain_lines(child: Child) -> None:
         assert sum(line.startswith(begin) for line in lines) == 4, begin
     assert sum(line.startswith("warning at step 4: ") for line in lines) == 1
     interval = next(line for line in lines if line.startswith("step 40/40"))
-    for word in ("loss", "grad norm", "learning rate", "skipped 1", "items/s", "time: data", "memory: active", "ETA"):
+    for word in ("loss", "grad norm", "skipped 1", "steps/s", "tokens/s", "ETA"):
         assert word in interval
+    assert ", lr " in next(line for line in lines if line.startswith("step 10/40"))
+    assert max(map(len, lines)) < 120
     assert "ended: done" in lines
 
 

@@ -46,7 +46,7 @@ def test_what_a_resume_superseded_is_dropped(run: Path) -> None:
     assert log.intervals.step.tolist() == log.validations.step.tolist() == [10, 20, 30, 40, 50, 60]
     wanted = {each["step"]: each for each in lines[:again] if each["kind"] == "step" and each["step"] <= 20}
     wanted |= {each["step"]: each for each in lines[again:] if each["kind"] == "step"}
-    for name in ("grad_norm", "learning_rate", "seconds", "items"):
+    for name in ("grad_norm", "learning_rate", "seconds", "tokens"):
         np.testing.assert_array_equal(log.steps[name], [float(wanted[step][name]) for step in range(1, 61)])
     losses = [wanted[step]["loss"] for step in range(1, 61)]
     np.testing.assert_array_equal(log.steps["loss"], [math.nan if each is None else each for each in losses])
@@ -167,12 +167,12 @@ def test_the_page_of_a_run(run: Path, tmp_path: Path) -> None:
         "Loss",
         "Gradient norm",
         "Learning rate",
-        "Items per second",
+        "Tokens per second",
         "Time of a step",
         "Seconds of each step",
         "Memory",
         "Traces and skipped batches",
-        "Validation: perplexity",
+        "Perplexity",
         "loss is not finite: the batch was skipped",
         "checkpoints/step-00000060",
         "learning_rate: 0.01",
@@ -234,7 +234,7 @@ def test_runs_over_each_other(run: Path, tmp_path: Path) -> None:
     for text in ("first <run>", "second", "optimizer.learning_rate", "0.01", "0.003", "60 of 60", "40 of 40"):
         assert text in page.text, text
     assert "optimizer.use" not in page.text  # is the same
-    for text in ("Loss", "Validation loss", "Gradient norm", "Learning rate", "Items per second", "Active memory"):
+    for text in ("Loss", "Validation loss", "Gradient norm", "Learning rate", "Tokens per second", "Active memory"):
         assert page.texts.count(text) == 2, text  # by step and by time
     with pytest.raises(ValueError, match="expected one run or more"):
         compare([], tmp_path / "none.html")
@@ -266,3 +266,48 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(run: Path, tmp_path: P
     with pytest.raises(OSError, match="directory"):
         report(run, page)
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+def by_hand(folder: Path, *records: dict[str, object]) -> Path:
+    logger = JsonLines(folder / "log.jsonl")
+    logger.log({"kind": "start", "time": 100.0, "step": 0, "resumed": False})
+    for record in records:
+        logger.log({"time": 200.0, **record})
+    logger.close()
+    return folder
+
+
+def test_steps_have_the_time_at_which_they_were_made(tmp_path: Path) -> None:
+    event = {"kind": "event", "step": 0, "time": 109.0, "text": "written before the steps are"}
+    steps = [{"kind": "step", "step": at, "time": 100.0 + 2 * at, "loss": 1.0} for at in (1, 2, 3)]
+    log = read_log(by_hand(tmp_path, event, *steps))
+    assert log.steps.elapsed.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_tracing_does_not_crush_the_time_of_a_step(tmp_path: Path) -> None:
+    def interval(step: int, seconds: float) -> dict[str, object]:
+        return {"kind": "interval", "step": step, "loss": 1.0, "seconds": {"step": seconds, "data": 0.0}}
+
+    steady = [interval(10 * at, 0.1) for at in range(1, 6)]
+    page = report(by_hand(tmp_path / "a", interval(1, 20.0), *steady)).read_text()
+    assert "Cut off: 1 with up to 20 s a step." in page
+    page = report(by_hand(tmp_path / "b", interval(1, 0.02), *steady)).read_text()
+    assert "Cut off" not in page
+
+
+def test_checkpoints_that_are_gone_are_marked(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    written = [{"kind": "checkpoint", "step": at, "path": f"x/checkpoints/step-{at:08}"} for at in (1, 2)]
+    page = report(by_hand(tmp_path, *written)).read_text()
+    rows = re.findall(r"step-(\d+)</td><td>(.*?)</td>", page)
+    assert rows == [("00000001", '<span class="soft">deleted</span>'), ("00000002", "")]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_tables_are_frames(run: Path, library: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    steps = read_log(run).steps
+    frame = steps.to_pandas() if library == "pandas" else steps.to_polars()
+    np.testing.assert_array_equal(frame["loss"].to_numpy(), steps["loss"])
+    assert frame["step"].to_numpy().tolist() == steps.step.tolist()
+    assert len(frame) == len(steps)

@@ -188,7 +188,7 @@ def test_validation_takes_the_average_and_the_weights(tmp_path: Path) -> None:
     step = new_step(weighted, weighted=True, ema_decay=0.9)
     new_trainer(tmp_path, step, epochs=1).train()
     x, y = data(20)
-    loss, batches = validate(step, Loader((x, y), batch_size=16))
+    loss, batches, _ = validate(step, Loader((x, y), batch_size=16))
     with step.average() as model:
         model.eval()
         parts = [weighted(model, mx.array(x[rows]), mx.array(y[rows])) for rows in (slice(16), slice(16, 20))]
@@ -247,7 +247,7 @@ def test_too_many_bad_batches_end_it_with_a_bundle(tmp_path: Path) -> None:
     trainer = new_trainer(tmp_path, loader=new_loader(source, shuffle=False), epochs=1, stop_after_bad=3)
     with pytest.raises(TrainingError, match="3 bad batches in a row were skipped") as caught:
         trainer.train()
-    assert (caught.value.phase, caught.value.epoch, caught.value.batch) == ("gradient", 0, 4)
+    assert (caught.value.phase, caught.value.epoch, caught.value.batch) == ("gradient", 1, 4)
     (bundle,) = (tmp_path / "bundles").iterdir()
     assert str(bundle) in str(caught.value)
     before = numbers(trainer.step)

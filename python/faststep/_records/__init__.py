@@ -4,7 +4,14 @@ What loggers write, the report reads and the trainer counts. Uses no other room.
 """
 
 from faststep._records._format import clock, count, figure, printable, quantity, share, size, span
-from faststep._records._text import REASONS, describe_event, describe_validation, headline, parameter_table
+from faststep._records._text import (
+    REASONS,
+    describe_event,
+    describe_validation,
+    headline,
+    monitored,
+    parameter_table,
+)
 from faststep._records._values import Record, dumps, flat, number, plain
 
 __all__ = [
@@ -18,6 +25,7 @@ __all__ = [
     "figure",
     "flat",
     "headline",
+    "monitored",
     "number",
     "parameter_table",
     "plain",

@@ -39,6 +39,11 @@ def describe_validation(record: Record) -> str:
     return ", ".join(parts) + (" (best so far)" if record.get("best") else "")
 
 
+def monitored(record: Record) -> str:
+    """Return what is monitored, in words: `loss`, `accuracy`."""
+    return str(record.get("monitor") or "val/loss").removeprefix("val/")
+
+
 def describe_event(record: Record) -> str:
     """Return an event in a line."""
     return f"{record.get('level', 'info')} at step {count(record.get('step'))}: {record.get('text', '')}"
@@ -46,7 +51,8 @@ def describe_event(record: Record) -> str:
 
 REASONS = {
     "done": "done",
-    "early_stop": "stopped early: the validation loss no longer improves",
+    "early_stop": "stopped early: what is monitored no longer improves",
+    "callback": "stopped by a callback",
     "signal": "stopped by a signal",
     "max_time": "ended: the time is up",
     "bad_batches": "stopped: too many batches in a row were skipped",

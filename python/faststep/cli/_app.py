@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import Annotated
 
 import typer
 
@@ -24,6 +26,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": _train.train,
     "resume": _train.resume,
     "eval": _train.evaluate,
+    "predict": _train.predict,
     "report": _runs.report,
     "compare": _runs.compare,
     "verify-resume": _verify.verify_resume,
@@ -33,8 +36,23 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "version": _runs.version,
 }
 for name, command in _COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, short_help=(inspect.getdoc(command) or "").partition("\n")[0])(command)  # or it would be cut
 app.add_typer(_checkpoint.app, name="checkpoint")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        _runs.version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and leave.")
+    ] = False,
+) -> None:
+    """Take the options before the command."""
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def list_(run: RunFolder) -> None:
     """List the checkpoints of a run, the oldest first."""
     for each in checkpoints_of(run):
         when = datetime.datetime.fromtimestamp(each.time).isoformat(" ", "seconds")
-        metric = "" if each.metric is None else f", validation loss {each.metric:.6f}"
+        metric = "" if each.metric is None else f", {_monitor(each)} {each.metric:.6f}"
         what = f"{when}, {each.bytes / 1e6:.1f} MB{metric}" if each.problem is None else f"damaged: {each.problem}"
         typer.echo(f"{each.path.name}: {what}")
 
@@ -50,7 +50,7 @@ def export(
     path: Folder,
     file: Annotated[Path, typer.Argument(help="The safetensors file to write.", show_default=False)],
     average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Of a run: that with the lowest validation loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Of a run: that with the best monitored value.")] = False,
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them."""
     if file.exists():
@@ -74,11 +74,17 @@ def checkpoints_of(path: Path) -> list[Checkpoint]:
 
 
 def choose(found: list[Checkpoint], place: Path, *, number: int | None = None, best: bool = False) -> Checkpoint:
-    """Return the newest valid checkpoint, that of a number, or that with the lowest validation loss."""
+    """Return the newest valid checkpoint, that of a number, or that with the best value of what is monitored now."""
     valid = [each for each in found if each.problem is None and number in (None, each.number)]
-    if best:
-        valid = sorted((each for each in valid if each.metric is not None), key=lambda each: -(each.metric or 0.0))
+    if best and valid:
+        monitor, sign = _monitor(valid[-1]), 1 if valid[-1].numbers.get("mode") == "max" else -1
+        valid = [each for each in valid if each.metric is not None and _monitor(each) == monitor]
+        valid.sort(key=lambda each: sign * (each.metric or 0.0))
     if not valid:
-        such = (f" of step {number}" if number is not None else "") + (" with a validation loss" if best else "")
+        such = (f" of step {number}" if number is not None else "") + (" with a validation" if best else "")
         raise Exit(f"{place}: expected a valid checkpoint{such}, found none")
     return valid[-1]
+
+
+def _monitor(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.numbers.get("monitor", "metric"))

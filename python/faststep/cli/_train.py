@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from faststep._files import replacing
 from faststep.cli._checkpoint import checkpoints_of, choose
 from faststep.cli._saved import config_of, refuse, save
 from faststep.cli._status import ConfigFile, Exit, Overrides, RunFolder
@@ -74,9 +75,9 @@ def evaluate(
     run: RunFolder,
     overrides: Overrides = None,
     number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest validation loss.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
 ) -> None:
-    """Compute the validation loss of a checkpoint, on all of the validation data."""
+    """Compute the validation loss and metrics of a checkpoint, on all of the validation data."""
     from faststep.config import build
     from faststep.training import validate
 
@@ -85,8 +86,38 @@ def evaluate(
         raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
     chosen = choose(checkpoints_of(run), run, number=number, best=best)
     chosen.restore(built.step)
-    loss, batches = validate(built.step, built.validation)
-    typer.echo(f"step {chosen.number}: loss {loss:.6f} over {batches} batches")
+    loss, batches, metrics = validate(built.step, built.validation)
+    values = ", ".join(f"{name} {value:.6f}" for name, value in {"loss": loss, **metrics}.items())
+    typer.echo(f"step {chosen.number}: {values} over {batches} batches")
+
+
+def predict(
+    run: RunFolder,
+    file: Annotated[Path, typer.Argument(help="The npz file to write.", show_default=False)],
+    overrides: Overrides = None,
+    number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
+) -> None:
+    """Write what the model of a checkpoint gives for the validation data, in its order."""
+    import numpy as np
+    from mlx.utils import tree_flatten
+
+    from faststep.config import build
+    from faststep.training import predict
+
+    if file.exists():
+        raise Exit(f"{file}: there is such a file already")
+    built = build(config_of(run, overrides))
+    if built.validation is None:
+        raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
+    chosen = choose(checkpoints_of(run), run, number=number, best=best)
+    chosen.restore(built.step)
+    found = dict(tree_flatten(predict(built.step, built.validation)))
+    outputs = {name or "outputs": array for name, array in found.items()}
+    with replacing(file, new=True) as target:
+        np.savez(target, **outputs)
+    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in outputs.items())
+    typer.echo(f"step {chosen.number}: {shapes} in {file}")
 
 
 def _supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str] | None) -> None:
@@ -131,7 +162,7 @@ def _loggers_of(built: Built) -> list[Any]:
     try:  # those first that write nothing before their first record
         loggers += [WandB(run, **logs["wandb"])] if logs["wandb"] is not None else []
         loggers += [TensorBoard(run / "tensorboard")] if logs["tensorboard"] else []
-        loggers += [Csv(run / "steps.csv")] if logs["csv"] else []
+        loggers += [Csv(run / "steps.csv"), Csv(run / "validations.csv", "validation")] if logs["csv"] else []
     except (ImportError, OSError, ValueError) as error:
         raise Exit(str(error)) from None
     return [*loggers, *(make() for make in built.loggers)]

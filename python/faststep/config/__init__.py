@@ -5,9 +5,9 @@
 
 **Components** are mappings with `use`: a built-in name (see `faststep.recipes`, the classes of `mlx.optimizers`, the
 functions of `mlx.optimizers.schedulers`), `module:attribute`, or `file.py:attribute`. Their other keys are arguments,
-which are held against the signature; components among them are made first. A loss, a schedule or a collate may be
-named itself: a function that still needs positional arguments when it has the given ones is used as it is (with these
-bound to it); one that needs none is called, and what it returns is used.
+which are held against the signature; components among them are made first. A loss, a metric, a schedule or a collate
+may be named itself: a function that still needs positional arguments when it has the given ones is used as it is (with
+these bound to it); one that needs none is called, and what it returns is used.
 
 **Paths**: files of code, `weights`, and arguments whose annotation is `pathlib.Path` are relative to the config's
 folder (`folder`); `run` is relative to the working directory.
@@ -18,7 +18,7 @@ lengths may be in epochs: `warmup: 1 epoch`.
 
 Files: `_yaml` and `_load` read, `_schema` has the sections, `_usage` who reads which key, `_kinds`, `_components` and
 `_find` find what is named (`_user_code`: the user's own), `_build` makes it; `_reference` describes it all. Uses
-`_step`, `recipes`, `data`, `checkpoints` and `_optional`.
+`_step`, `metrics`, `recipes`, `data`, `checkpoints` and `_optional`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -25,6 +25,7 @@ from faststep.config._find import find_all
 from faststep.config._optimizers import Choice, find_optimizers
 from faststep.config._schema import Config
 from faststep.config._usage import Usage
+from faststep.metrics import LossWithMetrics
 
 if TYPE_CHECKING:
     from faststep.data import Loader
@@ -84,6 +85,8 @@ def build(config: Config) -> Built:
     loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame)
     optimizer = _optimizer(_choices(parts, usage, loader), model, blame)
     loss_fn = found["loss"].make()
+    if metrics := {name: part.make() for name, part in found["metrics"].items()}:
+        loss_fn = LossWithMetrics(loss_fn, metrics, weighted=usage.step["weighted"])
     step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage)))
     validation = _loader(found, "validation", usage.validation, blame) if usage.validates else None
     callbacks = [each.make() for each in found["callbacks"]]

@@ -20,13 +20,14 @@ def find_all(parts: Parts, usage: Usage) -> dict[str, Any]:
         usage: The values of the config.
 
     Returns:
-        Parts by name: model, loss, train, validation, collate, optimizers (pairs of part and patterns), callbacks,
-        loggers. None stands for one that was not given or has a problem. Lengths of schedules that depend on the data's
-        are provisional: `find_optimizers` is called again when that is known.
+        Parts by name: model, loss, metrics (by name), train, validation, collate, optimizers (pairs of part and
+        patterns), callbacks, loggers. None stands for one that was not given or has a problem. Lengths of schedules
+        that depend on the data's are provisional: `find_optimizers` is called again when that is known.
     """
     found: dict[str, Any] = {
         "model": parts.find(usage.top["model"], _kinds.MODEL, ("model",)),
         "loss": _loss(parts, usage),
+        "metrics": {name: parts.find(each, _kinds.METRIC, ("metrics", name)) for name, each in usage.metrics.items()},
         "optimizers": find_optimizers(parts, usage.top["optimizer"], usage.steps(SOME), SOME),
     }
     for name, component in usage.components.items():
@@ -38,9 +39,13 @@ def find_all(parts: Parts, usage: Usage) -> dict[str, Any]:
 
 
 def _loss(parts: Parts, usage: Usage) -> Part | None:
-    """Find the loss; a built-in one is told whether it has to give its weight."""
+    """Find the loss; a built-in one is told whether it has to give its weight, and outputs for metrics."""
     part = parts.find(usage.top["loss"], _kinds.LOSS, ("loss",))
-    if part is None or part.users or not usage.step["weighted"]:
+    if part is None or part.users:
+        return part
+    if any(each.use != "perplexity" for each in usage.metrics.values()):
+        part.arguments["outputs"] = True
+    if not usage.step["weighted"]:
         return part
     takes = _arguments.signature(part.target)
     if takes is not None and "weighted" in takes.parameters:

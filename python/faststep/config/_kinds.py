@@ -40,10 +40,22 @@ def _losses() -> Mapping[str, Callable[..., Any]]:
     return recipes.LOSSES
 
 
+def _metrics() -> Mapping[str, Callable[..., Any]]:
+    from faststep import metrics
+
+    return metrics.METRICS
+
+
 def _datasets() -> Mapping[str, Callable[..., Any]]:
     from faststep import recipes
 
     return recipes.DATASETS
+
+
+def _callbacks() -> Mapping[str, Callable[..., Any]]:
+    from faststep import training
+
+    return {"samples": training.Samples}
 
 
 def _collates() -> Mapping[str, Callable[..., Any]]:
@@ -93,9 +105,10 @@ def _is_dataset(value: Any) -> bool:
 
 MODEL = Kind("model", "an mlx.nn.Module", _models, _is_model)
 LOSS = Kind("loss", "a function loss_fn(model, *batch)", _losses, callable, function=True)
+METRIC = Kind("metric", "a function metric(outputs, *batch)", _metrics, callable, function=True)
 DATASET = Kind("dataset", "a sequence or an iterable", _datasets, _is_dataset)
 COLLATE = Kind("collate", "a function of a list of samples", _collates, callable, function=True)
 OPTIMIZER = Kind("optimizer", "an mlx.optimizers.Optimizer", _optimizers, _is_optimizer)
 SCHEDULE = Kind("schedule", "a function of the step", _schedules, callable, function=True)
-CALLBACK = Kind("callback", "a callback", dict, lambda _: True)
+CALLBACK = Kind("callback", "a callback", _callbacks, lambda _: True)
 LOGGER = Kind("logger", "a logger with log(record) and close()", dict, _is_logger)

@@ -22,6 +22,7 @@ _KINDS: dict[str, Kind] = {
     "data.train": _kinds.DATASET,
     "data.validation": _kinds.DATASET,
     "data.collate": _kinds.COLLATE,
+    "metrics": _kinds.METRIC,
     "optimizer": _kinds.OPTIMIZER,
     "callbacks": _kinds.CALLBACK,
     "loggers": _kinds.LOGGER,
@@ -29,6 +30,7 @@ _KINDS: dict[str, Kind] = {
 _SHOWN = {
     "Models": _kinds.MODEL,
     "Losses": _kinds.LOSS,
+    "Metrics": _kinds.METRIC,
     "Datasets": _kinds.DATASET,
     "Collates": _kinds.COLLATE,
     "Optimizers": _kinds.OPTIMIZER,

@@ -145,6 +145,8 @@ class Train(Section):
     validate_every: Cadence = 100
     validate_at_start: bool = False
     validation_batches: Positive | None = None
+    monitor: Annotated[str, Field(min_length=1)] = "val/loss"
+    mode: Literal["min", "max"] | None = None
     patience: Positive | None = None
     min_delta: Limit = 0.0
     stop_after_bad: Count = 10
@@ -186,6 +188,8 @@ class Config(Section):
         folder: What `file.py:attribute` and files of data and weights are relative to: the config's folder.
         weights: What the model begins with: a safetensors file; or a run or one of its checkpoints, of which nothing
             but the weights is taken.
+        metrics: What is measured beside the loss, by name; None: the accuracy with `cross_entropy`, the perplexity with
+            `next_token`.
     """
 
     run: str = Field("runs/run", min_length=1)
@@ -197,6 +201,7 @@ class Config(Section):
     frozen: Patterns = []
     lora: Lora | None = None
     loss: Component
+    metrics: dict[Annotated[str, Field(min_length=1)], Component] | None = None
     data: Data
     optimizer: Optimizers
     step: Step = Step()

@@ -9,6 +9,8 @@ from typing import Any
 from faststep.config._errors import Path, Problem, Source
 from faststep.config._section import Section
 from faststep.data import seconds_of
+from faststep.metrics import direction
+from faststep.recipes import METRICS
 
 _NO_VALIDATION = "there is no data.validation"
 
@@ -20,6 +22,7 @@ class Usage:
         step: Arguments of `faststep.Step` beside model, optimizer and loss.
         loader: Arguments of the training data's `faststep.data.Loader` beside source and collate.
         validation: The same for the validation data; empty without such data.
+        metrics: What is measured beside the loss, by name: components.
         trainer: Arguments of `faststep.training.Trainer` beside what is built.
         top: What the config itself has: model, loss, optimizer and the like.
         unused: The keys that nothing has taken.
@@ -44,6 +47,14 @@ class Usage:
         if all(self.trainer[name] is None for name in ("steps", "epochs", "max_time")):
             message = "expected steps, epochs or max_time, got none of them: when is it to end?"
             found.append(source.problem(("train",), message))
+        if self.validates:
+            try:
+                direction(self.trainer["monitor"], self.trainer["mode"])
+            except ValueError as error:
+                key, _, message = str(error).partition(": ")
+                found.append(source.problem(("train", key), message))
+        if "loss" in self.metrics:
+            found.append(source.problem(("metrics", "loss"), "expected another name than that of the loss itself"))
         return found
 
     def _take(self, section: str, keys: str, when: bool = True, reason: str = "") -> dict[str, Any]:
@@ -68,7 +79,11 @@ class Usage:
         self.validation = shared if self.validates else {}
 
     def _top(self) -> None:
-        self.top = self._take("", "run folder seed model weights quantize lora loss optimizer callbacks loggers")
+        keys = "run folder seed model weights quantize lora loss metrics optimizer callbacks loggers"
+        self.top = self._take("", keys)
+        usual = METRICS.get(self.top["loss"].use)
+        default = {} if usual is None else {usual: type(self.top["loss"])(use=usual)}
+        self.metrics: dict[str, Any] = default if self.top["metrics"] is None else self.top["metrics"]
         self.lora: dict[str, Any] = {}
         self.quantize: dict[str, Any] = {}
         if self.top["lora"] is not None:
@@ -92,7 +107,7 @@ class Usage:
         self.trainer = self._take(
             "train", "steps epochs max_time log_every stop_after_bad update_ratio_every memory_limit"
         )
-        keys = "validate_every validate_at_start validation_batches patience"
+        keys = "validate_every validate_at_start validation_batches monitor mode patience"
         self.trainer |= self._take("train", keys, self.validates, _NO_VALIDATION)
         stops = self.trainer.get("patience") is not None
         self.trainer |= self._take("train", "min_delta", stops, "train.patience is not set")

@@ -32,8 +32,10 @@ class Loader:
     `step(*batch)`) or a dict (for `step(**batch)`), and every array in it is evaluated.
 
     **Sources.** A sequence (`__len__` and `__getitem__`: a list, a Hugging Face or PyTorch dataset; `__getitems__` is
-    used where there is one); numpy or MLX arrays, or tuples and dicts of them, whose first axis is the items; or an
-    iterable, which may be endless. An array in a list is an item. A source that has `set_epoch` is told each epoch.
+    used where there is one); numpy or MLX arrays, or tuples and dicts of them, whose first axis is the items; a
+    DataFrame of pandas or polars, whose batches are dicts by column; or an iterable, which may be endless. An array in
+    a list is an item. A source that has `set_epoch` is told each epoch; one whose items are of one length may have
+    `tokens_per_item`, which is counted in `stats`.
 
     **Order.** The order of a shuffled epoch is a function of `seed`, the number of the epoch and the length, the same
     on every machine and with every number of workers. Nothing else in the process has a part in it, `mx.random` and
@@ -138,6 +140,7 @@ class Loader:
         self._resume: dict[str, Any] | None = None
         self._run: Pipeline | None = None
         self._begun = False
+        self._tokens_per_item = int(getattr(source, "tokens_per_item", 0))
         self._stats = LoaderStats()
         if isinstance(self._source, Items):
             self._check_size(len(self._source))
@@ -331,6 +334,7 @@ class Loader:
             stats,
             batches=stats.batches + 1,
             items=stats.items + made.items,
+            tokens=stats.tokens + (made.real or made.items * self._tokens_per_item),
             wait=stats.wait + wait,
             seconds=stats.seconds + seconds,
             real=stats.real + made.real,

@@ -133,6 +133,8 @@ def open_source(source: Any) -> Items | Stream:
         TypeError: It is nothing that can be read.
         ValueError: It is columns of different lengths.
     """
+    if hasattr(source, "columns") and hasattr(source, "to_numpy"):
+        source = _of_frame(source)
     if _is_columns(source) and not (isinstance(source, np.ndarray) and source.dtype == object):
         return Columns(source)
     if isinstance(source, (str, bytes, Mapping)):
@@ -148,6 +150,18 @@ def open_source(source: Any) -> Items | Stream:
     raise TypeError(
         f"source: expected something with __len__ and __getitem__, or with __iter__, got {type(source).__name__}"
     )
+
+
+def _of_frame(frame: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the columns of a DataFrame of pandas or polars by name, as a batch has them."""
+    columns = {str(name): np.asarray(frame[name].to_numpy()) for name in frame.columns}
+    odd = [name for name, column in columns.items() if column.dtype.kind not in "biuf"]
+    if odd or not columns:
+        raise TypeError(
+            f"source: expected a DataFrame with columns of numbers, got {', '.join(odd) or 'none'}; choose columns "
+            "(frame[[...]]), or encode them"
+        )
+    return columns
 
 
 def _is_columns(source: Any) -> bool:

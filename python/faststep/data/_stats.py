@@ -12,6 +12,7 @@ class LoaderStats:
     Attributes:
         batches: Batches that were given out.
         items: Items in them, or pieces of items that were packed.
+        tokens: Tokens in them, as `Pad` and `Pack` count them, or else by the source's `tokens_per_item`; otherwise 0.
         wait: Seconds that the caller waited for a batch; without workers that is what it took to make it.
         seconds: Seconds spent in loops over the loader, the wait and the caller's own work between batches.
         real: Elements of items along the padded axis, as `Pad` and `Pack` count them; 0 with other collates.
@@ -20,6 +21,7 @@ class LoaderStats:
 
     batches: int = 0
     items: int = 0
+    tokens: int = 0
     wait: float = 0.0
     seconds: float = 0.0
     real: int = 0

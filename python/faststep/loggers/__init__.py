@@ -1,9 +1,10 @@
 """Loggers, which take the records of a training: files, a terminal, TensorBoard, Weights & Biases.
 
 A logger is anything with `log(record)` and `close()`. The records are dicts with `kind`, `time` (Unix seconds) and
-`step`; the kinds are `start`, `step`, `interval`, `validation`, `checkpoint`, `checkpoint_written`, `event` and `end`.
-Their numbers may be scalars of MLX or numpy. A file for each logger, `_status` with the fields that the progress shows,
-`_scalars` with the tags. Uses `_records` and `_optional`.
+`step`; the kinds are `start`, `step`, `interval`, `validation`, `values` (of the user's own), `checkpoint`,
+`checkpoint_written`, `event` and `end`. Metrics are a dict `metrics` in steps, intervals and validations. Their numbers
+may be scalars of MLX or numpy; epochs count from 1. A file for each logger, `_status` with the fields that the progress
+shows, `_scalars` with the tags. Uses `_records` and `_optional`.
 """
 
 from faststep._records import Record

@@ -1,4 +1,4 @@
-"""Steps as rows of a table."""
+"""Steps, or validations, as rows of a table."""
 
 from __future__ import annotations
 
@@ -7,43 +7,50 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
+from faststep._files import replacing
 from faststep._records import Record, plain
 from faststep.loggers._append import Appender
 
-COLUMNS = (
-    "step",
-    "time",
-    "epoch",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "batches",
-    "skipped",
-    "seconds",
-    "wait",
-    "items",
-)
+COLUMNS = {
+    "step": (
+        "step",
+        "time",
+        "epoch",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "batches",
+        "skipped",
+        "seconds",
+        "wait",
+        "samples",
+        "tokens",
+    ),
+    "validation": ("step", "time", "epoch", "loss", "batches", "seconds", "best"),
+}
 
 
 class Csv:
-    """A file of comma-separated values: a row for each `step` record, the columns `COLUMNS`.
+    """A file of comma-separated values: a row for each record of a kind, the columns `COLUMNS`, then the metrics.
 
     A file that is there is gone on with, without its last row where that is torn. After a resume the steps since the
     checkpoint come a second time: the later row of a step holds
-    (`pandas.read_csv(file).drop_duplicates("step", keep="last")`).
+    (`pandas.read_csv(file).drop_duplicates("step", keep="last")`). A metric that is new gets a column at the end, empty
+    in the rows before it: the file is then written again as a whole, beside its place, and put there by one rename.
 
     Args:
         path: The file; folders that are missing are made.
+        kind: "step" for a row of each step, "validation" for one of each validation.
 
     Raises:
         OSError: The file cannot be opened.
         ValueError: It is there and has other columns.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, kind: Literal["step", "validation"] = "step") -> None:
+        self.path, self._kind, self._columns = Path(path), kind, list(COLUMNS[kind])
         if self.path.exists():
             self._mend()
         self._file = Appender(path)
@@ -51,18 +58,20 @@ class Csv:
 
     def _head(self) -> None:
         if self._file.size == 0:
-            self._file.write(_row(COLUMNS))
+            self._file.write(_row(self._columns))
 
     def _mend(self) -> None:
         """Check the columns, and cut off a torn row: half a number reads as another one."""
         with self.path.open("r+b") as file:
             header = file.readline()
-            if header.endswith(b"\n") and header != _row(COLUMNS):
-                raise ValueError(f"{self.path}:1: expected the columns {','.join(COLUMNS)}, got {header!r}")
+            found = next(csv.reader([header.decode(errors="replace")]), [])
+            if header.endswith(b"\n") and found[: len(self._columns)] != self._columns:
+                raise ValueError(f"{self.path}:1: expected the columns {','.join(self._columns)}, got {header!r}")
+            self._columns = found if header.endswith(b"\n") else self._columns
             file.truncate(_whole(file))
 
     def log(self, record: Record) -> None:
-        """Write the record, if it is a step's.
+        """Write the record, if it is of the kind.
 
         Raises:
             OSError: It could not be written; the file is as it was.
@@ -71,8 +80,26 @@ class Csv:
         if record["kind"] == "start" and self._file.closed:
             self._file.open()
             self._head()
-        if record["kind"] == "step":
-            self._file.write(_row([_cell(record.get(name)) for name in COLUMNS]))
+        if record["kind"] != self._kind:
+            return
+        own = COLUMNS[self._kind]
+        found: dict[str, Any] = record.get("metrics") or {}
+        metrics = {f"metrics.{name}" if name in own else name: value for name, value in found.items()}
+        if new := [name for name in metrics if name not in self._columns]:
+            self._widen(new)
+        cells = [record.get(name) if name in own else metrics.get(name) for name in self._columns]
+        self._file.write(_row([_cell(value) for value in cells]))
+
+    def _widen(self, new: list[str]) -> None:
+        """Add columns."""
+        self._file.write(b"")  # raises where it is closed
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        columns = [*self._columns, *new]
+        rest = (line.rstrip(b"\n") + b"," * len(new) + b"\n" for line in lines[1:])
+        with replacing(self.path) as wide:
+            wide.write(_row(columns) + b"".join(rest))
+        self._file.close()
+        self._file, self._columns = Appender(self.path), columns
 
     def close(self) -> None:
         """Close the file."""

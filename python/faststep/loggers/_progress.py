@@ -9,23 +9,25 @@ from typing import TextIO
 from faststep._records import Record
 from faststep._records import plain as as_plain
 from faststep.loggers._live import Live
+from faststep.loggers._notebook import Notebook, in_notebook
 from faststep.loggers._plain import Plain
 from faststep.loggers._status import Status
 
 
 class Progress:
-    """The progress of a training, in a terminal or as plain lines.
+    """The progress of a training, in a terminal, in a notebook or as plain lines.
 
-    In a terminal it is a display that is drawn four times a second by a thread of its own, so that the clock moves
-    within a long step too; events, validations and what the user's own code prints appear above it. Everywhere else it
-    is a plain line for each interval, validation, checkpoint and event, without control codes and flushed at once. At
-    the start there is a table of the parameters by module, at the end a summary.
+    In a notebook it is one output of the cell, drawn again with the records. In a terminal it is a display that is
+    drawn four times a second by a thread of its own, so that the clock moves within a long step too; events,
+    validations and what the user's own code prints appear above it. Everywhere else it is a plain line for each
+    interval, validation, checkpoint and event, without control codes and flushed at once. At the start there is a table
+    of the parameters by module, at the end a summary.
 
     `NO_COLOR` in the environment turns colours off, `TERM=dumb` the display.
 
     Args:
         file: Where to write; None: `sys.stdout`.
-        plain: True for plain lines in a terminal too; None: when `file` is no terminal.
+        plain: True for plain lines in a terminal and a notebook too; None: when `file` is neither.
 
     Raises:
         ImportError: rich is not installed (the display only).
@@ -40,11 +42,16 @@ class Progress:
     """
 
     def __init__(self, file: TextIO | None = None, *, plain: bool | None = None) -> None:
+        notebook = file is None and plain is None and in_notebook()
         file = sys.stdout if file is None else file
         if plain is None:
             plain = not file.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
         self._status = Status()
-        self._view: Plain | Live = Plain(file, self._status) if plain else Live(file, self._status)
+        self._view: Plain | Live | Notebook
+        if notebook:
+            self._view = Notebook(self._status)
+        else:
+            self._view = Plain(file, self._status) if plain else Live(file, self._status)
 
     def log(self, record: Record) -> None:
         """Show the record."""

@@ -6,7 +6,19 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from faststep._records import REASONS, Record, clock, count, figure, number, quantity, share, size, span
+from faststep._records import (
+    REASONS,
+    Record,
+    clock,
+    count,
+    figure,
+    monitored,
+    number,
+    quantity,
+    share,
+    size,
+    span,
+)
 
 PARTS = ("data", "step", "validation", "checkpoint", "other")  # phases of a training
 DATA_BOUND = 0.2  # the share of a step's time, waited for data, from which on it is said
@@ -21,7 +33,8 @@ class Status:
         start: The last `start` record; empty before it.
         interval: The last `interval` record.
         validation: The last `validation` record.
-        best: The best validation loss so far and its step.
+        values: The last values of the user's own, by name.
+        best: The best value of what is monitored so far, and its step.
         checkpoint: The last `checkpoint` record.
         losses: The last intervals' losses.
         seconds: Where the time has gone, summed over the intervals.
@@ -35,6 +48,7 @@ class Status:
     start: Record = field(default_factory=dict)
     interval: Record = field(default_factory=dict)
     validation: Record = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
     best: tuple[float, int] | None = None
     checkpoint: Record = field(default_factory=dict)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=32))
@@ -55,7 +69,9 @@ class Status:
         if kind == "interval":
             self._sum(record)
         elif kind == "validation" and record.get("best"):
-            self.best = number(record.get("loss")), self.step
+            self.best = number(record.get("value", record.get("loss"))), self.step
+        elif kind == "values":
+            self.values |= record.get("values") or {}
         self.records += 1
 
     def _sum(self, record: Record) -> None:
@@ -98,8 +114,7 @@ class Status:
         epoch, epochs = self.interval.get("epoch"), self.start.get("epochs")
         if epoch is None:
             return ""
-        # After the last batch of an epoch it is the next one, which the last one lacks.
-        return f"epoch {count(min(epoch + 1, epochs))}/{count(epochs)}" if epochs else f"epoch {count(epoch + 1)}"
+        return f"epoch {count(epoch)}/{count(epochs)}" if epochs else f"epoch {count(epoch)}"
 
     @property
     def waiting(self) -> float:
@@ -110,12 +125,16 @@ class Status:
 
     @property
     def data_bound(self) -> str:
-        """The note for steps that wait for data much of their time; empty otherwise."""
-        return f"data-bound: {share(self.waiting)} of the step" if self.waiting >= DATA_BOUND else ""
+        """The note for steps that wait for data much of their time, with a remedy; empty otherwise."""
+        if self.waiting < DATA_BOUND:
+            return ""
+        workers = self.start.get("workers")
+        remedy = {None: "", 0: "; workers=0, try 4"}.get(workers, f"; workers={workers}, try more, or cheaper items")
+        return f"data-bound: {share(self.waiting)} of the step{remedy}"
 
     def groups(self) -> dict[str, list[Field]]:
         """Return the fields of the last interval, by the line that they belong to; what is unknown is left out."""
-        groups = {"train": self._train(), "valid": self._valid(), "speed": self._speed()}
+        groups = {"train": self._train(), "valid": self._valid(), "values": self._values(), "speed": self._speed()}
         groups |= {"time": self._time(), "memory": self._memory()}
         return {name: fields for name, fields in groups.items() if fields}
 
@@ -123,6 +142,7 @@ class Status:
         said, skipped = self.interval, self.interval.get("skipped")
         return _known(
             ("loss", figure(said.get("loss")), ""),
+            *((str(name), figure(value), "") for name, value in (said.get("metrics") or {}).items()),
             ("grad norm", figure(said.get("grad_norm")), ""),
             ("learning rate", figure(said.get("learning_rate")), ""),
             ("update ratio", figure(said.get("update_ratio")), ""),
@@ -131,18 +151,24 @@ class Status:
 
     def _valid(self) -> list[Field]:
         said, best = self.validation, self.best
-        fields = [("loss", figure(said.get("loss")), "good" if said.get("best") else "")]
+        good, what = "good" if said.get("best") else "", monitored(said)
+        values = {"loss": said.get("loss"), **(said.get("metrics") or {})}
+        fields = [(str(name), figure(value), good if name == what else "") for name, value in values.items()]
         if best is not None:
-            fields.append(("best", f"{figure(best[0])} at step {count(best[1])}", ""))
-        fields += [(str(name), figure(value), "") for name, value in (said.get("metrics") or {}).items()]
+            word = "best" if what == "loss" else f"best {what}"
+            fields.append((word, f"{figure(best[0])} at step {count(best[1])}", ""))
         return _known(*fields)
+
+    def _values(self) -> list[Field]:
+        return _known(*((str(name), figure(value), "") for name, value in self.values.items()))
 
     def _speed(self) -> list[Field]:
         said = self.interval
         rate, padding = said.get("steps_per_second"), said.get("padding")
         return _known(
             ("steps/s", quantity(rate), ""),
-            ("items/s", quantity(said.get("items_per_second")), ""),
+            ("samples/s", quantity(said.get("samples_per_second")), ""),
+            ("tokens/s", quantity(said.get("tokens_per_second")), ""),
             ("a step", span(1 / number(rate)) if rate and number(rate) > 0 else "-", ""),
             ("padding efficiency", share(padding), ""),
             ("traces", count(said.get("traces")), ""),
@@ -172,11 +198,14 @@ def summary(status: Status, end: Record) -> list[tuple[str, str]]:
     whole = sum(spent.values())
     best = status.best or ((number(end["best"]), None) if end.get("best") is not None else None)
     at = f" at step {count(best[1])}" if best and best[1] is not None else ""
+    what = monitored(end)
+    metrics = status.interval.get("metrics") or {}
     rows = [
         ("ended", REASONS.get(reason, reason)),
         ("steps", f"{status.position} in {clock(end.get('seconds', status.elapsed))}"),
         ("loss", figure(end.get("loss"))),
-        ("best validation", f"{figure(best[0])}{at}" if best else "-"),
+        *((str(name), figure(value)) for name, value in metrics.items()),
+        ("best validation" if what == "loss" else f"best validation {what}", f"{figure(best[0])}{at}" if best else "-"),
         ("time", ", ".join(f"{part} {share(each / whole)}" for part, each in spent.items()) or "-"),
         ("peak memory", size(status.peak or None)),
         ("skipped", count(status.interval.get("skipped"))),

@@ -17,9 +17,10 @@ FLUSH_SECONDS = 5.0  # a flush waits for the disk
 class TensorBoard:
     """Event files for TensorBoard: scalars, and the config and the events as text.
 
-    The tags are `train/...`, `validation/...`, `speed/...`, `seconds/...`, `memory/...` and `checkpoint/pause`. Every
-    start has a file of its own; that of a resumed run tells TensorBoard to drop the steps that come a second time. What
-    is logged is on the disk after five seconds at most, and after every validation and event.
+    The tags are `train/...`, `val/...`, `speed/...`, `seconds/...`, `memory/...`, `checkpoint/pause`, and the names of
+    values of your own. Every start has a file of its own; that of a resumed run tells TensorBoard to drop the steps
+    that come a second time. What is logged is on the disk after five seconds at most, and after every validation and
+    event.
 
     The files are written without tensorboardX's `SummaryWriter`: when the disk is full, its thread ends unseen and the
     training waits for it forever.
@@ -52,7 +53,7 @@ class TensorBoard:
             self._write(record, summary=self._summary.scalar(tag, value))
         if record["kind"] == "event":
             self._write(record, summary=self._summary.text("events", describe_event(record)))
-        if record["kind"] not in ("step", "interval") or time.monotonic() - self._flushed > FLUSH_SECONDS:
+        if record["kind"] not in ("step", "interval", "values") or time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flushed = time.monotonic()
             self._open().flush()
 

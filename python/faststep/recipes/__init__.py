@@ -8,7 +8,7 @@ from faststep.recipes._checkpointing import checkpoint_gradients
 from faststep.recipes._datasets import Arrays, Bytes
 from faststep.recipes._gpt import GPT
 from faststep.recipes._lora import LoRALinear, add_lora, fuse
-from faststep.recipes._losses import LOSSES, cross_entropy, mse, next_token
+from faststep.recipes._losses import LOSSES, METRICS, cross_entropy, mse, next_token
 from faststep.recipes._mlp import MLP
 from faststep.recipes._models import freeze, load_weights, quantize
 from faststep.recipes._patterns import check_matched, matches
@@ -21,6 +21,7 @@ __all__ = [
     "DATASETS",
     "GPT",
     "LOSSES",
+    "METRICS",
     "MLP",
     "MODELS",
     "Arrays",

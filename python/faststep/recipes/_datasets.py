@@ -49,6 +49,11 @@ class Bytes(Sequence[Sample]):
         if self.windows == 0:
             raise ValueError(f"context: expected files of more than {context} bytes, got {len(self.data)} bytes")
 
+    @property
+    def tokens_per_item(self) -> int:
+        """Tokens that a sample is trained on: the bytes of `y`."""
+        return self.context
+
     def __len__(self) -> int:
         return self.windows
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -82,6 +84,25 @@ class GPT(nn.Module):
         """
         logits: mx.array = self.embedding.as_linear(self.hidden(tokens, positions, segments))
         return logits
+
+    def generate(self, tokens: list[int], count: int, temperature: float = 1.0) -> list[int]:
+        """Draw the tokens that go on with others, each from what the ones before it say.
+
+        Args:
+            tokens: The beginning, one token at least; of a longer one the last `context` count.
+            count: How many to draw.
+            temperature: What the logits are divided by; 0: always the likeliest.
+
+        Returns:
+            The tokens that were drawn.
+        """
+        whole, context = list(tokens), self.positions.weight.shape[0]
+        for _ in range(count):
+            logits = self(mx.array([whole[-context:]]))[0, -1].astype(mx.float32)
+            drawn = mx.random.categorical(logits / temperature) if temperature > 0 else logits.argmax()
+            token: Any = drawn.item()
+            whole.append(token)
+        return whole[len(tokens) :]
 
     @property
     def head(self) -> mx.array:

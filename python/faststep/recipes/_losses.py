@@ -19,7 +19,9 @@ from faststep.losses import Reduction, linear_cross_entropy
 Loss = Callable[..., Any]
 
 
-def next_token(*, weighted: bool = False, ignore_index: int = -100, in_chunks: bool = False) -> Loss:
+def next_token(
+    *, weighted: bool = False, ignore_index: int = -100, in_chunks: bool = False, outputs: bool = False
+) -> Loss:
     """Make the loss of a language model: the mean cross entropy of every next token, in nats.
 
     It takes `tokens`, integers [batch, seq], of which each is predicted by the ones before it, or `tokens` and
@@ -32,7 +34,13 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100, in_chunks: b
         ignore_index: The target of tokens that do not count.
         in_chunks: Never hold all logits: `faststep.losses.linear_cross_entropy` over `model.hidden(tokens)` and the
             weight `model.head`, for large vocabularies.
+        outputs: Return the logits behind loss and weight, for metrics; not with `in_chunks`.
+
+    Raises:
+        ValueError: `outputs` with `in_chunks`.
     """
+    if outputs and in_chunks:
+        raise ValueError("in_chunks: expected no metrics of the outputs, which are never held; drop one or the other")
 
     def loss(
         model: nn.Module,
@@ -41,14 +49,15 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100, in_chunks: b
         mask: mx.array | None = None,
         lengths: mx.array | None = None,  # of Pad, whose mask says the same
         **places: mx.array,
-    ) -> mx.array | tuple[mx.array, mx.array]:
+    ) -> Any:
         if targets is not None and targets.dtype == mx.bool_:
             targets, mask = None, targets
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
             mask = None if mask is None else mask[:, 1:]
         if not in_chunks:
-            return _mean_cross_entropy(model(tokens, **places), targets, mask, ignore_index, weighted)
+            logits = model(tokens, **places)
+            return _with(_mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
         hidden = model.hidden(tokens, **places)
         mean = linear_cross_entropy(hidden, model.head, targets, token_weights=weights, ignore_index=ignore_index)
@@ -58,30 +67,46 @@ def next_token(*, weighted: bool = False, ignore_index: int = -100, in_chunks: b
     return _explained(loss)
 
 
-def cross_entropy(*, weighted: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0) -> Loss:
+def cross_entropy(
+    *, weighted: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0, outputs: bool = False
+) -> Loss:
     """Make the loss of a classifier: the mean cross entropy of `model(x)` and labels `y`, in nats.
 
     Args:
         weighted: Return `(mean, labels that count)`.
         ignore_index: The label of what does not count.
         label_smoothing: As in `nn.losses.cross_entropy`.
+        outputs: Return the logits behind loss and weight, for metrics.
     """
 
     def loss(
         model: nn.Module, x: mx.array, y: mx.array, mask: mx.array | None = None, lengths: mx.array | None = None
-    ) -> mx.array | tuple[mx.array, mx.array]:
-        return _mean_cross_entropy(model(x), y, mask, ignore_index, weighted, label_smoothing)
+    ) -> Any:
+        logits = model(x)
+        return _with(_mean_cross_entropy(logits, y, mask, ignore_index, weighted, label_smoothing), logits, outputs)
 
     return _explained(loss)
 
 
-def mse() -> Loss:
-    """Make the mean squared error of `model(x)` and `y`."""
+def mse(*, outputs: bool = False) -> Loss:
+    """Make the mean squared error of `model(x)` and `y`.
 
-    def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
-        return nn.losses.mse_loss(model(x), y)
+    Args:
+        outputs: Return `model(x)` behind the loss, for metrics.
+    """
+
+    def loss(model: nn.Module, x: mx.array, y: mx.array) -> Any:
+        found = model(x)
+        return _with(nn.losses.mse_loss(found, y), found, outputs)
 
     return loss
+
+
+def _with(loss: Any, found: mx.array, outputs: bool) -> Any:
+    """Return a loss, or a loss and its weight, with the outputs of the model where they are asked for."""
+    if not outputs:
+        return loss
+    return (*loss, found) if isinstance(loss, tuple) else (loss, found)
 
 
 def _mean_cross_entropy(
@@ -136,9 +161,10 @@ def _nll_loss(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: Re
 def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
     """Make what makes a loss of `model(x)` and `y` of a function of predictions and targets, the mean by default."""
 
-    def make(**options: Any) -> Loss:
-        def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
-            return function(model(x), y, **{"reduction": "mean", **options})
+    def make(*, outputs: bool = False, **options: Any) -> Loss:
+        def loss(model: nn.Module, x: mx.array, y: mx.array) -> Any:
+            found = model(x)
+            return _with(function(found, y, **{"reduction": "mean", **options}), found, outputs)
 
         return _explained(loss) if function is _nll_loss else loss
 
@@ -147,6 +173,7 @@ def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
     plain = [
         each.replace(kind=each.KEYWORD_ONLY, default=defaults[each.name]) for each in options if each.name in defaults
     ]
+    plain.append(inspect.Parameter("outputs", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool"))
     make.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
     make.__doc__ = (
         f"Make `mlx.nn.losses.{function.__name__.removeprefix('_')}` of `model(x)` and `y`, the mean by default."
@@ -171,3 +198,4 @@ LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
     **{name: _of_outputs(getattr(nn.losses, name)) for name in _OF_OUTPUTS},
     "nll_loss": _of_outputs(_nll_loss),
 }
+METRICS = {"cross_entropy": "accuracy", "next_token": "perplexity"}  # of a loss, unless others are given

@@ -21,6 +21,11 @@ PARTS = {"data": ORANGE, "step": BLUE, "validation": GREEN, "checkpoint": COLOUR
 MEMORY = {"active": BLUE, "cache": ORANGE, "peak": RED, "process": COLOURS[7]}
 Form = Callable[[float], str] | None  # formats a value
 FEW = 60  # points that are seen one by one
+RATES = {  # the first one that is known is drawn
+    "tokens_per_second": "Tokens per second",
+    "samples_per_second": "Samples per second",
+    "steps_per_second": "Steps per second",
+}
 SPLIT = 150  # bars of the split of time
 
 
@@ -39,17 +44,18 @@ def charts(log: Log) -> Iterator[Chart]:
     schedule = steps if steps.known("learning_rate") else intervals
     if steps.known("loss") or intervals.known("loss") or log.validations.known("loss"):
         yield _loss(log)
+    for name in log.metrics:
+        yield _metric(log, name)
     norms = steps if steps.known("grad_norm") else intervals
     if norms.known("grad_norm"):
         yield _norm(log, norms)
     if schedule.known("learning_rate"):
         yield _line("Learning rate", log, schedule, {"learning_rate": BLUE})
     rates = intervals.where(since_last(intervals.step, log.resumes) > 0)  # the last one may hold no step
-    if rates.known("items_per_second"):
-        note = "Tokens, or elements of the batch's first array, per second."
-        yield _line("Items per second", log, rates, {"items_per_second": BLUE}, quantity, note)
-    elif rates.known("steps_per_second"):
-        yield _line("Steps per second", log, rates, {"steps_per_second": BLUE}, quantity)
+    for name, title in RATES.items():
+        if rates.known(name):
+            yield _line(title, log, rates, {name: BLUE}, quantity)
+            break
     if any(column.any() for column in intervals.group("seconds").values()):
         yield _split(log)
     if steps.known("seconds"):
@@ -65,9 +71,9 @@ def charts(log: Log) -> Iterator[Chart]:
     if intervals.known("update_ratio"):
         note = "The norm of an update over the norm of the weights."
         yield _line("Update ratio", log, intervals, {"update_ratio": BLUE}, note=note)
-    for name in log.validations.group("metrics"):
-        if log.validations.known(f"metrics.{name}"):
-            yield _line(f"Validation: {name}", log, log.validations, {f"metrics.{name}": GREEN}, dots=True)
+    for name in log.values.group("values"):
+        if log.values.known(f"values.{name}"):
+            yield _line(name, log, log.values, {f"values.{name}": GREEN}, dots=True)
 
 
 def _loss(log: Log) -> Chart:
@@ -80,7 +86,7 @@ def _loss(log: Log) -> Chart:
         _raw(axes, table, "loss", BLUE)
         if window > 1:
             axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
-        _validations(axes, log.validations)
+        _validations(axes, log)
         tick(axes)
         _marks(axes, log)
         skipped(axes, log)
@@ -91,21 +97,42 @@ def _loss(log: Log) -> Chart:
     return Chart("Loss", plot("loss", paint), note + _resumed(log))
 
 
+def _metric(log: Log, name: str) -> Chart:
+    column = f"metrics.{name}"
+    table = log.steps if log.steps.known(column) else log.intervals
+    x, y, window = smooth(table.step, table[column])
+
+    def paint(axes: Axes) -> None:
+        logarithmic(axes, np.concatenate([table[column], log.validations[column]]))
+        _raw(axes, table, column, BLUE)
+        if window > 1:
+            axes.plot(x, y, color=BLUE, label=f"mean of {window} steps")
+        _validations(axes, log, name)
+        tick(axes)
+        _marks(axes, log)
+
+    title = name[:1].upper() + name[1:]
+    return Chart(title, plot(f"metric {name}", paint), "Faint: each step." if len(y) else "")
+
+
 def _raw(axes: Axes, table: Table, name: str, colour: str) -> None:
     """Draw every point faintly."""
     x, y = extremes(table.step, table[name])
     axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.7, marker=marker(x), markersize=3)
 
 
-def _validations(axes: Axes, table: Table) -> None:
-    x, y = finite(table.step, table["loss"])
+def _validations(axes: Axes, log: Log, name: str = "loss") -> None:
+    """Draw a value of the validations, with a star at the best where it is what is monitored."""
+    table = log.validations
+    x, y = finite(table.step, table[name if name == "loss" else f"metrics.{name}"])
     if not len(y):
         return
     dots = "o" if len(y) <= FEW else ""
     axes.plot(*extremes(x, y, 150), color=GREEN, marker=dots, markersize=3, linewidth=1, label="validation")
-    best = int(y.argmin())
-    label = f"best {figure(y[best])} at {x[best]:,}"
-    axes.plot(x[best], y[best], "*", color=GREEN, markersize=11, markeredgecolor=PAPER, label=label, linestyle="none")
+    if log.best is not None and log.best[0] == name:
+        _, value, at = log.best
+        axes.plot(at, value, "*", color=GREEN, markersize=11, markeredgecolor=PAPER,
+                  label=f"best {figure(value)} at {at:,}", linestyle="none")  # fmt: skip
 
 
 def _marks(axes: Axes, log: Log) -> None:
@@ -193,15 +220,22 @@ def _split(log: Log) -> Chart:
     def paint(axes: Axes) -> None:
         edges, doubled = _stairs(begin, ends, stacked)
         axes.stackplot(edges, *doubled, colors=PARTS.values(), labels=list(PARTS), alpha=0.85, linewidth=0)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, top)
         tick(axes, span)
 
+    heights = sum(stacked)
+    usual = float(np.median(heights)) if len(steps) else 0.0
+    top = 4 * usual if len(steps) and heights.max() > 8 * usual > 0 else None
+    cut = int((heights > top).sum()) if top else 0
     whole = sum(part.sum() for part in parts)
     shares = ", ".join(
         f"{name} {share(part.sum() / whole)}".replace(" ", "\N{NO-BREAK SPACE}")
         for name, part in zip(PARTS, parts, strict=True)
     )
-    return Chart("Time of a step", plot("time of a step", paint), f"Mean of each stretch. In all: {shares}.")
+    note = f"Mean of each stretch. In all: {shares}."
+    if cut:  # tracing, and the kernels that it compiles
+        note += f" Cut off: {cut} with up to {span(heights.max())} a step."
+    return Chart("Time of a step", plot("time of a step", paint), note)
 
 
 def _stairs(begin: float, ends: Numbers, values: list[Numbers]) -> tuple[Numbers, list[Numbers]]:

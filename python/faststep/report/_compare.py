@@ -15,20 +15,22 @@ from faststep.report._log import Log, Table, read_log
 from faststep.report._page import Html, figures, page, said, section, write
 from faststep.report._page import table as html_table
 from faststep.report._plot import COLOURS, from_zero, logarithmic, plot, tick
-from faststep.report._report import best, ending, last_loss, peak, position
+from faststep.report._report import best, ending, last_value, peak, position, rate
 from faststep.report._series import extremes, since_last, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Spec = tuple[str, str, str, bool, Form]
 DASHES = ("-", "--", ":", "-.")
 # title, which table, column, whether it is averaged, form of the y axis
-PLOTS: tuple[tuple[str, str, str, bool, Form], ...] = (
+PLOTS: tuple[Spec, ...] = (
     ("Loss", "steps", "loss", True, None),
     ("Validation loss", "validations", "loss", False, None),
     ("Gradient norm", "steps", "grad_norm", True, None),
     ("Learning rate", "steps", "learning_rate", False, None),
-    ("Items per second", "intervals", "items_per_second", False, quantity),
+    ("Tokens per second", "intervals", "tokens_per_second", False, quantity),
+    ("Samples per second", "intervals", "samples_per_second", False, quantity),
     ("Active memory", "intervals", "memory.active", False, size),
     ("Memory of the process", "intervals", "memory.process", False, size),
 )
@@ -45,7 +47,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
         out: The page.
 
     Returns:
-        The page's path.
+        The page's path, which a notebook shows as the page.
 
     Raises:
         FileNotFoundError: A run has no log.
@@ -57,7 +59,13 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
         raise ValueError("compare: expected one run or more, got none")
     logs = [read_log(run) for run in runs]
     names = _names([log.path.resolve().parent for log in logs])
-    charts = (chart for spec in PLOTS for chart in _charts(spec, names, logs))
+    metrics = dict.fromkeys(name for log in logs for name in log.metrics)
+    specs: list[Spec] = [*PLOTS[:2]]
+    for name in metrics:
+        title = name[:1].upper() + name[1:]
+        specs += [(title, "steps", f"metrics.{name}", True, None)]
+        specs += [(f"Validation {name}", "validations", f"metrics.{name}", False, None)]
+    charts = (chart for spec in [*specs, *PLOTS[2:]] for chart in _charts(spec, names, logs))
     text = page(
         f"{', '.join(names)} · comparison",
         f"<h1>{len(logs)} runs</h1>",
@@ -83,9 +91,7 @@ def _style(place: int) -> tuple[str, str]:
     return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
 
 
-def _charts(
-    spec: tuple[str, str, str, bool, Form], names: Sequence[str], logs: Sequence[Log]
-) -> Iterator[tuple[str, str, str]]:
+def _charts(spec: Spec, names: Sequence[str], logs: Sequence[Log]) -> Iterator[tuple[str, str, str]]:
     title, source, column, averaged, form = spec
     tables = [_table(log, source, column) for log in logs]
     if not any(table.known(column) for table in tables):
@@ -99,7 +105,7 @@ def _charts(
 
 def _table(log: Log, source: str, column: str) -> Table:
     table: Table = getattr(log, source)
-    if column == "items_per_second":
+    if column.endswith("_per_second"):
         return table.where(since_last(table.step, log.resumes) > 0)
     return log.intervals if source == "steps" and not table.known(column) else table
 
@@ -124,7 +130,7 @@ def _paint(
         axes.plot(
             *line, color=colour, linestyle=dash, marker=dots, markersize=2.5, label=name if len(names) <= 6 else None
         )
-    if column not in ("loss", "grad_norm", "learning_rate"):
+    if column not in ("loss", "grad_norm", "learning_rate") and not column.startswith("metrics."):
         from_zero(axes, *(table[column] for table in tables))
     tick(axes, form)
 
@@ -134,14 +140,19 @@ def _swatch(place: int, name: str) -> Html:
 
 
 def _ends(names: Sequence[str], logs: Sequence[Log]) -> str:
+    metrics = list(dict.fromkeys(name for log in logs for name in log.metrics))[:4]
+    rates = [name for name in ("tokens", "samples") if any(rate(log, name) != "-" for log in logs)]
+    monitors = dict.fromkeys(log.best[0] for log in logs if log.best)
     rows = []
     for place, (name, log) in enumerate(zip(names, logs, strict=True)):
-        rate = log.intervals["items_per_second"]
-        items = quantity(np.nanmedian(rate)) if np.isfinite(rate).any() else "-"
-        rows.append([_swatch(place, name), position(log), clock(log.seconds), last_loss(log), best(log), items,
-                     peak(log), Html(ending(log))])  # fmt: skip
-    header = ("run", "steps", "time", "last loss", "best validation", "items/s", "peak memory", "end")
-    return html_table(header, rows, numbers=(1, 2, 3, 4, 5, 6))
+        values = [last_value(log, f"metrics.{each}") for each in metrics]
+        value = f"{log.best[0]} {best(log)}" if log.best and len(monitors) > 1 else best(log)
+        rows.append([_swatch(place, name), position(log), clock(log.seconds), last_value(log), *values, value,
+                     *(rate(log, each) for each in rates), peak(log), Html(ending(log))])  # fmt: skip
+    monitor = "best validation" if len(monitors) != 1 else f"best validation {next(iter(monitors))}"
+    header = ("run", "steps", "time", "last loss", *(f"last {each}" for each in metrics), monitor,
+              *(f"{each}/s" for each in rates), "peak memory", "end")  # fmt: skip
+    return html_table(header, rows, numbers=range(1, len(header) - 1))
 
 
 def _differences(names: Sequence[str], logs: Sequence[Log]) -> str:

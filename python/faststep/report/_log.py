@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from faststep._records import flat, number
+from faststep._optional import need
+from faststep._records import flat, monitored, number
 
 Numbers = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 NAME = "log.jsonl"
-TABLES = ("step", "interval", "validation", "checkpoint", "checkpoint_written")  # kinds that a resume supersedes
-TEXTS = ("kind", "path")  # their values that are no numbers
+# Kinds that a resume supersedes.
+TABLES = ("step", "interval", "validation", "values", "checkpoint", "checkpoint_written")
+TEXTS = ("kind", "path", "monitor")  # their values that are no numbers
 
 
 class LogError(ValueError):
@@ -50,6 +52,25 @@ class Table:
         column = self.columns.get(name)
         return np.full(len(self), math.nan) if column is None else column
 
+    def to_pandas(self) -> Any:
+        """Return the columns, with `step` and `elapsed`, as a `pandas.DataFrame`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return need("pandas", None).DataFrame(self._whole())
+
+    def to_polars(self) -> Any:
+        """Return the columns, with `step` and `elapsed`, as a `polars.DataFrame`.
+
+        Raises:
+            ImportError: polars is not installed.
+        """
+        return need("polars", None).DataFrame(self._whole())
+
+    def _whole(self) -> dict[str, npt.NDArray[Any]]:
+        return {**self.columns, "step": self.step, "elapsed": self.elapsed}
+
     def where(self, chosen: npt.NDArray[np.bool_]) -> Table:
         """Return the records that are chosen, bool [records]."""
         columns = {name: column[chosen] for name, column in self.columns.items()}
@@ -75,6 +96,7 @@ class Log:
         steps: The steps; `steps["loss"]` and so on.
         intervals: What was measured every so often.
         validations: The validations.
+        values: The values of the user's own; `values["values.NAME"]`.
         checkpoints: The checkpoints.
         written: The checkpoints that were written, when they were.
         events: The events, those of superseded steps too.
@@ -89,6 +111,7 @@ class Log:
     steps: Table
     intervals: Table
     validations: Table
+    values: Table
     checkpoints: Table
     written: Table
     events: tuple[Record, ...]
@@ -101,6 +124,20 @@ class Log:
     def config(self) -> dict[str, Any]:
         """The config of the last start."""
         return dict(self.starts[-1].get("config") or {}) if self.starts else {}
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics, those of validations too."""
+        tables = (self.steps, self.intervals, self.validations)
+        return list(dict.fromkeys(name for table in tables for name in table.group("metrics")))
+
+    @property
+    def best(self) -> tuple[str, float, int] | None:
+        """The last validation that was the best so far: what is monitored, its value and its step; None: none was."""
+        for record in reversed(self.validations.records):
+            if record.get("best"):
+                return monitored(record), number(record.get("value", record.get("loss"))), int(record["step"])
+        return None
 
     @property
     def resumes(self) -> list[int]:
@@ -164,6 +201,7 @@ def read_log(run: str | Path) -> Log:
         steps=tables["step"],
         intervals=tables["interval"],
         validations=tables["validation"],
+        values=tables["values"],
         checkpoints=tables["checkpoint"],
         written=tables["checkpoint_written"],
         events=tuple(line.record for line in kept if line.record["kind"] == "event"),
@@ -177,7 +215,7 @@ def read_log(run: str | Path) -> Log:
 def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
     """Parse the lines; what is no record is a torn line when a start or the end of the file follows."""
     bad: LogError | None = None
-    offset = began = elapsed = 0.0
+    offset = began = latest = 0.0
     with path.open("rb") as file:
         for place, text in enumerate(file, 1):
             try:
@@ -190,9 +228,10 @@ def _lines(path: Path, torn: list[int]) -> Iterator[_Line]:
                 raise bad
             bad = None
             if record["kind"] == "start" or place == 1:
-                elapsed = elapsed if record.get("resumed") else 0.0
-                offset, began = elapsed, record["time"]
-            elapsed = max(elapsed, offset + record["time"] - began)
+                latest = latest if record.get("resumed") else 0.0
+                offset, began = latest, record["time"]
+            elapsed = max(offset, offset + record["time"] - began)  # a step's own time, which is told later
+            latest = max(latest, elapsed)
             yield _Line(place, record, values, elapsed)
 
 
@@ -241,7 +280,7 @@ def _table(path: Path, lines: Sequence[_Line]) -> Table:
     names = dict.fromkeys(name for line in lines for name in line.values if name not in TEXTS)
     columns = {name: _column(path, lines, name) for name in names}
     step = np.array([line.record["step"] for line in lines], np.int64)
-    elapsed = np.array([line.elapsed for line in lines], np.float64)
+    elapsed = np.maximum.accumulate(np.array([line.elapsed for line in lines], np.float64))
     return Table(step, elapsed, columns, tuple(line.record for line in lines))
 
 

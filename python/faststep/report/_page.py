@@ -115,8 +115,19 @@ def when(seconds: float) -> str:
         return f"{seconds:g}"
 
 
+class Page(type(Path())):  # type: ignore[misc]
+    """The path of a page, which a notebook shows as the page itself."""
+
+    def _repr_html_(self) -> str:
+        text = html.escape(self.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{text}" style="width: 100%; height: 800px; border: 0"></iframe>'
+
+
 def write(path: Path, text: str) -> Path:
-    """Write the page; a page of this package that was there is replaced when the new one is whole.
+    """Write the page; one of this package that was there is replaced when the new one is whole.
+
+    Returns:
+        Its path, which a notebook shows as the page.
 
     Raises:
         FileExistsError: Something else is there.
@@ -126,4 +137,4 @@ def write(path: Path, text: str) -> Path:
         raise FileExistsError(errno.EEXIST, "expected a page of faststep or nothing, found something else", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
-    return path
+    return Page(path)

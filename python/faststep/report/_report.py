@@ -29,7 +29,7 @@ def report(run: str | Path, out: str | Path | None = None) -> Path:
         out: The page; None: `report.html` beside the log.
 
     Returns:
-        The page's path.
+        The page's path, which a notebook shows as the page.
 
     Raises:
         FileNotFoundError: There is no log.
@@ -82,13 +82,13 @@ def ending(log: Log) -> str:
 def _numbers(log: Log) -> list[tuple[str, str]]:
     seconds = {part: float(np.nansum(each)) for part, each in log.intervals.group("seconds").items()}
     stepping = sum(seconds.get(part, 0.0) for part in ("data", "step", "other"))
-    rate = log.intervals["items_per_second"]
     return [
         ("steps", position(log)),
         ("time of training", clock(log.seconds)),
-        ("last loss", last_loss(log)),
-        ("best validation", best(log)),
-        ("items per second", quantity(np.nanmedian(rate)) if np.isfinite(rate).any() else "-"),
+        ("last loss", last_value(log)),
+        *((f"last {name}", last_value(log, f"metrics.{name}")) for name in log.metrics[:4]),
+        (f"best validation {log.best[0]}" if log.best else "best validation", best(log)),
+        *((f"{name} per second", rate(log, name)) for name in ("tokens", "samples")),
         ("median step", span(_median(log.steps["seconds"]))),
         ("waiting for data", share(seconds["data"] / stepping) if stepping > 0 and "data" in seconds else "-"),
         ("peak memory", peak(log)),
@@ -109,19 +109,24 @@ def position(log: Log) -> str:
     return f"{last:,}" + (f" of {int(target):,}" if target is not None else "")
 
 
-def last_loss(log: Log) -> str:
-    """Return the last interval's loss, or the last step's."""
-    for each in (log.intervals, log.steps):
-        losses = finite(each.step, each["loss"])[1]
-        if len(losses):
-            return figure(losses[-1])
+def last_value(log: Log, name: str = "loss") -> str:
+    """Return a value of the last interval that has it, or else of the last step or validation."""
+    for each in (log.intervals, log.steps, log.validations):
+        values = finite(each.step, each[name])[1]
+        if len(values):
+            return figure(values[-1])
     return "-"
 
 
 def best(log: Log) -> str:
-    """Return the lowest validation loss and its step."""
-    steps, losses = finite(log.validations.step, log.validations["loss"])
-    return f"{figure(losses.min())} at {int(steps[losses.argmin()]):,}" if len(losses) else "-"
+    """Return the best value of what is monitored, and its step."""
+    return "-" if log.best is None else f"{figure(log.best[1])} at {log.best[2]:,}"
+
+
+def rate(log: Log, name: str) -> str:
+    """Return the median of tokens or samples per second."""
+    rates = log.intervals[f"{name}_per_second"]
+    return quantity(np.nanmedian(rates)) if np.isfinite(rates).any() else "-"
 
 
 def peak(log: Log) -> str:
@@ -161,10 +166,12 @@ def _checkpoints(log: Log) -> str:
     for each in log.checkpoints.records:
         path = str(each.get("path", ""))
         files = written.get(path, {})
-        rows.append([count(each["step"]), path, figure(each.get("metric")), span(each.get("pause")),
+        there = (log.path.parent / "checkpoints" / Path(path).name).is_dir()
+        state = "" if there else Html('<span class="soft">deleted</span>')
+        rows.append([count(each["step"]), path, state, figure(each.get("metric")), span(each.get("pause")),
                      span(files.get("seconds")), size(files.get("bytes"))])  # fmt: skip
-    header = ("step", "path", "metric", "training stood", "written in", "size")
-    return html_table(header, _few(rows), numbers=(0, 2, 3, 4, 5))
+    header = ("step", "path", "", "metric", "training stood", "written in", "size")
+    return html_table(header, _few(rows), numbers=(0, 3, 4, 5, 6))
 
 
 def _config(config: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+_CROWDED = 2  # threads a processor
 PHASES = ("data", "step", "validation", "checkpoint", "other")
 
 
@@ -20,15 +21,25 @@ class Clock:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began = time.perf_counter()
+        self._under_way: tuple[str, float] = ("other", self._began)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside for a phase."""
         began = time.perf_counter()
+        self._under_way = name, began
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - began
+            now = time.perf_counter()
+            self._seconds[name] += now - began
+            self._under_way = "other", now
+
+    @property
+    def under_way(self) -> tuple[str, float, float]:
+        """The phase under way, when it began (in seconds of `time.perf_counter`), and for how many seconds it is."""
+        name, began = self._under_way
+        return name, began, time.perf_counter() - began
 
     def total(self, name: str) -> float:
         """Return the seconds of a phase since the last reading."""
@@ -46,6 +57,21 @@ class Clock:
         seconds["other"] = max(0.0, passed - sum(seconds.values()))
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
         return seconds
+
+
+def contention(load: float, processors: int) -> str | None:
+    """Return the note for processors that too many threads want, of this process or of others; None otherwise.
+
+    Args:
+        load: How many threads have run or waited to, on average (`os.getloadavg`).
+        processors: How many can run.
+    """
+    if load <= _CROWDED * processors:
+        return None
+    return (
+        f"{load:.0f} threads want {processors} processors: fewer may be faster; `faststep tune CONFIG`, or "
+        "`faststep.tune`, tries OPENBLAS_NUM_THREADS on your own step"
+    )
 
 
 def memory() -> dict[str, int]:

@@ -21,7 +21,7 @@ class TrainingError(RuntimeError):
         phase: "data": the loader or what it reads. "loss": the loss function. "gradient": a loss or a gradient that is
             not finite. "update": the rest of the step. "validation", "checkpoint", "callback": what they say.
         step: The trainer's step, from 0.
-        epoch: The epoch, from 0.
+        epoch: The epoch, from 1.
         batch: The batch of the epoch, from 0.
     """
 
@@ -44,7 +44,8 @@ def tagged(phase: Callable[[BaseException], Phase], at: Callable[[], dict[str, i
 
 def phase_of_step(loss_fn: Callable[..., Any]) -> Callable[[BaseException], Phase]:
     """Return what tells in which phase of a step an exception was raised."""
-    code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
+    function = getattr(loss_fn, "__func__", loss_fn)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
     def phase(error: BaseException) -> Phase:
         if isinstance(error, FloatingPointError):

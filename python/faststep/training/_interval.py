@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from faststep._step import Step
+from faststep.metrics import Average, of_loss
 from faststep.training._clock import Clock, memory
-from faststep.training._window import mean
+from faststep.training._window import Window
 
 _SECONDS = 5.0  # that make an interval, however few the steps
 
@@ -17,6 +18,7 @@ class Interval:
 
     Attributes:
         loss: Their mean loss; that of the last interval where there has been none since. None at first.
+        metrics: The means of their metrics, in the same way.
     """
 
     def __init__(self, clock: Clock, every: int) -> None:
@@ -24,29 +26,42 @@ class Interval:
 
         Args:
             clock: Where the time goes.
-            every: Steps of an interval.
+            every: An interval ends with each multiple of so many steps.
         """
         self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
         self._clock, self._every = clock, every
         self._waited, self._lapped = 0.0, time.perf_counter()
-        self._steps: list[dict[str, Any]] = []
-        self._count = 0
+        self._average = Average()
+        self._norm: float | None = None
+        self._count = self._samples = self._tokens = 0
+        self._epoch: int | None = None
+        self._full = False
+        self._rate: float | None = None
+        self._first = True  # the first step traces, and compiles kernels: it is told at once, without rates
 
-    def lap(self) -> tuple[float, float]:
-        """Return the seconds since the last call: those waited for data, and all."""
+    def lap(self, window: Window, number: int) -> None:
+        """Put into the window of a step the seconds since the last one, those waited for data, and all; count it."""
         now, waited = time.perf_counter(), self._clock.total("data")
-        wait, seconds = waited - self._waited, now - self._lapped
+        window.wait, window.seconds, window.time = waited - self._waited, now - self._lapped, time.time()
         self._waited, self._lapped = waited, now
-        self._count += 1
-        return wait, seconds
+        self._count, self._epoch = self._count + 1, window.epoch
+        self._full = number % self._every == 0
+        self._samples, self._tokens = self._samples + window.samples, self._tokens + window.tokens
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Add the record of a step."""
-        self._steps.append(record)
+    def add(self, window: Window, record: dict[str, Any]) -> None:
+        """Add a step that has been read, with its record."""
+        self._average.join(window.average)
+        self._norm = record["grad_norm"] if record["grad_norm"] is not None else self._norm
+        self._rate = record["learning_rate"]
 
     def due(self) -> bool:
         """Whether the interval is over."""
-        return self._count >= self._every or self._clock.elapsed >= _SECONDS
+        return self._first or self._full or self._clock.elapsed >= _SECONDS
+
+    def behind(self, in_flight: int) -> int:
+        """Return how many steps the record may leave out, since they may be under way; none of the first one."""
+        return 0 if self._first else in_flight
 
     def record(self, step: Step, loader: Any, left: int | None, skipped: int) -> dict[str, Any]:
         """Return the record of the interval, and start the next.
@@ -57,34 +72,38 @@ class Interval:
             left: Steps to go, None where it is unknown.
             skipped: Batches that were skipped in all.
         """
-        passed, count, steps = self._clock.elapsed, self._count, self._steps
-        loss = mean([(each["loss"], each["batches"] - each["skipped"]) for each in steps if each["loss"] is not None])
-        self.loss = self.loss if loss is None else loss
-        norms = [each["grad_norm"] for each in steps if each["grad_norm"] is not None]
-        items = sum(each["items"] for each in steps)
-        spent = sum(each["seconds"] for each in steps)
+        passed, count = self._clock.elapsed, self._count
+        training = passed - self._clock.total("validation") - self._clock.total("checkpoint")
+        counts = {"steps": count, "samples": self._samples, "tokens": self._tokens}
+        known = not self._first and training > 0
+        rates = {f"{name}_per_second": each / training for name, each in counts.items() if each and known}
+        loss, metrics = self._average.read()
+        metrics |= of_loss(step.loss_fn, loss)
+        if loss is not None:
+            self.loss, self.metrics = loss, metrics
         record: dict[str, Any] = {
-            "epoch": loader.epoch,
+            "epoch": loader.epoch + 1 if self._epoch is None else self._epoch,
             "batch": loader.position,
             "loss": loss,
-            "grad_norm": norms[-1] if norms else None,
-            "learning_rate": learning_rate(step.optimizer),
-            "steps_per_second": count / passed if count else None,
-            "items_per_second": items / spent if spent else None,
+            **({"metrics": metrics} if metrics else {}),
+            "grad_norm": self._norm,
+            "learning_rate": self._rate,
+            **rates,
             "seconds": self._clock.read(),
             "memory": memory(),
             "skipped": skipped,
             "traces": step.stats.traced,
             "padding": getattr(getattr(loader, "stats", None), "efficiency", None),
-            "eta": left * passed / count if left is not None and count else None,
+            "eta": left * passed / count if left is not None and count and known else None,
         }
-        self._steps, self._count, self._waited = [], 0, 0.0
+        self._average, self._norm, self._first = Average(), None, False
+        self._count = self._samples = self._tokens = 0
+        self._waited = 0.0
         return record
 
 
-def learning_rate(optimizer: Any) -> float | None:
-    """Return the current learning rate; of the first one, where there are several optimizers."""
+def learning_rate(optimizer: Any) -> Any:
+    """Return the current learning rate, lazy; of the first one, where there are several optimizers."""
     while hasattr(optimizer, "optimizers"):
         optimizer = optimizer.optimizers[0]
-    rate = getattr(optimizer, "learning_rate", None)
-    return None if rate is None else float(rate)
+    return getattr(optimizer, "learning_rate", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from faststep.training._window import Window
@@ -15,17 +16,24 @@ class Result:
     """Result of a training.
 
     Attributes:
-        reason: "done": all steps or epochs are made. "early_stop": the validation loss no longer falls. "callback": a
+        reason: "done": all steps or epochs are made. "early_stop": what is monitored no longer improves. "callback": a
             callback asked for it. "signal": SIGINT or SIGTERM did. "max_time": so much time has passed.
         steps: How many steps have been made in all.
         loss: The mean training loss of the last interval, None where there was none.
-        best: The lowest validation loss, None without validation.
+        best: The best value of what is monitored (the validation loss by default), None without validation.
+        metrics: The last interval's "train/loss", "train/accuracy" and so on; the last validation's "val/loss", ...
+        last_checkpoint: The folder of the newest checkpoint.
+        best_checkpoint: The folder of the checkpoint with the best value; None without validation, and where it is not
+            kept (`keep_best=0`).
     """
 
     reason: Reason
     steps: int
     loss: float | None
     best: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    last_checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
 
 
 @dataclass
@@ -33,7 +41,10 @@ class TrainingProgress:
     """Counts and marks of a training beyond model, optimizer, step and data; a checkpoint keeps them."""
 
     number: int = 0
+    monitor: str = "val/loss"  # what `best` is of
+    mode: str = "min"
     best: float | None = None
+    best_step: int | None = None
     stale: int = 0  # validations since the best one
     row: int = 0  # batches skipped in a row
     skipped: int = 0

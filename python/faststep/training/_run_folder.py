@@ -65,14 +65,27 @@ def check(run: Path, model: nn.Module, optimizer: Any) -> None:
 def counts(model: nn.Module) -> dict[str, Any]:
     """Return the numbers of trainable and frozen parameters, in all and by module of the model's top level.
 
-    Quantized weights count as the elements of their packed arrays. Lists of modules count by their parts together.
+    Quantized weights count as the weights that are packed in them; their scales and biases do not count. Lists of
+    modules count by their parts together.
     """
     modules: dict[str, dict[str, Any]] = {}
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     trainable: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
+    packed = _packed(model)
     for name, array in parameters.items():
         top = name.split(".")[0]
         entry = modules.setdefault(top, {"name": top, "trainable": 0, "frozen": 0})
-        entry["trainable" if name in trainable else "frozen"] += array.size
+        entry["trainable" if name in trainable else "frozen"] += packed.get(name, array.size)
     totals = {kind: sum(entry[kind] for entry in modules.values()) for kind in ("trainable", "frozen")}
     return {"modules": list(modules.values()), **totals}
+
+
+def _packed(model: nn.Module) -> dict[str, int]:
+    """Return how many weights are in the arrays of quantized modules, by path."""
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(bits := getattr(module, "bits", None), int) and "scales" in module:
+            size = module.weight.size * module.weight.dtype.size * 8 // bits
+            sizes = {"weight": size, "scales": 0, "biases": 0}
+            found |= {f"{path}.{name}" if path else name: each for name, each in sizes.items()}
+    return found

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import mlx.core as mx
+
 from faststep._native import environment
+from faststep._records import number as value_of
 from faststep._step import Step
 from faststep.checkpoints import Checkpoint, Checkpoints
 from faststep.loggers import JsonLines, Logger, Loggers
-from faststep.training._clock import Clock
-from faststep.training._interval import Interval
+from faststep.training._clock import Clock, contention
+from faststep.training._interval import Interval, learning_rate
+from faststep.training._monitor import Monitor
 from faststep.training._run_folder import LOG, counts
 from faststep.training._update_ratio import UpdateRatio
 from faststep.training._window import Window
@@ -35,6 +41,7 @@ class Training(Protocol):
     epochs: int | None
     log_every: int
     update_ratio_every: int
+    monitor: Monitor
 
     @property
     def number(self) -> int:
@@ -50,7 +57,7 @@ class Training(Protocol):
 
     @property
     def best(self) -> float | None:
-        """The best validation loss."""
+        """The best value of what is monitored."""
 
 
 class Log:
@@ -67,30 +74,45 @@ class Log:
         self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers])
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
-        self._updates: deque[tuple[int, Window]] = deque()  # steps that are not in the log yet
+        self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet
+        self._crowded = False
+        self._windows = 0  # steps among them
+        self._lock = threading.Lock()  # the heartbeat has a thread of its own
         self._traced = trainer.step.stats.traced
 
     def start(self, resumed: bool) -> None:
         """Log the start: what is trained, and where."""
         trainer = self._trainer
-        plan: dict[str, Any] = {"resumed": resumed, "epoch": trainer.loader.epoch, "config": trainer.config}
-        plan |= {"steps": trainer.steps, "epochs": trainer.epochs, "batches_per_epoch": _length(trainer.loader)}
-        plan |= {"accumulate": trainer.step.accumulate}
+        plan: dict[str, Any] = {"resumed": resumed, "epoch": trainer.loader.epoch + 1, "config": trainer.config}
+        plan |= {"steps": trainer.steps, "epochs": trainer.epochs, "batches_per_epoch": length_of(trainer.loader)}
+        plan |= {"accumulate": trainer.step.accumulate, "workers": getattr(trainer.loader, "workers", None)}
         self.write("start", plan | environment() | counts(trainer.step.model))
 
     def on_update(self, window: Window) -> None:
         """Take the window of an update; log the interval when it is over."""
-        window.wait, window.seconds = self.interval.lap()
+        self.interval.lap(window, self._trainer.number)
+        window.rate = learning_rate(self._trainer.step.optimizer)
         self._updates.append((self._trainer.number, window))
+        self._windows += 1
         self.ratio.after()
         if self.interval.due():
-            self.tell_interval(self._trainer.step.options.in_flight)
+            self.tell_interval(self.interval.behind(self._trainer.step.options.in_flight))
+
+    def values(self, values: Mapping[str, Any]) -> None:
+        """Take values of the user's own; they are read, and logged, when the step that they belong to is."""
+        mx.async_eval([value for value in values.values() if isinstance(value, mx.array)])
+        self._updates.append((self._trainer.number, {str(name): value for name, value in values.items()}))
 
     def tell_steps(self, behind: int = 0) -> None:
         """Log all steps but the last ones, which may still be under way; wait for them."""
-        while len(self._updates) > behind:
-            number, window = self._updates.popleft()
-            self.interval.add(self.write("step", window.record(), number))
+        while self._updates and (self._windows > behind or not isinstance(self._updates[0][1], Window)):
+            number, update = self._updates.popleft()
+            if isinstance(update, Window):
+                self._windows -= 1
+                record = self.write("step", update.record(self._trainer.step.loss_fn), number, update.time)
+                self.interval.add(update, record)
+            else:
+                self.write("values", {"values": {name: value_of(value) for name, value in update.items()}}, number)
 
     def tell_interval(self, behind: int = 0) -> None:
         """Log the interval since the last one."""
@@ -100,12 +122,13 @@ class Log:
         for written in trainer.checkpoints.take_written():
             fields = {"path": str(written.path), "seconds": written.seconds, "bytes": written.bytes}
             self.write("checkpoint_written", fields)
+        self._tell_contention()
         record = self.interval.record(trainer.step, trainer.loader, self._left(), trainer.skipped)
         self.write("interval", record | self.ratio.read())
 
     def event(self, what: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
         """Log an event."""
-        self.write("event", {"what": what, "text": text, "level": level, "epoch": self._trainer.loader.epoch})
+        self.write("event", {"what": what, "text": text, "level": level, "epoch": self._trainer.loader.epoch + 1})
 
     def damaged(self, checkpoint: Checkpoint) -> None:
         """Log a damaged checkpoint that was passed over."""
@@ -115,18 +138,30 @@ class Log:
         """Log the end of the training."""
         trainer = self._trainer
         fields = {"reason": reason, "seconds": trainer.seconds, "loss": self.interval.loss, "best": trainer.best}
-        self.write("end", fields)
+        self.write("end", fields | {"monitor": trainer.monitor.name})
 
-    def write(self, kind: str, fields: dict[str, Any], number: int | None = None) -> dict[str, Any]:
-        """Pass a record to all loggers and return it; its step is the current one unless given."""
+    def write(
+        self, kind: str, fields: dict[str, Any], number: int | None = None, at: float | None = None
+    ) -> dict[str, Any]:
+        """Pass a record to all loggers and return it; its step is the current one, and its time now, unless given."""
         step = self._trainer.number if number is None else number
-        record = {"kind": kind, "time": time.time(), "step": step} | fields
-        self._loggers.log(record)
+        record = {"kind": kind, "time": time.time() if at is None else at, "step": step} | fields
+        with self._lock:
+            self._loggers.log(record)
         return record
 
     def close(self) -> None:
         """Close all loggers."""
         self._loggers.close()
+
+    # once, and not for a GPU
+    def _tell_contention(self) -> None:
+        if self._crowded or mx.default_device().type != mx.cpu:
+            return
+        text = contention(os.getloadavg()[0], os.cpu_count() or 1)
+        if text is not None:
+            self._crowded = True
+            self.event("threads", text, "info")
 
     def _tell_traces(self) -> None:
         stats = self._trainer.step.stats
@@ -139,13 +174,14 @@ class Log:
     def _left(self) -> int | None:
         trainer = self._trainer
         ends = [] if trainer.steps is None else [trainer.steps]
-        length = _length(trainer.loader)
+        length = length_of(trainer.loader)
         if trainer.epochs is not None and length is not None:
             ends.append(trainer.epochs * math.ceil(length / trainer.step.accumulate))
         return max(0, min(ends) - trainer.number) if ends else None
 
 
-def _length(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
+    """Return the batches of an epoch, None where they are not known."""
     try:
         return len(loader)
     except TypeError:

@@ -7,11 +7,12 @@ import functools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
 
 from faststep._random import mlx_key
 from faststep._records import number as value_of
@@ -19,15 +20,18 @@ from faststep._step import Step, call_with, whole_number
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
-from faststep.training import _bad_batches, _run_folder
+from faststep.metrics import LossWithMetrics, Metric, scalars
+from faststep.training import _bad_batches, _callback, _run_folder
 from faststep.training._clock import Clock
 from faststep.training._errors import Phase, TrainingError, phase_of_step, tagged
 from faststep.training._guard import Guard, Tried
+from faststep.training._heartbeat import Heartbeat
+from faststep.training._monitor import Monitor
 from faststep.training._result import Reason, Result, TrainingProgress
-from faststep.training._run_log import Log
+from faststep.training._run_log import Log, length_of
 from faststep.training._signals import Signals
-from faststep.training._validate import validate
-from faststep.training._window import Window, reopen
+from faststep.training._validate import Evaluation, evaluate, evaluating
+from faststep.training._window import Window, reopen, rows_of
 
 _END = object()
 Start = Literal["newest", "new", "best"] | int
@@ -37,6 +41,10 @@ class Trainer:
     """Trains: epochs or steps, validation, checkpoints from which it goes on exactly, logs.
 
     A step of the trainer is one update: `step.accumulate` batches, or what is left of them at the end of an epoch.
+
+    **Metrics** are the scalars in a dict that the loss function returns beside the loss, `(loss, {"accuracy": ...})`
+    (with `weighted=True`: `(loss, weight, {...})`), and what `metrics` computes. They are averaged as the loss is,
+    over the steps of an interval and over a validation, and stay on the device until they are logged.
 
     Example:
         >>> import tempfile
@@ -74,6 +82,9 @@ class Trainer:
         validate_every: int | str = 100,
         validate_at_start: bool = False,
         validation_batches: int | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        monitor: str = "val/loss",
+        mode: Literal["min", "max"] | None = None,
         patience: int | None = None,
         min_delta: float = 0.0,
         stop_after_bad: int = 10,
@@ -102,8 +113,16 @@ class Trainer:
             validate_every: Steps between two validations, or epochs: "1 epoch"; 0: at the end only.
             validate_at_start: Validate before the first step too.
             validation_batches: Validate on so many batches at most.
-            patience: Stop when so many validations in a row have brought no better loss; None: never.
-            min_delta: By how much a better loss has to be lower.
+            metrics: Functions by name, each `metric(outputs, *batch)` and a scalar: `outputs` is what the loss function
+                returns beside the loss, `(loss, outputs)`, or `(loss, weight, outputs)` with `weighted=True`. They are
+                traced with the loss, by `step.loss_fn`, which is replaced. `faststep.metrics` has `accuracy()`, and
+                `perplexity()`, which needs no outputs.
+            monitor: The value by which the best checkpoint is found, and `patience` judges: "val/loss", or "val/" and
+                the name of a metric.
+            mode: "min": a smaller value of `monitor` is better. "max": a larger one. None: "min" for the loss and the
+                perplexity; for others it has to be given.
+            patience: Stop when so many validations in a row have brought no better value; None: never.
+            min_delta: By how much a better value has to differ.
             stop_after_bad: Stop when so many batches in a row were skipped, and write a bundle with which it can be
                 reproduced; 0: never.
             update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
@@ -112,12 +131,12 @@ class Trainer:
             checkpoint_every: Steps between two checkpoints, or epochs: "1 epoch"; 0: at the end and at the best
                 validation only.
             keep_last: Keep so many of the newest checkpoints.
-            keep_best: Keep so many of those with the lowest validation loss.
+            keep_best: Keep so many of those with the best value of `monitor`.
             config: What goes into the log as the configuration.
 
         Raises:
-            TypeError: `step` or `loader` is something else, or a number is none.
-            ValueError: Neither `steps` nor `epochs` is given, or a number is out of its range.
+            TypeError: `step` or `loader` is something else, a metric is no function, or a number is none.
+            ValueError: Neither `steps` nor `epochs` is given, a number is out of its range, or `mode` is missing.
         """
         if not isinstance(step, Step):
             raise TypeError(f"step: expected a faststep.Step, got {type(step).__name__}")
@@ -140,10 +159,13 @@ class Trainer:
                 whole_number(name, value, least)
         if patience is not None and validation is None:
             raise ValueError("patience: expected validation data for it, got none")
+        self.monitor = Monitor(monitor, mode, min_delta)
+        if metrics is not None:
+            step.loss_fn = LossWithMetrics(step.loss_fn, metrics, weighted=step.options.weighted)
         self.step, self.loader, self.validation, self.run = step, loader, validation, Path(run)
         self.steps, self.epochs, self.callbacks = steps, epochs, list(callbacks)
         self.log_every, self.validate_every, self.checkpoint_every = log_every, validate_every, checkpoint_every
-        self.validation_batches, self.patience, self.min_delta = validation_batches, patience, min_delta
+        self.validation_batches, self.patience = validation_batches, patience
         self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
         self.config, self.memory_limit = config, memory_limit
         self.max_time, self.validate_at_start = max_time, validate_at_start
@@ -152,17 +174,21 @@ class Trainer:
             self.run / "checkpoints",
             keep_last=keep_last,
             keep_best=keep_best,
+            best=self.monitor.mode,
             on_damaged=lambda checkpoint: self._damaged.append(checkpoint),
         )
         self._damaged: list[Checkpoint] = []  # passed over; the log is told when it is open
         self._phase_of_step = phase_of_step(step.loss_fn)
+        self._log: Log | None = None
         self._begin()
 
     # resets the progress; returns the signals to listen to
     def _begin(self) -> Signals:
-        self._progress, self._reason = TrainingProgress(), None
+        self._progress, self._reason = TrainingProgress(monitor=self.monitor.name, mode=self.monitor.mode), None
+        self.validated: Evaluation | None = None
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = self._metric = None
+        self._checked, self._lost = False, list[str]()
         self._signals = Signals()
         return self._signals
 
@@ -178,7 +204,7 @@ class Trainer:
 
     @property
     def best(self) -> float | None:
-        """The lowest validation loss, None before the first one."""
+        """The best value of what is monitored, the validation loss by default; None before the first one."""
         return self._progress.best
 
     @property
@@ -194,6 +220,29 @@ class Trainer:
     def stop(self) -> None:
         """End the training behind the step under way, with a checkpoint."""
         self._reason = self._reason or "callback"
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log values of your own at the current step, for callbacks: records of the kind "values".
+
+        Args:
+            values: Numbers, scalars of MLX, or texts, by name: names such as "samples/length" are tags of TensorBoard.
+                Nothing waits for an array before the step itself is logged. A text is an event of that name.
+
+        Raises:
+            TypeError: A value is neither a scalar nor a text.
+            RuntimeError: No training is under way.
+        """
+        if self._log is None:
+            raise RuntimeError("log: expected a call while the trainer trains, got one outside of it")
+        for name, value in values.items():
+            plain = isinstance(value, int | float | str | np.number)
+            if not plain and not (isinstance(value, mx.array) and value.size == 1):
+                raise TypeError(f"log: {name}: expected a number, a scalar array or a text, got {value!r:.60}")
+        scalars = {name: value for name, value in values.items() if not isinstance(value, str)}
+        if scalars:
+            self._log.values(scalars)
+        for name in values.keys() - scalars.keys():
+            self._log.event(name, values[name], "info")
 
     def train(self, start: Start = "newest") -> Result:
         """Train to the end, from a checkpoint in the run's folder.
@@ -223,7 +272,8 @@ class Trainer:
                 mx.set_memory_limit(self.memory_limit)
             self._log = Log(self, [Progress()] if loggers is None else loggers)
             try:
-                return self._train(resumed)
+                with Heartbeat(self.clock, self.loader, self._log.event):
+                    return self._train(resumed)
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the step may have failed for good
                     self._log.tell_steps()
@@ -233,45 +283,65 @@ class Trainer:
                 raise
             finally:
                 self._log.close()
+                self._log = None
+
+    @property
+    def _logs(self) -> Log:
+        assert self._log is not None, "the log is open while the trainer trains"
+        return self._log
 
     # the error that ends the training is the one to be raised
     def _wait_anyway(self) -> None:
         try:
             self.checkpoints.wait()
         except CheckpointError as error:
-            self._log.event("checkpoint", str(error), "error")
+            self._logs.event("checkpoint", str(error), "error")
 
     def _train(self, resumed: bool) -> Result:
         self._guard = Guard(self.stop_after_bad, self.step.options.in_flight, self._progress.row)
-        self._log.start(resumed)
+        self._logs.start(resumed)
         while self._damaged:
-            self._log.damaged(self._damaged.pop(0))
+            self._logs.damaged(self._damaged.pop(0))
+        for name in self._lost:
+            self._logs.event("callback", f"the checkpoint has a state of {name}, which is no callback of this training")
         self._tell("on_start")
         if self.validate_at_start and not resumed:
             self._validate()
         while not self._finished():
             self._epoch()
         if self._signals.received is not None:
-            self._log.event("signal", f"{self._signals.received.name}: saving, then leaving")
+            self._logs.event("signal", f"{self._signals.received.name}: saving, then leaving")
         elif self.number != self._validated:
             self._validate()
         if self.number != self._saved or self._progress.window:
             self._save()
         with self._tagged("checkpoint"), self.clock.phase("checkpoint"):
             self.checkpoints.wait()
-        self._log.tell_interval()
-        result = Result(self._reason or "done", self.number, self._log.interval.loss, self._progress.best)
-        self._log.end(result.reason)
+        self._logs.tell_interval()
+        result = self._result()
         self._tell("on_end", result)
+        self._logs.tell_steps()
+        self._logs.end(result.reason)
         return result
+
+    def _result(self) -> Result:
+        interval, validated, progress = self._logs.interval, self.validated, self._progress
+        values = {"train/loss": interval.loss, **{f"train/{name}": each for name, each in interval.metrics.items()}}
+        if validated is not None:
+            values |= {"val/loss": validated.loss, **{f"val/{name}": each for name, each in validated.metrics.items()}}
+        metrics = {name: each for name, each in values.items() if each is not None}
+        kept = {each.number: each.path for each in self.checkpoints.list()}
+        best = None if progress.best_step is None else kept.get(progress.best_step)
+        last = kept.get(max(kept, default=0))
+        return Result(self._reason or "done", self.number, interval.loss, progress.best, metrics, last, best)
 
     # one epoch, or what is left of it
     def _epoch(self) -> None:
-        epoch, any_batch = self.loader.epoch, self.loader.position > 0
+        epoch, any_batch = self.loader.epoch + 1, self.loader.position > 0
         try:
-            for batch in self._batches():
+            for batch, samples, tokens in self._batches():
                 any_batch = True
-                self._train_on(batch, epoch)
+                self._train_on(batch, epoch, samples, tokens)
                 if self._finished():
                     return
         except Interrupted:
@@ -282,10 +352,11 @@ class Trainer:
             with self._tagged("update"), self.clock.phase("step"):
                 self.step.flush()
             self._end_window(self._progress.window)
-        self._at_intervals(epoch + 1)
+        self._at_intervals(epoch)
 
-    def _batches(self) -> Iterator[Any]:
-        batches = iter(self.loader)
+    # with how many samples and tokens each has
+    def _batches(self) -> Iterator[tuple[Any, int, int]]:
+        batches, before = iter(self.loader), getattr(self.loader, "stats", None)
         if hasattr(self.loader, "on_wait"):
             self.loader.on_wait = self._on_wait
         try:
@@ -294,7 +365,12 @@ class Trainer:
                     batch = next(batches, _END)
                 if batch is _END:
                     return
-                yield batch
+                if before is None:
+                    yield batch, rows_of(batch), 0
+                else:
+                    now = self.loader.stats
+                    yield batch, now.items - before.items, now.tokens - before.tokens
+                    before = now
         finally:
             if hasattr(self.loader, "on_wait"):
                 self.loader.on_wait = None
@@ -306,16 +382,29 @@ class Trainer:
         if self._signals.received is not None:
             raise Interrupted
 
-    def _train_on(self, batch: Any, epoch: int) -> None:
+    def _train_on(self, batch: Any, epoch: int, samples: int, tokens: int) -> None:
         window = self._progress.window = self._progress.window or Window(epoch)
         key, position = mlx_key(), self.loader.position - 1
-        self._log.ratio.before(self.number)
+        self._logs.ratio.before(self.number)
         with self.clock.phase("step"), tagged(self._phase_of_step, self._where):
             output = call_with(batch, self.step)
-        window.add(batch, output)
+        if not self._checked:
+            self._check(output.aux, samples)
+        window.add(output, samples, tokens)
         self._judge(Tried(batch, key, output, epoch, position))
         if len(window) >= self.step.accumulate:
             self._end_window(window)
+
+    # what can be known once a batch has been trained on
+    def _check(self, aux: tuple[Any, ...], samples: int) -> None:
+        self._checked = True
+        if self.validation is not None:
+            with self._tagged("validation"):
+                self.monitor.check(["loss", *scalars(aux), *getattr(self.step.loss_fn, "of_loss", {})])
+        size = getattr(self.loader, "batch_size", None)
+        if isinstance(size, int) and samples < size and length_of(self.loader) == 1:
+            text = f"batch_size is {size}, and there are {samples} samples: all of them are one batch"
+            self._logs.event("batch_size", text)
 
     def _judge(self, tried: Tried) -> None:
         if self.step.options.nonfinite == "allow":
@@ -327,13 +416,14 @@ class Trainer:
     def _count_bad(self, bad: list[Tried]) -> None:
         for each in bad:
             self._why = self._explained(each)
-            self._log.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: {self._why}")
+            self._logs.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: {self._why}")
         self._progress.skipped, self._progress.row = self._progress.skipped + len(bad), self._guard.row
 
     # a loss may have an `explain(value, *batch)` that says why a batch is bad
     def _explained(self, tried: Tried) -> str:
         loss = value_of(tried.output.loss)
-        explain = getattr(self.step.loss_fn, "explain", None)
+        loss_fn = getattr(self.step.loss_fn, "loss_fn", self.step.loss_fn)  # of a `LossWithMetrics`
+        explain = getattr(loss_fn, "explain", None)
         return (explain and call_with(tried.batch, functools.partial(explain, loss))) or f"loss {loss:.6g}"
 
     def _give_up(self, tried: Tried) -> TrainingError:
@@ -352,7 +442,7 @@ class Trainer:
     def _end_window(self, window: Window) -> None:
         progress = self._progress
         progress.window, progress.number = None, progress.number + 1
-        self._log.on_update(window)
+        self._logs.on_update(window)
         self._tell("on_step", progress.number)
         self._at_intervals()
 
@@ -375,23 +465,32 @@ class Trainer:
     def _validate(self) -> None:
         if self.validation is None:
             return
-        with self.clock.phase("validation"), self._tagged("validation"):
-            began, progress = time.perf_counter(), self._progress
-            loss, batches = validate(self.step, self.validation, self.validation_batches)
-            seconds = time.perf_counter() - began
-        self._validated, self._metric = progress.number, loss
-        best = math.isfinite(loss) and (progress.best is None or loss < progress.best - self.min_delta)
-        progress.best, progress.stale = (loss, 0) if best else (progress.best, progress.stale + 1)
-        self._log.tell_steps()
-        fields = {"loss": loss, "batches": batches, "seconds": seconds, "best": best, "epoch": self.loader.epoch}
-        self._log.write("validation", fields)
-        self._tell("on_validation", loss, best)
-        if best or self._saved == progress.number or self.checkpoints.would_keep(loss):
+        progress = self._progress
+        with evaluating(self.step):
+            with self.clock.phase("validation"), self._tagged("validation"):
+                began = time.perf_counter()
+                found = evaluate(self.step, self.validation, self.validation_batches)
+                seconds, value = time.perf_counter() - began, self.monitor.value(found)
+            self._validated, self.validated, self._metric = progress.number, found, value
+            best = self.monitor.improves(value, progress.best)
+            progress.best, progress.stale = (value, 0) if best else (progress.best, progress.stale + 1)
+            progress.best_step = progress.number if best else progress.best_step
+            self._logs.tell_steps()
+            fields = found._asdict() | {"seconds": seconds, "best": best, "epoch": self._last_epoch()}
+            self._logs.write("validation", fields | {"monitor": self.monitor.name, "value": value})
+            if math.isnan(found.loss):
+                self._logs.event("validation", f"the validation loss is NaN, over {found.batches} batches")
+            self._tell("on_validation", found.loss, best)
+        if best or self._saved == progress.number or self.checkpoints.would_keep(value):
             self._save()
         if self._is_stale() and self._reason is None:
-            text = f"no better validation loss than {progress.best} in {progress.stale} validations"
-            self._log.event("early_stop", text, "info")
+            text = f"no better {self.monitor.name} than {progress.best} in {progress.stale} validations"
+            self._logs.event("early_stop", text, "info")
             self._reason = "early_stop"
+
+    # that of the last batch, from 1
+    def _last_epoch(self) -> int:
+        return int(self.loader.epoch + (self.loader.position > 0 or self.loader.epoch == 0))
 
     def _is_stale(self) -> bool:
         return self.patience is not None and self._progress.stale >= self.patience
@@ -399,16 +498,15 @@ class Trainer:
     def _save(self) -> None:
         metric = self._metric if self._validated == self.number else None
         with self.clock.phase("checkpoint"), self._tagged("checkpoint"):
-            self._log.tell_steps()
+            self._logs.tell_steps()
             self._count_bad(self._guard.settle())
             began, progress = time.perf_counter(), self._progress
             progress.seconds, self._began = self.seconds, began
-            path = self.checkpoints.save(
-                self.step, self.loader, number=progress.number, numbers=progress.state(), metric=metric
-            )
+            numbers = progress.state() | {"callbacks": _callback.states(self.callbacks)}
+            path = self.checkpoints.save(self.step, self.loader, number=progress.number, numbers=numbers, metric=metric)
             pause = time.perf_counter() - began
         self._saved = progress.number
-        self._log.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
+        self._logs.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
         self._tell("on_checkpoint", path)
 
     def _resume(self, start: Start) -> bool:
@@ -424,9 +522,14 @@ class Trainer:
                 )
             return False
         numbers = dict(found.numbers)
-        window = numbers.pop("window")
+        window, states = numbers.pop("window"), numbers.pop("callbacks")
+        with self._tagged("callback"):
+            self._lost = _callback.load_states(self.callbacks, states)
+        now = {"monitor": self.monitor.name, "mode": self.monitor.mode}
+        if now != {name: numbers[name] for name in now}:  # the best so far is of something else
+            numbers |= {**now, "best": None, "best_step": None, "stale": 0}
         self._progress = TrainingProgress(**numbers)
-        self._progress.window = None if window is None else reopen(window, self.loader.epoch)
+        self._progress.window = None if window is None else reopen(window)
         self._saved = self._validated = self.number
         self._metric = found.metric
         self._reason = "early_stop" if self._is_stale() else None
@@ -441,7 +544,7 @@ class Trainer:
         return tagged(lambda error: phase, self._where)
 
     def _where(self) -> dict[str, int]:
-        return {"step": self.number, "epoch": self.loader.epoch, "batch": max(0, self.loader.position - 1)}
+        return {"step": self.number, "epoch": self.loader.epoch + 1, "batch": max(0, self.loader.position - 1)}
 
 
 def _is_due(every: int | str, step: int, epochs: int) -> bool:
@@ -455,8 +558,12 @@ def _is_due(every: int | str, step: int, epochs: int) -> bool:
 class Callback:
     """Methods that are called in the course of a training; a subclass overrides what it needs.
 
-    `trainer.step` is the `faststep.Step`, `trainer.number` says how many steps are made, and `trainer.stop()` ends the
-    training behind the one under way. An exception ends it too, as a `TrainingError` of the phase "callback".
+    `trainer.step` is the `faststep.Step`, `trainer.number` says how many steps are made, `trainer.log` logs values, and
+    `trainer.stop()` ends the training behind the step under way. An exception ends it too, as a `TrainingError` of the
+    phase "callback".
+
+    A callback that has `state` (plain JSON values) and `load_state(state)` is saved with each checkpoint, and goes on
+    from there: `load_state` is called before `on_start` then.
 
     Example:
         >>> from faststep.training import Callback
@@ -473,7 +580,11 @@ class Callback:
         """Called after each step with their number; the last ones may still be under way on the device."""
 
     def on_validation(self, trainer: Trainer, loss: float, best: bool) -> None:
-        """Called after a validation with the mean loss, and whether it is the best so far."""
+        """Called after a validation with the mean loss, and whether it is the best so far.
+
+        The model is as validation has it: in evaluation mode, with the average of the weights where there is one; what
+        is drawn of `mx.random` here does not change the training. The metrics are in `trainer.validated.metrics`.
+        """
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """Called when a checkpoint has been taken; it may not be written yet."""

@@ -1,26 +1,63 @@
-"""Validation: the mean loss on data that is not trained on."""
+"""Validation: the mean loss and metrics on data that is not trained on."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from faststep._random import mlx_seed
 from faststep._records import number
 from faststep._step import Step, call_with
-from faststep.training._window import arrays_of, mean
+from faststep.metrics import Average, of_loss, scalars
+from faststep.training._window import rows_of
+
+_AHEAD = 1  # batches whose results are not waited for
 
 
-def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tuple[float, int]:
-    """Compute the mean loss of some batches, with the average of the weights where the step keeps one.
+class Evaluation(NamedTuple):
+    """Result of a validation.
+
+    Attributes:
+        loss: The mean loss, NaN where nothing had weight.
+        batches: The number of batches.
+        metrics: The means of the metrics, by name.
+    """
+
+    loss: float
+    batches: int
+    metrics: dict[str, float]
+
+
+@contextlib.contextmanager
+def evaluating(step: Step) -> Iterator[nn.Module]:
+    """Show the model as validation sees it: in evaluation mode, with the average of the weights where there is one.
+
+    Behind the block each module has its mode back, and `mx.random.state` is what it was.
+    """
+    model, key = step.model, mlx_seed()
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with step.average() if step.options.ema_decay is not None else contextlib.nullcontext():
+            yield model
+    finally:
+        for module in training:
+            module._set_training_mode(True)
+        mx.random.seed(key)
+
+
+def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Evaluation:
+    """Compute the mean loss and metrics of some batches, with the average of the weights where the step keeps one.
 
     The model is in evaluation mode meanwhile, and `mx.random.state` is afterwards what it was, so that training goes on
     as if nothing had happened. A batch counts by its weight where the loss has one (`weighted=True`), otherwise by the
-    length of its first array.
+    length of its first array. The metrics are the scalars in the dicts that the loss function returns beside the loss.
 
     Args:
         step: The step, whose model and loss function are taken.
@@ -28,29 +65,41 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> tup
         most: Take at most so many; None: all.
 
     Returns:
-        The mean loss, NaN where nothing had weight, and the number of batches.
+        The means, and the number of batches.
     """
-    model, losses = step.model, []
+    with evaluating(step):
+        return evaluate(step, batches, most)
+
+
+def evaluate(step: Step, batches: Iterable[Any], most: int | None) -> Evaluation:
+    """Compute the means of some batches with the model as it is; see `validate`."""
+    average, count = Average(), 0
+    unread: deque[tuple[dict[str, Any], Any]] = deque()
     start = getattr(batches, "state", None)
-    key, training = mlx_seed(), [module for module in model.modules() if module.training]
     try:
-        model.eval()
-        with step.average() if step.options.ema_decay is not None else contextlib.nullcontext():
-            for batch in itertools.islice(batches, most):
-                value = call_with(batch, step.loss_fn, model)
-                losses.append(_loss_and_weight(value, batch, step.options.weighted))
+        for batch in itertools.islice(batches, most):
+            unread.append(_scalars(call_with(batch, step.loss_fn, step.model), batch, step.options.weighted))
+            count += 1
+            if len(unread) > _AHEAD:
+                _read(average, *unread.popleft())
+        while unread:
+            _read(average, *unread.popleft())
     finally:
-        for module in training:
-            module._set_training_mode(True)
-        mx.random.seed(key)
         if start is not None and hasattr(batches, "load_state"):
             batches.load_state(start)  # the same batches the next time
-    total = mean(losses)
-    return float("nan") if total is None else total, len(losses)
+    loss, metrics = average.read()
+    metrics |= of_loss(step.loss_fn, loss)
+    return Evaluation(float("nan") if loss is None else loss, count, metrics)
 
 
-def _loss_and_weight(value: Any, batch: Any, weighted: bool) -> tuple[float, float]:
-    if weighted:
-        return number(value[0]), number(value[1])
-    rows = next((array.shape[0] for array in arrays_of(batch) if array.ndim), 1)
-    return number(value[0] if isinstance(value, tuple) else value), float(rows)
+def _scalars(value: Any, batch: Any, weighted: bool) -> tuple[dict[str, Any], Any]:
+    """Return loss and metrics by name, and the weight; the device computes them and nothing waits for it."""
+    loss, *aux = value if isinstance(value, tuple) else (value,)
+    weight = aux.pop(0) if weighted else rows_of(batch)
+    values = {"loss": loss, **scalars(aux)}
+    mx.async_eval([each for each in (*values.values(), weight) if isinstance(each, mx.array)])
+    return values, weight
+
+
+def _read(average: Average, values: dict[str, Any], weight: Any) -> None:
+    average.add({name: number(value) for name, value in values.items()}, number(weight))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from faststep._records import number
 from faststep._step import StepOutput
+from faststep.metrics import Average, of_loss, scalars
+
+
+class _Lazy(NamedTuple):
+    """The scalars of one batch, on the device: nothing else that a loss returns is kept until it is logged."""
+
+    loss: mx.array
+    weight: Any
+    skipped: mx.array | bool
+    metrics: dict[str, Any]
 
 
 @dataclass
@@ -19,72 +28,89 @@ class Window:
     """The batches of one update.
 
     Attributes:
-        epoch: The epoch, from 0.
-        outputs: What the step gave for each batch, lazy.
-        items: Elements of the first array of each batch, in all: the tokens, of a language model.
+        epoch: The epoch, from 1.
+        batches: How many there are.
+        skipped: How many of those that were read were skipped.
+        average: Loss and metrics of those that were read.
+        samples: Samples in them.
+        tokens: Tokens in them, 0 where the data does not say so.
         wait: Seconds that were waited for data.
         seconds: All of its time.
-        before: What was read of it before a checkpoint from which it goes on.
+        time: When it was made, in Unix seconds.
+        rate: The learning rate, a scalar on the device; None where it is unknown.
     """
 
     epoch: int
-    outputs: list[StepOutput] = field(default_factory=list)
-    items: int = 0
+    batches: int = 0
+    skipped: int = 0
+    average: Average = field(default_factory=Average)
+    samples: int = 0
+    tokens: int = 0
     wait: float = 0.0
     seconds: float = 0.0
-    before: list[tuple[float, float]] = field(default_factory=list)
+    time: float = 0.0
+    rate: Any = None
+    _norm: mx.array | None = None
+    _unread: list[_Lazy] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.before) + len(self.outputs)
+        return self.batches
 
-    def add(self, batch: Any, output: StepOutput) -> None:
-        """Add a batch and what the step gave for it."""
-        self.outputs.append(output)
-        self.items += next((array.size for array in arrays_of(batch)), 0)
+    def add(self, output: StepOutput, samples: int, tokens: int) -> None:
+        """Add what the step gave for a batch, and how much was in it."""
+        self._unread.append(_Lazy(output.loss, output.weight, output.skipped, scalars(output.aux)))
+        self._norm = output.grad_norm
+        self.batches, self.samples, self.tokens = self.batches + 1, self.samples + samples, self.tokens + tokens
 
-    def read(self) -> list[tuple[float, float]]:
-        """Return the loss and the weight of every batch, 0 for one that was skipped; waits for them."""
-        return self.before + [_read(output) for output in self.outputs]
+    def read(self) -> None:
+        """Read what is on the device; wait for it."""
+        for lazy in self._unread:
+            if bool(lazy.skipped):
+                self.skipped += 1
+                continue
+            values = {"loss": lazy.loss, **lazy.metrics}
+            weight = 1.0 if lazy.weight is None else number(lazy.weight)
+            self.average.add({name: number(value) for name, value in values.items()}, weight)
+        self._unread = []
 
-    def record(self) -> dict[str, Any]:
+    def record(self, loss_fn: Any) -> dict[str, Any]:
         """Return the record of the step for loggers; wait for it."""
-        batches = self.read()
-        norm = self.outputs[-1].grad_norm if self.outputs else None
+        self.read()
+        loss, metrics = self.average.read()
+        metrics |= of_loss(loss_fn, loss)
+        tokens = {"tokens": self.tokens} if self.tokens else {}
         return {
             "epoch": self.epoch,
-            "loss": mean(batches),
-            "grad_norm": None if norm is None else number(norm),
-            "batches": len(batches),
-            "skipped": sum(weight == 0 for _, weight in batches),
+            "loss": loss,
+            **({"metrics": metrics} if metrics else {}),
+            "grad_norm": None if self._norm is None else number(self._norm),
+            "learning_rate": None if self.rate is None else number(self.rate),
+            "batches": self.batches,
+            "skipped": self.skipped,
             "seconds": self.seconds,
             "wait": self.wait,
-            "items": self.items,
+            "samples": self.samples,
+            **tokens,
         }
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of a window that is open; waits for its batches."""
-        return {"batches": self.read(), "items": self.items}
+        self.read()
+        kept = ("epoch", "batches", "skipped", "samples", "tokens")
+        return {"average": self.average.sums, **{name: getattr(self, name) for name in kept}}
 
 
-def reopen(state: dict[str, Any], epoch: int) -> Window:
+def reopen(state: dict[str, Any]) -> Window:
     """Return the window that was open when `state` was taken."""
-    before = [(float(loss), float(weight)) for loss, weight in state["batches"]]
-    return Window(epoch, items=state["items"], before=before)
-
-
-def mean(batches: list[tuple[float, float]]) -> float | None:
-    """Return the weighted mean of losses, None where nothing has weight."""
-    total = math.fsum(weight for _, weight in batches)
-    return math.fsum(loss * weight for loss, weight in batches if weight) / total if total else None
-
-
-def _read(output: StepOutput) -> tuple[float, float]:
-    if bool(output.skipped):
-        return 0.0, 0.0
-    return number(output.loss), 1.0 if output.weight is None else number(output.weight)
+    return Window(**{**state, "average": Average(state["average"])})
 
 
 def arrays_of(batch: Any) -> Iterator[mx.array]:
     """Return the arrays of a batch, in its order."""
     leaves: Any = tree_flatten(batch)
     return (leaf for _, leaf in leaves if isinstance(leaf, mx.array))
+
+
+def rows_of(batch: Any) -> int:
+    """Return the samples of a batch: the length of its first array that has one, 1 without such an array."""
+    return next((array.shape[0] for array in arrays_of(batch) if array.ndim), 1)

@@ -54,6 +54,12 @@ fn bind_kernels() -> PyResult<bool> {
     kernels::bind().map_err(|error| rebind_error(&error))
 }
 
+/// Return how many of MLX's CPU kernels this process has compiled, or begun to compile.
+#[pyfunction]
+fn compiled_kernels() -> usize {
+    kernels::compiled()
+}
+
 /// A number that array objects of the same value have in common, while one of them lives.
 #[pyfunction]
 fn array_id(array: &Bound<'_, PyAny>) -> PyResult<usize> {
@@ -78,5 +84,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(array_id, module)?)?;
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
+    module.add_function(wrap_pyfunction!(compiled_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(store::registry::current_state, module)?)
 }

@@ -42,7 +42,10 @@ use std::{
     os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
     ptr,
-    sync::OnceLock,
+    sync::{
+        atomic::{AtomicUsize, Ordering},
+        OnceLock,
+    },
 };
 
 use crate::mlx::{
@@ -94,6 +97,14 @@ pub fn bind() -> Result<bool, RebindError> {
     Ok(true)
 }
 
+/// How many kernels this process has compiled, or begun to.
+#[must_use]
+pub fn compiled() -> usize {
+    COMPILED.load(Ordering::Relaxed)
+}
+
+static COMPILED: AtomicUsize = AtomicUsize::new(0);
+
 /// For a Rust program, once for each process, unless `FASTSTEP_KERNELS` is 0; where it cannot be, MLX stays as it is.
 pub(crate) fn bind_once() {
     static BOUND: OnceLock<bool> = OnceLock::new();
@@ -106,6 +117,7 @@ unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut 
     // SAFETY: popen's caller passes a string that ends with a NUL.
     let text = unsafe { CStr::from_ptr(command) }.to_str();
     let ours = text.ok().and_then(Command::parse);
+    COMPILED.fetch_add(usize::from(ours.is_some()), Ordering::Relaxed);
     let ours = ours.filter(|it| store::holds(it.source) && store::holds(it.library));
     let done = ours.is_some_and(|it| compiler::compile(&it).is_ok());
     // `:` is a no-op that succeeds

@@ -1,0 +1,71 @@
+"""Signs of life: what a training waits for, told by a thread of its own while nothing else is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal
+
+from faststep._native import core
+from faststep._records import span
+from faststep.training._clock import Clock
+
+SILENT = 10.0  # seconds
+_LOOK = 0.2  # seconds between two looks
+_TEXTS = {
+    "data": "waiting for data",
+    "step": "this step is under way",
+    "validation": "validating",
+    "checkpoint": "waiting for the disk",
+}
+
+
+Level = Literal["info", "warning", "error"]
+Event = Callable[[str, str, Level], None]
+
+
+class Heartbeat:
+    """While it is entered, an event tells what has been going on for long, and that kernels are compiled.
+
+    Args:
+        clock: The phase under way.
+        loader: Its number of workers is told while data is waited for.
+        event: Takes what, text and level of an event, in the heartbeat's thread.
+        silent: Seconds of one phase before it is told; then twice as many, and so on.
+    """
+
+    def __init__(self, clock: Clock, loader: Any, event: Event, silent: float = SILENT) -> None:
+        self._clock, self._loader, self._event, self._silent = clock, loader, event, silent
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="faststep-heartbeat", daemon=True)
+        self._compiled = core.compiled_kernels()
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        told: tuple[float, float] = (0.0, self._silent)  # when the phase began, and when it is told next
+        compiling = False
+        while not self._done.wait(_LOOK):
+            if not compiling and core.compiled_kernels() > self._compiled:
+                compiling = True
+                self._event("compiling", "compiling kernels, once per machine", "info")
+            phase, began, seconds = self._clock.under_way
+            if began != told[0]:
+                told = began, self._silent
+            if phase in _TEXTS and seconds >= told[1]:
+                told = began, 2 * told[1]
+                level: Level = "warning" if phase in ("data", "checkpoint") else "info"
+                self._event("heartbeat", f"{_TEXTS[phase]} since {span(round(seconds))}{self._hint(phase)}", level)
+
+    def _hint(self, phase: str) -> str:
+        workers, compiled = getattr(self._loader, "workers", None), core.compiled_kernels() - self._compiled
+        if phase == "data" and workers is not None:
+            return f": workers={workers}" + ("" if workers else ", try 4")
+        return f": {compiled} kernels compiled so far" if phase == "step" and compiled else ""
