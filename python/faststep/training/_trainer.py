@@ -448,7 +448,8 @@ class Trainer:
 
     # behind a step, or behind so many epochs
     def _at_intervals(self, epochs: int = 0) -> None:
-        if _is_due(self.validate_every, self.number, epochs):
+        validated = self._validated == self.number and self._metric is not None  # by the process before, at its end
+        if _is_due(self.validate_every, self.number, epochs) and not validated:
             self._validate()
         if _is_due(self.checkpoint_every, self.number, epochs) and self._saved != self.number:
             self._save()
