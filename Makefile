@@ -21,7 +21,8 @@ unexport PYTHONPATH PYTHONHOME
 # Rust's test programs have no run path to libmlx: the environment differs from machine to machine.
 mlx_lib = $$($(PYO3_PYTHON) -c "import importlib.util as u; print(u.find_spec('mlx').submodule_search_locations[0])")/lib
 WITH_MLX = LD_LIBRARY_PATH="$(mlx_lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
-CARGO_TEST = $(WITH_MLX) cargo test --release --locked
+# `make --keep-going`: the tests after one that fails, too.
+RUST_TESTS = --release --locked --workspace $(if $(findstring k,$(firstword -$(MAKEFLAGS))),--no-fail-fast)
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
@@ -84,8 +85,8 @@ test: $(STAMPS)/machine-test lint types test-rust test-python test-consumer test
 
 test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests of the Rust crates
 	@if cargo nextest --version > /dev/null 2>&1; then \
-		$(WITH_MLX) cargo nextest run --release --locked --workspace && $(CARGO_TEST) --workspace --doc; \
-	else $(CARGO_TEST) --workspace; fi
+		$(WITH_MLX) cargo nextest run $(RUST_TESTS) && $(WITH_MLX) cargo test $(RUST_TESTS) --doc; \
+	else $(WITH_MLX) cargo test $(RUST_TESTS); fi
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
 	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py

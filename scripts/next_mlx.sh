@@ -35,23 +35,38 @@ try() { # try NAME COMMAND...: the log is NAME.log
     fi
 }
 
+assumptions() { # assumptions NAME...: the rows that name one of these files, or tests
+    local name
+    for name; do
+        grep -hE "^\|.*(::$name\b|\`$name(\.py|\.rs)?\`)" docs/mlx_assumptions.md
+    done | sort -u | cut -d'|' -f2,3 | sed 's/^/assumption: /'
+}
+
 if ! try build make build; then
-    grep -E '(^| )error(\[|:)|No matching distribution' build.log | sort -u | head -40
+    # the first crate that fails ends the build: the engine's C++ is read all the same
+    headers=$(echo .venv/lib/python3*/site-packages/mlx/include)
+    [ ! -d "$headers" ] || find rust/faststep/native -name '*.cpp' -printf '#include "%p"\n' | sort |
+        "${CXX:-c++}" -std=c++20 -fsyntax-only -w -I . -I rust/faststep/native -isystem "$headers" -x c++ - >> build.log 2>&1
+    errors=$(grep -oE '[^ :=]+:[0-9]+:[0-9]+: (fatal )?error: .*|^error(\[E[0-9]+\])?: .{1,160}|No matching distribution.*' build.log |
+        sed -E 's|^[^ :]*/native/|native/|' | sort -u | head -40)
+    printf '%s\n' "$errors"
+    assumptions $(printf '%s\n' "$errors" | sed -nE 's|^[^ :]*/([a-z_]+\.[a-z]+):.*|\1|p' | sort -u)
     exit 1
 fi
 
-try rust make test-rust
-if [ -n "${ALL:-}" ]; then
-    tests=(tests)
-else
-    mapfile -t tests < <(grep -oE 'test_[a-z_]+\.py' docs/mlx_assumptions.md | sort -u | xargs -I{} find tests -name {})
+try rust make --keep-going test-rust
+tests=(tests)
+if [ -z "${ALL:-}" ]; then
+    mapfile -t tests < <(grep -oE 'test_[a-z_]+\.py(::test_[a-z_0-9]+)?' docs/mlx_assumptions.md | sort -u |
+        while IFS= read -r name; do printf '%s%s\n' "$(find tests -name "${name%%::*}")" "${name#"${name%%::*}"}"; done)
 fi
-try python .venv/bin/python -m pytest -q -o timeout=600 --ignore tests/package/test_install.py "${tests[@]}"
+try python .venv/bin/python -m pytest -q -n 2 --dist loadfile -o timeout=600 --ignore tests/package/test_install.py "${tests[@]}"
 
-failed=$(cat rust.log python.log | grep -oE '^(FAILED|ERROR) [^ ]+|^ +FAIL .*|^test .* FAILED' | sort -u)
+failed=$(cat rust.log python.log | grep -oE '^(FAILED|ERROR) [^ ]+|^ +(FAIL|SIG[A-Z]+) .*|^test .* FAILED' | sort -u)
 [ -z "$failed" ] || printf '%s\n' "$failed"
-for name in $(printf '%s\n' "$failed" | grep -oE '[a-z_0-9]{8,}' | sort -u); do
-    grep -hE "^\|.*::$name\b" docs/mlx_assumptions.md
-done | sort -u | cut -d'|' -f2,3 | sed 's/^/assumption: /'
+assumptions $(printf '%s\n' "$failed" | grep -oE '[a-z_0-9]{5,}' | sort -u)
+for name in "${broken[@]}"; do # what no test that failed explains: an import, a crash, a compiler
+    grep -qE '^(FAILED|ERROR) |^ +(FAIL|SIG[A-Z]+) |^test .* FAILED' "$name.log" || tail -n 20 "$name.log"
+done
 [ ${#broken[@]} -eq 0 ] && echo "nothing broke"
 [ ${#broken[@]} -eq 0 ]

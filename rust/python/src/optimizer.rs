@@ -86,7 +86,7 @@ pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
     only_rate.then(read).flatten()
 }
 
-/// The attributes of a Python optimizer. An array is none: its value may change without a word.
+/// The attributes of a Python optimizer. An array is not read: its value may change unnoticed.
 struct Fields<'a, 'py>(&'a Bound<'py, PyAny>);
 
 impl<'py> Fields<'_, 'py> {

@@ -11,7 +11,7 @@ use crate::{
 };
 
 impl Engine {
-    /// What the step keeps beside the optimizer's state, by tensor.
+    /// The auxiliary state, by tensor.
     ///
     /// # Errors
     /// When MLX refuses a view.
@@ -42,7 +42,8 @@ impl Engine {
         })
     }
 
-    /// Take up what a step has kept. What is missing begins anew; a master counts as long as it rounds to its parameter.
+    /// Load auxiliary state. Missing arrays start from their initial values; a master counts if it rounds to its
+    /// parameter.
     ///
     /// # Errors
     /// An array that cannot be evaluated.

@@ -17,7 +17,7 @@ use crate::{
     trace::Outputs,
 };
 
-/// Who else refers to the arrays of a step.
+/// The other holder of a step's arrays.
 pub trait Owner {
     /// Let go of the arrays of parameters and state: their memory is about to be reused.
     fn release(&mut self);
@@ -26,7 +26,7 @@ pub trait Owner {
     fn unlocked(&mut self, work: &mut dyn FnMut());
 }
 
-/// Nobody else does.
+/// No other object refers to them.
 impl Owner for () {
     fn release(&mut self) {}
 
@@ -44,7 +44,7 @@ pub struct Call {
     pub rest: Vec<Array>,
 }
 
-/// Where the time of a call goes, in seconds.
+/// The phases of a call, in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seconds {
     /// Tracing, or replaying a trace into a graph.
@@ -63,19 +63,19 @@ impl AddAssign for Seconds {
     }
 }
 
-/// What a step gives beside new parameters and state.
+/// The outputs of a step beside new parameters and state.
 #[derive(Debug)]
 pub struct Output {
     /// Loss, auxiliary arrays, buffers, random key, and whether nothing is taken of this batch.
     pub batch: Outputs,
     /// Norm, and whether nothing is taken, of the update by a window that this batch has filled.
     pub update: Option<Outputs>,
-    /// Where the time went.
+    /// The time by phase.
     pub seconds: Seconds,
 }
 
 impl Output {
-    /// What the last part gave, which is the update where there was one.
+    /// The outputs of the last part: the update if there was one.
     #[must_use]
     pub fn last(&self) -> &Outputs {
         self.update.as_ref().unwrap_or(&self.batch)
@@ -115,13 +115,13 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Where the parameters lie.
+    /// The layout of the parameters.
     #[must_use]
     pub fn layout(&self) -> &Rc<Layout> {
         &self.layout
     }
 
-    /// Where the arrays of the state stand.
+    /// The indices of the arrays of the state.
     #[must_use]
     pub fn places(&self) -> Places {
         self.places

@@ -4,7 +4,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 /// So many may be pending before the older ones are read.
 const MAX_PENDING: usize = 256;
 
-/// Flags of which nobody has asked yet whether they are true, and the number of those that were.
+/// Lazy flags that have not been read yet, and the number of those read that were true.
 #[derive(Debug)]
 pub struct Flags {
     pending: Vec<Array>,
@@ -37,13 +37,13 @@ impl Flags {
         Self { most, ..self }
     }
 
-    /// How many of those that have been read last were true, without one that was not.
+    /// The length of the run of true flags among those read last.
     #[must_use]
     pub fn streak(&self) -> usize {
         self.streak
     }
 
-    /// How many of those that have been read were true.
+    /// The number of flags read so far that were true.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count

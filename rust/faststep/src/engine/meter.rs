@@ -13,7 +13,7 @@ use crate::layout::precision;
 /// So many elements of each buffer are looked at.
 const SAMPLES: usize = 64;
 
-/// What was seen of one update.
+/// The measurement of one update.
 #[derive(Debug)]
 pub(crate) struct Reading {
     unchanged: Counts,      // weights that did not move
@@ -99,7 +99,7 @@ impl Reading {
         })
     }
 
-    /// What has to be evaluated, so that the samples can go.
+    /// The arrays to evaluate before the samples can be dropped.
     pub(crate) fn arrays(&self) -> [&Array; 4] {
         let (unchanged, stuck) = (&self.unchanged, &self.stuck);
         [&unchanged.some, &unchanged.all, &stuck.some, &stuck.all]

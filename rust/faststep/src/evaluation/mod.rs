@@ -8,7 +8,7 @@ mod schedule;
 
 pub(crate) use schedule::Schedule;
 
-/// What an evaluation has left to know about a part of a step, for the next one.
+/// Facts about a part of a step from its earlier evaluations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Evaluated {
     /// Whether it has been tried out: kernels are compiled, and shapes are known to fit.
@@ -21,9 +21,9 @@ pub(crate) struct Evaluated {
 pub(crate) trait Evaluate {
     /// One part: its inputs and its outputs.
     type Work;
-    /// What to wait for until a submitted part is done.
+    /// The handle to wait on until a submitted part is done.
     type Ticket;
-    /// Why a part could not be evaluated.
+    /// The error of a part that could not be evaluated.
     type Error;
 
     /// The bytes in use now.

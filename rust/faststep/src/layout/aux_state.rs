@@ -11,7 +11,7 @@ use super::{layout::Layout, precision};
 /// stands in the sums is another window's.
 pub(crate) const CLOSED: f32 = f32::NEG_INFINITY;
 
-/// Which of them a step needs.
+/// The auxiliary state that a step needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools)] // four questions that have nothing to do with each other
 pub struct Needs {
@@ -25,7 +25,7 @@ pub struct Needs {
     pub scale: bool,
 }
 
-/// Where they stand: the index of the first array of each, where there is one.
+/// The index of the first array of each kind in the state, where there is one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Places {
     /// The number of the optimizer's arrays, which come first.

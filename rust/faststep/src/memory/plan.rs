@@ -32,7 +32,7 @@ pub struct Plan {
     pub first: usize,
     /// The peak of the updates after it.
     pub steady: usize,
-    /// What the device has, or what the process may have of it; `None` where nobody says.
+    /// What the device has, or what the process may have of it; `None` where that is unknown.
     pub limit: Option<usize>,
     /// Whether MLX gives its cache back before it runs out of memory, as it does on GPUs.
     pub gives_back: bool,
@@ -45,7 +45,7 @@ impl Plan {
         self.first.max(self.steady)
     }
 
-    /// Whether the device has so much memory; yes where nobody says how much it has.
+    /// Whether the device has so much memory; true where that is unknown.
     #[must_use]
     pub fn fits(&self) -> bool {
         let cache = if self.gives_back { 0 } else { self.cache };

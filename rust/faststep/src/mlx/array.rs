@@ -30,7 +30,7 @@ pub fn is_lazy(array: &Array) -> bool {
     unsafe { faststep_array_is_lazy(handle(array)) != 0 }
 }
 
-/// How many operations have to be computed before the array has its value: the size of the graph behind it. A loop that
+/// The number of operations that have to be computed before the array has its value: the size of its graph. A loop that
 /// evaluates nothing sees it grow from step to step.
 #[must_use]
 pub fn operations(array: &Array) -> usize {
@@ -59,7 +59,7 @@ pub fn reads_file(array: &Array) -> bool {
     unsafe { faststep_array_reads_file(handle(array)) != 0 }
 }
 
-/// After an error of the device: what can be computed is, and nobody who reads these arrays waits for what never comes.
+/// After an error of the device: mark the arrays so that reading them computes what can be computed and never blocks.
 pub fn recover<'a>(arrays: impl IntoIterator<Item = &'a Array>) {
     let handles = handles(arrays);
     // SAFETY: as in `id`; handles and length are those of one list.

@@ -58,7 +58,7 @@ pub(crate) struct Device {
     pub max_mega: usize,
 }
 
-/// What a simulation has come to, in bytes.
+/// The result of a simulation, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Reading {

@@ -20,7 +20,7 @@ use super::ffi::{
 
 /// The most constants that may differ between two graphs of one form.
 const MAX_VARYING: usize = 1024;
-/// The most constants that are looked up for somebody who holds them.
+/// The most constants whose other holders are looked up.
 const MAX_HELD: usize = 64;
 
 /// The operations and constants from a trace's inputs to its outputs.

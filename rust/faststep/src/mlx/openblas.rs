@@ -1,6 +1,6 @@
 //! OpenBLAS for a Rust program: found beside the libmlx that the program runs with, and bound by [`blas::bind`].
 //!
-//! [`Step::new`](crate::Step::new) does it by itself, once for each process; [`bind`] says what came of it. The library is
+//! [`Step::new`](crate::Step::new) does it by itself, once for each process; [`bind`] returns what was bound. The library is
 //! that of the Python package `scipy-openblas32`, which is looked for in the environment that libmlx comes from. In the
 //! environment variable `FASTSTEP_BLAS`, an absolute path is the library to take, and 0 leaves MLX as it is.
 use std::{
@@ -21,7 +21,7 @@ pub fn bind() -> Result<Option<Bound>, BlasError> {
     find().map(|library| blas::bind(&library)).transpose()
 }
 
-/// Where OpenBLAS is; `None` where it is not, or not wanted.
+/// The path of OpenBLAS; `None` if it is missing or disabled.
 #[must_use]
 pub fn find() -> Option<PathBuf> {
     match env::var_os("FASTSTEP_BLAS") {

@@ -16,7 +16,7 @@ pub(crate) fn current() -> Result<Array> {
     array::random_state(&probe()?)?.ok_or_else(|| Exception::custom("mlx-rs draws in another way"))
 }
 
-/// What `work` returns when it draws from `key`, and the state behind its draws: `key` itself where there were none.
+/// The result of `work`, which draws from `key`, and the key after its draws: `key` itself if there were none.
 pub(crate) fn draw_from<T>(key: &Array, work: impl FnOnce() -> Result<T>) -> Result<(T, Array)> {
     with_random_state(RandomState::from_key(key.clone()), || {
         let value = work()?;

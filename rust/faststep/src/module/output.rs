@@ -14,7 +14,7 @@ use crate::{
 pub struct StepOutput {
     /// The loss, a scalar in the dtype in which the loss function returned it.
     pub loss: Array,
-    /// What the loss function returned beside it.
+    /// The other arrays that the loss function returned.
     pub aux: Vec<Array>,
     /// The global norm of the gradients before clipping, a float32 scalar; of a window's average where one was filled.
     /// `None` where there was no update, and where nothing needs it: with [`Nonfinite::Allow`](crate::Nonfinite::Allow)

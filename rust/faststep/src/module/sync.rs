@@ -28,7 +28,7 @@ use crate::{
 impl<M: ModuleParameters + 'static> Step<M> {
     /// All arrays of the module as the last step left them, with the names that `parameters().flatten()` gives them.
     ///
-    /// The module itself stays without them: nothing is put in and taken away again, and the next step is none the wiser.
+    /// The module itself stays without arrays, so that the next step finds nothing changed.
     /// An array that is kept keeps its value, and its memory: the next step cannot write over it.
     #[must_use]
     pub fn parameters(&self) -> FlattenedModuleParam {
@@ -124,7 +124,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         self.host.model.borrow_mut()
     }
 
-    /// The module, for good.
+    /// The module; the step ends.
     ///
     /// # Errors
     /// [`Error::Device`], when a step in flight fails.

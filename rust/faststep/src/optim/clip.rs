@@ -73,7 +73,7 @@ fn sums_of_small(gradients: &[Array]) -> Result<Vec<Array>> {
     sums.collect()
 }
 
-/// What gradients of this norm have to be multiplied by for their norm to be at most `max_norm`, a float32 scalar:
+/// The factor that brings gradients of this norm to a norm of at most `max_norm`, a float32 scalar:
 /// `min(max_norm / (norm + 1e-6), 1)`, the formula of `mlx.optimizers.clip_grad_norm`.
 ///
 /// # Errors

@@ -21,7 +21,7 @@ pub struct Rules {
     of: Vec<usize>,
 }
 
-/// What an update gives.
+/// The outputs of an update.
 #[derive(Debug)]
 pub struct UpdateOutput {
     /// The new parameters, all of them.
@@ -112,7 +112,7 @@ impl Rules {
         rules.map(|rule| rule.scalars().len()).sum()
     }
 
-    /// Where the learning rate of each buffer stands, if its weights move by about that much.
+    /// The index of each buffer's learning rate in the state, if its weights move by about that much.
     pub(crate) fn rates(&self, layout: &Layout) -> Vec<Option<usize>> {
         let rates = self.rules.iter().enumerate().map(|(number, rule)| {
             let at = self.rate_at(number);
@@ -124,7 +124,7 @@ impl Rules {
         buffers.collect()
     }
 
-    /// Where the learning rate of that rule stands; `None` for a rule without.
+    /// The index of a rule's learning rate in the state; `None` for a rule without one.
     #[must_use]
     pub fn rate_at(&self, rule: usize) -> Option<usize> {
         let before = self.rules.get(..rule)?.iter();
@@ -132,7 +132,7 @@ impl Rules {
         self.rules.get(rule)?.has_rate().then_some(first + 1)
     }
 
-    /// Where the moments of each buffer stand.
+    /// The indices of each buffer's moments in the state.
     #[must_use]
     pub fn places(&self, layout: &Layout) -> Vec<Range<usize>> {
         let mut end = self.scalars();

@@ -9,20 +9,20 @@ const TRIM_EVERY: usize = 32;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TraceRecord {
-    /// What made the trace necessary.
+    /// The cause of the trace.
     pub cause: String,
-    /// How long it took, first evaluation included, in seconds.
+    /// Its duration in seconds, first evaluation included.
     pub seconds: f64,
 }
 
 /// A trace, what it is valid for, and what the host keeps of what the loss returned.
 #[derive(Debug)]
 pub struct TraceEntry<K, T> {
-    /// What it is valid for.
+    /// Its key.
     pub key: K,
     /// The trace.
     pub trace: Trace,
-    /// What the host keeps.
+    /// The host's data.
     pub kept: T,
     cause: String,
     number: usize,
@@ -115,7 +115,7 @@ impl<K, T> TraceCache<K, T> {
         self.entries.iter_mut()
     }
 
-    /// What they are valid for, the one used last first.
+    /// The keys of the traces, the one used last first.
     #[must_use]
     pub fn keys(&self) -> Vec<&K> {
         self.recent().map(|entry| &entry.key).collect()

@@ -1,7 +1,7 @@
 //! The check on the device that a step is finite; one that is not changes nothing.
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
-/// Which steps are not to be taken.
+/// The condition for skipping a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Guard {
     /// A loss above this counts as bad as NaN does.

@@ -3,7 +3,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 
 use crate::optim::UpdateOutput;
 
-/// What the loss is computed from.
+/// The inputs of a loss.
 #[derive(Clone, Copy, Debug)]
 pub struct LossCall<'a> {
     /// The trainable tensors, in the order of the layout, in the dtype to compute in.
@@ -21,7 +21,7 @@ pub struct LossCall<'a> {
 pub struct LossOutput {
     /// The scalar to differentiate.
     pub loss: Array,
-    /// What the loss is a mean over, a scalar: the weight of this batch among those of a window; `None`: each counts as one.
+    /// The weight of this batch in a window, a scalar: the number of items that the loss is a mean over; `None`: 1.
     pub weight: Option<Array>,
     /// Arrays that the caller gets beside the loss.
     pub aux: Vec<Array>,
@@ -53,7 +53,7 @@ pub struct Left {
     pub key: Option<Array>,
 }
 
-/// What an optimizer that is not native is given: lists by tensor, and the arrays of its state.
+/// The inputs of an optimizer that is not native: lists by tensor, and the arrays of its state.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateCall<'a> {
     /// The clipped gradients.
@@ -64,7 +64,7 @@ pub struct UpdateCall<'a> {
     pub state: &'a [Array],
 }
 
-/// Whose model, loss and optimizer are traced. Called while tracing only.
+/// The owner of the model, loss and optimizer that are traced. Called while tracing only.
 pub trait Host {
     /// Differentiate the loss: `work` calls [`Host::loss`], and may call parts of the loss again, as gradient checkpointing
     /// does. The model is put back afterwards, and not before.

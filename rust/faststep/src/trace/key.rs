@@ -4,23 +4,23 @@ use std::mem::discriminant;
 use super::recipe::Part;
 use crate::layout::{aux_state::Places, Tensor};
 
-/// What a trace is valid for. `F`: what only the front that calls the engine knows of model, optimizer and batch.
+/// The key of a trace. `F`: the part that only the calling front knows: model, optimizer and batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Key<F> {
-    /// Which part of a step, and by which rule.
+    /// The part of a step, and its rule.
     pub part: Part,
-    /// Where the arrays of the state stand.
+    /// The indices of the arrays of the state.
     pub places: Places,
-    /// What the front knows.
+    /// The front's part of the key.
     pub front: F,
 }
 
 /// The causes for a new trace that a front knows, with the names that its user has for the arrays.
 pub trait Causes<F> {
-    /// Why there is another trace where none of this part is known; `None`: it is the first.
+    /// The cause of another trace where none of this part is known; `None`: it is the first.
     fn first(&self) -> Option<String>;
 
-    /// What has changed in model, loss or optimizer since the last trace; `None`: nothing.
+    /// The change in model, loss or optimizer since the last trace; `None`: none.
     fn changed(&self, last: &Key<F>, new: &Key<F>) -> Option<String>;
 
     /// The arrays of the batch.
@@ -29,12 +29,12 @@ pub trait Causes<F> {
     /// The name of one of them.
     fn name(&self, front: &F, index: usize) -> String;
 
-    /// What has changed in the batch beside shapes and dtypes of its arrays.
+    /// The change in the batch beside shapes and dtypes of its arrays.
     fn rest(&self, last: &F, new: &F) -> String;
 }
 
 impl<F> Key<F> {
-    /// Why none of the known keys, the one used last first, is this one.
+    /// The cause of a new trace: the first difference from the known keys, the one used last first.
     pub fn cause(&self, known: &[&Self], causes: &dyn Causes<F>) -> String {
         let kind = discriminant(&self.part);
         let Some(last) = known.iter().find(|key| discriminant(&key.part) == kind) else {

@@ -8,7 +8,7 @@ use crate::{
     optim::Optimizer,
 };
 
-/// What a step does about a NaN or an infinity in the loss or in a gradient.
+/// The treatment of a NaN or an infinity in the loss or in a gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Nonfinite {
     /// Leave parameters, optimizer state and buffers as they are, on the device, without a wait.
@@ -59,7 +59,7 @@ pub struct Options {
     pub max_grad_value: Option<f64>,
     /// Update once for so many calls, by the average of their gradients. 1: at each call.
     pub accumulate: usize,
-    /// What to do about a NaN or an infinity.
+    /// The treatment of a NaN or an infinity.
     pub nonfinite: Nonfinite,
     /// A loss above this counts as not finite.
     pub max_loss: Option<f64>,
@@ -69,9 +69,9 @@ pub struct Options {
     pub ema_decay: Option<f64>,
     /// Compile the step. Without, the loss function is called at every step.
     pub compile: bool,
-    /// How many steps may be under way on the device when a call returns. 2 unless told otherwise.
+    /// The most steps under way on the device when a call returns. Default: 2.
     pub in_flight: usize,
-    /// How many traces are kept, 2 or more; the one used least recently goes first. 64 unless told otherwise.
+    /// The most traces that are kept, 2 or more; the one used least recently is dropped first. Default: 64.
     pub max_traces: usize,
     /// Let MLX keep at most so many bytes of freed memory, in the whole process; `None`: leave it.
     pub cache_limit: Option<usize>,
@@ -111,7 +111,7 @@ pub enum Field<'a> {
     Limit(&'a mut Option<usize>),
     /// A dtype, or none.
     Dtype(&'a mut Option<Dtype>),
-    /// What to do about a NaN.
+    /// The treatment of a NaN.
     Nonfinite(&'a mut Nonfinite),
 }
 
@@ -221,7 +221,7 @@ impl Options {
         Ok(())
     }
 
-    /// Which steps are not taken; `None`: every one is.
+    /// The condition for skipping a step; `None`: none is skipped.
     #[must_use]
     pub fn guard(&self) -> Option<Guard> {
         let max_loss = self.max_loss;
@@ -234,7 +234,7 @@ impl Options {
         self.nonfinite == Nonfinite::Raise
     }
 
-    /// What a step keeps beside the optimizer's state.
+    /// The state that a step needs beside the optimizer's.
     #[must_use]
     pub fn needs(&self, window: bool) -> Needs {
         Needs {

@@ -11,7 +11,7 @@ use mlx_rs::{
 pub struct Outputs {
     /// The loss; none where only the update is computed.
     pub loss: Option<Array>,
-    /// What the loss function returned beside it.
+    /// The other arrays that the loss function returned.
     pub aux: Vec<Array>,
     /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
     pub kept: Vec<Array>,
@@ -33,7 +33,7 @@ pub struct Outputs {
     pub idle: Rc<[usize]>,
 }
 
-/// How many outputs of each kind there are, in their order.
+/// The number of outputs of each kind, in their order.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OutputCounts {
     loss: usize,

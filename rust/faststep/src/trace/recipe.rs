@@ -7,7 +7,7 @@ use crate::{
     optim::Rules,
 };
 
-/// What an array of the model is to a step.
+/// The role of one of the model's arrays in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// A trainable parameter, by its index.
@@ -16,7 +16,7 @@ pub enum Role {
     Other(usize),
 }
 
-/// How parameters are updated.
+/// The update of the parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rule {
     /// By rules of this crate. State: as [`Rules`] has it.
@@ -25,7 +25,7 @@ pub enum Rule {
     Host,
 }
 
-/// Which part of a step is traced.
+/// The part of a step that is traced.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Part {
     /// Loss, gradients and update.
@@ -38,14 +38,14 @@ pub enum Part {
     Gradients,
 }
 
-/// What to compute, apart from the model.
+/// The computation of a trace, apart from the model.
 #[derive(Clone, Debug)]
 pub struct Recipe {
-    /// Which part of a step.
+    /// The part of a step.
     pub part: Part,
-    /// Where the trainable tensors lie.
+    /// The layout of the trainable tensors.
     pub layout: Rc<Layout>,
-    /// Where the arrays of the state stand.
+    /// The indices of the arrays of the state.
     pub places: Places,
     /// By which options; where a step that is not taken raises, the gradients are outputs too, buffer by buffer.
     pub options: Options,

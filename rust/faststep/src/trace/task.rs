@@ -1,7 +1,7 @@
 //! The task of one call of a step, and the parts that are traced for it.
 use super::recipe::{Part, Rule};
 
-/// What a call is to do.
+/// The task of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// A batch and an update.
@@ -41,7 +41,7 @@ impl Task {
         matches!(self, Self::Batch { .. } | Self::Flush)
     }
 
-    /// What is traced, in the order in which the traces are looked for: the update before the batch.
+    /// The parts to trace, in the order in which their traces are looked up: the update before the batch.
     #[must_use]
     pub fn parts(self, rule: &Rule) -> Vec<Part> {
         match self {

@@ -30,7 +30,7 @@ pub struct Alarms {
 }
 
 #[derive(Default)]
-#[allow(clippy::struct_excessive_bools)] // each is told once
+#[allow(clippy::struct_excessive_bools)] // each warns once
 struct Told {
     skipped: bool,
     broken: bool,

@@ -21,7 +21,7 @@ use crate::{
     tree::{paths::dotted, Tree},
 };
 
-/// What MLX says where it cannot make a kernel of its compilation, and what a user is told.
+/// MLX's error texts for a kernel that it cannot compile, and the explanation for the user.
 const NO_KERNEL: [(&str, &str); 4] = [
     (
         "[Compile::eval_cpu]",

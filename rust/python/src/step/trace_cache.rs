@@ -12,7 +12,7 @@ use crate::{
     tree::Tree,
 };
 
-/// From so many traces on a user is told what makes them.
+/// From this number of traces on, a warning names their cause.
 const MANY: usize = 16;
 
 /// What a trace is valid for beside the engine's state.
@@ -46,9 +46,9 @@ pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
 #[pyclass(frozen, get_all, module = "faststep._core")]
 #[derive(Clone)]
 pub struct TraceRecord {
-    /// What made the trace necessary.
+    /// The cause of the trace.
     cause: String,
-    /// How long it took, first evaluation included, in seconds.
+    /// Its duration in seconds, first evaluation included.
     seconds: f64,
 }
 

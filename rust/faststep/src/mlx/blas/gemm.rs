@@ -31,7 +31,7 @@ use std::{
 use super::share::{Chunk, Helpers};
 use crate::mlx::rebind::Function;
 
-/// Where rows may be cut: at multiples of 48, of which 4, 6, 8, 12, 16 and 24 are factors.
+/// The unit of row cuts: 48, of which 4, 6, 8, 12, 16 and 24 are factors.
 const EDGE: usize = 48;
 /// The least rows of a chunk, and the columns: each chunk packs the other factor again.
 const LEAST_ROWS: usize = 2 * EDGE;
@@ -70,7 +70,7 @@ pub fn take_threads(get: Function, set: Function) {
     set(1);
 }
 
-/// How a product is cut into chunks: between rows or columns, at multiples of [`EDGE`].
+/// The division of a product into chunks: between rows or columns, at multiples of [`EDGE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
     columns: bool,
@@ -98,7 +98,7 @@ impl Cut {
             .or_else(|| cut(true, n, (n / LEAST_COLUMNS).min(most)))
     }
 
-    /// What the chunk of that number covers; the last one is no thinner than an edge.
+    /// The range of a chunk, by its number; the last one is no thinner than an edge.
     fn range(self, at: usize) -> Range<usize> {
         let edge = |at: usize| (self.size.div_ceil(EDGE) * at / self.count * EDGE).min(self.size);
         edge(at)..edge(at + 1)

@@ -43,7 +43,7 @@ use crate::mlx::rebind::RebindError;
 
 pub(crate) use imp::{bound, share, Sgemm};
 
-/// What [`bind`] did.
+/// The result of [`bind`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bound {
     /// The functions that libmlx now takes from the library, sorted: `cblas_sgemm`, `ssyevd_`, …
@@ -58,7 +58,7 @@ pub enum BlasError {
     Load {
         /// The file that was to be loaded.
         library: PathBuf,
-        /// What the dynamic linker says.
+        /// The dynamic linker's message.
         reason: String,
     },
     /// The library has other names than `scipy_…`.

@@ -17,10 +17,10 @@ use std::{
 
 /// After work that took longer for having been shared, none is shared for so many times what was lost.
 const REST: u32 = 50;
-/// How long the owner looks for the last chunks before it sleeps: less than it takes to wake up.
+/// The time for which the owner polls the last chunks before it sleeps: less than waking up takes.
 const LOOK: Duration = Duration::from_micros(20);
 
-/// What does the chunk of that number.
+/// The function that computes a chunk, by its number.
 pub type Chunk<'a> = dyn Fn(usize) + Sync + 'a;
 
 /// Threads that help with the chunks of others' work.

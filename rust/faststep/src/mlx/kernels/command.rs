@@ -7,7 +7,7 @@ const END: &str = "\" 2>&1";
 
 /// A command of the form `g++ … <options> "<source>" -o "<library>" 2>&1`.
 pub struct Command<'a> {
-    /// What MLX passes besides its own flags: where its headers are.
+    /// The arguments besides MLX's own flags: the path of its headers.
     options: &'a str,
     /// The file to compile.
     pub source: &'a Path,

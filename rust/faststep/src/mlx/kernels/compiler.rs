@@ -53,7 +53,7 @@ pub fn compile(command: &Command) -> io::Result<()> {
     seal::seal(command.library)
 }
 
-/// What a command prints, when it ends well.
+/// The output of a command that succeeds.
 fn run(command: &str) -> io::Result<String> {
     let mut shell = process::Command::new("/bin/sh"); // popen's
     let output = shell.args(["-c", command]).stdin(Stdio::null()).output()?;

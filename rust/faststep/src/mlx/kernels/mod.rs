@@ -54,7 +54,7 @@ use crate::mlx::{
 };
 use command::Command;
 
-/// What is added to MLX's own flags, for GCC.
+/// The flags added to MLX's own, for GCC.
 ///
 /// - `-march=native`: the processor's instructions; but not AVX-512, which converts negative numbers to unsigned ones,
 ///   which C++ leaves undefined, to others than all the rest of MLX does.

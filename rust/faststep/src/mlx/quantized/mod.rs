@@ -41,7 +41,7 @@ pub(crate) fn rewrite(inputs: &[Array], outputs: &[Array]) -> Result<()> {
     check(unsafe { faststep_dequantize(input, handles.as_ptr(), handles.len(), scratch, run) })
 }
 
-/// How many numbers of float32 a product needs beside its inputs and outputs; 0: it is left to MLX.
+/// The scratch size of a product in float32 numbers; 0: it is left to MLX.
 extern "C" fn scratch(call: *const QuantizedProduct) -> usize {
     // SAFETY: native/cpu/quantized.cpp passes a call without pointers.
     let call = unsafe { &*call };

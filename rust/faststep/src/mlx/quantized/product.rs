@@ -16,7 +16,7 @@ const EDGE: usize = 128;
 /// From so many multiplications on, pieces are shared with other threads; each brings the unpacking of its weights.
 const LEAST_SHARED: usize = 1 << 22;
 
-/// What activations are made of.
+/// The element type of activations.
 pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;
     fn widen(from: &[Self], to: &mut [f32]);
@@ -54,7 +54,7 @@ macro_rules! half {
 half!(f16);
 half!(bf16);
 
-/// How a product is cut, by its shape alone.
+/// The division of a product, by its shape alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Pieces {
     rows: usize, // of a block, which is converted and multiplied as one
@@ -120,7 +120,7 @@ pub struct Product<'a, T> {
 // SAFETY: threads write to parts of `out` and `scratch` that no two of them have in common.
 unsafe impl<T: Sync> Sync for Product<'_, T> {}
 
-/// Where a row comes from, and where its product goes.
+/// The source of a row, and the destination of its product.
 type Row = (usize, usize);
 
 impl<T: Element> Product<'_, T> {

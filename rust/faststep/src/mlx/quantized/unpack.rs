@@ -7,7 +7,7 @@ use half::f16;
 
 use super::product::Element;
 
-/// How groups of weights are scaled.
+/// The scaling of groups of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Unsigned numbers, by a scale and a bias of the dtype of the activations.

@@ -2,25 +2,17 @@
 //!
 //! Zeiler, ADADELTA: An Adaptive Learning Rate Method (2012).
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// Steps in the units of the parameters.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AdaDelta {
-    /// The decay of both running averages.
-    pub rho: f64,
-    /// Added below both roots.
-    pub eps: f64,
-}
-
-impl Default for AdaDelta {
-    fn default() -> Self {
-        Self {
-            rho: 0.9,
-            eps: 1e-6,
-        }
+fields! {
+    /// Steps in the units of the parameters.
+    AdaDelta {
+        /// The decay of both running averages.
+        rho: f64 = 0.9,
+        /// Added below both roots.
+        eps: f64 = 1e-6,
     }
 }
 
@@ -33,13 +25,6 @@ impl Optimizer {
 }
 
 impl Rule for AdaDelta {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            rho: attributes.number("rho")?,
-            eps: attributes.number("eps")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["v", "u"])
     }

@@ -4,7 +4,7 @@
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use super::{
-    rule::{Attributes, Given, Moment, Rule, Updated},
+    rule::{Attributes, Fields, Given, Moment, Rule, Updated},
     Optimizer,
 };
 use crate::mlx::ops::scalar;
@@ -68,7 +68,7 @@ impl Optimizer {
     }
 }
 
-impl Rule for Adafactor {
+impl Fields for Adafactor {
     fn read(attributes: &dyn Attributes) -> Option<Self> {
         let rule = Self {
             eps: attributes.pair("eps")?,
@@ -83,7 +83,9 @@ impl Rule for Adafactor {
         };
         (rule.has_rate || rule.relative_step).then_some(rule)
     }
+}
 
+impl Rule for Adafactor {
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         let mut moments = match shape {
             [rest @ .., rows, columns] => vec![

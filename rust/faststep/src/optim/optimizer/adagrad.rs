@@ -2,20 +2,15 @@
 //!
 //! Duchi, Hazan & Singer, Adaptive Subgradient Methods for Online Learning and Stochastic Optimization (2011).
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// Gradients over the root of their sum of squares.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Adagrad {
-    /// Added to the denominator.
-    pub eps: f64,
-}
-
-impl Default for Adagrad {
-    fn default() -> Self {
-        Self { eps: 1e-8 }
+fields! {
+    /// Gradients over the root of their sum of squares.
+    Adagrad {
+        /// Added to the denominator.
+        eps: f64 = 1e-8,
     }
 }
 
@@ -28,11 +23,6 @@ impl Optimizer {
 }
 
 impl Rule for Adagrad {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        let eps = attributes.number("eps")?;
-        Some(Self { eps })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["v"])
     }

@@ -4,29 +4,20 @@
 use mlx_rs::{error::Result, Array, Dtype};
 
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 use crate::mlx::ops::scalar;
 
-/// Adam, as MLX has it without bias correction unless told otherwise.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Adam {
-    /// The decay of the running averages of the gradient and of its square.
-    pub betas: (f64, f64),
-    /// Added to the denominator.
-    pub eps: f64,
-    /// Whether the averages are corrected for their start at zero.
-    pub bias_correction: bool,
-}
-
-impl Default for Adam {
-    fn default() -> Self {
-        Self {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            bias_correction: false,
-        }
+fields! {
+    /// Adam, as MLX has it without bias correction unless told otherwise.
+    Adam {
+        /// The decay of the running averages of the gradient and of its square.
+        betas: (f64, f64) = (0.9, 0.999),
+        /// Added to the denominator.
+        eps: f64 = 1e-8,
+        /// Whether the averages are corrected for their start at zero.
+        bias_correction: bool = false,
     }
 }
 
@@ -39,14 +30,6 @@ impl Optimizer {
 }
 
 impl Rule for Adam {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            betas: attributes.pair("betas")?,
-            eps: attributes.number("eps")?,
-            bias_correction: attributes.flag("bias_correction")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["m", "v"])
     }

@@ -4,25 +4,17 @@
 use mlx_rs::ops;
 
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// Adam with the infinity norm in place of the root of the second moment.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Adamax {
-    /// The decay of the running averages.
-    pub betas: (f64, f64),
-    /// Added to the denominator.
-    pub eps: f64,
-}
-
-impl Default for Adamax {
-    fn default() -> Self {
-        Self {
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-        }
+fields! {
+    /// Adam with the infinity norm in place of the root of the second moment.
+    Adamax {
+        /// The decay of the running averages.
+        betas: (f64, f64) = (0.9, 0.999),
+        /// Added to the denominator.
+        eps: f64 = 1e-8,
     }
 }
 
@@ -35,13 +27,6 @@ impl Optimizer {
 }
 
 impl Rule for Adamax {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            betas: attributes.pair("betas")?,
-            eps: attributes.number("eps")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["m", "v"])
     }

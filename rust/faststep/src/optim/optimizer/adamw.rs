@@ -3,26 +3,21 @@
 //! Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019).
 use super::{
     adam::Adam,
-    rule::{Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// Adam with decoupled weight decay.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AdamW {
-    /// The decay of the running averages of the gradient and of its square.
-    pub betas: (f64, f64),
-    /// Added to the denominator.
-    pub eps: f64,
-    /// Whether the averages are corrected for their start at zero.
-    pub bias_correction: bool,
-    /// The decoupled weight decay.
-    pub weight_decay: f64,
-}
-
-impl Default for AdamW {
-    fn default() -> Self {
-        Self::of(&Adam::default(), 0.01)
+fields! {
+    /// Adam with decoupled weight decay.
+    AdamW {
+        /// The decay of the running averages of the gradient and of its square.
+        betas: (f64, f64) = (0.9, 0.999),
+        /// Added to the denominator.
+        eps: f64 = 1e-8,
+        /// Whether the averages are corrected for their start at zero.
+        bias_correction: bool = false,
+        /// The decoupled weight decay.
+        weight_decay: f64 = 0.01,
     }
 }
 
@@ -38,15 +33,6 @@ impl Optimizer {
 }
 
 impl AdamW {
-    fn of(adam: &Adam, weight_decay: f64) -> Self {
-        Self {
-            betas: adam.betas,
-            eps: adam.eps,
-            bias_correction: adam.bias_correction,
-            weight_decay,
-        }
-    }
-
     fn adam(&self) -> Adam {
         Adam {
             betas: self.betas,
@@ -57,11 +43,6 @@ impl AdamW {
 }
 
 impl Rule for AdamW {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        let weight_decay = attributes.number("weight_decay")?;
-        Adam::read(attributes).map(|adam| Self::of(&adam, weight_decay))
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         self.adam().moments(shape)
     }

@@ -4,25 +4,17 @@
 use mlx_rs::ops;
 
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// The sign of an interpolated momentum.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Lion {
-    /// The interpolation of the update, and the decay of the momentum.
-    pub betas: (f64, f64),
-    /// The decoupled weight decay.
-    pub weight_decay: f64,
-}
-
-impl Default for Lion {
-    fn default() -> Self {
-        Self {
-            betas: (0.9, 0.99),
-            weight_decay: 0.0,
-        }
+fields! {
+    /// The sign of an interpolated momentum.
+    Lion {
+        /// The interpolation of the update, and the decay of the momentum.
+        betas: (f64, f64) = (0.9, 0.99),
+        /// The decoupled weight decay.
+        weight_decay: f64 = 0.0,
     }
 }
 
@@ -38,13 +30,6 @@ impl Optimizer {
 }
 
 impl Rule for Lion {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            betas: attributes.pair("betas")?,
-            weight_decay: attributes.number("weight_decay")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["m"])
     }

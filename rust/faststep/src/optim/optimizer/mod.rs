@@ -14,7 +14,7 @@ mod sgd;
 
 use mlx_rs::Dtype;
 
-use rule::Rule;
+use rule::{Fields, Rule};
 
 pub use rule::{Attributes, Moment};
 pub(super) use rule::{Given, Updated};

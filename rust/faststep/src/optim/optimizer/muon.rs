@@ -7,7 +7,7 @@ use mlx_rs::{
 };
 
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
@@ -16,27 +16,17 @@ const NEWTON_SCHULZ: (f64, f64, f32) = (3.4445, -4.7750, 2.0315);
 /// Added to the norm that a matrix is divided by.
 const EPS: f64 = 1e-7;
 
-/// Orthogonalised momentum.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Muon {
-    /// The momentum strength.
-    pub momentum: f64,
-    /// The L2 penalty.
-    pub weight_decay: f64,
-    /// Nesterov momentum.
-    pub nesterov: bool,
-    /// The number of Newton-Schulz iterations.
-    pub ns_steps: usize,
-}
-
-impl Default for Muon {
-    fn default() -> Self {
-        Self {
-            momentum: 0.95,
-            weight_decay: 0.01,
-            nesterov: true,
-            ns_steps: 5,
-        }
+fields! {
+    /// Orthogonalised momentum.
+    Muon {
+        /// The momentum strength.
+        momentum: f64 = 0.95,
+        /// The L2 penalty.
+        weight_decay: f64 = 0.01,
+        /// Nesterov momentum.
+        nesterov: bool = true,
+        /// The number of Newton-Schulz iterations.
+        ns_steps: usize = 5,
     }
 }
 
@@ -49,15 +39,6 @@ impl Optimizer {
 }
 
 impl Rule for Muon {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            momentum: attributes.number("momentum")?,
-            weight_decay: attributes.number("weight_decay")?,
-            nesterov: attributes.flag("nesterov")?,
-            ns_steps: attributes.count("ns_steps")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["v"])
     }

@@ -2,25 +2,17 @@
 //!
 //! Tieleman & Hinton, lecture 6.5 of Neural Networks for Machine Learning (2012).
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// Gradients over the root of their mean square.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RmsProp {
-    /// The decay of the mean square.
-    pub alpha: f64,
-    /// Added to the denominator.
-    pub eps: f64,
-}
-
-impl Default for RmsProp {
-    fn default() -> Self {
-        Self {
-            alpha: 0.99,
-            eps: 1e-8,
-        }
+fields! {
+    /// Gradients over the root of their mean square.
+    RmsProp {
+        /// The decay of the mean square.
+        alpha: f64 = 0.99,
+        /// Added to the denominator.
+        eps: f64 = 1e-8,
     }
 }
 
@@ -33,13 +25,6 @@ impl Optimizer {
 }
 
 impl Rule for RmsProp {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            alpha: attributes.number("alpha")?,
-            eps: attributes.number("eps")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         like(shape, &["v"])
     }

@@ -27,11 +27,62 @@ pub trait Attributes {
     fn keeps(&self, name: &str) -> bool;
 }
 
-/// An update rule. Its defaults are those of the class of its name in `mlx.optimizers`.
-pub(super) trait Rule: Debug + Default {
-    /// The rule with the fields of Python's optimizer; `None` where one is missing or of another type.
+/// A rule's fields. Their defaults are those of the class of its name in `mlx.optimizers`.
+pub(super) trait Fields: Debug + Default {
+    /// The fields of Python's optimizer; `None` where one is missing or of another type.
     fn read(attributes: &dyn Attributes) -> Option<Self>;
+}
 
+/// A field, as it is read.
+pub(super) trait Field: Sized {
+    fn read(attributes: &dyn Attributes, name: &str) -> Option<Self>;
+}
+
+macro_rules! kinds {
+    ($($type:ty: $kind:ident,)*) => {$(
+        impl Field for $type {
+            fn read(attributes: &dyn Attributes, name: &str) -> Option<Self> {
+                attributes.$kind(name)
+            }
+        }
+    )*};
+}
+
+kinds! {
+    f64: number,
+    (f64, f64): pair,
+    usize: count,
+    bool: flag,
+    Option<f64>: optional,
+}
+
+/// The struct of a rule: its fields, each with its default, which have the names of Python's attributes.
+macro_rules! fields {
+    ($(#[$about:meta])* $name:ident { $($(#[$meaning:meta])* $field:ident: $type:ty = $default:expr,)* }) => {
+        $(#[$about])*
+        #[derive(Clone, Debug, PartialEq)]
+        pub struct $name {
+            $($(#[$meaning])* pub $field: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+
+        impl $crate::optim::optimizer::rule::Fields for $name {
+            fn read(attributes: &dyn $crate::optim::Attributes) -> Option<Self> {
+                use $crate::optim::optimizer::rule::Field;
+                Some(Self { $($field: Field::read(attributes, stringify!($field))?,)* })
+            }
+        }
+    };
+}
+pub(super) use fields;
+
+/// An update rule.
+pub(super) trait Rule: Fields {
     /// The state of a tensor of this shape that the update reads and writes, in its order, in the tensor's dtype.
     fn moments(&self, shape: &[i32]) -> Vec<Moment>;
 

@@ -1,20 +1,21 @@
 //! `mlx.optimizers.SGD`: stochastic gradient descent.
 use super::{
-    rule::{like, Attributes, Given, Moment, Rule, Updated},
+    rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
-/// Stochastic gradient descent.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sgd {
-    /// The momentum strength; 0 keeps no velocity.
-    pub momentum: f64,
-    /// The L2 penalty.
-    pub weight_decay: f64,
-    /// Dampening of the momentum.
-    pub dampening: f64,
-    /// Nesterov momentum.
-    pub nesterov: bool,
+fields! {
+    /// Stochastic gradient descent.
+    Sgd {
+        /// The momentum strength; 0 keeps no velocity.
+        momentum: f64 = 0.0,
+        /// The L2 penalty.
+        weight_decay: f64 = 0.0,
+        /// Dampening of the momentum.
+        dampening: f64 = 0.0,
+        /// Nesterov momentum.
+        nesterov: bool = false,
+    }
 }
 
 impl Optimizer {
@@ -29,15 +30,6 @@ impl Optimizer {
 }
 
 impl Rule for Sgd {
-    fn read(attributes: &dyn Attributes) -> Option<Self> {
-        Some(Self {
-            momentum: attributes.number("momentum")?,
-            weight_decay: attributes.number("weight_decay")?,
-            dampening: attributes.number("dampening")?,
-            nesterov: attributes.flag("nesterov")?,
-        })
-    }
-
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         let names: &[_] = if self.momentum > 0.0 { &["v"] } else { &[] };
         like(shape, names)

@@ -139,7 +139,7 @@ impl Body<'_> {
             .collect()
     }
 
-    // the norm of the gradients if the options need it; the sums from packing are of gradients multiplied by the loss scale
+    // the norm of the gradients if the options need it; the sums from packing are of gradients times the loss scale
     pub(super) fn norm(
         &self,
         inputs: &Inputs,
@@ -166,7 +166,7 @@ pub(super) struct Differentiated {
     pub(super) gradients: Vec<Array>, // by tensor
 }
 
-/// How many values of each kind a loss returned, while they cross the differentiation as one list.
+/// The number of values of each kind that a loss returned: they pass through the differentiation as one list.
 #[derive(Default)]
 struct LossCounts {
     scaled: bool,
