@@ -39,7 +39,7 @@ COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tes
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
 .PHONY: help dev build fmt lint types test test-rust test-python coverage test-consumer test-install \
-	test-mlx-rs deny fuzz bench wheels run run-rust all
+	test-mlx-rs deny fuzz bench docs wheels run run-rust all
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +125,10 @@ fuzz: $(STAMPS)/built ## 100,000 inputs for each reader of configs and checkpoin
 bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done
 	python benches/report.py
+
+docs: $(STAMPS)/built ## Write docs/config.md from the config's models, and draw docs/architecture.svg
+	python scripts/config_reference.py
+	python scripts/architecture.py
 
 wheels: ## One wheel for each Python 3.10+ on PATH, into dist
 	$(PYTHON) scripts/wheels.py

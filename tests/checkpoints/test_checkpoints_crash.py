@@ -129,7 +129,7 @@ def test_two_processes_write_one_after_the_other(tmp_path: Path, monkeypatch: py
     fcntl.flock(lock, fcntl.LOCK_EX)
     monkeypatch.setattr("faststep.checkpoints._folder.PATIENCE", 0.2)
     checkpoints.save(step_of(), number=2)
-    with pytest.raises(CheckpointError, match="another process is writing a checkpoint into it"):
+    with pytest.raises(CheckpointError, match="is writing a checkpoint into it"):
         checkpoints.wait()
     os.close(lock)
     checkpoints.save(step_of(), number=2)
@@ -354,3 +354,33 @@ def test_ctrl_c_while_it_writes_leaves_nothing_half(tmp_path: Path, monkeypatch:
     checkpoints.list()[0].verify()
     checkpoints.save(step, number=2)
     assert numbers_in(tmp_path) == [1, 2]
+
+
+COLLECTED = """
+import gc, pathlib, sys
+from support.checkpointing import STEPS
+from faststep._files import locked
+from faststep.checkpoints import Checkpoints
+
+step, folder = STEPS["plain"](), pathlib.Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+with locked(folder / ".lock"):  # the writer waits for it
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(step, number=1)
+    if len(sys.argv) > 2:
+        (folder / ".step-00000001.partial").write_text("a file, where a folder is to be made")
+    del checkpoints
+    gc.collect()
+    print("collected")
+"""
+
+
+def test_checkpoints_that_are_collected_are_written_all_the_same(child: Child, tmp_path: Path) -> None:
+    for arguments, message in ((["good"], ""), (["bad", "spoil"], "step-00000001: not written")):
+        line = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.argv = ['', *{arguments}]"
+        done = child(f"{line}\n{COLLECTED}")
+        assert done.stdout == "collected\n"
+        assert message in done.stderr
+        assert bool(done.stderr) == bool(message)
+    (saved,) = Checkpoints(tmp_path / "good").list()
+    saved.verify()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -90,7 +91,7 @@ def test_kernels_are_compiled_for_this_processor_and_kept_apart_from_mlx(child: 
     assert place == "mlx-faststep"
     assert re.fullmatch("kernels-[0-9a-f]{16}", store)
     assert rest[:-1] == ["mlx", mx.__version__, "cpu"]
-    for directory in (places.cache / place, places.cache / place / store):
+    for directory in [places.cache / place, *(each for each in (places.cache / place).rglob("*") if each.is_dir())]:
         assert directory.stat().st_mode & 0o777 == 0o700
     assert files(places.temp) == []
 
@@ -261,32 +262,65 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["somebody else's", "writable by others"])
-@pytest.mark.parametrize("what", ["place", "store"])
+@pytest.mark.parametrize("what", ["place", "store", "mlx", "version", "cpu"])
 def test_what_others_may_have_written_is_not_loaded(child: Child, places: Places, how: str, what: str) -> None:
     child(USE, **places.environment)
     (library,) = places.kept
     library.write_bytes(b"no library: an error if it were loaded")
-    spoil({"place": library.parents[4], "store": library.parents[3]}[what], how)
+    spoil(library.parents[["cpu", "version", "mlx", "store", "place"].index(what)], how)
     child(USE, **places.environment)
     assert len(places.compiled) == 2
 
 
-def test_where_nothing_can_be_kept_mlx_stays_as_it_is(child: Child, places: Places) -> None:
+def test_where_nothing_can_be_kept_a_process_has_a_directory_of_its_own(child: Child, places: Places) -> None:
     for directory in (places.cache / "mlx-faststep", places.temp / f"mlx-faststep-{os.geteuid()}"):
         directory.mkdir()
         spoil(directory, "writable by others")
-    child(USE, **places.environment)
-    (command,) = places.compiled
-    assert OURS not in command
-    assert len(list((places.temp / "mlx" / mx.__version__ / "cpu").glob("lib*.so"))) == 1
+    theirs = places.temp / "mlx" / mx.__version__ / "cpu"  # where MLX alone would look, and anybody could write
+    theirs.mkdir(parents=True)
+    theirs.chmod(0o777)
+    for _ in range(2):
+        child(USE, **places.environment)
+        assert files(places.temp) == files(places.cache) == []
+    assert [OURS in command for command in places.compiled] == [True, True]
+    assert not any("/temp/mlx/" in command for command in places.compiled)
+    assert sorted(each.name for each in places.temp.iterdir()) == ["mlx", f"mlx-faststep-{os.geteuid()}"]
 
 
-def test_a_compiler_that_refuses_the_flags_leaves_mlx_as_it_is(child: Child, places: Places) -> None:
+def test_a_compiler_that_refuses_the_flags_is_used_without(child: Child, places: Places) -> None:
     places.compiler(f'case "$*" in *{OURS}*) echo unknown option; exit 1;; esac')
-    child(USE, **places.environment)
+    for _ in range(2):
+        child(USE, **places.environment)
     (command,) = places.compiled
     assert OURS not in command
-    assert files(places.cache) == []
+    assert len(places.kept) == 1
+    assert files(places.temp) == []
+
+
+# What a power cut, a full disk or a bad block leaves.
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda library: b"",
+    "cut off": lambda library: library[: len(library) // 2],
+    "cut off by a byte": lambda library: library[:-1],
+    "zeros": lambda library: bytes(len(library)),
+    "zeros in the middle": lambda library: library[:4096] + bytes(4096) + library[8192:],
+    "garbage": lambda library: b"no library" * 1000,
+    "without a seal": lambda library: library[:-32],
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_library_is_compiled_again(child: Child, places: Places, how: str) -> None:
+    child(USE, **places.environment)
+    (library,) = places.kept
+    sound = library.read_bytes()
+    library.write_bytes(BROKEN[how](sound))
+    child(USE, **places.environment)
+    assert places.kept == [library]
+    assert len(library.read_bytes()) == len(sound)
+    assert len(places.compiled) == 2
+    child(USE, **places.environment)
+    assert len(places.compiled) == 2
 
 
 def test_a_compiler_that_fails_with_the_flags_gets_mlx_s_own_command(child: Child, places: Places) -> None:

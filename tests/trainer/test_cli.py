@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,120 +20,12 @@ import yaml
 from faststep.checkpoints import Checkpoints
 from faststep.recipes import MLP
 from faststep.report import read_log
-
-Done = subprocess.CompletedProcess[str]
-
-CALLBACKS = """
-import os, pathlib, signal
-
-from faststep.training import Callback
-
-
-class KillOnce(Callback):
-    '''Kills its process at a step, where a file says that it has not been killed yet.'''
-
-    def __init__(self, at: int, file: str, times: int = 1):
-        self.at, self.file, self.times = at, pathlib.Path(file), times
-
-    def on_step(self, trainer, number):
-        deaths = self.file.read_text() if self.file.exists() else ""
-        if number == self.at and len(deaths) < self.times:
-            self.file.write_text(deaths + "x")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Starve(Callback):
-    '''Takes more memory than its control group has, as long as batches are large.'''
-
-    def __init__(self, group: str):
-        self.group = pathlib.Path(group)
-
-    def on_step(self, trainer, number):
-        if number == 6 and trainer.loader.batch_size > 8:
-            (self.group / "cgroup.procs").write_text(str(os.getpid()))
-            self.taken = bytearray(1 << 30)
-
-
-class Refused(Callback):
-    '''Asks numpy for more memory than any machine has, as long as batches are large.'''
-
-    def on_step(self, trainer, number):
-        if number == 6 and trainer.loader.batch_size > 8:
-            import numpy as np
-
-            np.ones(1 << 50)
-
-
-class Slow(Callback):
-    def on_step(self, trainer, number):
-        import time
-
-        time.sleep(0.05)
-
-
-class Lines:
-    '''Writes the kind of every record into a file.'''
-
-    def __init__(self, file: str):
-        self.file = open(file, "a")
-
-    def log(self, record):
-        self.file.write(record["kind"] + "\\n")
-
-    def close(self):
-        self.file.write("closed\\n")
-        self.file.close()
-
-
-def broken(model, x, y):
-    return model.no_such_thing(x)
-"""
-
-
-def faststep(*arguments: Any, status: int = 0, **options: Any) -> Done:
-    """Run a command to its end."""
-    command = [sys.executable, "-m", "faststep", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
-    assert done.returncode == status, (done.returncode, done.stdout[-2000:], done.stderr[-3000:])
-    return done
+from support.commands import checksums, faststep, set_, wait_for_line, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """Write a config that trains in a second, and its data."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((200, 8), dtype=np.float32)
-    np.savez(tmp_path / "data.npz", x=x, y=x.sum(axis=1, keepdims=True))
-    (tmp_path / "mine.py").write_text(CALLBACKS)
-    values = {
-        "run": str(tmp_path / "run"),
-        "model": {"use": "mlp", "sizes": [8, 32, 1], "dropout": 0.1},
-        "loss": {"use": "mse"},
-        "data": {
-            "train": {"use": "arrays", "file": "data.npz", "stop": 160},
-            "validation": {"use": "arrays", "file": "data.npz", "start": 160},
-            "batch_size": 16,
-            "shuffle": True,
-        },
-        "optimizer": {"use": "AdamW", "learning_rate": 0.01},
-        "train": {"steps": 20, "log_every": 5, "validate_every": 10},
-        "checkpoints": {"every": 5},
-    }
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
-
-
-def set_(**values: Any) -> list[str]:
-    pairs = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in values.items()]
-    return [word for pair in pairs for word in ("--set", pair)]
-
-
-def checksums(run: Path) -> dict[str, str]:
-    """Return the SHA-256 of the newest checkpoint's weights, optimizer state and step, with the random state."""
-    newest = sorted((run / "checkpoints").iterdir())[-1]
-    files = json.loads((newest / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+    return write_config(tmp_path)
 
 
 def test_from_training_to_exported_weights(config: Path, tmp_path: Path) -> None:
@@ -196,12 +87,6 @@ def test_a_signal_saves_before_it_ends(config: Path, tmp_path: Path, number: sig
     whole = tmp_path / "whole"
     faststep("train", config, *set_(run=str(whole)))
     assert checksums(run) == checksums(whole)
-
-
-def wait_for_line(process: subprocess.Popen[Any], file: Path, text: str) -> None:
-    while process.poll() is None and not (file.exists() and text in file.read_text()):
-        time.sleep(0.01)
-    assert process.poll() is None, "it ended before"
 
 
 def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(config: Path, tmp_path: Path) -> None:
@@ -372,7 +257,7 @@ def test_a_full_disk_loses_nothing(config: Path, tmp_path: Path) -> None:
         f"{command} checkpoint verify {small}/run; exit $status"
     )
     done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode in (1, 2), done.stderr[-2000:]
+    assert done.returncode == 1, done.stderr[-2000:]  # something was changed
     assert "No space left on device" in done.stderr
     assert "damaged" not in done.stdout
     assert "as it was written" in done.stdout

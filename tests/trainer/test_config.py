@@ -62,11 +62,11 @@ MISTAKES = {
         "  batch_size: 4\n  batch_size: 4",
         "c.yaml:6: data.batch_size: set twice, the first time",
     ),
-    "no end": ("train:\n  steps: 10\n", "", "train: expected steps or epochs, got neither"),
+    "no end": ("train:\n  steps: 10\n", "", "train: expected steps, epochs or max_time, got none"),
     "recipe": ("use: mlp", "use: mpl", "c.yaml:1: model.use: unknown model 'mpl': did you mean 'mlp'?"),
     "argument": ("sizes:", "size:", "c.yaml:1: model.size: unknown key 'size': did you mean 'sizes'?"),
     "no argument": (", sizes: [8, 4]", "", "c.yaml:1: model.sizes: missing"),
-    "argument's type": ("[8, 4]", "[8, four]", "model.sizes: expected a list, each a whole number, got [8, 'four']"),
+    "argument's type": ("[8, 4]", "[8, four]", "model.sizes: expected a whole number, got 'four'"),
     "optimizer": (
         "use: AdamW",
         "use: adamw",

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from faststep import recipes
 from faststep.config import Built, ConfigError, build, load
+from faststep.report import read_log
 from faststep.training import Trainer
 from mlx.utils import tree_flatten
 from support.places import ROOT
@@ -183,7 +184,7 @@ def test_schedules(tmp_path: Path, rate: str) -> None:
             "warmup_init: set, but nothing reads it",
         ),
         (
-            ["optimizer.learning_rate={use: cosine_decay, init: 1}", "train.steps=null", "train.epochs=1"],
+            ["optimizer.learning_rate={use: cosine_decay, init: 1}", "train.steps=null", "train.max_time=1h"],
             "decay_steps: missing: it",
         ),
         (
@@ -198,7 +199,7 @@ def test_schedules(tmp_path: Path, rate: str) -> None:
             ["optimizer.learning_rate={use: join_schedules, schedules: [{use: constant, init: 1}], boundaries: [1]}"],
             "learning_rate.boundaries: expected 0 growing steps, got [1]",
         ),
-        (["optimizer.betas=[2, 0.9]"], "Adam beta1 should be in [0, 1), 2 was provided instead"),
+        (["optimizer.betas=[2, 0.9]"], "Adam beta1 should be in [0, 1), 2.0 was provided instead"),
         (["model.sizes=[8]"], "override 'model.sizes=[8]': model.sizes: expected two or more"),
         (["data.train.file=none.npz"], "data.train.file: "),
         (["step={nonfinite: raise, compute_dtype: float16}"], "step.nonfinite: expected"),
@@ -430,3 +431,109 @@ def test_a_run_that_is_resolved_finds_its_files_from_anywhere(tmp_path: Path) ->
     elsewhere.mkdir(parents=True)
     (elsewhere / "config.yaml").write_text(first.text(), encoding="utf-8")
     assert train(build(load(elsewhere / "config.yaml"))) == train(build(first))
+
+
+IN_EPOCHS = {
+    "{use: cosine_decay, init: 0.1}": optim.cosine_decay(0.1, 15),
+    "{use: cosine_decay, init: 0.1, warmup: 1 epoch}": optim.join_schedules(
+        [optim.linear_schedule(0, 0.1, 5), optim.cosine_decay(0.1, 10)], [5]
+    ),
+    "{use: step_decay, init: 0.1, decay_rate: 0.5, step_size: 2 epochs}": optim.step_decay(0.1, 0.5, 10),
+    "{use: join_schedules, schedules: [{use: linear_schedule, init: 0, end: 0.1}, {use: cosine_decay, init: 0.1}],"
+    " boundaries: [2 epochs]}": optim.join_schedules(
+        [optim.linear_schedule(0, 0.1, 10), optim.cosine_decay(0.1, 5)], [10]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", IN_EPOCHS)
+def test_schedules_in_epochs(tmp_path: Path, schedule: str) -> None:
+    """Ten batches, two of them a step: five steps an epoch."""
+    parts = ["train={epochs: 3}", "step.accumulate=2", f"optimizer.learning_rate={schedule}"]
+    built = make(tmp_path, MLP, *parts)
+    made, wanted = built.step.optimizer._schedulers["learning_rate"], IN_EPOCHS[schedule]
+    steps = range(16)
+    assert [made(mx.array(i)).item() for i in steps] == pytest.approx([wanted(mx.array(i)).item() for i in steps])
+
+
+STREAM = """
+    def rows():
+        class Stream:
+            def __iter__(self):
+                yield from ()
+        return Stream()
+"""
+
+
+def test_epochs_of_data_without_a_length_are_refused(tmp_path: Path) -> None:
+    parts = ["data.train={use: own.py:rows}", "optimizer.learning_rate={use: constant, init: 1, warmup: 1 epoch}"]
+    with pytest.raises(ConfigError, match="warmup: expected a number of steps, got '1 epoch': the data have no length"):
+        make(tmp_path, MLP, *parts, own=STREAM)
+
+
+ZEROS = ["train.validate_every=0", "checkpoints.every=0", "train.stop_after_bad=0", "step.in_flight=0"]
+
+
+def test_zeros_mean_never(tmp_path: Path) -> None:
+    validation = "data.validation={use: arrays, file: rows.npz, stop: 8, names: [x, label]}"
+    built = make(tmp_path, MLP, validation, *ZEROS, f"run={tmp_path / 'run'}")
+    trainer = Trainer(built.step, built.loader, validation=built.validation, loggers=[], **built.options)
+    assert trainer.train().reason == "done"
+    log = read_log(tmp_path / "run")
+    assert set(log.checkpoints["step"]) == set(log.validations["step"]) == {3}
+
+
+NONE = """
+    class Nothing:
+        def on_start(self, trainer): ...
+    def loss(model, x, y): return model(x).mean()
+    def make_loss(): return loss
+"""
+
+
+@pytest.mark.parametrize("key", ["callbacks=[{use: own.py:Nothing, at: 3}]", "loss={use: own.py:make_loss, at: 3}"])
+def test_arguments_of_what_takes_none_are_errors(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="at: unknown key 'at': there are none"):
+        make(tmp_path, MLP, key, own=NONE)
+
+
+TYPED = """
+    from pathlib import Path
+    from typing import Literal
+    def rows(sizes: tuple[int, int], kind: Literal["a", "b"], files: list[Path], rate: float = 1.0):
+        assert (sizes, kind, rate) == ((40, 8), "a", 2.0) and type(rate) is float
+        assert all(file.is_absolute() for file in files)
+        import numpy as np
+        return np.zeros(sizes, np.float32), np.zeros(40, np.int32)
+"""
+
+
+def test_arguments_have_the_types_of_their_hints(tmp_path: Path) -> None:
+    rows = "data.train={use: own.py:rows, sizes: [40, 8], kind: a, files: [rows.npz], rate: 2}"
+    assert len(make(tmp_path, MLP, rows, own=TYPED).loader) == 10
+    wrong = "data.train={use: own.py:rows, sizes: [40, x], kind: c, files: [3], rate: fast}"
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path, MLP, wrong, own=TYPED)
+    text = str(caught.value)
+    for expected in (
+        "sizes: expected a whole number, got 'x'",
+        "kind: expected 'a' or 'b', got 'c'",
+        "rate: expected a number",
+    ):
+        assert expected in text
+    assert len(caught.value.problems) == 4
+
+
+def test_a_training_begins_with_the_weights_of_another(tmp_path: Path) -> None:
+    first = make(tmp_path, MLP, f"run={tmp_path / 'first'}")
+    Trainer(first.step, first.loader, loggers=[], **first.options).train()
+    wanted = dict(tree_flatten(first.step.model.parameters()))
+    for weights in ("first", "first/checkpoints", "first/checkpoints/step-00000003"):
+        second = make(tmp_path, MLP, f"weights={weights}", f"run={tmp_path / 'second'}", "seed=5")
+        for name, array in tree_flatten(second.step.model.parameters()):
+            assert mx.array_equal(array, wanted[name]).item()
+        assert second.step.optimizer.state["step"].item() == 0
+    with pytest.raises(ConfigError, match="weights: expected a run or a checkpoint, found none"):
+        make(tmp_path, MLP, "weights=.")
+    with pytest.raises(ConfigError, match=r"weights: .* has other weights than the model"):
+        make(tmp_path, MLP, "weights=first", "model.sizes=[8, 4, 3]")

@@ -18,8 +18,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from faststep.checkpoints import Checkpoints
+from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
+from faststep.loggers import Csv, JsonLines
 from faststep.report import read_log
 from faststep.training import Callback, Trainer, TrainingError, reproduce, validate
 from mlx.utils import tree_flatten
@@ -348,7 +349,8 @@ def test_the_ratio_of_an_update_is_that_of_the_norms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": None}, "steps, epochs: expected at least one"),
+        ({"steps": None}, "steps, epochs, max_time: expected at least one"),
+        ({"max_time": -1.0}, "max_time: expected a number of seconds above 0"),
         ({"steps": 0}, "steps: expected a number from 1 on, got 0"),
         ({"log_every": 0}, "log_every: expected a number from 1 on"),
         ({"patience": 2}, "patience: expected validation data"),
@@ -410,7 +412,7 @@ def test_it_does_not_begin_anew_where_all_checkpoints_are_damaged(tmp_path: Path
     for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
         (checkpoint / "manifest.json").write_text("torn")
     before = sorted((tmp_path / "checkpoints").rglob("*"))
-    with pytest.raises(TrainingError, match="found 1 that are damaged; move the folder away"):
+    with pytest.raises(CheckpointError, match="found 1 that are damaged; move the folder away"):
         new_trainer(tmp_path, epochs=2).train()
     assert sorted((tmp_path / "checkpoints").rglob("*")) == before
 
@@ -435,3 +437,61 @@ def test_buffers_that_training_turned_into_float32_come_back(tmp_path: Path) -> 
     new_trainer(tmp_path, first, epochs=1).train()
     new_trainer(tmp_path, second, epochs=1).train()
     assert_same(numbers(second), numbers(first))
+
+
+def test_a_trainer_trains_twice(tmp_path: Path) -> None:
+    whole = new_step()
+    new_trainer(tmp_path / "whole", whole, epochs=3).train()
+    step = new_step()
+    csv, lines = Csv(tmp_path / "steps.csv"), JsonLines(tmp_path / "lines.jsonl")
+    trainer = new_trainer(tmp_path / "run", step, epochs=2, loggers=[csv, lines])
+    first = trainer.train()
+    again = trainer.train()
+    assert (first.reason, first.steps, again.reason, again.steps) == ("done", 10, "done", 10)
+    trainer.epochs = 3
+    assert trainer.train().steps == 15
+    assert_same(numbers(step), numbers(whole))
+    assert len(csv.path.read_text().splitlines()) == 16  # with the head
+    assert lines.path.read_text().count('"kind": "start"') == 3
+    assert list(read_log(tmp_path / "run").steps["step"]) == list(range(1, 16))
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_no_step_need_be_in_flight(tmp_path: Path, in_flight: int) -> None:
+    whole = new_step()
+    new_trainer(tmp_path / "whole", whole, epochs=1).train()
+    step = new_step(in_flight=in_flight)
+    new_trainer(tmp_path / "run", step, epochs=1, log_every=1).train()
+    assert_same(numbers(step), numbers(whole))
+
+
+@pytest.mark.parametrize("stops", [(), (3, 10), (5, 14, 15)])
+def test_intervals_in_epochs(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    """Five steps are an epoch; the same whether it stops on the way or not."""
+    parts = {"epochs": 4, "validate_every": "1 epoch", "checkpoint_every": "2 epochs", "keep_best": 0}
+    for _ in range(len(stops) + 1):
+        validation = Loader(data(), batch_size=16)
+        step = new_step()
+        new_trainer(tmp_path, step, validation=validation, callbacks=[Stop(*stops)], **parts).train()
+    log = read_log(tmp_path)
+    validated = {5, 10, 15, 20, *stops}  # a stop validates too, and nothing is validated twice
+    assert list(log.validations["step"]) == sorted(validated)
+    assert {10, 20} <= set(log.checkpoints["step"])
+    whole = new_step()
+    new_trainer(tmp_path / "whole", whole, epochs=4).train()
+    assert_same(numbers(step), numbers(whole))
+
+
+def test_it_ends_when_the_time_is_up(tmp_path: Path) -> None:
+    result = new_trainer(tmp_path, max_time=0.5).train()
+    assert result.reason == "max_time"
+    trainer = new_trainer(tmp_path, max_time=1e9, steps=result.steps + 1)
+    assert trainer.train().steps == result.steps + 1
+    assert trainer.seconds > 0.5  # of both
+
+
+def test_validation_at_the_start(tmp_path: Path) -> None:
+    parts = {"validation": Loader(data(), batch_size=16), "validate_every": 0, "validate_at_start": True}
+    new_trainer(tmp_path, steps=3, **parts).train()
+    new_trainer(tmp_path, steps=4, **parts).train()
+    assert list(read_log(tmp_path).validations["step"]) == [0, 3, 4]

@@ -54,6 +54,7 @@ REASONS = {
     "early_stop": "stopped early: what is monitored no longer improves",
     "callback": "stopped by a callback",
     "signal": "stopped by a signal",
+    "max_time": "ended: the time is up",
     "bad_batches": "stopped: too many batches in a row were skipped",
     "error": "ended by an error",
 }

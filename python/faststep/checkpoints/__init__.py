@@ -2,7 +2,7 @@
 
 `_checkpoints` is the folder, `_checkpoint` one of it; `_snapshot` takes its contents, `_write` writes them,
 `_manifest` reads and checks them, `_apply` restores them, `_tensors` has the safetensors format. Uses `_step`,
-`_random` and `_native`.
+`_random`, `_files` and `_native`.
 """
 
 from faststep.checkpoints._checkpoint import Checkpoint

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 import os
 import sys
@@ -9,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -113,7 +115,7 @@ class Checkpoints:
         self._background = background
         self._on_damaged = on_damaged or _warn
         self._writer = _Writer()
-        weakref.finalize(self, _Writer.report, self._writer)
+        weakref.finalize(self, _Writer.leave, self._writer)
 
     def save(
         self,
@@ -183,8 +185,10 @@ class Checkpoints:
         """Return what has been written since the last call of this, the oldest first."""
         return self._writer.take_written()
 
-    def restore(self, step: Step, loader: Stateful | None = None) -> Checkpoint | None:
-        """Put the newest valid checkpoint into a step and a loader; call it in the thread that will train.
+    def restore(
+        self, step: Step, loader: Stateful | None = None, which: Literal["newest", "best"] | int = "newest"
+    ) -> Checkpoint | None:
+        """Put a checkpoint into a step and a loader, the newest valid one; call it in the thread that will train.
 
         Every file is read and compared with its SHA-256, every name, shape and dtype with the model's and the
         optimizer's, before anything is changed.
@@ -192,15 +196,19 @@ class Checkpoints:
         Args:
             step: A step made as the one that was saved.
             loader: A loader made as the one that was saved; None: it is left alone.
+            which: "best": the valid one with the best metric; a number: the checkpoint of that number. Those behind it
+                are then set aside (see `set_aside`), so that it is the newest one.
 
         Returns:
             The checkpoint, None where there is no valid one: `list` tells whether there are damaged ones.
 
         Raises:
-            CheckpointError: The newest valid one is of another model, optimizer or loader; the differences are named.
-                Nothing has changed.
+            CheckpointError: It is of another model, optimizer or loader; the differences are named. Or there is none
+                of that number, none with a metric. Nothing has changed.
         """
         self.wait()
+        if which != "newest":
+            return self._go_back(self._chosen(which), step, loader)
         self._clean()
         for number, path in _folder.numbered(self.folder):
             try:
@@ -208,6 +216,64 @@ class Checkpoints:
             except Damaged as error:
                 self._tell(path, str(error))
         return None
+
+    def _chosen(self, which: Literal["best"] | int) -> Checkpoint:
+        valid = [each for each in self.list() if each.problem is None]
+        if which == "best":
+            best = self._keep.best_of({each.path: each.metric for each in valid[::-1] if each.metric is not None}, 1)
+            found = [each for each in valid if each.path in best]
+        else:
+            found = [each for each in valid if each.number == which]
+        if not found:
+            what = "with a metric" if which == "best" else f"of step {which}"
+            there = ", ".join(str(each.number) for each in valid) or "none"
+            raise CheckpointError(f"{self.folder}: expected a valid checkpoint {what}; there are: {there}")
+        return found[0]
+
+    def _go_back(self, chosen: Checkpoint, step: Step, loader: Stateful | None) -> Checkpoint:
+        found = chosen.restore(step, loader)
+        self.set_aside([each for each in self.list() if each.number > found.number])
+        return found
+
+    def set_aside(self, checkpoints: Iterable[Checkpoint]) -> Path | None:
+        """Move checkpoints of this folder to one of their own beside it: `checkpoints_set_aside/1`, 2 and so on.
+
+        Returns:
+            That folder, None where there was nothing to be moved.
+
+        Raises:
+            CheckpointError: They cannot be moved.
+        """
+        self.wait()
+        moved = [each.path for each in checkpoints]
+        if not moved:
+            return None
+        try:
+            with _folder.locked(self.folder, _folder.PATIENCE):
+                return _folder.set_aside(self.folder, moved)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: checkpoints cannot be set aside: {error.strerror}") from error
+
+    def would_keep(self, metric: float) -> bool:
+        """Whether a checkpoint of this metric would be kept for it, among the `keep_best` best."""
+        self.wait()
+        metrics: dict[Path, float] = {}
+        for _, path in _folder.numbered(self.folder):
+            with contextlib.suppress(Damaged):
+                if (other := read_manifest(path)["metric"]) is not None:
+                    metrics[path] = other
+        new = self.folder / "new"
+        return math.isfinite(metric) and new in self._keep.best_of({**metrics, new: metric}, self._keep.best)
+
+    def check(self) -> None:
+        """Refuse a folder that `save` would refuse.
+
+        Raises:
+            CheckpointError: It holds something else than checkpoints, or cannot be written to.
+        """
+        _folder.refuse_foreign(self.folder)
+        if self.folder.exists() and not os.access(self.folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{self.folder}: expected a folder that can be written to")
 
     def list(self) -> list[Checkpoint]:
         """Return the checkpoints, the oldest first, damaged ones too: `problem` says so.
@@ -261,6 +327,7 @@ class _Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # a Ctrl-C in `join` would let the thread pass for ended
+        self._lock, self._left = threading.Lock(), False  # whether nobody will ask for errors any more
         self._error: Exception | None = None
         self._written: list[Written] = []
 
@@ -279,7 +346,11 @@ class _Writer:
         else:
             self._written.append(Written(place, size, time.perf_counter() - start))
         finally:
-            self._done.set()
+            with self._lock:
+                self._done.set()
+                left = self._left
+            if left:
+                self._print()
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -296,11 +367,20 @@ class _Writer:
         taken, self._written = self._written, []
         return taken
 
-    def report(self) -> None:
-        """Print the error of a write that was never waited for."""
-        try:
-            self.wait()
-        except CheckpointError as error:
+    def leave(self) -> None:
+        """Print the error of a write that was never waited for, now or when it has ended.
+
+        Called when the checkpoints are collected, which may be in any thread, this one's too: it does not wait.
+        """
+        with self._lock:
+            self._left = True
+            done = self._done.is_set()
+        if done:
+            self._print()
+
+    def _print(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
             print(f"faststep: {error}", file=sys.stderr)
 
 

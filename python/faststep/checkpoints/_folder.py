@@ -6,13 +6,12 @@ Nothing is ever removed whose name is not one of ours, and no link is followed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from faststep import _files
 from faststep.checkpoints._errors import CheckpointError
 
 MODEL, OPTIMIZER, STEP = "model.safetensors", "optimizer.safetensors", "step.safetensors"
@@ -76,44 +75,18 @@ def refuse_foreign(folder: Path) -> None:
             )
 
 
-def sync(path: Path) -> None:
-    """Bring a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def locked(folder: Path, patience: float) -> Iterator[bool]:
-    """Hold the lock of the folder, which one process writes into; the system releases that of one that dies.
-
-    Yields:
-        Whether the lock is held: some file systems have none.
+    """Hold the lock of the folder, which one process writes into, as `_files.locked` does.
 
     Raises:
         CheckpointError: Another process has held it for so many seconds.
     """
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        yield _lock(folder, descriptor, time.monotonic() + patience)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(folder: Path, descriptor: int, until: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise CheckpointError(f"{folder}: another process is writing a checkpoint into it") from None
-            time.sleep(0.05)
-        except OSError:
-            return False
-        else:
-            return True
+        with _files.locked(folder / _LOCK, patience) as held:
+            yield held
+    except _files.InUse as error:
+        raise CheckpointError(f"{folder}: process {error.holder} is writing a checkpoint into it") from None
 
 
 def clean(folder: Path) -> None:
@@ -156,3 +129,16 @@ def discard(path: Path) -> bool:
         return False
     path.rename(removed)
     return remove(removed)
+
+
+def set_aside(folder: Path, paths: Iterable[Path]) -> Path:
+    """Move checkpoints into a new folder beside theirs, and return it; the lock has to be held."""
+    beside = folder.with_name(f"{folder.name}_set_aside")
+    taken = [int(each.name) for each in beside.iterdir() if each.name.isdecimal()] if beside.is_dir() else []
+    place = beside / str(max(taken, default=0) + 1)
+    place.mkdir(parents=True)
+    for path in paths:
+        path.rename(place / path.name)
+    for each in (place, beside, folder):
+        _files.sync(each)
+    return place

@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from faststep._files import sync
 from faststep.checkpoints import _folder, _tensors
 from faststep.checkpoints._errors import CheckpointError, CheckpointWarning
 from faststep.checkpoints._manifest import VERSION, manifest_text, read_manifest
@@ -32,6 +33,10 @@ class Keep:
     last: int | None
     best: int
     order: Literal["min", "max"]
+
+    def best_of(self, metrics: Mapping[Path, float], count: int) -> list[Path]:
+        """Return the best so many of them, the best first; of equal ones that which is named first."""
+        return sorted(metrics, key=lambda path: metrics[path] if self.order == "min" else -metrics[path])[:count]
 
 
 def write(folder: Path, snapshot: Snapshot, keep: Keep) -> int:
@@ -58,7 +63,7 @@ def write(folder: Path, snapshot: Snapshot, keep: Keep) -> int:
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _folder.sync(folder.parent)
+        sync(folder.parent)
 
 
 def _write(place: Path, snapshot: Snapshot) -> int:
@@ -87,7 +92,7 @@ def _fill(partial: Path, snapshot: Snapshot) -> int:
         "files": files,
     }
     _file(partial / _folder.MANIFEST, lambda write: write(memoryview(manifest_text(manifest))))
-    _folder.sync(partial)
+    sync(partial)
     return sum(entry["bytes"] for entry in files.values())
 
 
@@ -114,7 +119,7 @@ def _put(partial: Path, place: Path) -> None:
             raise CheckpointError(f"{place}: not written: expected only a checkpoint there, got something else in it")
         place.rename(aside)
     partial.rename(place)
-    _folder.sync(place.parent)
+    sync(place.parent)
     if replaced:
         _folder.remove(aside)
 
@@ -140,6 +145,5 @@ def _superfluous(folder: Path, keep: Keep) -> list[Path]:
             valid.append(path)
             if metric is not None:
                 metrics[path] = metric
-    # the sort is stable: of equal ones the newest is the best
-    best = sorted(metrics, key=lambda path: metrics[path] if keep.order == "min" else -metrics[path])[: keep.best]
+    best = keep.best_of(metrics, keep.best)  # of equal ones the newest
     return [path for path in valid[keep.last :] if path not in best]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import sys
 import traceback
@@ -31,6 +32,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify-resume": _verify.verify_resume,
     "reproduce": _verify.reproduce,
     "tune": _runs.tune,
+    "schema": _runs.schema,
     "version": _runs.version,
 }
 for name, command in _COMMANDS.items():
@@ -55,6 +57,7 @@ def _options(
 
 def main() -> None:
     """Run the command that stands on the line."""
+    faulthandler.enable()  # a memory fault tells where it was
     try:
         app()
     except Exception as error:
@@ -72,13 +75,13 @@ def _status(error: Exception) -> int | None:
     from faststep.checkpoints import CheckpointError
     from faststep.config import ConfigError
     from faststep.report import LogError
-    from faststep.training import TrainingError
+    from faststep.training import RunError, TrainingError
 
-    wrong = (ConfigError, CheckpointError, LogError)
+    wrong = (ConfigError, CheckpointError, LogError, RunError)
     if isinstance(error, Exit):
         return error.status
     if isinstance(error, TrainingError):
-        return WRONG if isinstance(error.__cause__, CheckpointError) else FAILED
+        return FAILED
     return WRONG if isinstance(error, wrong) else None
 
 

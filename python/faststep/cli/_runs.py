@@ -1,8 +1,9 @@
-"""Commands that read runs and measure the machine: report, compare, tune, version."""
+"""Commands that read runs and measure the machine: report, compare, tune, schema, version."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 from collections.abc import Iterator
@@ -81,6 +82,13 @@ def losses() -> Iterator[Any]:
     while True:
         for batch in built.loader:
             yield call_with(batch, built.step).loss
+
+
+def schema() -> None:
+    """Print the JSON schema of a config, with which editors complete and check it."""
+    from faststep.config import schema
+
+    typer.echo(json.dumps(schema(), indent=1))
 
 
 def version() -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
+from faststep.cli._saved import config_of
 from faststep.cli._status import GAVE_UP
+
+if TYPE_CHECKING:
+    from faststep.config import Config
 
 MOST_DEATHS = 3  # in a row without a new checkpoint in between
 # What allocators say: those of MLX (allocator.cpp of each back end), C++'s, Python's.
@@ -25,7 +31,10 @@ OUT_OF_MEMORY = re.compile(
     r"|out of memory|cudaErrorMemoryAllocation|MemoryError|Cannot allocate memory",
     re.IGNORECASE,
 )
-_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+# What the training gets for a signal to the supervisor; the end of the terminal ends it with a checkpoint.
+_FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+SUSPECT_SECONDS = 60.0  # before a memory fault, in which checkpoints may have been spoilt
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS)
 
 
 @dataclass(frozen=True)
@@ -50,45 +59,78 @@ class Death:
         return f"{how} ({self.memory})" if self.memory else how
 
 
-def supervise(run: Path) -> int:
+def supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str]) -> int:
     """Train until the end: restart a training that died from its newest valid checkpoint.
 
     A training that ends by itself, well or with an error of its own, is not started again. One that ran out of memory,
-    on evidence only, goes on with half the batch size and twice the accumulation.
+    on evidence only, goes on with half the batch size and twice the accumulation. Where it died of a memory fault, the
+    checkpoints of its last minute are set aside: what they hold may have been written over before.
 
     Args:
-        run: The folder of the run, with its config.
+        command: The command that begins it: `train CONFIG`, or `resume RUN`.
+        load: Loads its config, with overrides.
+        overrides: Keys that are set on top of the config.
 
     Returns:
         The exit code: that of the training, or `GAVE_UP`.
     """
+    run = Path(load(overrides).run)
     deaths, reached = 0, newest(run)
-    overrides: list[str] = []  # keys set on top of the config
+    smaller: list[str] = []  # keys that are set because memory ran out
     while True:
-        death = _watch([sys.executable, "-m", "faststep", "resume", str(run), *_set(overrides)])
+        began, size = time.time(), _log_size(run)
+        death = _watch([sys.executable, "-m", "faststep", *command, *_set([*overrides, *smaller])])
         if death.by_itself:
             return death.code
+        if _log_size(run) > size:  # it had begun: its config is saved, and its checkpoints are the newest ones
+            command, load, overrides = ["resume", str(run)], functools.partial(config_of, run), []
+        if -death.code in _FAULTS:
+            _pass_over(run, max(began, time.time() - SUSPECT_SECONDS))
         before, reached = reached, newest(run)
         deaths = 1 if reached > before else deaths + 1
-        _say(f"the training died at {time.strftime('%H:%M:%S')}: {death}; the newest checkpoint is of step {reached}")
+        _say(f"the training died at {time.strftime('%H:%M:%S')}: {death}; {_shown(reached)}")
         if deaths >= MOST_DEATHS:
             _say(f"giving up: {deaths} deaths in a row without a new checkpoint, the last by {death}")
             return GAVE_UP
         if death.memory is not None:
-            smaller = _halved(run, overrides)
-            if smaller is None:
+            halved = _halved(load([*overrides, *smaller]))
+            if halved is None:
                 _say("giving up: memory ran out with a batch size that cannot be halved")
                 return GAVE_UP
-            overrides = smaller
-            _say(f"going on with {' and '.join(overrides[-2:])}")
+            smaller = halved
+            _say(f"going on with {' and '.join(smaller)}")
         _say(f"restarting (death {deaths} of at most {MOST_DEATHS} without a new checkpoint)")
+
+
+def _log_size(run: Path) -> int:
+    try:
+        return (run / "log.jsonl").stat().st_size
+    except OSError:
+        return 0
+
+
+def _shown(number: int) -> str:
+    return "there is no checkpoint" if number < 0 else f"the newest checkpoint is of step {number}"
+
+
+def _pass_over(run: Path, since: float) -> None:
+    """Set the checkpoints aside that were written since a time."""
+    from faststep.checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(run / "checkpoints")
+    suspect = [each for each in checkpoints.list() if each.time >= since]
+    if (place := checkpoints.set_aside(suspect)) is not None:
+        _say(
+            f"a memory fault: checkpoints written within {SUSPECT_SECONDS:.0f} s before it are passed over, see {place}"
+        )
 
 
 def _watch(command: list[str]) -> Death:
     """Run a training to its end; pass on signals, and its stderr while looking for an allocator's last words."""
     killed = _kills()
     tail: collections.deque[str] = collections.deque(maxlen=50)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    # in a session of its own: a terminal's Ctrl-C goes to the supervisor alone, which passes each signal on once
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
     assert process.stderr is not None
     reader = threading.Thread(target=_copy, args=(process.stderr, tail))
     reader.start()
@@ -113,15 +155,23 @@ def _copy(source: IO[str], tail: collections.deque[str]) -> None:
 @contextlib.contextmanager
 def _passing_on(process: subprocess.Popen[str]) -> Iterator[None]:
     def send(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:  # a terminal sends Ctrl-C to the whole group
-            process.send_signal(number)
+        process.send_signal(_FORWARDED[signal.Signals(number)])
 
-    before: dict[Any, Any] = {each: signal.signal(each, send) for each in _FORWARDED}
+    def pause(number: int, frame: FrameType | None) -> None:
+        process.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # goes on here behind SIGCONT
+        process.send_signal(signal.SIGCONT)
+
+    wanted = {each: send for each in _FORWARDED} | {signal.SIGTSTP: pause}
+    before = {each: signal.getsignal(each) for each in wanted}
+    heard = [each for each in wanted if before[each] != signal.SIG_IGN]  # nohup ignores SIGHUP
     try:
+        for each in heard:
+            signal.signal(each, wanted[each])
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for each in heard:
+            signal.signal(each, before[each])
 
 
 def _kills() -> int:
@@ -146,15 +196,11 @@ def newest(run: Path) -> int:
     return max((each.number for each in Checkpoints(folder).list() if each.problem is None), default=-1)
 
 
-def _halved(run: Path, overrides: list[str]) -> list[str] | None:
-    from faststep.cli._status import config_of
-
-    config = config_of(run, overrides)
+def _halved(config: Config) -> list[str] | None:
     size = config.data.batch_size
     if size < 2 or size % 2:
         return None
-    kept = [each for each in overrides if not each.startswith(("data.batch_size=", "step.accumulate="))]
-    return [*kept, f"data.batch_size={size // 2}", f"step.accumulate={2 * config.step.accumulate}"]
+    return [f"data.batch_size={size // 2}", f"step.accumulate={2 * config.step.accumulate}"]
 
 
 def _set(overrides: list[str]) -> list[str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from faststep._files import replacing
 from faststep.cli._checkpoint import checkpoints_of, choose
-from faststep.cli._status import CONFIG, ConfigFile, Exit, Overrides, RunFolder, config_of, trainer_of
+from faststep.cli._saved import config_of, refuse, save
+from faststep.cli._status import ConfigFile, Exit, Overrides, RunFolder
 
 if TYPE_CHECKING:
-    from faststep.config import Config
+    from faststep.config import Built, Config
+    from faststep.training import Start, Trainer
 
 Supervise = Annotated[
     bool,
@@ -27,6 +31,7 @@ def train(
     supervise: Supervise = False,
 ) -> None:
     """Train as a config says, in a folder that holds no training yet."""
+    from faststep.checkpoints import Checkpoints
     from faststep.config import load
 
     loaded = load(config, overrides or [])
@@ -34,21 +39,36 @@ def train(
         typer.echo(loaded.text(), nl=False)
         return
     run = Path(loaded.run)
-    if (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir()):
+    if (run / "checkpoints").is_dir() and Checkpoints(run / "checkpoints").list():
         raise Exit(
             f"{run}: there are checkpoints of another training. `faststep resume {run}` goes on with it; "
             f"`--set run=FOLDER` begins another one"
         )
-    _train(loaded, supervise)
+    refuse(loaded, config)
+    if supervise:
+        _supervise(["train", str(config)], lambda more: load(config, more), overrides)
+    _train(loaded, "new")
 
 
 def resume(
     run: RunFolder,
     overrides: Overrides = None,
     supervise: Supervise = False,
+    number: Annotated[int | None, typer.Option(help="From the checkpoint of this step, not the newest one.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="From the checkpoint with the best validation.")] = False,
 ) -> None:
-    """Go on with a training from its newest valid checkpoint, as if it had not stopped."""
-    _train(config_of(run, overrides), supervise)
+    """Go on with a training from its newest valid checkpoint, as if it had not stopped.
+
+    From another one by --number or --best: those behind it go to RUN/checkpoints_set_aside.
+    """
+    if best and number is not None:
+        raise Exit("--best, --number: expected one of them, got both")
+    start: Start = "best" if best else "newest" if number is None else number
+    config = config_of(run, overrides)
+    if supervise:
+        which = ["--best"] if best else [] if number is None else ["--number", str(number)]
+        _supervise(["resume", str(run), *which], lambda more: config_of(run, more), overrides)
+    _train(config, start)
 
 
 def evaluate(
@@ -94,31 +114,55 @@ def predict(
     chosen.restore(built.step)
     found = dict(tree_flatten(predict(built.step, built.validation)))
     outputs = {name or "outputs": array for name, array in found.items()}
-    with file.open("xb") as target:
+    with replacing(file, new=True) as target:
         np.savez(target, **outputs)
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in outputs.items())
     typer.echo(f"step {chosen.number}: {shapes} in {file}")
 
 
-def _train(config: Config, supervise: bool) -> None:
-    from faststep.cli._supervisor import supervise as watch
-    from faststep.config import build
+def _supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str] | None) -> None:
+    from faststep.cli._supervisor import supervise
 
-    if supervise:
-        raise SystemExit(watch(save(config)))
-    built = build(config)
-    trainer = trainer_of(built)
-    save(config)
-    result = trainer.train()
+    raise SystemExit(supervise(command, load, overrides or []))
+
+
+def _train(config: Config, start: Start) -> None:
+    trainer = _trainer_of(config)
+    result = trainer.train(start)
     if result.reason == "signal":
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
 
 
-def save(config: Config) -> Path:
-    """Save the config with its run, and return the run's folder."""
-    run = Path(config.run)
-    run.mkdir(parents=True, exist_ok=True)
-    new = run / f"{CONFIG}.new"
-    new.write_text(config.text(), encoding="utf-8")
-    new.replace(run / CONFIG)
-    return run
+def _trainer_of(config: Config) -> Trainer:
+    """Build a config, and make the trainer of it; it saves the config when it holds the run's folder."""
+    from faststep.config import build
+    from faststep.training import Trainer
+
+    built = build(config)
+
+    def begin() -> list[Any]:
+        loggers = _loggers_of(built)
+        save(config)
+        return loggers
+
+    parts: dict[str, Any] = {"validation": built.validation, "callbacks": built.callbacks, "config": built.config}
+    return Trainer(built.step, built.loader, loggers=begin, **parts, **built.options)
+
+
+def _loggers_of(built: Built) -> list[Any]:
+    """Make the loggers of a config.
+
+    Raises:
+        Exit: A built-in one cannot be made; what a logger of the user's raises passes as it is.
+    """
+    from faststep.loggers import Csv, Progress, TensorBoard, WandB
+
+    run, logs = Path(built.options["run"]), built.logs
+    loggers: list[Any] = [Progress()]
+    try:  # those first that write nothing before their first record
+        loggers += [WandB(run, **logs["wandb"])] if logs["wandb"] is not None else []
+        loggers += [TensorBoard(run / "tensorboard")] if logs["tensorboard"] else []
+        loggers += [Csv(run / "steps.csv"), Csv(run / "validations.csv", "validation")] if logs["csv"] else []
+    except (ImportError, OSError, ValueError) as error:
+        raise Exit(str(error)) from None
+    return [*loggers, *(make() for make in built.loggers)]

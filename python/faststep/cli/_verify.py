@@ -65,7 +65,7 @@ def verify_resume(
 
 
 def _begin(config: Config, run: Path) -> Path:
-    from faststep.cli._train import save
+    from faststep.cli._saved import save
 
     return save(config.model_copy(update={"run": str(run)}))
 

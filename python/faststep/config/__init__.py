@@ -13,11 +13,12 @@ these bound to it); one that needs none is called, and what it returns is used.
 folder (`folder`); `run` is relative to the working directory.
 
 **Schedules** take `warmup` (steps) and `warmup_init` beside their own arguments; `decay_steps` of `cosine_decay` and
-`steps` of `linear_schedule` are, where they are left out, what is left of `train.steps`.
+`steps` of `linear_schedule` are, where they are left out, what is left of `train.steps` or `train.epochs`. Their
+lengths may be in epochs: `warmup: 1 epoch`.
 
 Files: `_yaml` and `_load` read, `_schema` has the sections, `_usage` who reads which key, `_kinds`, `_components` and
-`_find` find what is named (`_user_code`: the user's own), `_build` makes it. Uses `_step`, `metrics`, `recipes`, `data`
-and `_optional`.
+`_find` find what is named (`_user_code`: the user's own), `_build` makes it; `_reference` describes it all. Uses
+`_step`, `metrics`, `recipes`, `data`, `checkpoints` and `_optional`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,24 @@ need("yaml")
 
 from faststep.config._errors import ConfigError, Problem  # noqa: E402, behind the checks of what they need
 from faststep.config._load import load, validate  # noqa: E402
+from faststep.config._reference import reference, schema  # noqa: E402
 from faststep.config._schema import Component, Config  # noqa: E402
 
 if TYPE_CHECKING:
     from faststep.config._build import Built, build
 
-__all__ = ["Built", "Component", "Config", "ConfigError", "Problem", "build", "load", "validate"]
+__all__ = [
+    "Built",
+    "Component",
+    "Config",
+    "ConfigError",
+    "Problem",
+    "build",
+    "load",
+    "reference",
+    "schema",
+    "validate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,81 +1,76 @@
-"""The arguments of a component against the signature of what it uses."""
+"""The arguments of a component against the signature of what it uses: bound by `inspect`, typed by pydantic."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path as File
 from typing import Any
 
-from faststep.config._errors import short, unknown
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    File: "a path",
-}
-_PLAIN = (str, int, float, bool, type(None), list, dict)
+from faststep.config._errors import expected, short, unknown
+
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Return what a callable takes, annotations evaluated where they can be; None where it is unknown."""
+def signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a callable, annotations evaluated where they can be; None where it is unknown."""
     try:
-        return inspect.signature(target, eval_str=True).parameters
+        return inspect.signature(target, eval_str=True)
     except Exception:  # an annotation is the user's code, and may be anything
         try:
-            return inspect.signature(target).parameters
+            return inspect.signature(target)
         except (TypeError, ValueError):
             return None
 
 
-def missing(takes: Mapping[str, inspect.Parameter], given: Iterable[str]) -> list[str]:
+def missing(takes: inspect.Signature, given: Mapping[str, Any]) -> list[str]:
     """Return the names of parameters that must be given and are not."""
-    kinds = (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
-    required = [name for name, each in takes.items() if each.kind in kinds and each.default is each.empty]
-    return [name for name in required if name not in set(given)]
+    bound = takes.bind_partial(**{name: value for name, value in given.items() if _binds(takes, name)}).arguments
+    required = [each for each in takes.parameters.values() if each.default is each.empty]
+    return [each.name for each in required if each.kind not in _ANY_NUMBER and each.name not in bound]
 
 
-def is_open(takes: Mapping[str, inspect.Parameter]) -> bool:
+def is_open(takes: inspect.Signature) -> bool:
     """Whether it takes any number of positional arguments."""
-    return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in takes.values())
+    return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in takes.parameters.values())
 
 
-def complaints(takes: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def complaints(takes: inspect.Signature, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments that do not fit, each with what is wrong."""
-    names = [name for name, each in takes.items() if each.kind in _BY_NAME]
-    open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    names = [name for name, each in takes.parameters.items() if each.kind in _BY_NAME]
     for name, value in given.items():
-        if name not in names:
-            if not open_ended:
-                yield name, unknown(name, names)
-        elif not fits(value, takes[name].annotation):
-            yield name, f"expected {words(takes[name].annotation)}, got {short(value)}"
+        if not _binds(takes, name):
+            yield name, unknown(name, names)
+        elif (problem := converted(value, hint_of(takes, name))[1]) is not None:
+            yield name, problem
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may be given where a hint stands; components may, and hints of other things take all."""
-    if is_component(value) or not isinstance(value, _PLAIN):
-        return True
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, each) for each in inner)
-    if origin is typing.Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
-    if isinstance(hint, type) and hint in _WORDS:
-        if hint in (int, float) and isinstance(value, bool):
-            return False
-        return isinstance(value, int | float if hint is float else str if hint is File else hint)
-    if (origin or hint) in (list, Sequence):
-        return isinstance(value, list) and all(fits(each, inner[0]) for each in value if inner)
-    if (origin or hint) is Callable:
-        return callable(value)
-    return True
+def hint_of(takes: inspect.Signature, name: str) -> Any:
+    """Return the annotation of a parameter; that of `**options` for others; `Any` where there is none."""
+    rest = [each for each in takes.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    found = takes.parameters.get(name) or next(iter(rest), None)
+    return Any if found is None or found.annotation is found.empty else found.annotation
+
+
+def converted(value: Any, hint: Any) -> tuple[Any, str | None]:
+    """Return a plain value as a hint has it (a path of text, a tuple of a list), and what is wrong with it.
+
+    Components, and values where the hint is none that pydantic knows, are as they should be.
+    """
+    adapter = _adapter(hint)
+    if adapter is None or not _is_plain(value):
+        return value, None
+    try:
+        return adapter.validate_json(json.dumps(value), strict=True), None
+    except ValidationError as error:
+        found = {expected(each): each["input"] for each in error.errors()}
+        return value, f"expected {' or '.join(found)}, got {short(next(iter(found.values())))}"
 
 
 def is_component(value: Any) -> bool:
@@ -83,28 +78,38 @@ def is_component(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("use"), str)
 
 
-def words(hint: Any) -> str:
-    """Describe in words what a hint takes."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(words(each) for each in inner)
-    if origin is typing.Literal:
-        return " or ".join(short(each) for each in inner)
-    if (origin or hint) in (list, Sequence):
-        return f"a list, each {words(inner[0])}" if inner else "a list"
-    if (origin or hint) is Callable:
-        return "{use: ...}"
-    return _WORDS.get(hint, str(hint))
-
-
-def with_paths(value: Any, hint: Any, folder: File) -> Any:
-    """Turn text into a path below a folder where the hint asks for a `pathlib.Path`."""
-    inner = typing.get_args(hint)
-    if hint is File and isinstance(value, str):
+def below(value: Any, folder: File) -> Any:
+    """Put the paths in a value below a folder."""
+    if isinstance(value, File):
         return folder / value
-    if isinstance(value, list) and typing.get_origin(hint) in (list, Sequence):
-        return [with_paths(each, inner[0], folder) for each in value]
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        changed = [with_paths(value, each, folder) for each in inner]
-        return next((each for each in changed if each is not value and each != value), value)
-    return value
+    if isinstance(value, list | tuple):
+        return type(value)(below(each, folder) for each in value)
+    return {key: below(each, folder) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _binds(takes: inspect.Signature, name: str) -> bool:
+    try:
+        takes.bind_partial(**{name: None})
+    except TypeError:
+        return False
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return not is_component(value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+    try:
+        return _made(hint)
+    except (PydanticUserError, TypeError, NameError, RecursionError):  # no schema, not hashable, names not there
+        return None
+
+
+@functools.lru_cache(maxsize=1000)
+def _made(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)

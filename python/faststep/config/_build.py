@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from mlx.utils import tree_flatten
 
 from faststep import recipes
 from faststep._step import Step
+from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.config._components import Part, Parts
 from faststep.config._errors import ConfigError, Path
 from faststep.config._find import find_all
-from faststep.config._optimizers import Choice
+from faststep.config._optimizers import Choice, find_optimizers
 from faststep.config._schema import Config
 from faststep.config._usage import Usage
 from faststep.metrics import LossWithMetrics
@@ -80,12 +82,12 @@ def build(config: Config) -> Built:
     _seed(usage.top["seed"])
     blame = Blame(config)
     model = _model(found["model"].make(), usage, blame)
-    optimizer = _optimizer(found["optimizers"], model, blame)
+    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame)
+    optimizer = _optimizer(_choices(parts, usage, loader), model, blame)
     loss_fn = found["loss"].make()
     if metrics := {name: part.make() for name, part in found["metrics"].items()}:
         loss_fn = LossWithMetrics(loss_fn, metrics, weighted=usage.step["weighted"])
     step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage)))
-    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame)
     validation = _loader(found, "validation", usage.validation, blame) if usage.validates else None
     callbacks = [each.make() for each in found["callbacks"]]
     loggers = [each.make for each in found["loggers"]]
@@ -128,7 +130,7 @@ def _seed(seed: int) -> None:
 def _model(model: nn.Module, usage: Usage, blame: Blame) -> nn.Module:
     top, folder = usage.top, File(usage.top["folder"])
     if top["weights"] is not None:
-        blame(("weights",), lambda: recipes.load_weights(model, folder / top["weights"]))
+        blame(("weights",), lambda: _load_weights(model, folder / top["weights"]))
     if usage.quantize:
         blame(("quantize",), lambda: recipes.quantize(model, **usage.quantize))
     if top.get("frozen"):
@@ -142,6 +144,34 @@ def _model(model: nn.Module, usage: Usage, blame: Blame) -> nn.Module:
         raise ConfigError([blame.config.source.problem((key,), "nothing in the model is left to train")])
     mx.eval(model.parameters())
     return model
+
+
+def _load_weights(model: nn.Module, path: File) -> None:
+    """Load a file of weights, those of a checkpoint, or those of a run's newest valid one."""
+    if not path.is_dir():
+        return recipes.load_weights(model, path)
+    inside = path / "checkpoints"
+    try:
+        of_run = Checkpoints(inside if inside.is_dir() else path).list()
+        found = of_run if of_run or not path.name.startswith("step-") else [Checkpoint.at(path)]
+        valid = [each for each in found if each.problem is None]
+        if not valid:
+            raise ValueError(f"expected a run or a checkpoint, found none that is valid in {path}")
+        recipes.load_weights(model, valid[-1].path, valid[-1].weights())
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+
+
+def _choices(parts: Parts, usage: Usage, loader: Loader) -> list[Choice]:
+    """Find the optimizers again, now that the length of an epoch is known."""
+    try:
+        epoch = math.ceil(len(loader) / usage.step["accumulate"])
+    except TypeError:  # an iterable has as many items as it gives
+        epoch = None
+    choices = find_optimizers(parts, usage.top["optimizer"], usage.steps(epoch), epoch)
+    if parts.problems:
+        raise ConfigError(parts.problems)
+    return choices
 
 
 def _optimizer(choices: list[Choice], model: nn.Module, blame: Blame) -> Optimizer:

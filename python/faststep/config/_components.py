@@ -69,7 +69,7 @@ class Part:
         """Whether the target itself is the function that is wanted: it still needs what it is to be called with."""
         if not self.users or not self.kind.function or inspect.isclass(self.target) or not callable(self.target):
             return False
-        takes = _arguments.parameters(self.target)
+        takes = _arguments.signature(self.target)
         return takes is None or _arguments.is_open(takes) or bool(_arguments.missing(takes, self.arguments))
 
 
@@ -141,22 +141,24 @@ class Parts:
             for name in part.arguments:
                 self.refuse((*part.path, name), f"{part.target!r:.60} takes no arguments")
             return
-        takes = _arguments.parameters(part.target) or {}
-        bad = dict(_arguments.complaints(takes, part.arguments)) if takes else {}
+        takes = _arguments.signature(part.target)
+        if takes is None:
+            part.arguments = {name: self._inside(each, part, name) for name, each in part.arguments.items()}
+            return
+        bad = dict(_arguments.complaints(takes, part.arguments))
         for name, message in bad.items():
             self.refuse((*part.path, name), message)
         for name in _arguments.missing(takes, part.arguments):
             if not part.is_function:
                 self.refuse((*part.path, name), "missing")
         for name in part.arguments.keys() - bad.keys():
-            value = self._inside(part.arguments[name], part.kind, (*part.path, name))
-            hint = takes[name].annotation if name in takes else None
-            part.arguments[name] = _arguments.with_paths(value, hint, self.folder)
+            value, _ = _arguments.converted(part.arguments[name], _arguments.hint_of(takes, name))
+            part.arguments[name] = _arguments.below(self._inside(value, part, name), self.folder)
 
-    def _inside(self, value: Any, kind: Kind, path: Path) -> Any:
+    def _inside(self, value: Any, part: Part, *keys: str | int) -> Any:
         """Find the components among the arguments of another."""
         if _arguments.is_component(value):
-            return self.find(Component.model_validate(value), kind, path)
+            return self.find(Component.model_validate(value), part.kind, (*part.path, *keys))
         if isinstance(value, list):
-            return [self._inside(each, kind, (*path, i)) for i, each in enumerate(value)]
+            return [self._inside(each, part, *keys, i) for i, each in enumerate(value)]
         return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,40 @@ class Source:
         """Return a problem with the place of its key, or of the nearest key around it."""
         around = (path[:length] for length in range(len(path), -1, -1))
         return Problem(path, message, next((self.places[keys] for keys in around if keys in self.places), ""))
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+    "greater_than_equal": "a number from {ge} on",
+    "greater_than": "a number above {gt}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number up to {le}",
+    "literal_error": "{expected}",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+    "callable_type": "{{use: ...}}",
+    "none_required": "null",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "string_pattern_mismatch": "text of the form {pattern}",
+}
+
+
+def expected(error: Mapping[str, Any]) -> str:
+    """Say in words what one of pydantic's errors expected."""
+    context = error.get("ctx", {})
+    if error["type"] == "value_error":  # of a validator of ours
+        return str(context["error"])
+    return _EXPECTED.get(error["type"], "").format(**context) or str(error["msg"])
 
 
 def dotted(path: Path) -> str:

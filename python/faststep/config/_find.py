@@ -9,6 +9,8 @@ from faststep.config._components import Part, Parts
 from faststep.config._optimizers import find_optimizers
 from faststep.config._usage import Usage
 
+SOME = 10**6  # steps of an epoch, as long as the data have not been made
+
 
 def find_all(parts: Parts, usage: Usage) -> dict[str, Any]:
     """Find all components.
@@ -19,13 +21,14 @@ def find_all(parts: Parts, usage: Usage) -> dict[str, Any]:
 
     Returns:
         Parts by name: model, loss, metrics (by name), train, validation, collate, optimizers (pairs of part and
-        patterns), callbacks, loggers. None stands for one that was not given or has a problem.
+        patterns), callbacks, loggers. None stands for one that was not given or has a problem. Lengths of schedules
+        that depend on the data's are provisional: `find_optimizers` is called again when that is known.
     """
     found: dict[str, Any] = {
         "model": parts.find(usage.top["model"], _kinds.MODEL, ("model",)),
         "loss": _loss(parts, usage),
         "metrics": {name: parts.find(each, _kinds.METRIC, ("metrics", name)) for name, each in usage.metrics.items()},
-        "optimizers": find_optimizers(parts, usage.top["optimizer"], usage.trainer["steps"]),
+        "optimizers": find_optimizers(parts, usage.top["optimizer"], usage.steps(SOME), SOME),
     }
     for name, component in usage.components.items():
         kind = _kinds.COLLATE if name == "collate" else _kinds.DATASET
@@ -44,7 +47,8 @@ def _loss(parts: Parts, usage: Usage) -> Part | None:
         part.arguments["outputs"] = True
     if not usage.step["weighted"]:
         return part
-    if "weighted" in (_arguments.parameters(part.target) or {}):
+    takes = _arguments.signature(part.target)
+    if takes is not None and "weighted" in takes.parameters:
         part.arguments["weighted"] = True
     else:
         parts.refuse(("step", "weighted"), f"expected a loss that gives its weight, got {usage.top['loss'].use}")

@@ -12,31 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from faststep.config._components import Parts
-from faststep.config._errors import ConfigError, Path, Problem, Source, short, unknown
+from faststep.config._errors import ConfigError, Path, Problem, Source, expected, short, unknown
 from faststep.config._find import find_all
 from faststep.config._schema import ONE, SEVERAL, Config
 from faststep.config._usage import Usage
 from faststep.config._yaml import override, read
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-    "finite_number": "a finite number",
-    "greater_than_equal": "a number from {ge} on",
-    "greater_than": "a number above {gt}",
-    "less_than": "a number below {lt}",
-    "less_than_equal": "a number up to {le}",
-    "literal_error": "{expected}",
-    "string_too_short": "text that is not empty",
-    "too_short": "a list that is not empty",
-}
 
 
 def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
@@ -136,10 +116,10 @@ def _problem(error: Mapping[str, Any], source: Source) -> Problem:
         return source.problem(path, unknown(path[-1], _section(path[:-1])))
     if kind == "missing":
         return source.problem(path, "missing")
-    expected = _EXPECTED.get(kind, "").format(**error.get("ctx", {}))
+    wanted = expected(error)
     if error.get("ctx", {}).get("class_name") == "Component" and isinstance(given, str):
-        expected += f" such as {{use: {short(given)}}}"
-    return source.problem(path, f"expected {expected}, got {short(given)}" if expected else error["msg"])
+        wanted += f" such as {{use: {short(given)}}}"
+    return source.problem(path, f"expected {wanted}, got {short(given)}")
 
 
 def _section(path: Path) -> Iterable[str]:

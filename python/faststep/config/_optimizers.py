@@ -10,6 +10,7 @@ from faststep.config._components import Part, Parts
 from faststep.config._errors import Path, short
 from faststep.config._kinds import OPTIMIZER, SCHEDULE
 from faststep.config._schema import Component
+from faststep.data import epochs_of
 
 _REFUSED = object()  # in the place of a schedule whose problems have been noted
 _LENGTHS = {"cosine_decay": "decay_steps", "linear_schedule": "steps"}
@@ -23,17 +24,22 @@ class Choice:
     patterns: list[str]
 
 
-def find_optimizers(parts: Parts, optimizer: Component | list[Component], steps: int | None) -> list[Choice]:
-    """Find one optimizer or several, `steps` being how long the training is, where that is known."""
+def find_optimizers(
+    parts: Parts, optimizer: Component | list[Component], steps: int | None, epoch: int | None
+) -> list[Choice]:
+    """Find one optimizer or several, for a training of so many steps, and so many of an epoch, where that is known."""
     if isinstance(optimizer, Component):
-        return [_find(parts, optimizer, ("optimizer",), steps, named=False)]
+        return [_find(parts, optimizer, ("optimizer",), steps, epoch, named=False)]
     paths: list[Path] = [("optimizer", i) for i in range(len(optimizer))]
     return [
-        _find(parts, each, path, steps, named=path != paths[-1]) for each, path in zip(optimizer, paths, strict=True)
+        _find(parts, each, path, steps, epoch, named=path != paths[-1])
+        for each, path in zip(optimizer, paths, strict=True)
     ]
 
 
-def _find(parts: Parts, component: Component, path: Path, steps: int | None, *, named: bool) -> Choice:
+def _find(
+    parts: Parts, component: Component, path: Path, steps: int | None, epoch: int | None, *, named: bool
+) -> Choice:
     arguments = dict(component.arguments)
     patterns = arguments.pop("parameters", [])
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -46,10 +52,26 @@ def _find(parts: Parts, component: Component, path: Path, steps: int | None, *, 
         parts.refuse((*path, "parameters"), "the only or last optimizer takes what is left, it has no patterns")
     schedule = arguments.get("learning_rate")
     if _arguments.is_component(schedule):
-        inside = Component.model_validate(schedule)
-        found = find_schedule(parts, inside, (*path, "learning_rate"), steps)
+        place = (*path, "learning_rate")
+        inside = Component.model_validate(_in_steps(parts, schedule, place, epoch))
+        found = find_schedule(parts, inside, place, steps)
         arguments["learning_rate"] = _REFUSED if found is None else found
     return Choice(parts.find(component, OPTIMIZER, path, arguments), patterns)
+
+
+def _in_steps(parts: Parts, value: Any, path: Path, epoch: int | None) -> Any:
+    """Turn lengths in epochs, within a schedule, into steps."""
+    if isinstance(value, dict):
+        return {key: _in_steps(parts, each, (*path, key), epoch) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_in_steps(parts, each, (*path, i), epoch) for i, each in enumerate(value)]
+    epochs = epochs_of(value)
+    if epochs is None:
+        return value
+    if epoch is None:
+        parts.refuse(path, f"expected a number of steps, got {short(value)}: the data have no length")
+        return epochs
+    return epochs * epoch
 
 
 def find_schedule(parts: Parts, component: Component, path: Path, steps: int | None) -> Part | None:
@@ -68,7 +90,7 @@ def find_schedule(parts: Parts, component: Component, path: Path, steps: int | N
         return None
     if warmup is None and "warmup_init" in component.arguments:
         parts.refuse((*path, "warmup_init"), "set, but nothing reads it: there is no warmup")
-    elif not _arguments.fits(init, float):
+    elif _arguments.converted(init, float)[1] is not None:
         parts.refuse((*path, "warmup_init"), f"expected a number, got {short(init)}")
     left = None if steps is None else steps - (warmup or 0)
     if component.use == "join_schedules":
@@ -107,7 +129,10 @@ def _join(parts: Parts, arguments: dict[str, Any], path: Path, steps: int | None
 def _fill(parts: Parts, arguments: dict[str, Any], path: Path, left: int | None) -> bool:
     """Set the length of a schedule to what is left of the training."""
     if left is None:
-        parts.refuse(path, "missing: it is what is left of train.steps, which is not set")
+        parts.refuse(
+            path,
+            "missing: it is what is left of train.steps or train.epochs; neither is set, or the data have no length",
+        )
         return False
     arguments[str(path[-1])] = max(1, left)  # the training may end before it begins
     return True

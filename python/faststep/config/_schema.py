@@ -6,13 +6,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    Tag,
+    WithJsonSchema,
+    create_model,
+)
 
 from faststep._step import Options
 from faststep.config._errors import Source
 from faststep.config._section import Section
 from faststep.config._usage import Usage
 from faststep.config._yaml import write
+from faststep.data import epochs_of, seconds_of
 
 ONE, SEVERAL = "(one)", "(several)"  # pydantic puts a union's tag into the path of an error
 
@@ -21,6 +32,26 @@ Positive = Annotated[int, Field(ge=1)]
 Limit = Annotated[float, Field(ge=0)]
 Pattern = Annotated[str, Field(min_length=1)]
 Patterns = list[Pattern]
+
+
+def _cadence(value: Any) -> int | str:
+    if (type(value) is int and value >= 0) or epochs_of(value) is not None:
+        return value  # type: ignore[no-any-return]
+    raise ValueError("a whole number of steps from 0 on, or a number of epochs such as '1 epoch'")
+
+
+def _time(value: Any) -> float | str:
+    if seconds_of(value) is not None:
+        return value  # type: ignore[no-any-return]
+    raise ValueError("a number of seconds above 0, or a time such as '90s', '45m', '1.5h' or '2d'")
+
+
+_STEPS_OR_EPOCHS = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[1-9][0-9]* epochs?$"}]
+}
+_TIMES = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)? ?[smhd]$"}
+Cadence = Annotated[Any, PlainValidator(_cadence), WithJsonSchema(_STEPS_OR_EPOCHS)]
+Time = Annotated[Any, PlainValidator(_time), WithJsonSchema({"anyOf": [{"type": "number"}, _TIMES]})]
 
 
 class Component(BaseModel):
@@ -101,26 +132,32 @@ class Step(_Options):
 
 
 class Train(Section):
-    """The length of the training and the intervals of its events; `*_every` count steps."""
+    """The length of the training and the intervals of its events; `*_every` count steps.
+
+    `validate_every` may be a number of epochs (`1 epoch`), and 0: at the end only. `max_time` is the time of training
+    in all, in seconds or as `90m`.
+    """
 
     steps: Positive | None = None
     epochs: Positive | None = None
+    max_time: Time | None = None
     log_every: Positive = 20
-    validate_every: Positive = 100
+    validate_every: Cadence = 100
+    validate_at_start: bool = False
     validation_batches: Positive | None = None
     monitor: Annotated[str, Field(min_length=1)] = "val/loss"
     mode: Literal["min", "max"] | None = None
     patience: Positive | None = None
     min_delta: Limit = 0.0
-    stop_after_bad: Positive = 10
+    stop_after_bad: Count = 10
     update_ratio_every: Count = 0
     memory_limit: Positive | None = None
 
 
 class Checkpoints(Section):
-    """The interval of checkpoints in steps, and the rules by which they are kept."""
+    """The interval of checkpoints in steps or epochs (`1 epoch`), 0: at the end; and the rules by which they stay."""
 
-    every: Positive = 200
+    every: Cadence = 200
     keep_last: Positive = 3
     keep_best: Count = 1
 
@@ -149,6 +186,8 @@ class Config(Section):
     Attributes:
         run: The folder of the run, relative to the working directory.
         folder: What `file.py:attribute` and files of data and weights are relative to: the config's folder.
+        weights: What the model begins with: a safetensors file; or a run or one of its checkpoints, of which nothing
+            but the weights is taken.
         metrics: What is measured beside the loss, by name; None: the accuracy with `cross_entropy`, the perplexity with
             `next_token`.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 from faststep.config._errors import Path, Problem, Source
 from faststep.config._section import Section
+from faststep.data import seconds_of
 from faststep.metrics import direction
 from faststep.recipes import METRICS
 
@@ -43,8 +44,9 @@ class Usage:
             if path[-1] in section.model_fields_set:
                 reason = self._reasons.get(path, "it has no effect here")
                 found.append(source.problem(path, f"set, but nothing reads it: {reason}"))
-        if self.trainer["steps"] is None and self.trainer["epochs"] is None:
-            found.append(source.problem(("train",), "expected steps or epochs, got neither: when is it to end?"))
+        if all(self.trainer[name] is None for name in ("steps", "epochs", "max_time")):
+            message = "expected steps, epochs or max_time, got none of them: when is it to end?"
+            found.append(source.problem(("train",), message))
         if self.validates:
             try:
                 direction(self.trainer["monitor"], self.trainer["mode"])
@@ -102,8 +104,10 @@ class Usage:
         self.step |= self._take("step", "max_traces", self.step["compile"], "without compile there are no traces")
 
     def _trainer(self) -> None:
-        self.trainer = self._take("train", "steps epochs log_every stop_after_bad update_ratio_every memory_limit")
-        keys = "validate_every validation_batches monitor mode patience"
+        self.trainer = self._take(
+            "train", "steps epochs max_time log_every stop_after_bad update_ratio_every memory_limit"
+        )
+        keys = "validate_every validate_at_start validation_batches monitor mode patience"
         self.trainer |= self._take("train", keys, self.validates, _NO_VALIDATION)
         stops = self.trainer.get("patience") is not None
         self.trainer |= self._take("train", "min_delta", stops, "train.patience is not set")
@@ -111,6 +115,14 @@ class Usage:
         kept |= self._take("checkpoints", "keep_best", self.validates, _NO_VALIDATION)
         self.trainer |= {"checkpoint_every" if key == "every" else key: value for key, value in kept.items()}
         self.trainer["run"] = self.top["run"]
+        self.trainer["max_time"] = seconds_of(self.trainer["max_time"])
+
+    def steps(self, epoch: int | None) -> int | None:
+        """Return how many steps the training has, where that is known, of so many steps an epoch."""
+        ends = [self.trainer["steps"]]
+        if epoch is not None and self.trainer["epochs"] is not None:
+            ends.append(self.trainer["epochs"] * epoch)
+        return min((each for each in ends if each is not None), default=None)
 
 
 def _keys(section: Section, path: Path = ()) -> Iterator[Path]:

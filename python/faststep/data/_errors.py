@@ -30,3 +30,7 @@ class about:
             with contextlib.suppress(AttributeError, TypeError):
                 note = f"faststep.data: {' '.join(map(str, self.what))}"
                 error.__notes__ = [note]  # type: ignore[attr-defined, unused-ignore]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by `Loader.on_wait` to end a loop that waits for a worker; the place in the data is that before it."""

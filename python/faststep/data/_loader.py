@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -44,8 +44,10 @@ class Loader:
     **Workers.** Threads that read items and collate them; batches come in the same order as without. They help where
     that work lets the GIL go: files, network, decoding, large numpy operations. A source must bear being read by
     several threads; an iterable is read by one. Leave `mx.random` alone in items and collate: its state is each
-    thread's own. An item or collate may make MLX arrays: they are evaluated in the thread that made them. One that
-    waits for another thread (an array that the dataset holds and never evaluated) is an error that names it.
+    thread's own. One that draws from `random` or `numpy.random` is refused: threads draw in another order each time;
+    a generator of the item's own, `numpy.random.default_rng([seed, epoch, index])`, resumes exactly. An item or collate
+    may make MLX arrays: they are evaluated in the thread that made them. One that waits for another thread (an array
+    that the dataset holds and never evaluated) is an error that names it.
 
     **Ranks.** Each rank makes a loader with its `rank` and the same other arguments. A round takes the next
     `world_size * batch_size` items, rank r the r-th part of it, so all ranks together see the batches that one process
@@ -80,7 +82,11 @@ class Loader:
     Attributes:
         batch_size: As given.
         workers: As given.
+        on_wait: Called four times a second while a worker is waited for, with the seconds so far; None: nothing. It may
+            raise `faststep.data.Interrupted`, which ends the loop at once, whatever the worker is doing.
     """
+
+    on_wait: Callable[[float], object] | None = None
 
     def __init__(
         self,
@@ -254,7 +260,7 @@ class Loader:
         last = before = time.perf_counter()
         run = self._run = self._begin()
         try:
-            while (taken := run.take()) is not None:
+            while (taken := run.take(self.on_wait)) is not None:
                 task, made = taken
                 now = time.perf_counter()
                 self._count(made, now - before, now - last)
@@ -287,8 +293,9 @@ class Loader:
                     "whose __iter__ starts again, such as a list or a class with a generator as its __iter__"
                 )
             tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()
-        self._begun = True
-        return Pipeline(tasks, self._make, self.workers, self._prefetch, reads=isinstance(source, Stream))
+        first, self._begun = not self._begun, True
+        reads = isinstance(source, Stream)
+        return Pipeline(tasks, self._make, self.workers, self._prefetch, reads=reads, first=first)
 
     def _planned(self, source: Items, epoch: int) -> Epoch:
         """Return the plan of an epoch; once it has begun its length stays."""

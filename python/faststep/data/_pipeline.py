@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 
 from faststep.data._by_length import Made
+from faststep.data._draws import States, refuse_draws, states
 from faststep.data._epoch import Task
 from faststep.data._workers import Workers
 
 Result = tuple[Task, Made] | None  # None: no task is left
+LOOK_SECONDS = 0.25  # while a worker is waited for
 Make = Callable[[Task, Callable[[], None]], Made]
 
 
@@ -21,7 +24,9 @@ class Pipeline:
     plan need no reading. At most `workers + prefetch` batches are being made or ready.
     """
 
-    def __init__(self, tasks: Iterator[Task], make: Make, workers: int, prefetch: int, *, reads: bool) -> None:
+    def __init__(
+        self, tasks: Iterator[Task], make: Make, workers: int, prefetch: int, *, reads: bool, first: bool
+    ) -> None:
         """Start the threads, if there are any, and their work.
 
         Args:
@@ -30,6 +35,8 @@ class Pipeline:
             workers: Threads; 0 for none.
             prefetch: Batches that are ready ahead.
             reads: Whether to go on in `tasks` is work that waits for something.
+            first: Whether no batch has been made before: workers then make the first one alone, while the caller waits
+                for it, so that what it draws from the process's random states is seen, and refused.
         """
         self.tasks, self.make = tasks, make
         self.closed = False
@@ -39,11 +46,16 @@ class Pipeline:
             self.pools.append(Workers(workers, "worker"))
             if reads:
                 self.pools.append(Workers(1, "reader"))
-            for _ in range(workers + prefetch):
-                self._submit()
+            self.ahead = workers + prefetch
+            self._submit(states() if first else None)
+            if not first:
+                self._fill()
 
-    def take(self) -> Result:
+    def take(self, on_wait: Callable[[float], object] | None = None) -> Result:
         """Return the next batch with its task, when it is ready; None at the end.
+
+        Args:
+            on_wait: Called every `LOOK_SECONDS` while a worker is waited for, with the seconds so far; it may raise.
 
         Raises:
             RuntimeError: The loop was closed.
@@ -54,9 +66,9 @@ class Pipeline:
         if not self.pools:
             task = next(self.tasks, None)
             return None if task is None else (task, self.make(task, _go_on))
-        result = self.ready.popleft().result()
+        result = _wait(self.ready.popleft(), on_wait)
         if result is not None:
-            self._submit()
+            self._fill()
         return result
 
     def close(self, *, wait: bool = True) -> None:
@@ -72,8 +84,12 @@ class Pipeline:
             pool.join()
         self.ready.clear()
 
-    def _submit(self) -> None:
-        """Submit one batch more to the workers."""
+    def _fill(self) -> None:
+        while len(self.ready) < self.ahead:
+            self._submit()
+
+    def _submit(self, before: States | None = None) -> None:
+        """Submit one batch more to the workers; with random states, refuse what it draws from them."""
         workers, *readers = self.pools
         stopped, tasks, make = workers.stopped, self.tasks, self.make
         read = readers[0].submit(lambda: next(tasks, None)).result if readers else None
@@ -85,9 +101,19 @@ class Pipeline:
 
         def job() -> Result:
             mine = read() if read else task
-            return None if mine is None else (mine, make(mine, go_on))
+            made = None if mine is None else (mine, make(mine, go_on))
+            if before is not None:
+                refuse_draws(before)
+            return made
 
         self.ready.append(workers.submit(job))
+
+
+def _wait(future: Future[Result], on_wait: Callable[[float], object] | None) -> Result:
+    began = time.monotonic()
+    while on_wait is not None and not wait([future], LOOK_SECONDS).done:
+        on_wait(time.monotonic() - began)
+    return future.result()
 
 
 def _go_on() -> None:

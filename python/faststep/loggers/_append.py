@@ -17,10 +17,26 @@ class Appender:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._file = -1
+        self.open()
+
+    def open(self) -> None:
+        """Open the file, if it is closed.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        if self._file >= 0:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.size = os.fstat(self._file).st_size
         self.torn = self.size > 0 and os.pread(self._file, 1, self.size - 1) != b"\n"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._file < 0
 
     def write(self, data: bytes) -> None:
         """Append.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from faststep._files import replacing
 from faststep._records import Record, plain
 from faststep.loggers._append import Appender
 
@@ -53,6 +54,9 @@ class Csv:
         if self.path.exists():
             self._mend()
         self._file = Appender(path)
+        self._head()
+
+    def _head(self) -> None:
         if self._file.size == 0:
             self._file.write(_row(self._columns))
 
@@ -71,8 +75,11 @@ class Csv:
 
         Raises:
             OSError: It could not be written; the file is as it was.
-            ValueError: The logger is closed.
+            ValueError: The logger is closed, and no start of a training has opened it again.
         """
+        if record["kind"] == "start" and self._file.closed:
+            self._file.open()
+            self._head()
         if record["kind"] != self._kind:
             return
         own = COLUMNS[self._kind]
@@ -87,14 +94,10 @@ class Csv:
         """Add columns."""
         self._file.write(b"")  # raises where it is closed
         lines = self.path.read_bytes().splitlines(keepends=True)
-        wide = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         columns = [*self._columns, *new]
-        try:
-            rest = (line.rstrip(b"\n") + b"," * len(new) + b"\n" for line in lines[1:])
-            wide.write_bytes(_row(columns) + b"".join(rest))
-            wide.replace(self.path)
-        finally:
-            wide.unlink(missing_ok=True)
+        rest = (line.rstrip(b"\n") + b"," * len(new) + b"\n" for line in lines[1:])
+        with replacing(self.path) as wide:
+            wide.write(_row(columns) + b"".join(rest))
         self._file.close()
         self._file, self._columns = Appender(self.path), columns
 

@@ -42,8 +42,10 @@ class JsonLines:
 
         Raises:
             OSError: It could not be written; the file is as it was.
-            ValueError: The logger is closed.
+            ValueError: The logger is closed, and the record is no start of a training, which opens it again.
         """
+        if record["kind"] == "start":
+            self._file.open()
         line = dumps(record) + "\n"
         self._file.write(("\n" + line if self._file.torn else line).encode("ascii"))
         self._file.torn = False

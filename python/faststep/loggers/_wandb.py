@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from faststep._files import write_text
 from faststep._optional import need
 from faststep._records import Record, plain
 from faststep.loggers._scalars import scalars
@@ -29,7 +30,7 @@ class WandB:
         try:
             self._wandb = need("wandb")
         except ImportError as error:
-            raise ImportError(f"WandB needs wandb, which no extra installs: pip install wandb ({error})") from error
+            raise ImportError("WandB needs wandb, which no extra installs: pip install wandb") from error
         self._run: Any = None
 
     def log(self, record: Record) -> None:
@@ -51,7 +52,7 @@ class WandB:
         self._run = self._wandb.init(config=plain(record.get("config") or {}), **options)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        write_text(kept, f"{self._run.id}\n")
 
     def close(self) -> None:
         """End the run."""

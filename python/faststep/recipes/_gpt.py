@@ -35,6 +35,13 @@ class Block(nn.Module):
         return self.out(mixed.transpose(0, 2, 1, 3).reshape(batch, seq, width))
 
 
+def _rows(embedding: nn.Embedding, indices: mx.array) -> mx.array:
+    """Look rows up; NaN where there is none, since MLX would read past the end."""
+    count = embedding.weight.shape[0]
+    inside = (indices.astype(mx.int32) >= -count) & (indices.astype(mx.int32) < count)
+    return mx.where(inside[..., None], embedding(mx.where(inside, indices, 0)), mx.nan)
+
+
 class GPT(nn.Module):
     """A decoder over tokens, bytes by default, with learned positions and its output tied to its embedding.
 
@@ -104,9 +111,15 @@ class GPT(nn.Module):
         return weight
 
     def hidden(self, tokens: mx.array, positions: mx.array | None = None, segments: mx.array | None = None) -> mx.array:
-        """Map tokens to what the last layer gets, floating point [batch, seq, width]."""
-        seq = tokens.shape[1]
-        x = self.embedding(tokens) + self.positions(mx.arange(seq) if positions is None else positions)
+        """Map tokens to what the last layer gets, floating point [batch, seq, width].
+
+        Raises:
+            ValueError: The sequences are longer than `context`.
+        """
+        seq, context = tokens.shape[1], self.positions.weight.shape[0]
+        if positions is None and seq > context:
+            raise ValueError(f"tokens: expected sequences of at most {context} (context), got {seq}")
+        x = _rows(self.embedding, tokens) + _rows(self.positions, mx.arange(seq) if positions is None else positions)
         mask: mx.array | str = "causal"
         if segments is not None:
             same = segments[:, None, :, None] == segments[:, None, None, :]  # [batch, 1, seq, seq]

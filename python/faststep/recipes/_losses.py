@@ -1,15 +1,20 @@
-"""Losses of a model's outputs: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them."""
+"""Losses of a model's outputs: `loss(model, *batch)`, as `nn.value_and_grad` and `faststep.Step` take them.
+
+A label that is none of the model's outputs makes a loss minus infinity, on the device, where MLX would read past the
+end of an array. The batch is skipped then, and the loss's `explain` tells the trainer why.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from faststep.losses import linear_cross_entropy
+from faststep.losses import Reduction, linear_cross_entropy
 
 Loss = Callable[..., Any]
 
@@ -56,9 +61,10 @@ def next_token(
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
         hidden = model.hidden(tokens, **places)
         mean = linear_cross_entropy(hidden, model.head, targets, token_weights=weights, ignore_index=ignore_index)
+        mean = mx.where(((weights != 0) & ~_inside(targets, model.head.shape[0])).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 
-    return loss
+    return _explained(loss)
 
 
 def cross_entropy(
@@ -79,7 +85,7 @@ def cross_entropy(
         logits = model(x)
         return _with(_mean_cross_entropy(logits, y, mask, ignore_index, weighted, label_smoothing), logits, outputs)
 
-    return loss
+    return _explained(loss)
 
 
 def mse(*, outputs: bool = False) -> Loss:
@@ -112,13 +118,44 @@ def _mean_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Average over the targets that count; 0 where none does."""
-    counts = targets != ignore_index
-    labels = mx.where(counts, targets, 0)
+    targets = targets.astype(mx.int32)  # of uint8, -100 is a label
+    counts, inside = targets != ignore_index, _inside(targets, logits.shape[-1])
+    labels = mx.where(counts & inside, targets, 0)
     losses = nn.losses.cross_entropy(logits.astype(mx.float32), labels, label_smoothing=label_smoothing)
     weights = counts.astype(mx.float32) if mask is None else counts * mask.astype(mx.float32)
     total = weights.sum()
     mean = (losses * weights).sum() / mx.maximum(total, 1e-9)
+    mean = mx.where(((weights != 0) & ~inside).any(), -mx.inf, mean)
     return (mean, total) if weighted else mean
+
+
+def _inside(labels: mx.array, classes: int) -> mx.array:
+    return (labels >= 0) & (labels < classes)
+
+
+def _explained(loss: Loss) -> Loss:
+    """Give a loss over labels its words for a batch that was skipped."""
+    loss.explain = _explain  # type: ignore[attr-defined]
+    return loss
+
+
+def _explain(value: float, *batch: Any, **named: Any) -> str | None:
+    """Say why the loss of a batch has this value, where it is for a label that is none of the model's outputs."""
+    if value != -math.inf:
+        return None
+    arrays = [each for each in (*batch, *named.values()) if isinstance(each, mx.array)]
+    integers = [each for each in arrays if mx.issubdtype(each.dtype, mx.integer) and each.size]
+    ranges = " and ".join(f"{each.min().item()} to {each.max().item()}" for each in integers)
+    return (
+        "a label is out of range: expected whole numbers from 0 to one less than the model's outputs, or ignore_index, "
+        f"got a batch of integers from {ranges}"
+    )
+
+
+def _nll_loss(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: Reduction = "mean") -> mx.array:
+    inside = _inside(targets, inputs.shape[axis])
+    loss = nn.losses.nll_loss(inputs, mx.where(inside, targets, 0), axis, reduction)
+    return mx.where(inside.all(), loss, -mx.inf)
 
 
 def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
@@ -129,12 +166,18 @@ def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
             found = model(x)
             return _with(function(found, y, **{"reduction": "mean", **options}), found, outputs)
 
-        return loss
+        return _explained(loss) if function is _nll_loss else loss
 
     options = list(inspect.signature(function).parameters.values())[2:]
-    plain = [each.replace(kind=each.KEYWORD_ONLY) for each in options if each.name != "weights"]
+    defaults = {each.name: each.default for each in options if each.name != "weights"} | {"reduction": "mean"}
+    plain = [
+        each.replace(kind=each.KEYWORD_ONLY, default=defaults[each.name]) for each in options if each.name in defaults
+    ]
     plain.append(inspect.Parameter("outputs", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool"))
     make.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
+    make.__doc__ = (
+        f"Make `mlx.nn.losses.{function.__name__.removeprefix('_')}` of `model(x)` and `y`, the mean by default."
+    )
     return make
 
 
@@ -146,7 +189,6 @@ _OF_OUTPUTS = (
     "l1_loss",
     "log_cosh_loss",
     "mse_loss",
-    "nll_loss",
     "smooth_l1_loss",
 )
 LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
@@ -154,5 +196,6 @@ LOSSES: dict[str, Callable[..., Loss]] = {  # each makes a loss
     "cross_entropy": cross_entropy,
     "mse": mse,
     **{name: _of_outputs(getattr(nn.losses, name)) for name in _OF_OUTPUTS},
+    "nll_loss": _of_outputs(_nll_loss),
 }
 METRICS = {"cross_entropy": "accuracy", "next_token": "perplexity"}  # of a loss, unless others are given

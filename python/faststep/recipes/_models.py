@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -82,21 +82,18 @@ def quantize(model: nn.Module, bits: int = 4, group_size: int = 64, modules: Seq
     nn.quantize(model, group_size, bits, class_predicate=lambda path, _: path in chosen)
 
 
-def load_weights(model: nn.Module, file: str | os.PathLike[str]) -> None:
+def load_weights(model: nn.Module, file: str | os.PathLike[str], weights: Mapping[str, mx.array] | None = None) -> None:
     """Load the weights of all parameters from a safetensors file.
 
     Args:
         model: The model.
         file: The file, as `model.save_weights` writes it.
+        weights: What has been read of it, by name; None: it is read.
 
     Raises:
         ValueError: The file cannot be read, or names or shapes differ from the model's; the message names them.
     """
-    try:
-        weights = mx.load(os.fspath(file), format="safetensors")
-    except (RuntimeError, ValueError, OSError) as error:
-        raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from None
-    assert isinstance(weights, dict)
+    weights = _read(file) if weights is None else weights
     there = dict(tree_flatten(model.parameters()))
     both = [name for name in there if name in weights and weights[name].shape != there[name].shape]
     wrong = [f"{name} is {list(weights[name].shape)}, expected {list(there[name].shape)}" for name in both]
@@ -109,3 +106,12 @@ def load_weights(model: nn.Module, file: str | os.PathLike[str]) -> None:
         text = "; ".join(f"{what} {listed(names, 10)}" for what, names in found.items() if names)
         raise ValueError(f"{os.fspath(file)} has other weights than the model: {text}")
     model.load_weights(list(weights.items()))
+
+
+def _read(file: str | os.PathLike[str]) -> dict[str, mx.array]:
+    try:
+        weights = mx.load(os.fspath(file), format="safetensors")
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from None
+    assert isinstance(weights, dict)
+    return weights

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import html
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from faststep._files import write_text
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #24292f; --soft: #656d76; --grid: #d8dee4; --paper: #ffffff;
@@ -37,6 +39,7 @@ summary { cursor: pointer; } .swatch { display: inline-block; width: 0.8em; heig
 """
 # Nothing is fetched, whatever is in the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+MARK = POLICY.encode()  # tells our pages from the user's
 
 
 def page(title: str, *parts: str) -> str:
@@ -121,12 +124,17 @@ class Page(type(Path())):  # type: ignore[misc]
 
 
 def write(path: Path, text: str) -> Path:
-    """Write the page, whole, in the place of one that was there; a notebook shows what is returned."""
+    """Write the page; one of this package that was there is replaced when the new one is whole.
+
+    Returns:
+        Its path, which a notebook shows as the page.
+
+    Raises:
+        FileExistsError: Something else is there.
+        OSError: It cannot be written.
+    """
+    if path.exists() and MARK not in path.read_bytes()[:4096]:
+        raise FileExistsError(errno.EEXIST, "expected a page of faststep or nothing, found something else", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_text(path, text)
     return Page(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,13 @@ def write(folder: Path, step: Step, tried: Tried, number: int, config: dict[str,
     Returns:
         Its folder.
     """
-    path = folder / f"step-{number:08d}-batch-{tried.epoch}-{tried.position}"
-    path.mkdir(parents=True, exist_ok=True)
+    name = f"step-{number:08d}-batch-{tried.epoch}-{tried.position}"
+    taken = itertools.count(2)  # the same batch may have been as bad before a resume
+    place = folder / name
+    while place.exists():
+        place = folder / f"{name}-{next(taken)}"
+    path = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    path.mkdir(parents=True)
     arrays: dict[str, mx.array] = {}
     tree = _encode(tried.batch, "batch", arrays)
     mx.save_safetensors(str(path / _ARRAYS), arrays)
@@ -59,7 +66,8 @@ def write(folder: Path, step: Step, tried: Tried, number: int, config: dict[str,
     finally:
         mx.random.seed(now)
         checkpoints.close()
-    return path
+    path.rename(place)
+    return place
 
 
 def config_of(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,10 @@ from typing import Any, Literal
 Phase = Literal["data", "loss", "gradient", "update", "validation", "checkpoint", "callback"]
 
 
+class RunError(RuntimeError):
+    """The folder of a run cannot be trained in; nothing in it has changed."""
+
+
 class TrainingError(RuntimeError):
     """An exception with the place where it happened; the exception itself is its `__cause__`.
 

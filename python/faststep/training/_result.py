@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from faststep.training._window import Window
 
-Reason = Literal["done", "early_stop", "callback", "signal"]
+Reason = Literal["done", "early_stop", "callback", "signal", "max_time"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Result:
 
     Attributes:
         reason: "done": all steps or epochs are made. "early_stop": what is monitored no longer improves. "callback": a
-            callback asked for it. "signal": SIGINT or SIGTERM did.
+            callback asked for it. "signal": SIGINT or SIGTERM did. "max_time": so much time has passed.
         steps: How many steps have been made in all.
         loss: The mean training loss of the last interval, None where there was none.
         best: The best value of what is monitored (the validation loss by default), None without validation.

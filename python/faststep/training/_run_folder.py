@@ -1,10 +1,9 @@
-"""The folder of a run: its lock; and the counts of a model's parameters, for the log."""
+"""The folder of a run: its lock, and what it has to be; and the counts of a model's parameters, for the log."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,54 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from faststep import _files
+from faststep.training._errors import RunError
+
+LOG = "log.jsonl"
+_RECORD = b'{"kind": '  # as every line of a log begins
+
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Hold the folder of a run, so that no other process trains in it.
 
     Raises:
-        RuntimeError: Another process does.
+        RunError: Another process does, or nothing can be written there.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / ".lock").open("a+") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().strip() or "unknown"
-            raise RuntimeError(f"{run}: expected no other training in this folder, process {other} is at it") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+            run.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_files.locked(run / ".lock"))
+        except _files.InUse as error:
+            other = f"process {error.holder} is at it"
+            raise RunError(f"{run}: expected no other training in this folder, {other}") from None
+        except (FileExistsError, NotADirectoryError):
+            raise RunError(f"{run}: expected a folder for the run, got a file, or one in a file") from None
+        except OSError as error:
+            raise RunError(f"{run}: expected a folder that can be written to: {error.strerror}") from None
         yield
+
+
+def check(run: Path, model: nn.Module, optimizer: Any) -> None:
+    """Refuse a folder in which a training would fail later, at its log or at its first checkpoint.
+
+    Raises:
+        RunError: `log.jsonl` is not the log of a run, or the disk has no room for a checkpoint.
+    """
+    log = run / LOG
+    if log.exists():
+        with log.open("rb") as file:
+            first = file.read(len(_RECORD))
+        if not _RECORD.startswith(first):
+            raise RunError(f"{log}: expected the log of a run or nothing, found something else: choose another run")
+    arrays: Any = [*tree_flatten(model.parameters()), *tree_flatten(optimizer.state)]
+    needed = sum(array.nbytes for _, array in arrays if isinstance(array, mx.array))
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise RunError(
+            f"{run}: expected room for a checkpoint, which takes {needed / 1e6:.1f} MB or more, found "
+            f"{free / 1e6:.1f} MB on the disk"
+        )
 
 
 def counts(model: nn.Module) -> dict[str, Any]:

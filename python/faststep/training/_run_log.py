@@ -21,7 +21,7 @@ from faststep.loggers import JsonLines, Logger, Loggers
 from faststep.training._clock import Clock, contention
 from faststep.training._interval import Interval, learning_rate
 from faststep.training._monitor import Monitor
-from faststep.training._run_folder import counts
+from faststep.training._run_folder import LOG, counts
 from faststep.training._update_ratio import UpdateRatio
 from faststep.training._window import Window
 
@@ -71,7 +71,7 @@ class Log:
     def __init__(self, trainer: Training, loggers: Iterable[Logger]) -> None:
         """Open the file."""
         self._trainer = trainer
-        self._loggers = Loggers([JsonLines(trainer.run / "log.jsonl"), *loggers])
+        self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers])
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
         self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet

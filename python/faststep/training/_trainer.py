@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ import numpy as np
 from faststep._random import mlx_key
 from faststep._records import number as value_of
 from faststep._step import Step, call_with, whole_number
-from faststep.checkpoints import CheckpointError, Checkpoints
+from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
+from faststep.data import Interrupted, epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
 from faststep.metrics import LossWithMetrics, Metric, scalars
 from faststep.training import _bad_batches, _callback, _run_folder
@@ -32,6 +34,7 @@ from faststep.training._validate import Evaluation, evaluate, evaluating
 from faststep.training._window import Window, reopen, rows_of
 
 _END = object()
+Start = Literal["newest", "new", "best"] | int
 
 
 class Trainer:
@@ -61,6 +64,7 @@ class Trainer:
     _reason: Reason | None
     _validated: int | None  # the step of the last validation, and of the last checkpoint
     _saved: int | None
+    _metric: float | None  # of the last validation
 
     def __init__(
         self,
@@ -70,11 +74,13 @@ class Trainer:
         run: str | Path,
         steps: int | None = None,
         epochs: int | None = None,
+        max_time: float | None = None,
         validation: Iterable[Any] | None = None,
         callbacks: Sequence[Callback] = (),
-        loggers: Sequence[Logger] | None = None,
+        loggers: Sequence[Logger] | Callable[[], Sequence[Logger]] | None = None,
         log_every: int = 20,
-        validate_every: int = 100,
+        validate_every: int | str = 100,
+        validate_at_start: bool = False,
         validation_batches: int | None = None,
         metrics: Mapping[str, Metric] | None = None,
         monitor: str = "val/loss",
@@ -84,7 +90,7 @@ class Trainer:
         stop_after_bad: int = 10,
         update_ratio_every: int = 0,
         memory_limit: int | None = None,
-        checkpoint_every: int = 200,
+        checkpoint_every: int | str = 200,
         keep_last: int = 3,
         keep_best: int = 1,
         config: dict[str, Any] | None = None,
@@ -96,13 +102,16 @@ class Trainer:
             loader: A `faststep.data.Loader`, or anything that can be iterated over an epoch at a time and has `epoch`,
                 `position`, `state` and `load_state` as that has.
             run: The folder for log and checkpoints; it is made where it is missing.
-            steps: Stop after so many steps in all. None: by `epochs` alone.
-            epochs: Stop after so many epochs. None: by `steps` alone.
+            steps: Stop after so many steps in all. None: by `epochs` or `max_time` alone.
+            epochs: Stop after so many epochs.
+            max_time: Stop after so many seconds of training, in all the processes that take part.
             validation: Batches for validation, which can be iterated again and again.
             callbacks: Are called in the course of the training.
-            loggers: Get the log's records beside `run/log.jsonl`. None: a progress display.
+            loggers: Get the log's records beside `run/log.jsonl`; or a function that makes them, which is called when
+                the folder is held and the checkpoint is restored, before anything is written. None: a progress display.
             log_every: Steps between two intervals of the log; 5 seconds make one too.
-            validate_every: Steps between two validations; 0: at the end only.
+            validate_every: Steps between two validations, or epochs: "1 epoch"; 0: at the end only.
+            validate_at_start: Validate before the first step too.
             validation_batches: Validate on so many batches at most.
             metrics: Functions by name, each `metric(outputs, *batch)` and a scalar: `outputs` is what the loss function
                 returns beside the loss, `(loss, outputs)`, or `(loss, weight, outputs)` with `weighted=True`. They are
@@ -119,7 +128,8 @@ class Trainer:
             update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
             memory_limit: From so many bytes on MLX waits for work under way before it takes more
                 (`mx.set_memory_limit`, in the whole process). None: leave it.
-            checkpoint_every: Steps between two checkpoints; 0: at the end and at the best validation only.
+            checkpoint_every: Steps between two checkpoints, or epochs: "1 epoch"; 0: at the end and at the best
+                validation only.
             keep_last: Keep so many of the newest checkpoints.
             keep_best: Keep so many of those with the best value of `monitor`.
             config: What goes into the log as the configuration.
@@ -134,11 +144,15 @@ class Trainer:
             raise TypeError(
                 f"loader: expected a faststep.data.Loader, got {type(loader).__name__} without {', '.join(missing)}"
             )
-        if steps is None and epochs is None:
-            raise ValueError("steps, epochs: expected at least one of them, got neither")
-        numbers = {"log_every": (log_every, 1), "validate_every": (validate_every, 0), "patience": (patience, 1)}
+        if steps is None and epochs is None and max_time is None:
+            raise ValueError("steps, epochs, max_time: expected at least one of them, got none")
+        if max_time is not None and seconds_of(max_time) is None:
+            raise ValueError(f"max_time: expected a number of seconds above 0, got {max_time!r}")
+        numbers: dict[str, Any] = {"log_every": (log_every, 1), "patience": (patience, 1)}
+        cadences = {"validate_every": validate_every, "checkpoint_every": checkpoint_every}
+        numbers |= {name: (every, 0) for name, every in cadences.items() if epochs_of(every) is None}
         numbers |= {"steps": (steps, 1), "epochs": (epochs, 1), "validation_batches": (validation_batches, 1)}
-        numbers |= {"stop_after_bad": (stop_after_bad, 0), "checkpoint_every": (checkpoint_every, 0)}
+        numbers |= {"stop_after_bad": (stop_after_bad, 0)}
         numbers |= {"keep_last": (keep_last, 1), "keep_best": (keep_best, 0), "memory_limit": (memory_limit, 1)}
         for name, (value, least) in (numbers | {"update_ratio_every": (update_ratio_every, 0)}).items():
             if value is not None:
@@ -154,14 +168,16 @@ class Trainer:
         self.validation_batches, self.patience = validation_batches, patience
         self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
         self.config, self.memory_limit = config, memory_limit
+        self.max_time, self.validate_at_start = max_time, validate_at_start
         self._loggers = loggers
         self.checkpoints = Checkpoints(
             self.run / "checkpoints",
             keep_last=keep_last,
             keep_best=keep_best,
             best=self.monitor.mode,
-            on_damaged=lambda checkpoint: self._logs.damaged(checkpoint),
+            on_damaged=lambda checkpoint: self._damaged.append(checkpoint),
         )
+        self._damaged: list[Checkpoint] = []  # passed over; the log is told when it is open
         self._phase_of_step = phase_of_step(step.loss_fn)
         self._log: Log | None = None
         self._begin()
@@ -171,7 +187,7 @@ class Trainer:
         self._progress, self._reason = TrainingProgress(monitor=self.monitor.name, mode=self.monitor.mode), None
         self.validated: Evaluation | None = None
         self.clock, self._began = Clock(), time.perf_counter()
-        self._validated = self._saved = None
+        self._validated = self._saved = self._metric = None
         self._checked, self._lost = False, list[str]()
         self._signals = Signals()
         return self._signals
@@ -228,26 +244,36 @@ class Trainer:
         for name in values.keys() - scalars.keys():
             self._log.event(name, values[name], "info")
 
-    def train(self) -> Result:
-        """Train to the end, from the newest valid checkpoint in the run's folder where there is one.
+    def train(self, start: Start = "newest") -> Result:
+        """Train to the end, from a checkpoint in the run's folder.
 
         The first SIGINT or SIGTERM ends the training behind the batch under way, with a checkpoint; `Result.reason`
         tells. The second one does what it does otherwise.
+
+        Args:
+            start: "newest": go on from the newest valid checkpoint, begin where there is none. "new": begin, and refuse
+                a folder with checkpoints. "best", or the number of a step: go on from that checkpoint; those behind
+                it go to `run/checkpoints_set_aside`.
 
         Returns:
             How it ended.
 
         Raises:
             TrainingError: Something failed; it tells where, and its cause is the exception itself.
-            RuntimeError: Another process trains in the same folder.
+            RunError: Another process trains in the same folder, or the folder cannot be used. Nothing has changed.
+            CheckpointError: There is no such checkpoint, or it is of another training. Nothing has changed.
         """
         with _run_folder.locked(self.run), self._begin():
+            _run_folder.check(self.run, self.step.model, self.step.optimizer)
+            self.checkpoints.check()
+            resumed = self._resume(start)
+            loggers = self._loggers() if callable(self._loggers) else self._loggers
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
-            self._log = Log(self, [Progress()] if self._loggers is None else self._loggers)
+            self._log = Log(self, [Progress()] if loggers is None else loggers)
             try:
                 with Heartbeat(self.clock, self.loader, self._log.event):
-                    return self._train()
+                    return self._train(resumed)
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the step may have failed for good
                     self._log.tell_steps()
@@ -271,14 +297,16 @@ class Trainer:
         except CheckpointError as error:
             self._logs.event("checkpoint", str(error), "error")
 
-    def _train(self) -> Result:
-        with self._tagged("checkpoint"):
-            resumed = self._resume()
+    def _train(self, resumed: bool) -> Result:
         self._guard = Guard(self.stop_after_bad, self.step.options.in_flight, self._progress.row)
         self._logs.start(resumed)
+        while self._damaged:
+            self._logs.damaged(self._damaged.pop(0))
         for name in self._lost:
             self._logs.event("callback", f"the checkpoint has a state of {name}, which is no callback of this training")
         self._tell("on_start")
+        if self.validate_at_start and not resumed:
+            self._validate()
         while not self._finished():
             self._epoch()
         if self._signals.received is not None:
@@ -310,21 +338,27 @@ class Trainer:
     # one epoch, or what is left of it
     def _epoch(self) -> None:
         epoch, any_batch = self.loader.epoch + 1, self.loader.position > 0
-        for batch, samples, tokens in self._batches():
-            any_batch = True
-            self._train_on(batch, epoch, samples, tokens)
-            if self._finished():
-                return
+        try:
+            for batch, samples, tokens in self._batches():
+                any_batch = True
+                self._train_on(batch, epoch, samples, tokens)
+                if self._finished():
+                    return
+        except Interrupted:
+            return
         if not any_batch:
             raise TrainingError("the loader gave no batch", phase="data", **self._where())
         if self._progress.window is not None:
             with self._tagged("update"), self.clock.phase("step"):
                 self.step.flush()
             self._end_window(self._progress.window)
+        self._at_intervals(epoch)
 
     # with how many samples and tokens each has
     def _batches(self) -> Iterator[tuple[Any, int, int]]:
         batches, before = iter(self.loader), getattr(self.loader, "stats", None)
+        if hasattr(self.loader, "on_wait"):
+            self.loader.on_wait = self._on_wait
         try:
             while True:
                 with self.clock.phase("data"), self._tagged("data"):
@@ -338,8 +372,15 @@ class Trainer:
                     yield batch, now.items - before.items, now.tokens - before.tokens
                     before = now
         finally:
+            if hasattr(self.loader, "on_wait"):
+                self.loader.on_wait = None
             if hasattr(batches, "close"):
                 batches.close()
+
+    # a worker that hangs does not keep a signal from ending the training
+    def _on_wait(self, seconds: float) -> None:
+        if self._signals.received is not None:
+            raise Interrupted
 
     def _train_on(self, batch: Any, epoch: int, samples: int, tokens: int) -> None:
         window = self._progress.window = self._progress.window or Window(epoch)
@@ -376,9 +417,16 @@ class Trainer:
 
     def _count_bad(self, bad: list[Tried]) -> None:
         for each in bad:
-            loss = value_of(each.output.loss)
-            self._logs.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: loss {loss:.6g}")
+            self._why = self._explained(each)
+            self._logs.event("skipped", f"batch {each.position} of epoch {each.epoch} was skipped: {self._why}")
         self._progress.skipped, self._progress.row = self._progress.skipped + len(bad), self._guard.row
+
+    # a loss may have an `explain(value, *batch)` that says why a batch is bad
+    def _explained(self, tried: Tried) -> str:
+        loss = value_of(tried.output.loss)
+        loss_fn = getattr(self.step.loss_fn, "loss_fn", self.step.loss_fn)  # of a `LossWithMetrics`
+        explain = getattr(loss_fn, "explain", None)
+        return (explain and call_with(tried.batch, functools.partial(explain, loss))) or f"loss {loss:.6g}"
 
     def _give_up(self, tried: Tried) -> TrainingError:
         self._save()
@@ -387,8 +435,8 @@ class Trainer:
             path = _bad_batches.write(self.run / "bundles", self.step, tried, self.number, self.config)
         text = (
             f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the "
-            f"loss is above max_loss. The last one is in {path}, with the weights and the random state that it met: "
-            f"`faststep reproduce {path}`"
+            f"loss is above max_loss. The last one ({self._why}) is in {path}, with the weights and the random state "
+            f"that it met: `faststep reproduce {path}`"
         )
         return TrainingError(text, phase="gradient", **self._where())
 
@@ -398,14 +446,21 @@ class Trainer:
         progress.window, progress.number = None, progress.number + 1
         self._logs.on_update(window)
         self._tell("on_step", progress.number)
-        if self.validate_every and progress.number % self.validate_every == 0:
+        self._at_intervals()
+
+    # behind a step, or behind so many epochs
+    def _at_intervals(self, epochs: int = 0) -> None:
+        validated = self._validated == self.number and self._metric is not None  # by the process before, at its end
+        if _is_due(self.validate_every, self.number, epochs) and not validated:
             self._validate()
-        if self.checkpoint_every and progress.number % self.checkpoint_every == 0 and self._saved != progress.number:
+        if _is_due(self.checkpoint_every, self.number, epochs) and self._saved != self.number:
             self._save()
 
     def _finished(self) -> bool:
         if self._reason is None and self._signals.received is not None:
             self._reason = "signal"
+        if self._reason is None and self.max_time is not None and self.seconds >= self.max_time:
+            self._reason = "max_time"
         enough = self.steps is not None and self.number >= self.steps
         enough = enough or (self.epochs is not None and self.loader.epoch >= self.epochs)
         return self._reason is not None or enough
@@ -419,7 +474,7 @@ class Trainer:
                 began = time.perf_counter()
                 found = evaluate(self.step, self.validation, self.validation_batches)
                 seconds, value = time.perf_counter() - began, self.monitor.value(found)
-            self._validated, self.validated = progress.number, found
+            self._validated, self.validated, self._metric = progress.number, found, value
             best = self.monitor.improves(value, progress.best)
             progress.best, progress.stale = (value, 0) if best else (progress.best, progress.stale + 1)
             progress.best_step = progress.number if best else progress.best_step
@@ -429,8 +484,8 @@ class Trainer:
             if math.isnan(found.loss):
                 self._logs.event("validation", f"the validation loss is NaN, over {found.batches} batches")
             self._tell("on_validation", found.loss, best)
-        if best:
-            self._save(metric=value)
+        if best or self._saved == progress.number or self.checkpoints.would_keep(value):
+            self._save()
         if self._is_stale() and self._reason is None:
             text = f"no better {self.monitor.name} than {progress.best} in {progress.stale} validations"
             self._logs.event("early_stop", text, "info")
@@ -443,7 +498,8 @@ class Trainer:
     def _is_stale(self) -> bool:
         return self.patience is not None and self._progress.stale >= self.patience
 
-    def _save(self, metric: float | None = None) -> None:
+    def _save(self) -> None:
+        metric = self._metric if self._validated == self.number else None
         with self.clock.phase("checkpoint"), self._tagged("checkpoint"):
             self._logs.tell_steps()
             self._count_bad(self._guard.settle())
@@ -456,13 +512,16 @@ class Trainer:
         self._logs.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
         self._tell("on_checkpoint", path)
 
-    def _resume(self) -> bool:
-        found = self.checkpoints.restore(self.step, self.loader)
+    def _resume(self, start: Start) -> bool:
+        found = None if start == "new" else self.checkpoints.restore(self.step, self.loader, start)
         if found is None:
-            if (folder := self.checkpoints.folder).is_dir() and (damaged := self.checkpoints.list()):
+            there = self.checkpoints.list()
+            if there and start == "new":
+                raise CheckpointError(f"{self.run}: there are checkpoints of another training")
+            if there:
                 raise CheckpointError(
-                    f"{folder}: expected a valid checkpoint, found {len(damaged)} that are damaged; move the folder "
-                    f"away to begin again. The newest: {damaged[-1].problem}"
+                    f"{self.checkpoints.folder}: expected a valid checkpoint, found {len(there)} that are damaged; "
+                    f"move the folder away to begin again. The newest: {there[-1].problem}"
                 )
             return False
         numbers = dict(found.numbers)
@@ -475,6 +534,7 @@ class Trainer:
         self._progress = TrainingProgress(**numbers)
         self._progress.window = None if window is None else reopen(window)
         self._saved = self._validated = self.number
+        self._metric = found.metric
         self._reason = "early_stop" if self._is_stale() else None
         return True
 
@@ -488,6 +548,14 @@ class Trainer:
 
     def _where(self) -> dict[str, int]:
         return {"step": self.number, "epoch": self.loader.epoch + 1, "batch": max(0, self.loader.position - 1)}
+
+
+def _is_due(every: int | str, step: int, epochs: int) -> bool:
+    """Whether an interval in steps or epochs has ended, behind a step (`epochs` is 0) or behind so many epochs."""
+    of_epochs = epochs_of(every)
+    if of_epochs is not None:
+        return epochs > 0 and epochs % of_epochs == 0
+    return not epochs and bool(every) and step % int(every) == 0
 
 
 class Callback:

@@ -1,6 +1,7 @@
 // The directory that MLX keeps its CPU kernels below, in place of the system's temporary one.
 #include <cstddef>
 #include <filesystem>
+#include <system_error>
 
 #include "ffi.hpp"
 
@@ -10,7 +11,13 @@ bool (*find)(char* path, size_t size) = nullptr;
 
 std::filesystem::path temp_directory_path() {
   char path[4096];
-  return find(path, sizeof(path)) ? path : std::filesystem::temp_directory_path();
+  if (!find(path, sizeof(path))) {
+    // the system's own is not taken: others may have written what lies there
+    throw std::filesystem::filesystem_error(
+        "no directory for compiled kernels that only this user can write to",
+        std::make_error_code(std::errc::permission_denied));
+  }
+  return path;
 }
 
 } // namespace

@@ -1,8 +1,6 @@
 //! The command with which MLX compiles a kernel.
 use std::path::Path;
 
-use super::FLAGS;
-
 /// As `JitCompiler::build_command` begins and ends it, in `mlx/backend/cpu/jit_compiler.cpp`.
 const BEGIN: &str = "g++ -std=c++17 -O3 -Wall -fPIC -shared ";
 const END: &str = "\" 2>&1";
@@ -30,22 +28,23 @@ impl<'a> Command<'a> {
         })
     }
 
-    /// The command with our flags; MLX's options come later and win.
-    pub fn with_flags(&self) -> String {
+    /// The command with more flags; MLX's options come later and win.
+    pub fn with_flags(&self, flags: &str) -> String {
         let (options, source, library) =
             (self.options, self.source.display(), self.library.display());
-        format!("{BEGIN}{FLAGS} {options} \"{source}\" -o \"{library}{END}")
+        format!("{BEGIN}{flags} {options} \"{source}\" -o \"{library}{END}")
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Command, BEGIN, FLAGS};
+    use super::{Command, BEGIN};
+    use crate::mlx::kernels::FLAGS;
 
     #[test]
     fn mlx_s_command_gets_the_flags() {
         let rest = r#"-I "/a b/include" "/c d/k.cpp" -o "/c d/k.so" 2>&1"#;
-        let ours = Command::parse(&format!("{BEGIN}{rest}")).map(|it| it.with_flags());
+        let ours = Command::parse(&format!("{BEGIN}{rest}")).map(|it| it.with_flags(FLAGS));
         assert_eq!(ours, Some(format!("{BEGIN}{FLAGS} {rest}")));
     }
 

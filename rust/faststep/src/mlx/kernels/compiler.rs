@@ -1,35 +1,56 @@
 //! The compiler of MLX's kernels: g++, as the shell finds it.
 use std::{
-    fs::{self, File},
+    fs,
     hash::{DefaultHasher, Hash, Hasher},
     io,
     process::{self, Stdio},
     sync::OnceLock,
 };
 
-use super::{command::Command, source, FLAGS};
+use super::{command::Command, seal, source, FLAGS};
 
-/// A number for all that a library depends on, but for MLX's version and the kernel: the compiler, the flags, and what
-/// `native` is on this machine, instructions and sizes of caches. `None` when there is no compiler or it refuses them.
-pub fn identity() -> Option<u64> {
-    static IDENTITY: OnceLock<Option<u64>> = OnceLock::new();
-    // -v prints the version; LC_ALL=C makes the output independent of the user's language
-    let command = format!("LC_ALL=C g++ -std=c++17 -O3 {FLAGS} -E -v -x c++ /dev/null 2>&1");
-    let hash = |told: String| {
-        let mut hasher = DefaultHasher::new(); // with a later Rust another number: kernels are then compiled anew
-        (told, FLAGS, source::INDEPENDENT).hash(&mut hasher);
-        hasher.finish()
-    };
-    *IDENTITY.get_or_init(|| run(&command).ok().map(hash))
+/// Whether the compiler takes our flags, and a number for all that a library depends on, but for MLX's version and the
+/// kernel: the compiler, the flags, and what `native` is on this machine, instructions and sizes of caches.
+struct Compiler {
+    flags: bool,
+    identity: u64,
 }
 
-/// Compiles a kernel our way.
+/// The compiler; `None` when there is none.
+fn found() -> Option<&'static Compiler> {
+    static FOUND: OnceLock<Option<Compiler>> = OnceLock::new();
+    let ask = |flags: &str| {
+        // -v prints the version; LC_ALL=C makes the output independent of the user's language
+        let told = run(&format!(
+            "LC_ALL=C g++ -std=c++17 -O3 {flags} -E -v -x c++ /dev/null 2>&1"
+        ));
+        let mut hasher = DefaultHasher::new(); // with a later Rust another number: kernels are then compiled anew
+        (told.ok()?, flags, source::INDEPENDENT, seal::MARK).hash(&mut hasher);
+        let (flags, identity) = (!flags.is_empty(), hasher.finish());
+        Some(Compiler { flags, identity })
+    };
+    FOUND
+        .get_or_init(|| ask(FLAGS).or_else(|| ask("")))
+        .as_ref()
+}
+
+/// The number of the compiler. `None` when there is none.
+pub fn identity() -> Option<u64> {
+    found().map(|it| it.identity)
+}
+
+/// Compiles a kernel our way, or MLX's where that fails, and seals it.
 pub fn compile(command: &Command) -> io::Result<()> {
-    let text = fs::read_to_string(command.source)?;
-    fs::write(command.source, source::independent(&text))?;
-    run(&command.with_flags())?;
+    let ours = || {
+        let text = fs::read_to_string(command.source)?;
+        fs::write(command.source, source::independent(&text))?;
+        run(&command.with_flags(FLAGS))
+    };
+    if !found().is_some_and(|it| it.flags) || ours().is_err() {
+        run(&command.with_flags(""))?;
+    }
     // sync before MLX renames the library into place: after a power failure the name must not refer to a partial file
-    File::open(command.library)?.sync_all()
+    seal::seal(command.library)
 }
 
 /// The output of a command that succeeds.

@@ -10,12 +10,14 @@
 //! The same bits as before, and as the uncompiled operations: no flag lets the compiler reorder, contract or approximate
 //! arithmetic. Nothing outside this process changes: MLX's own libraries, below the temporary directory, are neither
 //! used nor written, and other callers of `popen` keep theirs (`mlx/rebind.rs`). Where the compiler refuses
-//! the flags, or fails with them, MLX's own command runs.
+//! the flags, or fails with them, MLX's own command runs. Nothing is loaded that somebody else may have written.
 //!
 //! # Rationale
 //! MLX keeps its libraries in one directory for all users and flags, and takes what it finds there by the kernel's name:
 //! ours need a place of their own, whose name has all else that they depend on, so that machines which share a home
 //! never load each other's. MLX compiles under a passing name and renames: processes may want the same kernel at once.
+//! MLX loads what it finds, and a library that is cut off or full of zeros ends the process: ours are sealed before they
+//! get their name (`seal.rs`), and what is broken is deleted before MLX looks for it (`store.rs`).
 //!
 //! # Limits
 //! Linux with glibc on x86-64, where it has been measured; elsewhere, and in an MLX with CUDA, whose kernels are others,
@@ -28,16 +30,17 @@
 
 mod command;
 mod compiler;
+mod seal;
 mod source;
 mod store;
 
 use libc::{c_char, c_ulong, FILE};
 use std::{
     env,
-    ffi::{c_void, CStr, CString},
+    ffi::{c_void, CStr, CString, OsString},
     mem::MaybeUninit,
     os::unix::ffi::OsStringExt,
-    path::Path,
+    path::{Path, PathBuf},
     ptr,
     sync::{
         atomic::{AtomicUsize, Ordering},
@@ -71,8 +74,8 @@ const TEMP_DIRECTORY_PATH: &CStr = c"_ZNSt10filesystem19temp_directory_pathB5cxx
 /// Has MLX's CPU kernels compiled with [`FLAGS`] from now on; whether it does so here.
 ///
 /// They are kept in `mlx-faststep` below `XDG_CACHE_HOME` or `~/.cache`; where that cannot be, in `mlx-faststep-` and the
-/// user's number below the temporary directory; and where that cannot be either, MLX is left as it is. Both may be
-/// deleted while no process uses them.
+/// user's number below the temporary directory; and where that cannot be either, in a directory there that is this
+/// process's alone. The first two may be deleted while no process uses them.
 ///
 /// # Errors
 /// When libmlx is not loaded or its table of functions cannot be written.
@@ -146,6 +149,39 @@ fn has_cuda() -> bool {
 fn user() -> u32 {
     // SAFETY: geteuid has no conditions.
     unsafe { libc::geteuid() }
+}
+
+/// MLX's version, as it names its directory of libraries.
+fn mlx_version() -> Option<String> {
+    // SAFETY: MLX fills the string in, which is read and freed behind that alone.
+    unsafe {
+        let mut text = mlx_sys::mlx_string_new();
+        let failed = mlx_sys::mlx_version(&raw mut text) != 0;
+        let data = mlx_sys::mlx_string_data(text);
+        let found = (!failed && !data.is_null())
+            .then(|| CStr::from_ptr(data).to_string_lossy().into_owned());
+        mlx_sys::mlx_string_free(text);
+        found
+    }
+}
+
+/// Makes a directory that only this user may enter, of a name in which `XXXXXX` stands for what is new.
+fn make_own(template: CString) -> Option<PathBuf> {
+    let template = template.into_raw();
+    // SAFETY: mkdtemp writes over the six letters of a string that ends with a NUL, which is ours again behind it.
+    let (made, path) = unsafe {
+        (
+            !libc::mkdtemp(template).is_null(),
+            CString::from_raw(template),
+        )
+    };
+    made.then(|| PathBuf::from(OsString::from_vec(path.into_bytes())))
+}
+
+/// Has a function called when the process ends by itself.
+fn at_exit(function: extern "C" fn()) {
+    // SAFETY: the function is never unloaded before: the library holds on to libmlx's table, and is never closed.
+    unsafe { libc::atexit(function) };
 }
 
 /// Whether this process may put libraries into a directory, and load them from it.

@@ -1,17 +1,30 @@
 //! The directory of compiled kernels, shared with this user's other processes and with later ones.
 //!
-//! What belongs to somebody else, or can be written by others, is not used: it would run in this process.
+//! What belongs to somebody else, or can be written by others, is not used, in the store and in every directory below
+//! it: it would run in this process. Nor is a library that is not whole; it is deleted, and compiled again.
 use std::{
+    collections::HashMap,
     env,
-    fs::{self, DirBuilder},
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    ffi::{CString, OsStr},
+    fs::{self, DirBuilder, Metadata},
+    io,
+    os::unix::{
+        ffi::OsStringExt,
+        fs::{DirBuilderExt, MetadataExt},
+    },
     path::{Path, PathBuf},
-    sync::OnceLock,
+    process,
+    sync::{Mutex, OnceLock, PoisonError},
 };
 
-use super::{compiler, may_hold_libraries, user};
+use super::{compiler, may_hold_libraries, mlx_version, seal, user};
 
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
+static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
+static WHOLE: Mutex<Option<HashMap<PathBuf, Identity>>> = Mutex::new(None);
+
+/// What changes when a file is written: its number, its size, and when it was changed.
+type Identity = (u64, u64, i64, i64);
 
 /// Reads from the environment where the store may be: in the user's cache, or else in the temporary directory.
 /// <https://specifications.freedesktop.org/basedir-spec/latest/>: relative paths are to be ignored.
@@ -27,14 +40,17 @@ pub fn locate() {
     PLACES.get_or_init(|| cache.into_iter().chain([temp]).collect());
 }
 
-/// The directory for what this compiler makes with our flags for this processor, made where it is missing; `None` when
-/// the compiler refuses the flags, or no place can be used.
+/// The directory for what this compiler makes for this processor, made where it is missing; where no place can be
+/// used, one of this process alone, below the temporary directory. `None` when that cannot be made either.
 pub fn open() -> Option<PathBuf> {
-    let name = format!("kernels-{:016x}", compiler::identity()?);
-    PLACES.get()?.iter().find_map(|place| {
-        let store = place.join(&name);
-        (make(place) && make(&store) && may_hold_libraries(&store)).then_some(store)
-    })
+    let shared = compiler::identity().and_then(|identity| {
+        let name = format!("kernels-{identity:016x}");
+        PLACES.get()?.iter().find_map(|place| {
+            let store = place.join(&name);
+            (make(place) && make(&store) && ready(&store)).then_some(store)
+        })
+    });
+    shared.or_else(|| own().filter(|own| ready(own)))
 }
 
 /// Whether a file lies in the store.
@@ -42,12 +58,76 @@ pub fn holds(path: &Path) -> bool {
     open().is_some_and(|store| path.starts_with(store))
 }
 
-// whether the directory exists, belongs to this user and is writable by nobody else
+// Makes the directories in which MLX keeps its libraries, and deletes broken libraries.
+fn ready(store: &Path) -> bool {
+    let Some(version) = mlx_version() else {
+        return false;
+    };
+    let mlx = store.join("mlx");
+    let below = [&mlx, &mlx.join(&version), &mlx.join(&version).join("cpu")];
+    below.iter().all(|it| make(it))
+        && may_hold_libraries(below[2])
+        && delete_broken(below[2]).is_ok()
+}
+
+// Whether the directory exists or can be made, is this user's, and nobody else can write to it.
 fn make(directory: &Path) -> bool {
     let made = DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(directory);
-    let found = made.and_then(|()| fs::metadata(directory));
-    found.is_ok_and(|it| it.uid() == user() && it.mode() & 0o022 == 0)
+    let found = made.and_then(|()| fs::symlink_metadata(directory));
+    found.is_ok_and(|it| it.is_dir() && it.uid() == user() && it.mode() & 0o022 == 0)
+}
+
+// Reads each library once, and again when it has changed.
+fn delete_broken(directory: &Path) -> io::Result<()> {
+    let mut guard = WHOLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let whole = guard.get_or_insert_default();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        let named = path.file_name().and_then(OsStr::to_str);
+        if !named.is_some_and(|it| it.starts_with("lib") && it.ends_with(".so")) {
+            continue;
+        }
+        let Ok(found) = fs::symlink_metadata(&path) else {
+            continue; // another process has deleted it
+        };
+        if whole.get(&path) == Some(&identity(&found)) {
+            continue;
+        }
+        if found.is_file() && seal::is_whole(&path) {
+            whole.insert(path, identity(&found));
+        } else if let Err(error) = fs::remove_file(&path) {
+            if error.kind() != io::ErrorKind::NotFound {
+                return Err(error);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn identity(file: &Metadata) -> Identity {
+    (file.ino(), file.size(), file.mtime(), file.mtime_nsec())
+}
+
+// A directory of this process alone, deleted when it ends.
+fn own() -> Option<PathBuf> {
+    let made = OWN.get_or_init(|| {
+        let template = env::temp_dir().join("mlx-faststep-XXXXXX");
+        let template = CString::new(template.into_os_string().into_vec()).ok()?;
+        let path = super::make_own(template)?;
+        super::at_exit(delete_own);
+        Some((process::id(), path))
+    });
+    made.as_ref().map(|(_, path)| path.clone())
+}
+
+extern "C" fn delete_own() {
+    // a forked process has it from the one that made it
+    if let Some(Some((maker, path))) = OWN.get() {
+        if *maker == process::id() {
+            _ = fs::remove_dir_all(path);
+        }
+    }
 }

@@ -1,0 +1,116 @@
+"""Files that are written whole or not at all, and locks between processes. It uses no other room."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+class InUse(RuntimeError):
+    """Another process holds a lock.
+
+    Attributes:
+        path: The file of the lock.
+        holder: The number of the process that holds it, as text; "unknown" where it has not said.
+    """
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path}: expected a lock that nobody holds, process {holder} has it")
+        self.path, self.holder = path, holder
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another when the block ends well.
+
+    It is on the disk before it takes the place, by one rename: readers find the old contents or the new ones, after a
+    power cut too. On an error nothing has changed.
+
+    Args:
+        path: The place.
+        new: Refuse a place that is taken, even by a link to nothing.
+
+    Raises:
+        FileExistsError: The place is taken, and `new` was asked for.
+        OSError: The file cannot be written.
+    """
+    _refuse_taken(path, new)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of a process of that number that died
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _refuse_taken(path, new)
+        partial.replace(path)
+        sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _refuse_taken(path: Path, new: bool) -> None:
+    if new and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "there is such a file already", str(path))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text, in UTF-8, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def sync(folder: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, patience: float = 0.0) -> Iterator[bool]:
+    """Hold a lock between processes; the system releases that of one that dies.
+
+    Args:
+        path: The file that stands for it, which holds the number of the process that has it; it is made where it is
+            missing, and stays. A link is not followed.
+        patience: Seconds to wait for another process.
+
+    Yields:
+        Whether the lock is held: some file systems have none.
+
+    Raises:
+        InUse: Another process has held it for so long.
+        OSError: The file cannot be made or opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        held = _lock(path, descriptor, time.monotonic() + patience)
+        if held:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def _lock(path: Path, descriptor: int, until: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise InUse(path, os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown") from None
+            time.sleep(0.05)
+        except OSError:
+            return False
+        else:
+            return True
