@@ -81,6 +81,14 @@ def test_each_step_has_its_own_time_and_learning_rate(tmp_path: Path) -> None:
     assert log.steps["learning_rate"].tolist() == pytest.approx([1e-3] * 20)
 
 
+def test_a_schedule_is_in_every_step(tmp_path: Path) -> None:
+    step = Step(nn.Linear(6, 1), optim.AdamW(optim.linear_schedule(1e-2, 0, 10)), loss_fn)
+    loader = Loader(np.ones((40, 6), np.float32), batch_size=4)
+    Trainer(step, loader, run=tmp_path, epochs=1, loggers=[], checkpoint_every=0).train()
+    rates = [optim.linear_schedule(1e-2, 0, 10)(mx.array(at)).item() for at in range(10)]
+    assert read_log(tmp_path).steps["learning_rate"].tolist() == pytest.approx(rates)
+
+
 def texts(log: Any, what: str) -> list[tuple[str, str]]:
     return [(each["level"], each["text"]) for each in log.events if each["what"] == what]
 

@@ -103,7 +103,10 @@ class Interval:
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Return the current learning rate, lazy; of the first one, where there are several optimizers."""
+    """Return the current learning rate, lazy; of the first one, where there are several optimizers.
+
+    It is read behind `Optimizer.state`, which would bring all moments up to date; the step itself keeps the rate so.
+    """
     while hasattr(optimizer, "optimizers"):
         optimizer = optimizer.optimizers[0]
-    return getattr(optimizer, "learning_rate", None)
+    return vars(optimizer).get("_state", {}).get("learning_rate")

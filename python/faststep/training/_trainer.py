@@ -399,8 +399,10 @@ class Trainer:
     def _check(self, aux: tuple[Any, ...], samples: int) -> None:
         self._checked = True
         if self.validation is not None:
-            with self._tagged("validation"):
+            try:
                 self.monitor.check(["loss", *scalars(aux), *getattr(self.step.loss_fn, "of_loss", {})])
+            except ValueError as error:
+                raise TrainingError(str(error), phase="validation", **self._where()) from None
         size = getattr(self.loader, "batch_size", None)
         if isinstance(size, int) and samples < size and length_of(self.loader) == 1:
             text = f"batch_size is {size}, and there are {samples} samples: all of them are one batch"
