@@ -40,7 +40,7 @@ def test_samples_are_rows_and_not_elements(tmp_path: Path) -> None:
 def test_tokens_are_told_where_the_data_says_so(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 10)
     text = recipes.Bytes(tmp_path / "text.txt", context=16, split="all")
-    model = recipes.GPT(vocabulary=256, width=16, heads=2, layers=1, context=16)
+    model = recipes.GPT(vocabulary=256, width=16, heads=2, layers=1, context=32)
     options: dict[str, Any] = {"model": model, "loss": recipes.next_token()}
     log = train(tmp_path / "a", Loader(text, batch_size=4), **options)
     assert log.steps["tokens"].tolist() == (16 * log.steps["samples"]).tolist()

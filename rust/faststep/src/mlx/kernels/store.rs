@@ -86,8 +86,9 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
     let whole = guard.get_or_insert_default();
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
-        let named = path.file_name().and_then(OsStr::to_str);
-        if !named.is_some_and(|it| it.starts_with("lib") && it.ends_with(".so")) {
+        let stem = path.file_stem().and_then(OsStr::to_str);
+        let named = stem.is_some_and(|it| it.starts_with("lib"));
+        if !named || path.extension() != Some(OsStr::new("so")) {
             continue;
         }
         let Ok(found) = fs::symlink_metadata(&path) else {
