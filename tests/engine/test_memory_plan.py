@@ -17,7 +17,7 @@ from support.places import Child
 from support.plans import CASES, cross_entropy, mlp
 
 TOLERANCE = 0.15
-FIRST = 0.4  # of the first step alone, at most so much more: when memory is freed there depends on time
+FIRST = 0.4  # of the first step alone, at most so much more, or near the later ones: when memory is freed varies there
 
 # Run in a child: a plan, the peaks of the first update and of those after it, and a plan of more of them.
 MEASURE = """
@@ -56,7 +56,8 @@ def test_plan_is_near_the_measured_peak(name: str, child: Child) -> None:
     model, optimizer, loss, options = CASES[name]
     done = child(MEASURE.format(model=model, optimizer=optimizer, loss=loss, options=options))
     (planned, measured), *peaks = json.loads(done.stdout)
-    assert (1 - TOLERANCE) * measured < planned < (1 + FIRST) * measured, done.stdout
+    most = max((1 + FIRST) * measured, (1 + TOLERANCE) * peaks[0][1])
+    assert (1 - TOLERANCE) * measured < planned < most, done.stdout
     for planned, measured in peaks:
         assert abs(planned - measured) < TOLERANCE * measured, done.stdout
 
