@@ -38,7 +38,7 @@ COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tes
 	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py reach.py state.py state_refused.py threads.py) \
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
-.PHONY: help dev build fmt lint types test test-rust test-python coverage test-consumer test-install \
+.PHONY: help dev build fmt lint types test test-rust test-python test-gpu coverage test-consumer test-install \
 	test-mlx-rs deny fuzz bench docs wheels run run-rust all
 
 help: ## Print this list
@@ -90,6 +90,9 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 
 test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
 	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py
+
+test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; minutes of CUDA's compiler the first time
+	MLX_ENABLE_TF32=0 python -m pytest tests/step/test_replay.py
 
 coverage: $(STAMPS)/built ## How much of the Python package its tests run, subprocesses too: at least 90 % (target/coverage/html)
 	rm -rf target/coverage && mkdir -p target/coverage

@@ -10,7 +10,12 @@ fn main() -> io::Result<()> {
         println!("cargo:rustc-link-arg-benches=-Wl,-rpath,{lib}"); // `cargo bench` needs nothing set
     }
     let mut build = cc::Build::new();
-    build.cpp(true).std("c++20").pic(true).include("native");
+    build
+        .cpp(true)
+        .std("c++20")
+        .pic(true)
+        .include("native")
+        .include("native/cuda/declared");
     build.file(one_unit()?);
     let include = env::var_os("DEP_MLX_INCLUDE").unwrap_or_default();
     for dir in env::split_paths(&include) {

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from faststep._step._options import Nonfinite, Options, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, whole_number
 from faststep._step._program import Program
 
 _Key = tuple[int, int, Options]
@@ -31,6 +31,7 @@ def fast_step(
     compute_dtype: mx.Dtype | None = None,
     ema_decay: float | None = None,
     compile: bool = True,
+    replay: Replay = False,
     in_flight: int = 2,
     max_traces: int = 64,
     clear_cache_every: int = 0,
@@ -61,6 +62,8 @@ def fast_step(
         compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
         ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
         compile: Compile the step.
+        replay: Launch a step again as one CUDA graph, where MLX computes by CUDA: "auto", True or False (`Step` says
+            what each does).
         in_flight: How many steps may be under way on the device when a call returns; one only, where that one holds
             more than 1 GiB of activations.
         max_traces: How many traces are kept.

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import mlx.core as mx
 
 Nonfinite = Literal["skip", "raise", "allow"]
+Replay = bool | Literal["auto"]
 
 
 class Range(NamedTuple):
@@ -29,6 +30,7 @@ class Options(NamedTuple):
     compute_dtype: mx.Dtype | None = None
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
     compile: bool = True
+    replay: Replay = False
     in_flight: Annotated[int, Range(0)] = 2
     max_traces: Annotated[int, Range(2)] = 64
     clear_cache_every: Annotated[int, Range(0)] = 0

@@ -50,14 +50,15 @@ class Stats:
         mode: How the step is computed. "native": the update on flat buffers, in Rust. "traced": the update by the
             optimizer's own Python code, compiled with the rest. "plain": the same step without compilation.
         reason: Why the mode is not "native": the parameter, the optimizer, or the line of the loss; None where it is.
-        traces: The traces that are kept, each with its cause and how long it took.
+        traces: The traces that are kept, each with its cause, how long it took, and in `replay` its capture as one CUDA
+            graph, or why there is none (None where `Step` was told not to replay).
         traced: The number of all traces that were made.
         seconds: Where the time of all calls went. "look": at what the user has changed. "trace": calls that made a
             trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
             of it then, and on a GPU holds a large step back until the last one has let go of its memory. "wait": for
             steps in flight. "show": giving the results to the user's objects.
         bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
-            model's other arrays.
+            model's other arrays. "replay": captures, and the static arrays that they read and write.
         unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each
             buffer, at one update in 128 (the second one first), weights whose first moment is zero left out. Near 1 the
             parameters are too coarse for the learning rate: see `compute_dtype`. None before the first reading.

@@ -101,7 +101,9 @@ class Usage:
         self.step = self._take("step", " ".join(key for key in keys if key not in sometimes))
         guards = self.step["nonfinite"] != "allow"
         self.step |= self._take("step", "max_loss", guards, "nonfinite: allow takes every step")
-        self.step |= self._take("step", "max_traces", self.step["compile"], "without compile there are no traces")
+        self.step |= self._take(
+            "step", "max_traces replay", self.step["compile"], "without compile there are no traces"
+        )
 
     def _trainer(self) -> None:
         self.trainer = self._take(

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <iterator>
+#include <memory>
 #include <string_view>
 #include <thread>
 #include <unordered_set>
@@ -86,6 +87,16 @@ uintptr_t faststep_array_id(const void* a) noexcept {
 
 int faststep_array_is_lazy(const void* a) noexcept {
   return at(a).status() == mx::array::Status::unscheduled;
+}
+
+int faststep_array_has_rows(const void* a) noexcept {
+  return at(a).status() != mx::array::Status::unscheduled && at(a).flags().row_contiguous;
+}
+
+// mlx::core::array is one shared pointer (mlx/array.h); how many arrays share what it points at is not public.
+size_t faststep_array_holders(const void* a) noexcept {
+  static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
+  return static_cast<size_t>(reinterpret_cast<const std::shared_ptr<void>&>(at(a)).use_count());
 }
 
 size_t faststep_array_operations(const void* a) noexcept {

@@ -42,6 +42,13 @@ struct QuantizedProduct {
   float* scratch;
 };
 
+// What a capture consists of: kernels and copies, dependencies between them, bytes of memory.
+struct CaptureInfo {
+  size_t nodes;
+  size_t edges;
+  size_t bytes;
+};
+
 namespace simulator {
 
 // The device that evaluates, and its memory when the plan begins, in bytes.
@@ -75,7 +82,11 @@ const char* faststep_last_error() noexcept;
 
 // The identity of an array's value, and whether it waits to be evaluated.
 uintptr_t faststep_array_id(const void* array) noexcept;
+// How many handles there are to an array's value.
+size_t faststep_array_holders(const void* array) noexcept;
 int faststep_array_is_lazy(const void* array) noexcept;
+// Whether the array has its value, row after row.
+int faststep_array_has_rows(const void* array) noexcept;
 // How many operations have to be computed before the array has its value.
 size_t faststep_array_operations(const void* array) noexcept;
 // Whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
@@ -163,6 +174,27 @@ int faststep_is_cuda() noexcept;
 // Parts of one dtype, which agree in all axes but the first, joined along it by one kernel, and the sums of squares of its
 // tiles in float32.
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares);
+
+// --- cuda/replay/
+
+// A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those.
+int faststep_replay_new(
+    const void* const* results,
+    size_t n_results,
+    const void* const* from,
+    const void* const* into,
+    size_t n_carried,
+    void** capture);
+// Records it once, when nobody else holds `from`; the message of a failure says why it cannot be captured.
+int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo* info);
+// Whether the memory that it reads lies where it did.
+int faststep_replay_is_valid(const void* capture) noexcept;
+// Copies arrays into static ones and replays.
+int faststep_replay_launch(void* capture, const void* const* from, const void* const* into, size_t count);
+// Copies arrays into static ones.
+int faststep_replay_copy(const void* const* from, const void* const* into, size_t count);
+// Waits for it, and frees it.
+void faststep_replay_free(void* capture) noexcept;
 
 // --- simulator/
 

@@ -80,6 +80,8 @@ struct Inner {
     /// What the user has to be told of the trace that has just been made.
     unwatched: Option<String>,
     warned: bool,
+    /// Why a trace is not replayed, as the user has been told.
+    told: Option<String>,
 }
 
 /// Where the time went, in seconds.
@@ -140,6 +142,7 @@ impl Step {
                 fallen: None,
                 unwatched: None,
                 warned: false,
+                told: None,
             })),
         })
     }
@@ -312,5 +315,9 @@ fn bytes(store: &Store) -> HashMap<&'static str, usize> {
             engine.map_or(0, faststep::engine::Engine::extra_bytes),
         ),
         ("model", sum(&store.others)),
+        (
+            "replay",
+            engine.map_or(0, faststep::engine::Engine::captured_bytes),
+        ),
     ])
 }

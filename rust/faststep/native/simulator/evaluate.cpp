@@ -1,11 +1,11 @@
 // The order of evaluation, and who holds what meanwhile: mlx/transforms.cpp (eval_impl), mlx/array.cpp (detach),
 // mlx/backend/cpu/eval.cpp, mlx/backend/cuda/eval.cpp.
 #include <algorithm>
-#include <cstdlib>
 #include <string_view>
 #include <utility>
 
 #include "simulator/simulator.hpp"
+#include "walk.hpp"
 
 namespace faststep::simulator {
 
@@ -13,10 +13,28 @@ namespace {
 
 constexpr int max_active_tasks = 10;
 
-size_t bfs_max_width() {
-  const char* width = std::getenv("MLX_BFS_MAX_WIDTH");
-  return width ? std::strtoul(width, nullptr, 10) : 20;
-}
+// The nodes as `walk` goes through them.
+struct Nodes {
+  using Node = simulator::Node*;
+  size_t inputs(Node node) const {
+    return node->op->inputs.size();
+  }
+  Node input(Node node, size_t i) const {
+    return node->op->inputs[i];
+  }
+  bool is_done(Node node) const {
+    return node->done;
+  }
+  int& degree(Node node) const {
+    return node->degree;
+  }
+  template <typename F>
+  void outputs(Node node, F f) const {
+    for (auto* out : node->op->outputs) {
+      f(out);
+    }
+  }
+};
 
 } // namespace
 
@@ -25,52 +43,8 @@ std::vector<Node*> Simulator::tape(const std::vector<Node*>& outputs) {
   for (auto& each : nodes_) {
     each.degree = 0;
   }
-  std::vector<const std::vector<Node*>*> todo{&outputs};
-  while (!todo.empty()) {
-    const auto& inputs = *todo.back();
-    todo.pop_back();
-    for (auto* in : inputs) {
-      if (in->done) {
-        continue;
-      }
-      if (in->degree == 0) {
-        todo.push_back(&in->op->inputs);
-      }
-      for (auto* out : in->op->outputs) {
-        ++out->degree;
-      }
-    }
-  }
-  // breadth first with a limit to the width
-  auto width = bfs_max_width();
-  std::vector<Node*> tape;
-  std::vector<std::pair<const std::vector<Node*>*, size_t>> later{{&outputs, 0}};
-  for (size_t i = 0; i < tape.size() || !later.empty();) {
-    std::pair<const std::vector<Node*>*, size_t> next;
-    if (i < tape.size()) {
-      next = {&tape[i++]->op->inputs, 0};
-    } else {
-      next = later.back();
-      later.pop_back();
-    }
-    for (auto& [inputs, j] = next; j < inputs->size(); ++j) {
-      auto* in = (*inputs)[j];
-      if (in->done) {
-        continue;
-      }
-      if (tape.size() - i >= width) {
-        later.push_back(next);
-        break;
-      }
-      for (auto* out : in->op->outputs) {
-        --out->degree;
-      }
-      if (in->degree == 0) {
-        tape.push_back(in);
-      }
-    }
-  }
-  return tape;
+  Nodes nodes;
+  return walk(nodes, outputs, bfs_max_width());
 }
 
 size_t Simulator::evaluate(const Arrays& arrays) {

@@ -7,7 +7,11 @@ use std::{ops::AddAssign, rc::Rc};
 
 use mlx_rs::Array;
 
-use super::{meter::Reading, sample::Seen};
+use super::{
+    meter::Reading,
+    replay::{Kept, Resident},
+    sample::Seen,
+};
 use crate::{
     evaluation::Schedule,
     layout::{
@@ -109,6 +113,9 @@ pub struct Engine {
     pub(super) seen: Seen,
     pub(super) fresh: Vec<Array>,
     pub(super) schedule: Schedule<Array>,
+    pub(super) captures: Vec<Kept>, // the one used last last; before the arrays that they write
+    pub(super) resident: Option<Resident>,
+    pub(super) residents: usize, // so many there have been
     pub(super) seconds: Seconds,
     pub(super) failed: bool,
     pub(super) dry_run: bool, // nothing is evaluated: to be planned with

@@ -35,8 +35,8 @@ pub(super) struct Work {
 
 /// MLX's default device, as it evaluates the parts of an engine's steps.
 pub(super) struct OnDevice<'a> {
-    engine: &'a mut Engine,
-    owner: &'a mut dyn Owner,
+    pub engine: &'a mut Engine,
+    pub owner: &'a mut dyn Owner,
 }
 
 impl Evaluate for OnDevice<'_> {
@@ -171,7 +171,7 @@ impl Engine {
     }
 
     // parameters as views into the new buffers
-    fn show(&mut self) -> Result<()> {
+    pub(super) fn show(&mut self) -> MlxResult<()> {
         if self.fresh.is_empty() {
             return Ok(());
         }
@@ -185,7 +185,7 @@ impl Engine {
     }
 
     // evaluate the remaining lazy arrays from the values at hand, so that reading them does not raise the error again
-    fn lost(&mut self, error: Exception, owner: &mut dyn Owner) -> Error {
+    pub(super) fn lost(&mut self, error: Exception, owner: &mut dyn Owner) -> Error {
         self.failed = true;
         let kept = || {
             self.shared

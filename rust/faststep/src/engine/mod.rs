@@ -7,7 +7,7 @@
 //! The way of a batch: [`Engine::step`] takes the arrays of the state (`run`), has the [`Trace`] build its graph over them
 //! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old
 //! arrays, hands the graph to MLX and takes up the new ones (`state`). `sample` and `meter` look at what some updates did,
-//! `nonfinite` at batches that are no numbers.
+//! `nonfinite` at batches that are no numbers. On CUDA, `replay` launches a step again that has been captured as one graph.
 mod aux_state;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod engine;
@@ -16,6 +16,7 @@ mod flags;
 mod meter;
 pub mod nonfinite;
 mod plan;
+mod replay;
 mod run;
 mod sample;
 mod state;
@@ -34,7 +35,7 @@ pub use crate::{
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
         CallTraces, Causes, Field, Guard, Host, Key, Left, LossCall, LossOutput, Nonfinite,
-        Options, Outputs, Part, Recipe, Role, Rule, Task, Trace, TraceCache, TraceEntry,
+        Options, Outputs, Part, Recipe, Replay, Role, Rule, Task, Trace, TraceCache, TraceEntry,
         TraceRecord, UpdateCall,
     },
 };

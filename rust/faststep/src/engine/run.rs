@@ -5,10 +5,13 @@ use mlx_rs::Array;
 
 use super::{
     evaluate::{evaluate, Work},
-    nonfinite, Call, Engine, Output, Owner, Seconds,
+    nonfinite,
+    replay::{Launch, OnGraph},
+    Call, Engine, Output, Owner, Seconds,
 };
 use crate::{
     error::{Error, Result},
+    evaluation::Evaluated,
     layout::aux_state::Open,
     mlx::fuse,
     trace::{CallTraces, Options, Outputs, Part, Recipe, Task, Trace},
@@ -155,6 +158,50 @@ impl Engine {
     fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
         let started = Instant::now();
         let metered = self.sample(trace, owner)?;
+        let (outputs, updates) = match self.replayed(trace, call) {
+            Ok(launch) => {
+                self.seconds.build += started.elapsed().as_secs_f64();
+                self.replay(trace, launch, owner)?
+            }
+            Err(call) => self.evaluate(trace, call, started, owner)?,
+        };
+        if let Some(before) = metered {
+            self.meter(trace, &before, outputs.skipped.clone(), owner)?;
+        }
+        self.updates += usize::from(updates);
+        Ok(outputs)
+    }
+
+    // a part that is launched again
+    fn replay(
+        &mut self,
+        trace: &Trace,
+        mut launch: Launch,
+        owner: &mut dyn Owner,
+    ) -> Result<(Outputs, bool)> {
+        let updates = launch.updates;
+        self.scheduled(owner, |schedule, device| {
+            let mut known = Evaluated {
+                warm: true,
+                bytes: Some(0), // its memory is in use already
+            };
+            schedule.evaluate(&mut OnGraph(device), &mut launch, &mut known, updates)
+        })?;
+        self.keep(trace, launch.captured);
+        Ok((launch.outputs, updates))
+    }
+
+    // a part that MLX evaluates
+    fn evaluate(
+        &mut self,
+        trace: &mut Trace,
+        call: Call,
+        started: Instant,
+        owner: &mut dyn Owner,
+    ) -> Result<(Outputs, bool)> {
+        self.leave_replay(owner)?;
+        self.make_way(trace);
+        let rehearsal = self.rehearse(trace, &call, owner);
         let inputs = self.take(call);
         let outputs = match build(trace, &inputs) {
             Ok(outputs) => outputs,
@@ -179,11 +226,10 @@ impl Engine {
             self.put_back(inputs); // it has not been submitted
         }
         done?;
-        if let Some(before) = metered {
-            self.meter(trace, &before, work.outputs.skipped.clone(), owner)?;
+        if let Some(rehearsal) = rehearsal {
+            self.capture(trace, rehearsal, &work.outputs, owner)?;
         }
-        self.updates += usize::from(updates);
-        Ok(work.outputs)
+        Ok((work.outputs, updates))
     }
 
     // loss and gradients; nothing changes

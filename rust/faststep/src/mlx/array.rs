@@ -9,11 +9,11 @@ use std::ptr;
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_array_hollow, faststep_array_id, faststep_array_is_filled,
-    faststep_array_is_foreign, faststep_array_is_lazy, faststep_array_is_zero,
-    faststep_array_operations, faststep_array_random_state, faststep_array_reads_file,
-    faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover, faststep_merge, handle,
-    handles, made, owned,
+    check, faststep_array_has_rows, faststep_array_holders, faststep_array_hollow,
+    faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
+    faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
+    faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
+    faststep_merge, handle, handles, made, owned,
 };
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
@@ -21,6 +21,24 @@ use super::ffi::{
 pub fn id(array: &Array) -> usize {
     // SAFETY: an `Array` always holds a live mlx::core::array.
     unsafe { faststep_array_id(handle(array)) }
+}
+
+/// How many handles there are to the array's value, this one as well.
+pub(crate) fn holders(array: &Array) -> usize {
+    // SAFETY: as in `id`.
+    unsafe { faststep_array_holders(handle(array)) }
+}
+
+/// The same value row after row: the array itself where it lies so, else lazily.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn rows(array: &Array) -> Result<Array> {
+    // SAFETY: as in `id`.
+    if unsafe { faststep_array_has_rows(handle(array)) != 0 } {
+        return Ok(array.clone());
+    }
+    array.contiguous()
 }
 
 /// Whether the array still waits to be evaluated.

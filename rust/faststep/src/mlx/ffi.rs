@@ -58,6 +58,18 @@ pub(crate) struct Device {
     pub max_mega: usize,
 }
 
+/// What a capture consists of.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct CaptureInfo {
+    /// Kernels and copies.
+    pub nodes: usize,
+    /// Dependencies between them.
+    pub edges: usize,
+    /// The bytes that it holds beside its inputs.
+    pub bytes: usize,
+}
+
 /// The result of a simulation, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -74,6 +86,8 @@ extern "C" {
     fn faststep_last_error() -> *const c_char;
 
     pub(crate) fn faststep_array_id(array: Handle) -> usize;
+    pub(crate) fn faststep_array_has_rows(array: Handle) -> c_int;
+    pub(crate) fn faststep_array_holders(array: Handle) -> usize;
     pub(crate) fn faststep_array_is_lazy(array: Handle) -> c_int;
     pub(crate) fn faststep_array_operations(array: Handle) -> usize;
     pub(crate) fn faststep_array_is_filled(array: Handle) -> c_int;
@@ -164,6 +178,29 @@ extern "C" {
         flat: *mut New,
         squares: *mut New,
     ) -> c_int;
+
+    pub(crate) fn faststep_replay_new(
+        results: Handles,
+        n_results: usize,
+        from: Handles,
+        into: Handles,
+        n_carried: usize,
+        capture: *mut *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_replay_record(
+        capture: *mut c_void,
+        retained: usize,
+        info: *mut CaptureInfo,
+    ) -> c_int;
+    pub(crate) fn faststep_replay_is_valid(capture: *const c_void) -> c_int;
+    pub(crate) fn faststep_replay_launch(
+        capture: *mut c_void,
+        from: Handles,
+        into: Handles,
+        count: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_replay_copy(from: Handles, into: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_replay_free(capture: *mut c_void);
 
     pub(crate) fn faststep_simulator_device(device: *mut Device, memory: *mut usize) -> c_int;
     pub(crate) fn faststep_simulator_new(

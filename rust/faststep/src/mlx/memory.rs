@@ -15,6 +15,11 @@ pub(crate) fn peak() -> usize {
     peak_memory().unwrap_or(0)
 }
 
+/// The bytes that may still be allocated; none where MLX does not say.
+pub(crate) fn free() -> usize {
+    memory_limit().map_or(0, |limit| limit.saturating_sub(active()))
+}
+
 /// Wait until the device has done all work, and has let go of its memory.
 pub(crate) fn synchronize() {
     // SAFETY: takes nothing; MLX lets any thread wait.

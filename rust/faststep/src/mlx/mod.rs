@@ -18,3 +18,4 @@ pub(crate) mod ops;
 pub(crate) mod quantized;
 pub(crate) mod random;
 pub mod rebind;
+pub(crate) mod replay;

@@ -13,6 +13,8 @@ pub struct TraceRecord {
     pub cause: String,
     /// Its duration in seconds, first evaluation included.
     pub seconds: f64,
+    /// Its capture as one CUDA graph, or why it is not replayed; none where that is not asked for.
+    pub replay: Option<String>,
 }
 
 /// A trace, what it is valid for, and what the host keeps of what the loss returned.
@@ -182,6 +184,7 @@ impl<K, T> TraceCache<K, T> {
             Some(TraceRecord {
                 cause: entry.cause.clone(),
                 seconds: entry.seconds?,
+                replay: entry.trace.replayed(),
             })
         });
         records.collect()

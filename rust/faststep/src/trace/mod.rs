@@ -7,6 +7,7 @@
 //! whether they count, and the update follows. `Outputs` names what comes out of it.
 mod body;
 mod cache;
+mod captured;
 mod guard;
 mod host;
 mod key;
@@ -19,10 +20,11 @@ mod trace;
 mod trial;
 
 pub use cache::{CallTraces, TraceCache, TraceEntry, TraceRecord};
+pub(crate) use captured::{Captured, Given};
 pub use guard::Guard;
 pub use host::{Host, Left, LossCall, LossOutput, UpdateCall};
 pub use key::{Causes, Key};
-pub use options::{Field, Nonfinite, Options};
+pub use options::{Field, Nonfinite, Options, Replay};
 pub use outputs::Outputs;
 pub use recipe::{Part, Recipe, Role, Rule};
 pub use task::Task;

@@ -41,6 +41,18 @@ impl std::fmt::Display for Nonfinite {
     }
 }
 
+/// Whether a step is launched again as one CUDA graph, where MLX's default device is one of CUDA's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Replay {
+    /// MLX evaluates every step.
+    #[default]
+    Never,
+    /// A trace that has been evaluated a few times.
+    Auto,
+    /// A trace as soon as the memory that it takes has been measured.
+    Always,
+}
+
 /// The options of a [`Step`](crate::Step): the defaults, and what is set by the methods of the fields' names.
 ///
 /// ```
@@ -69,6 +81,8 @@ pub struct Options {
     pub ema_decay: Option<f64>,
     /// Compile the step. Without, the loss function is called at every step.
     pub compile: bool,
+    /// Whether steps are replayed as CUDA graphs.
+    pub replay: Replay,
     /// The most steps under way on the device when a call returns. Default: 2.
     pub in_flight: usize,
     /// The most traces that are kept, 2 or more; the one used least recently is dropped first. Default: 64.
@@ -90,6 +104,7 @@ impl Default for Options {
             compute_dtype: None,
             ema_decay: None,
             compile: true,
+            replay: Replay::Never,
             in_flight: 2,
             max_traces: 64,
             cache_limit: None,
@@ -113,6 +128,8 @@ pub enum Field<'a> {
     Dtype(&'a mut Option<Dtype>),
     /// The treatment of a NaN.
     Nonfinite(&'a mut Nonfinite),
+    /// Whether steps are replayed.
+    Replay(&'a mut Replay),
 }
 
 macro_rules! fields {
@@ -132,6 +149,7 @@ fields! {
     Limit: Option<usize>,
     Dtype: Option<Dtype>,
     Nonfinite: Nonfinite,
+    Replay: Replay,
 }
 
 macro_rules! setters {
@@ -163,6 +181,7 @@ setters! {
     compute_dtype: impl Into<Option<Dtype>>,
     ema_decay: impl Into<Option<f64>>,
     compile: bool,
+    replay: Replay,
     in_flight: usize,
     max_traces: usize,
     cache_limit: impl Into<Option<usize>>,

@@ -49,7 +49,41 @@ pub(crate) struct OutputCounts {
     idle: Rc<[usize]>,
 }
 
+impl OutputCounts {
+    // others by index, and whether there is a key
+    pub(crate) fn written(&self) -> (Vec<usize>, bool) {
+        (self.others.clone(), self.key > 0)
+    }
+}
+
 impl Outputs {
+    // what whoever called the step gets of it: loss, auxiliary arrays, norm, flag, written arrays, key
+    pub(crate) fn given_out(&self) -> impl Iterator<Item = &Array> {
+        let values = self.loss.iter().chain(&self.aux);
+        let values = values.chain(&self.norm).chain(&self.skipped);
+        let others = self.others.iter().map(|(_, array)| array);
+        values.chain(others).chain(&self.key)
+    }
+
+    // the same outputs, made of other arrays
+    pub(crate) fn map_given_out(&self, mut f: impl FnMut(&Array) -> Result<Array>) -> Result<Self> {
+        let others = self
+            .others
+            .iter()
+            .map(|(index, array)| Ok((*index, f(array)?)));
+        let others = others.collect::<Result<_>>()?;
+        Ok(Self {
+            loss: self.loss.as_ref().map(&mut f).transpose()?,
+            aux: self.aux.iter().map(&mut f).collect::<Result<_>>()?,
+            norm: self.norm.as_ref().map(&mut f).transpose()?,
+            skipped: self.skipped.as_ref().map(&mut f).transpose()?,
+            key: self.key.as_ref().map(&mut f).transpose()?,
+            others,
+            idle: self.idle.clone(),
+            ..Self::default()
+        })
+    }
+
     pub(crate) fn flatten(self) -> (Vec<Array>, OutputCounts) {
         let (state, state_values): (Vec<_>, Vec<_>) = self.state.into_iter().unzip();
         let (others, other_values): (Vec<_>, Vec<_>) = self.others.into_iter().unzip();

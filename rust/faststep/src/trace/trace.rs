@@ -15,7 +15,9 @@ use mlx_rs::{
 
 use super::{
     body::Body,
+    captured::CaptureState,
     host::Host,
+    options::Replay,
     outputs::{OutputCounts, Outputs},
     recipe::{Part, Recipe},
 };
@@ -36,6 +38,7 @@ pub struct Trace {
     error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
     pub(crate) evaluated: Evaluated,
+    pub(crate) capture: CaptureState,
 }
 
 impl std::fmt::Debug for Trace {
@@ -91,6 +94,7 @@ impl Trace {
             error,
             eager: !compiled,
             evaluated: Evaluated::default(),
+            capture: CaptureState::default(),
         }
     }
 
@@ -99,6 +103,24 @@ impl Trace {
     #[must_use]
     pub fn is_eager(&self) -> bool {
         self.eager
+    }
+
+    /// Its capture as one CUDA graph, or why it is not replayed; none where that is not asked for.
+    pub(crate) fn replayed(&self) -> Option<String> {
+        (self.recipe.options.replay != Replay::Never).then(|| self.capture.to_string())
+    }
+
+    /// Why it will not be replayed, although that is asked for.
+    #[must_use]
+    pub fn not_replayed(&self) -> Option<&str> {
+        let asked = self.recipe.options.replay == Replay::Always;
+        self.capture.refused.as_deref().filter(|_| asked)
+    }
+
+    /// The model's other arrays that the step writes, by index, and whether it writes the random key; known once it has been
+    /// called.
+    pub(crate) fn written(&self) -> (Vec<usize>, bool) {
+        self.counts.borrow().written()
     }
 
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.

@@ -75,6 +75,15 @@ impl Inner {
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }
+        let not_replayed = self
+            .traces
+            .last()
+            .and_then(|last| last.trace.not_replayed());
+        if let (Some(reason), None) = (not_replayed, &self.told) {
+            let message = format!("this step is not replayed as a CUDA graph: {reason}");
+            self.told = Some(reason.to_owned());
+            warn(py, &message)?;
+        }
         for message in self.alarms.raised(py, store, &self.skips)? {
             warn(py, &message)?;
         }

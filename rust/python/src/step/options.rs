@@ -1,7 +1,7 @@
 //! Conversion of the options from Python.
 use std::ops::Deref;
 
-use faststep::engine::{self, Field, Nonfinite};
+use faststep::engine::{self, Field, Nonfinite, Replay};
 use mlx_rs::Dtype;
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -57,6 +57,17 @@ fn nonfinite(name: &str, value: &str) -> PyResult<Nonfinite> {
     found.ok_or_else(|| refused(name, expected, &format!("{value:?}")))
 }
 
+fn replay(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Replay> {
+    if let Ok(given) = given.extract::<bool>() {
+        return Ok(if given { Replay::Always } else { Replay::Never });
+    }
+    let expected = "\"auto\", True or False";
+    match read::<String>(name, expected, given)?.as_str() {
+        "auto" => Ok(Replay::Auto),
+        other => Err(refused(name, expected, &format!("{other:?}"))),
+    }
+}
+
 fn dtype(option: &str, given: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     let mlx = given.py().import("mlx.core")?;
     if !given.is_instance(&mlx.getattr("Dtype")?)? {
@@ -95,6 +106,7 @@ fn set(name: &str, field: Field<'_>, value: &Bound<'_, PyAny>) -> PyResult<()> {
             let text: String = read(name, "a str", value)?;
             *to = nonfinite(name, &text)?;
         }
+        Field::Replay(to) => *to = replay(name, value)?,
     }
     Ok(())
 }

@@ -50,6 +50,8 @@ pub struct TraceRecord {
     cause: String,
     /// Its duration in seconds, first evaluation included.
     seconds: f64,
+    /// Its capture as one CUDA graph, or why it is not replayed; None where that is not asked for.
+    replay: Option<String>,
 }
 
 /// What is kept with a trace.
@@ -218,6 +220,7 @@ impl From<engine::TraceRecord> for TraceRecord {
         Self {
             cause: record.cause,
             seconds: record.seconds,
+            replay: record.replay,
         }
     }
 }

@@ -88,10 +88,10 @@ impl Owner for Holder<'_, '_> {
             let slots = slots.get(&slot.object.as_ptr().addr()).copied();
             slot.empty(&hollow, slots.unwrap_or(1));
         }
+        for slot in &self.prepared.state {
+            slot.empty(&hollow, 1);
+        }
         let Some(moments) = &mut self.moments else {
-            for slot in &self.prepared.state {
-                slot.empty(&hollow, 1);
-            }
             return;
         };
         if moments.is_shown() || self.prepared.packed {

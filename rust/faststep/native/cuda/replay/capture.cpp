@@ -1,0 +1,138 @@
+#include "cuda/replay/capture.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/replay/driver.hpp"
+#include "cuda/replay/encoder.hpp"
+#include "cuda/replay/recorder.hpp"
+#include "mlx/memory.h"
+#include "status.hpp"
+
+namespace faststep::replay {
+
+namespace {
+
+// While it lives, MLX keeps everything that is freed.
+class KeepAll {
+ public:
+  KeepAll() : cache_(mx::set_cache_limit(all)), memory_(mx::set_memory_limit(all)) {}
+  ~KeepAll() {
+    mx::set_cache_limit(cache_);
+    mx::set_memory_limit(memory_);
+  }
+  KeepAll(const KeepAll&) = delete;
+  KeepAll& operator=(const KeepAll&) = delete;
+
+ private:
+  static constexpr size_t all = size_t{1} << 60;
+  size_t cache_, memory_;
+};
+
+} // namespace
+
+Capture::Capture(std::vector<mx::array> results, std::vector<mx::array> from, std::vector<mx::array> into)
+    : results_(std::move(results)),
+      from_(std::move(from)),
+      into_(std::move(into)),
+      stream_(mx::default_stream(mx::Device::gpu)) {}
+
+Capture::~Capture() {
+  if (exec_ != nullptr) {
+    driver().cuCtxSetCurrent(context_); // any thread may be the last to let go
+    driver().cuStreamSynchronize(queue_);
+    driver().cuGraphExecDestroy(exec_);
+  }
+}
+
+void Capture::record(size_t retained) {
+  auto& encoder = encoder_of(stream_);
+  queue_ = encoder.stream();
+  mx::synchronize(stream_);
+  check(driver().cuCtxGetCurrent(&context_), "cuCtxGetCurrent");
+  mx::clear_cache();
+  KeepAll keep;
+  Recorder(*this, encoder, retained).run();
+  check(driver().cuStreamSynchronize(queue_), "cuStreamSynchronize");
+}
+
+bool Capture::is_valid() const {
+  auto stays = [](const Fixed& fixed) { return memory_of(*fixed.data) == fixed.memory; };
+  return std::all_of(fixed_.begin(), fixed_.end(), stays);
+}
+
+void Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
+  copy(from, into, stream_);
+  check(driver().cuGraphLaunch(exec_, queue_), "cuGraphLaunch");
+}
+
+// The copies come behind everything that the stream has to do, and what is copied stays until they are done.
+void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into, mx::Stream stream) {
+  auto& encoder = encoder_of(stream);
+  for (auto array : from) {
+    if (array.event().valid() && array.event().stream() != stream) {
+      array.wait(); // libmlx does not export what lets a stream wait
+    }
+  }
+  if (encoder.node_count_ > 0) {
+    commit(encoder);
+  }
+  CUstream queue = encoder.stream();
+  for (size_t i = 0; i < from.size(); ++i) {
+    bool fits = from[i].flags().row_contiguous && from[i].nbytes() == into[i].nbytes();
+    if (!fits || from[i].status() == mx::array::Status::unscheduled) {
+      throw std::logic_error("a replay copies evaluated arrays that lie row after row");
+    }
+    if (from[i].nbytes() > 0) {
+      auto target = device_pointer(address_of(into[i])), source = device_pointer(address_of(from[i]));
+      check(driver().cuMemcpyAsync(target, source, into[i].nbytes(), queue), "cuMemcpyAsync");
+      encoder.add_temporary(from[i]);
+    }
+  }
+}
+
+} // namespace faststep::replay
+
+using faststep::replay::Capture;
+
+int faststep_replay_new(
+    const void* const* results,
+    size_t n_results,
+    const void* const* from,
+    const void* const* into,
+    size_t n_carried,
+    void** capture) {
+  return faststep::guarded([&] {
+    *capture = new Capture(
+        faststep::list(results, n_results), faststep::list(from, n_carried), faststep::list(into, n_carried));
+  });
+}
+
+int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo* info) {
+  return faststep::guarded([&] {
+    auto& to_record = *static_cast<Capture*>(capture);
+    to_record.record(retained);
+    *info = to_record.info;
+  });
+}
+
+int faststep_replay_is_valid(const void* capture) noexcept {
+  return static_cast<const Capture*>(capture)->is_valid();
+}
+
+int faststep_replay_launch(void* capture, const void* const* from, const void* const* into, size_t count) {
+  return faststep::guarded([&] {
+    static_cast<Capture*>(capture)->launch(faststep::list(from, count), faststep::list(into, count));
+  });
+}
+
+int faststep_replay_copy(const void* const* from, const void* const* into, size_t count) {
+  return faststep::guarded([&] {
+    auto stream = mlx::core::default_stream(mlx::core::Device::gpu);
+    faststep::replay::copy(faststep::list(from, count), faststep::list(into, count), stream);
+  });
+}
+
+void faststep_replay_free(void* capture) noexcept {
+  delete static_cast<Capture*>(capture);
+}

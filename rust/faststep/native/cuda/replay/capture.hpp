@@ -1,0 +1,61 @@
+// A part of a step as one CUDA graph over arrays that stay where they are.
+//
+// The lazy graph of the part is gone through in MLX's order, and each primitive encodes its kernels as it always does, into
+// a graph that is kept and launched again, instead of into one that is submitted. What it reads and writes lies in memory
+// that is the capture's: static inputs, static outputs, and what is in between.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda.h"
+#include "ffi.hpp"
+#include "mlx/mlx.h"
+
+namespace faststep::replay {
+
+namespace mx = mlx::core;
+
+// Why a part cannot be captured, or not be launched any more.
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Capture {
+ public:
+  // `results` keep their memory. When a replay is done, the value of each of `from` is in the memory of `into`.
+  Capture(std::vector<mx::array> results, std::vector<mx::array> from, std::vector<mx::array> into);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  // Go through the graph; nothing is computed. Memory of up to `retained` bytes is not used again at once (plan.hpp).
+  void record(size_t retained);
+  // Whether the memory that the graph reads lies where it did: MLX moves what a host reads.
+  bool is_valid() const;
+  // Copy arrays into static ones, and launch the graph, behind everything that the stream has to do.
+  void launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into);
+
+  CaptureInfo info{};
+
+ private:
+  struct Fixed {
+    std::shared_ptr<mx::array::Data> data;
+    void* memory;
+  };
+  std::vector<mx::array> results_, from_, into_;
+  mx::Stream stream_;
+  CUstream queue_ = nullptr;
+  CUcontext context_ = nullptr;
+  CUgraphExec exec_ = nullptr;
+  std::vector<Fixed> fixed_; // what the graph reads and others may hold
+  std::vector<std::shared_ptr<mx::array::Data>> kept_;
+  friend class Recorder;
+};
+
+// Copies evaluated arrays into static ones.
+void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into, mx::Stream stream);
+
+} // namespace faststep::replay

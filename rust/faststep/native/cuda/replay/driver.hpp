@@ -1,0 +1,70 @@
+// The functions of the CUDA driver that replay calls, looked up in the one that libmlx has loaded.
+#pragma once
+
+#include "cuda.h"
+
+namespace faststep::replay {
+
+// A copy of `WidthInBytes` bytes, as CUDA_MEMCPY3D describes it.
+struct Copy {
+  size_t srcXInBytes = 0, srcY = 0, srcZ = 0, srcLOD = 0;
+  unsigned srcMemoryType = 2; // CU_MEMORYTYPE_DEVICE
+  const void* srcHost = nullptr;
+  CUdeviceptr srcDevice = 0;
+  void* srcArray = nullptr;
+  void* reserved0 = nullptr;
+  size_t srcPitch = 0, srcHeight = 0;
+  size_t dstXInBytes = 0, dstY = 0, dstZ = 0, dstLOD = 0;
+  unsigned dstMemoryType = 2;
+  void* dstHost = nullptr;
+  CUdeviceptr dstDevice = 0;
+  void* dstArray = nullptr;
+  void* reserved1 = nullptr;
+  size_t dstPitch = 0, dstHeight = 0;
+  size_t WidthInBytes = 0, Height = 1, Depth = 1;
+};
+
+// A kernel node, as CUDA_KERNEL_NODE_PARAMS describes it.
+struct KernelNode {
+  CUfunction func = nullptr;
+  unsigned gridDimX = 0, gridDimY = 0, gridDimZ = 0;
+  unsigned blockDimX = 0, blockDimY = 0, blockDimZ = 0;
+  unsigned sharedMemBytes = 0;
+  void** kernelParams = nullptr;
+  void** extra = nullptr;
+  void* kern = nullptr;
+  CUcontext ctx = nullptr;
+};
+
+struct Driver {
+  CUresult (*cuCtxGetCurrent)(CUcontext*);
+  CUresult (*cuCtxSetCurrent)(CUcontext);
+  CUresult (*cuFuncGetParamInfo)(CUfunction, size_t index, size_t* offset, size_t* size); // null before CUDA 12.4
+  CUresult (*cuGetErrorString)(CUresult, const char**);
+  CUresult (*cuGraphAddDependencies)(CUgraph, const CUgraphNode*, const CUgraphNode*, size_t);
+  CUresult (*cuGraphAddEmptyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t);
+  CUresult (*cuGraphAddMemcpyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, const Copy*, CUcontext);
+  CUresult (*cuGraphCreate)(CUgraph*, unsigned);
+  CUresult (*cuGraphDestroy)(CUgraph);
+  CUresult (*cuGraphExecDestroy)(CUgraphExec);
+  CUresult (*cuGraphGetNodes)(CUgraph, CUgraphNode*, size_t*);
+  CUresult (*cuGraphInstantiateWithFlags)(CUgraphExec*, CUgraph, unsigned long long);
+  CUresult (*cuGraphKernelNodeGetParams)(CUgraphNode, KernelNode*);
+  CUresult (*cuGraphKernelNodeSetParams)(CUgraphNode, const KernelNode*);
+  CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
+  CUresult (*cuGraphUpload)(CUgraphExec, CUstream);
+  CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
+  CUresult (*cuStreamSynchronize)(CUstream);
+};
+
+// Throws where there is no driver, or one that lacks a function.
+const Driver& driver();
+
+// Throws with the driver's words.
+void check(CUresult result, const char* what);
+
+inline CUdeviceptr device_pointer(const void* address) {
+  return reinterpret_cast<CUdeviceptr>(address);
+}
+
+} // namespace faststep::replay

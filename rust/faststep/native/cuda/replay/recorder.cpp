@@ -1,0 +1,444 @@
+#include "cuda/replay/recorder.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+
+#include "cuda/replay/driver.hpp"
+#include "walk.hpp"
+
+namespace faststep::replay {
+
+namespace {
+
+// A lazy graph as `walk` goes through it.
+struct Arrays {
+  using Node = const mx::array*;
+  size_t inputs(Node node) const {
+    return node->inputs().size();
+  }
+  Node input(Node node, size_t i) const {
+    return &node->inputs()[i];
+  }
+  bool is_done(Node node) const {
+    return node->status() != mx::array::Status::unscheduled;
+  }
+  int& degree(Node node) {
+    return degrees[node->id()];
+  }
+  template <typename F>
+  void outputs(Node node, F f) const {
+    f(node);
+    for (const auto& sibling : node->siblings()) {
+      f(&sibling);
+    }
+  }
+  std::unordered_map<std::uintptr_t, int> degrees;
+};
+
+// Primitives that leave work to the host, or to whoever reads a file or a network.
+bool is_refused(std::string_view name) {
+  constexpr std::string_view kinds[] = {"FFT", "Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
+  return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
+}
+
+// An array's memory of so many bytes, as MLX allocates it; its kernel is in the recording, which is thrown away.
+mx::array allocated(size_t bytes, mx::Stream stream) {
+  auto words = bytes / 4;
+  if (words == 0 || words > INT32_MAX) {
+    throw Refused("a buffer of " + std::to_string(bytes) + " bytes");
+  }
+  auto array = mx::arange(0, static_cast<int>(words), 1, mx::int32, stream);
+  std::vector<mx::array> outputs{array};
+  array.primitive().eval_gpu(array.inputs(), outputs);
+  return array;
+}
+
+} // namespace
+
+Recorder::Recorder(Capture& capture, Encoder& encoder, size_t retained)
+    : capture_(capture), recording_(encoder), retention_(retained) {}
+
+void Recorder::run() {
+  auto tape = this->tape();
+  count(tape);
+  while (!tape.empty()) {
+    auto array = std::move(tape.back());
+    tape.pop_back();
+    evaluate(std::move(array));
+  }
+  carry();
+  if (!capture_.from_.empty()) {
+    throw Refused("values that take each other's place");
+  }
+  connect();
+  reclaim();
+}
+
+std::vector<mx::array> Recorder::tape() {
+  Arrays arrays;
+  std::vector<const mx::array*> outputs;
+  for (auto* list : {&capture_.results_, &capture_.from_}) {
+    for (const auto& array : *list) {
+      outputs.push_back(&array);
+    }
+  }
+  std::vector<mx::array> tape;
+  for (const auto* array : walk(arrays, outputs, bfs_max_width())) {
+    tape.push_back(*array);
+  }
+  return tape;
+}
+
+// How often memory is still to be read, and what is there before.
+void Recorder::count(const std::vector<mx::array>& tape) {
+  std::set<void*> known;
+  for (const auto& array : tape) {
+    auto name = std::string(array.primitive().name());
+    if (array.primitive().stream() != capture_.stream_) {
+      throw Refused(name + " runs on another stream or device");
+    }
+    if (is_refused(name)) {
+      throw Refused(name + " leaves work to the host");
+    }
+    for (const auto& in : array.inputs()) {
+      if (in.status() == mx::array::Status::unscheduled) {
+        ++consumers_[in.id()];
+        continue;
+      }
+      auto* memory = memory_of(*in.data_shared_ptr());
+      ++reads_[memory];
+      if (known.insert(memory).second) {
+        capture_.fixed_.push_back({in.data_shared_ptr(), memory});
+      }
+    }
+  }
+}
+
+// As gpu::eval does it (mlx/backend/cuda/eval.cpp), without submitting anything.
+void Recorder::evaluate(mx::array array) {
+  auto begin = recording_.nodes();
+  auto outputs = array.outputs();
+  array.primitive().eval_gpu(array.inputs(), outputs);
+  std::vector<Data> reads, writes; // not before: an array whose memory somebody holds is not taken over
+  for (const auto& in : array.inputs()) {
+    if (in.data_shared_ptr()) {
+      reads.push_back(in.data_shared_ptr());
+      --reads_[memory_of(*in.data_shared_ptr())];
+    }
+  }
+  if (recording_.nodes() < begin) {
+    throw Refused(std::string(array.primitive().name()) + " submits its work");
+  }
+  for (auto& out : outputs) {
+    out.set_status(mx::array::Status::evaluated);
+    if (out.data_shared_ptr()) {
+      writes.push_back(out.data_shared_ptr());
+      reads_[memory_of(*out.data_shared_ptr())] += consumers_[out.id()];
+    }
+  }
+  auto temporaries = recording_.temporaries();
+  writes.insert(writes.end(), temporaries.begin(), temporaries.end());
+  std::for_each(writes.begin(), writes.end(), [this](const Data& data) { note(data); });
+  if (recording_.nodes() > begin) {
+    add(begin, reads, writes);
+    remember(array, outputs);
+  }
+  temporaries.clear();
+  outputs.clear();
+  array.detach();
+  { auto last = std::move(array); }
+  reads.insert(reads.end(), std::make_move_iterator(writes.begin()), std::make_move_iterator(writes.end()));
+  writes.clear();
+  carry();
+  let_go(std::move(reads));
+}
+
+// Who wrote what may be written in place.
+void Recorder::remember(const mx::array& array, const std::vector<mx::array>& outputs) {
+  bool fused = std::string_view(array.primitive().name()).starts_with("Compiled");
+  if (!fused || units_.back().end - units_.back().begin != 1) {
+    return;
+  }
+  Kernel kernel{units_.size() - 1, {}};
+  for (const auto& in : array.inputs()) {
+    bool fits = in.size() == outputs[0].size() && in.data_size() == in.size();
+    bool by_element = fits && in.flags().row_contiguous && in.offset() == 0;
+    kernel.inputs.push_back({memory_of(*in.data_shared_ptr()), in.nbytes(), by_element});
+  }
+  for (const auto& out : outputs) {
+    if (out.flags().row_contiguous && out.data_size() == out.size()) {
+      kernels_[memory_of(*out.data_shared_ptr())] = kernel;
+    }
+  }
+}
+
+// A fused kernel writes the value where it belongs, instead of a copy after it.
+bool Recorder::write_in_place(size_t i) {
+  const auto &from = capture_.from_[i], &into = capture_.into_[i];
+  auto *source = memory_of(*from.data_shared_ptr()), *target = memory_of(*into.data_shared_ptr());
+  auto made = kernels_.find(source);
+  bool whole = from.offset() == 0 && into.offset() == 0 && from.flags().row_contiguous &&
+      into.flags().row_contiguous && from.nbytes() == into.nbytes() && into.data_size() == into.size();
+  if (made == kernels_.end() || !whole || source == target || reads_[source] > 0) {
+    return false;
+  }
+  auto is_source = [source](const mx::array& array) {
+    return array.status() != mx::array::Status::unscheduled && memory_of(*array.data_shared_ptr()) == source;
+  };
+  auto users = std::count_if(capture_.from_.begin(), capture_.from_.end(), is_source) +
+      std::count_if(capture_.results_.begin(), capture_.results_.end(), is_source);
+  const auto& [unit, inputs] = made->second;
+  bool safe = std::all_of(inputs.begin(), inputs.end(), [&](const Kernel::Input& in) {
+    return in.memory != target || (in.by_element && in.bytes == into.nbytes());
+  });
+  if (users != 1 || !safe || !replace_pointer(units_[unit].begin, source, target)) {
+    return false;
+  }
+  auto before = hazards_.redirect(unit, source, target);
+  if (!before) {
+    replace_pointer(units_[unit].begin, target, source);
+    return false;
+  }
+  units_[unit].before.insert(units_[unit].before.end(), before->begin(), before->end());
+  return true;
+}
+
+// Give a kernel another pointer in the place of one that it has once.
+bool Recorder::replace_pointer(size_t number, void* from, void* into) const {
+  const auto& driver = replay::driver();
+  if (driver.cuFuncGetParamInfo == nullptr) {
+    return false;
+  }
+  size_t count = recording_.nodes();
+  std::vector<CUgraphNode> nodes(count);
+  check(driver.cuGraphGetNodes(recording_.graph(), nodes.data(), &count), "cuGraphGetNodes");
+  KernelNode kernel;
+  if (driver.cuGraphKernelNodeGetParams(nodes[number], &kernel) != CUDA_SUCCESS || kernel.func == nullptr ||
+      kernel.kernelParams == nullptr) {
+    return false;
+  }
+  std::vector<std::vector<char>> values;
+  std::vector<void*> pointers;
+  size_t found = 0;
+  for (size_t offset = 0, size = 0;
+       driver.cuFuncGetParamInfo(kernel.func, values.size(), &offset, &size) == CUDA_SUCCESS;) {
+    const auto* bytes = static_cast<const char*>(kernel.kernelParams[values.size()]);
+    values.emplace_back(bytes, bytes + size);
+    if (size == sizeof(void*) && std::memcmp(values.back().data(), &from, size) == 0) {
+      std::memcpy(values.back().data(), &into, size);
+      ++found;
+    }
+  }
+  if (found != 1) {
+    return false;
+  }
+  for (auto& value : values) {
+    pointers.push_back(value.data());
+  }
+  kernel.kernelParams = pointers.data();
+  return driver.cuGraphKernelNodeSetParams(nodes[number], &kernel) == CUDA_SUCCESS;
+}
+
+void Recorder::add(size_t begin, const std::vector<Data>& reads, const std::vector<Data>& writes) {
+  auto addresses = [](const std::vector<Data>& all) {
+    std::vector<Hazards::Address> addresses;
+    for (const auto& data : all) {
+      if (auto* memory = memory_of(*data)) {
+        addresses.push_back(memory);
+      }
+    }
+    return addresses;
+  };
+  units_.push_back({begin, recording_.nodes(), hazards_.add(addresses(reads), addresses(writes))});
+}
+
+void Recorder::note(const Data& data) {
+  auto* buffer = buffer_of(*data);
+  if (buffer != nullptr && buffer->data != nullptr) {
+    seen_[buffer->data] = {buffer->size, data};
+  }
+}
+
+// What nobody else holds may be used again after a while. What is small is not worth it.
+void Recorder::let_go(std::vector<Data> all) {
+  constexpr size_t small = 16384;
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  for (auto& data : all) {
+    auto* buffer = buffer_of(*data);
+    if (data.use_count() > 1 || buffer == nullptr || buffer->data == nullptr) {
+      continue;
+    }
+    if (buffer->size < small) {
+      capture_.kept_.push_back(std::move(data));
+    } else {
+      retention_.add(std::move(data), buffer->size);
+    }
+  }
+}
+
+// Values go where they belong as soon as nothing reads what is there.
+void Recorder::carry() {
+  auto &from = capture_.from_, &into = capture_.into_;
+  for (size_t i = 0; i < from.size();) {
+    if (!is_free(i)) {
+      ++i;
+      continue;
+    }
+    if (!write_in_place(i)) {
+      copy(from[i], into[i]);
+    }
+    std::vector<Data> done{from[i].data_shared_ptr()};
+    from.erase(from.begin() + static_cast<std::ptrdiff_t>(i));
+    into.erase(into.begin() + static_cast<std::ptrdiff_t>(i));
+    let_go(std::move(done));
+    i = 0;
+  }
+}
+
+bool Recorder::is_free(size_t i) const {
+  const auto &from = capture_.from_, &into = capture_.into_;
+  if (from[i].status() == mx::array::Status::unscheduled) {
+    return false;
+  }
+  auto* memory = memory_of(*into[i].data_shared_ptr());
+  auto reads = reads_.find(memory);
+  if (reads != reads_.end() && reads->second > 0) {
+    return false;
+  }
+  for (size_t k = 0; k < from.size(); ++k) {
+    bool there = k != i && from[k].status() != mx::array::Status::unscheduled;
+    if (there && memory_of(*from[k].data_shared_ptr()) == memory) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Recorder::copy(const mx::array& from, const mx::array& into) {
+  auto *source = address_of(from), *target = address_of(into);
+  if (source == target || from.nbytes() == 0) {
+    return;
+  }
+  if (!from.flags().row_contiguous || !into.flags().row_contiguous || from.nbytes() != into.nbytes()) {
+    throw Refused("a value that does not lie as the one before it");
+  }
+  auto begin = recording_.nodes();
+  Copy copy;
+  copy.srcDevice = device_pointer(source);
+  copy.dstDevice = device_pointer(target);
+  copy.WidthInBytes = copy.srcPitch = copy.dstPitch = from.nbytes();
+  CUgraphNode node = nullptr;
+  check(
+      driver().cuGraphAddMemcpyNode(&node, recording_.graph(), nullptr, 0, &copy, capture_.context_),
+      "cuGraphAddMemcpyNode");
+  add(begin, {from.data_shared_ptr()}, {into.data_shared_ptr()});
+}
+
+// The dependencies of the nodes: within an operation those that MLX gives them, between operations those of the plan.
+void Recorder::connect() {
+  const auto& driver = replay::driver();
+  auto graph = recording_.graph();
+  size_t count = recording_.nodes();
+  std::vector<CUgraphNode> nodes(count);
+  check(driver.cuGraphGetNodes(graph, nodes.data(), &count), "cuGraphGetNodes");
+  std::unordered_map<CUgraphNode, size_t> number;
+  for (size_t i = 0; i < count; ++i) {
+    number[nodes[i]] = i;
+  }
+  std::vector<size_t> unit(count, SIZE_MAX);
+  for (size_t u = 0; u < units_.size(); ++u) {
+    std::fill(unit.begin() + static_cast<std::ptrdiff_t>(units_[u].begin),
+              unit.begin() + static_cast<std::ptrdiff_t>(units_[u].end), u);
+  }
+  std::set<std::pair<size_t, size_t>> edges;
+  std::vector<bool> first(count, true), last(count, true);
+  for (size_t i = 0; i < recording_.from().size(); ++i) {
+    auto a = number.at(recording_.from()[i]), b = number.at(recording_.to()[i]);
+    if (a >= b) {
+      throw Refused("CUDA gives the nodes of a graph in another order than they were made in");
+    }
+    if (unit[a] == unit[b]) {
+      edges.insert({a, b});
+      last[a] = first[b] = false;
+    }
+  }
+  std::vector<std::vector<CUgraphNode>> ends(units_.size()); // what the next operations wait for
+  std::vector<CUgraphNode> from, to;
+  for (auto [a, b] : edges) {
+    from.push_back(nodes[a]);
+    to.push_back(nodes[b]);
+  }
+  for (size_t u = 0; u < units_.size(); ++u) {
+    std::vector<CUgraphNode> begins, before;
+    for (auto i = units_[u].begin; i < units_[u].end; ++i) {
+      if (first[i]) {
+        begins.push_back(nodes[i]);
+      }
+      if (last[i]) {
+        ends[u].push_back(nodes[i]);
+      }
+    }
+    auto& waits = units_[u].before;
+    std::sort(waits.begin(), waits.end());
+    waits.erase(std::unique(waits.begin(), waits.end()), waits.end());
+    for (auto b : waits) {
+      before.insert(before.end(), ends[b].begin(), ends[b].end());
+    }
+    if (begins.size() > 1 && before.size() > 1) {
+      CUgraphNode all = nullptr;
+      check(driver.cuGraphAddEmptyNode(&all, graph, before.data(), before.size()), "cuGraphAddEmptyNode");
+      before = {all};
+    }
+    for (auto b : begins) {
+      for (auto a : before) {
+        from.push_back(a);
+        to.push_back(b);
+      }
+    }
+  }
+  if (!from.empty()) {
+    check(driver.cuGraphAddDependencies(graph, from.data(), to.data(), from.size()), "cuGraphAddDependencies");
+  }
+  capture_.info.nodes = count;
+  capture_.info.edges = from.size();
+  check(driver.cuGraphInstantiateWithFlags(&capture_.exec_, graph, 0), "cuGraphInstantiate");
+  check(driver.cuGraphUpload(capture_.exec_, capture_.queue_), "cuGraphUpload");
+}
+
+// All memory that the graph uses becomes the capture's: what is held, and what was let go of on the way, which lies in
+// MLX's cache and is allocated once more.
+void Recorder::reclaim() {
+  retention_.clear();
+  std::map<void*, size_t> missing;
+  for (auto& [memory, known] : seen_) {
+    if (auto data = known.second.lock()) {
+      capture_.kept_.push_back(std::move(data));
+    } else {
+      missing[memory] = known.first;
+    }
+  }
+  std::vector<mx::array> others; // memory that is not the graph's
+  for (auto tries = 2 * missing.size(); !missing.empty() && tries > 0; --tries) {
+    auto array = allocated(missing.begin()->second, capture_.stream_);
+    auto* buffer = buffer_of(*array.data_shared_ptr());
+    if (missing.erase(buffer->data) > 0) {
+      capture_.kept_.push_back(array.data_shared_ptr());
+    } else {
+      others.push_back(array);
+    }
+  }
+  recording_.temporaries();
+  if (!missing.empty()) {
+    throw Refused("other work has taken memory while the step was captured");
+  }
+  for (const auto& data : capture_.kept_) {
+    capture_.info.bytes += buffer_of(*data)->size;
+  }
+}
+
+} // namespace faststep::replay

@@ -1,0 +1,221 @@
+//! A step as a CUDA graph that is launched again: which traces are captured, and how long their captures stay.
+//!
+//! Parameters and state of a step that is replayed lie in static arrays (`resident`), which nobody else ever sees. What the
+//! engine holds in their place are lazy copies: whoever evaluates one has the value of that moment. Those that somebody
+//! still holds are evaluated before the graph writes over what they are copies of (`launch`). A capture begins with copies of
+//! all that a trace reads, a rehearsal; MLX evaluates the step as always, and what the graph makes of the copies has to be
+//! the same (`verify`).
+mod launch;
+mod resident;
+mod verify;
+
+use std::rc::Rc;
+
+use mlx_rs::{error::Result as MlxResult, Array};
+
+use super::{evaluate::evaluate, Call, Engine, Owner};
+use crate::{
+    mlx::{array, join, memory},
+    trace::{Captured, Given, Outputs, Part, Replay, Trace},
+};
+use resident::copied;
+
+pub(super) use launch::{Launch, OnGraph};
+pub(super) use resident::Resident;
+
+/// So many evaluations by MLX before a trace is captured, where that is left to the engine, and where it is asked for.
+const RUNS: (usize, usize) = (4, 1);
+/// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free.
+const SHARE: usize = 2;
+/// An array of the model of which there is no second copy: from so many bytes on.
+const LARGE: usize = 1 << 20;
+/// Memory that is not used again at once: so many bytes, and one part in so many of a step's memory where that is more.
+const RETAINED: (usize, usize) = (64 << 20, 10);
+
+fn retained(bytes: usize) -> usize {
+    RETAINED.0.max(bytes / RETAINED.1)
+}
+
+/// A capture, as long as its trace is there.
+#[derive(Debug)]
+pub(super) struct Kept {
+    token: std::rc::Weak<()>,
+    captured: Captured,
+}
+
+/// A trace's inputs, copied before MLX evaluates it.
+pub(super) struct Rehearsal {
+    inputs: Vec<Array>,
+    given: Vec<Given>,
+}
+
+impl Engine {
+    /// The launch of a trace that has been captured, where its capture fits this call.
+    pub(super) fn replayed(
+        &mut self,
+        trace: &mut Trace,
+        call: Call,
+    ) -> std::result::Result<Launch, Call> {
+        if trace.capture.captured.is_empty() {
+            return Err(call);
+        }
+        let is_its =
+            |kept: &Kept| std::ptr::eq(kept.token.as_ptr(), Rc::as_ptr(&trace.capture.token));
+        let Some(at) = self.captures.iter().position(is_its) else {
+            trace.capture.lose();
+            return Err(call);
+        };
+        let captured = self.captures.remove(at).captured;
+        let arrays = call.others.iter().chain(&call.rest);
+        let replaced = captured.given.iter().zip(arrays).any(|(given, array)| {
+            matches!(given, Given::Fixed(fixed) if array::id(fixed) != array::id(array))
+        });
+        let values = self.values();
+        let resident = self.resident.as_ref();
+        let fits = resident.is_some_and(|it| it.number == captured.resident && it.fits(&values));
+        if replaced || !fits || !captured.graph.is_valid() {
+            trace.capture.copies_all |= replaced;
+            trace.capture.lose();
+            return Err(call);
+        }
+        Ok(Launch {
+            captured,
+            call,
+            updates: matches!(trace.recipe.part, Part::Whole(_) | Part::Update(_)),
+            keeps_masters: trace.recipe.options.compute_dtype.is_some(),
+            outputs: Outputs::default(),
+        })
+    }
+
+    /// Keep a capture, as the one used last.
+    pub(super) fn keep(&mut self, trace: &Trace, captured: Captured) {
+        let token = Rc::downgrade(&trace.capture.token);
+        self.captures.push(Kept { token, captured });
+    }
+
+    /// The bytes that captures and static arrays hold.
+    #[must_use]
+    pub fn captured_bytes(&self) -> usize {
+        let graphs = self
+            .captures
+            .iter()
+            .map(|kept| kept.captured.graph.info.bytes);
+        graphs.sum::<usize>() + self.resident.as_ref().map_or(0, Resident::bytes)
+    }
+
+    /// Before MLX evaluates a trace: captures go whose traces have gone, and as many others, the one used least recently
+    /// first, as have to for the memory of this one.
+    pub(super) fn make_way(&mut self, trace: &Trace) {
+        self.captures.retain(|kept| kept.token.strong_count() > 0);
+        let bytes = trace.evaluated.bytes.unwrap_or(0);
+        while !self.captures.is_empty() && memory::free() < bytes {
+            self.captures.remove(0);
+        }
+    }
+
+    /// Give all captures back.
+    pub(super) fn give_back(&mut self) {
+        self.captures.clear();
+        self.resident = None;
+    }
+
+    /// Whether a trace is to be captured when MLX has evaluated it once more: then copies of all that it reads.
+    pub(super) fn rehearse(
+        &mut self,
+        trace: &mut Trace,
+        call: &Call,
+        owner: &mut dyn Owner,
+    ) -> Option<Rehearsal> {
+        let runs = match trace.recipe.options.replay {
+            Replay::Never => return None,
+            Replay::Auto => RUNS.0,
+            Replay::Always => RUNS.1,
+        };
+        if trace.capture.refused.is_some() || self.dry_run {
+            return None;
+        }
+        if let Some(reason) = refusal(trace) {
+            trace.capture.refuse(reason);
+            return None;
+        }
+        let bytes = trace.evaluated.bytes?; // where it has been measured
+        trace.capture.runs += 1;
+        if trace.capture.runs <= runs.saturating_mul(1 << trace.capture.lost.min(16)) {
+            return None;
+        }
+        let rehearsal = if let Some(reason) = self.no_room(trace, bytes) {
+            Err(reason)
+        } else {
+            let rehearsal = self.rehearsal(trace, call, owner);
+            rehearsal.map_err(|error| error.what().to_owned())
+        };
+        rehearsal
+            .map_err(|reason| trace.capture.refuse(reason))
+            .ok()
+    }
+
+    fn no_room(&self, trace: &Trace, bytes: usize) -> Option<String> {
+        let values = self.values();
+        let state = match &self.resident {
+            Some(resident) if resident.fits(&values) => 0,
+            _ => values.iter().map(Array::nbytes).sum::<usize>(),
+        };
+        let needed = state + bytes + retained(bytes);
+        let free = match trace.recipe.options.replay {
+            Replay::Auto => memory::free() / SHARE,
+            _ => memory::free(),
+        };
+        (needed > free).then(|| format!("a capture takes {needed} bytes, and may take {free}"))
+    }
+
+    fn rehearsal(
+        &mut self,
+        trace: &Trace,
+        call: &Call,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<Rehearsal> {
+        self.fill_resident(owner)?;
+        let (written, draws) = trace.written();
+        let mut given = Vec::new();
+        for (index, other) in call.others.iter().enumerate() {
+            given.push(if written.contains(&index) {
+                let array = copied(other)?;
+                Given::Carried { array, last: None }
+            } else if other.nbytes() >= LARGE && !trace.capture.copies_all {
+                Given::Fixed(other.clone())
+            } else {
+                let array = copied(other)?;
+                Given::Copied { array, last: None }
+            });
+        }
+        for (index, array) in call.rest.iter().enumerate() {
+            let array = copied(array)?;
+            given.push(if index == 0 && draws {
+                Given::Carried { array, last: None }
+            } else {
+                Given::Copied { array, last: None }
+            });
+        }
+        evaluate(given.iter().map(Given::array), owner)?;
+        let Some(resident) = &self.resident else {
+            return Err("there are no static arrays".into());
+        };
+        let (buffers, state) = resident.arrays.split_at(self.layout.len());
+        let mut inputs = self.layout.views(buffers)?;
+        inputs.extend(self.layout.shared().map(|buffer| buffers[buffer].clone()));
+        inputs.extend_from_slice(state);
+        inputs.extend(given.iter().map(|given| given.array().clone()));
+        Ok(Rehearsal { inputs, given })
+    }
+}
+
+fn refusal(trace: &Trace) -> Option<&'static str> {
+    if !join::is_cuda() {
+        return Some("MLX's default device is none of CUDA's");
+    }
+    if trace.is_eager() {
+        return Some("the step is not compiled");
+    }
+    let raises = trace.recipe.options.raises();
+    raises.then_some("nonfinite=\"raise\" needs the gradients of each step")
+}

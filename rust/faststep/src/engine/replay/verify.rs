@@ -1,0 +1,170 @@
+//! A capture is made from what MLX has just evaluated, and kept where launching it gives the same.
+use std::time::Instant;
+
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    ops, Array, Dtype,
+};
+
+use super::{resident::copied, retained, Rehearsal};
+use crate::{
+    engine::{evaluate::evaluate, Engine, Owner},
+    error::{unread, Result},
+    layout::precision,
+    mlx::{memory, replay::Capture},
+    trace::{Captured, Outputs, Trace},
+};
+
+/// The difference from MLX's update that is tolerated: relative to the update, and to the value.
+const UPDATE_TOLERANCE: (f32, f32) = (2e-2, 1e-5);
+/// The same of loss, norm and other outputs, relative to the value.
+const OUTPUT_TOLERANCE: f32 = 1e-3;
+/// The tolerance of a value in half precision, whose last bit may be another one.
+const HALF_TOLERANCE: f32 = 1e-2;
+
+impl Engine {
+    /// Capture a trace that MLX has just evaluated, and keep the capture where it gives the same.
+    ///
+    /// # Errors
+    /// Of a step in flight. That the trace cannot be captured is none.
+    pub(in crate::engine) fn capture(
+        &mut self,
+        trace: &mut Trace,
+        rehearsal: Rehearsal,
+        ordinary: &Outputs,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        self.wait(0, owner)?;
+        let started = Instant::now();
+        match self.verified(trace, rehearsal, ordinary, owner) {
+            Ok(Some(captured)) => {
+                let (info, seconds) = (captured.graph.info, started.elapsed().as_secs_f64());
+                trace.capture.captured = format!(
+                    "in {seconds:.2} s: {} kernels and copies, {} bytes",
+                    info.nodes, info.bytes
+                );
+                self.keep(trace, captured);
+            }
+            Ok(None) => trace.capture.runs = 0,
+            Err(error) => trace.capture.refuse(error.what()),
+        }
+        Ok(())
+    }
+
+    // none while loss or norm are not finite: they would say nothing
+    fn verified(
+        &mut self,
+        trace: &mut Trace,
+        rehearsal: Rehearsal,
+        ordinary: &Outputs,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<Option<Captured>> {
+        let Rehearsal { inputs, given } = rehearsal;
+        let (Some(bytes), Some(resident)) = (trace.evaluated.bytes, &self.resident) else {
+            return Err("there are no static arrays".into());
+        };
+        let (arrays, resident) = (resident.arrays.clone(), resident.number);
+        for value in ordinary.loss.iter().chain(&ordinary.norm) {
+            if !value.try_item_cast::<f32>().map_err(unread)?.is_finite() {
+                return Ok(None);
+            }
+        }
+        let traced = trace.call(&inputs);
+        drop(inputs);
+        let mut traced = traced.map_err(|error| Exception::custom(error.to_string()))?;
+        if !traced.kept.is_empty() {
+            return Err("the model keeps arrays that a step computes".into());
+        }
+        let buffers = self.layout.len();
+        let mut carried = Vec::new();
+        for (value, place) in std::mem::take(&mut traced.parameters).iter().zip(&arrays) {
+            carried.push((value.contiguous()?, place.clone()));
+        }
+        let state = std::mem::take(&mut traced.state);
+        for (index, value) in &state {
+            carried.push((value.contiguous()?, arrays[buffers + index].clone()));
+        }
+        let written = state.into_iter().map(|(index, _)| index).collect();
+        // memory of its own for each output: what it is now may be what the step writes over
+        let outputs = traced.map_given_out(copied)?;
+        drop(traced);
+        let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
+        let others = outputs.others.iter().map(|(at, value)| (*at, value));
+        for (at, value) in others.chain(key) {
+            carried.push((value.clone(), given[at].array().clone()));
+        }
+        let results: Vec<Array> = outputs.given_out().cloned().collect();
+
+        let values = self.values();
+        let updates = distances(&values, &arrays, owner)?;
+        owner.unlocked(&mut memory::synchronize);
+        let graph = Capture::record(&results, carried, retained(bytes))?;
+        graph.launch(&[])?;
+        let differences = distances(&values, &arrays, owner)?;
+        for (i, ((update, _), (difference, size))) in
+            updates.into_iter().zip(differences).enumerate()
+        {
+            let update = if update.is_finite() { update } else { 0.0 };
+            let tolerated = tolerance(&values[i], UPDATE_TOLERANCE.1) * size;
+            if exceeds(difference, UPDATE_TOLERANCE.0 * update + tolerated) {
+                let what = if i < buffers { "parameters" } else { "state" };
+                return Err(differs(what, difference, update));
+            }
+        }
+        let ordinary: Vec<Array> = ordinary.given_out().cloned().collect();
+        let differences = distances(&ordinary, &results, owner)?;
+        for (array, (difference, size)) in results.iter().zip(differences) {
+            if exceeds(difference, tolerance(array, OUTPUT_TOLERANCE) * size) {
+                return Err(differs("loss, norm or another output", difference, size));
+            }
+        }
+        Ok(Some(Captured {
+            graph,
+            resident,
+            written,
+            given,
+            outputs,
+        }))
+    }
+}
+
+fn exceeds(difference: f32, tolerated: f32) -> bool {
+    difference.is_nan() || difference > tolerated
+}
+
+fn differs(what: &str, difference: f32, size: f32) -> Exception {
+    Exception::custom(format!(
+        "launched again it gives another value of {what} than MLX: {difference:e} off where the norm is {size:e}"
+    ))
+}
+
+// of values that are counted one by one: none
+fn tolerance(array: &Array, single: f32) -> f32 {
+    match array.dtype() {
+        dtype if precision::is_half(dtype) => HALF_TOLERANCE,
+        Dtype::Float32 => single,
+        _ => 0.0,
+    }
+}
+
+// Of each pair the norm of the difference, and that of the first, as far as it is finite. Infinities that are equal do not
+// differ; whatever is compared with a NaN does.
+fn distances(a: &[Array], b: &[Array], owner: &mut dyn Owner) -> MlxResult<Vec<(f32, f32)>> {
+    let norm = |array: &Array| array.square()?.sum(None)?.sqrt();
+    let mut distances = Vec::with_capacity(a.len());
+    for (a, b) in a.iter().zip(b) {
+        let zero = Array::from_f32(0.0);
+        let pair = if precision::is_half(a.dtype()) || a.dtype() == Dtype::Float32 {
+            let (a, b) = (a.as_dtype(Dtype::Float32)?, b.as_dtype(Dtype::Float32)?);
+            let difference = ops::select(a.eq(&b)?, &zero, a.subtract(&b)?)?;
+            let size = ops::select(ops::is_inf(&a)?, &zero, &a)?;
+            [norm(&difference)?, norm(&size)?]
+        } else {
+            [a.ne(b)?.as_dtype(Dtype::Float32)?.sum(None)?, zero]
+        };
+        evaluate(&pair, owner)?;
+        let read = |array: &Array| array.try_item_cast::<f32>().map_err(unread);
+        distances.push((read(&pair[0])?, read(&pair[1])?));
+    }
+    Ok(distances)
+}

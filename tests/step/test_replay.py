@@ -1,0 +1,315 @@
+"""A step that is launched again as one CUDA graph, beside the same step that MLX evaluates. Needs an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from support.helpers import HOST_SCHEDULES, OPTIMIZERS, Row, assert_close, copy_tree, flat, snapshot, spoilt, to_numpy
+from support.models import MODELS, cross_entropy
+
+pytestmark = [
+    pytest.mark.skipif(mx.default_device() != mx.gpu or not mx.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(600),  # a first kernel of each kind costs seconds of CUDA's compiler
+]
+
+STEPS = 9  # the first evaluation, one that is measured, one more, one with the capture, and replays
+
+ROWS = [
+    *(Row("mlp", optimizer, [None, 0.05][i % 2]) for i, optimizer in enumerate(OPTIMIZERS)),
+    *(Row(model, "adamw", 0.05) for model in MODELS if model != "mlp"),
+    *(Row(model, "sgd-momentum", accumulate=2) for model in ("mlp", "conv", "bf16", "mixed", "lora")),
+    *(Row(model, "user-adam", 0.05, 0.01) for model in ("conv", "tied", "mixed")),
+]
+
+
+def replayed(step: Step) -> list[str]:
+    """Say of each trace how it is replayed."""
+    return [str(trace.replay) for trace in step.stats.traces]
+
+
+def trained(row: Row, replay: bool, **options: Any) -> tuple[dict[str, np.ndarray], Step]:
+    """Train on a few batches; the state and all that came out, and the step."""
+    pair = row.new()
+    step = Step(*pair, row.case.loss_fn, **row.options, **options, replay=replay)
+    mx.random.seed(11)
+    outs = [step(*batch) for batch in row.case.batches(STEPS * row.accumulate)]
+    state = snapshot(*pair, kept=step.state)
+    state["losses"] = np.array([float(out.loss) for out in outs])
+    state["norms"] = np.array([0.0 if out.grad_norm is None else float(out.grad_norm) for out in outs])
+    return state, step
+
+
+def is_captured(step: Step) -> bool:
+    """Tell whether every trace has been captured."""
+    return all(text.startswith("captured") for text in replayed(step))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_replayed_run_is_the_ordinary_one(row: Row) -> None:
+    wanted, _ = trained(row, replay=False)
+    got, step = trained(row, replay=True)
+    assert is_captured(step), replayed(step)
+    assert_close(got, wanted, row.case.tolerance)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "user"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": mx.bfloat16},
+        {"compute_dtype": mx.float16},
+        {"ema_decay": 0.9},
+        {"compute_dtype": mx.bfloat16, "ema_decay": 0.9, "max_loss": 1e3},
+        {"nonfinite": "allow"},
+        {"in_flight": 0},
+    ],
+    ids=str,
+)
+def test_options_are_those_of_the_ordinary_step(options: dict[str, Any], optimizer: str) -> None:
+    row = Row("conv", optimizer, 0.05, accumulate=2 if "ema_decay" in options else 1)
+    wanted, _ = trained(row, replay=False, **options)
+    got, step = trained(row, replay=True, **options)
+    assert is_captured(step), replayed(step)
+    assert_close(got, wanted, 5e-3 if "compute_dtype" in options else row.case.tolerance)
+
+
+def both(
+    act: Callable[[int, nn.Module, optim.Optimizer, Step, list[Any]], None],
+    model: str = "mlp",
+    optimizer: str = "adamw",
+    steps: int = 12,
+) -> Step:
+    """Train with and without replay, `act` before each step; compare what it has written down and the end."""
+    row = Row(model, optimizer, 0.05)
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        mx.random.seed(11)
+        kept: list[Any] = []
+        for i, batch in enumerate(row.case.batches(steps)):
+            act(i, *pair, step, kept)
+            kept.append(step(*batch).loss)
+        written = {f"kept {i}": to_numpy(array) for i, array in enumerate(kept)}
+        ends.append(snapshot(*pair) | written)
+    assert_close(ends[1], ends[0], row.case.tolerance)
+    assert is_captured(step), replayed(step)
+    return step
+
+
+def test_arrays_that_the_user_holds_keep_their_values() -> None:
+    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
+        parameters = list(flat(model.parameters()).values())
+        kept.append(parameters[i % len(parameters)])  # held, and never asked for until the end
+        kept.append(parameters[0].sum() * 2)  # computed from one, lazily
+        if i % 3 == 0:
+            kept.extend(flat(optimizer.state).values())
+
+    both(act)
+
+
+def test_a_host_may_read_any_array_at_any_time() -> None:
+    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
+        for array in [*flat(model.parameters()).values(), *flat(optimizer.state).values()][i::3]:
+            kept.append(mx.array(np.array(array)))
+        if i % 4 == 3:
+            kept.append(mx.array(float(kept[-1].sum())))
+
+    both(act)
+
+
+def test_changes_between_calls_are_taken_over() -> None:
+    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
+        if i % 3 == 2:
+            optimizer.learning_rate = optimizer.learning_rate * 0.5
+        if i in (6, 9):
+            model.update({"layers": [{"weight": model.layers[0].weight * 0.9}]})
+        if i == 8:
+            mx.random.seed(5)
+        if i == 10:
+            model.load_weights(list(flat(copy_tree(model.parameters())).items()))
+
+    both(act)
+
+
+def test_random_numbers_and_buffers_are_those_of_the_ordinary_step() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(8, 16), nn.BatchNorm(16), nn.Dropout(0.5), nn.Linear(16, 4)]
+
+        def __call__(self, x: mx.array) -> mx.array:
+            for layer in self.layers:
+                x = layer(x)
+            return x + 0.01 * mx.random.normal(x.shape)
+
+    ends = []
+    for replay in (False, True):
+        mx.random.seed(3)
+        model, optimizer = Noisy(), optim.Adam(1e-3)
+        step = Step(model, optimizer, cross_entropy, replay=replay)
+        x, y = mx.random.normal((32, 8)), mx.random.randint(0, 4, (32,))
+        losses = [step(x, y).loss for _ in range(STEPS)]
+        drawn = mx.random.uniform(shape=(3,))  # the state goes on behind the step
+        ends.append(
+            snapshot(model, optimizer) | {"losses": np.array([float(a) for a in losses]), "drawn": to_numpy(drawn)}
+        )
+    assert len(set(ends[1]["losses"].tolist())) == STEPS
+    assert is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], 2e-6)
+
+
+def test_shapes_may_change_back_and_forth() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        losses = []
+        for i, (x, y) in enumerate(row.case.batches(40)):
+            n = (x.shape[0], 3, 5)[i % 3] if i < 30 else x.shape[0]
+            losses.append(step(x[:n] if i % 2 else mx.contiguous(x[:n].T).T, y[:n]).loss)
+        ends.append(snapshot(*pair) | {"losses": np.array([float(a) for a in losses])})
+    assert len(step.stats.traces) == 3
+    assert is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], row.case.tolerance)
+
+
+def test_bad_batches_are_skipped_and_counted() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        batches = [spoilt(batch) if i in (1, 3, 7, 10) else batch for i, batch in enumerate(row.case.batches(14))]
+        skipped = [bool(step(*batch).skipped) for batch in batches]
+        assert [i for i, flag in enumerate(skipped) if flag] == [1, 3, 7, 10]
+        assert step.stats.skipped == 4
+        ends.append(snapshot(*pair))
+    assert is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], row.case.tolerance)
+
+
+def test_auxiliary_outputs_and_what_the_loss_reaches() -> None:
+    masks = [mx.array(np.random.default_rng(i).integers(0, 2, 8).astype(np.float32)) for i in range(4)]
+    ends = []
+    for replay in (False, True):
+        mx.random.seed(3)
+        model, optimizer = nn.Linear(8, 4), optim.SGD(1e-2)
+        current = {"mask": masks[0], "scale": 1.0}
+
+        def loss(model: nn.Module, x: mx.array, y: mx.array, current: dict[str, Any] = current) -> tuple[mx.array, ...]:
+            logits = model(x * current["mask"]) * current["scale"]
+            return nn.losses.cross_entropy(logits, y, reduction="mean"), logits, model.weight
+
+        step = Step(model, optimizer, loss, replay=replay)
+        x, y = mx.random.normal((16, 8)), mx.random.randint(0, 4, (16,))
+        outs = []
+        for i in range(14):
+            current["mask"] = masks[i % 4]
+            outs.append(step(x, y))
+        kept = {
+            f"{i} {j}": to_numpy(array) for i, out in enumerate(outs) for j, array in enumerate((out.loss, *out.aux))
+        }
+        ends.append(snapshot(model, optimizer) | kept)
+    assert is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], 2e-6)
+
+
+def test_steps_and_other_work_share_the_device() -> None:
+    rows = [Row("mlp", "adamw", 0.05), Row("conv", "lion")]
+    ends = []
+    for replay in (False, True):
+        pairs = [row.new() for row in rows]
+        steps = [
+            Step(*pair, row.case.loss_fn, **row.options, replay=replay) for row, pair in zip(rows, pairs, strict=True)
+        ]
+        noise = mx.ones((64, 64))
+        for batches in zip(*(row.case.batches(12) for row in rows), strict=True):
+            for step, batch in zip(steps, batches, strict=True):
+                noise = mx.tanh(noise @ noise)  # memory that comes and goes, lazily and not
+                mx.async_eval(noise)
+                step(*batch)
+        second = {f"second {name}": array for name, array in snapshot(*pairs[1]).items()}
+        ends.append(snapshot(*pairs[0]) | second | {"noise": np.array(noise)})
+        assert not replay or all(is_captured(step) for step in steps)
+    assert_close(ends[1], ends[0], 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "reason"),
+    [
+        (lambda m, x, y: cross_entropy(m, x, y), {"nonfinite": "raise"}, "raise"),
+        (lambda m, x, y: cross_entropy(m, mx.add(x, 0.5, stream=mx.cpu), y), {}, "another stream"),
+        (lambda m, x, y: cross_entropy(m, mx.fft.irfft(mx.fft.rfft(x)), y), {}, "FFT"),
+    ],
+    ids=["gradients", "cpu", "fft"],
+)
+def test_what_cannot_be_replayed_goes_on_by_itself(
+    loss: Callable[..., mx.array], options: dict[str, Any], reason: str
+) -> None:
+    row = Row("mlp", "adamw")
+    pair = row.new()
+    step = Step(*pair, loss, replay=True, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in row.case.batches(9):
+            step(*batch)
+    told = [str(each.message) for each in caught]
+    assert [("not replayed as a CUDA graph" in text, reason in text) for text in told] == [(True, True)], told
+    assert [reason in text for text in replayed(step)] == [True], replayed(step)
+
+
+def test_memory_stays_flat_and_is_given_back() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    pair = row.new()
+    step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=True, max_traces=4)
+    (x, y), *_ = row.case.batches(1)
+    for _ in range(100):
+        step(x, y)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    for _ in range(2000):
+        step(x, y)
+    mx.synchronize()
+    after = mx.get_active_memory()
+    assert after <= before + 16384, (before, after)  # flags that nobody has read yet
+    held = []
+    for n in range(1, 9):
+        for _ in range(6):
+            step(x[:n], y[:n])
+        mx.synchronize()
+        held.append(mx.get_active_memory())
+    assert max(held[4:]) <= 1.1 * max(held[:5]), held
+    captured = step.stats.bytes["replay"]
+    del step, pair
+    gc.collect()
+    mx.synchronize()
+    assert captured > 0
+    assert mx.get_active_memory() <= held[-1] - captured, (held, captured)
+
+
+def test_auto_captures_after_a_few_steps_and_false_never() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    for replay, wanted in (("auto", "captured"), (False, "None")):
+        step = Step(*row.new(), row.case.loss_fn, replay=replay)
+        for batch in row.case.batches(10):
+            step(*batch)
+        assert [text.startswith(wanted) for text in replayed(step)] == [True], replayed(step)
+
+
+def test_host_schedules_are_called_at_each_step() -> None:
+    for name in HOST_SCHEDULES:
+        wanted, _ = trained(Row("mlp", name), replay=False)
+        got, step = trained(Row("mlp", name), replay=True)
+        assert is_captured(step), replayed(step)
+        assert_close(got, wanted, 2e-6)
