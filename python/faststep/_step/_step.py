@@ -102,13 +102,13 @@ class Step:
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
             compile: Compile the step. Without, the loss function is called at every step.
-            replay: Launch a step again as one CUDA graph, where MLX computes by CUDA. "auto": a trace that MLX has
-                evaluated a few times is captured where that takes no more than half of the free memory, compared with
-                MLX's evaluation of one step, and launched from then on where both agree; where not, MLX goes on. True:
-                as soon as a step's memory has been measured, with a warning where it cannot be. False: never.
-                `stats.traces` says what was captured, and why a trace is not replayed. What the model and the optimizer
-                then hold are lazy copies: evaluate them in the thread of the step before another thread reads them. A
-                capture keeps the memory of a step between steps.
+            replay: Experimental. Launch a step again as one CUDA graph, where MLX computes by CUDA. "auto": a trace
+                that MLX has evaluated a few times is captured where that takes no more than half of the free memory,
+                compared with MLX's evaluation of one step, and launched from then on where both agree; where not, MLX
+                goes on. True: as soon as a step's memory has been measured, with a warning where it cannot be. False:
+                never. `stats.traces` says what was captured, and why a trace is not replayed. What the model and the
+                optimizer then hold are lazy copies: evaluate them in the thread of the step before another thread
+                reads them. A capture keeps the memory of a step between steps.
             in_flight: How many steps may be under way on the device when a call returns; one only, where that one
                 holds more than 1 GiB of activations.
             max_traces: How many traces are kept; the one used least recently goes first.
