@@ -260,7 +260,7 @@ def test_the_bytes_are_those_of_the_arrays(name: str, optimizer: str) -> None:
     row = Row(name, optimizer)
     model, opt = row.new()
     step = Step(model, opt, row.case.loss_fn, compute_dtype=mx.bfloat16, ema_decay=0.9, accumulate=2)
-    assert step.stats.bytes == {"parameters": 0, "optimizer": 0, "step": 0, "model": 0}
+    assert step.stats.bytes == {"parameters": 0, "optimizer": 0, "step": 0, "model": 0, "replay": 0}
     for batch in row.case.batches(3):
         step(*batch)
     sizes, trained = step.stats.bytes, model.trainable_parameters()
