@@ -55,3 +55,17 @@ def whole_number(name: str, value: int, least: int) -> int:
     if count < least:
         raise ValueError(f"{name}: expected a number from {least} on, got {count}")
     return count
+
+
+def positive(name: str, value: float) -> float:
+    """Return an option that is a number above 0, checked.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value}")
+    return float(value)

@@ -62,6 +62,8 @@ class Stats:
         unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each
             buffer, at one update in 128 (the second one first), weights whose first moment is zero left out. Near 1 the
             parameters are too coarse for the learning rate: see `compute_dtype`. None before the first reading.
+        lazy: The most operations for which an argument or a new value of the model has waited when a call took it: the
+            size of the graph that nobody had evaluated before.
     """
 
     steps: int
@@ -74,3 +76,4 @@ class Stats:
     seconds: dict[str, float]
     bytes: dict[str, int]
     unchanged: float | None
+    lazy: int

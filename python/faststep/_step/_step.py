@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +15,10 @@ from mlx.utils import tree_map
 from faststep._step import _state
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
-from faststep._step._options import Nonfinite, Options, Replay, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
+from faststep._watch import Watchdog, hang_report
 
 
 class Step:
@@ -72,6 +74,7 @@ class Step:
         max_traces: int = 64,
         cache_limit: int | None = None,
         clear_cache_every: int = 0,
+        hang_timeout: float | None = None,
     ) -> None:
         """Make the step; nothing is traced before its first call.
 
@@ -115,6 +118,8 @@ class Step:
             cache_limit: Let MLX keep at most so many bytes of freed memory, in the whole process
                 (`mx.set_cache_limit`). None: leave it.
             clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
+            hang_timeout: Seconds after which a stage of a call that does not end is reported on stderr, once: what the
+                step waits for, the batch, memory, and the stacks of all threads. None: no thread watches.
 
         Raises:
             TypeError: `model` or `optimizer` is something else, or an option has another type.
@@ -127,6 +132,8 @@ class Step:
         self.accumulate = accumulate
         if cache_limit is not None:
             mx.set_cache_limit(whole_number("cache_limit", cache_limit, 0))
+        if hang_timeout is not None:
+            Watchdog(self, Step.stage, positive("hang_timeout", hang_timeout), _report_hang)
 
     @property
     def accumulate(self) -> int:
@@ -303,8 +310,37 @@ class Step:
         parts += [f"{name}={value!r}" for name, value in options.items() if value != default[name]]
         return f"Step({', '.join(parts)})"
 
+    def stage(self) -> tuple[str, int]:
+        """Return what a call is doing; to be asked in another thread.
+
+        Returns:
+            "idle" between calls, "objects" (the user's are read or written), "trace", "build", "first evaluation",
+            "evaluation", or "collective" where arrays are exchanged with other ranks; and the number of stages entered
+            so far, which stands still while a call hangs.
+        """
+        return self._program.core.stage()[:2]
+
+    def hang_report(self, stage: str, seconds: float, facts: Mapping[str, str] | None = None) -> str:
+        """Return a report of a stage that hangs, with the batch of the call under way; for a watchdog of one's own.
+
+        Args:
+            stage: What `stage` says, or a stage of a training.
+            seconds: How long it lasts.
+            facts: More lines, by name.
+
+        Returns:
+            The stage and what to do, the batch, the size of the graph, memory, and the stacks of all threads.
+        """
+        facts = {**(facts or {}), "graph": f"{self._program.core.stage()[2]} operations"}
+        return hang_report(stage, seconds, facts, type(self).__call__.__code__)
+
     @property
     def stats(self) -> Stats:
         """Counts, mode, traces, times and memory so far."""
-        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged = self._program.core.stats()
-        return Stats(steps, updates, skipped, *mode, tuple(traces), traced, seconds, held, unchanged)
+        found = self._program.core.stats()
+        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged, lazy = found
+        return Stats(steps, updates, skipped, *mode, tuple(traces), traced, seconds, held, unchanged, lazy)
+
+
+def _report_hang(step: Step, stage: str, seconds: float) -> None:
+    print(f"faststep: {step.hang_report(stage, seconds)}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
+from faststep._watch import HUNG
 from faststep.cli._saved import config_of
 from faststep.cli._status import GAVE_UP
 
@@ -33,6 +34,7 @@ OUT_OF_MEMORY = re.compile(
 )
 # What the training gets for a signal to the supervisor; the end of the terminal ends it with a checkpoint.
 _FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+EXIT_ON_HANG = "--exit-on-hang"  # of the commands that train: a training that hangs is started again
 SUSPECT_SECONDS = 60.0  # before a memory fault, in which checkpoints may have been spoilt
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS)
 
@@ -52,9 +54,11 @@ class Death:
     @property
     def by_itself(self) -> bool:
         """Whether it ended by its own decision, and would end the same way again."""
-        return self.code >= 0 and self.memory is None
+        return self.code >= 0 and self.memory is None and self.code != HUNG
 
     def __str__(self) -> str:
+        if self.code == HUNG:
+            return "it made no progress, and ended itself"
         how = f"exit code {self.code}" if self.code >= 0 else f"signal {signal.Signals(-self.code).name}"
         return f"{how} ({self.memory})" if self.memory else how
 
@@ -62,9 +66,10 @@ class Death:
 def supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str]) -> int:
     """Train until the end: restart a training that died from its newest valid checkpoint.
 
-    A training that ends by itself, well or with an error of its own, is not started again. One that ran out of memory,
-    on evidence only, goes on with half the batch size and twice the accumulation. Where it died of a memory fault, the
-    checkpoints of its last minute are set aside: what they hold may have been written over before.
+    A training that ends by itself, well or with an error of its own, is not started again; one that makes no progress
+    for `train.hang_timeout` ends itself, and is. One that ran out of memory, on evidence only, goes on with half the
+    batch size and twice the accumulation. Where it died of a memory fault, the checkpoints of its last minute are set
+    aside: what they hold may have been written over before.
 
     Args:
         command: The command that begins it: `train CONFIG`, or `resume RUN`.
@@ -79,7 +84,7 @@ def supervise(command: list[str], load: Callable[[list[str]], Config], overrides
     smaller: list[str] = []  # keys that are set because memory ran out
     while True:
         began, size = time.time(), _log_size(run)
-        death = _watch([sys.executable, "-m", "faststep", *command, *_set([*overrides, *smaller])])
+        death = _watch([sys.executable, "-m", "faststep", *command, EXIT_ON_HANG, *_set([*overrides, *smaller])])
         if death.by_itself:
             return death.code
         if _log_size(run) > size:  # it had begun: its config is saved, and its checkpoints are the newest ones

@@ -12,7 +12,9 @@ import typer
 from faststep._files import replacing
 from faststep.cli._checkpoint import checkpoints_of, choose
 from faststep.cli._saved import config_of, refuse, save
+from faststep.cli._stack_dump import StackDump
 from faststep.cli._status import ConfigFile, Exit, Overrides, RunFolder
+from faststep.cli._supervisor import EXIT_ON_HANG
 
 if TYPE_CHECKING:
     from faststep.config import Built, Config
@@ -22,6 +24,7 @@ Supervise = Annotated[
     bool,
     typer.Option(help="Train in a process of its own, and start it again from the newest checkpoint when it dies."),
 ]
+ExitOnHang = Annotated[bool, typer.Option(EXIT_ON_HANG, hidden=True)]
 
 
 def train(
@@ -29,6 +32,7 @@ def train(
     overrides: Overrides = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show the whole config and leave.")] = False,
     supervise: Supervise = False,
+    exit_on_hang: ExitOnHang = False,
 ) -> None:
     """Train as a config says, in a folder that holds no training yet."""
     from faststep.checkpoints import Checkpoints
@@ -47,7 +51,7 @@ def train(
     refuse(loaded, config)
     if supervise:
         _supervise(["train", str(config)], lambda more: load(config, more), overrides)
-    _train(loaded, "new")
+    _train(loaded, "new", exit_on_hang)
 
 
 def resume(
@@ -56,6 +60,7 @@ def resume(
     supervise: Supervise = False,
     number: Annotated[int | None, typer.Option(help="From the checkpoint of this step, not the newest one.")] = None,
     best: Annotated[bool, typer.Option("--best", help="From the checkpoint with the best validation.")] = False,
+    exit_on_hang: ExitOnHang = False,
 ) -> None:
     """Go on with a training from its newest valid checkpoint, as if it had not stopped.
 
@@ -68,7 +73,7 @@ def resume(
     if supervise:
         which = ["--best"] if best else [] if number is None else ["--number", str(number)]
         _supervise(["resume", str(run), *which], lambda more: config_of(run, more), overrides)
-    _train(config, start)
+    _train(config, start, exit_on_hang)
 
 
 def evaluate(
@@ -126,9 +131,12 @@ def _supervise(command: list[str], load: Callable[[list[str]], Config], override
     raise SystemExit(supervise(command, load, overrides or []))
 
 
-def _train(config: Config, start: Start) -> None:
+def _train(config: Config, start: Start, exit_on_hang: bool) -> None:
     trainer = _trainer_of(config)
-    result = trainer.train(start)
+    if exit_on_hang:
+        trainer.on_hang = "exit"
+    with StackDump(trainer.hang_timeout):
+        result = trainer.train(start)
     if result.reason == "signal":
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
 

@@ -135,7 +135,8 @@ class Train(Section):
     """The length of the training and the intervals of its events; `*_every` count steps.
 
     `validate_every` may be a number of epochs (`1 epoch`), and 0: at the end only. `max_time` is the time of training
-    in all, in seconds or as `90m`.
+    in all, in seconds or as `90m`; after `hang_timeout` without progress a report is written, and `on_hang: exit` ends
+    the process.
     """
 
     steps: Positive | None = None
@@ -152,6 +153,8 @@ class Train(Section):
     stop_after_bad: Count = 10
     update_ratio_every: Count = 0
     memory_limit: Positive | None = None
+    hang_timeout: Time | None = 600.0
+    on_hang: Literal["report", "exit"] = "report"
 
 
 class Checkpoints(Section):

@@ -107,8 +107,10 @@ class Usage:
 
     def _trainer(self) -> None:
         self.trainer = self._take(
-            "train", "steps epochs max_time log_every stop_after_bad update_ratio_every memory_limit"
+            "train", "steps epochs max_time log_every stop_after_bad update_ratio_every memory_limit hang_timeout"
         )
+        hangs = self.trainer["hang_timeout"] is not None
+        self.trainer |= self._take("train", "on_hang", hangs, "train.hang_timeout is null")
         keys = "validate_every validate_at_start validation_batches monitor mode patience"
         self.trainer |= self._take("train", keys, self.validates, _NO_VALIDATION)
         stops = self.trainer.get("patience") is not None
@@ -117,7 +119,7 @@ class Usage:
         kept |= self._take("checkpoints", "keep_best", self.validates, _NO_VALIDATION)
         self.trainer |= {"checkpoint_every" if key == "every" else key: value for key, value in kept.items()}
         self.trainer["run"] = self.top["run"]
-        self.trainer["max_time"] = seconds_of(self.trainer["max_time"])
+        self.trainer |= {name: seconds_of(self.trainer[name]) for name in ("max_time", "hang_timeout")}
 
     def steps(self, epoch: int | None) -> int | None:
         """Return how many steps the training has, where that is known, of so many steps an epoch."""

@@ -1,15 +1,10 @@
-"""Times of a training by phase, and its memory."""
+"""Times of a training by phase."""
 
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-
-import mlx.core as mx
 
 _CROWDED = 2  # threads a processor
 PHASES = ("data", "step", "validation", "checkpoint", "other")
@@ -22,18 +17,29 @@ class Clock:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began = time.perf_counter()
         self._under_way: tuple[str, float] = ("other", self._began)
+        self._touched = self._began
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside for a phase."""
         began = time.perf_counter()
-        self._under_way = name, began
+        self._under_way, self._touched = (name, began), began
         try:
             yield
         finally:
             now = time.perf_counter()
             self._seconds[name] += now - began
-            self._under_way = "other", now
+            self._under_way, self._touched = ("other", now), now
+
+    def touch(self) -> None:
+        """Note that the phase under way makes progress."""
+        self._touched = time.perf_counter()
+
+    @property
+    def still(self) -> tuple[str, float, float]:
+        """The phase under way, when it last made progress (`time.perf_counter`), and the seconds since then."""
+        touched = self._touched
+        return self._under_way[0], touched, time.perf_counter() - touched
 
     @property
     def under_way(self) -> tuple[str, float, float]:
@@ -72,17 +78,3 @@ def contention(load: float, processors: int) -> str | None:
         f"{load:.0f} threads want {processors} processors: fewer may be faster; `faststep tune CONFIG`, or "
         "`faststep.tune`, tries OPENBLAS_NUM_THREADS on your own step"
     )
-
-
-def memory() -> dict[str, int]:
-    """Return what is in use, in bytes: MLX's "active", "cache" and "peak", and the "process" as a whole."""
-    active, cache, peak = mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()
-    return {"active": active, "cache": cache, "peak": peak, "process": _resident()}
-
-
-def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError):  # no Linux: the most that there was
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return pages * resource.getpagesize()

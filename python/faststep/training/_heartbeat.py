@@ -33,10 +33,21 @@ class Heartbeat:
         loader: Its number of workers is told while data is waited for.
         event: Takes what, text and level of an event, in the heartbeat's thread.
         silent: Seconds of one phase before it is told; then twice as many, and so on.
+        hang_timeout: Seconds without progress in one phase before `on_hang` is called, once; None: never.
+        on_hang: `on_hang(phase, seconds)`, in the heartbeat's thread.
     """
 
-    def __init__(self, clock: Clock, loader: Any, event: Event, silent: float = SILENT) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        loader: Any,
+        event: Event,
+        silent: float = SILENT,
+        hang_timeout: float | None = None,
+        on_hang: Callable[[str, float], None] = lambda phase, seconds: None,
+    ) -> None:
         self._clock, self._loader, self._event, self._silent = clock, loader, event, silent
+        self._hang_timeout, self._on_hang = hang_timeout, on_hang
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, name="faststep-heartbeat", daemon=True)
         self._compiled = core.compiled_kernels()
@@ -51,8 +62,12 @@ class Heartbeat:
 
     def _look(self) -> None:
         told: tuple[float, float] = (0.0, self._silent)  # when the phase began, and when it is told next
-        compiling = False
+        compiling, hung = False, 0.0
         while not self._done.wait(_LOOK):
+            phase, touched, seconds = self._clock.still
+            if self._hang_timeout is not None and seconds >= self._hang_timeout and touched != hung:
+                hung = touched
+                self._on_hang(phase, seconds)
             if not compiling and core.compiled_kernels() > self._compiled:
                 compiling = True
                 self._event("compiling", "compiling kernels, once per machine", "info")

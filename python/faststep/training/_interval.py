@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from faststep._step import Step
+from faststep._watch import memory
 from faststep.metrics import Average, of_loss
-from faststep.training._clock import Clock, memory
+from faststep.training._clock import Clock
 from faststep.training._window import Window
 
 _SECONDS = 5.0  # that make an interval, however few the steps

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -21,10 +21,11 @@ from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
 from faststep.metrics import LossWithMetrics, Metric, scalars
-from faststep.training import _bad_batches, _callback, _run_folder
+from faststep.training import _bad_batches, _callback, _hang, _run_folder
 from faststep.training._clock import Clock
 from faststep.training._errors import Phase, TrainingError, phase_of_step, tagged
 from faststep.training._guard import Guard, Tried
+from faststep.training._hang import OnHang
 from faststep.training._heartbeat import Heartbeat
 from faststep.training._monitor import Monitor
 from faststep.training._result import Reason, Result, TrainingProgress
@@ -90,6 +91,8 @@ class Trainer:
         stop_after_bad: int = 10,
         update_ratio_every: int = 0,
         memory_limit: int | None = None,
+        hang_timeout: float | None = 600.0,
+        on_hang: OnHang = "report",
         checkpoint_every: int | str = 200,
         keep_last: int = 3,
         keep_best: int = 1,
@@ -128,6 +131,11 @@ class Trainer:
             update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
             memory_limit: From so many bytes on MLX waits for work under way before it takes more
                 (`mx.set_memory_limit`, in the whole process). None: leave it.
+            hang_timeout: Seconds without progress (no batch, no step, no validated batch) after which a report is
+                written to `run/hang-STEP.txt` and shown: the stage, the batch, memory, the stacks of all threads. None:
+                never.
+            on_hang: "report": go on waiting after that. "exit": end the process with exit code 5, so that whoever
+                watches it can start it again from the newest checkpoint.
             checkpoint_every: Steps between two checkpoints, or epochs: "1 epoch"; 0: at the end and at the best
                 validation only.
             keep_last: Keep so many of the newest checkpoints.
@@ -146,6 +154,10 @@ class Trainer:
             )
         if steps is None and epochs is None and max_time is None:
             raise ValueError("steps, epochs, max_time: expected at least one of them, got none")
+        if on_hang not in get_args(OnHang):
+            raise ValueError(f"on_hang: expected one of {', '.join(get_args(OnHang))}, got {on_hang!r}")
+        if hang_timeout is not None and seconds_of(hang_timeout) is None:
+            raise ValueError(f"hang_timeout: expected a number of seconds above 0, got {hang_timeout!r}")
         if max_time is not None and seconds_of(max_time) is None:
             raise ValueError(f"max_time: expected a number of seconds above 0, got {max_time!r}")
         numbers: dict[str, Any] = {"log_every": (log_every, 1), "patience": (patience, 1)}
@@ -169,6 +181,7 @@ class Trainer:
         self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
         self.config, self.memory_limit = config, memory_limit
         self.max_time, self.validate_at_start = max_time, validate_at_start
+        self.hang_timeout, self.on_hang = hang_timeout, on_hang
         self._loggers = loggers
         self.checkpoints = Checkpoints(
             self.run / "checkpoints",
@@ -272,7 +285,8 @@ class Trainer:
                 mx.set_memory_limit(self.memory_limit)
             self._log = Log(self, [Progress()] if loggers is None else loggers)
             try:
-                with Heartbeat(self.clock, self.loader, self._log.event):
+                hangs = functools.partial(_hang.report, self, self._log.event)
+                with Heartbeat(self.clock, self.loader, self._log.event, hang_timeout=self.hang_timeout, on_hang=hangs):
                     return self._train(resumed)
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the step may have failed for good
@@ -472,7 +486,7 @@ class Trainer:
         with evaluating(self.step):
             with self.clock.phase("validation"), self._tagged("validation"):
                 began = time.perf_counter()
-                found = evaluate(self.step, self.validation, self.validation_batches)
+                found = evaluate(self.step, self.validation, self.validation_batches, self.clock.touch)
                 seconds, value = time.perf_counter() - began, self.monitor.value(found)
             self._validated, self.validated, self._metric = progress.number, found, value
             best = self.monitor.improves(value, progress.best)

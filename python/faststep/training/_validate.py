@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -71,8 +71,10 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Eva
         return evaluate(step, batches, most)
 
 
-def evaluate(step: Step, batches: Iterable[Any], most: int | None) -> Evaluation:
-    """Compute the means of some batches with the model as it is; see `validate`."""
+def evaluate(
+    step: Step, batches: Iterable[Any], most: int | None, on_batch: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Compute the means of some batches with the model as it is, and call `on_batch` after each; see `validate`."""
     average, count = Average(), 0
     unread: deque[tuple[dict[str, Any], Any]] = deque()
     start = getattr(batches, "state", None)
@@ -80,6 +82,7 @@ def evaluate(step: Step, batches: Iterable[Any], most: int | None) -> Evaluation
         for batch in itertools.islice(batches, most):
             unread.append(_scalars(call_with(batch, step.loss_fn, step.model), batch, step.options.weighted))
             count += 1
+            on_batch()
             if len(unread) > _AHEAD:
                 _read(average, *unread.popleft())
         while unread:

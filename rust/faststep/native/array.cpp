@@ -67,6 +67,14 @@ const mx::array* pending(const mx::array& a, Fits fits) {
   return nullptr;
 }
 
+// mlx::core::array is one shared pointer (mlx/array.h); what it points at, and how many arrays share it, is not public.
+const std::shared_ptr<void>& shared(const void* a) {
+  static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
+  return reinterpret_cast<const std::shared_ptr<void>&>(at(a));
+}
+
+using Watched = std::weak_ptr<void>;
+
 bool is(mx::Primitive& primitive, std::string_view name) {
   return primitive.name() == name;
 }
@@ -93,10 +101,20 @@ int faststep_array_has_rows(const void* a) noexcept {
   return at(a).status() != mx::array::Status::unscheduled && at(a).flags().row_contiguous;
 }
 
-// mlx::core::array is one shared pointer (mlx/array.h); how many arrays share what it points at is not public.
 size_t faststep_array_holders(const void* a) noexcept {
-  static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
-  return static_cast<size_t>(reinterpret_cast<const std::shared_ptr<void>&>(at(a)).use_count());
+  return static_cast<size_t>(shared(a).use_count());
+}
+
+int faststep_watch_new(const void* a, void** watched) {
+  return faststep::guarded([&] { *watched = new Watched(shared(a)); });
+}
+
+int faststep_watch_is_alive(const void* watched) noexcept {
+  return !static_cast<const Watched*>(watched)->expired();
+}
+
+void faststep_watch_free(void* watched) noexcept {
+  delete static_cast<Watched*>(watched);
 }
 
 size_t faststep_array_operations(const void* a) noexcept {

@@ -89,6 +89,10 @@ int faststep_array_is_lazy(const void* array) noexcept;
 int faststep_array_has_rows(const void* array) noexcept;
 // How many operations have to be computed before the array has its value.
 size_t faststep_array_operations(const void* array) noexcept;
+// The value of an array, watched without being kept alive.
+int faststep_watch_new(const void* array, void** watched);
+int faststep_watch_is_alive(const void* watched) noexcept;
+void faststep_watch_free(void* watched) noexcept;
 // Whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
 int faststep_array_is_filled(const void* array) noexcept;
 // Whether the array waits for work on a stream of another thread, or for a file to be read.

@@ -4,6 +4,7 @@ mod arguments;
 mod call;
 mod find;
 mod flags;
+mod kept_losses;
 mod memory_plan;
 mod options;
 mod run;
@@ -16,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-use faststep::engine::{Flags, NamedAuxState, Seconds, Task};
+use faststep::engine::{Flags, NamedAuxState, Seconds, Stage, StageClock, Task};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -97,7 +98,7 @@ struct Spent {
 type State<'py> = (BTreeMap<String, Bound<'py, PyAny>>, usize);
 
 /// Steps, updates and skipped batches, the mode and its reason, the kept traces and the number of all, seconds and bytes by name, the
-/// share of weights that an update left as they were.
+/// share of weights that an update left as they were, operations of the largest lazy argument.
 type Stats = (
     usize,
     usize,
@@ -108,6 +109,7 @@ type Stats = (
     HashMap<&'static str, f64>,
     HashMap<&'static str, usize>,
     Option<f64>,
+    usize,
 );
 
 #[pymethods]
@@ -185,6 +187,14 @@ impl Step {
         })
     }
 
+    /// What a call is doing, for any thread: the stage, the number of stages entered so far, and the number of operations
+    /// of the graph that was evaluated last.
+    fn stage(&self) -> (&'static str, u64, usize) {
+        let clock = &self.shared.clock;
+        let (stage, entered) = clock.now();
+        (stage.name(), entered, clock.operations())
+    }
+
     /// Wait for all work in flight.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         self.open(py, |_, store| match &mut store.engine {
@@ -249,6 +259,7 @@ impl Step {
                     .engine
                     .as_ref()
                     .and_then(faststep::engine::Engine::unchanged),
+                store.lazy.most(),
             ))
         })
     }
@@ -278,7 +289,24 @@ impl Step {
         let mut store = self.shared.try_borrow_mut().map_err(|_| busy())?;
         store.check_thread()?;
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
+        let _under_way = UnderWay::begin(&self.shared.clock);
         work(&mut inner, &mut store)
+    }
+}
+
+// a call is under way until this is dropped
+struct UnderWay<'a>(&'a StageClock);
+
+impl<'a> UnderWay<'a> {
+    fn begin(clock: &'a StageClock) -> Self {
+        clock.enter(Stage::Objects);
+        Self(clock)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.enter(Stage::Idle);
     }
 }
 

@@ -5,15 +5,16 @@
 mod adopt;
 mod detect;
 mod kept;
+mod lazy;
 pub mod moments;
 mod native;
 pub mod owner;
 pub mod registry;
 mod values;
 
-use std::{rc::Rc, thread::ThreadId};
+use std::{rc::Rc, sync::Arc, thread::ThreadId};
 
-use faststep::engine::{Engine, NamedAuxState, Needs, Role, Rule, Tensor};
+use faststep::engine::{Engine, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
 use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
@@ -26,6 +27,7 @@ use crate::{
     optimizer::members,
     tree::{slot::Slot, snapshot::Snapshot, Tree},
 };
+use lazy::LazyInputs;
 use moments::Moments;
 
 /// What a model looks like, apart from the values of its arrays.
@@ -113,6 +115,10 @@ pub struct Store {
     pub engine: Option<Engine>,
     /// The dicts of a natively updated optimizer.
     pub moments: Option<Moments>,
+    /// The graphs behind what the user gives.
+    pub lazy: LazyInputs,
+    /// The stage of the calls.
+    pub clock: Arc<StageClock>,
     /// How the optimizer is updated, once a step has begun.
     pub rule: Option<Rule>,
     drafts: bool,                // what is taken over stays lazy
@@ -150,6 +156,8 @@ impl Store {
             others: Vec::new(),
             engine: None,
             moments: None,
+            clock: Arc::default(),
+            lazy: LazyInputs::default(),
             rule: None,
             drafts: false,
             mixed: false,

@@ -3,7 +3,7 @@
 //! Between two steps the engine holds every array of the state once. For the evaluation it lets go of all of them, so
 //! that MLX can write the new values into the old memory; whoever shows the arrays to a user lets go too, when
 //! [`Owner::release`] is called, and shows the new ones afterwards.
-use std::{ops::AddAssign, rc::Rc};
+use std::{ops::AddAssign, rc::Rc, sync::Arc};
 
 use mlx_rs::Array;
 
@@ -11,6 +11,7 @@ use super::{
     meter::Reading,
     replay::{Kept, Resident},
     sample::Seen,
+    StageClock,
 };
 use crate::{
     evaluation::Schedule,
@@ -116,12 +117,18 @@ pub struct Engine {
     pub(super) captures: Vec<Kept>, // the one used last last; before the arrays that they write
     pub(super) resident: Option<Resident>,
     pub(super) residents: usize, // so many there have been
+    pub(super) clock: Arc<StageClock>,
     pub(super) seconds: Seconds,
     pub(super) failed: bool,
     pub(super) dry_run: bool, // nothing is evaluated: to be planned with
 }
 
 impl Engine {
+    /// Tell another clock which stage a call is in.
+    pub fn set_clock(&mut self, clock: Arc<StageClock>) {
+        self.clock = clock;
+    }
+
     /// The layout of the parameters.
     #[must_use]
     pub fn layout(&self) -> &Rc<Layout> {

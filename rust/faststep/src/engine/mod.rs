@@ -7,7 +7,7 @@
 //! The way of a batch: [`Engine::step`] takes the arrays of the state (`run`), has the [`Trace`] build its graph over them
 //! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old
 //! arrays, hands the graph to MLX and takes up the new ones (`state`). `sample` and `meter` look at what some updates did,
-//! `nonfinite` at batches that are no numbers. On CUDA, `replay` launches a step again that has been captured as one graph.
+//! `nonfinite` at batches that are no numbers; `stage` tells other threads what a call is doing. On CUDA, `replay` launches a step again that has been captured as one graph.
 mod aux_state;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod engine;
@@ -19,10 +19,12 @@ mod plan;
 mod replay;
 mod run;
 mod sample;
+mod stage;
 mod state;
 
 pub use engine::{Call, Engine, Output, Owner, Seconds};
 pub use flags::Flags;
+pub use stage::{Stage, StageClock};
 
 pub use crate::{
     error::unread,

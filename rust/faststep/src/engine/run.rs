@@ -7,13 +7,13 @@ use super::{
     evaluate::{evaluate, Work},
     nonfinite,
     replay::{Launch, OnGraph},
-    Call, Engine, Output, Owner, Seconds,
+    Call, Engine, Output, Owner, Seconds, Stage,
 };
 use crate::{
     error::{Error, Result},
     evaluation::Evaluated,
     layout::aux_state::Open,
-    mlx::fuse,
+    mlx::{array, fuse, graph::Graph},
     trace::{CallTraces, Options, Outputs, Part, Recipe, Task, Trace},
 };
 
@@ -180,6 +180,8 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> Result<(Outputs, bool)> {
         let updates = launch.updates;
+        self.clock.set_operations(trace.operations);
+        self.clock.enter(Stage::Evaluation);
         self.scheduled(owner, |schedule, device| {
             let mut known = Evaluated {
                 warm: true,
@@ -203,6 +205,11 @@ impl Engine {
         self.make_way(trace);
         let rehearsal = self.rehearse(trace, &call, owner);
         let inputs = self.take(call);
+        self.clock
+            .enter(match trace.evaluated.warm && !trace.is_eager() {
+                true => Stage::Build,
+                false => Stage::Trace,
+            });
         let outputs = match build(trace, &inputs) {
             Ok(outputs) => outputs,
             Err(error) => {
@@ -211,6 +218,7 @@ impl Engine {
             }
         };
         self.seconds.build += started.elapsed().as_secs_f64();
+        self.enter_evaluation(trace, &inputs, &outputs);
         let updates = !outputs.parameters.is_empty();
         let mut work = Work {
             inputs: Some(inputs),
@@ -232,6 +240,22 @@ impl Engine {
         Ok((work.outputs, updates))
     }
 
+    fn enter_evaluation(&self, trace: &mut Trace, inputs: &[Array], outputs: &Outputs) {
+        if !trace.evaluated.warm {
+            let all = outputs.before_update().chain(outputs.update());
+            let all: Vec<Array> = all.cloned().collect();
+            trace.operations = Graph::new(inputs, &all).map_or(0, |graph| graph.len());
+            trace.collective = array::ranks(&all) > 1;
+        }
+        self.clock.set_operations(trace.operations);
+        self.clock
+            .enter(match (trace.collective, trace.evaluated.warm) {
+                (true, _) => Stage::Collective,
+                (false, true) => Stage::Evaluation,
+                (false, false) => Stage::FirstEvaluation,
+            });
+    }
+
     // loss and gradients; nothing changes
     fn gradients(
         &mut self,
@@ -240,10 +264,12 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> Result<Outputs> {
         self.complete(owner)?;
+        self.clock.enter(Stage::Trace);
         let inputs = self.take(call);
         let traced = build(trace, &inputs);
         self.put_back(inputs);
         let outputs = traced?;
+        self.clock.enter(Stage::FirstEvaluation);
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
         Ok(outputs)
     }
@@ -253,6 +279,7 @@ impl Engine {
     /// # Errors
     /// Of the trace, which the host may have ended.
     pub fn dry_run(&mut self, trace: &mut Trace, call: Call) -> Result<()> {
+        self.clock.enter(Stage::Trace);
         let inputs = self.take(call);
         let outcome = trace.call(&inputs);
         self.put_back(inputs);

@@ -1,5 +1,5 @@
 //! The engine's arrays between two steps: laid out, replaced, extended.
-use std::rc::Rc;
+use std::{rc::Rc, sync::Arc};
 
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 
@@ -60,6 +60,7 @@ impl Engine {
             captures: Vec::new(),
             resident: None,
             residents: 0,
+            clock: Arc::default(),
             seconds: Seconds::default(),
             failed: false,
             dry_run,

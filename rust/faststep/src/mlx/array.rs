@@ -4,7 +4,7 @@
 //! be used from any thread that owns the arrays that it passes.
 #![allow(unsafe_code)]
 
-use std::ptr;
+use std::{ffi::c_void, ptr};
 
 use mlx_rs::{error::Result, Array};
 
@@ -13,7 +13,8 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_merge, handle, handles, made, owned,
+    faststep_merge, faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle,
+    handles, made, owned,
 };
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
@@ -54,6 +55,37 @@ pub fn is_lazy(array: &Array) -> bool {
 pub fn operations(array: &Array) -> usize {
     // SAFETY: as in `id`.
     unsafe { faststep_array_operations(handle(array)) }
+}
+
+/// A value that is watched without being kept alive.
+#[derive(Debug)]
+pub struct Watched(*mut c_void);
+
+impl Watched {
+    /// Watch the value of an array.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(array: &Array) -> Result<Self> {
+        let mut watched = ptr::null_mut();
+        // SAFETY: as in `id`; the pointer is written where there was no error.
+        check(unsafe { faststep_watch_new(handle(array), &raw mut watched) })?;
+        Ok(Self(watched))
+    }
+
+    /// Whether anybody still has it: an array object, or a graph.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        // SAFETY: made by `new`.
+        unsafe { faststep_watch_is_alive(self.0) != 0 }
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, freed once.
+        unsafe { faststep_watch_free(self.0) }
+    }
 }
 
 /// Whether the array waits to be filled with one number that is there, as the zeros do that an optimizer begins with:

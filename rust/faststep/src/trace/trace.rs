@@ -38,6 +38,8 @@ pub struct Trace {
     error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
     pub(crate) evaluated: Evaluated,
+    pub(crate) operations: usize, // of its graph, and whether they exchange arrays with other ranks; known once evaluated
+    pub(crate) collective: bool,
     pub(crate) capture: CaptureState,
 }
 
@@ -94,6 +96,8 @@ impl Trace {
             error,
             eager: !compiled,
             evaluated: Evaluated::default(),
+            operations: 0,
+            collective: false,
             capture: CaptureState::default(),
         }
     }

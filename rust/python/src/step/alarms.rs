@@ -6,7 +6,7 @@ use faststep::engine::{Flags, Output, Owner, Role};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
-use super::flags::read;
+use super::{flags::read, kept_losses::KeptLosses};
 use crate::{
     mlx::{errors::mlx, gil::Waiting},
     store::Store,
@@ -26,6 +26,8 @@ const NAMES: usize = 5;
 pub struct Alarms {
     zero: Flags,   // whether all gradients are zero
     broken: Flags, // whether the loss is no number, where nothing is skipped
+    kept: KeptLosses,
+    grows: Option<String>, // to be told
     told: Told,
 }
 
@@ -44,6 +46,8 @@ impl Default for Alarms {
         Self {
             zero: Flags::default().read_at(PENDING),
             broken: Flags::default().read_at(PENDING),
+            kept: KeptLosses::default(),
+            grows: None,
             told: Told::default(),
         }
     }
@@ -73,6 +77,13 @@ impl Alarms {
         read(self.broken.push(loss, &is(|loss| !loss.is_finite())))
     }
 
+    /// A step returns its loss in this object.
+    pub fn note_loss(&mut self, number: usize, loss: &Array, object: &Bound<'_, PyAny>) {
+        if let Some(message) = self.kept.note(number, loss, object) {
+            self.grows = Some(message);
+        }
+    }
+
     /// What is to be told now.
     pub fn raised(
         &mut self,
@@ -81,7 +92,7 @@ impl Alarms {
         skips: &Flags,
     ) -> PyResult<Vec<String>> {
         let told = &mut self.told;
-        let mut messages = Vec::new();
+        let mut messages: Vec<String> = self.grows.take().into_iter().collect();
         if skips.streak() >= MANY && first(&mut told.skipped) {
             messages.push(format!(
                 "the last {} batches were all skipped, because loss or gradients are not finite or the loss is above max_loss. {}",

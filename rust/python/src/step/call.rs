@@ -3,7 +3,10 @@ use std::time::Instant;
 
 use faststep::engine::{memory, Output, Outputs, Task};
 use mlx_rs::Array;
-use pyo3::{prelude::*, types::PyBool};
+use pyo3::{
+    prelude::*,
+    types::{PyBool, PyTuple},
+};
 
 use super::{
     arguments::Arguments,
@@ -30,6 +33,10 @@ impl Inner {
         let started = Instant::now();
         let mut given = self.given(&mut user)?;
         let user = &user;
+        for (index, array) in given.arrays.iter().enumerate() {
+            let name = || format!("argument {}", user.name(&given.tree.paths(py)[index]));
+            store.lazy.look(array, name);
+        }
         let mut schedules = HostSchedules::of(&user.optimizer);
         let called = if task.updates() {
             schedules.call()
@@ -84,6 +91,9 @@ impl Inner {
             self.told = Some(reason.to_owned());
             warn(py, &message)?;
         }
+        if let Some(message) = store.lazy.message() {
+            warn(py, &message)?;
+        }
         for message in self.alarms.raised(py, store, &self.skips)? {
             warn(py, &message)?;
         }
@@ -110,7 +120,15 @@ impl Inner {
             memory::clear_cache();
         }
         let returned = match &output.batch.loss {
-            Some(_) => self.returned(py, &output.batch)?,
+            Some(loss) => {
+                let returned = self.returned(py, &output.batch)?;
+                let object = match returned.cast::<PyTuple>() {
+                    Ok(values) => values.get_item(0)?,
+                    Err(_) => returned.clone(),
+                };
+                self.alarms.note_loss(self.steps, loss, &object);
+                returned
+            }
             None => py.None().into_bound(py),
         };
         let wrap = |array: &Option<Array>| array.as_ref().map(|a| bridge::wrap(py, a)).transpose();

@@ -92,6 +92,7 @@ impl Store {
             take(Rc::new(layout), parameters, state.collect())
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
+        engine.set_clock(self.clock.clone());
         if let Some(kept) = &self.kept {
             let kept = kept.onto(&self.names()?, &signature.tensors());
             engine.need(needs).map_err(|error| to_python(&error))?;

@@ -5,13 +5,18 @@ use std::{
     sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
 };
 
+use faststep::engine::StageClock;
 use pyo3::{intern, prelude::*};
 
 use super::Store;
 use crate::optimizer::members;
 
 /// A store that several steps share.
-pub struct Shared(RefCell<Store>);
+pub struct Shared {
+    store: RefCell<Store>,
+    /// The stage of their calls, for any thread to read.
+    pub clock: Arc<StageClock>,
+}
 
 // SAFETY: a store is entered with the GIL held only, which orders all accesses; `Store::check_thread` keeps other threads
 // from running a step, and making the optimizer's state current uses nothing that is bound to a thread.
@@ -24,7 +29,7 @@ unsafe impl Sync for Shared {}
 impl Shared {
     /// Enter the store, unless a step is under way.
     pub fn try_borrow_mut(&self) -> Result<RefMut<'_, Store>, BorrowMutError> {
-        self.0.try_borrow_mut()
+        self.store.try_borrow_mut()
     }
 }
 
@@ -32,7 +37,7 @@ impl Drop for Shared {
     // the last step of this pair is dropped: write the flat state back to the optimizer
     fn drop(&mut self) {
         Python::attach(|py| {
-            let store = self.0.get_mut();
+            let store = self.store.get_mut();
             if let Err(error) = store.expose(py) {
                 error.write_unraisable(py, None);
             }
@@ -57,11 +62,14 @@ fn find(optimizer: &Bound<'_, PyAny>) -> Option<Arc<Shared>> {
 pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResult<Arc<Shared>> {
     if let Some(found) = find(optimizer) {
         let mine = |store: &Store| store.is_of(model, optimizer) && store.check_thread().is_ok();
-        if found.0.try_borrow().is_ok_and(|store| mine(&store)) {
+        if found.store.try_borrow().is_ok_and(|store| mine(&store)) {
             return Ok(found);
         }
     }
-    let new = Arc::new(Shared(RefCell::new(Store::new(model, optimizer)?)));
+    let store = Store::new(model, optimizer)?;
+    let clock = store.clock.clone();
+    let store = RefCell::new(store);
+    let new = Arc::new(Shared { store, clock });
     claim(&new, optimizer)?;
     Ok(new)
 }
@@ -82,7 +90,7 @@ fn claim_one(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()>
         return Ok(());
     }
     if let Some(owner) = owner {
-        if let Ok(mut store) = owner.0.try_borrow_mut() {
+        if let Ok(mut store) = owner.try_borrow_mut() {
             store.expose(optimizer.py())?;
             store.forget()?;
         }

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use super::{Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python},
-    tree::slot::Slot,
+    tree::{paths::dotted, slot::Slot},
 };
 
 impl Store {
@@ -52,7 +52,7 @@ impl Store {
             bridge::id(&slot.object) != array.map(faststep::engine::array::id)
         };
         let mut changed = Vec::new();
-        for (slot, (role, _)) in model.iter().zip(signature.roles.iter()) {
+        for (slot, (role, path)) in model.iter().zip(signature.roles.iter()) {
             let known = match role {
                 Role::Parameter(i) => engine.parameters().get(*i),
                 Role::Other(i) => self.others.get(*i),
@@ -63,6 +63,7 @@ impl Store {
             let Some(value) = bridge::get(&slot.object) else {
                 continue;
             };
+            self.lazy.look(&value, || format!("model.{}", dotted(path)));
             match role {
                 Role::Parameter(_) if adopted => {}
                 Role::Parameter(i) => changed.push((*i, value)),

@@ -1,0 +1,54 @@
+"""What happens when a training makes no progress: a report, and the end of the process where that is wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from faststep._step import Step
+from faststep._watch import HUNG
+
+OnHang = Literal["report", "exit"]
+_LOG_SECONDS = 5.0  # for the log, which may be what hangs
+
+
+class Training(Protocol):
+    """The part of a trainer that a report reads."""
+
+    step: Step
+    run: Path
+    on_hang: OnHang
+
+    @property
+    def number(self) -> int:
+        """Steps made so far."""
+
+
+def report(trainer: Training, event: Callable[..., Any], phase: str, seconds: float) -> None:
+    """Write and show the report of a phase that makes no progress; end the process where the trainer is told so.
+
+    Args:
+        trainer: The trainer, whose training is in another thread.
+        event: Takes what, text and level of an event for the log.
+        phase: The phase of its clock.
+        seconds: How long there has been no progress.
+    """
+    stage = trainer.step.stage()[0] if phase == "step" else phase
+    text = trainer.step.hang_report(stage, seconds, {"step": str(trainer.number + 1)})
+    path, shown = trainer.run / f"hang-{trainer.number + 1}.txt", text
+    with contextlib.suppress(OSError):
+        path.write_text(text, encoding="utf-8")
+        shown = "\n".join([*text.partition("\n\n")[0].splitlines(), f"  all stacks: {path}"])
+    print(f"faststep: {shown}", file=sys.stderr, flush=True)
+    summary = f"{text.splitlines()[0]}; see {path.name}"
+    logging = threading.Thread(target=event, args=("hang", summary, "error"), daemon=True)
+    logging.start()
+    logging.join(_LOG_SECONDS)
+    if trainer.on_hang == "exit":
+        print(f"faststep: ending this process (on_hang: exit), exit code {HUNG}", file=sys.stderr, flush=True)
+        os._exit(HUNG)
