@@ -11,8 +11,8 @@ The rooms, each of which imports only those above it in this list:
 
 from faststep import _native, losses  # noqa: F401, _native first: it checks the environment before anything imports MLX
 from faststep._native import version
-from faststep._step import MemoryPlan, Stats, Step, StepOutput, fast_step
+from faststep._step import MemoryPlan, Profile, Stats, Step, StepOutput, fast_step, profile
 from faststep._tune import Tuning, tune
 
-__all__ = ["MemoryPlan", "Stats", "Step", "StepOutput", "Tuning", "fast_step", "losses", "tune"]
+__all__ = ["MemoryPlan", "Profile", "Stats", "Step", "StepOutput", "Tuning", "fast_step", "losses", "profile", "tune"]
 __version__ = version()

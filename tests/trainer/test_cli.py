@@ -261,3 +261,15 @@ def test_a_full_disk_loses_nothing(config: Path, tmp_path: Path) -> None:
     assert "No space left on device" in done.stderr
     assert "damaged" not in done.stdout
     assert "as it was written" in done.stdout
+
+
+def test_profile_shows_stages_and_operations_and_saves_nothing(config: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    trace = tmp_path / "trace.json"
+    done = faststep("profile", config, "--steps", 5, "--trace", trace)
+    assert "5 steps in " in done.stdout
+    assert "waiting for the next batch" in done.stdout
+    assert "operations of one step, each alone" in done.stdout
+    assert sorted(tmp_path.iterdir()) == sorted([*before, trace])
+    done = faststep("profile", config, "--trace", trace, status=2)
+    assert "there is such a file already" in done.stderr

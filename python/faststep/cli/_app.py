@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from faststep.cli import _checkpoint, _runs, _train, _verify
+from faststep.cli import _checkpoint, _profile, _runs, _train, _verify
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify-resume": _verify.verify_resume,
     "reproduce": _verify.reproduce,
     "tune": _runs.tune,
+    "profile": _profile.profile,
     "schema": _runs.schema,
     "version": _runs.version,
 }

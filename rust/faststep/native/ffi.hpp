@@ -114,6 +114,16 @@ void* faststep_array_hollow() noexcept;
 // The random state before a lazy draw; not applicable where the array is no such draw.
 int faststep_array_random_state(const void* draw, void** state);
 
+// --- measure.cpp
+
+// Evaluates arrays operation by operation; tells the name of each, its output's dtype and shape, the bytes that it reads and
+// writes, and its seconds.
+int faststep_measure(
+    const void* const* arrays,
+    size_t count,
+    void (*take)(void* into, const char* name, const char* output, size_t bytes, double seconds),
+    void* into);
+
 // --- graph/
 
 // Equal operations of a lazy graph become one: what stands for each of these arrays, of which some may be one array.

@@ -5,6 +5,7 @@ mod call;
 mod find;
 mod flags;
 mod kept_losses;
+mod measure;
 mod memory_plan;
 mod options;
 mod run;
@@ -33,6 +34,7 @@ use crate::{
 use alarms::Alarms;
 use arguments::Arguments;
 use flags::{is_true, read};
+use measure::Measured;
 use options::Options;
 use trace_cache::Traces;
 
@@ -185,6 +187,26 @@ impl Step {
         self.enter(&optimizer, |inner, store| {
             inner.memory_plan(store, user, accumulate)
         })
+    }
+
+    /// The operations of a step on this batch, evaluated one by one: name, output, bytes, seconds; nothing changes.
+    fn measure(&self, user: Arguments<'_>, accumulate: usize) -> PyResult<Vec<Measured>> {
+        let optimizer = user.optimizer.clone();
+        self.enter(&optimizer, |inner, store| {
+            inner.measure(store, user, accumulate)
+        })
+    }
+
+    /// Write down every stage that begins from now on.
+    fn begin_recording(&self) {
+        self.shared.clock.begin_recording();
+    }
+
+    /// The stages since then: name, seconds since the recording began, bytes that MLX had in use.
+    fn end_recording(&self) -> Vec<(&'static str, f64, usize)> {
+        let events = self.shared.clock.end_recording().into_iter();
+        let events = events.map(|event| (event.stage.name(), event.seconds, event.active));
+        events.collect()
     }
 
     /// What a call is doing, for any thread: the stage, the number of stages entered so far, and the number of operations

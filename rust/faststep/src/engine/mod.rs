@@ -13,6 +13,7 @@ mod aux_state;
 mod engine;
 mod evaluate;
 mod flags;
+mod measure;
 mod meter;
 pub mod nonfinite;
 mod plan;
@@ -24,7 +25,7 @@ mod state;
 
 pub use engine::{Call, Engine, Output, Owner, Seconds};
 pub use flags::Flags;
-pub use stage::{Stage, StageClock};
+pub use stage::{Stage, StageClock, StageEvent};
 
 pub use crate::{
     error::unread,
@@ -33,7 +34,7 @@ pub use crate::{
         precision, Layout, NamedAuxState, Tensor,
     },
     memory::Plan,
-    mlx::{array, blas, graph::Graph, join, memory, rebind::RebindError},
+    mlx::{array, blas, graph::Graph, join, measure::Operation, memory, rebind::RebindError},
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
         CallTraces, Causes, Field, Guard, Host, Key, Left, LossCall, LossOutput, Nonfinite,

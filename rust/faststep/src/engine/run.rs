@@ -205,11 +205,9 @@ impl Engine {
         self.make_way(trace);
         let rehearsal = self.rehearse(trace, &call, owner);
         let inputs = self.take(call);
+        let known = trace.evaluated.warm && !trace.is_eager();
         self.clock
-            .enter(match trace.evaluated.warm && !trace.is_eager() {
-                true => Stage::Build,
-                false => Stage::Trace,
-            });
+            .enter(if known { Stage::Build } else { Stage::Trace });
         let outputs = match build(trace, &inputs) {
             Ok(outputs) => outputs,
             Err(error) => {

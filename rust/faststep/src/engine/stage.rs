@@ -1,5 +1,13 @@
 //! The stage that a call is in, for another thread to read: a watchdog says by it what hangs.
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::{
+    sync::{
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        Mutex, PoisonError,
+    },
+    time::Instant,
+};
+
+use crate::mlx::memory;
 
 /// What a call is doing.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -48,11 +56,30 @@ impl Stage {
     }
 }
 
+/// The beginning of a stage.
+#[derive(Clone, Copy, Debug)]
+pub struct StageEvent {
+    /// The stage.
+    pub stage: Stage,
+    /// When it began, in seconds since the recording began.
+    pub seconds: f64,
+    /// The bytes that MLX had in use then.
+    pub active: usize,
+}
+
+#[derive(Debug)]
+struct Recording {
+    began: Instant,
+    events: Vec<StageEvent>,
+}
+
 /// The stage of the calls of one engine. Entering one costs a store; another thread sees whether it is still the same one.
 #[derive(Debug, Default)]
 pub struct StageClock {
     stage: AtomicU64, // in the lowest byte, below the number of stages entered
     operations: AtomicUsize,
+    records: AtomicBool,
+    recording: Mutex<Option<Recording>>,
 }
 
 impl StageClock {
@@ -61,6 +88,47 @@ impl StageClock {
         let entered = (self.stage.load(Ordering::Relaxed) >> 8) + 1;
         self.stage
             .store(entered << 8 | stage as u64, Ordering::Relaxed);
+        if self.records.load(Ordering::Relaxed) {
+            self.record(stage);
+        }
+    }
+
+    fn record(&self, stage: Stage) {
+        let mut recording = self
+            .recording
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(Recording { began, events }) = recording.as_mut() {
+            events.push(StageEvent {
+                stage,
+                seconds: began.elapsed().as_secs_f64(),
+                active: memory::active(),
+            });
+        }
+    }
+
+    /// Write down every stage that begins, until the recording is taken.
+    pub fn begin_recording(&self) {
+        let began = Instant::now();
+        let events = Vec::new();
+        let mut recording = self
+            .recording
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *recording = Some(Recording { began, events });
+        self.records.store(true, Ordering::Relaxed);
+    }
+
+    /// End the recording; the stages since it began.
+    pub fn end_recording(&self) -> Vec<StageEvent> {
+        self.records.store(false, Ordering::Relaxed);
+        let mut recording = self
+            .recording
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        recording
+            .take()
+            .map_or_else(Vec::new, |recording| recording.events)
     }
 
     /// The graph that is evaluated has so many operations.

@@ -90,6 +90,12 @@ extern "C" {
     pub(crate) fn faststep_array_holders(array: Handle) -> usize;
     pub(crate) fn faststep_array_is_lazy(array: Handle) -> c_int;
     pub(crate) fn faststep_array_operations(array: Handle) -> usize;
+    pub(crate) fn faststep_measure(
+        arrays: Handles,
+        count: usize,
+        take: extern "C" fn(*mut c_void, *const c_char, *const c_char, usize, f64),
+        into: *mut c_void,
+    ) -> c_int;
     pub(crate) fn faststep_watch_new(array: Handle, watched: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_watch_is_alive(watched: *const c_void) -> c_int;
     pub(crate) fn faststep_watch_free(watched: *mut c_void);

@@ -12,6 +12,7 @@ pub(crate) mod fuse;
 pub mod graph;
 pub mod join;
 pub mod kernels;
+pub mod measure;
 pub mod memory;
 pub mod openblas;
 pub(crate) mod ops;

@@ -1,0 +1,191 @@
+"""`profile`: a recording of a step's stages, and the operations of one of its batches."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from faststep._step._profile_text import text_of
+from faststep._step._profile_trace import write_chrome
+from faststep._step._step import Step
+
+LOOP, DATA = "your loop", "data"
+
+
+class Span(NamedTuple):
+    """A stretch of time in one stage; seconds count from the beginning of the recording."""
+
+    stage: str
+    began: float
+    ended: float
+    active: int
+
+
+class Operation(NamedTuple):
+    """One operation of a step, evaluated by itself.
+
+    Attributes:
+        name: MLX's name of it; "Compiled..." is several elementwise ones in one kernel.
+        output: Dtype and shape of its output.
+        bytes: Bytes of its inputs and outputs.
+        seconds: Its time alone, the least of three.
+    """
+
+    name: str
+    output: str
+    bytes: int
+    seconds: float
+
+
+class Profile:
+    """The recording of a block of code that calls a step; complete when the block has ended.
+
+    Attributes:
+        steps: Calls of the step.
+        seconds: Time of the whole block.
+        spans: Stretches of time by stage: "your loop" between two calls, "data" where the loop takes batches from
+            `Profile.data`, and the stages of `Step.stage`; each with the bytes that MLX had in use when it began.
+        traces: Traces that were made meanwhile: cause and seconds.
+        operations: Operations of one step, in the order of their evaluation, once `measure` has been called.
+        bytes: What is held at the end, by kind (`Stats.bytes`).
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._core = step, step._program.core
+        self.steps, self.seconds = 0, 0.0
+        self.spans: list[Span] = []
+        self.traces: list[tuple[str, float]] = []
+        self.operations: list[Operation] = []
+        self.bytes: dict[str, int] = {}
+        self._waits: list[tuple[float, float]] = []
+        self._began = 0.0
+
+    def data(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a loop, so that the time of waiting for them is told apart from that of the loop.
+
+        Args:
+            batches: What the loop iterates over.
+
+        Yields:
+            The same batches.
+        """
+        iterator = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waits.append((began - self._began, time.perf_counter() - self._began))
+            yield batch
+
+    def measure(self, *batch: Any, **named: Any) -> None:
+        """Measure the operations of a step on a batch: one by one, each to its end, three times.
+
+        Nothing of model, optimizer and random state changes.
+
+        Args:
+            *batch: As for a step.
+            **named: As for a step.
+
+        Raises:
+            TypeError: As a step does.
+            ValueError: As a step does.
+            RuntimeError: As a step does.
+        """
+        step = self._step
+        call = step._program.call(step.model, step.optimizer, step.loss_fn, batch, named)
+        self.operations = [Operation(*each) for each in self._core.measure(call, step.accumulate)]
+
+    def stages(self) -> dict[str, float]:
+        """Return the seconds of each stage, the largest first."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            seconds[span.stage] += span.ended - span.began
+        return dict(sorted(seconds.items(), key=lambda each: -each[1]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the recording as a trace that Perfetto and Chrome (about:tracing) show: stages and memory over time.
+
+        Args:
+            path: A JSON file, which must not be there yet.
+
+        Raises:
+            FileExistsError: It is there.
+        """
+        write_chrome(Path(path), self)
+
+    def __str__(self) -> str:
+        """Return the tables: stages, traces, operations, memory."""
+        return text_of(self)
+
+    def _start(self) -> None:
+        self._before = self._step.stats
+        self._began = time.perf_counter()
+        self._core.begin_recording()
+
+    def _stop(self) -> None:
+        self.seconds = time.perf_counter() - self._began
+        events = self._core.end_recording()
+        after = self._step.stats
+        self.steps = after.steps - self._before.steps
+        made = after.traced - self._before.traced
+        self.traces = [(each.cause, each.seconds) for each in after.traces[-made:]] if made else []
+        self.bytes = after.bytes
+        self.spans = list(_spans(events, self.seconds, self._waits))
+
+
+def _spans(events: list[tuple[str, float, int]], end: float, waits: list[tuple[float, float]]) -> Iterator[Span]:
+    """Yield the stretches of time, from the beginnings of stages; those between two calls are split by the waits."""
+    active = events[0][2] if events else 0
+    events = [("idle", 0.0, active), *events]
+    for (stage, began, active), following in zip(events, [*events[1:], ("", end, 0)], strict=True):
+        ended = min(following[1], end)
+        if stage != "idle":
+            yield Span(stage, began, ended, active)
+            continue
+        for begins, ends in (wait for wait in waits if began <= wait[0] < ended):
+            if begins > began:
+                yield Span(LOOP, began, begins, active)
+            began = min(ends, ended)
+            yield Span(DATA, begins, began, active)
+        if ended > began:
+            yield Span(LOOP, began, ended, active)
+
+
+@contextlib.contextmanager
+def profile(step: Step) -> Iterator[Profile]:
+    """Record where the time of a step's calls goes, and of the loop around them.
+
+    A call costs some microseconds more meanwhile. On a GPU "evaluation" is the time in which the host encodes work and
+    waits for the device.
+
+    Args:
+        step: The step.
+
+    Yields:
+        The recording, complete behind the block.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from faststep import Step, profile
+        >>> model, x = nn.Linear(64, 64), mx.ones((32, 64))
+        >>> step = Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model(x)).mean())
+        >>> with profile(step) as found:
+        ...     for batch in found.data([x] * 5):
+        ...         loss = step(batch).loss
+        >>> found.measure(x)
+        >>> found.steps, "data" in found.stages(), any(each.name == "AddMM" for each in found.operations)
+        (5, True, True)
+    """
+    found = Profile(step)
+    found._start()
+    try:
+        yield found
+    finally:
+        found._stop()

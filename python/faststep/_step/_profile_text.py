@@ -1,0 +1,91 @@
+"""The tables of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from faststep._step._profile import Operation, Profile
+
+_MOST = 12  # rows of a table
+_WIDTH = 44  # characters of a name
+_MS, _MIB = 1e3, 2.0**20
+_LEAST = 1e-5  # seconds from which a rate means something
+_MEANING = {
+    "your loop": "between two calls of the step",
+    "data": "waiting for the next batch",
+    "objects": "reading and writing the user's objects",
+    "trace": "calling the loss function",
+    "build": "building the graph of a trace again",
+    "first evaluation": "kernels are compiled",
+    "evaluation": "the device, and encoding its work",
+    "collective": "exchanging arrays with other ranks",
+}
+
+
+def text_of(profile: Profile) -> str:
+    """Return the tables of stages, traces, operations and memory."""
+    parts = [_stages(profile), _traces(profile), _operations(profile.operations), _memory(profile)]
+    return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
+
+
+def _stages(profile: Profile) -> Iterator[str]:
+    steps = max(profile.steps, 1)
+    yield f"{profile.steps} steps in {profile.seconds:.3f} s, {profile.seconds / steps * _MS:.3f} ms each"
+    yield f"  {'stage':<18}{'ms a step':>11}{'share':>8}"
+    for stage, seconds in profile.stages().items():
+        share = seconds / profile.seconds if profile.seconds else 0.0
+        yield f"  {stage:<18}{seconds / steps * _MS:>11.3f}{share:>8.1%}  {_MEANING.get(stage, '')}"
+
+
+def _traces(profile: Profile) -> Iterator[str]:
+    if profile.traces:
+        yield f"{len(profile.traces)} traces were made"
+        for cause, seconds in profile.traces[:_MOST]:
+            yield f"  {seconds:>8.3f} s  {cause}"
+
+
+def _operations(operations: Sequence[Operation]) -> Iterator[str]:
+    if not operations:
+        return
+    total = sum(each.seconds for each in operations)
+    yield f"{len(operations)} operations of one step, each alone: {total * _MS:.3f} ms"
+    for title, key in (("kind", _kind), ("kind and output", _kind_and_output)):
+        yield f"  {title:<{2 * _WIDTH - 24}}{'times':>7}{'ms':>10}{'share':>8}{'MiB':>10}{'GB/s':>8}"
+        groups: dict[str, list[Operation]] = {}
+        for each in operations:
+            groups.setdefault(key(each), []).append(each)
+        rows = sorted(groups.items(), key=lambda row: -sum(each.seconds for each in row[1]))
+        for name, group in rows[:_MOST]:
+            yield _row(name, group, total)
+        if len(rows) > _MOST:
+            yield _row(f"{len(rows) - _MOST} more", [each for _, group in rows[_MOST:] for each in group], total)
+
+
+def _row(name: str, group: Sequence[Operation], total: float) -> str:
+    seconds, size = sum(each.seconds for each in group), sum(each.bytes for each in group)
+    share = seconds / total if total else 0.0
+    rate = f"{size / seconds / 1e9:.1f}" if seconds > _LEAST else "-"
+    name = f"  {name:<{2 * _WIDTH - 24}}"
+    return f"{name}{len(group):>7}{seconds * _MS:>10.3f}{share:>8.1%}{size / _MIB:>10.2f}{rate:>8}"
+
+
+def _kind(operation: Operation) -> str:
+    return _cut(operation.name)
+
+
+def _kind_and_output(operation: Operation) -> str:
+    return f"{_cut(operation.name)[: 2 * _WIDTH - 52]} {operation.output}"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _WIDTH else name[: _WIDTH - 3] + "..."
+
+
+def _memory(profile: Profile) -> Iterator[str]:
+    held = {name: size for name, size in profile.bytes.items() if size}
+    yield "held between steps: " + ", ".join(f"{name} {size / _MIB:.2f} MiB" for name, size in held.items())
+    if profile.spans:
+        most = max(profile.spans, key=lambda span: span.active)
+        yield f"most in use when a stage began: {most.active / _MIB:.2f} MiB, at {most.stage}"

@@ -1,0 +1,49 @@
+"""A recording in Chrome's trace format, which Perfetto shows too.
+
+Source of the format: "Trace Event Format", the Chromium project's catapult documentation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from faststep._step._profile import Profile
+
+_LOOP_TRACK = ("your loop", "data")
+_MICRO = 1e6
+
+
+def write_chrome(path: Path, profile: Profile) -> None:
+    """Write a recording; refuse to write over a file."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "faststep"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "loop"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "step"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 3, "args": {"name": "operations, each alone"}},
+    ]
+    for span in profile.spans:
+        track = 1 if span.stage in _LOOP_TRACK else 2
+        events.append(_complete(span.stage, track, span.began, span.ended - span.began, {}))
+        counter = {"ph": "C", "name": "MLX memory", "pid": 1, "ts": span.began * _MICRO, "args": {"bytes": span.active}}
+        events.append(counter)
+    at = profile.seconds
+    for each in profile.operations:
+        events.append(_complete(each.name, 3, at, each.seconds, {"output": each.output, "bytes": each.bytes}))
+        at += each.seconds
+    with path.open("x", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _complete(name: str, track: int, began: float, seconds: float, about: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": 1,
+        "tid": track,
+        "ts": began * _MICRO,
+        "dur": seconds * _MICRO,
+        "args": about,
+    }

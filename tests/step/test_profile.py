@@ -1,0 +1,105 @@
+"""A recording of a step: its stages fill the time, its operations are those of the step, and nothing changes by it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from faststep import Profile, Step, profile
+from mlx.utils import tree_flatten, tree_map
+
+
+def program(**options: Any) -> tuple[Step, mx.array]:
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.relu, nn.Linear(64, 8))
+    step = Step(model, optim.AdamW(1e-2), lambda model, x: mx.square(model(x)).mean(), **options)
+    return step, mx.random.normal((16, 32))
+
+
+def recorded(step: Step, x: mx.array, steps: int) -> Profile:
+    with profile(step) as found:
+        for batch in found.data([x] * steps):
+            time.sleep(0.002)
+            step(batch)
+        step.synchronize()
+    return found
+
+
+def test_stages_follow_each_other_and_fill_the_time() -> None:
+    step, x = program()
+    found = recorded(step, x, 6)
+    assert found.steps == 6
+    assert [cause for cause, _ in found.traces] == ["first call"]
+    stages = found.stages()
+    assert {"your loop", "data", "objects", "trace", "first evaluation", "build", "evaluation"} == set(stages)
+    assert stages["your loop"] >= 6 * 0.002
+    for before, after in zip(found.spans, found.spans[1:], strict=False):
+        assert before.began <= before.ended == pytest.approx(after.began, abs=1e-9)
+    assert sum(stages.values()) == pytest.approx(found.seconds, rel=1e-6)
+    assert all(span.active > 0 for span in found.spans)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"nonfinite": "raise"}, {"compile": False}, {"ema_decay": 0.9}]
+)
+def test_measuring_changes_nothing(options: dict[str, Any]) -> None:
+    def numbers(measures: bool) -> list[Any]:
+        step, x = program(**options)
+        losses = []
+        for _ in range(5):
+            losses.append(step(x).loss.item())
+            if measures:
+                with profile(step) as found:
+                    pass
+                found.measure(x)
+                assert len(found.operations) > 20
+        arrays = [step.model.parameters(), step.optimizer.state, step.state, mx.random.state]
+        return [losses, [array.tolist() for _, array in tree_flatten(arrays) if isinstance(array, mx.array)]]
+
+    assert numbers(measures=True) == numbers(measures=False)
+
+
+def test_the_operations_are_those_of_forward_backward_and_update() -> None:
+    step, x = program()
+    found = recorded(step, x, 2)
+    assert found.operations == []
+    found.measure(x)
+    products = [each for each in found.operations if each.name in ("Matmul", "AddMM")]
+    assert len(products) == 5  # two layers forward, three products backward: nothing needs the gradient of x
+    assert products[0].output == "float32 (16,64)"
+    assert products[0].bytes == 4 * (16 * 32 + 32 * 64 + 64 + 16 * 64)
+    assert all(each.seconds >= 0 for each in found.operations)
+    assert f"{len(found.operations)} operations of one step, each alone" in str(found)
+
+
+def test_a_trace_file_has_every_stage_and_writes_over_nothing(tmp_path: Path) -> None:
+    step, x = program()
+    found = recorded(step, x, 3)
+    found.measure(x)
+    file = tmp_path / "trace.json"
+    found.save(file)
+    events = json.loads(file.read_text())["traceEvents"]
+    durations = [event for event in events if event["ph"] == "X"]
+    assert len(durations) == len(found.spans) + len(found.operations)
+    assert {event["name"] for event in events if event["ph"] == "C"} == {"MLX memory"}
+    with pytest.raises(FileExistsError):
+        found.save(file)
+
+
+def test_a_step_that_was_never_called_can_be_measured() -> None:
+    step, x = program()
+    before = tree_map(mx.array, step.model.parameters())
+    with profile(step) as found:
+        pass
+    found.measure(x)
+    assert found.operations
+    assert found.steps == 0
+    assert step.stats.steps == 0
+    for (name, now), (_, then) in zip(tree_flatten(step.model.parameters()), tree_flatten(before), strict=True):
+        assert mx.array_equal(now, then), name
