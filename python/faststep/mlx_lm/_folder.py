@@ -73,7 +73,9 @@ def read_tokenizer(folder: Path) -> Any:
         raise ValueError(f"path: expected a tokenizer in {folder} ({', '.join(_TOKENIZERS[:3])}), found none")
     utils = need("mlx_lm.utils", EXTRA)
     try:
-        return utils.load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = utils.load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer.model_max_length = 10**30  # no warning about long texts: datasets say what becomes of them
+        return tokenizer
     except Exception as error:  # of as many kinds as there are tokenizers
         raise ValueError(
             f"path: the tokenizer in {folder} cannot be read: {_cut(' '.join(str(error).split()))}"
