@@ -14,9 +14,9 @@ from faststep._step import Step
 from faststep.checkpoints import _tensors
 from faststep.checkpoints._apply import restore
 from faststep.checkpoints._errors import CheckpointError, Damaged
-from faststep.checkpoints._export import export
+from faststep.checkpoints._export import export, weights
 from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP, number_of
-from faststep.checkpoints._manifest import opened, read_manifest, read_tensors, read_training
+from faststep.checkpoints._manifest import opened, read_manifest, read_training
 from faststep.checkpoints._snapshot import Stateful
 
 
@@ -97,13 +97,16 @@ class Checkpoint:
         """
         return export(self.path, Path(file), average)
 
-    def weights(self) -> dict[str, mx.array]:
+    def weights(self, *, average: bool = False) -> dict[str, mx.array]:
         """Return the weights by name, as `model.load_weights` takes them (a list of the items).
 
+        Args:
+            average: The moving average in place of the parameters, in their dtypes.
+
         Raises:
-            CheckpointError: The checkpoint is damaged.
+            CheckpointError: The checkpoint is damaged, or has no average.
         """
-        return read_tensors(self.path, MODEL, read_manifest(self.path))[0]
+        return weights(self.path, average)
 
     def restore(self, step: Step, loader: Stateful | None = None) -> Checkpoint:
         """Put this checkpoint into a step and a loader; call it in the thread that will train.

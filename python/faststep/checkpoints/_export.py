@@ -20,10 +20,7 @@ def export(path: Path, file: Path, average: bool) -> Path:
     """Write the weights of the checkpoint in this folder into a file: see `Checkpoint.export`."""
     if file.suffix != ".safetensors":
         raise CheckpointError(f"{file}: expected a name that ends in .safetensors, which model.load_weights needs")
-    manifest = read_manifest(path)
-    arrays = read_tensors(path, MODEL, manifest)[0]
-    if average:
-        arrays |= _averages(path, arrays, read_tensors(path, STEP, manifest)[0])
+    arrays = weights(path, average)
     mx.eval(arrays)
     try:
         with replacing(file, new=True) as out:
@@ -33,6 +30,13 @@ def export(path: Path, file: Path, average: bool) -> Path:
     except OSError as error:
         raise CheckpointError(f"{file}: not written: {error.strerror}") from error
     return file
+
+
+def weights(path: Path, average: bool) -> Arrays:
+    """Read the weights of the checkpoint in this folder: see `Checkpoint.weights`."""
+    manifest = read_manifest(path)
+    arrays = read_tensors(path, MODEL, manifest)[0]
+    return arrays | _averages(path, arrays, read_tensors(path, STEP, manifest)[0]) if average else arrays
 
 
 def _averages(path: Path, arrays: Arrays, kept: Arrays) -> Arrays:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from faststep.cli._saved import config_of
 from faststep.cli._status import DIFFERS, Exit, RunFolder
 
 if TYPE_CHECKING:
@@ -48,14 +50,48 @@ def verify(path: Folder) -> None:
 @app.command()
 def export(
     path: Folder,
-    file: Annotated[Path, typer.Argument(help="The safetensors file to write.", show_default=False)],
+    file: Annotated[Path | None, typer.Argument(help="The safetensors file to write.", show_default=False)] = None,
     average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Of a run: that with the best monitored value.")] = False,
+    adapters: Annotated[Path | None, typer.Option(help="A folder for the adapters, in mlx-lm's format.")] = None,
+    fuse: Annotated[
+        Path | None, typer.Option(help="A folder for the whole model, as Hugging Face lays it out.")
+    ] = None,
 ) -> None:
-    """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them."""
-    if file.exists():
-        raise Exit(f"{file}: there is such a file already")
-    typer.echo(choose(checkpoints_of(path), path, best=best).export(file, average=average))
+    """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them.
+
+    Of a model of mlx-lm: its adapters (--adapters DIR), or plain weights with the adapters in them (--fuse DIR).
+    """
+    places = [each for each in (file, adapters, fuse) if each is not None]
+    if len(places) != 1:
+        raise Exit(f"expected one of FILE, --adapters DIR and --fuse DIR, got {len(places)}")
+    if os.path.lexists(places[0]) and not (adapters is not None and adapters.is_dir()):
+        raise Exit(f"{places[0]}: there is such a file already")
+    chosen = choose(checkpoints_of(path), path, best=best)
+    if file is not None:
+        typer.echo(chosen.export(file, average=average))
+    else:
+        typer.echo(_export_model(chosen, places[0], average, fuse is not None))
+
+
+def _export_model(chosen: Checkpoint, folder: Path, average: bool, fuse: bool) -> Path:
+    """Write the adapters of a model of mlx-lm, or all of it."""
+    from faststep.config import model_of
+    from faststep.mlx_lm import LanguageModel, export_adapters, export_fused
+
+    run = chosen.path.parent.parent
+    model = model_of(config_of(run))
+    if not isinstance(model, LanguageModel):
+        raise Exit(f"{run}: expected the run of a model of mlx-lm (use: mlx_lm), got one of {type(model).__name__}")
+    weights = chosen.weights(average=average)
+    try:
+        if fuse:
+            return export_fused(model, folder, weights)
+        return export_adapters(model, folder, weights, new=True)
+    except OSError as error:
+        raise Exit(f"{error.filename or folder}: not written: {error.strerror}") from None
+    except ValueError as error:
+        raise Exit(f"{chosen.path}: {error}") from None
 
 
 def checkpoints_of(path: Path) -> list[Checkpoint]:

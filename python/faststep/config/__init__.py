@@ -18,7 +18,7 @@ lengths may be in epochs: `warmup: 1 epoch`.
 
 Files: `_yaml` and `_load` read, `_schema` has the sections, `_usage` who reads which key, `_kinds`, `_components` and
 `_find` find what is named (`_user_code`: the user's own), `_build` makes it; `_reference` describes it all. Uses
-`_step`, `metrics`, `recipes`, `data`, `checkpoints` and `_optional`.
+`_step`, `metrics`, `recipes`, `mlx_lm`, `data`, `checkpoints` and `_optional`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from faststep.config._reference import reference, schema  # noqa: E402
 from faststep.config._schema import Component, Config  # noqa: E402
 
 if TYPE_CHECKING:
-    from faststep.config._build import Built, build
+    from faststep.config._build import Built, build, model_of
 
 __all__ = [
     "Built",
@@ -44,6 +44,7 @@ __all__ = [
     "Problem",
     "build",
     "load",
+    "model_of",
     "reference",
     "schema",
     "validate",
@@ -52,7 +53,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what builds when it is asked for: it needs much that reading does not."""
-    if name not in ("Built", "build"):
+    if name not in ("Built", "build", "model_of"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from faststep.config import _build
 

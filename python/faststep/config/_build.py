@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from faststep import recipes
 from faststep._step import Step
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
+from faststep.config import _kinds
 from faststep.config._components import Part, Parts
 from faststep.config._errors import ConfigError, Path
 from faststep.config._find import find_all
@@ -26,6 +27,7 @@ from faststep.config._optimizers import Choice, find_optimizers
 from faststep.config._schema import Config
 from faststep.config._usage import Usage
 from faststep.metrics import LossWithMetrics
+from faststep.mlx_lm import LanguageModel
 
 if TYPE_CHECKING:
     from faststep.data import Loader
@@ -94,6 +96,20 @@ def build(config: Config) -> Built:
     return Built(step, loader, validation, callbacks, loggers, usage.trainer, usage.logs, config.resolved())
 
 
+def model_of(config: Config) -> nn.Module:
+    """Make the model of a config as its component gives it, before anything else in the config changes it.
+
+    Raises:
+        ConfigError: Its arguments do not fit. What the user's own code raises passes as it is.
+    """
+    parts = Parts(config.source, config.folder)
+    part = parts.find(config.model, _kinds.MODEL, ("model",))
+    if part is None:
+        raise ConfigError(parts.problems)
+    model: nn.Module = part.make()
+    return model
+
+
 class Blame:
     """Run a part of the building, and name its keys in the error when it is refused."""
 
@@ -129,6 +145,11 @@ def _seed(seed: int) -> None:
 
 def _model(model: nn.Module, usage: Usage, blame: Blame) -> nn.Module:
     top, folder = usage.top, File(usage.top["folder"])
+    if isinstance(model, LanguageModel) and (usage.quantize or usage.lora):
+        key = "quantize" if usage.quantize else "lora"
+        raise ConfigError(
+            [blame.config.source.problem((key,), f"a model of mlx-lm takes it as an argument: model.{key}")]
+        )
     if top["weights"] is not None:
         blame(("weights",), lambda: _load_weights(model, folder / top["weights"]))
     if usage.quantize:

@@ -47,7 +47,7 @@ class Part:
         try:
             with importable(self.folder):
                 made = self._call(arguments)
-        except (TypeError, ValueError, OverflowError, OSError) as error:
+        except (TypeError, ValueError, OverflowError, OSError, ImportError) as error:
             if self.users or isinstance(error, ConfigError):
                 raise
             name, _, message = str(error).partition(": ")

@@ -82,6 +82,7 @@ _EXPECTED = {
     "none_required": "null",
     "path_type": "a path",
     "tuple_type": "a list",
+    "dataclass_type": "a mapping",
     "string_pattern_mismatch": "text of the form {pattern}",
 }
 

@@ -29,9 +29,9 @@ class Kind:
 
 
 def _models() -> Mapping[str, Callable[..., Any]]:
-    from faststep import recipes
+    from faststep import mlx_lm, recipes
 
-    return recipes.MODELS
+    return recipes.MODELS | mlx_lm.MODELS
 
 
 def _losses() -> Mapping[str, Callable[..., Any]]:
@@ -47,15 +47,15 @@ def _metrics() -> Mapping[str, Callable[..., Any]]:
 
 
 def _datasets() -> Mapping[str, Callable[..., Any]]:
-    from faststep import recipes
+    from faststep import mlx_lm, recipes
 
-    return recipes.DATASETS
+    return recipes.DATASETS | mlx_lm.DATASETS
 
 
 def _callbacks() -> Mapping[str, Callable[..., Any]]:
-    from faststep import training
+    from faststep import mlx_lm, training
 
-    return {"samples": training.Samples}
+    return {"samples": training.Samples} | mlx_lm.CALLBACKS
 
 
 def _collates() -> Mapping[str, Callable[..., Any]]:

@@ -59,7 +59,7 @@ class Pack(ByLength):
         window: How many documents are placed together. More fill the rows better and take longer.
         split: Whether a document that is longer than a row is cut into pieces, each a segment of its own with positions
             from 0; the target of a piece's last token is the next piece's first. Without, such a document is an error.
-        targets: Whether to make targets.
+        targets: Whether to make targets; items that have `targets` of their own, shifted already, keep them.
         value: What stands in the padding of `tokens` (or all the items' arrays).
         ignore_index: The target of what has none, as `faststep.losses.linear_cross_entropy` takes it.
 
@@ -128,15 +128,22 @@ class Pack(ByLength):
         pieces = [piece for row in rows for piece in row]
         names = list(_parts(pieces[0].item))
         arrays = {name: [as_numpy(_parts(piece.item)[name], f"item[{name!r}]") for piece in pieces] for name in names}
+        own = self.targets and "targets" in names[1:]  # the items bring them
         packed = {
-            name: self._fill(rows, [a[p.start : p.stop] for a, p in zip(column, pieces, strict=True)], self.value)
+            name: self._fill(
+                rows,
+                [a[p.start : p.stop] for a, p in zip(column, pieces, strict=True)],
+                self.ignore_index if own and name == "targets" else self.value,
+            )
             for name, column in arrays.items()
         }
         counts = [np.arange(piece.stop - piece.start, dtype=np.int32) for piece in pieces]
         numbers = [i + 1 for row in rows for i in range(len(row))]
         segments = self._fill(rows, [np.full_like(c, i) for c, i in zip(counts, numbers, strict=True)], 0)
         more = {"mask": segments > 0, "segments": segments, "positions": self._fill(rows, counts, 0)}
-        if self.targets:
+        if own:
+            more["mask"] = packed["targets"] != self.ignore_index
+        elif self.targets:
             _check_tokens(arrays[names[0]], names[0])
             following = [a[p.start + 1 : p.stop + 1] for a, p in zip(arrays[names[0]], pieces, strict=True)]
             targets = self._fill(rows, [f.astype(np.int32) for f in following], self.ignore_index, like=counts)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from faststep.losses import Reduction, linear_cross_entropy
+from faststep.recipes._head import parted
 
 Loss = Callable[..., Any]
 
@@ -32,8 +33,9 @@ def next_token(
     Args:
         weighted: Return `(mean, tokens that count)`, as `Step(weighted=True)` takes it.
         ignore_index: The target of tokens that do not count.
-        in_chunks: Never hold all logits: `faststep.losses.linear_cross_entropy` over `model.hidden(tokens)` and the
-            weight `model.head`, for large vocabularies.
+        in_chunks: Never hold all logits: `faststep.losses.linear_cross_entropy` over what the last layer gets and its
+            weight, for large vocabularies. A model says both by `hidden(tokens)` and `head`; or it has a linear layer
+            `lm_head` or is tied to its embedding, and returns its logits as that gives them, as mlx-lm's models do.
         outputs: Return the logits behind loss and weight, for metrics; not with `in_chunks`.
 
     Raises:
@@ -59,9 +61,9 @@ def next_token(
             logits = model(tokens, **places)
             return _with(_mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
-        hidden = model.hidden(tokens, **places)
-        mean = linear_cross_entropy(hidden, model.head, targets, token_weights=weights, ignore_index=ignore_index)
-        mean = mx.where(((weights != 0) & ~_inside(targets, model.head.shape[0])).any(), -mx.inf, mean)
+        hidden, head, bias = parted(model, tokens, **places)
+        mean = linear_cross_entropy(hidden, head, targets, bias=bias, token_weights=weights, ignore_index=ignore_index)
+        mean = mx.where(((weights != 0) & ~_inside(targets, head.shape[0])).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 
     return _explained(loss)
