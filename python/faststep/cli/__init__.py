@@ -10,10 +10,23 @@ was changed; 3 a check found a difference (`verify-resume`, `checkpoint verify`,
 Uses all rooms.
 """
 
+import sys
+from importlib.util import find_spec
+
+from faststep._command import asks_for_environment
 from faststep._optional import need
 
-need("typer")
+if asks_for_environment() and find_spec("typer") is None:  # the environment is told without the extra too
 
-from faststep.cli._app import main  # noqa: E402, behind the check of what it needs
+    def main() -> None:
+        """Print the lines about the environment."""
+        from faststep.doctor import environment
+
+        raise SystemExit(environment(as_json="--json" in sys.argv))
+
+else:
+    need("typer")
+
+    from faststep.cli._app import main  # behind the check of what it needs
 
 __all__ = ["main"]

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from faststep.cli import _checkpoint, _new, _profile, _runs, _train, _verify
+from faststep.cli import _checkpoint, _doctor, _new, _profile, _runs, _train, _verify
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compare": _runs.compare,
     "verify-resume": _verify.verify_resume,
     "reproduce": _verify.reproduce,
+    "doctor": _doctor.doctor,
+    "check": _doctor.check,
     "tune": _runs.tune,
     "profile": _profile.profile,
     "schema": _runs.schema,
