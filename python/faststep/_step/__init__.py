@@ -10,13 +10,12 @@ from faststep._step._fast_step import fast_step
 from faststep._step._memory_plan import MemoryPlan
 from faststep._step._options import Options, whole_number
 from faststep._step._output import Stats, StepOutput
-from faststep._step._profile import Operation, Profile, profile
+from faststep._step._profile import Profile, profile
 from faststep._step._state import like
 from faststep._step._step import Step
 
 __all__ = [
     "MemoryPlan",
-    "Operation",
     "Options",
     "Profile",
     "Stats",

@@ -4,63 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from faststep._step._profile_text import text_of
 from faststep._step._profile_trace import write_chrome
+from faststep._step._recording import DATA, LOOP, Operation, Recording, Span
 from faststep._step._step import Step
 
-LOOP, DATA = "your loop", "data"
 
-
-class Span(NamedTuple):
-    """A stretch of time in one stage; seconds count from the beginning of the recording."""
-
-    stage: str
-    began: float
-    ended: float
-    active: int
-
-
-class Operation(NamedTuple):
-    """One operation of a step, evaluated by itself.
-
-    Attributes:
-        name: MLX's name of it; "Compiled..." is several elementwise ones in one kernel.
-        output: Dtype and shape of its output.
-        bytes: Bytes of its inputs and outputs.
-        seconds: Its time alone, the least of three.
-    """
-
-    name: str
-    output: str
-    bytes: int
-    seconds: float
-
-
-class Profile:
-    """The recording of a block of code that calls a step; complete when the block has ended.
-
-    Attributes:
-        steps: Calls of the step.
-        seconds: Time of the whole block.
-        spans: Stretches of time by stage: "your loop" between two calls, "data" where the loop takes batches from
-            `Profile.data`, and the stages of `Step.stage`; each with the bytes that MLX had in use when it began.
-        traces: Traces that were made meanwhile: cause and seconds.
-        operations: Operations of one step, in the order of their evaluation, once `measure` has been called.
-        bytes: What is held at the end, by kind (`Stats.bytes`).
-    """
+class Profile(Recording):
+    """The recording of a block of code that calls a step; complete when the block has ended. See `Recording`."""
 
     def __init__(self, step: Step) -> None:
+        super().__init__()
         self._step, self._core = step, step._program.core
-        self.steps, self.seconds = 0, 0.0
-        self.spans: list[Span] = []
-        self.traces: list[tuple[str, float]] = []
-        self.operations: list[Operation] = []
-        self.bytes: dict[str, int] = {}
         self._waits: list[tuple[float, float]] = []
         self._began = 0.0
 
@@ -101,13 +60,6 @@ class Profile:
         step = self._step
         call = step._program.call(step.model, step.optimizer, step.loss_fn, batch, named)
         self.operations = [Operation(*each) for each in self._core.measure(call, step.accumulate)]
-
-    def stages(self) -> dict[str, float]:
-        """Return the seconds of each stage, the largest first."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for span in self.spans:
-            seconds[span.stage] += span.ended - span.began
-        return dict(sorted(seconds.items(), key=lambda each: -each[1]))
 
     def save(self, path: str | Path) -> None:
         """Write the recording as a trace that Perfetto and Chrome (about:tracing) show: stages and memory over time.

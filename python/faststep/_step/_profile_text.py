@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from faststep._step._profile import Operation, Profile
+from faststep._step._recording import Operation, Recording
 
 _MOST = 12  # rows of a table
 _WIDTH = 44  # characters of a name
@@ -24,25 +22,25 @@ _MEANING = {
 }
 
 
-def text_of(profile: Profile) -> str:
+def text_of(recording: Recording) -> str:
     """Return the tables of stages, traces, operations and memory."""
-    parts = [_stages(profile), _traces(profile), _operations(profile.operations), _memory(profile)]
+    parts = [_stages(recording), _traces(recording), _operations(recording.operations), _memory(recording)]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
 
 
-def _stages(profile: Profile) -> Iterator[str]:
-    steps = max(profile.steps, 1)
-    yield f"{profile.steps} steps in {profile.seconds:.3f} s, {profile.seconds / steps * _MS:.3f} ms each"
+def _stages(recording: Recording) -> Iterator[str]:
+    steps = max(recording.steps, 1)
+    yield f"{recording.steps} steps in {recording.seconds:.3f} s, {recording.seconds / steps * _MS:.3f} ms each"
     yield f"  {'stage':<18}{'ms a step':>11}{'share':>8}"
-    for stage, seconds in profile.stages().items():
-        share = seconds / profile.seconds if profile.seconds else 0.0
+    for stage, seconds in recording.stages().items():
+        share = seconds / recording.seconds if recording.seconds else 0.0
         yield f"  {stage:<18}{seconds / steps * _MS:>11.3f}{share:>8.1%}  {_MEANING.get(stage, '')}"
 
 
-def _traces(profile: Profile) -> Iterator[str]:
-    if profile.traces:
-        yield f"{len(profile.traces)} traces were made"
-        for cause, seconds in profile.traces[:_MOST]:
+def _traces(recording: Recording) -> Iterator[str]:
+    if recording.traces:
+        yield f"{len(recording.traces)} traces were made"
+        for cause, seconds in recording.traces[:_MOST]:
             yield f"  {seconds:>8.3f} s  {cause}"
 
 
@@ -83,9 +81,9 @@ def _cut(name: str) -> str:
     return name if len(name) <= _WIDTH else name[: _WIDTH - 3] + "..."
 
 
-def _memory(profile: Profile) -> Iterator[str]:
-    held = {name: size for name, size in profile.bytes.items() if size}
+def _memory(recording: Recording) -> Iterator[str]:
+    held = {name: size for name, size in recording.bytes.items() if size}
     yield "held between steps: " + ", ".join(f"{name} {size / _MIB:.2f} MiB" for name, size in held.items())
-    if profile.spans:
-        most = max(profile.spans, key=lambda span: span.active)
+    if recording.spans:
+        most = max(recording.spans, key=lambda span: span.active)
         yield f"most in use when a stage began: {most.active / _MIB:.2f} MiB, at {most.stage}"

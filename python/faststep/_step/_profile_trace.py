@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from faststep._step._profile import Profile
+from faststep._step._recording import Recording
 
 _LOOP_TRACK = ("your loop", "data")
 _MICRO = 1e6
 
 
-def write_chrome(path: Path, profile: Profile) -> None:
+def write_chrome(path: Path, recording: Recording) -> None:
     """Write a recording; refuse to write over a file."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "faststep"}},
@@ -24,13 +23,13 @@ def write_chrome(path: Path, profile: Profile) -> None:
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "step"}},
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 3, "args": {"name": "operations, each alone"}},
     ]
-    for span in profile.spans:
+    for span in recording.spans:
         track = 1 if span.stage in _LOOP_TRACK else 2
         events.append(_complete(span.stage, track, span.began, span.ended - span.began, {}))
         counter = {"ph": "C", "name": "MLX memory", "pid": 1, "ts": span.began * _MICRO, "args": {"bytes": span.active}}
         events.append(counter)
-    at = profile.seconds
-    for each in profile.operations:
+    at = recording.seconds
+    for each in recording.operations:
         events.append(_complete(each.name, 3, at, each.seconds, {"output": each.output, "bytes": each.bytes}))
         at += each.seconds
     with path.open("x", encoding="utf-8") as file:

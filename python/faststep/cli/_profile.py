@@ -23,8 +23,8 @@ def profile(
     """Show where the time of a config's steps goes: data, stages of the step, operations; nothing is saved."""
     from rich.progress import track
 
-    from faststep import profile as recorded
     from faststep._step import call_with
+    from faststep._step import profile as recorded
     from faststep.config import build, load
 
     if trace is not None and trace.exists():

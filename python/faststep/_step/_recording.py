@@ -1,0 +1,63 @@
+"""What a profile records: stretches of time by stage, traces, operations, memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LOOP, DATA = "your loop", "data"
+
+
+class Span(NamedTuple):
+    """A stretch of time in one stage; seconds count from the beginning of the recording."""
+
+    stage: str
+    began: float
+    ended: float
+    active: int
+
+
+class Operation(NamedTuple):
+    """One operation of a step, evaluated by itself.
+
+    Attributes:
+        name: MLX's name of it; "Compiled..." is several elementwise ones in one kernel.
+        output: Dtype and shape of its output.
+        bytes: Bytes of its inputs and outputs.
+        seconds: Its time alone, the least of three.
+    """
+
+    name: str
+    output: str
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class Recording:
+    """The recording of a loop around a step.
+
+    Attributes:
+        steps: Calls of the step.
+        seconds: Time of all.
+        spans: Stretches of time by stage: "your loop" between two calls, "data" where the loop takes batches from
+            `Profile.data`, and the stages of `Step.stage`; each with the bytes that MLX had in use when it began.
+        traces: Traces that were made meanwhile: cause and seconds.
+        operations: Operations of one step, in the order of their evaluation, once `Profile.measure` has been called.
+        bytes: What is held at the end, by kind (`Stats.bytes`).
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    traces: list[tuple[str, float]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    def stages(self) -> dict[str, float]:
+        """Return the seconds of each stage, the largest first."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            seconds[span.stage] += span.ended - span.began
+        return dict(sorted(seconds.items(), key=lambda each: -each[1]))
