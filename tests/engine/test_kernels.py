@@ -323,6 +323,18 @@ def test_a_broken_library_is_compiled_again(child: Child, places: Places, how: s
     assert len(places.compiled) == 2
 
 
+def test_what_a_killed_compiler_left_behind_is_deleted(child: Child, places: Places) -> None:
+    child(USE, **places.environment)
+    (library,) = places.kept
+    old, young = (library.with_name(f"tmp_{number}.so") for number in ("0a1b2c3d", "4e5f6a7b"))
+    for each in (old, young):
+        each.write_bytes(b"half a library")
+    hours = 2 * 3600
+    os.utime(old, (old.stat().st_atime - hours, old.stat().st_mtime - hours))
+    child(USE, **places.environment)
+    assert places.kept == sorted([library, young])
+
+
 def test_a_compiler_that_fails_with_the_flags_gets_mlx_s_own_command(child: Child, places: Places) -> None:
     places.compiler(f'case "$*" in *-shared*{OURS}*) echo no such instruction; exit 1;; esac')
     child(USE, **places.environment)

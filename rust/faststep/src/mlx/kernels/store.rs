@@ -1,7 +1,8 @@
 //! The directory of compiled kernels, shared with this user's other processes and with later ones.
 //!
 //! What belongs to somebody else, or can be written by others, is not used, in the store and in every directory below
-//! it: it would run in this process. Nor is a library that is not whole; it is deleted, and compiled again.
+//! it: it would run in this process. Nor is a library that is not whole; it is deleted, and compiled again. What a
+//! compiler that was killed left behind is deleted an hour later.
 use std::{
     collections::HashMap,
     env,
@@ -15,6 +16,7 @@ use std::{
     path::{Path, PathBuf},
     process,
     sync::{Mutex, OnceLock, PoisonError},
+    time::Duration,
 };
 
 use super::{compiler, may_hold_libraries, mlx_version, seal, user};
@@ -22,6 +24,9 @@ use super::{compiler, may_hold_libraries, mlx_version, seal, user};
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
 static WHOLE: Mutex<Option<HashMap<PathBuf, Identity>>> = Mutex::new(None);
+
+/// No compiler writes to a file for so long.
+const ABANDONED: Duration = Duration::from_secs(3600);
 
 /// What changes when a file is written: its number, its size, and when it was changed.
 type Identity = (u64, u64, i64, i64);
@@ -58,7 +63,7 @@ pub fn holds(path: &Path) -> bool {
     open().is_some_and(|store| path.starts_with(store))
 }
 
-// Makes the directories in which MLX keeps its libraries, and deletes broken libraries.
+// Makes the directories in which MLX keeps its libraries, and deletes broken and abandoned libraries.
 fn ready(store: &Path) -> bool {
     let Some(version) = mlx_version() else {
         return false;
@@ -87,13 +92,20 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         let stem = path.file_stem().and_then(OsStr::to_str);
-        let named = stem.is_some_and(|it| it.starts_with("lib"));
-        if !named || path.extension() != Some(OsStr::new("so")) {
+        let named = |prefix| stem.is_some_and(|it| it.starts_with(prefix));
+        if path.extension() != Some(OsStr::new("so")) || !(named("lib") || named("tmp_")) {
             continue;
         }
         let Ok(found) = fs::symlink_metadata(&path) else {
             continue; // another process has deleted it
         };
+        if named("tmp_") {
+            // a compiler writes to it, or did until it was killed
+            if is_abandoned(&found) {
+                _ = fs::remove_file(&path);
+            }
+            continue;
+        }
         if whole.get(&path) == Some(&identity(&found)) {
             continue;
         }
@@ -106,6 +118,11 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+fn is_abandoned(file: &Metadata) -> bool {
+    let age = file.modified().ok().and_then(|it| it.elapsed().ok());
+    age.is_some_and(|age| age > ABANDONED)
 }
 
 fn identity(file: &Metadata) -> Identity {
