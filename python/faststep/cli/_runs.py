@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from faststep.cli._status import Exit, RunFolder
+
+_NAME, _COLUMNS = 24, 4  # the least that is shown of a run's name, in letters, and of a table
 
 
 def report(run: RunFolder) -> None:
@@ -27,13 +30,38 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="The folders of two or more runs.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
 ) -> None:
-    """Write one page that shows several runs side by side."""
-    from faststep.report import compare
+    """Write one page that shows several runs side by side, and print how they ended.
+
+    The last columns and the middle of long names are left out where a line has no room for them.
+    """
+    from faststep.report import compare, ends
 
     if len(runs) < 2:
         raise Exit(f"expected two runs or more, got {len(runs)}")
     with _reading():
-        typer.echo(compare(runs, out))
+        page = compare(runs, out)
+        for line in _aligned(ends(runs), shutil.get_terminal_size((119, 24)).columns):
+            typer.echo(line)
+        typer.echo(page)
+
+
+def _aligned(rows: list[list[str]], width: int) -> list[str]:
+    """Put cells into columns, the first one to the left, the others to the right, as many as there is room for."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    least, room = min(widths[0], _NAME), width - sum(each + 2 for each in widths[1:])
+    while room < least and len(widths) > _COLUMNS:
+        room += widths.pop() + 2
+    widths[0] = min(widths[0], max(room, least))
+    parts = [[_cut(row[0], widths[0]).ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return ["  ".join(each) for each in parts]
+
+
+def _cut(name: str, width: int) -> str:
+    """Leave out the middle of a name that is too long; its end tells most."""
+    if len(name) <= width:
+        return name
+    front = (width - 3) // 3
+    return f"{name[:front]}...{name[len(name) - (width - 3 - front) :]}"
 
 
 @contextlib.contextmanager

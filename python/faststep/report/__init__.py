@@ -4,8 +4,8 @@
 that of several. Uses `_records` and `_optional`.
 """
 
-from faststep.report._compare import compare
+from faststep.report._compare import compare, ends
 from faststep.report._log import Log, LogError, Table, read_log
 from faststep.report._report import report
 
-__all__ = ["Log", "LogError", "Table", "compare", "read_log", "report"]
+__all__ = ["Log", "LogError", "Table", "compare", "ends", "read_log", "report"]

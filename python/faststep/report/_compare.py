@@ -69,7 +69,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
     text = page(
         f"{', '.join(names)} · comparison",
         f"<h1>{len(logs)} runs</h1>",
-        section("How they ended", _ends(names, logs)),
+        section("How they ended", _ends_table(names, logs)),
         section("Where their configs differ", _differences(names, logs)),
         section("By step, and by time of training", figures(charts)),
     )
@@ -139,20 +139,42 @@ def _swatch(place: int, name: str) -> Html:
     return Html(f'<span class="swatch" style="background: {_style(place)[0]}"></span>{said(name)}')
 
 
-def _ends(names: Sequence[str], logs: Sequence[Log]) -> str:
+def ends(runs: Sequence[str | Path]) -> list[list[str]]:
+    """Return how runs ended, as texts: a row of headings, and one for each run.
+
+    Args:
+        runs: The folders of the runs, or their `log.jsonl`.
+
+    Raises:
+        FileNotFoundError: A run has no log.
+        LogError: A log cannot be read; the message names file and line.
+    """
+    logs = [read_log(run) for run in runs]
+    header, rows = _ends(_names([log.path.resolve().parent for log in logs]), logs)
+    return [header, *rows]
+
+
+def _ends(names: Sequence[str], logs: Sequence[Log]) -> tuple[list[str], list[list[str]]]:
     metrics = list(dict.fromkeys(name for log in logs for name in log.metrics))[:4]
     rates = [name for name in ("tokens", "samples") if any(rate(log, name) != "-" for log in logs)]
     monitors = dict.fromkeys(log.best[0] for log in logs if log.best)
     rows = []
-    for place, (name, log) in enumerate(zip(names, logs, strict=True)):
+    for name, log in zip(names, logs, strict=True):
         values = [last_value(log, f"metrics.{each}") for each in metrics]
         value = f"{log.best[0]} {best(log)}" if log.best and len(monitors) > 1 else best(log)
-        rows.append([_swatch(place, name), position(log), clock(log.seconds), last_value(log), *values, value,
-                     *(rate(log, each) for each in rates), peak(log), Html(ending(log))])  # fmt: skip
+        rows.append([name, position(log), clock(log.seconds), last_value(log), *values, value,
+                     *(rate(log, each) for each in rates), peak(log)])  # fmt: skip
     monitor = "best validation" if len(monitors) != 1 else f"best validation {next(iter(monitors))}"
-    header = ("run", "steps", "time", "last loss", *(f"last {each}" for each in metrics), monitor,
-              *(f"{each}/s" for each in rates), "peak memory", "end")  # fmt: skip
-    return html_table(header, rows, numbers=range(1, len(header) - 1))
+    header = ["run", "steps", "time", "last loss", *(f"last {each}" for each in metrics), monitor,
+              *(f"{each}/s" for each in rates), "peak memory"]  # fmt: skip
+    return header, rows
+
+
+def _ends_table(names: Sequence[str], logs: Sequence[Log]) -> str:
+    header, rows = _ends(names, logs)
+    cells = [[_swatch(place, name), *rest, Html(ending(log, start=False))]
+             for place, ((name, *rest), log) in enumerate(zip(rows, logs, strict=True))]  # fmt: skip
+    return html_table([*header, "end"], cells, numbers=range(1, len(header)))
 
 
 def _differences(names: Sequence[str], logs: Sequence[Log]) -> str:

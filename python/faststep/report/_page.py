@@ -21,9 +21,10 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 1400px; color: var(--ink); ba
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2rem 0 0.6rem; }
 h3 { font-size: 0.95rem; margin: 0; } p { margin: 0.3rem 0; } .soft { color: var(--soft); }
 .good { color: var(--good); } .warning { color: var(--warning); } .error { color: var(--error); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 0.6rem; margin: 1rem 0; }
+.cards { display: flex; flex-wrap: wrap; gap: 0.6rem; margin: 1rem 0; }
 .card, figure { background: var(--card); border: 1px solid var(--grid); border-radius: 6px; }
-.card { padding: 0.5rem 0.8rem; } .card b { display: block; font-size: 1.15rem; font-weight: 600; }
+.card { padding: 0.5rem 0.8rem; white-space: nowrap; }
+.card b { display: block; font-size: 1.15rem; font-weight: 600; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 0.8rem; }
 figure { margin: 0; padding: 0.7rem 0.8rem; } figcaption { color: var(--soft); font-size: 0.8rem; }
 svg { display: block; width: 100%; height: auto; } svg text { font-family: inherit !important; }
@@ -32,6 +33,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { padding: 0.25rem 0.7rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }
 th { position: sticky; top: 0; background: var(--card); font-weight: 600; } tr:last-child td { border-bottom: 0; }
 td.number, th.number { text-align: right; white-space: nowrap; } td { overflow-wrap: break-word; }
+td.name { white-space: nowrap; }
 pre { margin: 0; padding: 0.7rem; overflow-x: auto; background: var(--card); border-radius: 6px; }
 summary { cursor: pointer; } .swatch { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px;
   margin-right: 0.4em; }
@@ -79,11 +81,11 @@ def figures(charts: Iterable[tuple[str, str, str]]) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     """Return a table of texts; the columns in `numbers` are aligned to the right.
 
-    A cell that begins with `<` is HTML already.
+    The first column is not broken into lines. A cell that is `Html` is HTML already.
     """
     if not rows:
         return ""
-    kind = {place: ' class="number"' for place in numbers}
+    kind = {0: ' class="name"'} | {place: ' class="number"' for place in numbers}
     head = "".join(f"<th{kind.get(place, '')}>{said(name)}</th>" for place, name in enumerate(header))
     body = "".join(f"<tr>{''.join(_cell(each, kind.get(place, '')) for place, each in enumerate(row))}</tr>"
                    for row in rows)  # fmt: skip

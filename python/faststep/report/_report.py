@@ -67,15 +67,15 @@ def _header(name: str, log: Log) -> str:
     return "".join(lines)
 
 
-def ending(log: Log) -> str:
-    """Return how the run ended, as HTML."""
+def ending(log: Log, *, start: bool = True) -> str:
+    """Return how the run ended, as HTML; with `start`, when it began too."""
     if log.end is None:
         state, kind = f"no end: it was killed, or goes on (last record {when(log.last)})", "warning"
     else:
         reason = str(log.end.get("reason", ""))
         state = f"{REASONS.get(reason, reason)}, {when(log.end['time'])}"
         kind = {"done": "good", "early_stop": "good", "error": "error", "bad_batches": "error"}.get(reason, "warning")
-    began = f"started {when(log.starts[0]['time'])}, " if log.starts else ""
+    began = f"started {when(log.starts[0]['time'])}, " if start and log.starts else ""
     return f'{said(began)}<span class="{kind}">{said(state)}</span>'
 
 
