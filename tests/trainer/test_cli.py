@@ -57,8 +57,24 @@ def test_from_training_to_exported_weights(config: Path, tmp_path: Path) -> None
     assert "<svg" in page.read_text(encoding="utf-8")
     faststep("train", config, *set_(run=str(tmp_path / "other"), optimizer__learning_rate=0.001))
     page = tmp_path / "compare.html"
-    faststep("compare", run, tmp_path / "other", "--out", page)
+    lines = faststep("compare", run, tmp_path / "other", "--out", page).stdout.splitlines()
     assert "learning_rate" in page.read_text(encoding="utf-8")
+    assert [line.split()[0] for line in lines] == ["run", "run", "other", str(page)]
+
+
+def test_a_comparison_fits_into_the_terminal(config: Path, tmp_path: Path) -> None:
+    """The middle of long names is left out, their end tells most; then the last columns."""
+    runs = [tmp_path / f"{'a name that says what it is about' * 3} {number}" for number in (1, 2)]
+    for run in runs:
+        faststep("train", config, *set_(run=str(run), train__steps=4))
+    for columns in (60, 80, 100):
+        environment = {**os.environ, "COLUMNS": str(columns)}
+        done = faststep("compare", *runs, env=environment, cwd=tmp_path)
+        lines = done.stdout.splitlines()[:3]
+        assert max(map(len, lines)) <= columns
+        assert [line[:3] for line in lines] == ["run", "a n", "a n"]
+        assert all(f" {number} " in line and "..." in line for number, line in enumerate(lines[1:], 1))
+        assert "last loss" in lines[0]
 
 
 def test_it_goes_on_where_it_was_and_further(config: Path, tmp_path: Path) -> None:
@@ -86,6 +102,29 @@ def test_a_signal_saves_before_it_ends(config: Path, tmp_path: Path, number: sig
     faststep("resume", run, *set_(callbacks=[]))
     whole = tmp_path / "whole"
     faststep("train", config, *set_(run=str(whole)))
+    assert checksums(run) == checksums(whole)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_wait_for_data_that_hang(
+    config: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """Without workers, in the middle of the user's code; no batch is lost."""
+    run, hanging = tmp_path / "run", tmp_path / "hanging"
+    data = set_(data__train={"use": "mine.py:Hanging", "file": str(tmp_path / "data.npz"), "until": str(hanging)})
+    command = [sys.executable, "-m", "faststep", "train", str(config), *data, *set_(checkpoints__every=1000)]
+    hanging.touch()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_for_line(process, hanging, "reached")
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == status
+    assert f"{number.name}: waiting for data since " in out
+    assert "left in the middle of a batch, which a resume takes again" in out.replace("\n    ", " ")
+    hanging.unlink()
+    faststep("resume", run)
+    whole = tmp_path / "whole"
+    faststep("train", config, *data, *set_(run=str(whole)))
     assert checksums(run) == checksums(whole)
 
 

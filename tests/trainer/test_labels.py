@@ -83,6 +83,56 @@ def test_the_trainer_says_so(tmp_path: Path) -> None:
     assert "batch 0 of epoch 1 was skipped: a label is out of range" in events[0]
 
 
+class Words(nn.Module):
+    """A model of a user's own, which does not look at its ids."""
+
+    def __init__(self, quantized: bool) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 32), nn.Linear(32, 9)
+        if quantized:
+            self.words = self.words.to_quantized(32, 4)
+            self.words.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.out(self.words(x))
+
+
+def words_loss(model: nn.Module, x: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(x[:, :-1]), mx.clip(x[:, 1:], 0, 8), reduction="mean")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("place", "id_"), [(0, FAR), (2, -FAR), (1, 9)])
+def test_an_id_that_an_embedding_has_no_row_for_is_a_bad_batch(
+    tmp_path: Path, quantized: bool, place: int, id_: int
+) -> None:
+    tokens = np.random.default_rng(0).integers(-9, 9, (12, 6)).astype(np.int32)
+    tokens[5, place] = id_
+    step = Step(Words(quantized), optim.Adam(1e-2), words_loss)
+    Trainer(step, Loader(tokens, batch_size=4), run=tmp_path, epochs=1, loggers=[], checkpoint_every=0).train()
+    log = read_log(tmp_path)
+    assert log.steps["skipped"].tolist() == [0, 1, 0]
+    (event,) = (each["text"] for each in log.events if each["what"] == "skipped")
+    low, high = tokens[4:8].min(), tokens[4:8].max()
+    assert f"is an id out of range? The batch has integers from {low} to {high}, rows of embeddings: words 9" in event
+    assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint32, np.int64])
+def test_ids_that_are_there_give_the_same_bits(tmp_path: Path, dtype: type) -> None:
+    tokens = np.random.default_rng(0).integers(0, 9, (12, 6)).astype(dtype)
+    mx.random.seed(3)
+    ours, theirs = (Step(Words(False), optim.Adam(1e-2), words_loss) for _ in range(2))
+    theirs.model.update(ours.model.parameters())
+    Trainer(ours, Loader(tokens, batch_size=4), run=tmp_path, epochs=2, loggers=[], checkpoint_every=0).train()
+    for start in (0, 4, 8) * 2:
+        theirs(mx.array(tokens[start : start + 4]))
+    for (name, mine), (_, other) in zip(
+        *(tree_flatten(each.model.parameters()) for each in (ours, theirs)), strict=True
+    ):
+        assert mx.array_equal(mine, other).item(), name
+
+
 def test_a_process_survives_them(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     labels = np.arange(200) % 8

@@ -156,6 +156,11 @@ class Loader:
         return self._position
 
     @property
+    def reading(self) -> bool:
+        """Whether a batch is being made in the thread of the loop, without workers; an exception there loses none."""
+        return self._run is not None and self._run.reading
+
+    @property
     def stats(self) -> LoaderStats:
         """Counts of the batches so far."""
         return self._stats

@@ -40,6 +40,7 @@ class Pipeline:
         """
         self.tasks, self.make = tasks, make
         self.closed = False
+        self.reading = False  # whether the caller's own thread is inside the user's code
         self.pools: list[Workers] = []
         self.ready: collections.deque[Future[Result]] = collections.deque()
         if workers:
@@ -64,8 +65,12 @@ class Pipeline:
         if self.closed:
             raise RuntimeError("this loop over the loader was closed, by loader.close() or by a later loop")
         if not self.pools:
-            task = next(self.tasks, None)
-            return None if task is None else (task, self.make(task, _go_on))
+            self.reading = True
+            try:
+                task = next(self.tasks, None)
+                return None if task is None else (task, self.make(task, _go_on))
+            finally:
+                self.reading = False
         result = _wait(self.ready.popleft(), on_wait)
         if result is not None:
             self._fill()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from faststep._native import core
 from faststep._records import span
 from faststep.training._clock import Clock
+from faststep.training._signals import GRACE, Signals
 
 SILENT = 10.0  # seconds
 _LOOK = 0.2  # seconds between two looks
@@ -28,10 +29,13 @@ Event = Callable[[str, str, Level], None]
 class Heartbeat:
     """While it is entered, an event tells what has been going on for long, and that kernels are compiled.
 
+    It also tells what a signal to stop waits for; where that is data, they are left after a grace time.
+
     Args:
         clock: The phase under way.
         loader: Its number of workers is told while data is waited for.
         event: Takes what, text and level of an event, in the heartbeat's thread.
+        signals: The signals that ask for the end; None: none do.
         silent: Seconds of one phase before it is told; then twice as many, and so on.
         hang_timeout: Seconds without progress in one phase before `on_hang` is called, once; None: never.
         on_hang: `on_hang(phase, seconds)`, in the heartbeat's thread.
@@ -42,12 +46,14 @@ class Heartbeat:
         clock: Clock,
         loader: Any,
         event: Event,
+        signals: Signals | None = None,
         silent: float = SILENT,
         hang_timeout: float | None = None,
         on_hang: Callable[[str, float], None] = lambda phase, seconds: None,
     ) -> None:
         self._clock, self._loader, self._event, self._silent = clock, loader, event, silent
         self._hang_timeout, self._on_hang = hang_timeout, on_hang
+        self._signals, self._stopping = signals, 0  # how often the grace time has passed
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, name="faststep-heartbeat", daemon=True)
         self._compiled = core.compiled_kernels()
@@ -71,6 +77,7 @@ class Heartbeat:
             if not compiling and core.compiled_kernels() > self._compiled:
                 compiling = True
                 self._event("compiling", "compiling kernels, once per machine", "info")
+            self._see_to_signals()
             phase, began, seconds = self._clock.under_way
             if began != told[0]:
                 told = began, self._silent
@@ -78,6 +85,19 @@ class Heartbeat:
                 told = began, 2 * told[1]
                 level: Level = "warning" if phase in ("data", "checkpoint") else "info"
                 self._event("heartbeat", f"{_TEXTS[phase]} since {span(round(seconds))}{self._hint(phase)}", level)
+
+    def _see_to_signals(self) -> None:
+        signals = self._signals
+        if signals is None or signals.received is None or signals.waiting < GRACE * (self._stopping + 1):
+            return
+        self._stopping, reading = self._stopping + 1, bool(getattr(self._loader, "reading", False))
+        phase, _, seconds = self._clock.under_way
+        if self._stopping == 1 and phase in _TEXTS:
+            what = f"{signals.received.name}: {_TEXTS[phase]} since {span(round(seconds))}"
+            left = "left in the middle of a batch, which a resume takes again"
+            self._event("signal", f"{what}; {left if reading else 'a second signal does not wait for it'}", "warning")
+        if reading:
+            signals.interrupt()
 
     def _hint(self, phase: str) -> str:
         workers, compiled = getattr(self._loader, "workers", None), core.compiled_kernels() - self._compiled

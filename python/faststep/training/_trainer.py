@@ -21,7 +21,7 @@ from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
 from faststep.metrics import LossWithMetrics, Metric, scalars
-from faststep.training import _bad_batches, _callback, _hang, _run_folder
+from faststep.training import _bad_batches, _callback, _hang, _ids, _run_folder
 from faststep.training._clock import Clock
 from faststep.training._errors import Phase, TrainingError, phase_of_step, tagged
 from faststep.training._guard import Guard, Tried
@@ -202,7 +202,7 @@ class Trainer:
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = self._metric = None
         self._checked, self._lost = False, list[str]()
-        self._signals = Signals()
+        self._signals = Signals(lambda: bool(getattr(self.loader, "reading", False)))
         return self._signals
 
     @property
@@ -261,7 +261,8 @@ class Trainer:
         """Train to the end, from a checkpoint in the run's folder.
 
         The first SIGINT or SIGTERM ends the training behind the batch under way, with a checkpoint; `Result.reason`
-        tells. The second one does what it does otherwise.
+        tells. A `Loader` that is still waited for five seconds later is left in the middle of that batch, which is
+        taken again on resume. The second signal does what it does otherwise.
 
         Args:
             start: "newest": go on from the newest valid checkpoint, begin where there is none. "new": begin, and refuse
@@ -276,7 +277,7 @@ class Trainer:
             RunError: Another process trains in the same folder, or the folder cannot be used. Nothing has changed.
             CheckpointError: There is no such checkpoint, or it is of another training. Nothing has changed.
         """
-        with _run_folder.locked(self.run), self._begin():
+        with _run_folder.locked(self.run), _ids.guarded(), self._begin():
             _run_folder.check(self.run, self.step.model, self.step.optimizer)
             self.checkpoints.check()
             resumed = self._resume(start)
@@ -286,7 +287,8 @@ class Trainer:
             self._log = Log(self, [Progress()] if loggers is None else loggers)
             try:
                 hangs = functools.partial(_hang.report, self, self._log.event)
-                with Heartbeat(self.clock, self.loader, self._log.event, hang_timeout=self.hang_timeout, on_hang=hangs):
+                parts = self.clock, self.loader, self._log.event, self._signals
+                with Heartbeat(*parts, hang_timeout=self.hang_timeout, on_hang=hangs):
                     return self._train(resumed)
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the step may have failed for good
@@ -440,7 +442,8 @@ class Trainer:
         loss = value_of(tried.output.loss)
         loss_fn = getattr(self.step.loss_fn, "loss_fn", self.step.loss_fn)  # of a `LossWithMetrics`
         explain = getattr(loss_fn, "explain", None)
-        return (explain and call_with(tried.batch, functools.partial(explain, loss))) or f"loss {loss:.6g}"
+        words = explain and call_with(tried.batch, functools.partial(explain, loss))
+        return words or _ids.explain(loss, self.step.model, tried.batch) or f"loss {loss:.6g}"
 
     def _give_up(self, tried: Tried) -> TrainingError:
         self._save()

@@ -15,6 +15,7 @@ from faststep._random import mlx_seed
 from faststep._records import number
 from faststep._step import Step, call_with
 from faststep.metrics import Average, of_loss, scalars
+from faststep.training import _ids
 from faststep.training._window import rows_of
 
 _AHEAD = 1  # batches whose results are not waited for
@@ -67,7 +68,7 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Eva
     Returns:
         The means, and the number of batches.
     """
-    with evaluating(step):
+    with _ids.guarded(), evaluating(step):
         return evaluate(step, batches, most)
 
 
