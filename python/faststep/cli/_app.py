@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from faststep.cli import _checkpoint, _profile, _runs, _train, _verify
+from faststep.cli import _checkpoint, _new, _profile, _runs, _train, _verify
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
+    "new": _new.new,
     "train": _train.train,
     "resume": _train.resume,
     "eval": _train.evaluate,
