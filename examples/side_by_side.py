@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -100,6 +102,30 @@ def compare(
     if gap > 1e-3:
         sys.exit(f"the losses differ by {gap:.1e}: please report this")
     console.print(f"the losses agree: largest difference {gap:.1e}")
+
+
+def compare_rounds(new: Callable[[Callable[..., StepFn]], Any], batches: Iterable[Any], count: int) -> None:
+    """Run the same rounds of a program in plain MLX and with ``fast_step``, and print how far their losses lie apart.
+
+    ``mx.compile`` refuses steps whose losses reach other models, unless all of those are among its captured state.
+
+    Args:
+        new: Builds the program, equal each time, with what makes its steps; ``round(batch)`` returns losses.
+        batches: What the rounds take.
+        count: How many rounds.
+
+    Raises:
+        SystemExit: The losses differ by more than 1e-3.
+    """
+    given, losses = list(itertools.islice(batches, count)), {}
+    for name in ("plain MLX", "fast_step"):
+        program, start = new(WAYS[name]), time.perf_counter()
+        losses[name] = [float(loss) for batch in given for loss in program.round(batch)]
+        gap = largest_gap(losses[name], losses["plain MLX"])
+        print(f"{name}: {count} rounds in {time.perf_counter() - start:.1f} s, difference {gap:.1e}")
+        if gap > 1e-3:
+            sys.exit(f"the losses differ by {gap:.1e}: please report this")
+    print("the losses agree")
 
 
 def table(losses: dict[str, list[float]], times: dict[str, list[float]]) -> Table:

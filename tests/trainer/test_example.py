@@ -1,12 +1,14 @@
-"""The example runs as a program, and writes nothing but its results."""
+"""The examples run as programs, converge, and write nothing but their results."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.places import ROOT
 
 EXAMPLE = ROOT / "examples" / "char_gpt.py"
@@ -43,3 +45,45 @@ def test_the_example_says_what_to_install(tmp_path: Path) -> None:
         assert "pip install 'mlx-faststep[cpu,train]'" in done.stderr
         assert missing in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return [float(each) for each in found.groups()]
+
+
+def finished(name: str, cwd: Path) -> str:
+    """Run an example with its defaults, which takes its first rounds in plain MLX too; return what it printed."""
+    done = run(EXAMPLE.with_name(name), cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (gap,) = numbers(r"fast_step: .* difference (\S+)", done.stdout)
+    assert gap < 1e-5
+    assert "the losses agree" in done.stdout
+    assert list(cwd.iterdir()) == []
+    return done.stdout
+
+
+def test_the_gan_finds_what_one_gaussian_cannot(tmp_path: Path) -> None:
+    printed = finished("gan.py", tmp_path)
+    share, found = numbers(r"generator: ([\d.]+)% .* (\d) of 8 are found", printed)
+    baseline, none = numbers(r"one Gaussian: ([\d.]+)% .* (\d) of 8 are found", printed)
+    assert share > 3 * baseline
+    assert (found, none) == (8, 0)
+
+
+def test_the_agent_balances_longer_than_random_actions_do(tmp_path: Path) -> None:
+    printed = finished("dqn.py", tmp_path)
+    (lasts,) = numbers(r"the agent balances the pole for (\d+) steps of 500", printed)
+    (baseline,) = numbers(r"random actions balance it for (\d+)", printed)
+    assert lasts > 5 * baseline
+
+
+@pytest.mark.parametrize("name", ["gan.py", "dqn.py"])
+def test_these_say_what_to_install_too(tmp_path: Path, name: str) -> None:
+    example = EXAMPLE.with_name(name)
+    code = f"import runpy, sys; sys.modules['faststep'] = None; runpy.run_path({os.fspath(example)!r})"
+    done = run("-c", f"import sys; sys.path.insert(0, {os.fspath(example.parent)!r}); {code}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "pip install 'mlx-faststep[cpu,train]'" in done.stderr
+    assert "Traceback" not in done.stderr
