@@ -89,6 +89,19 @@ def test_the_last_and_the_best_are_kept(background: bool, tmp_path: Path) -> Non
     assert numbers_in(tmp_path) == [8, *range(9, 15)]
 
 
+def test_of_equally_good_ones_the_first_is_kept_and_found(tmp_path: Path) -> None:
+    step = step_of()
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1, best="max") as checkpoints:
+        for number, metric in enumerate([0.5, 0.9, 0.9, 0.9, 0.2]):
+            checkpoints.save(step, number=number, metric=metric)
+        checkpoints.wait()
+        assert numbers_in(tmp_path) == [1, 4]
+        assert not checkpoints.would_keep(0.9)
+        found = checkpoints.restore(step_of(), which="best")
+    assert found is not None
+    assert found.number == 1
+
+
 def test_one_of_the_same_number_is_replaced(tmp_path: Path) -> None:
     step = step_of()
     with Checkpoints(tmp_path) as checkpoints:

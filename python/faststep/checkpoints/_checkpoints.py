@@ -220,7 +220,7 @@ class Checkpoints:
     def _chosen(self, which: Literal["best"] | int) -> Checkpoint:
         valid = [each for each in self.list() if each.problem is None]
         if which == "best":
-            best = self._keep.best_of({each.path: each.metric for each in valid[::-1] if each.metric is not None}, 1)
+            best = self._keep.best_of({each.path: each.metric for each in valid if each.metric is not None}, 1)
             found = [each for each in valid if each.path in best]
         else:
             found = [each for each in valid if each.number == which]

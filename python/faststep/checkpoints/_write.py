@@ -145,5 +145,5 @@ def _superfluous(folder: Path, keep: Keep) -> list[Path]:
             valid.append(path)
             if metric is not None:
                 metrics[path] = metric
-    best = keep.best_of(metrics, keep.best)  # of equal ones the newest
+    best = keep.best_of(dict(reversed(metrics.items())), keep.best)  # of equal ones the oldest, as the trainer does
     return [path for path in valid[keep.last :] if path not in best]

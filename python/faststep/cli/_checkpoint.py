@@ -78,8 +78,8 @@ def choose(found: list[Checkpoint], place: Path, *, number: int | None = None, b
     valid = [each for each in found if each.problem is None and number in (None, each.number)]
     if best and valid:
         monitor, sign = _monitor(valid[-1]), 1 if valid[-1].numbers.get("mode") == "max" else -1
-        valid = [each for each in valid if each.metric is not None and _monitor(each) == monitor]
-        valid.sort(key=lambda each: sign * (each.metric or 0.0))
+        valid = [each for each in valid[::-1] if each.metric is not None and _monitor(each) == monitor]
+        valid.sort(key=lambda each: sign * (each.metric or 0.0))  # of equal ones the oldest is the last
     if not valid:
         such = (f" of step {number}" if number is not None else "") + (" with a validation" if best else "")
         raise Exit(f"{place}: expected a valid checkpoint{such}, found none")
