@@ -1,0 +1,71 @@
+"""docs/walkthrough.md: its files and commands, in its order, as a user in an empty folder would type them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faststep.checkpoints import Checkpoints
+from faststep.report import read_log
+from support.commands import wait_for_line
+from support.pages import Command, File, differences, parts
+from support.places import ROOT
+
+PAGE = ROOT / "docs" / "walkthrough.md"
+
+
+def words_of(command: Command) -> list[str]:
+    """The program of this environment for what is typed."""
+    name, *rest = shlex.split(command.line)
+    return [sys.executable, *(["-m", "faststep"] if name == "faststep" else []), *rest]
+
+
+def run(command: Command, folder: Path) -> str:
+    """Run a command to its end, by Ctrl-C where the page says so."""
+    parts = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
+    with subprocess.Popen(words_of(command), env=environment, **parts) as process:
+        if "Ctrl-C" in command.comment:
+            wait_for_line(process, folder / "runs" / "cnn" / "log.jsonl", '"step": 100,')
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == command.status, output[-3000:]
+    return str(output)
+
+
+def test_the_page_is_what_happens(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    folder, typed = tmp_path, []
+    for part in parts(PAGE):
+        if isinstance(part, File):
+            (folder / part.name).write_text(part.text)
+        elif part.line.startswith("cd "):
+            folder = folder / part.line.split()[1]
+        else:
+            output = run(part, folder)
+            assert not differences(part, output), (part.line, output[-3000:])
+            typed.append(part.line.split()[:2])
+    commands = {words[1] for words in typed if words[0] == "faststep"}
+    assert commands >= {"new", "train", "resume", "eval", "compare", "report", "checkpoint"}
+    wide, narrow = (read_log(folder / "runs" / name) for name in ("cnn", "narrow"))
+    assert len(wide.resumes) == 1
+    assert wide.best is not None
+    assert narrow.best is not None
+    assert wide.best[1] > 0.97  # the tenth part are right by guessing
+    assert wide.best[1] > narrow.best[1]
+    kept = {each.number: each.metric for each in Checkpoints(folder / "runs" / "cnn" / "checkpoints").list()}
+    assert kept[wide.best[2]] == wide.best[1]
+    assert "<svg" in (folder / "compare.html").read_text(encoding="utf-8")
+    assert "<svg" in (folder / "runs" / "cnn" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_says_what_does_not_happen_is_found() -> None:
+    command = Command("faststep eval runs/cnn", printed=["step 3: loss 0.1 over 2 batches", "...", "the end"])
+    assert differences(command, "step 12: loss 1.25e-3 over 9 batches\nand more\nthe end\n") == []
+    assert differences(command, "step 12: loss 1.25e-3 over 9 epochs\nthe end\n") == [command.printed[0], "the end"]
+    assert differences(command, "the end\nstep 12: loss 1.2 over 9 batches\n") == ["the end"]
