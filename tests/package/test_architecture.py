@@ -109,3 +109,14 @@ def test_no_test_imports_another_test() -> None:
     for file in TESTS.rglob("*.py"):
         found = re.findall(r"^\s*(?:from|import) (test_\w+|conftest)\b", file.read_text(encoding="utf-8"), re.MULTILINE)
         assert not found, f"{file} imports {found}: tests share tests/support"
+
+
+def test_locks_and_files_that_are_replaced_are_in_one_place() -> None:
+    """`_files.py` has them; folders (checkpoints, bundles) are put in place by a rename of their own."""
+    users = {"import fcntl": set(), "os.replace(": set(), "NamedTemporaryFile": set()}
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        for what, where in users.items():
+            if what in text:
+                where.add(file.name)
+    assert users == {"import fcntl": {"_files.py"}, "os.replace(": set(), "NamedTemporaryFile": set()}

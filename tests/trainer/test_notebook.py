@@ -41,5 +41,6 @@ def test_progress_and_report_display_themselves(tmp_path: Path) -> None:
     page, frame = (cell.outputs[0]["data"]["text/html"] for cell in notebook.cells[2:])
     assert page.startswith("<iframe srcdoc=")
     assert "&lt;h3&gt;Loss&lt;/h3&gt;" in page
+    assert "&gt;a notebook · " in page
     assert "<table" in frame
     (tmp_path / "notebook.ipynb").write_text(nbformat.writes(notebook))

@@ -95,6 +95,31 @@ def test_files_of_the_users_are_never_written_over(config: Path, tmp_path: Path)
     assert (run / "notes.txt").read_text() == "mine"
 
 
+def test_commands_that_read_change_nothing(config: Path, tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    faststep("train", config)
+    outside.mkdir()
+    before = contents(run)
+    commands: list[list[Any]] = [
+        ["eval", run, "--best", *set_(data__batch_size=8, train__validation_batches=2)],
+        ["predict", run, outside / "outputs.npz", "--number", 10],
+        ["checkpoint", "list", run],
+        ["checkpoint", "verify", run],
+        ["checkpoint", "export", run, outside / "weights.safetensors", "--best"],
+        ["compare", run, run, "--out", outside / "compare.html"],
+    ]
+    for command in commands:
+        faststep(*command)
+        assert contents(run) == before, command
+    assert {each.name for each in outside.iterdir()} == {"outputs.npz", "weights.safetensors", "compare.html"}
+    other = set_(model__sizes=[8, 16, 1])
+    refused("eval", run, *other, message="found differences", folder=tmp_path)
+    refused("predict", run, outside / "more.npz", *other, message="found differences", folder=tmp_path)
+    for command in (commands[1], commands[4]):  # their files are there already
+        refused(*command, message="there is such a file already", folder=tmp_path)
+    refused("checkpoint", "export", tmp_path / "none", outside / "a", message="found none", folder=tmp_path)
+
+
 def test_a_config_that_was_edited_by_hand_is_kept(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     faststep("train", config, *set_(train__steps=6))

@@ -35,7 +35,13 @@ def environment() -> dict[str, Any]:
     name = info.get("device_name") or info.get("architecture") or platform.machine()
     kind = "gpu" if device == mx.gpu else "cpu"
     shown = {name: known[name] for name in ("python", "mlx", "faststep")}
-    return {"versions": shown, "device": f"{kind}: {name}", "command": shlex.join([_program(), *sys.argv[1:]])}
+    return {"versions": shown, "device": f"{kind}: {name}", "command": _command()}
+
+
+def _command() -> str:
+    if Path(sys.argv[0]).name == "ipykernel_launcher.py":
+        return "a notebook"  # whose arguments are files of its kernel
+    return shlex.join([_program(), *sys.argv[1:]])
 
 
 def _program() -> str:
