@@ -103,3 +103,34 @@ def test_a_step_that_was_never_called_can_be_measured() -> None:
     assert step.stats.steps == 0
     for (name, now), (_, then) in zip(tree_flatten(step.model.parameters()), tree_flatten(before), strict=True):
         assert mx.array_equal(now, then), name
+
+
+class Block(nn.Module):
+    """A module with a residual sum of its own around two inner ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.softmax(x + self.inner(self.norm(mx.cumsum(x, axis=0))), axis=-1)
+
+
+def test_operations_know_their_modules() -> None:
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Block())
+    step = Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model(x)).mean(), max_grad_norm=1.0)
+    x = mx.random.normal((8, 32))
+    with profile(step) as found:
+        step(x)
+    found.measure(x)
+    modules = [(each.name, each.module) for each in found.operations]
+    assert ("CumSum", "layers.1") in modules  # before inner modules are called
+    assert "layers.1.norm" in {module for _, module in modules}
+    assert ("Softmax", "layers.1") in modules
+    products = [module for name, module in modules if name in ("Matmul", "AddMM")]
+    assert products[:2] == ["layers.0", "layers.1.inner"]  # forward
+    assert "layers.1.inner" in products[2:]  # the gradient of its input reads its weight
+    assert "" not in products
+    assert {module for name, module in modules if name == "Fused"} == {"(update)"}
+    assert step.stats.traced == 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from faststep._step._labels import Labels
 from faststep._step._profile_text import text_of
 from faststep._step._profile_trace import write_chrome
 from faststep._step._recording import DATA, LOOP, Operation, Recording, Span
@@ -59,7 +60,9 @@ class Profile(Recording):
         """
         step = self._step
         call = step._program.call(step.model, step.optimizer, step.loss_fn, batch, named)
-        self.operations = [Operation(*each) for each in self._core.measure(call, step.accumulate)]
+        with Labels(step.model):
+            found = self._core.measure(call, step.accumulate)
+        self.operations = [Operation(*each) for each in found]
 
     def save(self, path: str | Path) -> None:
         """Write the recording as a trace that Perfetto and Chrome (about:tracing) show: stages and memory over time.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from faststep._step._recording import Operation, Recording
 
-_MOST = 12  # rows of a table
+_MOST = 10  # rows of a table
 _WIDTH = 44  # characters of a name
 _MS, _MIB = 1e3, 2.0**20
 _LEAST = 1e-5  # seconds from which a rate means something
@@ -49,7 +49,7 @@ def _operations(operations: Sequence[Operation]) -> Iterator[str]:
         return
     total = sum(each.seconds for each in operations)
     yield f"{len(operations)} operations of one step, each alone: {total * _MS:.3f} ms"
-    for title, key in (("kind", _kind), ("kind and output", _kind_and_output)):
+    for title, key in (("kind", _kind), ("kind and output", _kind_and_output), ("module", _module)):
         yield f"  {title:<{2 * _WIDTH - 24}}{'times':>7}{'ms':>10}{'share':>8}{'MiB':>10}{'GB/s':>8}"
         groups: dict[str, list[Operation]] = {}
         for each in operations:
@@ -75,6 +75,10 @@ def _kind(operation: Operation) -> str:
 
 def _kind_and_output(operation: Operation) -> str:
     return f"{_cut(operation.name)[: 2 * _WIDTH - 52]} {operation.output}"
+
+
+def _module(operation: Operation) -> str:
+    return operation.module or "(others)"
 
 
 def _cut(name: str) -> str:

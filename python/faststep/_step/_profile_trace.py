@@ -30,7 +30,11 @@ def write_chrome(path: Path, recording: Recording) -> None:
         events.append(counter)
     at = recording.seconds
     for each in recording.operations:
-        events.append(_complete(each.name, 3, at, each.seconds, {"output": each.output, "bytes": each.bytes}))
+        events.append(
+            _complete(
+                each.name, 3, at, each.seconds, {"module": each.module, "output": each.output, "bytes": each.bytes}
+            )
+        )
         at += each.seconds
     with path.open("x", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)

@@ -23,12 +23,17 @@ class Operation(NamedTuple):
 
     Attributes:
         name: MLX's name of it; "Compiled..." is several elementwise ones in one kernel.
+        module: The path of the module that it belongs to, "(loss)", "(update)", or empty where it is not known. In the
+            forward pass that is the module whose call made it. In the backward pass, and of what is fused, it is that
+            of the parameter that it reads, or of an operation whose input or result it reads: a close guess, which
+            may be the neighbour.
         output: Dtype and shape of its output.
         bytes: Bytes of its inputs and outputs.
         seconds: Its time alone, the least of three.
     """
 
     name: str
+    module: str
     output: str
     bytes: int
     seconds: float

@@ -116,13 +116,19 @@ int faststep_array_random_state(const void* draw, void** state);
 
 // --- measure.cpp
 
-// Evaluates arrays operation by operation; tells the name of each, its output's dtype and shape, the bytes that it reads and
-// writes, and its seconds.
+// Evaluates arrays operation by operation; tells the name of each, the module that it belongs to, its output's dtype and shape,
+// the bytes that it reads and writes, and its seconds.
 int faststep_measure(
     const void* const* arrays,
     size_t count,
-    void (*take)(void* into, const char* name, const char* output, size_t bytes, double seconds),
+    void (*take)(
+        void* into, const char* name, const char* module, const char* output, size_t bytes, double seconds),
     void* into);
+// The operations that these arrays are computed from, and have no module yet, belong to this one; what reads this array does.
+// Labels are of the calling thread, and stay until they are cleared.
+int faststep_label(const void* const* arrays, size_t count, const char* module);
+int faststep_label_input(const void* array, const char* module);
+void faststep_labels_clear() noexcept;
 
 // --- graph/
 

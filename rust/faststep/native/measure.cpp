@@ -1,9 +1,13 @@
-// The time of each operation of a lazy graph: they are evaluated one by one, in MLX's order, each to its end.
+// The time of each operation of a lazy graph: they are evaluated one by one, in MLX's order, each to its end; and the module
+// that each belongs to, as far as that is known.
 #include <algorithm>
 #include <chrono>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ffi.hpp"
@@ -63,6 +67,92 @@ std::string described(const mx::array& array) {
   return text.str();
 }
 
+// The modules of operations and of arrays. MLX's compiler keeps the operations that it does not fuse, so that those of a trace
+// are known in the graphs that are built of it.
+struct Labels {
+  struct Made {
+    std::shared_ptr<mx::Primitive> kept; // or another operation could get its address
+    std::string module;
+  };
+  std::unordered_map<const mx::Primitive*, Made> operations;
+  std::unordered_map<std::uintptr_t, std::string> inputs; // by array
+};
+thread_local Labels labels;
+
+// Finds the modules of operations without a label, in the order in which they are evaluated: those of the backward pass, of
+// the update, and fused ones. One that reads a parameter belongs where that does. One that reads results of operations with
+// labels belongs to the latest of those, or, as gradients do, to the operation that read that result first. Views count as
+// what they show.
+class Modules {
+ public:
+  std::string of(const mx::array& array) {
+    auto found = find(array);
+    auto note = [&](const mx::array& output) {
+      auto [at, _] = known_.insert_or_assign(output.id(), found);
+      if (found.kind == Kind::labelled) {
+        at->second.shown = output.id();
+      }
+    };
+    note(array);
+    for (const auto& sibling : array.siblings()) {
+      note(sibling);
+    }
+    return found.module;
+  }
+
+ private:
+  enum class Kind { other, labelled, parameter };
+  struct Known {
+    Kind kind = Kind::other;
+    std::string module;
+    size_t order = 0;
+    std::uintptr_t shown = 0; // the result of the operation with a label, of which it may be a view
+  };
+
+  Known find(const mx::array& array) {
+    auto label = labels.operations.find(&array.primitive());
+    if (label != labels.operations.end()) {
+      for (const auto& input : array.inputs()) {
+        auto known = look_up(input);
+        if (known && known->kind == Kind::labelled) {
+          readers_.try_emplace(known->shown, label->second.module);
+        }
+      }
+      return {Kind::labelled, label->second.module, ++order_};
+    }
+    std::optional<Known> best;
+    for (const auto& input : array.inputs()) {
+      auto known = look_up(input);
+      if (known && (!best || std::pair(known->kind, known->order) >= std::pair(best->kind, best->order))) {
+        best = known;
+      }
+    }
+    if (!best) {
+      return {};
+    }
+    if (array.inputs().size() == 1 && best->kind != Kind::other) {
+      return *best;
+    }
+    auto reader = readers_.find(best->shown);
+    bool read = best->kind == Kind::labelled && reader != readers_.end();
+    return {Kind::other, read ? reader->second : best->module, ++order_};
+  }
+
+  std::optional<Known> look_up(const mx::array& input) const {
+    auto made = known_.find(input.id());
+    if (made != known_.end()) {
+      return made->second;
+    }
+    auto given = labels.inputs.find(input.id());
+    return given == labels.inputs.end() ? std::nullopt
+                                        : std::optional<Known>({Kind::parameter, given->second, 0, 0});
+  }
+
+  std::unordered_map<std::uintptr_t, Known> known_; // by array
+  std::unordered_map<std::uintptr_t, std::string> readers_; // by array: the first that read it
+  size_t order_ = 0;
+};
+
 size_t bytes_of(const mx::array& array) {
   size_t bytes = 0;
   for (const auto& input : array.inputs()) {
@@ -80,10 +170,12 @@ size_t bytes_of(const mx::array& array) {
 int faststep_measure(
     const void* const* arrays,
     size_t count,
-    void (*take)(void* into, const char* name, const char* output, size_t bytes, double seconds),
+    void (*take)(
+        void* into, const char* name, const char* module, const char* output, size_t bytes, double seconds),
     void* into) {
   return faststep::guarded([&] {
     auto beside = overhead();
+    Modules modules;
     std::vector<mx::array> tape;
     {
       LazyArrays graph;
@@ -103,8 +195,39 @@ int faststep_measure(
       }
       std::string name = array.primitive().name(), output = described(array);
       auto bytes = bytes_of(array);
+      auto module = modules.of(array);
       auto seconds = seconds_of(array);
-      take(into, name.c_str(), output.c_str(), bytes, std::max(0.0, seconds - beside));
+      take(into, name.c_str(), module.c_str(), output.c_str(), bytes, std::max(0.0, seconds - beside));
     }
   });
+}
+
+int faststep_label(const void* const* arrays, size_t count, const char* module) {
+  return faststep::guarded([&] {
+    std::vector<const mx::array*> todo;
+    for (size_t i = 0; i < count; ++i) {
+      todo.push_back(&at(arrays[i]));
+    }
+    while (!todo.empty()) {
+      const auto& array = *todo.back();
+      todo.pop_back();
+      if (!array.has_primitive()) {
+        continue;
+      }
+      auto [_, is_new] = labels.operations.try_emplace(&array.primitive(), Labels::Made{array.primitive_ptr(), module});
+      if (is_new) {
+        for (const auto& input : array.inputs()) {
+          todo.push_back(&input);
+        }
+      }
+    }
+  });
+}
+
+int faststep_label_input(const void* array, const char* module) {
+  return faststep::guarded([&] { labels.inputs[at(array).id()] = module; });
+}
+
+void faststep_labels_clear() noexcept {
+  labels = {};
 }

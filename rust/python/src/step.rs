@@ -38,6 +38,7 @@ use measure::Measured;
 use options::Options;
 use trace_cache::Traces;
 
+pub use measure::label;
 pub use memory_plan::MemoryPlan;
 pub use trace_cache::TraceRecord;
 
@@ -189,7 +190,8 @@ impl Step {
         })
     }
 
-    /// The operations of a step on this batch, evaluated one by one: name, output, bytes, seconds; nothing changes.
+    /// The operations of a step on this batch, evaluated one by one: name, module, output, bytes, seconds; nothing
+    /// changes.
     fn measure(&self, user: Arguments<'_>, accumulate: usize) -> PyResult<Vec<Measured>> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, store| {

@@ -7,16 +7,17 @@
 //! The way of a batch: [`Engine::step`] takes the arrays of the state (`run`), has the [`Trace`] build its graph over them
 //! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old
 //! arrays, hands the graph to MLX and takes up the new ones (`state`). `sample` and `meter` look at what some updates did,
-//! `nonfinite` at batches that are no numbers; `stage` tells other threads what a call is doing. On CUDA, `replay` launches a step again that has been captured as one graph.
+//! `nonfinite` at batches that are no numbers; `stage` tells other threads what a call is doing, `profile` measures its
+//! operations. On CUDA, `replay` launches a step again that has been captured as one graph.
 mod aux_state;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod engine;
 mod evaluate;
 mod flags;
-mod measure;
 mod meter;
 pub mod nonfinite;
 mod plan;
+mod profile;
 mod replay;
 mod run;
 mod sample;
@@ -34,7 +35,7 @@ pub use crate::{
         precision, Layout, NamedAuxState, Tensor,
     },
     memory::Plan,
-    mlx::{array, blas, graph::Graph, join, measure::Operation, memory, rebind::RebindError},
+    mlx::{array, blas, graph::Graph, join, measure, memory, rebind::RebindError},
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
         CallTraces, Causes, Field, Guard, Host, Key, Left, LossCall, LossOutput, Nonfinite,

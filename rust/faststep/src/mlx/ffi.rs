@@ -93,9 +93,12 @@ extern "C" {
     pub(crate) fn faststep_measure(
         arrays: Handles,
         count: usize,
-        take: extern "C" fn(*mut c_void, *const c_char, *const c_char, usize, f64),
+        take: extern "C" fn(*mut c_void, *const c_char, *const c_char, *const c_char, usize, f64),
         into: *mut c_void,
     ) -> c_int;
+    pub(crate) fn faststep_label(arrays: Handles, count: usize, module: *const c_char) -> c_int;
+    pub(crate) fn faststep_label_input(array: Handle, module: *const c_char) -> c_int;
+    pub(crate) fn faststep_labels_clear();
     pub(crate) fn faststep_watch_new(array: Handle, watched: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_watch_is_alive(watched: *const c_void) -> c_int;
     pub(crate) fn faststep_watch_free(watched: *mut c_void);

@@ -1,20 +1,28 @@
 //! The time of each operation behind lazy arrays.
 //!
 //! The C++ behind it (`native/measure.cpp`) evaluates the arrays, operation by operation, in the calling thread, and keeps
-//! nothing.
+//! nothing but the labels of that thread, until they are cleared.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_char, c_void, CStr};
+use std::ffi::{c_char, c_void, CStr, CString};
 
-use mlx_rs::{error::Result, Array};
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
 
-use super::ffi::{check, faststep_measure, handles};
+use super::ffi::{
+    check, faststep_label, faststep_label_input, faststep_labels_clear, faststep_measure, handle,
+    handles,
+};
 
 /// One operation, evaluated by itself.
 #[derive(Clone, Debug)]
 pub struct Operation {
     /// MLX's name of it.
     pub name: String,
+    /// The module that it belongs to; empty where that is not known.
+    pub module: String,
     /// Dtype and shape of its (first) output.
     pub output: String,
     /// The bytes of its inputs and outputs.
@@ -26,18 +34,25 @@ pub struct Operation {
 extern "C" fn take(
     into: *mut c_void,
     name: *const c_char,
+    module: *const c_char,
     output: *const c_char,
     bytes: usize,
     seconds: f64,
 ) {
-    // SAFETY: `operations` passes its list, and two texts with their NUL live while this runs.
-    let (into, name, output) = unsafe {
+    // SAFETY: `operations` passes its list, and texts with their NUL live while this runs.
+    let (into, [name, module, output]) = unsafe {
         let into = &mut *into.cast::<Vec<Operation>>();
-        (into, CStr::from_ptr(name), CStr::from_ptr(output))
+        (
+            into,
+            [name, module, output].map(|text| CStr::from_ptr(text)),
+        )
     };
+    let [name, module, output] =
+        [name, module, output].map(|text| text.to_string_lossy().into_owned());
     into.push(Operation {
-        name: name.to_string_lossy().into_owned(),
-        output: output.to_string_lossy().into_owned(),
+        name,
+        module,
+        output,
         bytes,
         seconds,
     });
@@ -58,4 +73,34 @@ pub(crate) fn operations<'a>(
         faststep_measure(handles.as_ptr(), handles.len(), take, into)
     })?;
     Ok(found)
+}
+
+/// The operations that these arrays are computed from, and have no module yet, belong to this one.
+///
+/// # Errors
+/// When there is no memory, or the name has a NUL in it.
+pub fn label<'a>(arrays: impl IntoIterator<Item = &'a Array>, module: &str) -> Result<()> {
+    let (handles, module) = (handles(arrays), text(module)?);
+    // SAFETY: live arrays and their number, and a text with its NUL.
+    check(unsafe { faststep_label(handles.as_ptr(), handles.len(), module.as_ptr()) })
+}
+
+/// What reads this array belongs to a module.
+///
+/// # Errors
+/// As [`label`].
+pub fn label_input(array: &Array, module: &str) -> Result<()> {
+    let module = text(module)?;
+    // SAFETY: a live array, and a text with its NUL.
+    check(unsafe { faststep_label_input(handle(array), module.as_ptr()) })
+}
+
+/// Forget the labels of this thread.
+pub fn clear_labels() {
+    // SAFETY: nothing is passed.
+    unsafe { faststep_labels_clear() }
+}
+
+fn text(name: &str) -> Result<CString> {
+    CString::new(name).map_err(|error| Exception::custom(error.to_string()))
 }

@@ -53,6 +53,12 @@ impl std::fmt::Debug for Trace {
 }
 
 impl Trace {
+    /// A trace of the same, which is made once more.
+    #[must_use]
+    pub fn again(&self, host: Rc<dyn Host>) -> Self {
+        Self::new((*self.recipe).clone(), host, !self.eager)
+    }
+
     /// A trace that is made at its first call; without `compiled` the host is called at every call.
     pub fn new(recipe: Recipe, host: Rc<dyn Host>, compiled: bool) -> Self {
         let recipe = Rc::new(recipe);

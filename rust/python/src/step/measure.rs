@@ -1,4 +1,5 @@
 //! The operations of a step, measured one by one.
+use faststep::engine::{measure, CallTraces};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
@@ -7,12 +8,22 @@ use super::{
     Inner, Task,
 };
 use crate::{
+    mlx::{bridge, errors::mlx},
     reach::stop::Stop,
     store::{owner::Holder, Prepared, Store},
+    tree::paths::dotted,
 };
 
-/// Name, output, bytes and seconds of an operation.
-pub type Measured = (String, String, usize, f64);
+/// Name, module, output, bytes and seconds of an operation.
+pub type Measured = (String, String, String, usize, f64);
+
+/// The operations that these arrays are computed from, and have no module yet, belong to this one; until a step is measured.
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
+pub fn label(arrays: Vec<Bound<'_, PyAny>>, module: &str) -> PyResult<()> {
+    let arrays: Vec<_> = arrays.iter().filter_map(bridge::get).collect();
+    measure::label(&arrays, module).map_err(mlx)
+}
 
 impl Inner {
     /// Measure a step on the user's batch, of so many that make one update: the one that updates.
@@ -54,9 +65,17 @@ impl Inner {
         let varying = self.varying();
         let call = self.enter_host(store, user, given, true, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
-        let traces = self.traces.of(task).ok_or_else(missing)?;
+        let CallTraces { trace, update } = self.traces.of(task).ok_or_else(missing)?;
+        let mut trace = trace.again(self.host.clone()); // its operations get their modules while it is made
+        let trace = &mut trace;
         let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
-        let outcome = engine.measure(traces, call, &mut holder);
+        let module = |tensor: usize| match signature.path(tensor) {
+            [module @ .., _] => dotted(module),
+            [] => String::new(),
+        };
+        let traces = CallTraces { trace, update };
+        let outcome = engine.measure(traces, call, &module, &mut holder);
+        measure::clear_labels();
         let put_back = holder.show(engine, false);
         let stop = self.leave_host(user, given, &signature);
         put_back?;
@@ -64,7 +83,15 @@ impl Inner {
         match (outcome, stop) {
             (Ok(found), _) => Ok(found
                 .into_iter()
-                .map(|each| (each.name, each.output, each.bytes, each.seconds))
+                .map(|each| {
+                    (
+                        each.name,
+                        each.module,
+                        each.output,
+                        each.bytes,
+                        each.seconds,
+                    )
+                })
                 .collect()),
             (Err(_), Some(stop)) => Err(stop),
             (Err(error), None) => Err(from_device(&error)),

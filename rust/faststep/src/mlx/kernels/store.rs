@@ -26,7 +26,7 @@ static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
 static WHOLE: Mutex<Option<HashMap<PathBuf, Identity>>> = Mutex::new(None);
 
 /// No compiler writes to a file for so long.
-const ABANDONED: Duration = Duration::from_secs(3600);
+const ABANDONED: Duration = Duration::from_hours(1);
 
 /// What changes when a file is written: its number, its size, and when it was changed.
 type Identity = (u64, u64, i64, i64);
