@@ -24,7 +24,7 @@ class Command:
 
     Attributes:
         line: What is typed behind `$`, without the comment.
-        comment: What stands behind `#`: what else is done, "Ctrl-C", and the exit code, 0 where none is named.
+        comment: What stands behind `#`: `Ctrl-C at "TEXT"`, a text that is printed, and the exit code, 0 without.
         printed: The lines below it; "..." stands for any number of lines.
     """
 
@@ -36,6 +36,12 @@ class Command:
     def status(self) -> int:
         found = re.search(r"exit code (\d+)", self.comment)
         return int(found[1]) if found else 0
+
+    @property
+    def stop(self) -> str | None:
+        """What is printed when Ctrl-C is pressed; None: it is not."""
+        found = re.search(r'Ctrl-C at "(.+?)"', self.comment)
+        return found[1] if found else None
 
 
 def parts(page: Path) -> Iterator[File | Command]:
@@ -66,4 +72,5 @@ def differences(command: Command, output: str) -> list[str]:
 
 
 def _masked(line: str) -> str:
+    line = re.sub(r"\b[0-9a-f]{12}\b|on cpu: .*", "0", line)  # checksums, machines
     return re.sub(r"\d[\d.,:e+-]*(?: ?[kMG]?B\b| [mu]?s\b|[kM]\b)?", "0", " ".join(line.split()))

@@ -1,4 +1,4 @@
-"""docs/walkthrough.md: its files and commands, in its order, as a user in an empty folder would type them."""
+"""docs/walkthrough.md, docs/sessions.md: their files and commands, as a user in an empty folder would type them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from faststep.checkpoints import Checkpoints
 from faststep.report import read_log
-from support.commands import wait_for_line
 from support.pages import Command, File, differences, parts
 from support.places import ROOT
 
-PAGE = ROOT / "docs" / "walkthrough.md"
+PAGE, SESSIONS = ROOT / "docs" / "walkthrough.md", ROOT / "docs" / "sessions.md"
 
 
 def words_of(command: Command) -> list[str]:
@@ -27,21 +26,29 @@ def words_of(command: Command) -> list[str]:
 
 def run(command: Command, folder: Path) -> str:
     """Run a command to its end, by Ctrl-C where the page says so."""
-    parts = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
-    with subprocess.Popen(words_of(command), env=environment, **parts) as process:
-        if "Ctrl-C" in command.comment:
-            wait_for_line(process, folder / "runs" / "cnn" / "log.jsonl", '"step": 100,')
-            process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == command.status, output[-3000:]
-    return str(output)
+    output: list[str] = []
+    with subprocess.Popen(
+        words_of(command),
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if command.stop is not None and command.stop in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == command.status, "".join(output)[-3000:]
+    return "".join(output)
 
 
-def test_the_page_is_what_happens(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    folder, typed = tmp_path, []
-    for part in parts(PAGE):
+def follow(page: Path, folder: Path) -> tuple[Path, list[list[str]]]:
+    """Write the files and run the commands of a page; return its folder and the words that were typed."""
+    typed = []
+    for part in parts(page):
         if isinstance(part, File):
             (folder / part.name).write_text(part.text)
         elif part.line.startswith("cd "):
@@ -50,6 +57,12 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
             output = run(part, folder)
             assert not differences(part, output), (part.line, output[-3000:])
             typed.append(part.line.split()[:2])
+    return folder, typed
+
+
+def test_the_page_is_what_happens(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    folder, typed = follow(PAGE, tmp_path)
     commands = {words[1] for words in typed if words[0] == "faststep"}
     assert commands >= {"new", "train", "resume", "eval", "compare", "report", "checkpoint"}
     wide, narrow = (read_log(folder / "runs" / name) for name in ("cnn", "narrow"))
@@ -62,6 +75,11 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
     assert kept[wide.best[2]] == wide.best[1]
     assert "<svg" in (folder / "compare.html").read_text(encoding="utf-8")
     assert "<svg" in (folder / "runs" / "cnn" / "report.html").read_text(encoding="utf-8")
+
+
+def test_sessions_are_what_happens(tmp_path: Path) -> None:
+    _, typed = follow(SESSIONS, tmp_path)
+    assert {words[1] for words in typed} >= {"train", "resume", "verify-resume", "reproduce"}
 
 
 def test_a_page_that_says_what_does_not_happen_is_found() -> None:
