@@ -22,7 +22,7 @@ def commands(page: str) -> list[str]:
 
 def copy_examples(folder: Path) -> None:
     """Put the examples into a folder, as in a clone."""
-    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
 
 
 def run(command: str, folder: Path, *more: str, status: int = 0) -> subprocess.CompletedProcess[str]:

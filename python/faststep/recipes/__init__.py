@@ -22,7 +22,7 @@ from faststep.recipes._sources import Sources
 from faststep.recipes._weighted_lm import weighted_lm
 from faststep.recipes.encoders import bert, masked_lm, modernbert, text_classification
 from faststep.recipes.text import LabelledText, MaskedText
-from faststep.recipes.time_series import Series, series_model, series_to_text
+from faststep.recipes.time_series import Series, SeriesToText, series_model, series_to_text
 
 MODELS: dict[str, Callable[..., Any]] = {
     "gpt": GPT,
@@ -60,6 +60,7 @@ __all__ = [
     "LoRALinear",
     "MaskedText",
     "Series",
+    "SeriesToText",
     "Sources",
     "add_lora",
     "bert",
