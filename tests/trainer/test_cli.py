@@ -312,3 +312,22 @@ def test_profile_shows_stages_and_operations_and_saves_nothing(config: Path, tmp
     assert sorted(tmp_path.iterdir()) == sorted([*before, trace])
     done = faststep("profile", config, "--trace", trace, status=2)
     assert "there is such a file already" in done.stderr
+
+
+def test_a_run_that_is_killed_in_its_last_validation_validates_after_all(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "killer.py").write_text(
+        "import os, pathlib, signal\n"
+        "from faststep.training import Callback\n"
+        "class KillInValidation(Callback):\n"
+        "    def on_validation(self, trainer, loss, best):\n"
+        "        file = pathlib.Path(__file__).with_name('killed')\n"
+        "        if not file.exists():\n"
+        "            file.write_text('x')\n"
+        "            trainer.checkpoints.wait()\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    change = set_(callbacks=[{"use": "killer.py:KillInValidation"}], train__validate_every=0)
+    faststep("train", config, *change, status=-signal.SIGKILL)
+    faststep("resume", tmp_path / "run")
+    (newest,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1:]
+    assert json.loads((newest / "training.json").read_text())["numbers"]["best"] is not None

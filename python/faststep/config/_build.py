@@ -23,6 +23,7 @@ from faststep.config import _kinds
 from faststep.config._components import Part, Parts
 from faststep.config._errors import ConfigError, Path
 from faststep.config._find import find_all
+from faststep.config._match import check_match
 from faststep.config._optimizers import Choice, find_optimizers
 from faststep.config._schema import Config
 from faststep.config._usage import Usage
@@ -84,13 +85,13 @@ def build(config: Config) -> Built:
     _seed(usage.top["seed"])
     blame = Blame(config)
     model = _model(found["model"].make(), usage, blame)
-    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame)
+    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame, model)
     optimizer = _optimizer(_choices(parts, usage, loader), model, blame)
     loss_fn = found["loss"].make()
     if metrics := {name: part.make() for name, part in found["metrics"].items()}:
         loss_fn = LossWithMetrics(loss_fn, metrics, weighted=usage.step["weighted"])
     step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage)))
-    validation = _loader(found, "validation", usage.validation, blame) if usage.validates else None
+    validation = _loader(found, "validation", usage.validation, blame, model) if usage.validates else None
     callbacks = [each.make() for each in found["callbacks"]]
     loggers = [each.make for each in found["loggers"]]
     return Built(step, loader, validation, callbacks, loggers, usage.trainer, usage.logs, config.resolved())
@@ -223,10 +224,11 @@ def _step_options(usage: Usage) -> dict[str, Any]:
     return usage.step | {"compute_dtype": dtype and getattr(mx, dtype)}
 
 
-def _loader(found: dict[str, Any], name: str, options: dict[str, Any], blame: Blame) -> Loader:
+def _loader(found: dict[str, Any], name: str, options: dict[str, Any], blame: Blame, model: nn.Module) -> Loader:
     from faststep.data import Loader
 
     source, collate = found[name].make(), found["collate"].make()
+    blame(("data", name), lambda: check_match(model, source))
     if options.get("shuffle", False) is None:
         options = options | {"shuffle": hasattr(source, "__len__")}
     return blame(("data",), lambda: Loader(source, collate=collate, **options))

@@ -55,7 +55,8 @@ def _datasets() -> Mapping[str, Callable[..., Any]]:
 def _callbacks() -> Mapping[str, Callable[..., Any]]:
     from faststep import mlx_lm, training
 
-    return {"samples": training.Samples} | mlx_lm.CALLBACKS
+    own = {"samples": training.Samples, "gradient_norms": training.GradientNorms}
+    return own | mlx_lm.CALLBACKS
 
 
 def _collates() -> Mapping[str, Callable[..., Any]]:

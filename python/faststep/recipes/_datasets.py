@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from faststep.recipes._patterns import listed
 
 Sample = tuple[np.ndarray, ...]
+Each = TypeVar("Each")
 
 
 class Bytes(Sequence[Sample]):
@@ -42,9 +43,9 @@ class Bytes(Sequence[Sample]):
         for name, value in {"context": context, "stride": stride, "every": every - 1}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected a number from {1 + (name == 'every')} on, got {value}")
-        texts = [np.fromfile(file, dtype=np.uint8) for file in _find(files)]
+        texts = [np.fromfile(file, dtype=np.uint8) for file in find_files(files)]
         self.context, self.stride = context, stride or context
-        self.data = np.concatenate(_chosen(texts, split, every))
+        self.data = np.concatenate(chosen(texts, split, every))
         self.windows = max(0, (len(self.data) - context - 1) // self.stride + 1)
         if self.windows == 0:
             raise ValueError(f"context: expected files of more than {context} bytes, got {len(self.data)} bytes")
@@ -65,7 +66,12 @@ class Bytes(Sequence[Sample]):
         return window[:-1], window[1:]
 
 
-def _find(files: Path | list[Path] | None) -> list[Path]:
+def find_files(files: Path | list[Path] | None) -> list[Path]:
+    """Return the files that are named, are below folders or match patterns; by default the standard library's.
+
+    Raises:
+        ValueError: One matches none.
+    """
     if files is None:
         files = Path(sysconfig.get_path("stdlib")) / "*.py"
     found: list[Path] = []
@@ -81,9 +87,14 @@ def _find(files: Path | list[Path] | None) -> list[Path]:
     return found
 
 
-def _chosen(texts: list[np.ndarray], split: str, every: int) -> list[np.ndarray]:
+def chosen(texts: Sequence[Each], split: str, every: int) -> list[Each]:
+    """Return those of a split: "train", "held_out" (one of `every`) or "all".
+
+    Raises:
+        ValueError: There are too few to hold one out.
+    """
     if split == "all":
-        return texts
+        return list(texts)
     held_out = [i % every == every // 2 for i in range(len(texts))]
     if not any(held_out) or all(held_out):
         raise ValueError(

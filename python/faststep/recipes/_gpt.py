@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from faststep.recipes._embedding import rows
+
+ACTIVATIONS = {"relu2": nn.relu2, "gelu": nn.gelu_approx}
 
 
 class Block(nn.Module):
     """Causal attention, then a network of two layers, each added to the residual stream."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, activation: str = "relu2") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.heads = heads
+        self.heads, self.activation = heads, ACTIVATIONS[activation]
         self.attention_norm = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -24,7 +28,7 @@ class Block(nn.Module):
     def __call__(self, x: mx.array, mask: mx.array | str = "causal") -> mx.array:
         """Map floating point [batch, seq, width] to the same shape; a mask is bool [batch, 1, seq, seq]."""
         x = x + self.attend(self.attention_norm(x), mask)
-        return x + self.down(nn.relu2(self.up(self.network_norm(x))))
+        return x + self.down(self.activation(self.up(self.network_norm(x))))
 
     def attend(self, x: mx.array, mask: mx.array | str) -> mx.array:
         """Mix every position with those that the mask lets it see."""
@@ -33,13 +37,6 @@ class Block(nn.Module):
         q, k, v = heads  # each [batch, heads, seq, width / heads]
         mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
         return self.out(mixed.transpose(0, 2, 1, 3).reshape(batch, seq, width))
-
-
-def _rows(embedding: nn.Embedding, indices: mx.array) -> mx.array:
-    """Look rows up; NaN where there is none, since MLX would read past the end."""
-    count = embedding.weight.shape[0]
-    inside = (indices.astype(mx.int32) >= -count) & (indices.astype(mx.int32) < count)
-    return mx.where(inside[..., None], embedding(mx.where(inside, indices, 0)), mx.nan)
 
 
 class GPT(nn.Module):
@@ -51,12 +48,21 @@ class GPT(nn.Module):
         heads: Of each attention.
         context: The longest sequence.
         vocabulary: How many tokens there are.
+        activation: Between the two layers of a block: `relu2`, or `gelu` (approximately).
 
     Raises:
         ValueError: A size is not positive, or `width` no multiple of `heads`.
     """
 
-    def __init__(self, layers: int, width: int, heads: int, context: int = 64, vocabulary: int = 256) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int = 64,
+        vocabulary: int = 256,
+        activation: Literal["relu2", "gelu"] = "relu2",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         sizes = {"layers": layers, "width": width, "heads": heads, "context": context, "vocabulary": vocabulary}
         for name, size in sizes.items():
@@ -66,7 +72,7 @@ class GPT(nn.Module):
             raise ValueError(f"width: expected a multiple of heads ({heads}), got {width}")
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = [Block(width, heads) for _ in range(layers)]
+        self.blocks = [Block(width, heads, activation) for _ in range(layers)]
         self.norm = nn.RMSNorm(width)
 
     def __call__(
@@ -119,7 +125,7 @@ class GPT(nn.Module):
         seq, context = tokens.shape[1], self.positions.weight.shape[0]
         if positions is None and seq > context:
             raise ValueError(f"tokens: expected sequences of at most {context} (context), got {seq}")
-        x = _rows(self.embedding, tokens) + _rows(self.positions, mx.arange(seq) if positions is None else positions)
+        x = rows(self.embedding, tokens) + rows(self.positions, mx.arange(seq) if positions is None else positions)
         mask: mx.array | str = "causal"
         if segments is not None:
             same = segments[:, None, :, None] == segments[:, None, None, :]  # [batch, 1, seq, seq]

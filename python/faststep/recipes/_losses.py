@@ -59,14 +59,14 @@ def next_token(
             mask = None if mask is None else mask[:, 1:]
         if not in_chunks:
             logits = model(tokens, **places)
-            return _with(_mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
+            return _with(mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
         hidden, head, bias = parted(model, tokens, **places)
         mean = linear_cross_entropy(hidden, head, targets, bias=bias, token_weights=weights, ignore_index=ignore_index)
-        mean = mx.where(((weights != 0) & ~_inside(targets, head.shape[0])).any(), -mx.inf, mean)
+        mean = mx.where(((weights != 0) & ~in_range(targets, head.shape[0])).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 
-    return _explained(loss)
+    return explained(loss)
 
 
 def cross_entropy(
@@ -85,9 +85,9 @@ def cross_entropy(
         model: nn.Module, x: mx.array, y: mx.array, mask: mx.array | None = None, lengths: mx.array | None = None
     ) -> Any:
         logits = model(x)
-        return _with(_mean_cross_entropy(logits, y, mask, ignore_index, weighted, label_smoothing), logits, outputs)
+        return _with(mean_cross_entropy(logits, y, mask, ignore_index, weighted, label_smoothing), logits, outputs)
 
-    return _explained(loss)
+    return explained(loss)
 
 
 def mse(*, outputs: bool = False) -> Loss:
@@ -111,7 +111,7 @@ def _with(loss: Any, found: mx.array, outputs: bool) -> Any:
     return (*loss, found) if isinstance(loss, tuple) else (loss, found)
 
 
-def _mean_cross_entropy(
+def mean_cross_entropy(
     logits: mx.array,
     targets: mx.array,
     mask: mx.array | None,
@@ -121,7 +121,7 @@ def _mean_cross_entropy(
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Average over the targets that count; 0 where none does."""
     targets = targets.astype(mx.int32)  # of uint8, -100 is a label
-    counts, inside = targets != ignore_index, _inside(targets, logits.shape[-1])
+    counts, inside = targets != ignore_index, in_range(targets, logits.shape[-1])
     labels = mx.where(counts & inside, targets, 0)
     losses = nn.losses.cross_entropy(logits.astype(mx.float32), labels, label_smoothing=label_smoothing)
     weights = counts.astype(mx.float32) if mask is None else counts * mask.astype(mx.float32)
@@ -131,11 +131,12 @@ def _mean_cross_entropy(
     return (mean, total) if weighted else mean
 
 
-def _inside(labels: mx.array, classes: int) -> mx.array:
+def in_range(labels: mx.array, classes: int) -> mx.array:
+    """Whether labels are among so many classes, bool of their shape."""
     return (labels >= 0) & (labels < classes)
 
 
-def _explained(loss: Loss) -> Loss:
+def explained(loss: Loss) -> Loss:
     """Give a loss over labels its words for a batch that was skipped."""
     loss.explain = _explain  # type: ignore[attr-defined]
     return loss
@@ -155,7 +156,7 @@ def _explain(value: float, *batch: Any, **named: Any) -> str | None:
 
 
 def _nll_loss(inputs: mx.array, targets: mx.array, axis: int = -1, reduction: Reduction = "mean") -> mx.array:
-    inside = _inside(targets, inputs.shape[axis])
+    inside = in_range(targets, inputs.shape[axis])
     loss = nn.losses.nll_loss(inputs, mx.where(inside, targets, 0), axis, reduction)
     return mx.where(inside.all(), loss, -mx.inf)
 
@@ -168,7 +169,7 @@ def _of_outputs(function: Callable[..., mx.array]) -> Callable[..., Loss]:
             found = model(x)
             return _with(function(found, y, **{"reduction": "mean", **options}), found, outputs)
 
-        return _explained(loss) if function is _nll_loss else loss
+        return explained(loss) if function is _nll_loss else loss
 
     options = list(inspect.signature(function).parameters.values())[2:]
     defaults = {each.name: each.default for each in options if each.name != "weights"} | {"reduction": "mean"}

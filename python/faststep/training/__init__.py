@@ -8,6 +8,7 @@
 from faststep.training._bad_batches import Reproduction, reproduce
 from faststep.training._bad_batches import config_of as bundle_config
 from faststep.training._errors import RunError, TrainingError
+from faststep.training._gradient_norms import GradientNorms
 from faststep.training._predict import predict
 from faststep.training._result import Result
 from faststep.training._samples import Samples
@@ -17,6 +18,7 @@ from faststep.training._validate import Evaluation, validate
 __all__ = [
     "Callback",
     "Evaluation",
+    "GradientNorms",
     "Reproduction",
     "Result",
     "RunError",

@@ -550,8 +550,8 @@ class Trainer:
             numbers |= {**now, "best": None, "best_step": None, "stale": 0}
         self._progress = TrainingProgress(**numbers)
         self._progress.window = None if window is None else reopen(window)
-        self._saved = self._validated = self.number
-        self._metric = found.metric
+        self._saved, self._metric = self.number, found.metric
+        self._validated = None if found.metric is None else self.number  # it may have been killed in between
         self._reason = "early_stop" if self._is_stale() else None
         return True
 
