@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_POINTS = 9
+LEAST_ACTIVE = 64.0  # bytes a step of MLX's memory, which is counted exactly; a step keeps a few flags for a while
 
 
 @dataclass(frozen=True)
