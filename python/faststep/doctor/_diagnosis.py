@@ -72,8 +72,10 @@ class Diagnosis:
             ImportError: matplotlib is not installed.
         """
         from faststep.doctor._page import write_page
+        from faststep.report import Html, said
 
-        return write_page(self, Path(path))
+        verdict = Html(f'<span class="{"good" if self.healthy else "error"}">{said(self.verdict)}</span>')
+        return write_page(Path(path), verdict, self.notes, self.findings, self.rungs)
 
     def __str__(self) -> str:
         lines = [*table(self.rungs), ""]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from faststep._records import size, span
-from faststep.doctor._diagnosis import Diagnosis
 from faststep.doctor._finding import Finding
 from faststep.doctor._growth import growth
 from faststep.doctor._watch import Measured
@@ -17,32 +16,33 @@ _CLASSES = {"failure": "error", "warning": "warning", "note": "soft"}
 _STATUS = {"ok": "good", "skipped": "soft", "slow": "warning", "grows": "warning", "numbers": "warning"}
 
 
-def write_page(diagnosis: Diagnosis, path: Path) -> Path:
+def write_page(
+    path: Path, verdict: Html, notes: Sequence[str], findings: Sequence[Finding], rungs: Sequence[Measured]
+) -> Path:
     """Write the page; see `Diagnosis.html`."""
-    kind = "good" if diagnosis.healthy else "error"
     text = page(
         "diagnosis of a training",
-        f'<h1>Diagnosis</h1><p class="{kind}">{said(diagnosis.verdict)}</p>',
-        *(f'<p class="soft">{said(note)}</p>' for note in diagnosis.notes),
-        cards(_numbers(diagnosis)),
-        section("What to do", "".join(map(_shown, diagnosis.findings))),
-        section("Rungs", _rungs(diagnosis.rungs)),
-        *(section(f"Stacks of '{each.title}'", _pre(each.stack)) for each in diagnosis.rungs if each.stack),
+        f"<h1>Diagnosis</h1><p>{verdict}</p>",
+        *(f'<p class="soft">{said(note)}</p>' for note in notes),
+        cards(_numbers(findings, rungs)),
+        section("What to do", "".join(map(_shown, findings))),
+        section("Rungs", _rungs(rungs)),
+        *(section(f"Stacks of '{each.title}'", _pre(each.stack)) for each in rungs if each.stack),
         *(
             section(f"Error of '{each.title}'", _pre(each.error["trace"]), folded=True)
-            for each in diagnosis.rungs
+            for each in rungs
             if each.error and each.error["trace"]
         ),
     )
     return write(path, text)
 
 
-def _numbers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    known = {each.name: each for each in diagnosis.rungs}
+def _numbers(findings: Sequence[Finding], rungs: Sequence[Measured]) -> list[tuple[str, str]]:
+    known = {each.name: each for each in rungs}
     times = [
         (each.title, known[name].milliseconds) for name in ("data", "joint", "native") if (each := known.get(name))
     ]
-    levels = [each.level for each in diagnosis.findings]
+    levels = [each.level for each in findings]
     found = [(f"{level}s", str(levels.count(level))) for level in ("failure", "warning", "note")]
     return [*found, *((title, span(each / 1e3)) for title, each in times if each is not None)]
 

@@ -132,12 +132,8 @@ def _average(window: list[tuple[Tree, Any]]) -> Tree:
 
     def mean(*parts: mx.array) -> mx.array:
         products = [each.astype(mx.float32) * weight for each, (_, weight) in zip(parts, window, strict=True)]
-<<<<<<< HEAD
         total: mx.array = sum(products[1:], products[0]) / whole
         return total.astype(parts[0].dtype)
-=======
-        return mx.array((sum(products[1:], products[0]) / whole).astype(parts[0].dtype))
->>>>>>> 3e12ec8 (faststep doctor CONFIG and faststep.diagnose: the ladder, each rung in a process of its own)
 
     averaged: Tree = tree_map(mean, *(gradients for gradients, _ in window))
     return averaged

@@ -9,9 +9,6 @@ from faststep.report._log import Log, LogError, Table, read_log
 from faststep.report._page import Html, cards, page, said, section, table, write
 from faststep.report._report import report
 
-<<<<<<< HEAD
-__all__ = ["Log", "LogError", "Table", "compare", "ends", "read_log", "report"]
-=======
 __all__ = [
     "Html",
     "Log",
@@ -19,6 +16,7 @@ __all__ = [
     "Table",
     "cards",
     "compare",
+    "ends",
     "page",
     "read_log",
     "report",
@@ -27,4 +25,3 @@ __all__ = [
     "table",
     "write",
 ]
->>>>>>> 3e12ec8 (faststep doctor CONFIG and faststep.diagnose: the ladder, each rung in a process of its own)
