@@ -26,6 +26,7 @@ from faststep.doctor._watch import Measured, watch
 Tell = Callable[[Measured, bool], None]  # a rung, and whether it is done
 _SHARE = 0.9  # of the free memory that a rung may have
 _STOPS = {"no-data", "loss-from-item", "loss-shape", "all-frozen", "channels-first"}
+_STOPS |= {"labels-out-of-range", "tokens-out-of-range"}
 _BEGIN = 600.0  # seconds until a rung begins: the program is loaded anew, the config is built
 _calls = 0
 

@@ -86,7 +86,7 @@ def _error(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
         yield Finding("lazy-batch", "failure", text, REMEDY, CODE)
         return
     named = {each.name for each in (known["numbers"].findings if "numbers" in known else ())}
-    if rung.name == "forward" and "channels-first" in named:
+    if rung.name == "forward" and named & {"channels-first", "labels-out-of-range", "tokens-out-of-range"}:
         return  # what the numbers say is the reason
     same = rung.name != "forward" and "forward" in known and (known["forward"].error or {}).get("message") == message
     if same:
