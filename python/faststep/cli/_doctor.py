@@ -48,11 +48,37 @@ def doctor(
         if not str(error).startswith("rungs:"):
             raise
         raise Exit(str(error)) from None
-    typer.echo(json.dumps(found.plain(), indent=1) if as_json else str(found))
+    if as_json:
+        typer.echo(json.dumps(found.plain(), indent=1))
+    else:
+        _show(str(found))
     if page is not None:
         typer.echo(page, err=as_json)
     failed = any(each.level == "failure" for each in found.findings)
     raise SystemExit(FAILED if failed else DONE)
+
+
+def _show(text: str) -> None:
+    """Print a diagnosis, in colours where that is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in text.splitlines():
+        shown = Text(line)
+        for pattern, style in _STYLES.items():
+            shown.highlight_regex(pattern, style)
+        console.print(shown)
+
+
+_STYLES = {
+    r"^\d+\. failure: [\w-]+|  (hangs|error)  ": "bold red",
+    r"^\d+\. warning: [\w-]+|  (grows|numbers|slow)  ": "yellow",
+    r"^\d+\. note: [\w-]+|  skipped  ": "dim",
+    r"^   -> .*|^healthy.*|  ok  ": "green",
+    r"^      .*": "cyan",
+    r"#+": "blue",
+}
 
 
 def _tell(rung: Any, done: bool) -> None:

@@ -13,6 +13,7 @@ from faststep.doctor._growth import LEAST_ACTIVE, growth
 from faststep.doctor._watch import Measured
 
 _BAR = 24  # characters
+_ONCE = ("forward", "checkpoint")  # times that are not those of a step
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Diagnosis:
 
 def table(rungs: Sequence[Measured]) -> list[str]:
     """Return the rungs as lines of text, with bars of time and memory."""
-    times = [each.milliseconds or 0.0 for each in rungs]
+    times = [0.0 if each.name in _ONCE else each.milliseconds or 0.0 for each in rungs]
     peaks = [max(each.column("active"), default=0.0) for each in rungs]
     rows = [("", "", "time a step", "", "MLX memory", "", "growth a step")]
     for rung, milliseconds, peak in zip(rungs, times, peaks, strict=True):

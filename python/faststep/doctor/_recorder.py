@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import mlx.core as mx
 
 from faststep.doctor._finding import Finding
+from faststep.doctor._growth import LEAST_ACTIVE, growth
 from faststep.doctor._user_code import place_of
 
 LEAST = 3  # steps of a rung, however long they take
@@ -31,6 +32,7 @@ class Recorder:
     def __init__(self, file: TextIO, steps: int, seconds: float) -> None:
         self.steps, self.seconds, self.taken = steps, seconds, 0
         self._file = file
+        self._active: list[float] = []
 
     def say(self, kind: str, **facts: Any) -> None:
         """Write a line."""
@@ -55,7 +57,8 @@ class Recorder:
         self.taken += 1
         number = None if loss is None else float(loss)
         value = number if number is None or math.isfinite(number) else str(number)
-        memory = {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "process": resident()}
+        self._active.append(active := mx.get_active_memory())
+        memory = {"active": active, "cache": mx.get_cache_memory(), "process": resident()}
         self.say("step", seconds=seconds, loss=value, **memory)
 
     def measure(self, body: Callable[[Any], Any], batches: Sequence[Any], steps: int | None = None) -> int:
@@ -69,17 +72,24 @@ class Recorder:
         Returns:
             How many were taken.
         """
-        end, taken = time.perf_counter() + self.seconds, 0
-        for batch in itertools.islice(itertools.cycle(batches), steps or self.steps):
+        most, taken = steps or self.steps, 0
+        end = time.perf_counter() + self.seconds
+        self._active.clear()
+        for batch in itertools.cycle(batches):
             start = time.perf_counter()
             loss = body(batch)
             mx.synchronize()
             self.step(time.perf_counter() - start, loss)
             del loss
             taken += 1
-            if taken >= LEAST and time.perf_counter() > end:
+            over = taken >= most or (taken >= LEAST and time.perf_counter() > end)
+            if over and (taken >= 3 * most or not self._grows()):  # growth is looked at for longer
                 break
         return taken
+
+    def _grows(self) -> bool:
+        line = growth(self._active)
+        return line is not None and line.is_real(LEAST_ACTIVE)
 
 
 def resident() -> int:

@@ -18,7 +18,6 @@ from faststep._random import mlx_key
 from faststep._step import Step, call_with
 from faststep.doctor import _lazy, _shapes
 from faststep.doctor._finding import Finding
-from faststep.doctor._graph import operations
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._rungs_plain import clipped, first, value_and_gradients
 from faststep.doctor._subject import Subject
@@ -50,6 +49,11 @@ def compiled(subject: Subject, record: Recorder) -> None:
     try:
         record.measure(body, subject.some())
     except ValueError as error:
+        if "uncaptured inputs" in str(error):
+            text = "mx.compile refuses the step: the loss reaches arrays beside its arguments (another model, a buffer)"
+            remedy = "nothing, where you train by fast_step or Step: it finds them and takes them as inputs"
+            record.find(Finding("uncaptured", "note", text, remedy, "mx.compile(step, inputs=[..., other.state])"))
+            return
         if _READS not in str(error):
             raise
         place = place_of(error) or "an unknown place"
@@ -190,9 +194,8 @@ def own(subject: Subject, record: Recorder) -> None:
     own_step = subject.own_step
     assert own_step is not None, "the rung is there for it"
 
-    def body(batch: Any) -> Any:
-        value = first(call_with(batch, own_step))
-        return value if isinstance(value, mx.array) and value.size == 1 and not operations(value) else None
+    def body(batch: Any) -> None:
+        call_with(batch, own_step)
 
     with _lazy.watched(own_step, "your step", record):
         taken = record.measure(body, subject.some())
