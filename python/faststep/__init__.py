@@ -11,14 +11,18 @@ The rooms, each of which imports only those above it in this list:
 - `cli`: the command line.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from faststep._command import asks_for_environment
+
+if TYPE_CHECKING:
+    from faststep.doctor import check, diagnose
 
 if not asks_for_environment():  # `faststep doctor` says why what follows fails
     from faststep import _native, losses  # noqa: F401, _native first: it checks the environment before anything imports MLX
     from faststep._native import version
     from faststep._step import MemoryPlan, Profile, Stats, Step, StepOutput, fast_step, profile
     from faststep._tune import Tuning, tune
-    from faststep.doctor import check
 
     __version__ = version()
 
@@ -30,8 +34,18 @@ __all__ = [
     "StepOutput",
     "Tuning",
     "check",
+    "diagnose",
     "fast_step",
     "losses",
     "profile",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what looks for faults when it is asked for: a training does without."""
+    if name not in ("check", "diagnose"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from faststep import doctor
+
+    return getattr(doctor, name)

@@ -1,9 +1,18 @@
 """Diagnosis: the environment, the native step beside plain MLX, and which part of a training hangs, leaks or slows.
 
-`_environment` prints the lines about the environment: `_machine` by files and commands, `_probe` in a child process
-that loads MLX. These use Python's standard library only, so that they work where MLX cannot be imported; that is why
-the other names here are imported when they are asked for. `_check` compares with `_plain`, the loop of MLX; `_kept`
-puts back what was changed. Uses `_step`, `_random` and `_records`.
+**Environment**: `_environment` prints the lines: `_machine` by files and commands, `_probe` in a child process that
+loads MLX. These use Python's standard library only, so that they work where MLX cannot be imported; that is why the
+other names here are imported when they are asked for.
+
+**Check**: `_check` compares a step with `_plain`, the loop of MLX; `_comparison` is the result; `_kept` puts back what
+was changed.
+
+**Ladder**: `_diagnose` starts a process for each rung of `_rungs` (`_child`, for a config) and watches it by its clock
+and memory (`_watch`), or watches from a second thread (`_inside`). A rung (`_rungs_plain`, `_rungs_step`, `_numbers`)
+writes a line behind each step (`_recorder`); `_judge` says what is wrong, `_diagnosis` and `_page` show it.
+
+Uses `_step`, `_random`, `_records`, `data`, `training`, `checkpoints`, `config` and `report`, the last five when they
+are needed.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,9 +22,34 @@ from faststep.doctor._environment import environment
 if TYPE_CHECKING:
     from faststep.doctor._check import check
     from faststep.doctor._comparison import Comparison, Difference, Timing
+    from faststep.doctor._diagnose import diagnose, diagnose_config
+    from faststep.doctor._diagnosis import Diagnosis
+    from faststep.doctor._finding import Finding
+    from faststep.doctor._watch import Measured
 
-__all__ = ["Comparison", "Difference", "Timing", "check", "environment"]
-_PLACES = {"check": "_check", "Comparison": "_comparison", "Difference": "_comparison", "Timing": "_comparison"}
+__all__ = [
+    "Comparison",
+    "Diagnosis",
+    "Difference",
+    "Finding",
+    "Measured",
+    "Timing",
+    "check",
+    "diagnose",
+    "diagnose_config",
+    "environment",
+]
+_PLACES = {
+    "check": "_check",
+    "Comparison": "_comparison",
+    "Difference": "_comparison",
+    "Timing": "_comparison",
+    "diagnose": "_diagnose",
+    "diagnose_config": "_diagnose",
+    "Diagnosis": "_diagnosis",
+    "Finding": "_finding",
+    "Measured": "_watch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_POINTS = 9
+LEAST_ACTIVE = 64.0  # bytes a step of MLX's memory, which is counted exactly; a step keeps a few flags for a while
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Growth:
     Attributes:
         slope: Bytes a step.
         error: The standard error of the slope.
-        rises: Whether the last third lies above the first third altogether.
+        rises: Whether the last third lies above the first third altogether, and both halves rise: it is no single jump.
         whole: Bytes from the first point to the last one.
     """
 
@@ -42,13 +43,23 @@ def growth(values: Sequence[float]) -> Growth | None:
     n = len(values)
     if n < LEAST_POINTS:
         return None
-    x_mean, y_mean = (n - 1) / 2, sum(values) / n
-    squares = n * (n * n - 1) / 12  # of x around its mean
-    slope = sum((i - x_mean) * (y - y_mean) for i, y in enumerate(values)) / squares
+    x_mean, y_mean, squares, slope = (n - 1) / 2, sum(values) / n, _squares(n), _slope(values)
     rest = sum((y - y_mean - slope * (i - x_mean)) ** 2 for i, y in enumerate(values))
     third = n // 3
-    rises = min(values[-third:]) > max(values[:third])
+    halves = [_slope(values[: n // 2]), _slope(values[n // 2 :])]
+    rises = min(values[-third:]) > max(values[:third]) and min(halves) > slope / 4 > 0
     return Growth(slope, math.sqrt(rest / (n - 2) / squares), rises, values[-1] - values[0])
+
+
+def _squares(n: int) -> float:
+    """Return the sum of squares of 0 to n - 1 around their mean."""
+    return n * (n * n - 1) / 12
+
+
+def _slope(values: Sequence[float]) -> float:
+    n = len(values)
+    y_mean = sum(values) / n
+    return sum((i - (n - 1) / 2) * (y - y_mean) for i, y in enumerate(values)) / _squares(n)
 
 
 def _bytes(count: float) -> str:

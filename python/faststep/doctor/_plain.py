@@ -135,4 +135,5 @@ def _average(window: list[tuple[Tree, Any]]) -> Tree:
         total: mx.array = sum(products[1:], products[0]) / whole
         return total.astype(parts[0].dtype)
 
-    return tree_map(mean, *(gradients for gradients, _ in window))
+    averaged: Tree = tree_map(mean, *(gradients for gradients, _ in window))
+    return averaged

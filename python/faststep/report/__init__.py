@@ -6,6 +6,22 @@ that of several. Uses `_records` and `_optional`.
 
 from faststep.report._compare import compare, ends
 from faststep.report._log import Log, LogError, Table, read_log
+from faststep.report._page import Html, cards, page, said, section, table, write
 from faststep.report._report import report
 
-__all__ = ["Log", "LogError", "Table", "compare", "ends", "read_log", "report"]
+__all__ = [
+    "Html",
+    "Log",
+    "LogError",
+    "Table",
+    "cards",
+    "compare",
+    "ends",
+    "page",
+    "read_log",
+    "report",
+    "said",
+    "section",
+    "table",
+    "write",
+]

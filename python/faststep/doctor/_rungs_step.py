@@ -1,0 +1,216 @@
+"""The upper rungs: compiled, the native step, and what a training has around it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from faststep._random import mlx_key
+from faststep._step import Step, call_with
+from faststep.doctor import _lazy, _shapes
+from faststep.doctor._finding import Finding
+from faststep.doctor._recorder import Recorder
+from faststep.doctor._rungs_plain import clipped, first, value_and_gradients
+from faststep.doctor._subject import Subject
+from faststep.doctor._user_code import place_of
+
+_READS = "Attempting to eval an array during function transformations"
+_FRESH = 64  # batches in which new shapes are looked for
+_SAVES = 4
+
+
+def compiled(subject: Subject, record: Recorder) -> None:
+    """Compile the step of plain MLX."""
+    model, optimizer = subject.model, subject.optimizer
+    optimizer.init(model.trainable_parameters())
+    states = [each.state for each in getattr(optimizer, "optimizers", [optimizer])]
+    state = [model.state, states, mx.random.state]
+
+    @functools.partial(mx.compile, inputs=state, outputs=state)
+    def traced(batch: Any) -> Any:
+        value, gradients = value_and_gradients(subject, batch)
+        optimizer.update(model, clipped(subject, gradients))
+        return value
+
+    def body(batch: Any) -> mx.array:
+        value = traced(batch)
+        mx.eval(value, state)
+        return mx.array(first(value))
+
+    try:
+        record.measure(body, subject.some())
+    except ValueError as error:
+        if "uncaptured inputs" in str(error):
+            text = "mx.compile refuses the step: the loss reaches arrays beside its arguments (another model, a buffer)"
+            remedy = "nothing, where you train by fast_step or Step: it finds them and takes them as inputs"
+            record.find(Finding("uncaptured", "note", text, remedy, "mx.compile(step, inputs=[..., other.state])"))
+            return
+        if _READS not in str(error):
+            raise
+        place = place_of(error) or "an unknown place"
+        text = f"the loss or the optimizer reads values while it computes, and cannot be compiled: {place}"
+        remedy = "compute with arrays instead: mx.where in place of if; return a metric beside the loss, do not read it"
+        record.find(Finding("loss-reads-values", "warning", text, remedy, "mx.where(condition, a, b)"))
+
+
+def native(subject: Subject, record: Recorder) -> None:
+    """Take native steps."""
+    step = _step(subject)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with _lazy.watched(subject.loss_fn, "the loss function", record):
+            record.measure(lambda batch: call_with(batch, step).loss, subject.some())
+    stats = step.stats
+    record.say("stats", mode=stats.mode, reason=stats.reason, traces=len(stats.traces), skipped=stats.skipped)
+    for text in dict.fromkeys(str(each.message) for each in caught):
+        remedy = "see what it says; the step gives the same numbers either way"
+        record.find(Finding("step-warning", "warning", text, remedy))
+
+
+def shapes(subject: Subject, record: Recorder) -> None:
+    """Take native steps on new batches, and see which of their shapes are new."""
+    step, seen = _step(subject), _shapes.Shapes()
+    end = time.perf_counter() + 2 * record.seconds
+    for batch in itertools.islice(subject.batches, _FRESH):
+        seen.add(batch)
+        start = time.perf_counter()
+        mx.eval(call_with(batch, step).loss)
+        record.step(time.perf_counter() - start)
+        if time.perf_counter() > end and seen.batches > 8:
+            break
+    stats = step.stats
+    record.say("stats", traces=stats.traced, batches=seen.batches)
+    if (finding := seen.finding(stats)) is not None:
+        record.find(finding)
+
+
+def prefetch(subject: Subject, record: Recorder) -> None:
+    """Make the batches in a thread, ahead of the native step."""
+    from faststep.data import Loader
+
+    step, loader = _step(subject), subject.batches
+    if not (isinstance(loader, Loader) and loader.workers):
+        loader = Loader(_Again(subject), batch_size=1, collate=_only, workers=1)
+    with loader:
+        batches, end = iter(loader), time.perf_counter() + record.seconds
+        for number in range(record.steps):
+            record.at("a batch of the worker")
+            start = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                break
+            loss = call_with(batch, step).loss
+            mx.eval(loss)
+            record.step(time.perf_counter() - start, loss)
+            if number >= 2 and time.perf_counter() > end:
+                break
+
+
+class _Again:
+    """The batches of a subject, as a source whose items they are."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._subject.batches)
+
+
+def _only(items: Sequence[Any]) -> Any:
+    return items[0]
+
+
+def accumulation(subject: Subject, record: Recorder) -> None:
+    """Update once for two batches."""
+    step = _step(subject, accumulate=2)
+    record.measure(lambda batch: call_with(batch, step).loss, subject.some())
+    step.flush()
+
+
+def validation(subject: Subject, record: Recorder) -> None:
+    """Validate behind every step."""
+    from faststep.training import validate
+
+    step = _step(subject)
+    batches = list(itertools.islice(subject.validation, 4)) if subject.validation is not None else subject.some()[:4]
+
+    def body(batch: Any) -> mx.array:
+        record.at("a step")
+        loss = call_with(batch, step).loss
+        mx.eval(loss)
+        record.at("a validation")
+        validate(step, batches)
+        return mx.array(loss)
+
+    record.measure(body, subject.some())
+
+
+def checkpoint(subject: Subject, record: Recorder) -> None:
+    """Write checkpoints where the run would have them."""
+    from faststep.checkpoints import Checkpoints
+
+    step = _step(subject)
+    call_with(subject.some()[0], step)
+    parent = subject.folder or Path(tempfile.gettempdir())
+    there = next(each for each in (parent.absolute(), *parent.absolute().parents) if each.is_dir())
+    folder = Path(tempfile.mkdtemp(prefix=".faststep-doctor-", dir=there))
+    times, written = [], 0
+    try:
+        checkpoints = Checkpoints(folder / "checkpoints", background=False)
+        for number in range(1, _SAVES + 1):
+            record.at("writing a checkpoint")
+            start = time.perf_counter()
+            path = checkpoints.save(step, None, number=number, numbers={})
+            times.append(time.perf_counter() - start)
+            written = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+            record.step(times[-1])
+            if sum(times) > 4 * record.seconds:
+                break
+        checkpoints.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = sorted(times)[len(times) // 2]
+    record.say("written", bytes=written, seconds=seconds)
+    if seconds > 1.0 + written / _SLOW_DISK:
+        text = f"a checkpoint of {written / 1e6:.1f} MB takes {seconds:.1f} s to write in {there}: the disk is slow"
+        remedy = "let `run` be a folder on a local disk, or write checkpoints less often"
+        record.find(Finding("slow-disk", "warning", text, remedy, "run: /local/runs\ncheckpoints: {every: 1000}"))
+
+
+_SLOW_DISK = 50e6  # bytes a second
+
+
+def own(subject: Subject, record: Recorder) -> None:
+    """Take the user's own steps."""
+    own_step = subject.own_step
+    assert own_step is not None, "the rung is there for it"
+
+    def body(batch: Any) -> None:
+        call_with(batch, own_step)
+
+    with _lazy.watched(own_step, "your step", record):
+        taken = record.measure(body, subject.some())
+    if (finding := _lazy.left_behind(subject.model, subject.optimizer, taken)) is not None:
+        record.find(finding)
+    before = mlx_key()  # not that before the first step, which may have been traced
+    body(subject.some()[0])
+    if _shapes.draws(subject.model) and before.tolist() == mlx_key().tolist():
+        text = "the model has dropout, and your step leaves mx.random.state as it was: every step draws the same mask"
+        remedy = "let a compiled step take the random state and give it back"
+        code = (
+            "state = [model.state, optimizer.state, mx.random.state]\n@partial(mx.compile, inputs=state, outputs=state)"
+        )
+        record.find(Finding("random-state", "warning", text, remedy, code))
+
+
+def _step(subject: Subject, accumulate: int = 1) -> Step:
+    return Step(subject.model, subject.optimizer, subject.loss_fn, accumulate=accumulate, **subject.options)

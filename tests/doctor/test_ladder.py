@@ -1,0 +1,140 @@
+"""The ladder: rungs in processes of their own, what hangs is ended, and a healthy training is called so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faststep
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+from support.commands import faststep as command
+from support.commands import set_, write_config
+from support.faults import FAULTS, HEAD, TAIL, diagnosed
+
+CORRECTED = {"use": "AdamW", "learning_rate": 0.01, "bias_correction": True}
+
+
+def test_a_loader_that_hangs_is_found_in_a_process_of_its_own(tmp_path: Path) -> None:
+    code = f"{FAULTS['a loader that blocks'].code}\nopen('pids', 'a').write(f'{{os.getpid()}}\\n')"
+    found = diagnosed(tmp_path, code, "data evaluated forward", isolate=True)
+    (finding,) = [each for each in found["findings"] if each["level"] == "failure"]
+    assert finding["name"] == "hangs"
+    assert "data alone hangs (batch 4), at train.py:" in finding["text"]
+    assert [each["status"] for each in found["rungs"]] == ["hangs", "skipped", "skipped"]
+    assert "in blocking" in found["rungs"][0]["stack"]
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rung_that_takes_all_memory_is_ended(tmp_path: Path) -> None:
+    code = """
+import faststep.doctor._diagnose as ladder
+ladder.memory = lambda: (5e8, 5e8)  # as on a machine of half a gigabyte
+kept = []
+def loss_fn(model, x, y):
+    kept.append(np.ones(20_000_000))
+    return nn.losses.cross_entropy(model(x), y, reduction="mean")
+"""
+    found = diagnosed(tmp_path, code, "data forward repeated", isolate=True)
+    assert found["rungs"][2]["status"] == "grows"
+    assert found["findings"][0]["name"] == "memory"
+    assert "0.5 GB" in found["findings"][0]["text"]
+
+
+def test_a_program_that_dies_is_told(tmp_path: Path) -> None:
+    code = """
+def loss_fn(model, x, y):
+    os.abort()
+"""
+    found = diagnosed(tmp_path, code, "data forward", isolate=True)
+    assert "the process ended by signal SIGABRT" in found["findings"][0]["text"]
+
+
+def test_an_error_names_its_line(tmp_path: Path) -> None:
+    code = """
+def loss_fn(model, x, y):
+    return nn.losses.cross_entropy(model(x.T), y, reduction="mean")
+"""
+    found = diagnosed(tmp_path, code, "data forward numbers", isolate=True)
+    (finding,) = found["findings"]
+    assert finding["name"] == "error"
+    assert "in loss_fn: return nn.losses.cross_entropy(model(x.T)" in finding["text"]
+    assert "Traceback" in found["rungs"][1]["error"]["trace"]
+
+
+def test_the_diagnosis_leaves_everything_as_it_was() -> None:
+    model, optimizer = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)), optim.Adam(1e-2)
+    batches = [(mx.random.normal((8, 4)),) for _ in range(4)]
+    mx.eval(model.parameters(), batches)
+    before, draws = dict(tree_flatten(model.parameters())), mx.random.state[0].tolist()
+    found = faststep.diagnose(
+        model, optimizer, lambda model, x: mx.square(model(x)).mean(), batches, seconds=0.2, progress=False
+    )
+    assert found.healthy, str(found)
+    assert len(found.rungs) == 16
+    assert "no script to run again" in found.notes[0]
+    after = dict(tree_flatten(model.parameters()))
+    assert all(after[path] is before[path] for path in before)
+    assert mx.random.state[0].tolist() == draws
+    assert optimizer.state["step"].item() == 0
+    assert "healthy" in str(found)
+
+
+def test_wrong_options_are_refused() -> None:
+    parts = nn.Linear(2, 1), optim.SGD(0.1), lambda model, x: model(x).sum(), [mx.zeros((1, 2))]
+    with pytest.raises(ValueError, match="rungs: expected names among data, "):
+        faststep.diagnose(*parts, rungs=["nothing"])
+    with pytest.raises(TypeError, match="max_grad_nrm"):
+        faststep.diagnose(*parts, max_grad_nrm=1.0)
+    with pytest.raises(RuntimeError, match="expected a script that can be run again"):
+        faststep.diagnose(*parts, isolate=True)
+
+
+def test_the_command_on_a_config(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    page = tmp_path / "page.html"
+    words = ["--seconds", "0.3", "--html", page, *set_(optimizer=CORRECTED)]
+    done = command("doctor", config, *words, cwd=tmp_path)
+    assert "healthy: nothing hangs, grows, fails or changes the numbers" in done.stdout
+    assert "data alone" in done.stderr
+    assert "<h2>Rungs</h2>" in page.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "data.npz", "mine.py", "page.html"]
+
+
+def test_the_command_names_a_fault_of_a_config(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    words = ["--seconds", "0.3", "--json", "--rung", "data", "--rung", "forward"]
+    done = command("doctor", config, *words, "--set", "loss={use: mine.py:broken}", status=1, cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert found["findings"][0]["name"] == "error"
+    assert "mine.py:" in found["findings"][0]["text"]
+    assert "rungs: expected names among" in command("doctor", config, "--rung", "nothing", status=2).stderr
+    assert "unknown key" in command("doctor", config, "--set", "optimizer.learning_rat=1", status=2).stderr
+
+
+def test_ctrl_c_ends_the_child_too(tmp_path: Path) -> None:
+    code = f"{FAULTS['a loader that blocks'].code}\nopen('pids', 'a').write(f'{{os.getpid()}}\\n')"
+    program = tmp_path / "train.py"
+    program.write_text(f"{HEAD}{code}{TAIL.replace('CALL', '{}')}".replace('["timeout"] = 3.0', '["timeout"] = 300.0'))
+    process = subprocess.Popen([sys.executable, str(program)], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len((tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+    child = int((tmp_path / "pids").read_text().split()[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

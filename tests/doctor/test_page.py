@@ -1,0 +1,56 @@
+"""docs/doctor.md: its program is run, its commands too, and its table is that of the planted faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from support.commands import faststep
+from support.faults import FAULTS, HEAD, TAIL
+from support.places import ROOT
+
+PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_table_is_that_of_the_tests() -> None:
+    rows = re.findall(r"^\| (.+) \| `([\w-]+)` \| `(.+)` \|$", PAGE, re.MULTILINE)
+    assert rows == [(name, each.finding, each.remedy) for name, each in FAULTS.items()]
+    assert len(rows) >= 16
+
+
+def test_the_program_says_what_the_page_says(tmp_path: Path) -> None:
+    program, said = blocks("python")[0], next(each for each in blocks("console") if each.startswith("$ python"))
+    (tmp_path / "train.py").write_text(program)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for line in said.splitlines()[1:]:
+        assert re.sub(r"\d+ operations", "N operations", line) in re.sub(r"\d+ operations", "N operations", done.stdout)
+    assert "the first rung with a fault is 'your own step'" in done.stdout
+
+
+def test_the_commands_of_the_page_are_there(tmp_path: Path) -> None:
+    commands = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ faststep")]
+    assert commands == ["faststep doctor config.yaml", "faststep doctor", "faststep check examples/char_gpt.yaml"]
+    small = ["--seconds", "0", "--set", "model.layers=1", "--set", "model.width=32", "--set", "data.batch_size=2"]
+    _, name, config = shlex.split(commands[2])
+    assert "the same numbers" in faststep(name, ROOT / config, *small, cwd=tmp_path).stdout
+    assert "no failures" in faststep(*shlex.split(commands[1])[1:]).stdout
+
+
+def test_the_page_of_a_hang_has_its_stacks(tmp_path: Path) -> None:
+    tail = TAIL.replace("CALL", "{'rungs': ['data', 'forward'], 'isolate': False}")
+    code = f"{FAULTS['a loader that blocks'].code}{tail}found.html('page.html')"
+    (tmp_path / "train.py").write_text(HEAD + code)
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=300, env=dict(os.environ))
+    page = (tmp_path / "page.html").read_text()
+    assert "Stacks of &#x27;data alone&#x27;" in page
+    assert "in blocking" in page
+    assert "workers=0 first" in page
