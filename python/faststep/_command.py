@@ -1,4 +1,4 @@
-"""The command line that started this process, as far as the package has to know it before it loads anything.
+"""The command line that started this process, as far as the package knows it before it loads anything; exit codes.
 
 Python's standard library only; it uses no other room.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+HUNG = 5  # the exit code of a training that ends itself because it makes no progress
 
 
 def asks_for_environment() -> bool:

@@ -5,7 +5,7 @@ stage of a run.
 """
 
 from faststep._watch._memory import memory
-from faststep._watch._report import HUNG, hang_report
+from faststep._watch._report import hang_report
 from faststep._watch._watchdog import Watchdog
 
-__all__ = ["HUNG", "Watchdog", "hang_report", "memory"]
+__all__ = ["Watchdog", "hang_report", "memory"]

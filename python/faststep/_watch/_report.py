@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 
 from faststep._watch._memory import available, memory
 
-HUNG = 5  # the exit code of a process that ends itself because it hangs
 _GIB = 2.0**30
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from faststep._watch import HUNG
+from faststep._command import HUNG
 from faststep.cli._saved import config_of
 from faststep.cli._status import GAVE_UP
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from faststep._command import HUNG
 from faststep._step import Step
-from faststep._watch import HUNG
 
 OnHang = Literal["report", "exit"]
 _LOG_SECONDS = 5.0  # for the log, which may be what hangs
