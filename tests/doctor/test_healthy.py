@@ -1,4 +1,7 @@
-"""Healthy trainings: the examples, and configs of the recipes. None of them gets a failure or a warning."""
+"""Healthy trainings: the examples, and configs of the recipes. None of them gets a failure or a warning.
+
+What is slow depends on what else the machine does, and decides nothing here.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,10 @@ def alarms(folder: Path, *words: str | Path) -> list[str]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [each["name"] for each in found["rungs"] if each["status"] != "ok"] == [], found["verdict"]
+    assert [each["name"] for each in found["rungs"] if each["status"] not in ("ok", "slow")] == [], found["verdict"]
     assert len(found["rungs"]) == 16
-    return [each["text"] for each in found["findings"] if each["level"] != "note"]
+    alarming = [each for each in found["findings"] if each["level"] != "note"]
+    return [each["text"] for each in alarming if each["name"] not in ("slow", "slow-data")]
 
 
 def test_the_example_with_a_config(tmp_path: Path) -> None:
