@@ -54,3 +54,12 @@ def test_the_page_of_a_hang_has_its_stacks(tmp_path: Path) -> None:
     assert "Stacks of &#x27;data alone&#x27;" in page
     assert "in blocking" in page
     assert "workers=0 first" in page
+
+
+def test_the_page_of_a_diagnosis_has_gradients_by_module(tmp_path: Path) -> None:
+    tail = TAIL.replace("CALL", "{'rungs': ['data', 'numbers'], 'isolate': False, 'seconds': 0.3}")
+    (tmp_path / "train.py").write_text(f"{HEAD}{tail}found.html('page.html')")
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=300)
+    page = (tmp_path / "page.html").read_text()
+    assert "Gradients by module" in page
+    assert ">layers.0</td>" in page
