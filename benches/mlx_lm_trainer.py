@@ -3,7 +3,7 @@
 Each run has a process of its own, which takes MLX's kernels as faststep brings them, so that only the trainers differ.
 The model is a small Llama with random weights, the data are the project's own pages::
 
-    python benches/mlx_lm_trainer.py       # two minutes
+    python benches/mlx_lm_trainer.py       # three minutes
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mlx_lm.tuner import trainer
 from mlx_lm.tuner.datasets import CacheDataset, TextDataset
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
+from report_mlx_lm import OURS, THEIRS
 from samples import Sample, alone, arguments, bars, use_device
 
-OURS, THEIRS = "faststep.mlx_lm.train", "mlx_lm.tuner.trainer.train"
 TRAIN = {OURS: faststep.mlx_lm.train, THEIRS: trainer.train}
 SIZES = {"vocabulary": 1024, "layers": 4, "width": 128, "heads": 4, "context": 128}
 TITLE = "Llama, 4 layers x 128, vocabulary 1,024; batch 4, up to 128 tokens"
@@ -39,7 +39,7 @@ CASES = {
     "lora": "LoRA of rank 8 on all linear layers",
     "full": "all of the model",
 }
-ITERS, WARM = 40, 15  # the first ones trace and compile
+ITERS, WARM = 30, 12  # the first ones trace and compile
 ACCUMULATE, UNEVEN = 4, 10  # windows of so many batches, and as many iterations as leave one that is not full
 
 
@@ -171,7 +171,7 @@ def main() -> None:
         way, *rest = args.alone
         print(json.dumps(run_alone(way, *rest) if rest else off_alone(way)))
         return
-    sample = Sample("mlx_lm", args)
+    sample = Sample("mlx_lm_trainer", args)
     with bars() as progress:
         for case in progress.track(args.cases or [*CASES, "windows"]):
             if case == "windows":

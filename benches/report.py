@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from machine import ROOT
 from markdown import measured_on
+from report_mlx_lm import MLX_LM, mlx_lm
 from report_runs import RUNS, runs
 from report_rust import RUST, rust
 from report_scaling import SCALING, scaling
@@ -39,7 +40,7 @@ HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
 `make bench PARTS=step` runs one part only: step, optimizers, clients, reach, matmul, threads, quantized, scaling, runs,
-rust, trainer, loader or checkpoints.
+rust, trainer, loader, checkpoints or mlx_lm_trainer.
 """
 
 
@@ -65,6 +66,7 @@ SECTIONS = {
     "trainer": Section("The trainer beside a loop by hand", TRAINER, trainer),
     "loader": Section("The loader", LOADER, loader),
     "checkpoints": Section("Checkpoints", CHECKPOINTS, checkpoints),
+    "mlx_lm_trainer": Section("mlx-lm's trainer", MLX_LM, mlx_lm),
 }
 
 

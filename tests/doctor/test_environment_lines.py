@@ -51,6 +51,11 @@ def test_json_has_every_line(tmp_path: Path) -> None:
     assert "GFLOP/s" in lines_of(done)["BLAS" if "BLAS" in lines_of(done) else "products"]["text"]
 
 
+def test_it_needs_no_extra(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['typer'] = None\n")
+    assert json.loads(doctor(tmp_path, "--json", status=0).stdout)["healthy"] is True
+
+
 def test_a_loader_error_is_told_with_a_remedy(tmp_path: Path) -> None:
     mlx_that(tmp_path, "raise ImportError('libgomp.so.1: cannot open shared object file: No such file')")
     line = lines_of(doctor(tmp_path, "--json", status=1))["import of MLX"]

@@ -120,6 +120,12 @@ def test_the_command_names_a_fault_of_a_config(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["findings"][0]["name"] == "error"
     assert "mine.py:" in found["findings"][0]["text"]
+    done = command(
+        "doctor", config, *words, "--set", "data.train={use: arrays, file: none.npz}", status=1, cwd=tmp_path
+    )
+    text = json.loads(done.stdout)["findings"][0]["text"]
+    assert "while the config is built" in text
+    assert "none.npz cannot be read" in text
     assert "rungs: expected names among" in command("doctor", config, "--rung", "nothing", status=2).stderr
     assert "unknown key" in command("doctor", config, "--set", "optimizer.learning_rat=1", status=2).stderr
 

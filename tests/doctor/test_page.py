@@ -31,8 +31,9 @@ def test_the_program_says_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    printed = re.sub(r"\d+ (operations|steps)", r"N \1", done.stdout)
     for line in said.splitlines()[1:]:
-        assert re.sub(r"\d+ operations", "N operations", line) in re.sub(r"\d+ operations", "N operations", done.stdout)
+        assert re.sub(r"\d+ (operations|steps)", r"N \1", line) in printed
     assert "the first rung with a fault is 'your own step'" in done.stdout
 
 
@@ -54,3 +55,12 @@ def test_the_page_of_a_hang_has_its_stacks(tmp_path: Path) -> None:
     assert "Stacks of &#x27;data alone&#x27;" in page
     assert "in blocking" in page
     assert "workers=0 first" in page
+
+
+def test_the_page_of_a_diagnosis_has_gradients_by_module(tmp_path: Path) -> None:
+    tail = TAIL.replace("CALL", "{'rungs': ['data', 'numbers'], 'isolate': False, 'seconds': 0.3}")
+    (tmp_path / "train.py").write_text(f"{HEAD}{tail}found.html('page.html')")
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=300)
+    page = (tmp_path / "page.html").read_text()
+    assert "Gradients by module" in page
+    assert ">layers.0</td>" in page

@@ -245,6 +245,13 @@ batches = Loader(list(zip(x, y)), batch_size=16, collate=collate)
     "everything frozen": Fault(
         "model.freeze()", "all-frozen", ("nothing is trainable",), "model.unfreeze()", "data forward numbers"
     ),
+    "a layer frozen by accident": Fault(
+        "model.layers.insert(2, nn.Linear(32, 32)); model.layers[2].freeze()",
+        "frozen-layer",
+        ("frozen between layers that train", "model.layers.2.weight"),
+        "model.layers.2.unfreeze()",
+        "data numbers",
+    ),
     "a part cut off by stop_gradient": Fault(
         """
 def loss_fn(model, x, y):

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from faststep.doctor._recorder import Recorder
 from faststep.doctor._rungs import JOB, climb
 from faststep.doctor._subject import Subject
 
@@ -14,7 +15,15 @@ from faststep.doctor._subject import Subject
 def main() -> None:
     """Build the config, and climb the rung."""
     job: dict[str, Any] = json.loads(Path(os.environ.pop(JOB)).read_text(encoding="utf-8"))
-    climb(subject_of(job), job)
+    try:
+        subject = subject_of(job)
+    except Exception as error:
+        with Path(job["events"]).open("a", encoding="utf-8") as events:
+            record = Recorder(events, job["steps"], job["seconds"])
+            record.at("while the config is built")
+            record.failed(error)
+        os._exit(0)
+    climb(subject, job)
     os._exit(0)  # whatever else runs at exit is no part of the rung
 
 

@@ -95,8 +95,8 @@ def table(rungs: Sequence[Measured]) -> list[str]:
     peaks = [max(each.column("active"), default=0.0) for each in rungs]
     rows = [("", "", "time a step", "", "MLX memory", "", "growth a step")]
     for rung, milliseconds, peak in zip(rungs, times, peaks, strict=True):
-        line = growth(rung.column("active"))
-        shown = span(milliseconds / 1e3) if rung.milliseconds is not None else "-"
+        line, measured = growth(rung.column("active")), rung.milliseconds
+        shown = "-" if measured is None else span(measured / 1e3)
         grown = "-" if line is None or not rung.steps else "none" if not line.is_real(LEAST_ACTIVE) else str(line)
         memory = size(peak) if rung.steps else "-"
         rows.append((rung.title, rung.status, shown, _bar(milliseconds, times), memory, _bar(peak, peaks), grown))

@@ -32,6 +32,7 @@ class Tracked:
         self._norms: list[float] = []
         self._rates: list[float] = []
         self._unchanged: dict[str, float] = {}
+        self._sums: dict[str, list[float]] = {}  # by parameter: squares of gradient, weights and update, and the size
 
     def cut_off(self, subject: Subject) -> list[Finding]:
         """Find the parameters that the loss does not depend on, and those that something cuts off."""
@@ -78,10 +79,29 @@ class Tracked:
         self._norms.append(math.sqrt(whole))
         rate = _rate(optimizer)
         self._rates += [] if rate is None else [rate]
+        for name in gradients:
+            self._sums[name] = _sums(gradients[name], before[name], after[name])
         for name, each in gradients.items():
             if each.dtype in _HALF and name in after:
                 moved, there = (after[name] != before[name]).sum(), (each != 0).sum()
                 self._unchanged[name] = 1 - int(moved) / max(1, int(there))
+
+    def by_module(self) -> list[dict[str, Any]]:
+        """Return the last step by module: the root mean squares of gradient and weights, the update by the weights."""
+        modules: dict[str, list[float]] = {}
+        for name, sums in self._sums.items():
+            before = modules.setdefault(name.rpartition(".")[0] or "model", [0.0] * 4)
+            modules[name.rpartition(".")[0] or "model"] = [a + b for a, b in zip(before, sums, strict=True)]
+        return [
+            {
+                "module": name,
+                "parameters": int(size),
+                "gradient": math.sqrt(gradient / size),
+                "weights": math.sqrt(weights / size),
+                "update": math.sqrt(update / weights) if weights else None,
+            }
+            for name, (gradient, weights, update, size) in modules.items()
+        ]
 
     def findings(self, known: Iterable[Finding]) -> list[Finding]:
         """Return what the steps have shown, without what is known to be cut off."""
@@ -147,6 +167,12 @@ class Tracked:
 
 
 _CODE = "print({name: g.abs().max().item() for name, g in tree_flatten(step.gradients(*batch)[1])})"
+
+
+def _sums(gradient: mx.array, before: mx.array, after: mx.array) -> list[float]:
+    old, new = before.astype(mx.float32), after.astype(mx.float32)
+    squares = [gradient.astype(mx.float32).square().sum(), old.square().sum(), (new - old).square().sum()]
+    return [*(float(each) for each in squares), float(gradient.size)]
 
 
 def _constant_loss() -> Finding:

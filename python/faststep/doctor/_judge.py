@@ -93,7 +93,8 @@ def _error(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
         return
     kind = f"{error['error']}: " if error.get("error") else ""
     place = f", at {error['place']}" if error.get("place") else ""
-    text = f"{rung.title} fails: {kind}{message.partition(chr(10))[0]}{place}"
+    at = f" ({rung.at})" if rung.at and not rung.steps else ""
+    text = f"{rung.title} fails{at}: {kind}{message.partition(chr(10))[0]}{place}"
     remedy = "mend the line that it names; the traceback is in the report (--html, --json)"
     yield Finding("error", "failure", text, remedy)
 

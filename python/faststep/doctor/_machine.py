@@ -137,14 +137,21 @@ def kernel_folder() -> Path:
     return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "mlx-faststep"
 
 
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # another process has just put it in its place, or deleted it
+        return 0
+
+
 def _kernels() -> Line:
     if os.environ.get("FASTSTEP_KERNELS") == "0":
         folder, name = Path(tempfile.gettempdir()), "MLX's own (FASTSTEP_KERNELS=0)"
         files: list[Path] = []
     else:
         folder, name = kernel_folder(), str(kernel_folder())
-        files = [each for each in folder.rglob("*.so") if each.is_file()]
-    known = f"{name}: {len(files)} kernels, {sum(each.stat().st_size for each in files) / 1e6:.1f} MB"
+        files = list(folder.rglob("*.so"))
+    known = f"{name}: {len(files)} kernels, {sum(map(_size_of, files)) / 1e6:.1f} MB"
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not os.access(there, os.W_OK):
         remedy = "make it writable, or set XDG_CACHE_HOME to a folder that is"

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from faststep._random import mlx_key, seed_of
 from faststep._step import call_with
-from faststep.doctor import _data_checks, _gradients
+from faststep.doctor import _data_checks, _frozen, _gradients
 from faststep.doctor._finding import Finding
 from faststep.doctor._modules import Indices, Layouts, Origin, bad_rows, watching, watching_labels
 from faststep.doctor._recorder import Recorder
@@ -23,10 +23,10 @@ _STEPS = 30
 
 def numbers(subject: Subject, record: Recorder) -> None:
     """Look at data, modules, gradients and updates of the first steps."""
-    for finding in _data_checks.findings(subject):
+    for finding in [*_data_checks.findings(subject), *_frozen.findings(subject.model)]:
         record.find(finding)
     if not _trainable(subject.model):
-        record.find(_frozen(subject.model))
+        record.find(_all_frozen(subject.model))
         return
     record.at("the loss, module by module")
     if not _forward(subject, record):
@@ -35,6 +35,7 @@ def numbers(subject: Subject, record: Recorder) -> None:
     tracked = _gradients.Tracked(subject.model)
     cut = tracked.cut_off(subject)
     bad = _steps(subject, record, tracked)
+    record.say("gradients", modules=tracked.by_module())
     found = cut + tracked.findings(cut) if bad is None else bad
     for each in [*found, *tracked.rates(subject.optimizer)]:
         record.find(each)
@@ -44,7 +45,7 @@ def _trainable(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.trainable_parameters()))
 
 
-def _frozen(model: nn.Module) -> Finding:
+def _all_frozen(model: nn.Module) -> Finding:
     arrays: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     count = sum(each.size for each in arrays.values())
     text = f"nothing is trainable: all {count:,} parameters are frozen"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from faststep._records import size, span
+from faststep._records import count, figure, size, span
 from faststep.doctor._finding import Finding
 from faststep.doctor._growth import growth
 from faststep.doctor._watch import Measured
@@ -27,6 +28,7 @@ def write_page(
         cards(_numbers(findings, rungs)),
         section("What to do", "".join(map(_shown, findings))),
         section("Rungs", _rungs(rungs)),
+        section("Gradients by module, at the last step in plain MLX", _gradients(rungs)),
         *(section(f"Stacks of '{each.title}'", _pre(each.stack)) for each in rungs if each.stack),
         *(
             section(f"Error of '{each.title}'", _pre(each.error["trace"]), folded=True)
@@ -78,6 +80,18 @@ def _rungs(rungs: Sequence[Measured]) -> str:
         )
     header = ("rung", "", "time a step", "by step", "MLX memory", "by step", "growth", "process", "steps", "in all")
     return table(header, rows, numbers=(2, 4, 7, 8, 9))
+
+
+def _gradients(rungs: Sequence[Measured]) -> str:
+    modules: list[dict[str, Any]] = next(
+        (each.facts["gradients"]["modules"] for each in rungs if "gradients" in each.facts), []
+    )
+    rows = [
+        [each["module"], count(each["parameters"]), *(figure(each[name]) for name in ("gradient", "weights", "update"))]
+        for each in modules
+    ]
+    header = ("module", "parameters", "gradient", "weights", "update by weights")
+    return table(header, rows, numbers=(1, 2, 3, 4))
 
 
 def _plot(values: Sequence[float], name: str) -> Html:
