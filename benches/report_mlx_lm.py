@@ -38,7 +38,7 @@ def _windows(result: dict[str, Any]) -> list[str]:
     head = ["trainer", "one window of 4 batches", "10 batches: the last window has 2"]
     rows = [[f"`{way}`", f"{found[full]:.1e}", f"{found[open_]:.1e}"] for way, found in result.items()]
     text = (
-        "How far the weights end from those of plain MLX, where each window's gradients are averaged over its tokens, as "
-        "a share of how far those have come (SGD). mlx-lm averages the means of batches, and drops the last window."
+        "How far the weights end from those of plain MLX, where each window's gradients are averaged over its tokens, "
+        "as a share of how far those have come (SGD). mlx-lm averages the means of batches, and drops the last window."
     )
     return ["#### Accumulated gradients", "", text, "", *table(head, rows), ""]
