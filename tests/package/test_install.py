@@ -97,6 +97,10 @@ def test_a_wheel_is_stripped_and_brings_the_licences_of_what_it_holds(wheel: Pat
         assert archive.getinfo(library).file_size < 4_000_000
         (notices,) = (name for name in names if name.endswith(".dist-info/licenses/THIRD_PARTY_NOTICES"))
         assert archive.read(notices) == (ROOT / "THIRD_PARTY_NOTICES").read_bytes()
+    project = "python/faststep/cli/project"  # what `faststep new` writes
+    files = [each.relative_to(ROOT / "python").as_posix() for each in (ROOT / project).iterdir()]
+    assert files
+    assert set(files) <= set(names)
 
 
 @linux

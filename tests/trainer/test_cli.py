@@ -128,6 +128,29 @@ def test_a_signal_ends_a_wait_for_data_that_hang(
     assert checksums(run) == checksums(whole)
 
 
+def test_what_a_signal_waits_for_is_told_and_a_second_one_does_not(config: Path, tmp_path: Path) -> None:
+    """Validation is not left in the middle: what it would have found belongs to the run."""
+    hanging = tmp_path / "hanging"
+    hanging.touch()
+    data = {"use": "mine.py:Hanging", "file": str(tmp_path / "data.npz"), "until": str(hanging)}
+    command = [sys.executable, "-m", "faststep", "train", str(config), *set_(data__validation=data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_for_line(process, hanging, "reached")
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        line = next(each for each in lines if "SIGTERM: validating since " in each)
+        assert line.endswith("; a second signal does not wait for it\n")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGTERM
+    hanging.unlink()
+    faststep("resume", tmp_path / "run")
+    whole = tmp_path / "whole"
+    faststep("train", config, *set_(data__validation=data, run=str(whole)))
+    assert checksums(tmp_path / "run") == checksums(whole)
+
+
 def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(config: Path, tmp_path: Path) -> None:
     parts = ["--kills", 4, "--steps", 200, "--seed", random.randrange(1000), "--keep", tmp_path / "runs"]
     done = faststep("verify-resume", config, *set_(step__accumulate=3, step__ema_decay=0.9), *parts)
