@@ -28,11 +28,14 @@ def new(
     texts = _texts()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Exit(f"{folder}: it cannot be made: {error.strerror}") from None
+    try:
         for name, text in texts.items():
             with replacing(folder / name, new=True) as file:
                 file.write(text)
     except OSError as error:
-        raise Exit(f"{folder}: it cannot be written: {error}", FAILED) from None
+        raise Exit(f"{folder}: the project cannot be written: {error.strerror}", FAILED) from None
     typer.echo(f"{folder}: {', '.join(texts)}")
     go = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(os.fspath(folder))}"]
     for line in [*go, "faststep train config.yaml", "python -m pytest"]:
