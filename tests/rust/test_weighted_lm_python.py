@@ -20,7 +20,7 @@ from support.places import RustExample
 STEPS, WARM_UP, SEQ, BATCH, SEED, RATE = 40, 8, 32, 6, 5, 3e-3
 TEXTS = {
     "docs/guide.md": "The step takes gradients, clips them, updates the model and evaluates what has changed. ",
-    "step.py": "def step(model, optimizer, loss_fn, *batch):\n    return fast_step(model, optimizer, loss_fn, *batch)\n",
+    "step.py": "def step(model, optimizer, loss_fn, batch):\n    return fast_step(model, optimizer, loss_fn, batch)\n",
     "tests/test_step.py": "def test_step():\n    assert step(1) == 1\n",
 }
 
