@@ -4,7 +4,7 @@ Each way has a process of its own, one after the other in each round, so that on
 them take the same batches from the same weights: AdamW, gradients clipped to norm 1.0::
 
     python benches/recipes.py                                     # the small ones
-    python benches/recipes.py --cases series-full --rounds 1 --steps 3
+    python benches/recipes.py --cases series-full --rounds 1 --steps 2
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ SYSTEMS = {
         series_batch(8, 100, 6, 10, 256),
     ),
     "series-full": System(
-        "series of 128 x 128 in front of a frozen Llama-3.2-1B in 4 bits, 4 texts of 64 tokens, vocabulary 128,256",
+        "a series of 64 x 128 in front of a frozen Llama-3.2-1B in 4 bits, a text of 16 tokens, vocabulary 128,256",
         full_series,
         recipes.series_to_text,
-        series_batch(4, 128, 128, 64, 128_256),
+        series_batch(1, 64, 128, 16, 128_256),
     ),
     "weighted": System(
         "GPT, 4 layers x 128, 16 weighted texts of 64 bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from faststep import Step, recipes
 from faststep.data import Loader
 from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten
-from support.reader import copy_examples, run
+from support.reader import commands, copy_examples, run
 
 DECODER = {
     "vocab_size": 256,
@@ -185,8 +186,22 @@ def test_quick_test_shows_counts_and_norms_by_part(place: Path) -> None:
 
 
 def test_a_quick_test_resumes_exactly(place: Path) -> None:
-    done = run("faststep verify-resume configs/mlx/quick_test.yaml --steps 40 --kills 2", place)
+    command = next(each for each in commands("time_series.md") if "verify-resume" in each)
+    done = run(command, place, "--kills", "2")
     assert "proved" in done.stdout
+
+
+def test_the_page_leads_to_series_of_a_package(tmp_path: Path) -> None:
+    if importlib.util.find_spec("aeon") is None:
+        pytest.skip("series that a package ships: pip install --no-deps aeon")
+    copy_examples(tmp_path)
+    place = tmp_path / "examples"
+    prepare, train = (each for each in commands("time_series.md")[2:4])
+    assert "that of the nearest series 0.600" in run(prepare, place).stdout
+    run(train, place, "--set", "train.steps=100")
+    validations = [json.loads(line) for line in (place / "runs/quick_test/log.jsonl").read_text().splitlines()]
+    answers = [each["metrics"]["answers"] for each in validations if each["kind"] == "validation"]
+    assert answers[-1] > 0.6
 
 
 @pytest.mark.parametrize(

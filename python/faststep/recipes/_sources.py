@@ -47,7 +47,7 @@ class Sources(Sequence[Item]):
         self._rows: list[tuple[np.ndarray, int, float, float]] = []
         for file in chosen(find_files(files), split, every):
             text = np.fromfile(file, dtype=np.uint8)
-            about = authority(file), entropy(text)
+            about = authority(_inner(file, files)), entropy(text)
             self._rows += [(text, at, *about) for at in range(0, len(text) - context + 1, context)]
         if not self._rows:
             raise ValueError(f"context: expected a file of {context} bytes or more, found none")
@@ -70,9 +70,16 @@ class Sources(Sequence[Item]):
         }
 
 
+def _inner(file: Path, files: Path | list[Path] | None) -> Path:
+    """Return a file's path within the folder that was named: what lies above says nothing about it."""
+    named = files if isinstance(files, list) else [] if files is None else [files]
+    around = [folder for folder in named if folder in file.parents]
+    return file.relative_to(around[0]) if around else Path(file.name)
+
+
 def authority(file: Path) -> float:
     """Return the authority of a file's kind, above 0 and at most 1."""
-    if any(part in ("test", "tests") or part.startswith("test_") for part in (file.parent.name, file.name)):
+    if any(part in ("test", "tests") or part.startswith("test_") for part in file.parts):
         return 0.25
     return 1.0 if file.suffix in DOCUMENTATION else 0.5
 
