@@ -92,6 +92,15 @@ def test_the_diagnosis_leaves_everything_as_it_was() -> None:
     assert "healthy" in str(found)
 
 
+@pytest.mark.parametrize("count", [10, 200])
+def test_a_generator_is_enough(count: int) -> None:
+    model = nn.Linear(4, 1)
+    batches = (mx.zeros((8, 4)) for _ in range(count))
+    loss = lambda model, x: mx.square(model(x) - 1).mean()  # noqa: E731
+    found = faststep.diagnose(model, optim.SGD(0.1), loss, batches, seconds=0.1, progress=False)
+    assert [each.name for each in found.rungs if each.status != "ok"] == [], str(found)
+
+
 def test_wrong_options_are_refused() -> None:
     parts = nn.Linear(2, 1), optim.SGD(0.1), lambda model, x: model(x).sum(), [mx.zeros((1, 2))]
     with pytest.raises(ValueError, match="rungs: expected names among data, "):
