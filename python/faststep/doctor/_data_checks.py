@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from faststep.doctor._finding import Finding
+from faststep.doctor._finding import Finding, Level
 from faststep.doctor._shapes import probability
 from faststep.doctor._subject import Subject, arguments
 
