@@ -53,6 +53,18 @@ def loss_fn(model, x, y):
     assert "0.5 GB" in found["findings"][0]["text"]
 
 
+def test_two_diagnoses_in_one_program(tmp_path: Path) -> None:
+    code = """
+first = faststep.diagnose(model, optimizer, loss_fn, batches, rungs=["data", "forward"], progress=False)
+first.html("first.html")
+def loss_fn(model, x, y):
+    return 0.0
+"""
+    found = diagnosed(tmp_path, code, "data forward", isolate=True)
+    assert found["findings"][0]["name"] == "loss-from-item"
+    assert "healthy" in (tmp_path / "first.html").read_text()
+
+
 def test_a_program_that_dies_is_told(tmp_path: Path) -> None:
     code = """
 def loss_fn(model, x, y):
