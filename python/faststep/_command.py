@@ -17,4 +17,4 @@ def asks_for_environment() -> bool:
     # `python -m faststep`: while the package is imported, the module's place among the arguments is "-m"
     ours = sys.orig_argv[-1 - len(words)] == "faststep" if program == "-m" else Path(program).stem == "faststep"
     inside = Path(program).parent.name == "faststep" and Path(program).name == "__main__.py"  # the same, later
-    return (ours or inside) and words[:1] == ["doctor"] and all(word.startswith("-") for word in words[1:])
+    return (ours or inside) and words[:1] == ["doctor"] and set(words[1:]) <= {"--json"}

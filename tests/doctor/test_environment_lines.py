@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ def mlx_that(folder: Path, does: str) -> None:
     (folder / "mlx").mkdir()
     (folder / "mlx" / "__init__.py").write_text("")
     (folder / "mlx" / "core.py").write_text(does)
+    (folder / "mlx" / "lib").mkdir()
+    (folder / "mlx" / "lib" / "libmlx.so").touch()
 
 
 def lines_of(done: Done) -> dict[str, dict[str, Any]]:
@@ -92,3 +96,13 @@ def test_the_own_blas_of_mlx_is_a_warning(tmp_path: Path) -> None:
         pytest.skip("MLX does not compute on the CPU here")
     assert line["level"] == "warning"
     assert line["remedy"].startswith("unset FASTSTEP_BLAS")
+
+
+def test_the_package_itself_names_the_command(tmp_path: Path) -> None:
+    mlx_that(tmp_path, "raise ImportError('libcuda.so.1: cannot open shared object file: No such file')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "import faststep"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: MLX cannot be loaded: libcuda.so.1")
+    assert "`faststep doctor` says what to do" in done.stderr

@@ -53,6 +53,18 @@ def loss_fn(model, x, y):
     assert "0.5 GB" in found["findings"][0]["text"]
 
 
+def test_two_diagnoses_in_one_program(tmp_path: Path) -> None:
+    code = """
+first = faststep.diagnose(model, optimizer, loss_fn, batches, rungs=["data", "forward"], progress=False)
+first.html("first.html")
+def loss_fn(model, x, y):
+    return 0.0
+"""
+    found = diagnosed(tmp_path, code, "data forward", isolate=True)
+    assert found["findings"][0]["name"] == "loss-from-item"
+    assert "healthy" in (tmp_path / "first.html").read_text()
+
+
 def test_a_program_that_dies_is_told(tmp_path: Path) -> None:
     code = """
 def loss_fn(model, x, y):
@@ -90,6 +102,15 @@ def test_the_diagnosis_leaves_everything_as_it_was() -> None:
     assert mx.random.state[0].tolist() == draws
     assert optimizer.state["step"].item() == 0
     assert "healthy" in str(found)
+
+
+@pytest.mark.parametrize("count", [10, 200])
+def test_a_generator_is_enough(count: int) -> None:
+    model = nn.Linear(4, 1)
+    batches = (mx.zeros((8, 4)) for _ in range(count))
+    loss = lambda model, x: mx.square(model(x) - 1).mean()  # noqa: E731
+    found = faststep.diagnose(model, optim.SGD(0.1), loss, batches, seconds=0.1, progress=False)
+    assert [each.name for each in found.rungs if each.status != "ok"] == [], str(found)
 
 
 def test_wrong_options_are_refused() -> None:

@@ -92,7 +92,10 @@ def bind_kernels() -> None:
 
 
 def _core() -> ModuleType:
-    importlib.import_module("mlx.core")  # first: it brings the libmlx that the extension module is linked with
+    try:
+        importlib.import_module("mlx.core")  # first: it brings the libmlx that the extension module is linked with
+    except ImportError as error:
+        raise ImportError(f"MLX cannot be loaded: {error}; `faststep doctor` says what to do") from error
     return importlib.import_module("faststep._core")
 
 

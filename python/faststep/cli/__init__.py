@@ -11,12 +11,11 @@ Uses all rooms.
 """
 
 import sys
-from importlib.util import find_spec
 
 from faststep._command import asks_for_environment
 from faststep._optional import need
 
-if asks_for_environment() and find_spec("typer") is None:  # the environment is told without the extra too
+if asks_for_environment():  # nothing may be imported that needs MLX or an extra: that these work is the question
 
     def main() -> None:
         """Print the lines about the environment."""

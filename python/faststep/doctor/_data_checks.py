@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from faststep.doctor._finding import Finding
+from faststep.doctor._finding import Finding, Level
 from faststep.doctor._shapes import probability
 from faststep.doctor._subject import Subject, arguments
 
-_WASTE = 0.5  # share of padding that is told
+_WASTE, _MOST = 0.5, 0.75  # share of padding that is told, and that is a warning
 
 
 def findings(subject: Subject) -> Iterator[Finding]:
@@ -26,6 +26,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
 
 def _padding(subject: Subject) -> Finding | None:
     """Return the finding of batches that are mostly padding: told by the loader, or seen at the ends of rows."""
+    subject.some()  # or the loader has nothing to tell yet
     stats = getattr(subject.batches, "stats", None)
     efficiency, where = getattr(stats, "efficiency", None), "batches"
     if efficiency is None:
@@ -38,9 +39,8 @@ def _padding(subject: Subject) -> Finding | None:
         return None
     text = f"{1 - efficiency:.0%} of {where} is padding"
     remedy = "put samples of similar lengths together, or pack several into a row"
-    return Finding(
-        "padding", "warning", text, remedy, "Loader(..., collate=Pad(window=50))   # or collate=Pack(length)"
-    )
+    level: Level = "warning" if efficiency < 1 - _MOST else "note"
+    return Finding("padding", level, text, remedy, "Loader(..., collate=Pad(window=50))   # or collate=Pack(length)")
 
 
 def _shares(subject: Subject) -> dict[str, float]:

@@ -93,17 +93,19 @@ def _cuda() -> Iterator[Line]:
     if problem is not None:
         remedy = f'on a machine without a GPU: pip uninstall {" ".join(wheels)} && pip install "mlx-faststep[cpu]"; '
         yield Line("CUDA", "failure", f"{wheels[0]} is installed, but {problem}", remedy + "else install the driver")
-    major = wheels[0][-2:]
-    known = {name: installed(f"nvidia-{name}-cu{major}") or installed(f"nvidia-{name}") for name in _LIBRARIES}
-    text = ", ".join(f"{name} {version or 'missing'}" for name, version in known.items())
-    if missing := [f"nvidia-{name}-cu{major}" for name, version in known.items() if version is None]:
+    known = {name: installed(name) for name in _libraries(wheels[0])}
+    text = ", ".join(f"{name.removeprefix('nvidia-')} {version or 'missing'}" for name, version in known.items())
+    if missing := [name for name, version in known.items() if version is None]:
         remedy = f"pip install {' '.join(missing)}, unless the system brings them"
         yield Line("libraries", "warning", f"{text} (as packages)", remedy)
-    else:
+    elif known:
         yield Line("libraries", "ok", text)
 
 
-_LIBRARIES = ("cublas", "cudnn", "nccl")
+def _libraries(wheel: str) -> list[str]:
+    """Return the packages of NVIDIA's libraries that a wheel of MLX asks for."""
+    names = [re.split(r"[^\w.-]", each)[0] for each in metadata.requires(wheel) or ()]
+    return [name for name in names if name.startswith("nvidia-")]
 
 
 def driver() -> str | None:

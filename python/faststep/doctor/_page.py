@@ -8,7 +8,7 @@ from typing import Any
 
 from faststep._records import count, figure, size, span
 from faststep.doctor._finding import Finding
-from faststep.doctor._growth import growth
+from faststep.doctor._growth import LEAST_ACTIVE, growth
 from faststep.doctor._watch import Measured
 from faststep.report import Html, cards, page, said, section, table, write
 
@@ -72,10 +72,10 @@ def _rungs(rungs: Sequence[Measured]) -> str:
                 _plot([1e3 * seconds for seconds in each.column("seconds")], "time"),
                 size(max(each.column("active"))) if each.steps else "-",
                 _plot(each.column("active"), "memory"),
-                "-" if line is None else str(line),
+                "-" if line is None else str(line) if line.is_real(LEAST_ACTIVE) else "none",
                 size(max(process)) if process else "-",
-                str(len(each.steps)),
-                span(each.seconds),
+                str(len(each.steps)) if each.seconds else "-",
+                span(each.seconds) if each.seconds else "-",
             ]
         )
     header = ("rung", "", "time a step", "by step", "MLX memory", "by step", "growth", "process", "steps", "in all")

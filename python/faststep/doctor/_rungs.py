@@ -90,5 +90,7 @@ def _sums(subject: Subject, rung: Rung) -> dict[str, Any]:
     if not rung.trains:
         return {}
     arrays: dict[str, mx.array] = dict(tree_flatten(subject.model.parameters()))
+    computed = str(subject.options.get("compute_dtype")) if rung.name == "native" else "None"
     weights = [float(each.astype(mx.float32).sum()) for each in arrays.values()]
-    return {"weights": weights, "batch": [float(each.astype(mx.float32).sum()) for each in arrays_of(subject.some())]}
+    batch = [float(each.astype(mx.float32).sum()) for each in arrays_of(subject.some())]
+    return {"weights": weights, "batch": batch, "computed": computed}

@@ -41,7 +41,7 @@ def data(subject: Subject, record: Recorder) -> None:
     if not subject.taken:
         remedy = "give an iterable with batches; a generator that has been read is empty: make it anew"
         record.find(Finding("no-data", "failure", "the data gave no batch", remedy, "batches = list(batches)"))
-    if hasattr(batches, "close"):
+    if hasattr(batches, "close") and batches is not subject.batches:
         record.at("the end of the data")
         batches.close()
 

@@ -80,7 +80,7 @@ def shapes(subject: Subject, record: Recorder) -> None:
     """Take native steps on new batches, and see which of their shapes are new."""
     step, seen = _step(subject), _shapes.Shapes()
     end = time.perf_counter() + 2 * record.seconds
-    for batch in itertools.islice(subject.batches, _FRESH):
+    for batch in itertools.islice(subject.fresh(), _FRESH):
         seen.add(batch)
         start = time.perf_counter()
         mx.eval(call_with(batch, step).loss)
@@ -122,7 +122,7 @@ class _Again:
         self._subject = subject
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._subject.batches)
+        return self._subject.fresh()
 
 
 def _only(items: Sequence[Any]) -> Any:

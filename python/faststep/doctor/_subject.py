@@ -46,6 +46,14 @@ class Subject:
             self.taken = list(itertools.islice(self.batches, TAKEN))
         return self.taken
 
+    def fresh(self) -> Iterator[Any]:
+        """Yield new batches; the first ones where a generator has no more."""
+        batch = None
+        for batch in self.batches:
+            yield batch
+        if batch is None:
+            yield from self.taken
+
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield what is no container in a tree, each with its place: `x`, `batch["ids"][0]`."""
