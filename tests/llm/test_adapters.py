@@ -170,6 +170,13 @@ def test_adapters_of_another_model_are_refused(trained: Path, tmp_path: Path) ->
         load(other, adapters=theirs_)
 
 
+@pytest.mark.slow
+def test_a_killed_run_ends_as_one_that_was_not(trained: Path) -> None:
+    options = ["--set", "step.accumulate=2", "--set", "model.lora.dropout=0.1", "--set", "model.checkpoint=true"]
+    done = faststep("verify-resume", trained / "config.yaml", "--steps", 8, "--kills", 2, *options)
+    assert "proved: killed 2 times" in done.stdout
+
+
 def test_exports_write_over_nothing(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "adapters.safetensors").write_text("mine")
     assert (
