@@ -76,6 +76,7 @@ def test_steps_are_those_of_plain_mlx(kind: str, way: str) -> None:
         assert mx.abs(array - wanted[name]).max().item() <= 2e-3 * change + 1e-7, name
 
 
+@pytest.mark.usefixtures("own_quantized_products")
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])  # MLX's CPU multiplies experts in float32 only
 def test_half_precision_over_few_bits(kind: str) -> None:
     """As most models are: bfloat16, of which products are rounded otherwise in another order."""
