@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
+import mlx.nn as nn
 
 Reduction = Literal["none", "mean", "sum"]
+FewBits = nn.QuantizedLinear | nn.QuantizedEmbedding
 
 _CHUNK_BYTES = {mx.cpu: 8 << 20, mx.gpu: 256 << 20}  # of logits; a GPU is slow at products with few rows
 _MIN_CHUNK = 256
@@ -15,7 +17,7 @@ _MIN_CHUNK = 256
 
 def linear_cross_entropy(
     hidden: mx.array,
-    weight: mx.array,
+    weight: mx.array | FewBits,
     targets: mx.array,
     *,
     bias: mx.array | None = None,
@@ -56,7 +58,9 @@ def linear_cross_entropy(
 
     Args:
         hidden: What the linear layer gets, floating point [..., hidden size].
-        weight: The layer's weight as `nn.Linear` and `nn.Embedding` have it, floating point [vocabulary, hidden size].
+        weight: The layer's weight as `nn.Linear` and `nn.Embedding` have it, floating point [vocabulary, hidden size];
+            or a layer in few bits itself, `nn.QuantizedLinear` or `nn.QuantizedEmbedding`, which is made floating point
+            a chunk at a time and gets no gradient.
         targets: The right rows of `weight`, integers [...]. One outside of the vocabulary makes the loss NaN.
         bias: The layer's bias, floating point [vocabulary].
         token_weights: What each token counts, [...]. Default: 1.
@@ -73,13 +77,14 @@ def linear_cross_entropy(
     Raises:
         ValueError: A shape, a dtype, `reduction` or `chunk_size` is not one of the above.
     """
-    _check(hidden, weight, targets, bias, token_weights, reduction, chunk_size)
+    rows = _Rows(weight)
+    _check(hidden, rows, targets, bias, token_weights, reduction, chunk_size)
     if targets.size == 0:
         return mx.zeros(targets.shape if reduction == "none" else ())
     labels = targets.reshape(-1).astype(mx.int32)
     ignored = labels == ignore_index
-    inside = (labels >= 0) & (labels < weight.shape[0])
-    head = _Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels, chunk_size)
+    inside = (labels >= 0) & (labels < rows.shape[0])
+    head = _Head(hidden.reshape(-1, hidden.shape[-1]), rows, bias, labels, chunk_size)
     losses = mx.where(ignored, 0, mx.where(inside, head.losses(), mx.nan))
     counts = (~ignored).astype(losses.dtype)
     if token_weights is not None:
@@ -93,6 +98,39 @@ def linear_cross_entropy(
     return losses.sum() / mx.where(total == 0, 1, total)
 
 
+class _Rows:
+    """The weight of a linear layer, of which some rows at a time are made floating point.
+
+    Attributes:
+        arrays: What it is made of: the weight, and scales and biases of one in few bits.
+        shape: Vocabulary and hidden size.
+        dtype: Of the rows.
+    """
+
+    def __init__(self, weight: mx.array | FewBits) -> None:
+        if isinstance(weight, mx.array):
+            self.arrays, self.shape, self.dtype, self._how = [weight], weight.shape, weight.dtype, None
+            return
+        few: Any = weight
+        arrays = [few.weight, few.scales, few.get("biases")]
+        self.arrays = [each for each in arrays if each is not None]
+        self._how = {"group_size": few.group_size, "bits": few.bits, "mode": few.mode}
+        self.shape = (few.weight.shape[0], few.weight.shape[1] * 32 // few.bits)
+        self.dtype = few.scales.dtype if mx.issubdtype(few.scales.dtype, mx.floating) else mx.float32
+
+    @property
+    def trains(self) -> bool:
+        """Whether it may be asked for a gradient."""
+        return self._how is None
+
+    def between(self, start: int, end: int, dtype: mx.Dtype, after: list[mx.array]) -> mx.array:
+        """Return rows in a dtype, not before other arrays are there: floating point [end - start, hidden size]."""
+        parts = [each[start:end] for each in self.arrays]
+        parts = mx.depends(parts, after) if after else parts
+        weight = parts[0] if self._how is None else mx.dequantize(*parts, **self._how)
+        return weight.astype(dtype)
+
+
 class _Head:
     """A linear layer with the cross entropy of its output, in chunks of the vocabulary.
 
@@ -101,19 +139,19 @@ class _Head:
     """
 
     def __init__(
-        self, hidden: mx.array, weight: mx.array, bias: mx.array | None, labels: mx.array, chunk_size: int | None
+        self, hidden: mx.array, weight: _Rows, bias: mx.array | None, labels: mx.array, chunk_size: int | None
     ) -> None:
         """Cut the vocabulary into chunks.
 
         Args:
             hidden: Floating point [tokens, hidden size].
-            weight: Floating point [vocabulary, hidden size].
+            weight: Of shape [vocabulary, hidden size].
             bias: Floating point [vocabulary], or None.
             labels: int32 [tokens]; the loss of one out of the vocabulary means nothing.
             chunk_size: Rows of a chunk; None for the default.
         """
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.dtype = mx.result_type(hidden, weight, mx.float32)
+        self.dtype = mx.result_type(hidden, weight.dtype, mx.float32)
         size, vocabulary = chunk_size or _default_chunk(*hidden.shape), weight.shape[0]
         self.chunks = [(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
         starts, ends = (mx.array(bounds)[:, None] for bounds in zip(*self.chunks, strict=True))
@@ -131,7 +169,7 @@ class _Head:
         """
         values, normalizers = self.forward()
         along: list[mx.array] = []
-        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        parameters = [*(self.weight.arrays if self.weight.trains else []), *([] if self.bias is None else [self.bias])]
 
         def of_hidden(cotangent: mx.array) -> mx.array:
             return along.pop() if along else self.backward(cotangent, normalizers, head=False)[0]
@@ -145,10 +183,10 @@ class _Head:
             along.clear()
             return [cotangent, cotangent]
 
-        parts = [
-            _with_gradient(values, of_hidden, [self.hidden]),
-            _with_gradient(mx.zeros_like(values), of_head, parameters),
-        ]
+        parts = [_with_gradient(values, of_hidden, [self.hidden])]
+        parts.append(
+            _with_gradient(mx.zeros_like(values), of_head, parameters) if parameters else mx.zeros_like(values)
+        )
         return _with_gradient(values, combine, parts)
 
     def forward(self) -> tuple[mx.array, mx.array]:
@@ -182,7 +220,7 @@ class _Head:
             error = error.at[tokens, self.columns[i]].add(corrections[i])
             of_hidden = mx.addmm(of_hidden, error, weight)
             if head:
-                of_head.append([(error.T @ scaled).astype(self.weight.dtype)])
+                of_head.append([(error.T @ scaled).astype(self.weight.dtype)] if self.weight.trains else [])
             if head and self.bias is not None:
                 of_head[-1].append((cotangent @ error).astype(self.bias.dtype))
             after = [of_hidden, *(of_head[-1] if head else [])]
@@ -192,9 +230,11 @@ class _Head:
     def rows(self, chunk: tuple[int, int], after: list[mx.array]) -> tuple[mx.array, mx.array | None]:
         """Return a chunk of weight and bias that is not there before other arrays are."""
         start, end = chunk
-        parameters = [each[start:end] for each in (self.weight, self.bias) if each is not None]
-        weight, *bias = mx.depends(parameters, after) if after else parameters
-        return weight.astype(self.dtype), bias[0].astype(self.dtype) if bias else None
+        weight = self.weight.between(start, end, self.dtype, after)
+        if self.bias is None:
+            return weight, None
+        (bias,) = mx.depends([self.bias[start:end]], after) if after else [self.bias[start:end]]
+        return weight, bias.astype(self.dtype)
 
 
 def _default_chunk(tokens: int, size: int) -> int:
@@ -219,7 +259,7 @@ def _refuse(*_: Any) -> None:
 
 def _check(
     hidden: mx.array,
-    weight: mx.array,
+    weight: _Rows,
     targets: mx.array,
     bias: mx.array | None,
     token_weights: mx.array | None,
@@ -231,7 +271,7 @@ def _check(
     Raises:
         ValueError: An argument does not fit; the message names it.
     """
-    if weight.ndim != 2 or 0 in weight.shape:
+    if len(weight.shape) != 2 or 0 in weight.shape:
         raise ValueError(f"weight: expected [vocabulary, hidden size], got {list(weight.shape)}")
     vocabulary, size = weight.shape
     if hidden.ndim == 0 or hidden.shape[-1] != size:
@@ -240,9 +280,13 @@ def _check(
     for name, (array, shape) in {**shapes, "token_weights": (token_weights, hidden.shape[:-1])}.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name}: expected {list(shape)}, got {list(array.shape)}")
-    for name, array in {"hidden": hidden, "weight": weight, "bias": bias}.items():
-        if array is not None and not mx.issubdtype(array.dtype, mx.floating):
-            raise ValueError(f"{name}: expected a floating-point dtype, got {array.dtype}; see mx.dequantize")
+    for name, dtype in {
+        "hidden": hidden.dtype,
+        "weight": weight.dtype,
+        "bias": None if bias is None else bias.dtype,
+    }.items():
+        if dtype is not None and not mx.issubdtype(dtype, mx.floating):
+            raise ValueError(f"{name}: expected a floating-point dtype, got {dtype}; give a layer in few bits itself")
     if not mx.issubdtype(targets.dtype, mx.integer):
         raise ValueError(f"targets: expected an integer dtype, got {targets.dtype}; class probabilities are not taken")
     if reduction not in get_args(Reduction):

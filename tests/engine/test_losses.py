@@ -371,3 +371,31 @@ def test_memory_of_a_step(frozen: bool) -> None:
 def test_arguments_that_do_not_fit(change: Arrays, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         linear_cross_entropy(**{**on_device(draw(2, 3)), **change})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_in_few_bits_are_taken_a_chunk_at_a_time(bits: int) -> None:
+    mx.random.seed(1)
+    head = nn.QuantizedLinear.from_linear(nn.Linear(64, 600), 32, bits)
+    hidden, targets = mx.random.normal((2, 9, 64)), mx.random.randint(0, 600, (2, 9))
+
+    def plain(hidden: mx.array, bias: mx.array) -> mx.array:
+        weight = mx.dequantize(head.weight, head.scales, head.biases, 32, bits)
+        return nn.losses.cross_entropy(hidden @ weight.T + bias, targets, reduction="mean")
+
+    def chunked(hidden: mx.array, bias: mx.array) -> mx.array:
+        return linear_cross_entropy(hidden, head, targets, bias=bias, chunk_size=250)
+
+    for function in (lambda x: x, mx.compile):
+        (expected, wanted), (found, gradients) = (
+            function(mx.value_and_grad(each, argnums=(0, 1)))(hidden, head.bias) for each in (plain, chunked)
+        )
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert all(
+            mx.allclose(mine, other, rtol=1e-4, atol=1e-6) for mine, other in zip(gradients, wanted, strict=True)
+        )
+    embedding = nn.QuantizedEmbedding.from_embedding(nn.Embedding(600, 64), 32, bits)
+    expected = nn.losses.cross_entropy(embedding.as_linear(hidden), targets, reduction="mean")
+    assert linear_cross_entropy(hidden, embedding, targets).item() == pytest.approx(expected.item(), rel=1e-4)
+    with pytest.raises(ValueError, match=r"hidden: expected \[..., 64\]"):
+        linear_cross_entropy(hidden[..., :32], head, targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from faststep.mlx_lm import Lora, Quantize, export_adapters, export_fused, load
 from mlx.utils import tree_flatten
 from mlx_lm import load as theirs
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from support.commands import faststep
+from support.commands import CALLBACKS, checksums, faststep, set_
 from support.language_models import new_folder, write_data
 
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
@@ -168,6 +169,23 @@ def test_adapters_of_another_model_are_refused(trained: Path, tmp_path: Path) ->
     (theirs_ / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="expected lora or dora with num_layers, rank, scale and dropout"):
         load(other, adapters=theirs_)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_one_that_was_not(trained: Path) -> None:
+    config = config_of(trained)
+    config["model"]["checkpoint"], config["model"]["lora"]["dropout"] = True, 0.1
+    config["step"]["accumulate"], config["checkpoints"] = 2, {"every": 2}
+    config["callbacks"] = [{"use": "adapters"}, {"use": "mine.py:KillOnce", "at": 5, "file": str(trained / "killed")}]
+    (trained / "mine.py").write_text(CALLBACKS)
+    (trained / "killed.yaml").write_text(json.dumps(config))
+    runs = [trained / "killed_once", trained / "left_alone"]
+    faststep("train", trained / "killed.yaml", *set_(run=str(runs[0])), status=-signal.SIGKILL)
+    faststep("resume", runs[0])
+    faststep("train", trained / "killed.yaml", *set_(run=str(runs[1])))
+    assert checksums(runs[0]) == checksums(runs[1])
+    adapters = [weights_of(run / "adapters" / "adapters.safetensors") for run in runs]
+    assert all(mx.array_equal(array, adapters[1][name]) for name, array in adapters[0].items())
 
 
 def test_exports_write_over_nothing(trained: Path, tmp_path: Path) -> None:

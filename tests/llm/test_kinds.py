@@ -76,6 +76,26 @@ def test_steps_are_those_of_plain_mlx(kind: str, way: str) -> None:
         assert mx.abs(array - wanted[name]).max().item() <= 2e-3 * change + 1e-7, name
 
 
+@pytest.mark.usefixtures("own_quantized_products")
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])  # MLX's CPU multiplies experts in float32 only
+def test_half_precision_over_few_bits(kind: str) -> None:
+    """As most models are: bfloat16, of which products are rounded otherwise in another order."""
+    models = []
+    for _ in range(2):
+        model = new_model(kind)
+        model.set_dtype(mx.bfloat16)
+        nn.quantize(model, 32, 4, class_predicate=lambda _, each: isinstance(each, nn.Linear))
+        mx.random.seed(3)
+        adapt(model, Lora(rank=2))
+        models.append(model)
+    losses = plain_losses(models[0], next_token())
+    step = Step(models[1], optim.SGD(RATE), next_token())
+    assert [float(step(tokens).loss) for tokens in batches()] == pytest.approx(losses, rel=5e-3)
+    assert step.stats.mode == "native"
+    found = {name.rpartition(".")[2]: each.dtype for name, each in tree_flatten(models[1].trainable_parameters())}
+    assert found == {"lora_a": mx.float32, "lora_b": mx.float32}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_in_chunks_find_the_head(kind: str) -> None:
     model, (tokens,) = new_model(kind), batches(1)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from faststep.losses import FewBits
+
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _HEADS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
 
@@ -18,13 +20,18 @@ class Parted(NamedTuple):
 
     Attributes:
         hidden: What the layer gets, floating point [batch, seq, width].
-        weight: Its weight, floating point [vocabulary, width]; of a layer in few bits, what these stand for.
+        weight: Its weight, floating point [vocabulary, width]; or the layer, where it is one in few bits.
         bias: Its bias, floating point [vocabulary], or None.
     """
 
     hidden: mx.array
-    weight: mx.array
+    weight: mx.array | FewBits
     bias: mx.array | None
+
+    @property
+    def vocabulary(self) -> int:
+        """The rows of the weight."""
+        return int((self.weight if isinstance(self.weight, mx.array) else self.weight.weight).shape[0])
 
 
 def parted(model: nn.Module, tokens: mx.array, **places: Any) -> Parted:
@@ -52,7 +59,7 @@ def parted(model: nn.Module, tokens: mx.array, **places: Any) -> Parted:
             f"in_chunks: {_name(model)} changes its logits behind its last layer (by a scale or a cap, say), so that a "
             "loss needs all of them: set in_chunks to false"
         )
-    return Parted(out, _weight(head), head.get("bias"))
+    return Parted(out, head if isinstance(head, FewBits) else head.weight, head.get("bias"))
 
 
 def _head_of(model: nn.Module) -> nn.Module:
@@ -84,13 +91,6 @@ def _passing(head: nn.Module, seen: list[mx.array]) -> Iterator[None]:
         yield
     finally:
         head.__class__ = kind
-
-
-def _weight(head: Any) -> mx.array:
-    if "scales" not in head:
-        weight: mx.array = head.weight
-        return weight
-    return mx.dequantize(head.weight, head.scales, head.get("biases"), head.group_size, head.bits, head.mode)
 
 
 def _name(model: nn.Module) -> str:

@@ -61,9 +61,10 @@ def next_token(
             logits = model(tokens, **places)
             return _with(mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
-        hidden, head, bias = parted(model, tokens, **places)
-        mean = linear_cross_entropy(hidden, head, targets, bias=bias, token_weights=weights, ignore_index=ignore_index)
-        mean = mx.where(((weights != 0) & ~in_range(targets, head.shape[0])).any(), -mx.inf, mean)
+        parts = parted(model, tokens, **places)
+        how: dict[str, Any] = {"bias": parts.bias, "token_weights": weights, "ignore_index": ignore_index}
+        mean = linear_cross_entropy(parts.hidden, parts.weight, targets, **how)
+        mean = mx.where(((weights != 0) & ~in_range(targets, parts.vocabulary)).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 
     return explained(loss)

@@ -16,6 +16,7 @@ from faststep._records import number
 from faststep._step import Step, call_with
 from faststep.metrics import Average, of_loss, scalars
 from faststep.training import _ids
+from faststep.training._few_bits import unpacked
 from faststep.training._window import rows_of
 
 _AHEAD = 1  # batches whose results are not waited for
@@ -45,7 +46,8 @@ def evaluating(step: Step) -> Iterator[nn.Module]:
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        with step.average() if step.options.ema_decay is not None else contextlib.nullcontext():
+        average = step.average() if step.options.ema_decay is not None else contextlib.nullcontext()
+        with average, unpacked(model):
             yield model
     finally:
         for module in training:
