@@ -64,6 +64,7 @@ def finished(name: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_gan_finds_what_one_gaussian_cannot(tmp_path: Path) -> None:
     printed = finished("gan.py", tmp_path)
     share, found = numbers(r"generator: ([\d.]+)% .* (\d) of 8 are found", printed)
@@ -72,6 +73,7 @@ def test_the_gan_finds_what_one_gaussian_cannot(tmp_path: Path) -> None:
     assert (found, none) == (8, 0)
 
 
+@pytest.mark.slow
 def test_the_agent_balances_longer_than_random_actions_do(tmp_path: Path) -> None:
     printed = finished("dqn.py", tmp_path)
     (lasts,) = numbers(r"the agent balances the pole for (\d+) steps of 500", printed)

@@ -28,6 +28,7 @@ def run(command: Command, folder: Path) -> str:
     """Run a command to its end, by Ctrl-C where the page says so."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
     output: list[str] = []
+    stop = command.stop
     with subprocess.Popen(
         words_of(command),
         cwd=folder,
@@ -39,8 +40,9 @@ def run(command: Command, folder: Path) -> str:
         assert process.stdout is not None
         for line in process.stdout:
             output.append(line)
-            if command.stop is not None and command.stop in line:
+            if stop is not None and stop in line:
                 process.send_signal(signal.SIGINT)
+                stop = None  # a second one would not wait for the checkpoint
     assert process.returncode == command.status, "".join(output)[-3000:]
     return "".join(output)
 
@@ -60,6 +62,7 @@ def follow(page: Path, folder: Path) -> tuple[Path, list[list[str]]]:
     return folder, typed
 
 
+@pytest.mark.slow
 def test_the_page_is_what_happens(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     folder, typed = follow(PAGE, tmp_path)
@@ -77,6 +80,7 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
     assert "<svg" in (folder / "runs" / "cnn" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_sessions_are_what_happens(tmp_path: Path) -> None:
     _, typed = follow(SESSIONS, tmp_path)
     assert {words[1] for words in typed} >= {"train", "resume", "verify-resume", "reproduce"}
