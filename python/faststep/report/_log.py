@@ -52,6 +52,10 @@ class Table:
         column = self.columns.get(name)
         return np.full(len(self), math.nan) if column is None else column
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a record has a column of that name."""
+        return name in self.columns
+
     def to_pandas(self) -> Any:
         """Return the columns, with `step` and `elapsed`, as a `pandas.DataFrame`.
 
