@@ -20,7 +20,7 @@ def test_the_page_leads_to_a_run(tmp_path: Path) -> None:
     found = commands("weighted_lm.md")
     assert len(found) == 4
     for command in found:
-        options = SHORT if " train " in command else ["--steps", "8", "--kills", "1"] if "verify" in command else []
+        options = SHORT if " train " in command else ["--steps", "24", "--kills", "2"] if "verify" in command else []
         if "verify" in command:
             command = command.replace("--steps 40", "--set train.validation_batches=2")
         done = run(command, tmp_path, *options)
