@@ -162,7 +162,7 @@ class Tracked:
         return []
 
     def _of_module(self, name: str) -> float:
-        """Return the largest gradient of the parameter's module: the bias of an attention's keys alone never gets one."""
+        """Return the largest gradient of the parameter's module: the bias of an attention's keys alone has none."""
         inside = name.rpartition(".")[0]
         return max(each for other, each in self._largest.items() if other.rpartition(".")[0] == inside)
 
