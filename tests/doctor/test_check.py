@@ -72,6 +72,19 @@ def test_options_agree(options: dict[str, Any]) -> None:
     assert found.same, str(found)
 
 
+def test_a_norm_over_many_parameters_is_rounding() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4096), nn.Linear(4096, 4)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.second(nn.relu(self.first(x)))
+
+    found = faststep.check(Wide(), optim.Adam(1e-3), loss_fn, batches(), steps=2, seconds=0, max_grad_norm=1e-2)
+    assert found.same, str(found)
+
+
 def test_a_bad_batch_is_left_out_by_both() -> None:
     taken = batches()
     taken[1] = (mx.full((16, 8), float("nan")), taken[1][1])

@@ -53,6 +53,19 @@ def loss_fn(model, x, y):
     assert "0.5 GB" in found["findings"][0]["text"]
 
 
+def test_a_disk_that_does_not_answer_is_found_and_nothing_is_left_there(tmp_path: Path) -> None:
+    code = """
+os.fsync = lambda file: threading.Event().wait()
+options.update(timeout=3.0, run="runs/first")
+os.makedirs("runs", exist_ok=True)
+"""
+    found = diagnosed(tmp_path, code, "data checkpoint", isolate=True)
+    (finding,) = found["findings"]
+    assert "checkpoint hangs (writing a checkpoint)" in finding["text"]
+    assert "local disk" in finding["remedy"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_two_diagnoses_in_one_program(tmp_path: Path) -> None:
     code = """
 first = faststep.diagnose(model, optimizer, loss_fn, batches, rungs=["data", "forward"], progress=False)
@@ -123,6 +136,7 @@ def test_wrong_options_are_refused() -> None:
         faststep.diagnose(*parts, isolate=True)
 
 
+@pytest.mark.slow
 def test_the_command_on_a_config(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     page = tmp_path / "page.html"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.commands import faststep
 from support.faults import FAULTS, HEAD, TAIL
 from support.places import ROOT
@@ -26,6 +27,7 @@ def test_the_table_is_that_of_the_tests() -> None:
     assert len(rows) >= 16
 
 
+@pytest.mark.slow
 def test_the_program_says_what_the_page_says(tmp_path: Path) -> None:
     program, said = blocks("python")[0], next(each for each in blocks("console") if each.startswith("$ python"))
     (tmp_path / "train.py").write_text(program)

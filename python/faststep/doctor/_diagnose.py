@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,8 @@ class Processes:
                 limits = max(_BEGIN, self._timeout), self._timeout
                 most = _SHARE * known[0] if known else None
                 watch(process, measured, job, limits=limits, memory=most, tell=lambda each: tell(each, False))
+            if "folder" in measured.facts:
+                shutil.rmtree(measured.facts["folder"]["path"], ignore_errors=True)
             said = (place / "output").read_text(encoding="utf-8", errors="replace")
             if measured.error is not None and not measured.error["trace"]:
                 last = [line for line in said.splitlines() if line.strip()][-20:]

@@ -106,7 +106,7 @@ class Tracked:
     def findings(self, known: Iterable[Finding]) -> list[Finding]:
         """Return what the steps have shown, without what is known to be cut off."""
         told = " ".join(each.text for each in known)
-        zero = [name for name, each in self._largest.items() if each == 0 and name not in told]
+        zero = [name for name in self._largest if self._of_module(name) == 0 and name not in told]
         found = []
         if zero and not any(each.level == "failure" for each in known) and len(self._norms) > 2:
             every = len(zero) == len(self._largest)
@@ -129,7 +129,7 @@ class Tracked:
 
     def _sizes(self, zero: list[str]) -> list[Finding]:
         top = max(self._largest.values(), default=0.0)
-        tiny = [name for name, each in self._largest.items() if 0 < each < _VANISHED * top and name not in zero]
+        tiny = [name for name in self._largest if 0 < self._of_module(name) < _VANISHED * top and name not in zero]
         found = []
         if tiny:
             least = min(self._largest[name] for name in tiny)
@@ -160,6 +160,11 @@ class Tracked:
                 remedy = "switch it on, or warm up; PyTorch corrects by default, MLX does not"
                 return [Finding("adam-first-step", "note", text, remedy, "optim.AdamW(..., bias_correction=True)")]
         return []
+
+    def _of_module(self, name: str) -> float:
+        """Return the largest gradient of the parameter's module: the bias of an attention's keys alone has none."""
+        inside = name.rpartition(".")[0]
+        return max(each for other, each in self._largest.items() if other.rpartition(".")[0] == inside)
 
     def _steady(self) -> bool:
         """Whether the learning rate is no longer rising, so that later updates are no larger."""

@@ -25,7 +25,8 @@ class PlainLoop:
         loss_fn: The loss function.
         options: The step's options.
         accumulate: Batches of an update.
-        factor: What gradients are multiplied by, for the rounding noise.
+        factor: What gradients are multiplied by, for the rounding noise; but for 1, their norm is summed in another
+            order too.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class PlainLoop:
             return
         gradients, options = _average(window), self.options
         if options.max_grad_norm is not None:
-            gradients, _ = optim.clip_grad_norm(gradients, options.max_grad_norm)
+            clip = optim.clip_grad_norm if self._factor == 1.0 else _clip
+            gradients, _ = clip(gradients, options.max_grad_norm)
         if options.max_grad_value is not None:
             most = options.max_grad_value
             gradients = tree_map(lambda each: mx.clip(each, -most, most), gradients)
@@ -112,6 +114,17 @@ class PlainLoop:
         self._masters = self.optimizer.apply_gradients(gradients, self._masters)
         shown = self.model.trainable_parameters()
         self.model.update(tree_map(lambda master, old: master.astype(old.dtype), self._masters, shown))
+
+
+def _clip(gradients: Tree, most: float) -> tuple[Tree, mx.array]:
+    """Clip as `optim.clip_grad_norm` does, with the squares summed in another order.
+
+    On a CPU one long sum in float32 is off by some 1e-5: MLX's norm of a small GPT by 2e-5.
+    """
+    named: dict[str, mx.array] = dict(tree_flatten(gradients))
+    norm = mx.sqrt(sum((each.square().sum(axis=-1).sum() for each in named.values()), mx.array(0.0)))
+    scale = mx.minimum(most / (norm + 1e-6), 1.0)
+    return tree_map(lambda each: each * scale, gradients), norm
 
 
 def _cast(value: Any, dtype: mx.Dtype) -> Any:

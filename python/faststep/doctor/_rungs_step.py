@@ -163,6 +163,7 @@ def checkpoint(subject: Subject, record: Recorder) -> None:
     parent = subject.folder or Path(tempfile.gettempdir())
     there = next(each for each in (parent.absolute(), *parent.absolute().parents) if each.is_dir())
     folder = Path(tempfile.mkdtemp(prefix=".faststep-doctor-", dir=there))
+    record.say("folder", path=str(folder))  # for the one who ends this process, should it hang
     times, written = [], 0
     try:
         checkpoints = Checkpoints(folder / "checkpoints", background=False)
