@@ -208,3 +208,17 @@ def test_two_models_of_one_array() -> None:
     take(ours)
     for name, value in values.items():
         np.testing.assert_array_equal(flat(twin.parameters())[name], value, err_msg=name)
+
+
+def test_a_state_that_nobody_holds_is_shown_to_nobody_until_it_is_read() -> None:
+    row = Row("mlp", "adamw")
+    model, optimizer = row.new()
+    step = Step(model, optimizer, row.case.loss_fn)
+    batch, *_ = row.case.batches(1)
+    for _ in range(3):
+        step(*batch)
+    entry = vars(optimizer)["_state"]["layers"][0]["weight"]
+    with pytest.raises(RuntimeError):
+        np.array(entry["m"])
+    del entry
+    assert float(mx.abs(optimizer.state["layers"][0]["weight"]["m"]).max()) > 0

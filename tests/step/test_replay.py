@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,20 +19,25 @@ import pytest
 from faststep import Step
 from support.helpers import HOST_SCHEDULES, OPTIMIZERS, Row, assert_close, copy_tree, flat, snapshot, spoilt, to_numpy
 from support.models import MODELS, cross_entropy
+from support.table import TABLE
 
 pytestmark = [
     pytest.mark.skipif(mx.default_device() != mx.gpu or not mx.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(600),  # a first kernel of each kind costs seconds of CUDA's compiler
 ]
 
+IS_CUDA = mx.default_device() == mx.gpu and mx.cuda.is_available()
 STEPS = 9  # the first evaluation, one that is measured, one more, one with the capture, and replays
 
-ROWS = [
+SHORT = [
     *(Row("mlp", optimizer, [None, 0.05][i % 2]) for i, optimizer in enumerate(OPTIMIZERS)),
     *(Row(model, "adamw", 0.05) for model in MODELS if model != "mlp"),
     *(Row(model, "sgd-momentum", accumulate=2) for model in ("mlp", "conv", "bf16", "mixed", "lora")),
     *(Row(model, "user-adam", 0.05, 0.01) for model in ("conv", "tied", "mixed")),
 ]
+ROWS = (
+    list(dict.fromkeys([*SHORT, *TABLE])) if IS_CUDA else SHORT
+)  # elsewhere all are skipped: a few are enough to say so
 
 
 def replayed(step: Step) -> list[str]:
@@ -125,6 +134,161 @@ def test_a_host_may_read_any_array_at_any_time() -> None:
             kept.append(mx.array(float(kept[-1].sum())))
 
     both(act)
+
+
+def test_another_thread_reads_what_nobody_has_evaluated() -> None:
+    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
+        if i % 3 == 1:
+            return
+        held = [*flat(model.parameters()).values(), *flat(optimizer.state).values()][i % 2 :: 2]
+        read: list[mx.array] = []
+
+        def look() -> None:
+            read.extend(mx.array(np.array(array)) for array in held)
+            read.append(mx.array(float((held[0] * 2).sum())))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert len(read) == len(held) + 1
+        kept.extend(read)
+
+    both(act, optimizer="user")
+    both(act, model="tied")
+
+
+def test_other_streams_read_what_is_replaced() -> None:
+    stream = mx.new_stream(mx.gpu)
+
+    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
+        with mx.stream(stream):
+            sums = [array.sum() for array in flat(model.parameters()).values()]
+        mx.async_eval(sums)
+        kept.extend(sums)
+
+    both(act)
+
+
+def test_everything_may_be_evaluated_and_printed_at_each_step() -> None:
+    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
+        mx.eval(model.parameters(), optimizer.state)
+        if i % 4 == 3:
+            assert str(model.layers[0].weight) == repr(mx.array(np.array(model.layers[0].weight)))
+
+    both(act)
+
+
+def test_ctrl_c_leaves_a_step_that_goes_on() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    (x, y), *_ = row.case.batches(1)
+    pair = row.new()
+    step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=True)
+    for _ in range(STEPS):
+        step(x, y)
+    assert is_captured(step), replayed(step)
+    running = threading.Event()
+
+    def interrupt() -> None:
+        running.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def train() -> None:
+        while True:
+            step(x, y)
+            running.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    thread.join()
+    for _ in range(3):
+        step(x, y)
+    taken = step.stats.steps
+    reference = row.new()
+    ordinary = Step(*reference, row.case.loss_fn, max_grad_norm=0.05)
+    for _ in range(taken):
+        ordinary(x, y)
+    assert_close(snapshot(*pair), snapshot(*reference), row.case.tolerance)
+    assert is_captured(step), replayed(step)
+
+
+def test_a_batch_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    row = Row("mlp", "adamw", 0.05)
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        for i, (x, y) in enumerate(row.case.batches(14)):
+            if i in (6, 9):
+                file = tmp_path / "batch.npy"
+                np.save(file, np.array(x))
+                lost = mx.load(str(file))
+                file.write_bytes(file.read_bytes()[:130])
+                with pytest.raises(RuntimeError):
+                    float(step(lost, y).loss)
+            step(x, y)
+        ends.append(snapshot(*pair))
+        assert not replay or is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], row.case.tolerance)
+
+
+def test_a_batch_that_fails_on_its_way_is_raised_and_training_can_go_on() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    model, optimizer = row.new()
+    step = Step(model, optimizer, row.case.loss_fn, max_grad_norm=0.05, replay=True)
+    (x, y), *_ = row.case.batches(1)
+    for _ in range(STEPS):
+        step(x, y)
+    assert is_captured(step), replayed(step)
+    weights = [(name, mx.array(np.array(value))) for name, value in flat(model.parameters()).items()]
+    bad = mx.linalg.inv(mx.zeros((4, 4)), stream=mx.cpu).sum()
+
+    def go_on() -> None:
+        for batch in (x + bad, x, x, x):
+            step(batch, y)
+        step.synchronize()
+
+    with pytest.raises(RuntimeError, match="Inverse"):
+        go_on()
+    assert len(snapshot(model, optimizer)) > len(weights)  # whoever reads what is left does not hang
+    model.load_weights(weights)
+    losses = [float(step(x, y).loss) for _ in range(6)]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+
+
+def test_memory_is_given_back_when_others_take_it() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    batches = list(row.case.batches(24))
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        for i, batch in enumerate(batches):
+            if i == 9 and replay:
+                assert is_captured(step), replayed(step)
+                limit = mx.set_memory_limit(mx.get_active_memory())  # as if the rest were taken
+            step(*batch)
+            if i == 9 and replay:
+                mx.set_memory_limit(limit)
+                assert replayed(step) == ["not replayed yet"]
+                assert step.stats.bytes["replay"] == 0
+        ends.append(snapshot(*pair))
+    assert is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], row.case.tolerance)
+
+
+def test_a_plan_knows_what_a_capture_takes() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    batch, *_ = row.case.batches(1)
+    for replay in (False, True):
+        step = Step(*row.new(), row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        plan = step.memory_plan(*batch)
+        for _ in range(STEPS):
+            step(*batch)
+        assert (plan.replay > 0) == replay
+        assert step.stats.bytes["replay"] <= plan.replay, (step.stats.bytes, plan)
 
 
 def test_changes_between_calls_are_taken_over() -> None:

@@ -32,6 +32,9 @@ class MemoryPlan:
             has in MLX's memory.
         cache: Freed buffers that MLX keeps beside the memory in use (`mx.get_cache_memory`). On the CPU they add to
             what the process takes, at most `mx.set_cache_limit`; a GPU's are given back when memory is short.
+        replay: What a capture of the step as a CUDA graph will hold beside all that (`replay` of `Step`): copies of
+            parameters and state, and the memory of one step. A step that finds less than that free is not captured, so
+            it counts neither in the peaks nor in `fits`. 0 where nothing is replayed.
         first_peak: The peak of the first update, which holds the old state for a while to be able to go back to it;
             later, that of the next one.
         steady_peak: The peak of the updates after it.
@@ -46,6 +49,7 @@ class MemoryPlan:
     activations: int
     others: int
     cache: int
+    replay: int
     first_peak: int
     steady_peak: int
     limit: int | None
@@ -60,6 +64,8 @@ class MemoryPlan:
         """Return the table."""
         rows = {field.name: getattr(self, field.name) for field in fields(self)}
         del rows["limit"], rows["fits"]
+        if not self.replay:
+            del rows["replay"]
         lines = [self._line(name, number) for name, number in {**rows, "peak": self.peak}.items()]
         if self.limit is None:
             return "\n".join(lines)

@@ -110,13 +110,15 @@ class Step:
                 compared with MLX's evaluation of one step, and launched from then on where both agree; where not, MLX
                 goes on. True: as soon as a step's memory has been measured, with a warning where it cannot be. False:
                 never. `stats.traces` says what was captured, and why a trace is not replayed. What the model and the
-                optimizer then hold are lazy copies: evaluate them in the thread of the step before another thread
-                reads them. A capture keeps the memory of a step between steps.
+                optimizer then hold are lazy copies, which any thread may evaluate between two steps; to evaluate all of
+                them after each step costs a copy of all parameters each time. A capture keeps the memory of a step
+                between steps (`memory_plan` says how much, `stats.bytes` what it is), and goes when less than 1/32 of
+                `mx.get_memory_limit()` is free as a step begins; memory that runs short within other work is not seen.
             in_flight: How many steps may be under way on the device when a call returns; one only, where that one
                 holds more than 1 GiB of activations.
             max_traces: How many traces are kept; the one used least recently goes first.
             cache_limit: Let MLX keep at most so many bytes of freed memory, in the whole process
-                (`mx.set_cache_limit`). None: leave it.
+                (`mx.set_cache_limit`); a capture of `replay` leaves no more of its memory unused. None: leave it.
             clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
             hang_timeout: Seconds after which a stage of a call that does not end is reported on stderr, once: what the
                 step waits for, the batch, memory, and the stacks of all threads. None: no thread watches.

@@ -209,8 +209,27 @@ int faststep_replay_new(
 int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo* info);
 // Whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
-// Copies arrays into static ones and replays.
-int faststep_replay_launch(void* capture, const void* const* from, const void* const* into, size_t count);
+// Copies arrays, lazy ones too, into static ones and replays. `launched`: copies of these of the results, each of at most 8
+// bytes; one without a value where there are none. `done` gets the event of the launch.
+int faststep_replay_launch(
+    void* capture,
+    const void* const* from,
+    const void* const* into,
+    size_t count,
+    const size_t* results,
+    size_t n_results,
+    const void* done,
+    void** launched);
+// A lazy copy of a static array, which any thread may evaluate: behind the event of `done`, a true scalar.
+int faststep_replay_shown(const void* place, const void* done, void** shown);
+// Make the stream of those copies the thread's default one; `index`: below 0, or that of the stream to go back to, and then
+// that of the one before.
+int faststep_replay_share_stream(int* index);
+// Waits for an array that is not lazy.
+int faststep_replay_wait(const void* array);
+// Whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
+int faststep_replay_untouched(
+    const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept;
 // Copies arrays into static ones.
 int faststep_replay_copy(const void* const* from, const void* const* into, size_t count);
 // Waits for it, and frees it.

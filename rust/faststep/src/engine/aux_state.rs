@@ -8,14 +8,26 @@ use crate::{
         aux_state::{AuxState, Needs, Open, Window},
         precision,
     },
+    optim::StateLayout,
 };
 
 impl Engine {
+    /// The moments in the state, by tensor, as views of the buffers.
+    ///
+    /// # Errors
+    /// When MLX refuses a view.
+    pub fn moments(&self, layout: &StateLayout) -> Result<Vec<Array>> {
+        let _shared = self.shared_stream()?;
+        let views = layout.views(&self.layout, self.state())?;
+        Ok(views.into_iter().flatten().collect())
+    }
+
     /// The auxiliary state, by tensor.
     ///
     /// # Errors
     /// When MLX refuses a view.
     pub fn aux_state(&self) -> Result<AuxState> {
+        let _shared = self.shared_stream()?;
         let places = self.places;
         let by_tensor = |first: usize| -> Result<Vec<Option<Array>>> {
             let buffers = &self.state[first..first + self.layout.len()];

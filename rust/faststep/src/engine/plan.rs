@@ -57,6 +57,10 @@ impl Engine {
             planned.map_err(Error::Trace)
         });
         self.put_back(inputs);
-        planned
+        let mut plan = planned?;
+        let alone = plan.activations + plan.gradients;
+        let captures = asked.iter().map(|trace| self.planned_capture(trace, alone));
+        plan.replay = captures.max().unwrap_or(0);
+        Ok(plan)
     }
 }

@@ -28,6 +28,8 @@ pub struct Plan {
     pub others: usize,
     /// Freed buffers that MLX keeps for itself.
     pub cache: usize,
+    /// What captures of the step as CUDA graphs will hold beside all that, where it is replayed.
+    pub replay: usize,
     /// The peak of the first update, which holds old and new state for a while.
     pub first: usize,
     /// The peak of the updates after it.
@@ -75,6 +77,7 @@ pub(crate) fn plan(inputs: &PlanInputs) -> Result<Plan> {
         activations: first.max(steady.peak).saturating_sub(held + gradients),
         others: held.saturating_sub(parameters + state),
         cache: steady.cache,
+        replay: 0, // whoever captures knows
         first,
         steady: steady.peak,
         limit: if device.is_gpu() {

@@ -210,6 +210,19 @@ extern "C" {
         from: Handles,
         into: Handles,
         count: usize,
+        results: *const usize,
+        n_results: usize,
+        done: Handle,
+        launched: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_replay_shown(place: Handle, done: Handle, shown: *mut New) -> c_int;
+    pub(crate) fn faststep_replay_share_stream(index: *mut c_int) -> c_int;
+    pub(crate) fn faststep_replay_wait(array: Handle) -> c_int;
+    pub(crate) fn faststep_replay_untouched(
+        arrays: Handles,
+        ids: *const usize,
+        holders: *const usize,
+        count: usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_copy(from: Handles, into: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_replay_free(capture: *mut c_void);

@@ -15,9 +15,14 @@ pub(crate) fn peak() -> usize {
     peak_memory().unwrap_or(0)
 }
 
+/// The most bytes that MLX is to have in use; none where it does not say.
+pub(crate) fn limit() -> usize {
+    memory_limit().unwrap_or(0)
+}
+
 /// The bytes that may still be allocated; none where MLX does not say.
 pub(crate) fn free() -> usize {
-    memory_limit().map_or(0, |limit| limit.saturating_sub(active()))
+    limit().saturating_sub(active())
 }
 
 /// Wait until the device has done all work, and has let go of its memory.

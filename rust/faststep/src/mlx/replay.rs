@@ -5,16 +5,24 @@
 //! to the thread whose stream it records.
 #![allow(unsafe_code)]
 
-use std::{ffi::c_void, ptr};
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+};
 
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
     check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_valid,
-    faststep_replay_launch, faststep_replay_new, faststep_replay_record, handles,
+    faststep_replay_launch, faststep_replay_new, faststep_replay_record,
+    faststep_replay_share_stream, faststep_replay_shown, faststep_replay_untouched,
+    faststep_replay_wait, handle, handles, owned,
 };
 
 pub(crate) use super::ffi::CaptureInfo;
+
+/// The bytes of a result that a launch copies itself (`native/cuda/replay/scalars.hpp`).
+pub(crate) const SMALL: usize = 8;
 
 /// A CUDA graph with its memory.
 #[derive(Debug)]
@@ -66,17 +74,34 @@ impl Capture {
         unsafe { faststep_replay_is_valid(self.graph) != 0 }
     }
 
-    /// Copy the first of each pair, which is evaluated, into the second, which is static, and replay.
+    /// Copy the first of each pair into the second, which is static, and replay. Returns copies of these of the results, none
+    /// of which is larger than [`SMALL`], and something else to wait for where there are none. `done` gets the event.
     ///
     /// # Errors
-    /// Of the driver.
-    pub fn launch(&self, copies: &[(Array, Array)]) -> Result<()> {
+    /// Of the driver, and of what the first of each pair is computed from.
+    pub fn launch(
+        &self,
+        copies: &[(Array, Array)],
+        results: &[usize],
+        done: &Array,
+    ) -> Result<Vec<Array>> {
         let from = handles(copies.iter().map(|(from, _)| from));
         let into = handles(copies.iter().map(|(_, into)| into));
-        // SAFETY: a capture, live arrays and their number.
-        check(unsafe {
-            faststep_replay_launch(self.graph, from.as_ptr(), into.as_ptr(), from.len())
-        })
+        let mut launched = vec![ptr::null_mut(); results.len().max(1)];
+        // SAFETY: a capture, live arrays and the number of each list; there is room for as many arrays as are written.
+        unsafe {
+            check(faststep_replay_launch(
+                self.graph,
+                from.as_ptr(),
+                into.as_ptr(),
+                from.len(),
+                results.as_ptr(),
+                results.len(),
+                handle(done),
+                launched.as_mut_ptr(),
+            ))?;
+            Ok(launched.into_iter().map(|array| owned(array)).collect())
+        }
     }
 }
 
@@ -96,4 +121,75 @@ pub(crate) fn copy(copies: &[(Array, Array)]) -> Result<()> {
     let into = handles(copies.iter().map(|(_, into)| into));
     // SAFETY: live arrays and their number.
     check(unsafe { faststep_replay_copy(from.as_ptr(), into.as_ptr(), from.len()) })
+}
+
+/// A lazy copy of a static array, which a thread of any kind may evaluate, behind what `done` waits for: a true scalar.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn shown(place: &Array, done: &Array) -> Result<Array> {
+    let mut shown = ptr::null_mut();
+    // SAFETY: live arrays, and room for one.
+    unsafe {
+        check(faststep_replay_shown(
+            handle(place),
+            handle(done),
+            &raw mut shown,
+        ))?;
+        Ok(owned(shown))
+    }
+}
+
+/// Wait until an array that is not lazy has its value.
+///
+/// # Errors
+/// Of its evaluation.
+pub(crate) fn wait(array: &Array) -> Result<()> {
+    // SAFETY: a live array.
+    check(unsafe { faststep_replay_wait(handle(array)) })
+}
+
+/// Whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
+pub(crate) fn is_untouched<'a>(
+    arrays: impl IntoIterator<Item = &'a Array>,
+    ids: &[usize],
+    holders: &[usize],
+) -> bool {
+    let arrays = handles(arrays);
+    // SAFETY: live arrays, and lists of one length.
+    arrays.len() == ids.len()
+        && ids.len() == holders.len()
+        && unsafe {
+            faststep_replay_untouched(
+                arrays.as_ptr(),
+                ids.as_ptr(),
+                holders.as_ptr(),
+                arrays.len(),
+            ) != 0
+        }
+}
+
+/// The thread's lazy operations are on the stream of the copies that are shown, as long as it lives.
+pub(crate) struct SharedStream {
+    before: c_int,
+}
+
+impl SharedStream {
+    /// From now on.
+    ///
+    /// # Errors
+    /// When there is no such stream.
+    pub fn enter() -> Result<Self> {
+        let mut before = -1;
+        // SAFETY: room for an index.
+        check(unsafe { faststep_replay_share_stream(&raw mut before) })?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for SharedStream {
+    fn drop(&mut self) {
+        // SAFETY: the index of a stream of this thread.
+        let _ = unsafe { faststep_replay_share_stream(&raw mut self.before) };
+    }
 }

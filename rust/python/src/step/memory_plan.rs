@@ -29,6 +29,8 @@ pub struct MemoryPlan {
     others: usize,
     /// Freed buffers that MLX keeps.
     cache: usize,
+    /// What captures will hold.
+    replay: usize,
     /// The peak of the first step.
     first_peak: usize,
     /// The peak of the steps after it.
@@ -48,6 +50,7 @@ impl From<Plan> for MemoryPlan {
             activations: plan.activations,
             others: plan.others,
             cache: plan.cache,
+            replay: plan.replay,
             first_peak: plan.first,
             steady_peak: plan.steady,
             limit: plan.limit,

@@ -5,23 +5,22 @@
 use faststep::engine::{Engine, Rules, StateLayout};
 use mlx_rs::Array;
 use pyo3::{
-    exceptions::PyRuntimeError,
     intern,
     prelude::*,
     types::{PyDict, PyList, PyString},
 };
 
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, errors::to_python},
     optimizer::{leaves, state},
     tree::slot::{Place, Slot},
 };
 
 /// The dicts of an optimizer that is updated natively, or of those in a `MultiOptimizer`.
 pub struct Moments {
-    members: Vec<Py<PyDict>>, // by rule
-    entries: Vec<Py<PyDict>>, // by tensor
-    containers: Vec<Py<PyAny>>,
+    members: Vec<Py<PyDict>>,   // by rule
+    entries: Vec<Py<PyDict>>,   // by tensor
+    containers: Vec<Py<PyAny>>, // of the entries
     layout: StateLayout,
     shown: Option<Vec<Array>>, // what the entries hold, tensor by tensor; None: nothing
 }
@@ -40,14 +39,14 @@ fn follow<'py>(
     containers: &mut Vec<Py<PyAny>>,
 ) -> Option<Bound<'py, PyDict>> {
     let mut at = state.clone().into_any();
-    for part in path {
+    for (depth, part) in path.iter().enumerate() {
+        if depth > 0 && !containers.iter().any(|c| c.is(&at)) {
+            containers.push(at.clone().unbind());
+        }
         at = match at.cast::<PyList>() {
             Ok(list) => list.get_item(part.parse::<usize>().ok()?).ok()?,
             Err(_) => at.cast::<PyDict>().ok()?.get_item(part).ok()??,
         };
-        if !containers.iter().any(|c| c.is(&at)) {
-            containers.push(at.clone().unbind());
-        }
     }
     at.cast_into().ok()
 }
@@ -151,6 +150,7 @@ impl Moments {
         let mut members = self.members.iter().zip(self.layout.scalars());
         members.any(|(state, scalars)| count(state.bind(py)) > 2 + scalars.len())
             || self.containers.iter().any(|c| count(c.bind(py)) > 2)
+            || self.entries.iter().any(|e| count(e.bind(py)) > 2)
     }
 
     /// What the entries hold, tensor by tensor; nothing where they are hollow.
@@ -179,11 +179,7 @@ impl Moments {
         if self.shown.is_some() {
             return Ok(());
         }
-        let views = self
-            .layout
-            .views(engine.layout(), engine.state())
-            .map_err(|e| PyRuntimeError::new_err(e.what().to_owned()))?;
-        let views: Vec<Array> = views.into_iter().flatten().collect();
+        let views = engine.moments(&self.layout).map_err(|e| to_python(&e))?;
         for (slot, array) in self.slots(py)?.iter().zip(&views) {
             slot.show(array)?;
         }

@@ -102,6 +102,18 @@ impl Owner for Holder<'_, '_> {
         }
     }
 
+    fn holds_alone(&mut self) -> Option<usize> {
+        let prepared = self.prepared;
+        let hidden = self
+            .moments
+            .as_ref()
+            .is_none_or(|moments| !moments.is_shown());
+        let same = !prepared.aliased && !prepared.packed && !self.released;
+        let parameters = self.parameters().map(|(_, slot)| slot);
+        let alone = hidden && same && parameters.chain(&prepared.state).all(Slot::is_unshared);
+        alone.then_some(prepared.state.len())
+    }
+
     fn unlocked(&mut self, work: &mut dyn FnMut()) {
         Waiting(self.py).unlocked(work);
     }

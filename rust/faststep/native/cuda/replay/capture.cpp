@@ -24,6 +24,11 @@ class KeepAll {
   KeepAll(const KeepAll&) = delete;
   KeepAll& operator=(const KeepAll&) = delete;
 
+  // What MLX is told to keep otherwise.
+  size_t cache_limit() const {
+    return cache_;
+  }
+
  private:
   static constexpr size_t all = size_t{1} << 60;
   size_t cache_, memory_;
@@ -52,18 +57,13 @@ void Capture::record(size_t retained) {
   check(driver().cuCtxGetCurrent(&context_), "cuCtxGetCurrent");
   mx::clear_cache();
   KeepAll keep;
-  Recorder(*this, encoder, retained).run();
+  Recorder(*this, encoder, std::min(retained, keep.cache_limit())).run();
   check(driver().cuStreamSynchronize(queue_), "cuStreamSynchronize");
 }
 
 bool Capture::is_valid() const {
   auto stays = [](const Fixed& fixed) { return memory_of(*fixed.data) == fixed.memory; };
   return std::all_of(fixed_.begin(), fixed_.end(), stays);
-}
-
-void Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
-  copy(from, into, stream_);
-  check(driver().cuGraphLaunch(exec_, queue_), "cuGraphLaunch");
 }
 
 // The copies come behind everything that the stream has to do, and what is copied stays until they are done.
@@ -118,12 +118,6 @@ int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo
 
 int faststep_replay_is_valid(const void* capture) noexcept {
   return static_cast<const Capture*>(capture)->is_valid();
-}
-
-int faststep_replay_launch(void* capture, const void* const* from, const void* const* into, size_t count) {
-  return faststep::guarded([&] {
-    static_cast<Capture*>(capture)->launch(faststep::list(from, count), faststep::list(into, count));
-  });
 }
 
 int faststep_replay_copy(const void* const* from, const void* const* into, size_t count) {

@@ -35,8 +35,10 @@ class Capture {
   void record(size_t retained);
   // Whether the memory that the graph reads lies where it did: MLX moves what a host reads.
   bool is_valid() const;
-  // Copy arrays into static ones, and launch the graph, behind everything that the stream has to do.
-  void launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into);
+  // Copy arrays into static ones, launch the graph, and copy some of the results, each of which is a scalar (scalars.hpp)
+  // at most: arrays that MLX has evaluated, behind everything that the stream had to do. There is always one of them.
+  std::vector<mx::array> launch(
+      std::vector<mx::array> from, std::vector<mx::array> into, const std::vector<size_t>& results);
 
   CaptureInfo info{};
 
@@ -53,6 +55,7 @@ class Capture {
   std::vector<Fixed> fixed_; // what the graph reads and others may hold
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
   friend class Recorder;
+  friend class Launch;
 };
 
 // Copies evaluated arrays into static ones.

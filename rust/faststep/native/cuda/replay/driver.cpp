@@ -38,6 +38,7 @@ Driver load_driver() {
   find(all.cuGraphKernelNodeSetParams, "cuGraphKernelNodeSetParams_v2");
   FIND(cuGraphLaunch);
   FIND(cuGraphUpload);
+  FIND(cuMemHostAlloc);
   FIND(cuMemcpyAsync);
   FIND(cuStreamSynchronize);
 #undef FIND

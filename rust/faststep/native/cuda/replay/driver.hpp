@@ -53,6 +53,7 @@ struct Driver {
   CUresult (*cuGraphKernelNodeSetParams)(CUgraphNode, const KernelNode*);
   CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
   CUresult (*cuGraphUpload)(CUgraphExec, CUstream);
+  CUresult (*cuMemHostAlloc)(void**, size_t, unsigned flags);
   CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
   CUresult (*cuStreamSynchronize)(CUstream);
 };

@@ -28,19 +28,28 @@ std::vector<size_t> Hazards::add(const std::vector<Address>& reads, const std::v
   return before;
 }
 
-std::optional<std::vector<size_t>> Hazards::redirect(size_t number, Address from, Address into) {
+bool Hazards::may_redirect(size_t number, Address from, Address into) const {
   auto made = uses_.find(from);
-  bool alone = made != uses_.end() && made->second.writer == number && made->second.readers.empty();
-  if (!alone || from == into) {
+  if (made == uses_.end() || made->second.writer != number || !made->second.readers.empty() || from == into) {
+    return false;
+  }
+  auto use = uses_.find(into);
+  if (use == uses_.end()) {
+    return true;
+  }
+  auto is_later = [number](size_t other) { return other > number; };
+  const auto& [writer, readers] = use->second;
+  return !(writer && is_later(*writer)) && std::none_of(readers.begin(), readers.end(), is_later);
+}
+
+std::optional<std::vector<size_t>> Hazards::redirect(size_t number, Address from, Address into) {
+  if (!may_redirect(number, from, into)) {
     return std::nullopt;
   }
   auto& use = uses_[into];
   auto before = use.readers;
   if (use.writer) {
     before.push_back(*use.writer);
-  }
-  if (std::any_of(before.begin(), before.end(), [number](size_t other) { return other > number; })) {
-    return std::nullopt;
   }
   std::erase(before, number);
   use = {number, {}};

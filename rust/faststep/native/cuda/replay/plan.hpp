@@ -47,8 +47,11 @@ class Hazards {
   // once, in their order.
   std::vector<size_t> add(const std::vector<Address>& reads, const std::vector<Address>& writes);
 
-  // Have an operation, the only one to have used `from`, write `into` in its place: the numbers of those before it that it
-  // waits for because of that. None where another operation has used either since.
+  // Whether an operation, the only one to have used `from`, may write `into` in its place: not where another operation has
+  // used either since.
+  bool may_redirect(size_t number, Address from, Address into) const;
+
+  // Have it do so: the numbers of those before it that it waits for because of that. None where it may not.
   std::optional<std::vector<size_t>> redirect(size_t number, Address from, Address into);
 
  private:

@@ -195,14 +195,12 @@ bool Recorder::write_in_place(size_t i) {
   bool safe = std::all_of(inputs.begin(), inputs.end(), [&](const Kernel::Input& in) {
     return in.memory != target || (in.by_element && in.bytes == into.nbytes());
   });
-  if (users != 1 || !safe || !replace_pointer(units_[unit].begin, source, target)) {
+  // the pointer last: a kernel that reads the target has it twice then, and the first one cannot be put back
+  if (users != 1 || !safe || !hazards_.may_redirect(unit, source, target) ||
+      !replace_pointer(units_[unit].begin, source, target)) {
     return false;
   }
   auto before = hazards_.redirect(unit, source, target);
-  if (!before) {
-    replace_pointer(units_[unit].begin, target, source);
-    return false;
-  }
   units_[unit].before.insert(units_[unit].before.end(), before->begin(), before->end());
   return true;
 }
@@ -436,8 +434,16 @@ void Recorder::reclaim() {
   if (!missing.empty()) {
     throw Refused("other work has taken memory while the step was captured");
   }
-  for (const auto& data : capture_.kept_) {
-    capture_.info.bytes += buffer_of(*data)->size;
+  auto& kept = capture_.kept_;
+  std::sort(kept.begin(), kept.end());
+  kept.erase(std::unique(kept.begin(), kept.end()), kept.end());
+  std::set<void*> given; // memory of what the graph reads is not its own, whoever has a view of it
+  for (const auto& fixed : capture_.fixed_) {
+    given.insert(fixed.memory);
+  }
+  for (const auto& data : kept) {
+    auto* buffer = buffer_of(*data);
+    capture_.info.bytes += given.contains(buffer->data) ? 0 : buffer->size;
   }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     engine::{evaluate::OnDevice, Call, Engine, Owner},
     error::{Error, Result},
     evaluation::Evaluate,
-    mlx::array,
+    mlx::{array, replay::SMALL},
     trace::{Captured, Given, Outputs},
 };
 
@@ -48,8 +48,7 @@ impl Evaluate for OnGraph<'_, '_> {
     }
 
     fn release(&mut self, _: &Launch) -> Result<()> {
-        self.0.owner.release();
-        Ok(())
+        Ok(()) // where it has to be: what nobody else holds stays where it is
     }
 
     fn try_out(&mut self, _: &mut Launch) -> Result<()> {
@@ -71,41 +70,86 @@ impl Engine {
         let Some(mut resident) = self.resident.take() else {
             return Err("there are no static arrays".into());
         };
-        let mut launched = Err("nothing was launched".into());
-        owner.unlocked(&mut || launched = self.launch_on(&mut resident, launch));
-        let shown = launched.and_then(|ticket| {
-            let written = &launch.captured.written;
-            self.show_resident(&mut resident, launch.updates, written)?;
-            Ok(ticket)
-        });
+        let launched = self.launch_over(&mut resident, launch, owner);
         if launch.updates {
             self.masters_stale = !launch.keeps_masters;
         }
         self.resident = Some(resident);
-        shown
+        launched.map(Some)
     }
 
-    fn launch_on(&self, resident: &mut Resident, launch: &mut Launch) -> MlxResult<Option<Array>> {
-        let mut first = resident.held(self, launch.updates); // before anybody below has a handle
-        let values = self.values();
-        let mut copies = resident.changed(&values)?;
-        resident.shown = values;
-        let Launch { captured, call, .. } = launch;
-        copy_in(&mut captured.given, call, &mut copies)?;
-        let lazy = copies.iter().map(|(from, _)| from);
-        first.extend(lazy.filter(|from| array::is_lazy(from)).cloned());
-        if !first.is_empty() {
-            async_eval(&first)?;
+    fn launch_over(
+        &mut self,
+        resident: &mut Resident,
+        launch: &mut Launch,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<Array> {
+        let given = copy_in(&mut launch.captured.given, &launch.call)?;
+        let lazy = given.iter().map(|(from, _)| from);
+        let lazy: Vec<&Array> = lazy.filter(|from| array::is_lazy(from)).collect();
+        if !lazy.is_empty() {
+            let mut ready = Ok(());
+            owner.unlocked(&mut || ready = async_eval(lazy.iter().copied()));
+            ready?;
         }
-        captured.graph.launch(&copies)?;
+        let (updates, written) = (launch.updates, &launch.captured.written);
+        let handles = owner.holds_alone();
+        let is_untouched = |count| resident.is_untouched(self, updates, written, count);
+        if handles.is_some_and(is_untouched) {
+            return resident.launch(launch, &given); // with the lock: what nobody holds nobody can come by
+        }
+        self.launch_beside(resident, launch, given, owner)
+    }
 
-        let outputs = captured.outputs.map_given_out(copied)?;
-        let mut out: Vec<Array> = outputs.given_out().cloned().collect();
-        if out.is_empty() {
-            let smallest = resident.arrays.iter().min_by_key(|array| array.nbytes());
-            out.extend(smallest.map(copied).transpose()?);
+    // somebody may hold what is written over, or has changed it
+    fn launch_beside(
+        &mut self,
+        resident: &mut Resident,
+        launch: &mut Launch,
+        mut copies: Vec<(Array, Array)>,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<Array> {
+        if launch.updates {
+            owner.release();
         }
-        async_eval(&out)?;
+        let written = launch.captured.written.clone();
+        let first = resident.held(self, launch.updates, &written); // before anybody below has a handle
+        let values = self.values();
+        copies.extend(resident.changed(&values)?);
+        let mut launched = Err("nothing was launched".into());
+        owner.unlocked(&mut || {
+            let ready = async_eval(&first).and_then(|()| resident.wait());
+            resident.shown.clone_from(&values);
+            launched = ready.and_then(|()| resident.launch(launch, &copies));
+        });
+        drop((first, copies, values));
+        let launched = launched?;
+        self.show_resident(resident, launch.updates, &written)?;
+        Ok(launched)
+    }
+}
+
+impl Resident {
+    // returns what to wait for
+    fn launch(&self, launch: &mut Launch, copies: &[(Array, Array)]) -> MlxResult<Array> {
+        let Launch { captured, call, .. } = launch;
+        let results: Vec<&Array> = captured.outputs.given_out().collect();
+        let is_small = |index: &usize| results[*index].nbytes() <= SMALL;
+        let small: Vec<usize> = (0..results.len()).filter(is_small).collect();
+        let launched = captured.graph.launch(copies, &small, &self.done)?;
+        let ticket = launched[0].clone();
+
+        let (mut small, mut large) = (launched.into_iter(), Vec::new());
+        let outputs = captured.outputs.map_given_out(|result| {
+            if result.nbytes() <= SMALL {
+                return small.next().ok_or_else(|| "a result is missing".into());
+            }
+            large.push(copied(result)?);
+            Ok(large[large.len() - 1].clone())
+        })?;
+        if !large.is_empty() {
+            async_eval(&large)?;
+        }
         let key = outputs.key.iter().map(|key| (call.others.len(), key));
         let others = outputs.others.iter().map(|(index, array)| (*index, array));
         for (at, value) in others.chain(key) {
@@ -114,12 +158,13 @@ impl Engine {
             }
         }
         launch.outputs = outputs;
-        Ok(out.into_iter().next())
+        Ok(large.pop().unwrap_or(ticket))
     }
 }
 
 // what is given, and is not what was given the last time, with its static array. A batch is a new one each time
-fn copy_in(given: &mut [Given], call: &Call, copies: &mut Vec<(Array, Array)>) -> MlxResult<()> {
+fn copy_in(given: &mut [Given], call: &Call) -> MlxResult<Vec<(Array, Array)>> {
+    let mut copies = Vec::new();
     let known = call.others.len() + 1; // the random key
     let arrays = call.others.iter().chain(&call.rest).enumerate();
     for (given, (i, value)) in given.iter_mut().zip(arrays) {
@@ -131,5 +176,5 @@ fn copy_in(given: &mut [Given], call: &Call, copies: &mut Vec<(Array, Array)>) -
             *last = (i < known).then(|| value.clone());
         }
     }
-    Ok(())
+    Ok(copies)
 }

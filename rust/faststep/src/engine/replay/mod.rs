@@ -27,6 +27,8 @@ pub(super) use resident::Resident;
 const RUNS: (usize, usize) = (4, 1);
 /// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free.
 const SHARE: usize = 2;
+/// One part in so many of the memory limit is left to others: where less is free, captures go.
+const RESERVE: usize = 32;
 /// An array of the model of which there is no second copy: from so many bytes on.
 const LARGE: usize = 1 << 20;
 /// Memory that is not used again at once: so many bytes, and one part in so many of a step's memory where that is more.
@@ -34,6 +36,10 @@ const RETAINED: (usize, usize) = (64 << 20, 10);
 
 fn retained(bytes: usize) -> usize {
     RETAINED.0.max(bytes / RETAINED.1)
+}
+
+fn reserve() -> usize {
+    memory::limit() / RESERVE
 }
 
 /// A capture, as long as its trace is there.
@@ -70,10 +76,11 @@ impl Engine {
         let replaced = captured.given.iter().zip(arrays).any(|(given, array)| {
             matches!(given, Given::Fixed(fixed) if array::id(fixed) != array::id(array))
         });
-        let values = self.values();
         let resident = self.resident.as_ref();
-        let fits = resident.is_some_and(|it| it.number == captured.resident && it.fits(&values));
-        if replaced || !fits || !captured.graph.is_valid() {
+        let resident = resident.filter(|it| it.number == captured.resident);
+        let fits = resident.is_some_and(|it| it.fits(self.value_refs()));
+        let short = memory::free() < reserve(); // others have taken what was left to them
+        if replaced || !fits || short || !captured.graph.is_valid() {
             trace.capture.copies_all |= replaced;
             trace.capture.lose();
             return Err(call);
@@ -104,12 +111,15 @@ impl Engine {
     }
 
     /// Before MLX evaluates a trace: captures go whose traces have gone, and as many others, the one used least recently
-    /// first, as have to for the memory of this one.
+    /// first, as have to for the memory of this one; with the last of them the static arrays.
     pub(super) fn make_way(&mut self, trace: &Trace) {
         self.captures.retain(|kept| kept.token.strong_count() > 0);
-        let bytes = trace.evaluated.bytes.unwrap_or(0);
+        let bytes = trace.evaluated.bytes.unwrap_or(0).max(reserve());
         while !self.captures.is_empty() && memory::free() < bytes {
             self.captures.remove(0);
+        }
+        if self.captures.is_empty() && memory::free() < bytes {
+            self.resident = None;
         }
     }
 
@@ -117,6 +127,16 @@ impl Engine {
     pub(super) fn give_back(&mut self) {
         self.captures.clear();
         self.resident = None;
+    }
+
+    /// The bytes that the capture of a step will hold beside parameters and state, whose copies it works on; the step takes
+    /// so many alone. None where nothing is captured.
+    pub(super) fn planned_capture(&self, trace: &Trace, bytes: usize) -> usize {
+        if trace.recipe.options.replay == Replay::Never || refusal(trace).is_some() {
+            return 0;
+        }
+        let copies = self.value_refs().map(Array::nbytes).sum::<usize>();
+        copies + bytes + retained(bytes)
     }
 
     /// Whether a trace is to be captured when MLX has evaluated it once more: then copies of all that it reads.
@@ -155,12 +175,11 @@ impl Engine {
     }
 
     fn no_room(&self, trace: &Trace, bytes: usize) -> Option<String> {
-        let values = self.values();
         let state = match &self.resident {
-            Some(resident) if resident.fits(&values) => 0,
-            _ => values.iter().map(Array::nbytes).sum::<usize>(),
+            Some(resident) if resident.fits(self.value_refs()) => 0,
+            _ => self.value_refs().map(Array::nbytes).sum::<usize>(),
         };
-        let needed = state + bytes + retained(bytes);
+        let needed = state + bytes + retained(bytes) + reserve();
         let free = match trace.recipe.options.replay {
             Replay::Auto => memory::free() / SHARE,
             _ => memory::free(),

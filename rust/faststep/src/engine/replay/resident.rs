@@ -1,10 +1,13 @@
 //! The static arrays of parameters and state, and the lazy copies of them that the engine holds in their place.
-use mlx_rs::{error::Result as MlxResult, ops, Array};
+use mlx_rs::{error::Result as MlxResult, ops, transforms::eval, Array};
 
 use crate::{
     engine::{evaluate::evaluate, Engine, Owner},
     error::{Error, Result},
-    mlx::{array, memory, replay},
+    mlx::{
+        array, memory,
+        replay::{self, SharedStream},
+    },
 };
 
 /// The static arrays of parameters and state. Nobody but the engine and its captures has a handle to one.
@@ -16,8 +19,11 @@ pub(in crate::engine) struct Resident {
     pub arrays: Vec<Array>,
     /// Arrays of the same values, which the engine holds; empty: it holds others.
     pub shown: Vec<Array>,
-    holders: Vec<usize>, // of each of those, and of each parameter, when they were shown
-    views: Vec<usize>,
+    /// A true scalar, with the event of the last launch: all that is shown is computed from it.
+    pub done: Array,
+    // of what the engine held when it was shown: parameters, shared buffers, state
+    ids: Vec<usize>,
+    holders: Vec<usize>,
 }
 
 /// A copy (lazily), row after row.
@@ -26,23 +32,77 @@ pub(super) fn copied(array: &Array) -> MlxResult<Array> {
 }
 
 impl Resident {
-    /// What somebody beside the engine holds, and nobody has evaluated.
-    pub fn held(&self, engine: &Engine, updates: bool) -> Vec<Array> {
-        let mut held = vec![false; self.shown.len()];
-        for (i, (shown, &holders)) in self.shown.iter().zip(&self.holders).enumerate() {
-            held[i] = array::holders(shown) > holders;
-        }
-        if updates && !self.shown.is_empty() {
-            let is_held = |i: usize| array::holders(&engine.parameters[i]) > self.views[i];
-            for (buffer, held) in held[..engine.layout.len()].iter_mut().enumerate() {
-                *held |= engine.layout.members(buffer).any(is_held);
+    fn new(number: usize, arrays: Vec<Array>) -> MlxResult<Self> {
+        let done = Array::from_bool(true);
+        eval([&done])?;
+        Ok(Self {
+            number,
+            arrays,
+            shown: Vec::new(),
+            done,
+            ids: Vec::new(),
+            holders: Vec::new(),
+        })
+    }
+
+    /// Whether all that the engine holds is what was shown, and nobody but it and an owner of one handle to each parameter
+    /// and to so many arrays of the state holds or has evaluated what a launch writes over.
+    pub fn is_untouched(
+        &self,
+        engine: &Engine,
+        updates: bool,
+        written: &[usize],
+        owned: usize,
+    ) -> bool {
+        let mut holders = vec![0; self.holders.len()];
+        let state = engine.parameters.len() + engine.shared.len();
+        if updates && state <= holders.len() {
+            holders[..state].copy_from_slice(&self.holders[..state]);
+            for count in &mut holders[..engine.parameters.len()] {
+                *count += 1;
             }
+        }
+        for &index in written {
+            if let Some(count) = holders.get_mut(state + index) {
+                *count = self.holders[state + index] + usize::from(index < owned);
+            }
+        }
+        !self.shown.is_empty() && replay::is_untouched(engine.held(), &self.ids, &holders)
+    }
+
+    /// Of what a launch writes over: what somebody beside the engine holds, and nobody has evaluated.
+    pub fn held(&self, engine: &Engine, updates: bool, written: &[usize]) -> Vec<Array> {
+        if self.shown.is_empty() {
+            return Vec::new();
+        }
+        let arrays: Vec<&Array> = engine.held().collect();
+        let is_held = |at: &usize| {
+            arrays.len() == self.holders.len() && array::holders(arrays[*at]) > self.holders[*at]
+        };
+        let mut held = vec![false; self.shown.len()];
+        let (tensors, buffers) = (engine.parameters.len(), engine.layout.len());
+        let mut shared = tensors..;
+        for (buffer, held) in held[..buffers].iter_mut().enumerate() {
+            let alone = engine.layout.single(buffer).is_some();
+            let whole = if alone { None } else { shared.next() };
+            let members = engine.layout.members(buffer);
+            *held = updates && members.chain(whole).any(|at| is_held(&at));
+        }
+        let state = tensors + engine.shared.len();
+        for &index in written {
+            held[buffers + index] = is_held(&(state + index));
         }
         let held = self.shown.iter().zip(held).filter(|(_, held)| *held);
         let held = held.map(|(shown, _)| shown);
         held.filter(|shown| array::is_lazy(shown))
             .cloned()
             .collect()
+    }
+
+    /// Wait for the copies that have been evaluated: another stream reads the static arrays for them.
+    pub fn wait(&self) -> MlxResult<()> {
+        let mut copies = self.shown.iter().filter(|shown| !array::is_lazy(shown));
+        copies.try_for_each(replay::wait)
     }
 
     /// The values that are not those of the static arrays, each with its static array.
@@ -57,9 +117,15 @@ impl Resident {
     }
 
     /// Whether these are values of the same arrays.
-    pub fn fits(&self, values: &[Array]) -> bool {
-        let same = |(a, b): (&Array, &Array)| a.shape() == b.shape() && a.dtype() == b.dtype();
-        self.arrays.len() == values.len() && self.arrays.iter().zip(values).all(same)
+    pub fn fits<'a>(&self, mut values: impl Iterator<Item = &'a Array>) -> bool {
+        let same = |(i, place): (usize, &Array)| {
+            let Some(value) = values.next() else {
+                return false;
+            };
+            let is_shown = self.shown.get(i).map(array::id) == Some(array::id(value));
+            is_shown || (place.shape() == value.shape() && place.dtype() == value.dtype())
+        };
+        self.arrays.iter().enumerate().all(same) && values.next().is_none()
     }
 
     /// The bytes of the static arrays.
@@ -71,14 +137,38 @@ impl Resident {
 impl Engine {
     /// Buffers, then the state.
     pub(super) fn values(&self) -> Vec<Array> {
-        let buffers = self.buffers().into_iter();
-        buffers.chain(self.state.iter().cloned()).collect()
+        self.value_refs().cloned().collect()
+    }
+
+    /// The same, where they are.
+    pub(super) fn value_refs(&self) -> impl Iterator<Item = &Array> {
+        let mut shared = self.shared.iter();
+        let buffers =
+            (0..self.layout.len()).filter_map(move |buffer| match self.layout.single(buffer) {
+                Some(tensor) => self.parameters.get(tensor),
+                None => shared.next(),
+            });
+        buffers.chain(&self.state)
+    }
+
+    /// As long as it lives, operations on parameters and state are those that any thread may evaluate, where these are
+    /// copies of static arrays.
+    pub(in crate::engine) fn shared_stream(&self) -> MlxResult<Option<SharedStream>> {
+        let shown = self.resident.as_ref().filter(|it| !it.shown.is_empty());
+        shown.map(|_| SharedStream::enter()).transpose()
+    }
+
+    // everything that it holds, as its handles stand
+    fn held(&self) -> impl Iterator<Item = &Array> {
+        let parameters = self.parameters.iter().chain(&self.shared);
+        parameters.chain(&self.state)
     }
 
     /// Have static arrays with the values of parameters and state.
     pub(super) fn fill_resident(&mut self, owner: &mut dyn Owner) -> MlxResult<()> {
         let values = self.values();
-        if let Some(resident) = self.resident.as_ref().filter(|it| it.fits(&values)) {
+        let resident = self.resident.as_ref();
+        if let Some(resident) = resident.filter(|it| it.fits(values.iter())) {
             let copies = resident.changed(&values)?;
             evaluate(copies.iter().map(|(from, _)| from), owner)?;
             replay::copy(&copies)?;
@@ -89,13 +179,7 @@ impl Engine {
         let arrays = values.iter().map(copied).collect::<MlxResult<Vec<_>>>()?;
         evaluate(&arrays, owner)?;
         self.residents += 1;
-        self.resident = Some(Resident {
-            number: self.residents,
-            arrays,
-            shown: Vec::new(),
-            holders: Vec::new(),
-            views: Vec::new(),
-        });
+        self.resident = Some(Resident::new(self.residents, arrays)?);
         Ok(())
     }
 
@@ -107,11 +191,12 @@ impl Engine {
         updates: bool,
         state: &[usize],
     ) -> MlxResult<()> {
+        let _shared = SharedStream::enter()?;
         let buffers = self.layout.len();
         let is_old = |shown: &Array| !array::is_lazy(shown);
         if updates && resident.shown[..buffers].iter().any(is_old) {
             for (shown, place) in resident.shown[..buffers].iter_mut().zip(&resident.arrays) {
-                *shown = copied(place)?;
+                *shown = replay::shown(place, &resident.done)?;
             }
             self.parameters.clear();
             self.shared.clear();
@@ -121,12 +206,12 @@ impl Engine {
         for &index in state {
             let shown = &mut resident.shown[buffers + index];
             if is_old(shown) {
-                *shown = copied(&resident.arrays[buffers + index])?;
+                *shown = replay::shown(&resident.arrays[buffers + index], &resident.done)?;
                 self.state[index] = shown.clone();
             }
         }
-        resident.holders = resident.shown.iter().map(array::holders).collect();
-        resident.views = self.parameters.iter().map(array::holders).collect();
+        resident.ids = self.held().map(array::id).collect();
+        resident.holders = self.held().map(array::holders).collect();
         Ok(())
     }
 
@@ -141,6 +226,8 @@ impl Engine {
         if !lazy.is_empty() {
             evaluate(lazy, owner).map_err(Error::Device)?;
         }
-        Ok(())
+        let mut waited = Ok(());
+        owner.unlocked(&mut || waited = shown.iter().try_for_each(replay::wait));
+        waited.map_err(Error::Device)
     }
 }

@@ -63,7 +63,8 @@ impl Engine {
         let (Some(bytes), Some(resident)) = (trace.evaluated.bytes, &self.resident) else {
             return Err("there are no static arrays".into());
         };
-        let (arrays, resident) = (resident.arrays.clone(), resident.number);
+        let (arrays, done) = (resident.arrays.clone(), resident.done.clone());
+        let resident = resident.number;
         for value in ordinary.loss.iter().chain(&ordinary.norm) {
             if !value.try_item_cast::<f32>().map_err(unread)?.is_finite() {
                 return Ok(None);
@@ -99,7 +100,7 @@ impl Engine {
         let updates = distances(&values, &arrays, owner)?;
         owner.unlocked(&mut memory::synchronize);
         let graph = Capture::record(&results, carried, retained(bytes))?;
-        graph.launch(&[])?;
+        graph.launch(&[], &[], &done)?;
         let differences = distances(&values, &arrays, owner)?;
         for (i, ((update, _), (difference, size))) in
             updates.into_iter().zip(differences).enumerate()
