@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ffi.hpp"
+#include "lazy.hpp"
 #include "status.hpp"
 #include "walk.hpp"
 
@@ -18,31 +19,6 @@ namespace {
 
 namespace mx = mlx::core;
 using faststep::at;
-
-// A lazy graph as `walk` goes through it.
-struct LazyArrays {
-  using Node = const mx::array*;
-  size_t inputs(Node node) const {
-    return node->inputs().size();
-  }
-  Node input(Node node, size_t i) const {
-    return &node->inputs()[i];
-  }
-  bool is_done(Node node) const {
-    return node->status() != mx::array::Status::unscheduled;
-  }
-  int& degree(Node node) {
-    return degrees[node->id()];
-  }
-  template <typename F>
-  void outputs(Node node, F f) const {
-    f(node);
-    for (const auto& sibling : node->siblings()) {
-      f(&sibling);
-    }
-  }
-  std::unordered_map<std::uintptr_t, int> degrees;
-};
 
 double seconds_of(const mx::array& array) {
   auto began = std::chrono::steady_clock::now();
@@ -178,7 +154,7 @@ int faststep_measure(
     Modules modules;
     std::vector<mx::array> tape;
     {
-      LazyArrays graph;
+      faststep::LazyArrays graph;
       std::vector<const mx::array*> roots;
       for (size_t i = 0; i < count; ++i) {
         roots.push_back(&at(arrays[i]));

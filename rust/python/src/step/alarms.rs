@@ -138,7 +138,7 @@ impl Alarms {
         if engine.rounds_away() && first(&mut told.rounded) {
             messages.push(
                 "updates have been rounded to nothing for more than 100 of them: the parameters' half precision is too coarse \
-                 for this learning rate (step.stats.unchanged is near 1). AuxState float32 masters with \
+                 for this learning rate (step.stats.unchanged is near 1). Keep float32 masters with \
                  Step(..., compute_dtype=mx.bfloat16), or raise the learning rate"
                     .into(),
             );

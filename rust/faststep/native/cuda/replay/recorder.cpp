@@ -8,36 +8,12 @@
 #include <string_view>
 
 #include "cuda/replay/driver.hpp"
+#include "lazy.hpp"
 #include "walk.hpp"
 
 namespace faststep::replay {
 
 namespace {
-
-// A lazy graph as `walk` goes through it.
-struct Arrays {
-  using Node = const mx::array*;
-  size_t inputs(Node node) const {
-    return node->inputs().size();
-  }
-  Node input(Node node, size_t i) const {
-    return &node->inputs()[i];
-  }
-  bool is_done(Node node) const {
-    return node->status() != mx::array::Status::unscheduled;
-  }
-  int& degree(Node node) {
-    return degrees[node->id()];
-  }
-  template <typename F>
-  void outputs(Node node, F f) const {
-    f(node);
-    for (const auto& sibling : node->siblings()) {
-      f(&sibling);
-    }
-  }
-  std::unordered_map<std::uintptr_t, int> degrees;
-};
 
 // Primitives that leave work to the host, or to whoever reads a file or a network.
 bool is_refused(std::string_view name) {
@@ -79,7 +55,7 @@ void Recorder::run() {
 }
 
 std::vector<mx::array> Recorder::tape() {
-  Arrays arrays;
+  LazyArrays arrays;
   std::vector<const mx::array*> outputs;
   for (auto* list : {&capture_.results_, &capture_.from_}) {
     for (const auto& array : *list) {
