@@ -15,6 +15,9 @@ import mlx.core as mx
 import pytest
 from support.places import ROOT, TESTS, Child, RustExample
 
+# Programs for an environment with PyTorch, which make the references of tests: they hold none.
+collect_ignore_glob = ["support/*_reference.py"]
+
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

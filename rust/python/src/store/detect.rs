@@ -116,6 +116,7 @@ impl Store {
             None => true,
         };
         if !current {
+            self.expose(optimizer.py())?; // one of several may have been replaced: the others keep their state
             self.forget()?;
         }
         Ok(())
