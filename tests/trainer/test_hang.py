@@ -82,6 +82,12 @@ def test_a_hang_ends_the_process_and_the_supervisor_starts_it_again(config: Path
     done = faststep("train", config, *hanging(tmp_path, train__on_hang="exit"), status=5)
     assert "exit code 5" in done.stderr
     (tmp_path / "blocked").unlink()
+    (first,) = (tmp_path / "run").glob("hang-*.txt")
+    told = first.read_text()
+    faststep("resume", tmp_path / "run", status=5)  # at the same step again: the first report stays
+    (tmp_path / "blocked").unlink()
+    assert first.read_text() == told
+    assert first.with_stem(f"{first.stem}-2").is_file()
     supervised = tmp_path / "supervised"
     done = faststep("train", config, "--supervise", *hanging(tmp_path, run=str(supervised)))
     assert "it made no progress, and ended itself" in done.stderr

@@ -9,9 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from faststep._step._recording import Recording
+from faststep._step._recording import DATA, LOOP, Recording
 
-_LOOP_TRACK = ("your loop", "data")
 _MICRO = 1e6
 
 
@@ -24,7 +23,7 @@ def write_chrome(path: Path, recording: Recording) -> None:
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 3, "args": {"name": "operations, each alone"}},
     ]
     for span in recording.spans:
-        track = 1 if span.stage in _LOOP_TRACK else 2
+        track = 1 if span.stage in (LOOP, DATA) else 2
         events.append(_complete(span.stage, track, span.began, span.ended - span.began, {}))
         counter = {"ph": "C", "name": "MLX memory", "pid": 1, "ts": span.began * _MICRO, "args": {"bytes": span.active}}
         events.append(counter)

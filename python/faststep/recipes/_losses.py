@@ -41,8 +41,7 @@ def next_token(
     Raises:
         ValueError: `outputs` with `in_chunks`.
     """
-    if outputs and in_chunks:
-        raise ValueError("in_chunks: expected no metrics of the outputs, which are never held; drop one or the other")
+    check_outputs(outputs, in_chunks)
 
     def loss(
         model: nn.Module,
@@ -130,6 +129,16 @@ def mean_cross_entropy(
     mean = (losses * weights).sum() / mx.maximum(total, 1e-9)
     mean = mx.where(((weights != 0) & ~inside).any(), -mx.inf, mean)
     return (mean, total) if weighted else mean
+
+
+def check_outputs(outputs: bool, in_chunks: bool) -> None:
+    """Refuse to return outputs that are computed in chunks.
+
+    Raises:
+        ValueError: Both are asked for.
+    """
+    if outputs and in_chunks:
+        raise ValueError("in_chunks: expected no metrics of the outputs, which are never held; drop one or the other")
 
 
 def in_range(labels: mx.array, classes: int) -> mx.array:

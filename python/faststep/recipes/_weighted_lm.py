@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from faststep.losses import linear_cross_entropy
-from faststep.recipes._losses import in_range
+from faststep.recipes._losses import check_outputs, in_range
 
 Loss = Callable[..., Any]
 
@@ -38,8 +38,7 @@ def weighted_lm(*, weighted: bool = False, in_chunks: bool = False, outputs: boo
     Raises:
         ValueError: `outputs` with `in_chunks`.
     """
-    if outputs and in_chunks:
-        raise ValueError("in_chunks: expected no metrics of the outputs, which are never held; drop one or the other")
+    check_outputs(outputs, in_chunks)
 
     def loss(
         model: nn.Module,

@@ -40,9 +40,9 @@ def report(trainer: Training, event: Callable[..., Any], phase: str, seconds: fl
     """
     stage = trainer.step.stage()[0] if phase == "step" else phase
     text = trainer.step.hang_report(stage, seconds, {"step": str(trainer.number + 1)})
-    path, shown = trainer.run / f"hang-{trainer.number + 1}.txt", text
-    with contextlib.suppress(OSError):
-        path.write_text(text, encoding="utf-8")
+    path, shown = _free(trainer.run, trainer.number + 1), text
+    with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
+        file.write(text)
         shown = "\n".join([*text.partition("\n\n")[0].splitlines(), f"  all stacks: {path}"])
     print(f"faststep: {shown}", file=sys.stderr, flush=True)
     summary = f"{text.splitlines()[0]}; see {path.name}"
@@ -52,3 +52,9 @@ def report(trainer: Training, event: Callable[..., Any], phase: str, seconds: fl
     if trainer.on_hang == "exit":
         print(f"faststep: ending this process (on_hang: exit), exit code {HUNG}", file=sys.stderr, flush=True)
         os._exit(HUNG)
+
+
+def _free(run: Path, step: int) -> Path:
+    """Return a name that no file has: a step may hang again after a restart."""
+    names = (f"hang-{step}{again}.txt" for again in ("", *(f"-{number}" for number in range(2, 1000))))
+    return next((run / name for name in names if not (run / name).exists()), run / f"hang-{step}.txt")

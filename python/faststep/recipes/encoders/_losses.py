@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from faststep.losses import linear_cross_entropy
-from faststep.recipes._losses import explained, in_range, mean_cross_entropy
+from faststep.recipes._losses import check_outputs, explained, in_range, mean_cross_entropy
 
 Loss = Callable[..., Any]
 
@@ -32,8 +32,7 @@ def masked_lm(
     Raises:
         ValueError: `outputs` with `in_chunks`.
     """
-    if outputs and in_chunks:
-        raise ValueError("in_chunks: expected no metrics of the outputs, which are never held; drop one or the other")
+    check_outputs(outputs, in_chunks)
 
     def loss(
         model: nn.Module,

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from faststep.losses import linear_cross_entropy
-from faststep.recipes._losses import explained, in_range, mean_cross_entropy
+from faststep.recipes._losses import check_outputs, explained, in_range, mean_cross_entropy
 
 Loss = Callable[..., Any]
 
@@ -29,8 +29,7 @@ def series_to_text(*, weighted: bool = False, in_chunks: bool = False, outputs: 
     Raises:
         ValueError: `outputs` with `in_chunks`.
     """
-    if outputs and in_chunks:
-        raise ValueError("in_chunks: expected no metrics of the outputs, which are never held; drop one or the other")
+    check_outputs(outputs, in_chunks)
 
     def loss(model: nn.Module, series: mx.array, tokens: mx.array, mask: mx.array) -> Any:
         weights = mask.astype(mx.float32)
