@@ -45,6 +45,7 @@ impl Inner {
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
             inner.measured(store, user, &prepared, given, task)
         });
+        measure::clear_labels(); // of a trace that failed, too
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
@@ -75,7 +76,6 @@ impl Inner {
         };
         let traces = CallTraces { trace, update };
         let outcome = engine.measure(traces, call, &module, &mut holder);
-        measure::clear_labels();
         let put_back = holder.show(engine, false);
         let stop = self.leave_host(user, given, &signature);
         put_back?;
