@@ -1,4 +1,4 @@
-"""What is measured: models, losses and batches in plain MLX, the same for every way of taking a step."""
+"""Measured cases: models, losses and batches in plain MLX, the same for every way of taking a step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Run:
-    """What a way of taking a step is made of.
+    """Inputs that a way of taking a step is made of.
 
     Attributes:
         model: The model.

@@ -42,7 +42,7 @@ class Items(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is loaded, and what a user would call it."""
+    """A loader that is measured, and its name for a user."""
 
     title: str
     source: Callable[[], Any]

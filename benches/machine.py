@@ -1,4 +1,4 @@
-"""What a sample has to name so that its numbers mean something: commit, machine, versions."""
+"""Origin of a sample, without which its numbers mean nothing: commit, machine, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sections of the report have in common: tables, spreads, and on what a sample was measured."""
+"""Shared parts of the report's sections: tables, spreads, and on what a sample was measured."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ same weights, with the same BLAS. Both take their turns in one process, and a ra
 alone is what criterion measures, one way after the other. Milliseconds a step, medians with quartiles. Layers and sizes
 are those of `benches/cases.py`, so that Python's times compare.
 """
-OVERHEAD = """What the engine itself costs: a step of a model whose loss is the mean of the batch, so that forward and
+OVERHEAD = """Overhead of the engine itself: a step of a model whose loss is the mean of the batch, so that forward and
 backward cost nothing and all gradients are the same zeros. What is left is all that a step does beside them: clipping,
 AdamW, evaluation, and the handling of many tensors, each of float32 [4, 4]. Medians with quartiles.
 """

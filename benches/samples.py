@@ -26,7 +26,7 @@ DIGITS = 5
 
 
 class Sample:
-    """What one part measured; the file is written after each of its cases, so that nothing is lost with a later one."""
+    """Measurements of one part; the file is written after each of its cases, so that a later one loses nothing."""
 
     def __init__(self, part: str, args: argparse.Namespace) -> None:
         """Describe machine and versions now, or go on with the sample that is there."""

@@ -1,4 +1,4 @@
-"""How a way is timed: in blocks of steps, all ways in turns, so that what disturbs the machine disturbs them all."""
+"""Timing of several ways: blocks of steps, all ways in turns, so that a disturbance of the machine meets them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what the trainer costs beside a loop of `fast_step` written by hand, which reads its losses now and then.
+"""Measure the trainer's overhead over a loop of `fast_step` written by hand, which reads its losses at intervals.
 
 Both take turns in one process, on models, loaders and optimizers of their own that are equal. Timed are the steps
 between the 20th and the last one of each turn: the start and the checkpoint at the end are left out::

@@ -1,6 +1,6 @@
 """Deep Q-learning of a cart that balances a pole: a target network, and an environment between the steps.
 
-The loss is a method that reaches the target network by ``self``; the target network is replaced now and then, which the
+The loss is a method that reaches the target network by ``self``; the target network is replaced at intervals, which the
 step sees without tracing anew. The step is one call::
 
     fast_step(online, optimizer, loss_fn, seen, action, reward, then, goes_on, max_grad_norm=10.0)
@@ -92,7 +92,7 @@ class Agent:
             online: The network that is trained.
             seen: States, float32 [batch, 4].
             action: What was done in them, int32 [batch, 1].
-            reward: What came of it, float32 [batch].
+            reward: Rewards of the actions, float32 [batch].
             then: The states behind, float32 [batch, 4].
             goes_on: 0 where the pole fell, 1 elsewhere, float32 [batch].
         """
@@ -171,7 +171,7 @@ def lasting(act: Callable[[np.ndarray], np.ndarray], episodes: int = 100) -> flo
 
 
 def main() -> None:
-    """Compare, train, and say what came of it."""
+    """Compare, train, and print the results."""
     parser = argparse.ArgumentParser(description="Learn to balance a pole by deep Q-learning.")
     parser.add_argument("--rounds", type=int, default=10000, help="updates, each with a step of 16 carts (%(default)s)")
     parser.add_argument("--compare", type=int, default=250, help="updates taken both ways first; 0: none (%(default)s)")

@@ -130,7 +130,7 @@ def baseline(count: int = 4000) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Compare, train, and say what came of it."""
+    """Compare, train, and print the results."""
     parser = argparse.ArgumentParser(description="Train a GAN on eight Gaussians in a ring.")
     parser.add_argument("--rounds", type=int, default=3000, help="steps of each model (default: %(default)s)")
     parser.add_argument("--compare", type=int, default=30, help="rounds taken both ways first; 0: none (%(default)s)")

@@ -1,4 +1,4 @@
-"""What counting bytes reaches where examples/weighted_lm.yaml validates: a number for its training to beat.
+"""Loss of counting bytes on the validation data of examples/weighted_lm.yaml: a number for its training to beat.
 
 The probability of a byte is how often it came behind the one before it in the texts to train on, with one added to each
 count; the loss is weighed as `weighted_lm` weighs it::

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what looks for faults when it is asked for: a training does without."""
+    """Import the doctor's names when they are first used: a training does without."""
     if name not in ("check", "diagnose"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from faststep import doctor

@@ -12,7 +12,7 @@ HUNG = 5  # the exit code of a training that ends itself because it makes no pro
 
 
 def asks_for_environment() -> bool:
-    """Whether this process is `faststep doctor` without a config, which has to work where MLX cannot be loaded."""
+    """Return whether this process is `faststep doctor` without a config, which must work where MLX cannot be loaded."""
     program, *words = getattr(sys, "argv", None) or [""]
     # `python -m faststep`: while the package is imported, the module's place among the arguments is "-m"
     ours = sys.orig_argv[-1 - len(words)] == "faststep" if program == "-m" else Path(program).stem == "faststep"

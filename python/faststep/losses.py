@@ -120,7 +120,7 @@ class _Rows:
 
     @property
     def trains(self) -> bool:
-        """Whether it may be asked for a gradient."""
+        """True if its gradient may be computed."""
         return self._how is None
 
     def between(self, start: int, end: int, dtype: mx.Dtype, after: list[mx.array]) -> mx.array:

@@ -18,7 +18,7 @@ ORDERS = {
     "mlx at work first": "import mlx.core as mx; mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8))); import faststep",
 }
 
-# What is computed does not depend on the sign or order of eigenvectors. 1024: large enough for OpenBLAS's own threads.
+# Values that do not depend on the sign or order of eigenvectors. 1024: large enough for OpenBLAS's own threads.
 COMPUTE = """
 import sys
 import mlx.core as mx
@@ -48,7 +48,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reference(child: Child, own: Path) -> dict[str, np.ndarray]:
-    """What MLX computes with its own BLAS; the package is not imported."""
+    """Results of MLX with its own BLAS; the package is not imported."""
     if not own.exists():
         compute(child, own, "")
     with np.load(own) as results:

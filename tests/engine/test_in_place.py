@@ -117,7 +117,7 @@ def train(optimizer: str, dtype: mx.Dtype, options: dict[str, Any], holds: bool)
 )
 @pytest.mark.parametrize("options", OPTIONS)
 def test_what_somebody_holds_makes_no_difference(options: str, optimizer: str) -> None:
-    """Where all is held nothing can be written over: every bit is the same, and what is held stays."""
+    """All arrays are held, so that none can be written over: every bit is the same, and what is held stays."""
     dtype = mx.bfloat16 if "masters" in options else mx.float32
     wanted, got = (train(optimizer, dtype, OPTIONS[options], holds) for holds in (True, False))
     assert_close(got, wanted, 0)

@@ -37,7 +37,7 @@ assert mx.array_equal(mx.compile(f)(a, b), f(a, b)).item()
 
 
 class Places:
-    """Where one test's processes keep things, and the compiler that they find."""
+    """Directories of one test's processes, and the compiler that they find."""
 
     def __init__(self, root: Path) -> None:
         self.cache, self.temp, self.bin, self.log = (root / name for name in ("cache", "temp", "bin", "log"))
@@ -297,7 +297,7 @@ def test_a_compiler_that_refuses_the_flags_is_used_without(child: Child, places:
     assert files(places.temp) == []
 
 
-# What a power cut, a full disk or a bad block leaves.
+# Files as a power cut, a full disk or a bad block leaves them.
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda library: b"",
     "cut off": lambda library: library[: len(library) // 2],

@@ -182,7 +182,7 @@ def test_plan_prints_as_a_table() -> None:
 
 
 def test_a_loss_that_reads_values_is_planned_uncompiled() -> None:
-    """What cannot be traced is planned as it will run, with the warning that a step gives."""
+    """A loss that cannot be traced is planned as it will run, with the warning that a step gives."""
 
     def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
         loss = cross_entropy(model, x, y)

@@ -76,7 +76,7 @@ CASES = {
 def test_peak_is_the_compiled_loop_s_and_two_shared_buffers(
     name: str, max_grad_norm: float | None, child: Child
 ) -> None:
-    """What is joined costs no more than itself and one copy of it, activations no more than compiled's."""
+    """Joined buffers cost no more than themselves and one copy, activations no more than compiled's."""
     model, optimizer, in_flight, share = CASES[name]
     options = {"max_grad_norm": max_grad_norm, "in_flight": in_flight, "own_bytes": OWN_BYTES}
     code = [MEASURE.format(model=model, optimizer=optimizer, ours=ours, **options) for ours in (False, True)]

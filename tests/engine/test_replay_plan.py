@@ -1,4 +1,4 @@
-"""What of replay needs no GPU: the plan of a capture, and a step that cannot be replayed."""
+"""The parts of replay that need no GPU: the plan of a capture, and a step that cannot be replayed."""
 
 import subprocess
 import warnings

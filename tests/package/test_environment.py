@@ -1,4 +1,4 @@
-"""What importing the package demands of the environment, before anything native is loaded."""
+"""Demands of the package's import on the environment, before anything native is loaded."""
 
 from __future__ import annotations
 

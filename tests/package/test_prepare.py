@@ -1,4 +1,4 @@
-"""What a machine is looked at for before anything is built; scripts/fresh_machine.sh tries it in minimal systems."""
+"""Checks of a machine before anything is built; scripts/fresh_machine.sh tries it in minimal systems."""
 
 from __future__ import annotations
 

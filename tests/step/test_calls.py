@@ -1,4 +1,4 @@
-"""How a step is called: aux outputs, trees, keywords, static values, and gradients alone."""
+"""Calls of a step: aux outputs, trees, keywords, static values, and gradients alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user changes between two calls is seen by the next, as the plain loop sees it."""
+"""Changes by the user between two calls are seen by the next, as the plain loop sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from outside in the middle of training: Ctrl-C, a damaged file, a failure on the device."""
+"""Failures from outside in the middle of training: Ctrl-C, a damaged file, a failure on the device."""
 
 from __future__ import annotations
 

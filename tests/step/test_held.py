@@ -1,4 +1,4 @@
-"""What the user holds: arrays keep their values, containers of state stay current."""
+"""Objects that the user holds: arrays keep their values, containers of state stay current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays as it is, however many steps are taken: dtypes, shapes, objects, traces, memory."""
+"""Invariants over any number of steps: dtypes, shapes, objects, traces, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of training in values that are there anyway: weights that do not move, and what goes wrong for long."""
+"""Measurements from values that a step computes anyway: weights that do not move, and faults that last."""
 
 from __future__ import annotations
 

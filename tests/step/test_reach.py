@@ -1,4 +1,4 @@
-"""What a loss reaches beside its arguments: what is changed there between two calls is seen, as by the plain loop."""
+"""Objects that a loss reaches beside its arguments: changes between two calls are seen, as by the plain loop."""
 
 from __future__ import annotations
 

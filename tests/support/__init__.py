@@ -1,4 +1,4 @@
-"""What several tests share; no test imports another test.
+"""Shared parts of several tests; no test imports another test.
 
 `helpers` and `models` are the plain-MLX side, `plain_loop`, `mixed` and `plans` further references, `stateful` steps
 with every option that keeps something, `changes` what a program does between steps, `programs` whole small programs

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: steps of many kinds, and all that a run consists of, bit by bit."""
+"""Shared parts of the tests of checkpoints: steps of many kinds, and all that a run consists of, bit by bit."""
 
 from __future__ import annotations
 

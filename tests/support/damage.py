@@ -1,4 +1,4 @@
-"""What befalls the files of checkpoints, and manifests that lie about it."""
+"""Damage to the files of checkpoints, and manifests that lie about it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SCALE = 65536.0  # of a float16 loss at first
 
 
 class MixedLoop:
-    """What such a step replaces: a float32 copy is updated by float32 gradients of a loss in another dtype."""
+    """The loop that such a step replaces: a float32 copy is updated by float32 gradients of a loss in another dtype."""
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, loss_fn: LossFn, dtype: mx.Dtype, norm: float | None = None

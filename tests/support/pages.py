@@ -39,7 +39,7 @@ class Command:
 
     @property
     def stop(self) -> str | None:
-        """What is printed when Ctrl-C is pressed; None: it is not."""
+        """Output that follows Ctrl-C; None: it is not pressed."""
         found = re.search(r'Ctrl-C at "(.+?)"', self.comment)
         return found[1] if found else None
 

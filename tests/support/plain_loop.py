@@ -1,4 +1,4 @@
-"""What a step promises, as a loop of plain MLX. Nothing of the package is imported here."""
+"""The promises of a step, as a loop of plain MLX. Nothing of the package is imported here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rules:
 
 @dataclass
 class Taken:
-    """What came of one call."""
+    """Results of one call."""
 
     value: Tree
     skipped: bool = False
@@ -47,7 +47,7 @@ class Taken:
 
 @dataclass
 class Counts:
-    """What a step counts."""
+    """Counters of a step."""
 
     steps: int = 0
     updates: int = 0
@@ -179,18 +179,18 @@ def global_norm(grads: Named) -> mx.array:
 
 
 def guards(rules: Rules) -> bool:
-    """Whether bad batches are left out."""
+    """Return whether bad batches are left out."""
     return rules.nonfinite != "allow"
 
 
 def is_bad(loss: float, norm: mx.array, rules: Rules) -> bool:
-    """Whether loss or gradients are no numbers, or the loss is too large."""
+    """Return whether loss or gradients are no numbers, or the loss is too large."""
     limit = np.inf if rules.max_loss is None else rules.max_loss
     return not (np.isfinite(loss) and loss <= limit and np.isfinite(norm.item()))
 
 
 def is_good(loss: float, norm: mx.array, weight: float, rules: Rules, whole: bool) -> bool:
-    """Whether a batch is taken; alone, one that weighs nothing is not."""
+    """Return whether a batch is taken; alone, one that weighs nothing is not."""
     if not guards(rules):
         return True
     weighs = 0 < weight < np.inf if whole else 0 <= weight < np.inf

@@ -13,7 +13,7 @@ import pytest
 from faststep.config import Component, Config, ConfigError, load, validate
 from support.configs import GOOD
 
-# What is put in place of a line of GOOD, and what the error says.
+# Replacements of a line of GOOD, and the error for each.
 MISTAKES = {
     "unknown section": (
         "  steps: 10",

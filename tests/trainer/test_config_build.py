@@ -1,4 +1,4 @@
-"""What a config builds: the parts that it names, in the right order, with the user's own among them."""
+"""Objects that a config builds: the parts that it names, in the right order, with the user's own among them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def flat(tree: Any) -> Arrays:
 
 
 def same(one: Arrays, other: Arrays) -> bool:
-    """Whether two trees have the same bits."""
+    """Return whether two trees have the same bits."""
     return one.keys() == other.keys() and all(mx.array_equal(one[path], other[path]).item() for path in one)
 
 

@@ -131,7 +131,7 @@ def test_a_run_that_began_anew_in_its_folder(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """What of a page a browser would fetch, and its texts."""
+    """The addresses of a page that a browser would fetch, and its texts."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

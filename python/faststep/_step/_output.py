@@ -34,7 +34,7 @@ class StepOutput:
 
     @property
     def updated(self) -> mx.array | bool:
-        """Whether parameters and optimizer state were updated: a bool scalar, or False within a window."""
+        """True if parameters and optimizer state were updated: a bool scalar, or False within a window."""
         return self._update if isinstance(self._update, bool) else mx.logical_not(self._update)
 
 

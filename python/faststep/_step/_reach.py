@@ -25,9 +25,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-# How a node's object is found from its parent's; reach/node.rs has the same numbers.
+# Ways from a parent's object to a node's; reach/node.rs has the same numbers.
 ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT = range(11)
-# What is compared in it.
+# Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
 Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected

@@ -1,4 +1,4 @@
-"""What a profile records: stretches of time by stage, traces, operations, memory."""
+"""Records of a profile: stretches of time by stage, traces, operations, memory."""
 
 from __future__ import annotations
 

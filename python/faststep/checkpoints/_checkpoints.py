@@ -255,7 +255,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: checkpoints cannot be set aside: {error.strerror}") from error
 
     def would_keep(self, metric: float) -> bool:
-        """Whether a checkpoint of this metric would be kept for it, among the `keep_best` best."""
+        """Return whether a checkpoint of this metric would be kept for it, among the `keep_best` best."""
         self.wait()
         metrics: dict[Path, float] = {}
         for _, path in _folder.numbered(self.folder):

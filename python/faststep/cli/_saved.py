@@ -67,7 +67,7 @@ def save(config: Config) -> Path:
 
 
 def is_saved(config: Config) -> bool:
-    """Whether this config is the one that is saved with its run."""
+    """Return whether this config is the one that is saved with its run."""
     from faststep.config import ConfigError
 
     run = Path(config.run)
@@ -78,7 +78,7 @@ def is_saved(config: Config) -> bool:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether it is a config that was saved with a run, and not edited since."""
+    """Return whether it is a config that was saved with a run, and not edited since."""
     head, _, rest = file.read_text(encoding="utf-8", errors="replace").partition("\n")
     return head == _HEAD + _sha256(rest)
 

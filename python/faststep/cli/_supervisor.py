@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from faststep.config import Config
 
 MOST_DEATHS = 3  # in a row without a new checkpoint in between
-# What allocators say: those of MLX (allocator.cpp of each back end), C++'s, Python's.
+# Texts of allocators' errors: those of MLX (allocator.cpp of each back end), C++'s, Python's.
 OUT_OF_MEMORY = re.compile(
     r"\[(malloc\w*|metal::malloc|malloc_or_wait)\] Unable to allocate|unable to allocate \d+ bytes|std::bad_alloc"
     r"|out of memory|cudaErrorMemoryAllocation|MemoryError|Cannot allocate memory",
     re.IGNORECASE,
 )
-# What the training gets for a signal to the supervisor; the end of the terminal ends it with a checkpoint.
+# Signals to the supervisor, and those that the training gets for them; the terminal's end ends it with a checkpoint.
 _FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 EXIT_ON_HANG = "--exit-on-hang"  # of the commands that train: a training that hangs is started again
 SUSPECT_SECONDS = 60.0  # before a memory fault, in which checkpoints may have been spoilt
@@ -53,7 +53,7 @@ class Death:
 
     @property
     def by_itself(self) -> bool:
-        """Whether it ended by its own decision, and would end the same way again."""
+        """True if it ended by its own decision, and would end the same way again."""
         return self.code >= 0 and self.memory is None and self.code != HUNG
 
     def __str__(self) -> str:

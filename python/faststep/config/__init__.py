@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what builds when it is asked for: it needs much that reading does not."""
+    """Import the names that build when they are first used: they need much that reading does not."""
     if name not in ("Built", "build", "model_of"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from faststep.config import _build

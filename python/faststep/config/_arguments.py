@@ -37,7 +37,7 @@ def missing(takes: inspect.Signature, given: Mapping[str, Any]) -> list[str]:
 
 
 def is_open(takes: inspect.Signature) -> bool:
-    """Whether it takes any number of positional arguments."""
+    """Return whether it takes any number of positional arguments."""
     return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in takes.parameters.values())
 
 
@@ -74,7 +74,7 @@ def converted(value: Any, hint: Any) -> tuple[Any, str | None]:
 
 
 def is_component(value: Any) -> bool:
-    """Whether a value is a component: `{use: NAME, ...}`."""
+    """Return whether a value is a component: `{use: NAME, ...}`."""
     return isinstance(value, dict) and isinstance(value.get("use"), str)
 
 

@@ -66,7 +66,7 @@ class Part:
 
     @property
     def is_function(self) -> bool:
-        """Whether the target itself is the function that is wanted: it still needs what it is to be called with."""
+        """True if the target itself is the function that is wanted: it still needs what it is to be called with."""
         if not self.users or not self.kind.function or inspect.isclass(self.target) or not callable(self.target):
             return False
         takes = _arguments.signature(self.target)

@@ -1,4 +1,4 @@
-"""What model and data say of themselves, compared before anything is trained.
+"""Comparison of the sizes that model and data declare, before anything is trained.
 
 A dataset may have `vocabulary` (one more than the highest token that it gives), `longest` (the most tokens of an item),
 `classes` and `channels`, whole numbers; a model `vocabulary`, `context`, `classes` and `channels`.

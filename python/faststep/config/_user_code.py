@@ -90,6 +90,6 @@ def _file(file: File) -> ModuleType:
 
 
 def _is_of(module: ModuleType | None, file: File) -> bool:
-    """Whether a module name is free, or is this file's."""
+    """Return whether a module name is free, or is this file's."""
     there = getattr(module, "__file__", None)
     return module is None or (there is not None and File(there).resolve() == file)

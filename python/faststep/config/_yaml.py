@@ -189,7 +189,7 @@ class _Reader:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be written: YAML has escapes for half a character."""
+    """Return whether it can be written: YAML has escapes for half a character."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

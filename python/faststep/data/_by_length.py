@@ -45,7 +45,7 @@ class ByLength(ABC):
     @property
     @abstractmethod
     def arranges(self) -> bool:
-        """Whether items are arranged by their lengths, which must be known first then."""
+        """True if items are arranged by their lengths, which must be known first then."""
 
     @abstractmethod
     def length_of(self, item: Any) -> int:

@@ -157,7 +157,7 @@ class Loader:
 
     @property
     def reading(self) -> bool:
-        """Whether a batch is being made in the thread of the loop, without workers; an exception there loses none."""
+        """True if a batch is being made in the thread of the loop, without workers; an exception there loses none."""
         return self._run is not None and self._run.reading
 
     @property

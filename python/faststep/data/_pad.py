@@ -81,7 +81,7 @@ class Pad(ByLength):
 
     @property
     def arranges(self) -> bool:
-        """Whether items are sorted within a window."""
+        """True if items are sorted within a window."""
         return self.window > 0
 
     def __call__(self, items: Sequence[Any]) -> Tree:
@@ -109,7 +109,7 @@ class Pad(ByLength):
         for start in range(0, len(order) if size else 0, size or 1):
             window = order[start : start + size]
             full = len(window) // block
-            # What does not fill a round is taken from the end of the order, before the window is sorted.
+            # Items that do not fill a round are taken from the end of the order, before the window is sorted.
             tail = window[full * block :]
             sorted_rounds = _sorted(window[: full * block], lengths).reshape(full, block)
             if keys is not None:

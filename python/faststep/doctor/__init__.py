@@ -2,7 +2,7 @@
 
 **Environment**: `_environment` prints the lines: `_machine` by files and commands, `_probe` in a child process that
 loads MLX. These use Python's standard library only, so that they work where MLX cannot be imported; that is why the
-other names here are imported when they are asked for.
+other names here are imported when they are first used.
 
 **Check**: `_check` compares a step with `_plain`, the loop of MLX; `_comparison` is the result; `_kept` puts back what
 was changed.
@@ -53,7 +53,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs MLX when it is asked for."""
+    """Import names that need MLX when they are first used."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -14,7 +14,7 @@ ALLOWED = 10.0  # times the noise
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one quantity of the native step is from plain MLX's.
+    """Difference of one quantity between the native step and plain MLX.
 
     Attributes:
         kind: "loss", "gradient", "parameter" or "optimizer".
@@ -34,7 +34,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the difference is no more than rounding."""
+        """True if the difference is no more than rounding."""
         return self.difference <= self.limit
 
     @property
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all differences are rounding."""
+        """True if all differences are rounding."""
         return all(each.is_rounding for each in self.differences)
 
     @property

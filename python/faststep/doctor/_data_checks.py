@@ -1,4 +1,4 @@
-"""What the batches themselves say: the share of padding, a model whose dropout is off."""
+"""Checks of the batches themselves: the share of padding, a model whose dropout is off."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _ONCE = ("forward", "checkpoint")  # times that are not those of a step
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found about a training.
+    """Findings about a training.
 
     Attributes:
         findings: What is wrong, in the order of the rungs.
@@ -32,7 +32,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is neither a failure nor a warning."""
+        """True if there is neither a failure nor a warning."""
         return not any(each.level != "note" for each in self.findings)
 
     @property

@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = ("failure", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, where, and the remedy.
+    """One fault, its place, and the remedy.
 
     Attributes:
         name: A short name of the kind, which does not change between versions: "lazy-batch".

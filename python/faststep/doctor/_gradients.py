@@ -24,7 +24,7 @@ _EXPLODED = 1e6  # of a global norm
 
 
 class Tracked:
-    """What the steps so far have done to each parameter."""
+    """Record of each parameter over the steps so far."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, _ in tree_flatten(model.trainable_parameters())]  # type: ignore[str-unpack]
@@ -167,7 +167,7 @@ class Tracked:
         return max(each for other, each in self._largest.items() if other.rpartition(".")[0] == inside)
 
     def _steady(self) -> bool:
-        """Whether the learning rate is no longer rising, so that later updates are no larger."""
+        """Return whether the learning rate is no longer rising, so that later updates are no larger."""
         return bool(self._rates) and self._rates[-1] <= self._rates[0] * 1.01 and self._rates[-1] > 0
 
 
@@ -187,7 +187,7 @@ def _constant_loss() -> Finding:
 
 
 def _is_constant(dot: str) -> bool:
-    """Whether a graph has nothing but the filling of an array."""
+    """Return whether a graph has nothing but the filling of an array."""
     rest = dot
     for name in ("Broadcast", "Full", "AsType", "Reshape", "Copy"):
         rest = rest.replace(f'[label ="{name}"', "")

@@ -27,7 +27,7 @@ class Growth:
     whole: float
 
     def is_real(self, least: float) -> bool:
-        """Whether it is growth beyond its error, and more than so many bytes a step."""
+        """Return whether it is growth beyond its error, and more than so many bytes a step."""
         return self.rises and self.slope > least and self.slope > 4 * self.error
 
     def __str__(self) -> str:

@@ -129,7 +129,7 @@ def _grows(rung: Measured, known: dict[str, Measured]) -> Iterator[tuple[str, Fi
     remedy, code = _REMEDIES.get(rung.name, _REMEDIES[""])
     cleared = known.get("clearing")
     if rung.name == "joint" and cleared is not None and _growth_of(cleared) is None:
-        remedy, code = "the cache grows: limit it, or clear it now and then", "Step(..., clear_cache_every=50)"
+        remedy, code = "the cache grows: limit it, or clear it at intervals", "Step(..., clear_cache_every=50)"
     if any(each.name in ("lazy-metric", "update-unevaluated", "compiles-every-step") for each in rung.findings):
         rung.status = "grows"
         return  # the reason is told

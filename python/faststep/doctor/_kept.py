@@ -1,4 +1,4 @@
-"""What a training changes of the user's objects, kept to be put back: model, optimizer, data, random states."""
+"""Copies of what a training changes of the user's objects, to be put back: model, optimizer, data, random states."""
 
 from __future__ import annotations
 

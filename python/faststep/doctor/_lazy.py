@@ -1,4 +1,4 @@
-"""What is left unevaluated: batches of another thread, metrics that are summed up, parameters and optimizer state."""
+"""Values that are left unevaluated: batches of another thread, sums of metrics, parameters and optimizer state."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _COLOURS = {"ok": "32", "warning": "33", "failure": "31"}
 
 @dataclass(frozen=True)
 class Line:
-    """What was found about one part of the environment.
+    """A finding about one part of the environment.
 
     Attributes:
         name: The part: "MLX", "BLAS".

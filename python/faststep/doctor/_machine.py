@@ -1,4 +1,4 @@
-"""What the machine and the installed packages are, by files and commands alone: nothing native is loaded.
+"""The machine and the installed packages, read from files and commands alone: nothing native is loaded.
 
 Python's standard library only.
 """

@@ -120,7 +120,7 @@ class Layouts:
 
 
 def _is_smoother_along_channels(x: mx.array) -> bool:
-    """Whether neighbours along the last axis are much more alike than those along the second one."""
+    """Return whether neighbours along the last axis are much more alike than those along the second one."""
     x = x.astype(mx.float32)
 
     def roughness(axis: int) -> float:

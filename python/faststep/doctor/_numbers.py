@@ -1,4 +1,4 @@
-"""What the numbers say: gradients by parameter, updates that round away, values that are not finite, labels, rates."""
+"""Checks of numbers: gradients by parameter, updates that round away, values that are not finite, labels, rates."""
 
 from __future__ import annotations
 

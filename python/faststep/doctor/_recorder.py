@@ -1,4 +1,4 @@
-"""What a rung writes down while it runs, a line of JSON behind each step, for the process that watches it."""
+"""Record that a rung writes while it runs, a line of JSON behind each step, for the process that watches it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _signature(leaf: Any) -> Any:
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether the model draws random numbers as it trains: it has dropout that is on."""
+    """Return whether the model draws random numbers as it trains: it has dropout that is on."""
     return any(module.training and probability(module) > 0 for module in model.modules())
 
 

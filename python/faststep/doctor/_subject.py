@@ -1,4 +1,4 @@
-"""What is diagnosed: the user's model, optimizer, loss and data, and batches of them that the rungs share."""
+"""Subject of a diagnosis: the user's model, optimizer, loss and data, and batches of them that the rungs share."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither of this package nor of the libraries."""
+    """Return whether a file is neither of this package nor of the libraries."""
     inside = file.startswith((_OURS, *_LIBRARIES)) or file.startswith("<") or "site-packages" in file
     return not inside or "/faststep/recipes/" in file
 

@@ -23,7 +23,7 @@ _STACKS = 2.0  # seconds for a process to write its stacks
 
 @dataclass
 class Measured:
-    """What was seen of a rung.
+    """Measurements of a rung.
 
     Attributes:
         name: The rung.

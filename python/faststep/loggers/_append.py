@@ -35,7 +35,7 @@ class Appender:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed."""
+        """True if it is closed."""
         return self._file < 0
 
     def write(self, data: bytes) -> None:

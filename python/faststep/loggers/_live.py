@@ -118,7 +118,7 @@ class Live:
     def __init__(self, file: TextIO, status: Status) -> None:
         self._status = status
         self._text: type[Text] = need("rich.text").Text
-        # Whether it is a terminal has been found out; words and paths are not to be coloured by what they look like.
+        # It is known to be a terminal; words and paths are not to be coloured by what they look like.
         self._console = need("rich.console").Console(file=file, force_terminal=True, highlight=False)
         self._live = need("rich.live").Live(
             Display(status),

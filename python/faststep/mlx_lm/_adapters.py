@@ -94,7 +94,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is empty, or holds adapters that `write` wrote."""
+    """Return whether a folder is empty, or holds adapters that `write` wrote."""
     if not any(folder.iterdir()):
         return True
     try:

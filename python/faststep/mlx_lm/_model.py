@@ -35,7 +35,7 @@ class Origin:
 
 
 class LanguageModel(nn.Module):
-    """What is added to a model of mlx-lm: its origin, rows of several documents, and texts."""
+    """A model of mlx-lm with additions: its origin, rows of several documents, and texts."""
 
     origin: ClassVar[Origin]
 

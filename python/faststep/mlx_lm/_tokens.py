@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Encoder:
-    """What makes tokens of records.
+    """Encoder of records into tokens.
 
     Args:
         tokenizer: A tokenizer, as mlx-lm wraps it.

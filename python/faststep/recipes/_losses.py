@@ -142,7 +142,7 @@ def check_outputs(outputs: bool, in_chunks: bool) -> None:
 
 
 def in_range(labels: mx.array, classes: int) -> mx.array:
-    """Whether labels are among so many classes, bool of their shape."""
+    """Return whether each label is among so many classes, bool of their shape."""
     return (labels >= 0) & (labels < classes)
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a path, or a module that it lies in, matches one of the patterns.
+    """Return whether a path, or a module that it lies in, matches one of the patterns.
 
     `*` stands for any text, dots included; `blocks.0` and `*.qkv` match a module and so all that is in it.
 

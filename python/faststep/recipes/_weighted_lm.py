@@ -27,7 +27,7 @@ def weighted_lm(*, weighted: bool = False, in_chunks: bool = False, outputs: boo
     `2 ** H` is the perplexity of the provenance (Jelinek, Mercer, Bahl, Baker, 1977): of how many origins, were they
     equally likely, it leaves the choice. It takes `input_ids`, integers [batch, seq]; `auth_weights`, floating point
     [batch]; `prov_entropies`, floating point [batch]; and a `mask`, bool [batch, seq], False in padding. Weights out of
-    their range make the batch a bad one, which is skipped and told of.
+    their range make the batch a bad one, which is skipped and reported.
 
     Args:
         weighted: Return `(mean, sum of the weights)`, as `Step(weighted=True)` takes it.

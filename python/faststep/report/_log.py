@@ -53,7 +53,7 @@ class Table:
         return np.full(len(self), math.nan) if column is None else column
 
     def __contains__(self, name: object) -> bool:
-        """Whether a record has a column of that name."""
+        """Return whether a record has a column of that name."""
         return name in self.columns
 
     def to_pandas(self) -> Any:

@@ -37,7 +37,7 @@ class Reproduction:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
+        """True if the loss and all gradients are finite."""
         return math.isfinite(self.loss) and not any(bad for _, bad, _ in self.gradients.values())
 
 

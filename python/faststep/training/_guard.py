@@ -60,5 +60,5 @@ class Guard:
 
     @property
     def full(self) -> bool:
-        """Whether there were too many in a row."""
+        """True if there were too many in a row."""
         return 0 < self.limit <= self.row

@@ -1,4 +1,4 @@
-"""What happens when a training makes no progress: a report, and the end of the process where that is wanted."""
+"""Actions for a training that makes no progress: a report, and the end of the process where that is wanted."""
 
 from __future__ import annotations
 

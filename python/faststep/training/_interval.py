@@ -57,7 +57,7 @@ class Interval:
         self._rate = record["learning_rate"]
 
     def due(self) -> bool:
-        """Whether the interval is over."""
+        """Return whether the interval is over."""
         return self._first or self._full or self._clock.elapsed >= _SECONDS
 
     def behind(self, in_flight: int) -> int:

@@ -53,7 +53,7 @@ class Monitor:
         return values[self.name.removeprefix(_PREFIX)]
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best one so far; one that is not finite never is."""
+        """Return whether a value is better than the best one so far; one that is not finite never is."""
         if not math.isfinite(value):
             return False
         if best is None:

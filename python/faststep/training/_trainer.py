@@ -568,7 +568,7 @@ class Trainer:
 
 
 def _is_due(every: int | str, step: int, epochs: int) -> bool:
-    """Whether an interval in steps or epochs has ended, behind a step (`epochs` is 0) or behind so many epochs."""
+    """Return whether an interval in steps or epochs has ended, after a step (`epochs` is 0) or so many epochs."""
     of_epochs = epochs_of(every)
     if of_epochs is not None:
         return epochs > 0 and epochs % of_epochs == 0

@@ -1,4 +1,4 @@
-//! What the engine itself costs: a step of a model whose forward pass costs nothing, by the number of its tensors.
+//! Overhead of the engine itself: a step of a model whose forward pass costs nothing, by the number of its tensors.
 //!
 //! The loss is the mean of the batch, so that no gradient has to be computed: all are the same zeros. What is left is what
 //! a step does beside forward and backward: clipping, `AdamW`, evaluation, and the handling of many arrays.

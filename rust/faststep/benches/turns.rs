@@ -13,7 +13,7 @@ use common::{block, Case, Named, CASES, FASTSTEP, PLAIN};
 use serde_json::{json, Value};
 
 const ROUNDS: usize = 24;
-/// What a block should take.
+/// Wanted duration of a block of steps.
 const BLOCK: Duration = Duration::from_millis(60);
 /// Enough for steps in flight to overlap.
 const LEAST: u32 = 4;

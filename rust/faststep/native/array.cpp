@@ -1,4 +1,5 @@
-// What the step needs of mlx::core::array and mlx-c leaves out. Every pointer is an mlx::core::array, as in mlx_array.ctx.
+// Access to mlx::core::array that the step needs and mlx-c leaves out. Every pointer is an mlx::core::array, as in
+// mlx_array.ctx.
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
@@ -143,7 +144,7 @@ int faststep_array_reads_file(const void* a) noexcept {
   return pending(at(a), [](mx::Primitive& p) { return is(p, "Load"); }) != nullptr;
 }
 
-// Where MLX meets the error while it signals that an evaluation has ended (transforms.cpp), nobody signals it, and whoever
+// If MLX meets the error while it signals the end of an evaluation (transforms.cpp), the event is never signalled, and who
 // waits hangs.
 void faststep_arrays_recover(const void* const* arrays, size_t n) noexcept {
   for (auto device : {mx::Device::cpu, mx::Device::gpu}) {

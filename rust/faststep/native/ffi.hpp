@@ -42,7 +42,7 @@ struct QuantizedProduct {
   float* scratch;
 };
 
-// What a capture consists of: kernels and copies, dependencies between them, bytes of memory.
+// Contents of a capture: kernels and copies, dependencies between them, bytes of memory.
 struct CaptureInfo {
   size_t nodes;
   size_t edges;
@@ -82,23 +82,23 @@ const char* faststep_last_error() noexcept;
 
 // The identity of an array's value, and whether it waits to be evaluated.
 uintptr_t faststep_array_id(const void* array) noexcept;
-// How many handles there are to an array's value.
+// Number of handles to an array's value.
 size_t faststep_array_holders(const void* array) noexcept;
 int faststep_array_is_lazy(const void* array) noexcept;
-// Whether the array has its value, row after row.
+// Return whether the array has its value, row after row.
 int faststep_array_has_rows(const void* array) noexcept;
-// How many operations have to be computed before the array has its value.
+// Number of operations that are computed before the array has its value.
 size_t faststep_array_operations(const void* array) noexcept;
 // The value of an array, watched without being kept alive.
 int faststep_watch_new(const void* array, void** watched);
 int faststep_watch_is_alive(const void* watched) noexcept;
 void faststep_watch_free(void* watched) noexcept;
-// Whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
+// Return whether the array is filled with one number that is there, as the zeros are that an optimizer begins with.
 int faststep_array_is_filled(const void* array) noexcept;
-// Whether the array waits for work on a stream of another thread, or for a file to be read.
+// Return whether the array waits for work on a stream of another thread, or for a file to be read.
 int faststep_array_is_foreign(const void* array) noexcept;
 int faststep_array_reads_file(const void* array) noexcept;
-// Whether a lazy array is zero in every element, whatever it is computed from: MLX's gradient of what is not used.
+// Return whether a lazy array is zero in every element, whatever it is computed from: MLX's gradient of what is not used.
 int faststep_array_is_zero(const void* array) noexcept;
 // The most ranks between which lazy arrays are exchanged on the way to these.
 int faststep_arrays_ranks(const void* const* arrays, size_t count) noexcept;
@@ -116,16 +116,16 @@ int faststep_array_random_state(const void* draw, void** state);
 
 // --- measure.cpp
 
-// Evaluates arrays operation by operation; tells the name of each, the module that it belongs to, its output's dtype and shape,
-// the bytes that it reads and writes, and its seconds.
+// Evaluates arrays operation by operation; tells the name of each, the module that it belongs to, its output's dtype
+// and shape, the bytes that it reads and writes, and its seconds.
 int faststep_measure(
     const void* const* arrays,
     size_t count,
     void (*take)(
         void* into, const char* name, const char* module, const char* output, size_t bytes, double seconds),
     void* into);
-// The operations that these arrays are computed from, and have no module yet, belong to this one; what reads this array does.
-// Labels are of the calling thread, and stay until they are cleared.
+// The operations that these arrays are computed from, and have no module yet, belong to this one; what reads this array
+// does. Labels are of the calling thread, and stay until they are cleared.
 int faststep_label(const void* const* arrays, size_t count, const char* module);
 int faststep_label_input(const void* array, const char* module);
 void faststep_labels_clear() noexcept;
@@ -140,7 +140,7 @@ int faststep_order(const void* const* gradients, size_t count);
 int faststep_straight(const void* gradient, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
 int faststep_fuse(const void* const* arrays, size_t count);
-// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
+// Number the kernels that compute each of the arrays from those that are known: arrays of the same kernels share a number.
 int faststep_kinds(
     const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds);
 
@@ -189,7 +189,7 @@ void* faststep_temp_directory_path(bool (*find)(char* path, size_t size)) noexce
 
 // --- cuda/
 
-// Whether arrays are computed by CUDA unless told otherwise.
+// Return whether arrays are computed by CUDA unless told otherwise.
 int faststep_is_cuda() noexcept;
 // Parts of one dtype, which agree in all axes but the first, joined along it by one kernel, and the sums of squares of its
 // tiles in float32.
@@ -207,7 +207,7 @@ int faststep_replay_new(
     void** capture);
 // Records it once, when nobody else holds `from`; the message of a failure says why it cannot be captured.
 int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo* info);
-// Whether the memory that it reads lies where it did.
+// Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
 // Copies arrays, lazy ones too, into static ones and replays. `launched`: copies of these of the results, each of at most 8
 // bytes; one without a value where there are none. `done` gets the event of the launch.
@@ -227,7 +227,7 @@ int faststep_replay_shown(const void* place, const void* done, void** shown);
 int faststep_replay_share_stream(int* index);
 // Waits for an array that is not lazy.
 int faststep_replay_wait(const void* array);
-// Whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
+// Return whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
 int faststep_replay_untouched(
     const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept;
 // Copies arrays into static ones.

@@ -1,5 +1,5 @@
-// The time of each operation of a lazy graph: they are evaluated one by one, in MLX's order, each to its end; and the module
-// that each belongs to, as far as that is known.
+// The time of each operation of a lazy graph: they are evaluated one by one, in MLX's order, each to its end; and the
+// module that each belongs to, as far as that is known.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -26,7 +26,7 @@ double seconds_of(const mx::array& array) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-// What one evaluation takes beside its operation: the median of many of a scalar's.
+// Return the time of one evaluation beside its operation: the median over many evaluations of a scalar.
 double overhead() {
   std::vector<double> taken;
   auto one = mx::array(1.0f);
@@ -43,8 +43,8 @@ std::string described(const mx::array& array) {
   return text.str();
 }
 
-// The modules of operations and of arrays. MLX's compiler keeps the operations that it does not fuse, so that those of a trace
-// are known in the graphs that are built of it.
+// The modules of operations and of arrays. MLX's compiler keeps the operations that it does not fuse, so that those of
+// a trace are known in the graphs that are built of it.
 struct Labels {
   struct Made {
     std::shared_ptr<mx::Primitive> kept; // or another operation could get its address

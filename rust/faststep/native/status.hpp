@@ -16,7 +16,7 @@ namespace faststep {
 
 namespace mx = mlx::core;
 
-// What faststep_last_error gives from now on.
+// Set the message that faststep_last_error returns.
 void set_last_error(const char* message) noexcept;
 
 // The status of `work`, which returns one or nothing.

@@ -14,7 +14,7 @@ inline size_t bfs_max_width() {
   return width ? std::strtoul(width, nullptr, 10) : 20;
 }
 
-// What is to be computed for some outputs, last things first: breadth first with a limit to the width. A graph has
+// List the nodes to compute for some outputs, last first: breadth first with a limit to the width. A graph has
 //   Node                      a handle to an array
 //   size_t inputs(Node)       how many inputs it has, and each of them
 //   Node input(Node, size_t)

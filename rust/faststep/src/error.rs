@@ -50,7 +50,7 @@ pub enum Error {
     Checkpoint {
         /// The file or directory.
         path: std::path::PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
 

@@ -10,7 +10,7 @@ use common::{batch, mse, Mlp};
 use faststep::{Optimizer, Optimizers, Options, Step};
 use mlx_rs::{memory::active_memory, module::Module};
 
-/// What counts as the same: MLX may hand out a buffer that is larger than asked for, from its cache.
+/// Tolerance in bytes: MLX may hand out a buffer of its cache that is larger than asked for.
 const ACTIVE: usize = 4 << 10;
 
 /// The process's resident memory in bytes.

@@ -10,7 +10,7 @@ use mlx_rs::{
 };
 use proptest::{collection::vec, prelude::*, sample::select};
 
-/// Axes from 0 on, so that scalars and empty tensors occur; now and then a tensor that is too large to share a buffer.
+/// Axes from 0 on, so that scalars and empty tensors occur; at times a tensor that is too large to share a buffer.
 fn shape() -> impl Strategy<Value = Vec<i32>> {
     prop_oneof![
         8 => vec(0..5i32, 0..4),

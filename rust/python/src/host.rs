@@ -34,7 +34,7 @@ pub struct Current {
     pub optimizer: Py<PyAny>,
     /// The user's loss function.
     pub loss_fn: Py<PyAny>,
-    /// Whether it returns a weight behind the loss.
+    /// True if it returns a weight behind the loss.
     pub weighted: bool,
     /// The positional arguments and a dict of the named ones.
     pub arguments: Py<PyTuple>,
@@ -44,19 +44,19 @@ pub struct Current {
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
     /// The model's trainable parameters as a tree.
     pub trainable: Py<PyAny>,
-    /// Whether the loss is computed in another dtype than the parameters': then it may assign in that one.
+    /// True if the loss is computed in another dtype than the parameters': then it may assign in that one.
     pub mixed: bool,
-    /// Whether the loss is computed once and replayed: then it may store no arrays beside the model's slots.
+    /// True if the loss is computed once and replayed: then it may store no arrays beside the model's slots.
     pub compiled: bool,
-    /// Whether everything that the loss does to the model is taken back.
+    /// True if everything that the loss does to the model is taken back.
     pub restore: bool,
-    /// What the loss reaches beside the model and its arguments; its arrays stand behind the model's others.
+    /// Objects that the loss reaches beside the model and its arguments; their arrays stand behind the model's others.
     pub looked: Rc<Looked>,
     /// The number of the model's others.
     pub others: usize,
     /// Constants of the trace's graph that are inputs, behind the arrays that the loss reaches.
     pub varying: Vec<u32>,
-    /// Whether only the graph is wanted.
+    /// True if only the graph is wanted.
     pub sketch: bool,
     /// The inputs that stand for the constants.
     pub tracers: Vec<Array>,
@@ -66,9 +66,9 @@ pub struct Current {
     pub held: Vec<Array>,
     /// Arrays that the loss reaches and changes in place, by number.
     pub in_place: Vec<usize>,
-    /// What ended the trace.
+    /// Reason for which the trace ended early.
     pub stop: Option<Stop>,
-    /// What the loss returned, with holes for its arrays.
+    /// Structure that the loss returned, with holes for its arrays.
     pub template: Option<Py<PyAny>>,
 }
 

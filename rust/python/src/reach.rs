@@ -1,4 +1,4 @@
-//! What a loss reaches beside its arguments: found once by `faststep._step._reach`, looked at before each call.
+//! Objects that a loss reaches beside its arguments: found once by `faststep._step._reach`, looked at before each call.
 //!
 //! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
 //! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
@@ -28,7 +28,7 @@ const MAX_PROGRAMS: usize = 64;
 /// So often what another thread changes meanwhile is looked for anew.
 const MAX_TRIES: usize = 3;
 
-/// What one loss reaches, in one structure of the objects that lead there.
+/// Objects that one loss reaches, for one structure of the objects that lead there.
 pub struct Program {
     /// Tells programs apart.
     pub id: usize,
@@ -46,7 +46,7 @@ impl Program {
         &self.tensors
     }
 
-    /// How a user writes the place of a node: `loss_fn.self.target.weight`.
+    /// Return the path of a node as a user writes it: `loss_fn.self.target.weight`.
     pub fn name(&self, py: Python<'_>, node: usize) -> String {
         let node = &self.nodes[node];
         let parent = node.parent.map(|parent| self.name(py, parent));
@@ -104,7 +104,7 @@ impl Reach {
         Ok(Looked::new(program, objects, values))
     }
 
-    /// What made the last program necessary, where there was one before it.
+    /// Return the change that made the last program necessary, where there was one before it.
     pub fn change(&mut self) -> Option<String> {
         self.change.take()
     }

@@ -63,13 +63,13 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 struct Inner {
     options: Options,
     compiled: bool,
-    /// Whether a batch ran uncompiled because a buffer became another: 1 while it does, 2 afterwards.
+    /// Uncompiled run of a batch because a buffer became another: 0 never, 1 under way, 2 done.
     became: u8,
     checked: bool,
     host: Rc<PythonHost>,
     traces: Traces,
     reach: Reach,
-    /// What the loss of the call's trace returned, with holes for its arrays.
+    /// Structure that the loss of the call's trace returned, with holes for its arrays.
     template: Option<Py<PyAny>>,
     steps: usize,
     updates: usize,
@@ -79,16 +79,16 @@ struct Inner {
     seconds: Spent,
     mode: &'static str,
     reason: Option<String>,
-    /// Why the step runs uncompiled.
+    /// Reason why the step runs uncompiled.
     fallen: Option<String>,
-    /// What the user has to be told of the trace that has just been made.
+    /// Warning about the trace that has just been made.
     unwatched: Option<String>,
     warned: bool,
-    /// Why a trace is not replayed, as the user has been told.
+    /// Reason why a trace is not replayed, as last reported to the user.
     told: Option<String>,
 }
 
-/// Where the time went, in seconds.
+/// Time by stage, in seconds.
 #[derive(Default)]
 struct Spent {
     look: f64,
@@ -100,8 +100,8 @@ struct Spent {
 /// `Step.state` as it crosses to Python: arrays by flat names, and the number of batches in the window.
 type State<'py> = (BTreeMap<String, Bound<'py, PyAny>>, usize);
 
-/// Steps, updates and skipped batches, the mode and its reason, the kept traces and the number of all, seconds and bytes by name, the
-/// share of weights that an update left as they were, operations of the largest lazy argument.
+/// Steps, updates and skipped batches, the mode and its reason, the kept traces and the number of all, seconds and
+/// bytes by name, the share of weights that an update left as they were, operations of the largest lazy argument.
 type Stats = (
     usize,
     usize,
@@ -173,7 +173,7 @@ impl Step {
         })
     }
 
-    /// What the loss function returned, and the tree of gradients.
+    /// Return the loss function's return value and the tree of gradients.
     fn gradients<'py>(
         &self,
         user: Arguments<'py>,
@@ -182,7 +182,7 @@ impl Step {
         self.enter(&optimizer, |inner, store| inner.gradients(store, user))
     }
 
-    /// What a step on this batch will take of the device's memory; nothing is computed and nothing changes.
+    /// Plan the device's memory of a step on this batch; nothing is computed and nothing changes.
     fn memory_plan(&self, user: Arguments<'_>, accumulate: usize) -> PyResult<MemoryPlan> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, store| {
@@ -211,8 +211,8 @@ impl Step {
         events.collect()
     }
 
-    /// What a call is doing, for any thread: the stage, the number of stages entered so far, and the number of operations
-    /// of the graph that was evaluated last.
+    /// Return the state of a call, for any thread: the stage, the number of stages entered so far, and the number of
+    /// operations of the graph that was evaluated last.
     fn stage(&self) -> (&'static str, u64, usize) {
         let clock = &self.shared.clock;
         let (stage, entered) = clock.now();
@@ -230,7 +230,7 @@ impl Step {
         })
     }
 
-    /// What is kept beside model and optimizer: arrays by flat names, and the number of batches in the window.
+    /// Return the state beside model and optimizer: arrays by flat names, and the number of batches in the window.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Option<State<'py>>> {
         self.open(py, |_, store| {
             let kept = store.kept()?.map(|kept| {
@@ -264,7 +264,7 @@ impl Step {
         })
     }
 
-    /// What the step has done so far.
+    /// Return the step's counters.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
         self.open(py, |inner, store| {
             for flags in [&mut inner.skips, &mut inner.misses] {
@@ -334,7 +334,7 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// What the loss function returned, the gradients' norm, whether the batch was skipped, whether there was an update (or
+/// The loss function's return value, the gradients' norm, whether the batch was skipped, whether there was an update (or
 /// the flag that tells whether it was missed).
 type Returned<'py> = (
     Bound<'py, PyAny>,

@@ -30,7 +30,7 @@ use crate::{
 use lazy::LazyInputs;
 use moments::Moments;
 
-/// What a model looks like, apart from the values of its arrays.
+/// Structure of a model, apart from the values of its arrays.
 pub struct ModelSignature {
     /// Tells signatures of one store apart.
     pub id: usize,
@@ -90,11 +90,11 @@ pub struct Prepared<'py> {
     pub model: Vec<Slot<'py>>,
     /// The slots of the optimizer's arrays that the engine's state stands for.
     pub state: Vec<Slot<'py>>,
-    /// Whether several of the model's slots are one.
+    /// True if several of the model's slots are one.
     pub aliased: bool,
-    /// Whether parameters have a new layout: the model's arrays are not the engine's yet.
+    /// True if parameters have a new layout: the model's arrays are not the engine's yet.
     pub packed: bool,
-    /// What the optimizer was before it was initialised, if that has just been done.
+    /// The optimizer before it was initialised, if that has just been done.
     pub undo: Option<Snapshot<'py>>,
 }
 
@@ -119,7 +119,7 @@ pub struct Store {
     pub lazy: LazyInputs,
     /// The stage of the calls.
     pub clock: Arc<StageClock>,
-    /// How the optimizer is updated, once a step has begun.
+    /// The optimizer's update, native or traced, once a step has begun.
     pub rule: Option<Rule>,
     drafts: bool,                // what is taken over stays lazy
     mixed: bool,                 // the optimizer updates float32 masters
@@ -165,7 +165,7 @@ impl Store {
         })
     }
 
-    /// Whether this is the store of that model and optimizer.
+    /// Return whether this is the store of that model and optimizer.
     pub fn is_of(&self, model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> bool {
         let py = model.py();
         let is = |mine: &Py<PyWeakrefReference>, other: &Bound<'_, PyAny>| {
@@ -174,7 +174,7 @@ impl Store {
         is(&self.model, model) && is(&self.optimizer, optimizer)
     }
 
-    /// Whether the store is of that optimizer, or of one that it is in.
+    /// Return whether the store is of that optimizer, or of one that it is in.
     pub fn is_owner(&self, optimizer: &Bound<'_, PyAny>) -> bool {
         let mine = self.optimizer.bind(optimizer.py()).upgrade();
         mine.is_some_and(|mine| members(&mine).iter().any(|member| member.is(optimizer)))

@@ -33,17 +33,17 @@ enum Item {
 
 /// The arguments of a call.
 pub struct RecordedArguments<'py> {
-    /// What they look like.
+    /// Their structure.
     pub tree: Tree,
     /// Their arrays.
     pub slots: Vec<Slot<'py>>,
     /// Modules and other objects among them.
     pub objects: Vec<Bound<'py, PyAny>>,
-    /// Whether there are NumPy arrays among them.
+    /// True if there are NumPy arrays among them.
     pub numpy: bool,
 }
 
-/// What a walk met, in order.
+/// Structure of the objects that a walk met, in order.
 #[derive(Debug, Default)]
 pub struct Tree {
     items: Vec<Item>,
@@ -86,7 +86,7 @@ fn doubles(slots: &[Slot<'_>]) -> Vec<(usize, usize)> {
 }
 
 impl Tree {
-    /// Walk `root` and note what is there, and the arrays' slots.
+    /// Walk `root` and record its structure and the arrays' slots.
     ///
     /// # Errors
     /// A tree that is nested too deeply.
@@ -180,7 +180,7 @@ impl Tree {
         &self.tensors
     }
 
-    /// Whether both have the same keys and values, and arrays of the same shapes and dtypes.
+    /// Return whether both have the same keys and values, and arrays of the same shapes and dtypes.
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         self.tensors == other.tensors
             && self.aliases == other.aliases

@@ -156,14 +156,14 @@ class MixtureOfExperts(FineTuning):
 
 @dataclass
 class Preference:
-    """What direct preference optimization is told; changed on the way."""
+    """Settings of direct preference optimization; changed on the way."""
 
     beta: float = 0.1
     kind: str = "sigmoid"
 
 
 class DirectPreference:
-    """DPO (Rafailov et al., 2023): a LoRA against a frozen reference, which is brought up to date now and then."""
+    """DPO (Rafailov et al., 2023): a LoRA against a frozen reference, which is brought up to date at intervals."""
 
     def __init__(self, make: Make, width: int) -> None:
         policy, reference = Llama(width), Llama(width)

@@ -1,4 +1,4 @@
-"""What the programs are made of: the way in which they take their steps, layers, batches and averages of weights."""
+"""Parts of the programs: the way in which they take their steps, layers, batches and averages of weights."""
 
 from __future__ import annotations
 

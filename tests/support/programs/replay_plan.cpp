@@ -41,7 +41,7 @@ int below(int n) {
   return std::uniform_int_distribution<int>(0, n - 1)(engine);
 }
 
-// Operations on `shared` cells, and on one of its own for each: now and then its value has to go into a shared one.
+// Operations on `shared` cells, and on one of its own for each: at times its value has to go into a shared one.
 bool is_serial(int shared, int count, int* redirected) {
   std::vector<char> memory(shared + 3 * count); // addresses
   auto address = [&](int cell) { return &memory[cell]; };

@@ -1,4 +1,4 @@
-"""What changes around a loss: weights in a dict, a mask that is drawn anew, an object that counts, a graph."""
+"""Losses around which something changes: weights in a dict, a mask drawn again, an object that counts, a graph."""
 
 from __future__ import annotations
 

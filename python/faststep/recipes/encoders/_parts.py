@@ -1,4 +1,4 @@
-"""What encoders share: attention, who sees whom, and first weights."""
+"""Shared parts of encoders: attention, its masks, and first weights."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def around(self) -> tuple[int, int]:
-        """How many tokens `framed` puts in front, and behind."""
+        """Numbers of tokens that `framed` puts in front, and behind."""
         return int("cls" in self.special), int("sep" in self.special)
 
 

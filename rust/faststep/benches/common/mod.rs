@@ -1,4 +1,4 @@
-//! What the benchmarks of the step have in common: models, and the ways of training them.
+//! Shared parts of the step's benchmarks: models, and the ways of training them.
 #![allow(dead_code, clippy::unwrap_used)] // each program takes its part; how a benchmark fails
 
 mod models;
@@ -29,7 +29,7 @@ pub const FASTSTEP: &str = "faststep::Step";
 /// The loop that a user of mlx-rs writes.
 pub const PLAIN: &str = "mlx-rs";
 
-/// How long criterion measures.
+/// Criterion's configuration: warm-up and measuring time.
 pub fn config() -> Criterion {
     Criterion::default()
         .sample_size(20)
@@ -54,7 +54,7 @@ pub struct Case {
 /// A case by the name that it has in `benches/cases.py`.
 pub type Named = (&'static str, fn() -> Case);
 
-/// What is measured.
+/// The models that are measured, by name.
 pub const CASES: [Named; 3] = [("mlp", mlp), ("gpt24", gpt24), ("gpt4", gpt4)];
 
 fn mlp() -> Case {

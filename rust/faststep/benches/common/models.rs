@@ -14,7 +14,7 @@ use mlx_rs::{
 /// The number of classes that an `Mlp` tells apart.
 pub const CLASSES: i32 = 10;
 
-/// What is trained: a module from a batch to logits.
+/// A module that is trained: from a batch to logits.
 pub trait Model: ModuleParameters + Clone + 'static {
     /// Map a batch to logits, float32.
     fn logits(&mut self, x: &Array) -> Result<Array, Exception>;

@@ -1,4 +1,4 @@
-//! What ends the program early, and its exit code.
+//! Errors that end the program early, and their exit codes.
 use std::{fmt::Display, path::Path, process::ExitCode};
 
 /// An error with its message.

@@ -25,7 +25,7 @@ pub struct Options {
     #[arg(long, value_name = "STEPS", default_value_t = 100, value_parser = value_parser!(u32).range(1..))]
     pub save_every: u32,
 
-    /// How many checkpoints are kept, the last ones
+    /// Number of checkpoints that are kept, the last ones
     #[arg(long, value_name = "COUNT", default_value_t = 3, value_parser = value_parser!(u32).range(1..))]
     pub keep: u32,
 
@@ -54,7 +54,7 @@ pub struct Options {
     pub graph_limit: u32,
 }
 
-/// What makes a run what it is: a checkpoint goes on with these alone.
+/// Options that the results depend on: a checkpoint is only resumed with the same ones.
 #[derive(Clone, Copy, Debug, Args, Serialize)]
 pub struct Run {
     /// Training steps
@@ -99,7 +99,7 @@ pub struct Run {
 }
 
 impl Options {
-    /// What the parser cannot check: options that belong together.
+    /// Check options that depend on each other, which the parser cannot.
     pub fn check(&self) -> Result<(), Failure> {
         let Run {
             width,
@@ -127,12 +127,12 @@ impl Options {
         Ok(())
     }
 
-    /// Whether the run shows itself after that many steps.
+    /// Return whether the run shows itself after that many steps.
     pub fn reports(&self, steps: u32) -> bool {
         steps.is_multiple_of(self.every) || steps == self.run.steps
     }
 
-    /// Whether a checkpoint is due after that many steps.
+    /// Return whether a checkpoint is due after that many steps.
     pub fn saves(&self, steps: u32) -> bool {
         self.checkpoints.is_some()
             && (steps.is_multiple_of(self.save_every) || steps == self.run.steps)

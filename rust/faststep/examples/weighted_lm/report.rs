@@ -1,4 +1,4 @@
-//! What a run shows and writes down: a bar, lines of progress, and a JSON line for each step.
+//! Output of a run: a progress bar, lines of progress, and a JSON line for each step.
 use std::{
     fs::{self, File},
     io::{BufWriter, Write},
@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::{failure::Failure, memory::Memory, options::Options};
 
-/// What is known about a step.
+/// Numbers of one step.
 #[derive(Debug, Serialize)]
 pub struct Record {
     /// The number of steps so far.
@@ -30,7 +30,7 @@ struct Log {
     file: BufWriter<File>,
 }
 
-/// What a run shows.
+/// Progress on the terminal, and the log file.
 pub struct Report {
     bar: ProgressBar,
     log: Option<Log>,

@@ -12,7 +12,7 @@ namespace faststep {
 
 namespace mx = mlx::core;
 
-// What the CPU computes only, and has no options.
+// Base of primitives without options that only the CPU computes.
 class OnCpu : public mx::UnaryPrimitive {
  public:
   explicit OnCpu(mx::Stream stream) : UnaryPrimitive(stream) {}

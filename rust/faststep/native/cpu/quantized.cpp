@@ -16,7 +16,7 @@ namespace faststep {
 
 namespace {
 
-// What both kinds of products have in common: QuantizedMatmul, and GatherQMM with its indices.
+// Common part of both products: QuantizedMatmul, and GatherQMM with its indices.
 struct Kind {
   int group;
   int bits;

@@ -38,7 +38,7 @@ struct Nodes {
 
 } // namespace
 
-// What is to be computed, last things first.
+// List the nodes to compute, last first.
 std::vector<Node*> Simulator::tape(const std::vector<Node*>& outputs) {
   for (auto& each : nodes_) {
     each.degree = 0;

@@ -1,7 +1,7 @@
-// When the gradients of a loss are computed. MLX evaluates what an output needs as late as it can: a weight's gradient,
-// which only the update reads, comes last, and keeps until then what it is made of: the activations of all layers, those
-// that checkpointing computes once more as well. Here the backward pass of a layer waits for the gradients of the layer
-// behind it, where these are smaller than what they are made of. Values stay what they are.
+// Order in which the gradients of a loss are computed. MLX evaluates what an output needs as late as it can: a weight's
+// gradient, which only the update reads, comes last, and keeps until then what it is made of: the activations of all
+// layers, those that checkpointing computes once more as well. Here the backward pass of a layer waits for the
+// gradients of the layer behind it, where these are smaller than what they are made of. Values stay what they are.
 //
 // MLX hands the CPU's worker about fifty operations before it waits for one, and allocates what they write. Large ones are
 // handed over in portions: a portion when the one before the last is done, so that the worker always has work.
@@ -32,7 +32,7 @@ namespace mx = mlx::core;
 
 namespace {
 
-// What is made of less than this is not worth an operation more.
+// Least bytes of an operation's inputs for which an operation more is worth it.
 constexpr size_t least_bytes = 128 << 10;
 
 // An operation more in so many bytes of activations costs nothing that can be measured.
@@ -40,7 +40,7 @@ constexpr size_t portion = 2 << 20;
 
 constexpr int nobody = -1;
 
-// How often arrays have been passed on, by whoever hands over and by the worker.
+// Number of times that arrays have been passed on, by the thread that hands over and by the worker.
 struct Progress {
   size_t dispatched = 0;
   std::atomic<size_t> done = 0;
@@ -101,7 +101,7 @@ struct Op {
   }
 };
 
-// Whether the trace computes it. Uncompiled, nothing is: others may hold what would be rewritten.
+// Return whether the trace computes it. Uncompiled, nothing is: others may hold what would be rewritten.
 bool is_computed(const mx::array& array) {
   return array.has_primitive() && array.is_tracer();
 }
@@ -169,7 +169,7 @@ class Graph {
   }
 
  private:
-  // What computing the op allocates. A convolution unfolds its input.
+  // Return the bytes that computing the op allocates. A convolution unfolds its input.
   size_t memory(const Op& op) const {
     if (faststep::simulator::is_view(op.name())) {
       return 0;
@@ -256,8 +256,8 @@ class Graph {
     }
   }
 
-  // What goes on from the op waits for the arrays. Elementwise operations do not, but what reads them: they are fused with
-  // what they read.
+  // Make the readers of the op wait for the arrays. Elementwise ones do not wait, but their own readers: they are fused
+  // with what they read.
   void delay(size_t op, const std::vector<mx::array>& arrays) {
     std::vector<size_t> todo{op};
     std::unordered_set<size_t> seen{op};

@@ -1,4 +1,4 @@
-// How far MLX runs ahead of its device: mlx/backend/cpu/{encoder.h,eval.cpp}, mlx/scheduler.h,
+// Distance by which MLX runs ahead of its device: mlx/backend/cpu/{encoder.h,eval.cpp}, mlx/scheduler.h,
 // mlx/backend/cuda/{eval.cpp,device.cpp,worker.cpp}.
 //
 // The CPU's worker lets go of an operation's inputs when it has computed it. How fast it is nobody knows before: here it

@@ -1,4 +1,4 @@
-// What each primitive allocates: the `eval_cpu` of mlx/backend/cpu and the `eval_gpu` of mlx/backend/{gpu,cuda}. A
+// Allocations of each primitive: the `eval_cpu` of mlx/backend/cpu and the `eval_gpu` of mlx/backend/{gpu,cuda}. A
 // primitive without a rule allocates its outputs and nothing else.
 #include "simulator/rules.hpp"
 

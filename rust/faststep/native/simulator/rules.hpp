@@ -37,12 +37,12 @@ void fresh_like(Site& site, Node& out, const mx::array& like);
 void share(Node& out, const Node& in);
 // A buffer that is needed only while the kernels run.
 void temporary(Site& site, size_t bytes);
-// Whether nobody else has the array.
+// Return whether nobody else has the array.
 bool is_free(const Node& in);
 
-// Whether MLX fuses the primitive of that name with others.
+// Return whether MLX fuses the primitive of that name with others.
 bool is_elementwise(std::string_view name);
-// Whether its output lies where its input does.
+// Return whether its output lies where its input does.
 bool is_view(std::string_view name);
 
 // The primitives whose outputs are views (views.cpp).

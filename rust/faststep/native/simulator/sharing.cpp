@@ -1,4 +1,4 @@
-// Which primitives take over an input's memory: mlx/backend/common/{utils,compiled}.cpp and
+// Primitives that take over an input's memory: mlx/backend/common/{utils,compiled}.cpp and
 // mlx/backend/common/{unary,binary,ternary,copy}.h, which the CPU and the GPUs have in common.
 #include <algorithm>
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t donation_extra = 16384; // an array may take over a buffer that is larger by so many bytes
 
-// Whether a fused kernel can go through all of its inputs as they lie.
+// Return whether a fused kernel can go through all of its inputs as they lie.
 bool lies_together(const std::vector<Node*>& inputs, const mx::Shape& shape) {
   bool any = true, rows = true, columns = true;
   int count = 0;

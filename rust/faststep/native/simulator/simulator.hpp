@@ -1,9 +1,9 @@
-// What evaluating a lazy graph would allocate, found by going through MLX's evaluation without evaluating anything.
+// Memory that evaluating a lazy graph would allocate, found by going through MLX's evaluation without evaluating anything.
 //
 // `memory.cpp` stands for MLX's allocator, `queue.cpp` for a device that works behind the thread that feeds it,
-// `rules.cpp`, `sharing.cpp` and `views.cpp` for what each primitive allocates, shares or takes over, `simulator.cpp` for the
-// graph and `evaluate.cpp` for the order of evaluation. They follow the sources of MLX that each of them names; where
-// those change, these have to.
+// `rules.cpp`, `sharing.cpp` and `views.cpp` for what each primitive allocates, shares or takes over, `simulator.cpp`
+// for the graph and `evaluate.cpp` for the order of evaluation. They follow the sources of MLX that each of them names;
+// where those change, these have to.
 #pragma once
 
 #include <cstddef>
@@ -73,7 +73,7 @@ struct Op {
   int handles = 0; // to each of the inputs
 };
 
-// What evaluating one primitive does beside laying out its outputs.
+// Allocations of one primitive's evaluation beside its outputs.
 struct Work {
   int kernels = 1;
   std::vector<Data> temporaries;
@@ -121,7 +121,8 @@ class Simulator {
   void begin(const Arrays& given, const Arrays& roots);
   // Handles to arrays, beside those of the graph.
   void hold(const Arrays& arrays, int handles);
-  // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of src/memory/simulator.rs.
+  // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of
+  // src/memory/simulator.rs.
   void keep(size_t slot, const Arrays& arrays);
   // `mx.async_eval`; what to wait for.
   size_t evaluate(const Arrays& arrays);

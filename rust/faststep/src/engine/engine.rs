@@ -27,8 +27,8 @@ pub trait Owner {
     /// Let go of the arrays of parameters and state: their memory is about to be reused.
     fn release(&mut self);
 
-    /// Whether nobody but the owner can have come by an array of parameters or state: then it has a handle to each parameter,
-    /// and to so many of the state's first arrays. None where somebody can, or where it does not know.
+    /// Return whether nobody but the owner can have come by an array of parameters or state: then it has a handle to
+    /// each parameter, and to so many of the state's first arrays. None where somebody can, or where it does not know.
     fn holds_alone(&mut self) -> Option<usize> {
         None
     }

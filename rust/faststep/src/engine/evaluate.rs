@@ -27,9 +27,9 @@ pub(super) struct Work {
     pub inputs: Option<Vec<Array>>,
     /// Its outputs; submitted, those that the engine does not take up.
     pub outputs: Outputs,
-    /// Whether the gradients are outputs too.
+    /// True if the gradients are outputs too.
     pub keep_gradients: bool,
-    /// Whether it updates float32 masters.
+    /// True if it updates float32 masters.
     pub keep_masters: bool,
 }
 

@@ -21,7 +21,7 @@ pub(crate) struct Reading {
     skipped: Option<Array>, // whether the update was not made at all
 }
 
-/// How many there are of some kind among the weights that have something to move them.
+/// Number of weights of some kind, among those whose first moment is not zero, or all where there is none.
 #[derive(Debug)]
 struct Counts {
     some: Array,

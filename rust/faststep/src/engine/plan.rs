@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl Engine {
-    /// What `calls` steps, which make one update, take of the device's memory. They are traced and not evaluated, and
+    /// Plan the device's memory of `calls` steps, which make one update. They are traced and not evaluated, and
     /// nothing changes. `shown` is what the user's objects hold of parameters and state until the first update.
     ///
     /// # Errors

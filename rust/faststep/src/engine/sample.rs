@@ -67,7 +67,8 @@ impl Engine {
         self.reading.as_ref()?.share()
     }
 
-    /// Whether updates have rounded to nothing for more than a hundred of them, where that is more than a small rate.
+    /// Return whether updates have rounded to nothing for more than a hundred of them, where that is more than a small
+    /// rate.
     #[must_use]
     pub fn rounds_away(&self) -> bool {
         self.seen.rounded > 1 // more than METER_EVERY updates

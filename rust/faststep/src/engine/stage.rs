@@ -9,7 +9,7 @@ use std::{
 
 use crate::mlx::memory;
 
-/// What a call is doing.
+/// Stage of a call.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(u8)]
 pub enum Stage {
@@ -61,7 +61,7 @@ impl Stage {
 pub struct StageEvent {
     /// The stage.
     pub stage: Stage,
-    /// When it began, in seconds since the recording began.
+    /// Its beginning, in seconds since that of the recording.
     pub seconds: f64,
     /// The bytes that MLX had in use then.
     pub active: usize,

@@ -26,7 +26,7 @@ impl MemoryBudget {
         }
     }
 
-    /// Whether a step that takes `bytes` has to wait until no other is under way.
+    /// Return whether a step that takes `bytes` has to wait until no other is under way.
     pub fn is_stale(&self, bytes: usize, active: usize) -> bool {
         self.limit(bytes)
             .is_some_and(|limit| self.age >= MAX_AGE || active >= limit)

@@ -1,8 +1,8 @@
 //! The seam where a step is evaluated: the order of its parts, the same whoever computes them.
 //!
 //! Uses `mlx` only. [`Evaluate`] is what computes: MLX, in `engine`, or the simulator of a memory plan, in `memory`. A
-//! [`Schedule`] takes a part through it: the user's arrays are released, what has never been computed is tried out, there is
-//! memory, the part is submitted, its ticket waits among those in flight.
+//! [`Schedule`] takes a part through it: the user's arrays are released, what has never been computed is tried out,
+//! there is memory, the part is submitted, its ticket waits among those in flight.
 mod budget;
 mod schedule;
 
@@ -11,7 +11,7 @@ pub(crate) use schedule::Schedule;
 /// Facts about a part of a step from its earlier evaluations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Evaluated {
-    /// Whether it has been tried out: kernels are compiled, and shapes are known to fit.
+    /// True if it has been tried out: kernels are compiled, and shapes are known to fit.
     pub warm: bool,
     /// The most memory that it took alone, in bytes, once that has been measured.
     pub bytes: Option<usize>,

@@ -128,17 +128,17 @@ impl Open {
         Self { number, batches }
     }
 
-    /// Whether it is this window, with as many batches or with more.
+    /// Return whether it is this window, with as many batches or with more.
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         self.number == other.number
     }
 }
 
-/// What is summed in an open window.
+/// Sums of an open window.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// Which one.
+    /// The window.
     pub open: Open,
     /// The sum of each tensor's weighted gradients.
     pub sums: Vec<Option<Array>>,
@@ -146,7 +146,7 @@ pub struct Window {
     pub weight: Array,
 }
 
-/// What a step keeps, by tensor: what outlives another layout, and goes into a checkpoint.
+/// State of a step beside parameters and optimizer, by tensor: independent of the layout, saved in a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct AuxState {
     /// The master of each tensor in half precision.

@@ -10,7 +10,7 @@ use mlx_rs::{error::Result, ops, Array, Dtype};
 use super::precision;
 use crate::mlx::{array, join};
 
-/// How much is shared.
+/// Limits of the buffers that tensors share.
 #[derive(Clone, Copy, Debug)]
 struct Limits {
     own_bytes: usize, // tensors of at least this many bytes keep a buffer of their own
@@ -174,7 +174,7 @@ impl Layout {
         self.buffers.len()
     }
 
-    /// Whether there is no tensor at all.
+    /// Return whether there is no tensor at all.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.buffers.is_empty()
@@ -295,7 +295,7 @@ impl Layout {
         Ok(views.into_iter().flatten().collect())
     }
 
-    /// What belongs to each member of one buffer, as views into `flat` of the shapes that `shape` gives by tensor.
+    /// Return the parts of the members of one buffer, as views into `flat` of the shapes that `shape` gives by tensor.
     ///
     /// # Errors
     /// As [`Layout::views`].

@@ -18,7 +18,7 @@ const GROUPS: [&str; 3] = ["masters", "ema", "window"];
 /// The scalars beside them: the sum of the window's weights, the loss scale, and the good steps since it last changed.
 const SCALARS: [&str; 3] = ["weight", "loss_scale", "good_steps"];
 
-/// What a step keeps, with the names of its tensors.
+/// An [`AuxState`] with the names of its tensors.
 #[derive(Clone, Debug, Default)]
 pub struct NamedAuxState {
     names: Vec<String>,
@@ -26,7 +26,7 @@ pub struct NamedAuxState {
 }
 
 impl NamedAuxState {
-    /// What an engine keeps for parameters of these names.
+    /// Name the tensors of an engine's state.
     #[must_use]
     pub fn new(names: Vec<String>, state: AuxState) -> Self {
         Self { names, state }
@@ -55,7 +55,7 @@ impl NamedAuxState {
         self
     }
 
-    /// What is kept for parameters of other names than these.
+    /// Return the state without the parameters of these names.
     #[must_use]
     pub fn without<N: AsRef<str>>(&self, names: &[N]) -> Self {
         let without: HashSet<&str> = names.iter().map(AsRef::as_ref).collect();

@@ -10,7 +10,7 @@ const GROWTH_INTERVAL: i32 = 2000;
 const SMALLEST: f32 = 1.0 / 1024.0;
 const LARGEST: f32 = 16_777_216.0;
 
-/// Whether tensors of this dtype have a float32 master.
+/// Return whether tensors of this dtype have a float32 master.
 #[must_use]
 pub fn is_half(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::Float16 | Dtype::Bfloat16)
@@ -26,7 +26,7 @@ pub fn wide(dtype: Dtype) -> Dtype {
     }
 }
 
-/// Whether a loss computed in this dtype has to be scaled.
+/// Return whether a loss computed in this dtype has to be scaled.
 #[must_use]
 pub fn scales(compute: Option<Dtype>) -> bool {
     compute == Some(Dtype::Float16)

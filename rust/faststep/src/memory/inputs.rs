@@ -8,13 +8,13 @@ use crate::{evaluation::Evaluated, layout::Layout, trace::Outputs};
 pub(crate) struct PlannedPart<'a> {
     pub outputs: &'a Outputs,
     pub keep_gradients: bool,
-    /// What is known of it from evaluations before.
+    /// Its record from evaluations before.
     pub evaluated: Evaluated,
-    /// Whether the host computes it anew each time.
+    /// True if the host computes it anew each time.
     pub eager: bool,
 }
 
-/// What the parts of a step are computed from, and how they follow each other.
+/// Inputs of the parts of a step, and the order of the parts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlanInputs<'a> {
     pub layout: &'a Layout,
@@ -24,7 +24,7 @@ pub(crate) struct PlanInputs<'a> {
     /// The place of the window in the state: one array for each buffer, and one more.
     pub window: Option<usize>,
     pub others: usize,
-    /// What the user's objects hold of parameters and state.
+    /// Arrays of parameters and state that the user's objects hold.
     pub shown: &'a [Array],
     /// The whole step or that of a batch, and the update by a window.
     pub parts: &'a [PlannedPart<'a>],
@@ -78,7 +78,7 @@ impl<'a> PlanInputs<'a> {
         &self.inputs[self.parameters().len() + self.states + self.others..]
     }
 
-    /// Which output takes the place of which input.
+    /// Return the inputs, each with the output that takes its place.
     pub fn pairs(&self, outputs: &'a Outputs) -> Vec<(&'a Array, &'a Array)> {
         let (parameters, state, others) = (self.parameters(), self.state(), self.others());
         let (tensors, shared) = parameters.split_at(self.layout.tensors().len());

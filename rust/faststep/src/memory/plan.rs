@@ -24,19 +24,20 @@ pub struct Plan {
     pub gradients: usize,
     /// The rest of the peak: activations, temporaries, and memory that is not free yet.
     pub activations: usize,
-    /// What else is held all the time: the batch, the model's other arrays and what the process holds beside this step.
+    /// Bytes that are held all the time beside that: the batch, the model's other arrays and what the process holds
+    /// beside this step.
     pub others: usize,
     /// Freed buffers that MLX keeps for itself.
     pub cache: usize,
-    /// What captures of the step as CUDA graphs will hold beside all that, where it is replayed.
+    /// Bytes that captures of the step as CUDA graphs hold beside all that, where it is replayed.
     pub replay: usize,
     /// The peak of the first update, which holds old and new state for a while.
     pub first: usize,
     /// The peak of the updates after it.
     pub steady: usize,
-    /// What the device has, or what the process may have of it; `None` where that is unknown.
+    /// Memory of the device, or the process's share of it; `None` where that is unknown.
     pub limit: Option<usize>,
-    /// Whether MLX gives its cache back before it runs out of memory, as it does on GPUs.
+    /// True if MLX gives its cache back before it runs out of memory, as it does on GPUs.
     pub gives_back: bool,
 }
 
@@ -47,7 +48,7 @@ impl Plan {
         self.first.max(self.steady)
     }
 
-    /// Whether the device has so much memory; true where that is unknown.
+    /// Return whether the device has so much memory; true where that is unknown.
     #[must_use]
     pub fn fits(&self) -> bool {
         let cache = if self.gives_back { 0 } else { self.cache };

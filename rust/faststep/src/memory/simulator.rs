@@ -1,7 +1,7 @@
 //! A simulator of MLX's evaluation: what a lazy graph would allocate and free, and when, without evaluating anything.
 //!
-//! The C++ behind it (`native/simulator/simulator.hpp`) reads the graph as MLX has it. It keeps handles to the graph's arrays as long
-//! as the simulation lives, so that nothing of it must be evaluated meanwhile; it changes none of them.
+//! The C++ behind it (`native/simulator/simulator.hpp`) reads the graph as MLX has it. It keeps handles to the graph's
+//! arrays as long as the simulation lives, so that nothing of it must be evaluated meanwhile; it changes none of them.
 #![allow(unsafe_code)]
 
 use std::{ffi::c_void, ptr};
@@ -28,18 +28,18 @@ impl Device {
         Ok((device, (memory > 0).then_some(memory)))
     }
 
-    /// Whether it is a GPU.
+    /// Return whether it is a GPU.
     #[must_use]
     pub fn is_gpu(&self) -> bool {
         self.gpu != 0
     }
 }
 
-/// What is held between evaluations.
+/// Arrays that are held between evaluations.
 #[derive(Clone, Copy, Debug)]
 #[repr(usize)]
 pub enum Slot {
-    /// What the last call returned.
+    /// The outputs of the last call.
     Returned,
     /// A window for an update that may fail.
     Window,
@@ -165,7 +165,7 @@ impl Simulator {
         unsafe { faststep_simulator_limit(self.0, limit.unwrap_or(usize::MAX)) }
     }
 
-    /// What it has come to since this was last asked.
+    /// Return the active and peak bytes since the last reading.
     pub fn read(&mut self) -> Reading {
         let mut reading = Reading::default();
         // SAFETY: as in `begin`; the struct that it fills.

@@ -1,7 +1,7 @@
 //! Access to MLX's arrays that mlx-c leaves out: identity, views that share a buffer, hollow arrays.
 //!
-//! The C++ behind it (`native/array.cpp`) reads and makes `mlx::core::array` objects. It keeps nothing between calls and may
-//! be used from any thread that owns the arrays that it passes.
+//! The C++ behind it (`native/array.cpp`) reads and makes `mlx::core::array` objects. It keeps nothing between calls
+//! and may be used from any thread that owns the arrays that it passes.
 #![allow(unsafe_code)]
 
 use std::{ffi::c_void, ptr};
@@ -24,7 +24,7 @@ pub fn id(array: &Array) -> usize {
     unsafe { faststep_array_id(handle(array)) }
 }
 
-/// How many handles there are to the array's value, this one as well.
+/// Return the number of handles to the array's value, this one included.
 pub(crate) fn holders(array: &Array) -> usize {
     // SAFETY: as in `id`.
     unsafe { faststep_array_holders(handle(array)) }
@@ -42,7 +42,7 @@ pub(crate) fn rows(array: &Array) -> Result<Array> {
     array.contiguous()
 }
 
-/// Whether the array still waits to be evaluated.
+/// Return whether the array still waits to be evaluated.
 #[must_use]
 pub fn is_lazy(array: &Array) -> bool {
     // SAFETY: as in `id`.
@@ -73,7 +73,7 @@ impl Watched {
         Ok(Self(watched))
     }
 
-    /// Whether anybody still has it: an array object, or a graph.
+    /// Return whether anybody still has it: an array object, or a graph.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         // SAFETY: made by `new`.
@@ -88,21 +88,22 @@ impl Drop for Watched {
     }
 }
 
-/// Whether the array waits to be filled with one number that is there, as the zeros do that an optimizer begins with:
-/// nothing can fail of it but the memory.
+/// Return whether the array waits to be filled with one number that is there, as the zeros do that an optimizer begins
+/// with: nothing can fail of it but the memory.
 pub(crate) fn is_filled(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_is_filled(handle(array)) != 0 }
 }
 
-/// Whether the array waits for work on a stream of another thread, so that this thread cannot evaluate it.
+/// Return whether the array waits for work on a stream of another thread, so that this thread cannot evaluate it.
 #[must_use]
 pub fn is_foreign(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_is_foreign(handle(array)) != 0 }
 }
 
-/// Whether the array waits for a file to be read. A file that is lost by then leaves anything in it, after one error.
+/// Return whether the array waits for a file to be read. A file that is lost by then leaves anything in it, after one
+/// error.
 #[must_use]
 pub fn reads_file(array: &Array) -> bool {
     // SAFETY: as in `id`.
@@ -123,7 +124,7 @@ pub(crate) fn ranks<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> i32 {
     unsafe { faststep_arrays_ranks(handles.as_ptr(), handles.len()) }
 }
 
-/// Whether a lazy array is zero in every element, whatever the values that come in.
+/// Return whether a lazy array is zero in every element, whatever the values that come in.
 pub(crate) fn is_zero(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_is_zero(handle(array)) != 0 }

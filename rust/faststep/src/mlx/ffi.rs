@@ -1,7 +1,8 @@
-//! Every C function of `native/ffi.hpp`, which says what each of them does, and the conversion of their statuses and arrays.
+//! Every C function of `native/ffi.hpp`, which says what each of them does, and the conversion of their statuses and
+//! arrays.
 //!
-//! An array crosses as the `ctx` of mlx-c's handle, an `mlx::core::array`. Nothing is kept between calls but what is freed by
-//! a function of its own.
+//! An array crosses as the `ctx` of mlx-c's handle, an `mlx::core::array`. Nothing is kept between calls but what is
+//! freed by a function of its own.
 #![allow(unsafe_code)]
 
 use std::{
@@ -58,7 +59,7 @@ pub(crate) struct Device {
     pub max_mega: usize,
 }
 
-/// What a capture consists of.
+/// Contents of a capture.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct CaptureInfo {
@@ -268,7 +269,7 @@ extern "C" {
     pub(crate) fn faststep_simulator_read(simulator: *mut c_void, reading: *mut Reading);
 }
 
-/// Whether a function is done; false where it is not applicable.
+/// Return whether a function is done; false where it is not applicable.
 ///
 /// # Errors
 /// The exception of a function that failed.

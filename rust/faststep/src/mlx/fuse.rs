@@ -18,7 +18,7 @@ pub(crate) fn in_place<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Resul
     check(unsafe { faststep_fuse(handles.as_ptr(), handles.len()) })
 }
 
-/// What computes each of the arrays from those that are known: equal numbers for those that the same kernels compute.
+/// Number the kernels that compute each of the arrays from those that are known: arrays of the same kernels share a number.
 ///
 /// # Errors
 /// When there is no memory to look at the graph.

@@ -1,8 +1,8 @@
 //! The graph of a trace as it was made, before MLX's compiler rewrites it.
 //!
 //! Two traces of a loss in which a number has changed are compared by it: what differs may be a constant, which then
-//! becomes an input, or nothing at all. The C++ behind this (`native/graph/graph.cpp`) keeps a graph's operations and constants
-//! alive, and none of its results; it may be used on any thread that owns the arrays that are passed.
+//! becomes an input, or nothing at all. The C++ behind this (`native/graph/graph.cpp`) keeps a graph's operations and
+//! constants alive, and none of its results; it may be used on any thread that owns the arrays that are passed.
 #![allow(unsafe_code)]
 
 use std::{ffi::c_void, ptr};
@@ -75,7 +75,7 @@ impl Graph {
     /// A constant by its number.
     ///
     /// # Errors
-    /// Where there is none.
+    /// When there is none.
     pub fn constant(&self, number: u32) -> Result<Array> {
         // SAFETY: a graph.
         let constant =
@@ -112,7 +112,7 @@ impl Graph {
     /// Have `outputs` be computed from inputs in place of these constants, one for each.
     ///
     /// # Errors
-    /// Where a number is that of no constant.
+    /// When a number is that of no constant.
     pub fn replace(&self, numbers: &[u32], inputs: &[Array], outputs: &[Array]) -> Result<()> {
         let (inputs, outputs) = (handles(inputs), handles(outputs));
         let n = numbers.len().min(inputs.len());
@@ -136,7 +136,7 @@ impl Graph {
         unsafe { faststep_graph_size(self.0) }
     }
 
-    /// Whether there is none.
+    /// Return whether there is none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -18,7 +18,7 @@ pub const MAX_PARTS: usize = 448;
 /// Kernels are compiled for these numbers of tensors, and called with fewer.
 const SLOTS: [usize; 2] = [32, MAX_PARTS];
 
-/// Whether arrays are computed by CUDA unless told otherwise.
+/// Return whether arrays are computed by CUDA unless told otherwise.
 #[must_use]
 pub fn is_cuda() -> bool {
     // SAFETY: asks MLX for its default device, which any thread may.

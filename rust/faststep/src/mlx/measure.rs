@@ -85,7 +85,7 @@ pub fn label<'a>(arrays: impl IntoIterator<Item = &'a Array>, module: &str) -> R
     check(unsafe { faststep_label(handles.as_ptr(), handles.len(), module.as_ptr()) })
 }
 
-/// What reads this array belongs to a module.
+/// Label the operations that read this array as a module's.
 ///
 /// # Errors
 /// As [`label`].

@@ -1,8 +1,9 @@
 //! OpenBLAS for a Rust program: found beside the libmlx that the program runs with, and bound by [`blas::bind`].
 //!
-//! [`Step::new`](crate::Step::new) does it by itself, once for each process; [`bind`] returns what was bound. The library is
-//! that of the Python package `scipy-openblas32`, which is looked for in the environment that libmlx comes from. In the
-//! environment variable `FASTSTEP_BLAS`, an absolute path is the library to take, and 0 leaves MLX as it is.
+//! [`Step::new`](crate::Step::new) does it by itself, once for each process; [`bind`] returns what was bound. The
+//! library is that of the Python package `scipy-openblas32`, which is looked for in the environment that libmlx comes
+//! from. In the environment variable `FASTSTEP_BLAS`, an absolute path is the library to take, and 0 leaves MLX as it
+//! is.
 use std::{
     env, fs,
     path::{Path, PathBuf},
@@ -36,7 +37,7 @@ pub(crate) fn bind_once() {
     BOUND.get_or_init(|| bind().ok().flatten());
 }
 
-/// Whether `bind_once` has bound anything.
+/// Return whether `bind_once` has bound anything.
 pub(crate) fn is_bound() -> bool {
     let bound = BOUND.get().and_then(Option::as_ref);
     bound.is_some_and(|bound| !bound.names.is_empty())

@@ -22,7 +22,7 @@ pub(crate) use imp::{Function, Imports};
 
 use std::io;
 
-/// Why a function of libmlx could not be replaced.
+/// Reason why a function of libmlx could not be replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum RebindError {
     /// No libmlx is loaded in this process.
@@ -97,7 +97,7 @@ mod imp {
             Ok(Self(images))
         }
 
-        /// Whether every libmlx imports this function.
+        /// Return whether every libmlx imports this function.
         pub fn have(&self, name: &CStr) -> bool {
             let has = |image: &Image| image.imports().iter().any(|(found, _)| *found == name);
             self.0.iter().all(has)

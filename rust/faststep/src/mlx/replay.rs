@@ -1,8 +1,8 @@
 //! A part of a step as one CUDA graph, recorded once and launched again.
 //!
-//! What it reads and writes are static arrays, whose memory stays where it is. Nobody but a capture's owner may have a handle
-//! to one, or to the results: a host that reads an array may move its memory. The C++ behind it (`native/cuda/replay`) belongs
-//! to the thread whose stream it records.
+//! It reads and writes static arrays, whose memory stays where it is. Nobody but a capture's owner may have a handle to
+//! one, or to the results: a host that reads an array may move its memory. The C++ behind it (`native/cuda/replay`)
+//! belongs to the thread whose stream it records.
 #![allow(unsafe_code)]
 
 use std::{
@@ -28,7 +28,7 @@ pub(crate) const SMALL: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Capture {
     graph: *mut c_void,
-    /// What it consists of.
+    /// Its contents.
     pub info: CaptureInfo,
 }
 
@@ -37,7 +37,7 @@ impl Capture {
     /// value of the first in the memory of the second. So many bytes that are free are not used again at once.
     ///
     /// # Errors
-    /// Why it cannot be captured.
+    /// The reason why it cannot be captured.
     pub fn record(
         results: &[Array],
         carried: Vec<(Array, Array)>,
@@ -68,14 +68,15 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Whether the memory that the graph reads lies where it did.
+    /// Return whether the memory that the graph reads lies where it did.
     pub fn is_valid(&self) -> bool {
         // SAFETY: a capture.
         unsafe { faststep_replay_is_valid(self.graph) != 0 }
     }
 
-    /// Copy the first of each pair into the second, which is static, and replay. Returns copies of these of the results, none
-    /// of which is larger than [`SMALL`], and something else to wait for where there are none. `done` gets the event.
+    /// Copy the first of each pair into the second, which is static, and replay. Returns copies of these of the
+    /// results, none of which is larger than [`SMALL`], and something else to wait for where there are none. `done`
+    /// gets the event.
     ///
     /// # Errors
     /// Of the driver, and of what the first of each pair is computed from.
@@ -149,7 +150,7 @@ pub(crate) fn wait(array: &Array) -> Result<()> {
     check(unsafe { faststep_replay_wait(handle(array)) })
 }
 
-/// Whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
+/// Return whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
 pub(crate) fn is_untouched<'a>(
     arrays: impl IntoIterator<Item = &'a Array>,
     ids: &[usize],

@@ -23,10 +23,10 @@ use crate::{
     trace::{Host, Left, LossCall, LossOutput, Role, UpdateCall},
 };
 
-/// How MLX says that a traced array has no value.
+/// Text of MLX's error for reading a traced array.
 const READS: &str = "Attempting to eval an array during function transformations";
 
-/// What ended a trace beside an error of MLX.
+/// End of a trace other than by an error of MLX.
 pub(crate) enum Stop {
     /// The loss function panicked.
     Panic(Box<dyn Any + Send>),
@@ -41,7 +41,7 @@ pub(crate) struct ModuleHost<M> {
     pub(crate) model: RefCell<M>,
     pub(crate) slots: RefCell<Rc<Slots>>,
     pub(crate) rates: RefCell<Vec<LearningRate>>,
-    /// Whether the loss is computed in another dtype than the parameters': then it may assign in that one.
+    /// True if the loss is computed in another dtype than the parameters': then it may assign in that one.
     pub(crate) mixed: bool,
     pub(crate) stop: Cell<Option<Stop>>,
     loss: RefCell<LossFunction<M>>,

@@ -1,4 +1,4 @@
-//! What a trace of a module's step is valid for.
+//! Key of a trace of a module's step: what the trace is valid for.
 use mlx_rs::Array;
 
 use crate::{
@@ -6,7 +6,7 @@ use crate::{
     trace::{Causes, Key},
 };
 
-/// What changes beside the engine's state.
+/// Part of the key beside the engine's state.
 #[derive(Debug, PartialEq)]
 pub(super) struct ModuleKey {
     version: usize,
@@ -21,7 +21,7 @@ impl ModuleKey {
         }
     }
 
-    /// Whether it is of that version of the module and the schedules.
+    /// Return whether it is of that version of the module and the schedules.
     pub(super) fn is_of(&self, version: usize) -> bool {
         self.version == version
     }

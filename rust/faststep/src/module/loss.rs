@@ -22,7 +22,8 @@ impl Loss {
         }
     }
 
-    /// What the loss is a mean over (tokens, say), a scalar from 0 on: the weight of this batch in the average of a window.
+    /// Set the number that the loss is a mean over (tokens, say), a scalar from 0 on: the batch's weight in a window's
+    /// average.
     #[must_use]
     pub fn weighted(self, weight: Array) -> Self {
         Self {

@@ -9,7 +9,7 @@ use crate::{
     trace::{Outputs, TraceRecord},
 };
 
-/// What one step gives. The arrays are lazy: reading one waits for that step.
+/// Outputs of one step. The arrays are lazy: reading one waits for that step.
 #[derive(Clone, Debug)]
 pub struct StepOutput {
     /// The loss, a scalar in the dtype in which the loss function returned it.
@@ -24,7 +24,7 @@ pub struct StepOutput {
     update: Update,
 }
 
-/// Whether parameters and optimizer state were updated.
+/// Update of parameters and optimizer state: known, or a flag.
 #[derive(Clone, Debug)]
 enum Update {
     /// The window is not full yet.
@@ -50,7 +50,7 @@ impl StepOutput {
         })
     }
 
-    /// Whether nothing of the batch was taken; waits for the step.
+    /// Return whether nothing of the batch was taken; waits for the step.
     ///
     /// # Errors
     /// When the device has failed.
@@ -58,7 +58,7 @@ impl StepOutput {
         Ok(self.skipped.as_ref().map_or(Ok(false), is_true)?)
     }
 
-    /// Whether parameters and optimizer state were updated; waits for the step, unless it is known without.
+    /// Return whether parameters and optimizer state were updated; waits for the step, unless it is known without.
     ///
     /// # Errors
     /// When the device has failed.
@@ -71,7 +71,7 @@ impl StepOutput {
     }
 }
 
-/// What a step has done so far.
+/// Counters of a step.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Stats {
@@ -79,17 +79,17 @@ pub struct Stats {
     pub steps: usize,
     /// The number of updates that were made.
     pub updates: usize,
-    /// How many batches were not taken, because loss or gradients were not finite or the loss too large.
+    /// Number of batches that were skipped, because loss or gradients were not finite or the loss too large.
     pub skipped: usize,
-    /// Whether the step is compiled: not where it was told not to be, or MLX finds no compiler.
+    /// True if the step is compiled: not where it was told not to be, or MLX finds no compiler.
     pub compiled: bool,
-    /// Whether OpenBLAS has taken the place of MLX's own BLAS on the CPU.
+    /// True if OpenBLAS has taken the place of MLX's own BLAS on the CPU.
     pub openblas: bool,
     /// The traces that are kept.
     pub traces: Vec<TraceRecord>,
     /// The number of all traces that were made.
     pub traced: usize,
-    /// Where the time of all calls went. `trace`: calls that made a trace, all of them. `build`: replaying traces.
+    /// Time of all calls by stage. `trace`: calls that made a trace, all of them. `build`: replaying traces.
     /// `evaluate`: handing the work to MLX, which on a CPU does most of it then. `wait`: for steps in flight.
     pub seconds: BTreeMap<&'static str, f64>,
     /// The bytes that are held. `parameters`, `optimizer`: its state. `step`: masters, average and window. `model`: the
@@ -99,7 +99,7 @@ pub struct Stats {
     pub unchanged: Option<f64>,
 }
 
-/// Where the time went, in seconds.
+/// Time by stage, in seconds.
 #[derive(Debug, Default)]
 pub(super) struct Spent {
     trace: f64,

@@ -24,7 +24,7 @@ use crate::{
     trace::{Key, Outputs, Task, TraceCache},
 };
 
-/// What the user may have seen of the module since the last step.
+/// Access of the user to the module since the last step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shown {
     /// Nothing: it has no arrays.
@@ -60,12 +60,13 @@ pub(super) enum Shown {
 /// it captures, or finds in a field that is no parameter, is a constant. Draws from mlx-rs's random functions begin where
 /// this thread's random state is when the step is made, and are new ones in each step.
 ///
-/// What is trainable and not frozen is updated, but for `running_mean` and `running_var`: those are buffers, which MLX's
+/// Trainable parameters that are not frozen are updated, but for `running_mean` and `running_var`: buffers, which MLX's
 /// Python freezes in its `BatchNorm` and mlx-rs does not. Whatever else of the module's arrays the loss function assigns
 /// to, in the same shape and dtype, is a buffer too and moves with each step.
 ///
-/// The step has the module, and lets its arrays go while it trains; [`Step::parameters`] and [`Step::to_model`] give them out
-/// between two steps, [`Step::model`] and [`Step::model_mut`] put them back into the module until the next one.
+/// The step has the module, and lets its arrays go while it trains; [`Step::parameters`] and [`Step::to_model`] give
+/// them out between two steps, [`Step::model`] and [`Step::model_mut`] put them back into the module until the next
+/// one.
 pub struct Step<M> {
     pub(super) host: Rc<ModuleHost<M>>,
     pub(super) engine: Engine,
@@ -149,7 +150,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// optimizer and random state as they were; [`Error::Device`] says that they are lost.
     ///
     /// # Panics
-    /// Where the loss function does; everything is then as it was.
+    /// When the loss function panics; everything is then as it was.
     pub fn step(&mut self, batch: &[Array]) -> Result<StepOutput> {
         self.take_in()?;
         let task = Task::of(self.options.accumulate, self.engine.batches());

@@ -88,14 +88,15 @@ impl<M: ModuleParameters + 'static> Step<M> {
 
     /// Call a function with the module as the last step left it, for a module that cannot be cloned: no trace is made anew.
     ///
-    /// What the function does to arrays is forgotten when it returns. Any other field that it changes it has to change back,
-    /// as `training_mode(true)` does after `training_mode(false)`: the step looks for changes after [`Step::model_mut`] only.
+    /// Changes of arrays are forgotten when the function returns. Any other field that it changes it has to change
+    /// back, as `training_mode(true)` does after `training_mode(false)`: the step looks for changes after
+    /// [`Step::model_mut`] only.
     ///
     /// # Errors
     /// When MLX refuses what [`Step::model_mut`] has changed before.
     ///
     /// # Panics
-    /// Where the function does; the arrays are then forgotten too.
+    /// When the function panics; changes of arrays are forgotten then, too.
     pub fn with_model<R>(&mut self, function: impl FnOnce(&mut M) -> R) -> Result<R> {
         self.take_in()?;
         let mut model = self.host.model.borrow_mut();
@@ -137,7 +138,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         host.ok_or_else(|| Error::Invalid("the module is still in use".into()))
     }
 
-    /// What the step has done so far; waits for the steps in flight.
+    /// Return the step's counters; waits for the steps in flight.
     ///
     /// # Errors
     /// When the device has failed.

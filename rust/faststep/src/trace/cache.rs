@@ -5,7 +5,7 @@ use crate::mlx::memory;
 /// After so many dropped traces the C library is asked to give their memory back.
 const TRIM_EVERY: usize = 32;
 
-/// Why a trace was made, and how long it took.
+/// Cause and duration of a trace.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TraceRecord {

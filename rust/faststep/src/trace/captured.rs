@@ -1,4 +1,4 @@
-//! What a trace keeps of its capture as one CUDA graph, or of why there is none.
+//! State of a trace's capture as one CUDA graph, or the reason why there is none.
 use std::{fmt, rc::Rc};
 
 use mlx_rs::Array;
@@ -41,7 +41,7 @@ pub(crate) struct Captured {
     pub outputs: Outputs,
 }
 
-/// Whether a trace is replayed, and why not.
+/// Capture of a trace, or the reason why there is none.
 #[derive(Debug, Default)]
 pub(crate) struct CaptureState {
     /// Shared with the engine, which holds the capture as long as the trace is there.
@@ -50,11 +50,11 @@ pub(crate) struct CaptureState {
     pub runs: usize,
     /// So many captures have been given back.
     pub lost: u32,
-    /// Whether arrays that were read where they lie have turned out to be replaced.
+    /// True if arrays that were read where they lie have turned out to be replaced.
     pub copies_all: bool,
-    /// What was captured the last time; empty: nothing was.
+    /// Description of the last capture; empty: there was none.
     pub captured: String,
-    /// Why there will be no capture.
+    /// Reason why there will be no capture.
     pub refused: Option<String>,
 }
 

@@ -9,7 +9,7 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Whether the step is good, a bool scalar: loss and norm are finite and the loss is not above its limit.
+    /// Build the flag of a good step, a bool scalar: loss and norm are finite and the loss is not above its limit.
     ///
     /// A gradient so large that its square overflows float32 counts as infinite.
     ///
@@ -31,18 +31,18 @@ impl Guard {
         good.contiguous() // a barrier: once, not for every element
     }
 
-    /// Whether a norm is a number, a bool scalar.
+    /// Build the flag of a finite norm, a bool scalar.
     pub(crate) fn finite(norm: &Array) -> Result<Array> {
         norm.le(Array::from_f32(f32::MAX))
     }
 
-    /// Whether there is anything to average over, as [`Guard::good`].
+    /// Build [`Guard::good`] with the condition that there is anything to average over.
     pub(crate) fn any(good: &Array, weight: &Array) -> Result<Array> {
         let some = weight.contiguous()?.gt(Array::from_f32(0.0))?;
         Self::and_weight(&ops::logical_and(good, some)?, weight)
     }
 
-    /// Whether a weight is a number from 0 on too, as [`Guard::good`].
+    /// Build [`Guard::good`] with the condition that a weight is a number from 0 on.
     pub(crate) fn and_weight(good: &Array, weight: &Array) -> Result<Array> {
         let weight = weight.as_dtype(Dtype::Float32)?.contiguous()?;
         let within = ops::logical_and(

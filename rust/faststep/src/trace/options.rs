@@ -41,7 +41,7 @@ impl std::fmt::Display for Nonfinite {
     }
 }
 
-/// Whether a step is launched again as one CUDA graph, where MLX's default device is one of CUDA's.
+/// Replay of a step as one CUDA graph, where MLX's default device is one of CUDA's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Replay {
     /// MLX evaluates every step.
@@ -81,7 +81,7 @@ pub struct Options {
     pub ema_decay: Option<f64>,
     /// Compile the step. Without, the loss function is called at every step.
     pub compile: bool,
-    /// Whether steps are replayed as CUDA graphs.
+    /// Replay of steps as CUDA graphs.
     pub replay: Replay,
     /// The most steps under way on the device when a call returns. Default: 2.
     pub in_flight: usize,
@@ -128,7 +128,7 @@ pub enum Field<'a> {
     Dtype(&'a mut Option<Dtype>),
     /// The treatment of a NaN.
     Nonfinite(&'a mut Nonfinite),
-    /// Whether steps are replayed.
+    /// Replay of steps.
     Replay(&'a mut Replay),
 }
 
@@ -247,7 +247,7 @@ impl Options {
         (self.nonfinite != Nonfinite::Allow).then_some(Guard { max_loss })
     }
 
-    /// Whether a step that is not taken is an error.
+    /// Return whether a step that is not taken is an error.
     #[must_use]
     pub fn raises(&self) -> bool {
         self.nonfinite == Nonfinite::Raise

@@ -17,7 +17,7 @@ pub struct Outputs {
     pub kept: Vec<Array>,
     /// The gradients' global norm before clipping.
     pub norm: Option<Array>,
-    /// Whether nothing is taken of this step: a bool scalar.
+    /// True if this step is skipped: a bool scalar.
     pub skipped: Option<Array>,
     /// Gradients.
     pub gradients: Vec<Array>,

@@ -8,7 +8,7 @@ pub enum Task {
     Whole,
     /// A batch for the window, and the update where it is full.
     Batch {
-        /// Whether it is full by then.
+        /// True if it is full by then.
         fills: bool,
     },
     /// The update by the window as it is.
@@ -29,13 +29,13 @@ impl Task {
         }
     }
 
-    /// Whether parameters and state are updated.
+    /// Return whether parameters and state are updated.
     #[must_use]
     pub fn updates(self) -> bool {
         !matches!(self, Self::Batch { fills: false } | Self::Gradients)
     }
 
-    /// Whether it needs a window.
+    /// Return whether it needs a window.
     #[must_use]
     pub fn accumulates(self) -> bool {
         matches!(self, Self::Batch { .. } | Self::Flush)

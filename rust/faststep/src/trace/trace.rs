@@ -108,8 +108,8 @@ impl Trace {
         }
     }
 
-    /// Whether the host is called at every call: without `compiled`, and where MLX compiles nothing because it finds no
-    /// compiler or has been told not to.
+    /// Return whether the host is called at every call: without `compiled`, and where MLX compiles nothing because it
+    /// finds no compiler or has been told not to.
     #[must_use]
     pub fn is_eager(&self) -> bool {
         self.eager
@@ -120,15 +120,15 @@ impl Trace {
         (self.recipe.options.replay != Replay::Never).then(|| self.capture.to_string())
     }
 
-    /// Why it will not be replayed, although that is asked for.
+    /// Return the reason why it is not replayed, although that is asked for.
     #[must_use]
     pub fn not_replayed(&self) -> Option<&str> {
         let asked = self.recipe.options.replay == Replay::Always;
         self.capture.refused.as_deref().filter(|_| asked)
     }
 
-    /// The model's other arrays that the step writes, by index, and whether it writes the random key; known once it has been
-    /// called.
+    /// The model's other arrays that the step writes, by index, and whether it writes the random key; known once it has
+    /// been called.
     pub(crate) fn written(&self) -> (Vec<usize>, bool) {
         self.counts.borrow().written()
     }

@@ -1,4 +1,4 @@
-//! What the tests of the step train.
+//! Models that the tests of the step train.
 #![allow(dead_code, missing_docs, clippy::unwrap_used)] // each test program takes its part
 
 use std::ops::Range;

@@ -14,7 +14,7 @@ use crate::{
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
-/// What a loss function returned.
+/// Parsed return value of a loss function.
 struct Read {
     loss: Array,
     weight: Option<Array>,

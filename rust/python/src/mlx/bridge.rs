@@ -34,7 +34,7 @@ pub fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
     Ok(())
 }
 
-/// Whether the object is an `mx.array`.
+/// Return whether the object is an `mx.array`.
 pub fn is_array(object: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object.
     unsafe { faststep_bridge_is_array(object.as_ptr()) != 0 }
@@ -73,7 +73,7 @@ pub fn assign(object: &Bound<'_, PyAny>, array: &Array) {
     }
 }
 
-/// How many references there are to the object, the given one included.
+/// Return the number of references to the object, the given one included.
 pub fn refcount(object: &Bound<'_, PyAny>) -> isize {
     // SAFETY: a live object.
     unsafe { pyo3::ffi::Py_REFCNT(object.as_ptr()) }
@@ -139,7 +139,8 @@ pub fn code<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
 
 /// Walk a dict in which keys are expected in this order, and these values; other keys between them are passed over.
 ///
-/// Where another object is found, `other` is asked, by its number, whether to go on. Returns how many have been found.
+/// Of another object than expected, `other` is called with its number, and returns whether to go on. Returns how many
+/// have been found.
 pub fn walk<'py>(
     dict: &Bound<'py, PyDict>,
     keys: &[Py<PyAny>],

@@ -10,21 +10,21 @@ fn class<'py>(
     cell.import(py, module, name).ok()
 }
 
-/// Whether the object is an `nn.Module`.
+/// Return whether the object is an `nn.Module`.
 pub fn is_module(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "mlx.nn", "Module");
     class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
 }
 
-/// Whether the object is a NumPy array.
+/// Return whether the object is a NumPy array.
 pub fn is_numpy(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "numpy", "ndarray");
     class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
 }
 
-/// Whether the object is an `optimizers.Optimizer`.
+/// Return whether the object is an `optimizers.Optimizer`.
 pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "mlx.optimizers", "Optimizer");

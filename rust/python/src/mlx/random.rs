@@ -7,7 +7,7 @@ use pyo3::{prelude::*, types::PyList};
 /// to pickle itself.
 ///
 /// # Errors
-/// Where MLX keeps the key in another way.
+/// When MLX keeps the key in another way.
 pub fn key_list(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let state = py.import("mlx.core")?.getattr("random")?.getattr("state")?;
     let recipe = state.try_iter()?.call_method0("__reduce__")?;

@@ -15,7 +15,7 @@ use crate::{
 };
 use faststep::engine::Tensor;
 
-/// What a look at a program's nodes gives.
+/// Result of comparing a program's nodes.
 pub enum Look<'py> {
     /// Everything is where it was: the object of each node that is no value, and the values.
     Same(Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>),
@@ -176,7 +176,7 @@ impl Program {
     }
 }
 
-/// Where an array stands that a loss reaches, and its object.
+/// Place of an array that a loss reaches, and its object.
 pub struct Spot<'py> {
     /// The object.
     pub object: Bound<'py, PyAny>,
@@ -184,7 +184,7 @@ pub struct Spot<'py> {
     node: usize,
 }
 
-/// What a loss reaches at one call.
+/// Values and arrays that a loss reaches at one call.
 pub struct Looked {
     /// The program that was looked through.
     pub program: Rc<Program>,
@@ -225,7 +225,7 @@ impl Looked {
         met.collect()
     }
 
-    /// Where each array stands.
+    /// Return the place of each array.
     pub fn spots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Spot<'py>>> {
         let mut spots = Vec::new();
         for (at, node) in self.program.nodes.iter().enumerate() {
@@ -252,7 +252,7 @@ impl Looked {
         Ok(spots)
     }
 
-    /// How a user writes the place of an array, by its number.
+    /// Return the path of an array, by its number, as a user writes it.
     pub fn name(&self, py: Python<'_>, array: usize) -> String {
         let Some(&at) = self.program.arrays().get(array) else {
             return String::new();
@@ -268,7 +268,7 @@ impl Looked {
         }
     }
 
-    /// How a user writes the place of a value, by its number.
+    /// Return the path of a value, by its number, as a user writes it.
     pub fn value_name(&self, py: Python<'_>, value: usize) -> String {
         let nodes = self.program.nodes.iter().enumerate();
         let mut values = nodes
@@ -330,7 +330,7 @@ impl Looked {
         Ok(snapshot)
     }
 
-    /// Put everything on the way where it was; what stands in a container is left to a snapshot.
+    /// Put everything on the way back; the contents of containers are left to a snapshot.
     pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         let objects = self.bound(py);
         for (at, node) in self.program.nodes.iter().enumerate() {

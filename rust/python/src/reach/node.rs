@@ -15,7 +15,7 @@ use crate::{
 /// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
 const MAX_NUMPY: usize = 1 << 16;
 
-/// How an object is found from its parent; `_reach.py` has the same numbers.
+/// Way from a parent to an object; `_reach.py` has the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// One of the roots.
@@ -38,7 +38,7 @@ pub enum How {
     Base,
     /// In a class's own dict, by name.
     Class,
-    /// What it refers to, as the garbage collector knows it, by number.
+    /// An object that the parent refers to, by its number in the garbage collector's order.
     Referent,
 }
 
@@ -56,7 +56,7 @@ const HOW: [How; 11] = [
     How::Referent,
 ];
 
-/// What is compared in an object.
+/// Comparison that an object has to pass.
 #[derive(Debug)]
 pub enum Expect {
     /// An array, of any value.
@@ -88,7 +88,7 @@ pub enum Expect {
 pub enum Weak {
     /// By a weak reference.
     Weak(Py<PyWeakrefReference>),
-    /// What cannot be referred to weakly.
+    /// An object without weak references.
     Strong(Py<PyAny>),
 }
 
@@ -147,12 +147,12 @@ impl<'py> Met<'py> {
 pub struct Node {
     /// The node from which it is found; none of a root.
     pub parent: Option<usize>,
-    /// How it is found.
+    /// Way from its parent.
     pub how: How,
     key: Option<Py<PyAny>>,
     index: usize,
     opens: bool, // its instance dict is looked at
-    /// What is compared in it.
+    /// Comparison that it has to pass.
     pub expect: Expect,
 }
 
@@ -227,7 +227,7 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
     })
 }
 
-/// Nodes, and what is there.
+/// Nodes, and the objects at their places.
 pub struct Expected {
     /// The nodes.
     pub nodes: Vec<Node>,
@@ -237,7 +237,7 @@ pub struct Expected {
     pub values: Vec<Py<PyAny>>,
 }
 
-/// Complete the expectations of nodes by what is there now.
+/// Complete the expectations of nodes by the objects at their places now.
 pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResult<Expected> {
     let parents = nodes.iter().filter(|node| node.how == How::Instance);
     let parents: Vec<usize> = parents.filter_map(|node| node.parent).collect();
@@ -403,7 +403,7 @@ impl Node {
         Ok(true)
     }
 
-    /// Whether the object is what is expected; of an array, apart from its shape and dtype.
+    /// Return whether the object is what is expected; of an array, apart from its shape and dtype.
     pub fn fits(&self, met: &Met<'_>, objects: &[Option<Met<'_>>]) -> bool {
         let object = &met.object;
         let attributes_len = || met.attributes.as_ref().map(PyDictMethods::len);
@@ -431,13 +431,13 @@ impl Node {
         }
     }
 
-    /// Whether the object may stand where a number or a string has been.
+    /// Return whether the object may stand where a number or a string has been.
     pub fn fits_value(&self, object: &Bound<'_, PyAny>) -> bool {
         matches!(&self.expect, Expect::Value(class, _) if object.get_type().is(class))
             || is_plain(object)
     }
 
-    /// How a user writes its place, behind that of its parent.
+    /// Return its path as a user writes it, behind that of its parent.
     pub fn name(&self, py: Python<'_>, parent: Option<String>) -> String {
         let parent = parent.unwrap_or_default();
         let key = self.key.as_ref().map(|key| key.bind(py));

@@ -62,7 +62,7 @@ impl<'py> Reached<'py> {
     /// Read off what the loss has assigned; the arrays that it changed in place, by number.
     ///
     /// # Errors
-    /// What a trace cannot repeat.
+    /// When a value is found that a trace cannot repeat.
     pub fn read(&self, py: Python<'py>, left: &mut Left) -> Result<Vec<usize>, Stop> {
         let Some(traced) = &self.traced else {
             let spots = self.looked.spots(py)?;

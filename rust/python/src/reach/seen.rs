@@ -12,12 +12,12 @@ pub struct Seen {
     values: Rc<Vec<Py<PyAny>>>,
     /// The constants that the trace takes as inputs.
     pub constants: Vec<Array>,
-    /// What the loss returned, with holes for its arrays.
+    /// Structure that the loss returned, with holes for its arrays.
     pub template: Option<Py<PyAny>>,
 }
 
 impl Seen {
-    /// Of what is there now.
+    /// Made from the current values.
     pub fn new(looked: &Looked, constants: Vec<Array>, template: Option<Py<PyAny>>) -> Self {
         Self {
             program: looked.program.id,
@@ -33,7 +33,7 @@ impl Seen {
         Self::new(looked, self.constants.clone(), template)
     }
 
-    /// Whether these are the numbers that are there now.
+    /// Return whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
         let mut pairs = self.values.iter().zip(looked.values.iter());
         self.program == looked.program.id
@@ -52,7 +52,7 @@ impl Seen {
     }
 }
 
-/// Whether two values are the same number, string or set; of floats, bit by bit.
+/// Return whether two values are the same number, string or set; of floats, bit by bit.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if a.is(b) {
         return true;

@@ -1,7 +1,7 @@
 //! Reasons why a trace ends.
 use pyo3::prelude::*;
 
-/// Why a trace ended.
+/// Reason for which a trace ended.
 pub enum Stop {
     /// The user's code raised.
     Raised(PyErr),

@@ -22,12 +22,12 @@ const PENDING: usize = 2 * (MANY / EVERY + 2);
 /// So many names are told.
 const NAMES: usize = 5;
 
-/// What has been seen, and what has been told.
+/// Counts of what was seen, and the warnings that have been given.
 pub struct Alarms {
     zero: Flags,   // whether all gradients are zero
     broken: Flags, // whether the loss is no number, where nothing is skipped
     kept: KeptLosses,
-    grows: Option<String>, // to be told
+    grows: Option<String>, // a warning that is due
     told: Told,
 }
 
@@ -84,7 +84,7 @@ impl Alarms {
         }
     }
 
-    /// What is to be told now.
+    /// Return the warning that is due.
     pub fn raised(
         &mut self,
         py: Python<'_>,

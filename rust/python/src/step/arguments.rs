@@ -14,7 +14,7 @@ use crate::{
     tree::{rebuild::rebuild_where, RecordedArguments, Tree},
 };
 
-/// What the user passed to one call: in Python a tuple of these.
+/// Arguments of one call: in Python a tuple of these.
 pub struct Arguments<'py> {
     /// The model.
     pub model: Bound<'py, PyAny>,
@@ -42,7 +42,7 @@ impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
 
 /// The arguments of one call.
 pub struct Batch<'py> {
-    /// What they look like.
+    /// Their structure.
     pub tree: Rc<Tree>,
     /// Their arrays.
     pub arrays: Vec<Array>,

@@ -9,7 +9,7 @@ use pyo3::{prelude::*, types::PyWeakrefReference};
 const EVERY: usize = 250;
 /// and looked at so many steps later,
 const LATER: usize = 1_000;
-/// and so many of them in a row are told of.
+/// and so many of them in a row are warned of.
 const IN_A_ROW: usize = 3;
 
 /// A few of the losses that the step has returned.
@@ -21,7 +21,7 @@ pub struct KeptLosses {
 }
 
 impl KeptLosses {
-    /// A step has returned a loss; what is to be told now.
+    /// Register a loss that a step has returned; returns the warning that is due.
     pub fn note(
         &mut self,
         number: usize,

@@ -14,7 +14,7 @@ use crate::{
     store::{moments::Moments, owner::Holder, Prepared, Store},
 };
 
-/// What a step will take of the device's memory, in bytes.
+/// Memory of the device that a step takes, in bytes.
 #[pyclass(frozen, get_all, module = "faststep._core")]
 pub struct MemoryPlan {
     /// The trainable parameters.
@@ -25,19 +25,19 @@ pub struct MemoryPlan {
     gradients: usize,
     /// The rest of the peak.
     activations: usize,
-    /// What else is held all the time.
+    /// Bytes that are held all the time beside that.
     others: usize,
     /// Freed buffers that MLX keeps.
     cache: usize,
-    /// What captures will hold.
+    /// Bytes that captures hold.
     replay: usize,
     /// The peak of the first step.
     first_peak: usize,
     /// The peak of the steps after it.
     steady_peak: usize,
-    /// What there is.
+    /// Memory that there is.
     limit: Option<usize>,
-    /// Whether that is enough.
+    /// True if that is enough.
     fits: bool,
 }
 

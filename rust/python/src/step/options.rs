@@ -13,7 +13,7 @@ use crate::mlx::errors::to_python;
 /// The engine's options, and the one that only a Python loss has.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Whether the loss returns the weight that it is a mean over.
+    /// True if the loss returns the weight that it is a mean over.
     pub weighted: bool,
     step: engine::Options,
 }

@@ -41,12 +41,12 @@ const NO_KERNEL: [(&str, &str); 4] = [
     ),
 ];
 
-/// What one call gives a trace, beside the model's own arrays.
+/// Inputs of a trace from one call, beside the model's own arrays.
 pub(super) struct Given {
     pub(super) tree: Rc<Tree>,
     /// The arrays of the batch.
     pub(super) arrays: Vec<Array>,
-    /// What the loss reaches.
+    /// Objects that the loss reaches.
     pub(super) looked: Rc<Looked>,
     /// The loss function, the model, and objects among the arguments.
     pub(super) roots: Vec<Py<PyAny>>,

@@ -15,7 +15,7 @@ use crate::{
 /// From this number of traces on, a warning names their cause.
 const MANY: usize = 16;
 
-/// What a trace is valid for beside the engine's state.
+/// Part of a trace's key beside the engine's state.
 #[derive(Clone)]
 pub struct CallKey {
     /// Shape and dtype of each array that the loss reaches beside the model.
@@ -28,10 +28,10 @@ pub struct CallKey {
     pub batch: Rc<Tree>,
 }
 
-/// What a trace is valid for.
+/// Key of a trace: what it is valid for.
 pub type Key = engine::Key<CallKey>;
 
-/// Whether a trace for the one does for the other, where the numbers that the loss reaches allow it.
+/// Return whether a trace for one key serves the other, where the numbers that the loss reaches allow it.
 pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
     let (a, b) = (&one.front, &other.front);
     a.reached == b.reached
@@ -54,7 +54,7 @@ pub struct TraceRecord {
     replay: Option<String>,
 }
 
-/// What is kept with a trace.
+/// Data that is kept with a trace.
 #[derive(Default)]
 pub struct Kept {
     /// The graph before it was compiled, where the loss reaches anything.
@@ -79,7 +79,7 @@ impl Kept {
         }
     }
 
-    /// What is kept for the numbers that are there now.
+    /// Return what is kept for the current numbers.
     pub fn seen(&self, py: Python<'_>, looked: &Looked) -> Option<&Seen> {
         self.seen.iter().rev().find(|seen| seen.fits(py, looked))
     }
@@ -95,7 +95,7 @@ impl TraceRecord {
 /// A trace, what it is valid for, and what is kept with it.
 pub type Entry = TraceEntry<Key, Kept>;
 
-/// Whether the trace is known to hold for what the loss reaches now; one that calls the loss always does.
+/// Return whether the trace is known to hold for what the loss reaches now; one that calls the loss always does.
 pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
     entry.trace.is_eager() || entry.kept.seen(py, looked).is_some()
 }
@@ -118,7 +118,7 @@ impl Traces {
         self.known.recent()
     }
 
-    /// What the loss has made of the numbers that were there before it was called does not matter to a trace that holds for
+    /// Changes that the loss makes to numbers which were there before it was called do not matter to a trace that holds for
     /// those: it happens while tracing only.
     pub fn see_changes(&mut self, py: Python<'_>, before: &Looked, after: &Looked) {
         for entry in self.known.iter_mut() {
@@ -188,7 +188,7 @@ impl Traces {
         new
     }
 
-    /// What the user has to be told, once.
+    /// Take the warning for the user, once.
     pub fn warning(&mut self) -> Option<String> {
         self.warning.take()
     }

@@ -118,7 +118,7 @@ impl Store {
         Native::find(optimizer, given, &doubles, trainable, self.mixed)
     }
 
-    /// Why the optimizer's own code is traced.
+    /// Return the reason why the optimizer's own code is traced.
     pub fn why_traced(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<String> {
         let signature = self.signature()?;
         let halves = signature.tensors();

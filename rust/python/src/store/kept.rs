@@ -34,7 +34,7 @@ impl Store {
         self.moments = None;
     }
 
-    /// What the steps keep beside the optimizer's state, what is frozen now included; `None`: nothing yet.
+    /// Return the steps' state beside the optimizer's, that of frozen parameters included; `None`: nothing yet.
     pub fn kept(&self) -> PyResult<Option<NamedAuxState>> {
         let Some(engine) = &self.engine else {
             return Ok(self.kept.clone());

@@ -2,7 +2,7 @@
 use faststep::engine::array::{is_lazy, operations};
 use mlx_rs::Array;
 
-/// A value that waits for more operations than this is told of.
+/// A value that waits for more operations than this is warned of.
 const LARGE: usize = 10_000;
 
 /// The graphs seen so far.
@@ -35,7 +35,7 @@ impl LazyInputs {
         self.most
     }
 
-    /// What is to be told now.
+    /// Return the warning that is due.
     pub fn message(&mut self) -> Option<String> {
         self.pending.take()
     }

@@ -120,7 +120,7 @@ impl Moments {
         names.map(|(state, name)| slot(state, name)).collect()
     }
 
-    /// Whether this is still the optimizer's state, with nothing in it replaced.
+    /// Return whether this is still the optimizer's state, with nothing in it replaced.
     pub fn is_current(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = optimizer.py();
         let optimizers = leaves(optimizer);
@@ -144,7 +144,8 @@ impl Moments {
         Ok(same)
     }
 
-    /// Whether somebody else refers to a state or to a part of it, beside the call under way with the slots of `scalars`.
+    /// Return whether somebody else refers to a state or to a part of it, beside the call under way with the slots of
+    /// `scalars`.
     pub fn is_held(&self, py: Python<'_>) -> bool {
         let count = |object: &Bound<'_, PyAny>| bridge::refcount(object).unsigned_abs();
         let mut members = self.members.iter().zip(self.layout.scalars());
@@ -153,12 +154,12 @@ impl Moments {
             || self.entries.iter().any(|e| count(e.bind(py)) > 2)
     }
 
-    /// What the entries hold, tensor by tensor; nothing where they are hollow.
+    /// Return the arrays of the entries, tensor by tensor; none where they are hollow.
     pub fn shown(&self) -> &[Array] {
         self.shown.as_deref().unwrap_or_default()
     }
 
-    /// Whether the entries hold their values.
+    /// Return whether the entries hold their values.
     pub fn is_shown(&self) -> bool {
         self.shown.is_some()
     }

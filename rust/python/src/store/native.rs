@@ -14,9 +14,9 @@ use crate::{
 
 /// All of it.
 pub struct Native {
-    /// Which tensor is updated how.
+    /// Rules by tensor.
     pub rules: Rules,
-    /// Where it lies.
+    /// Layout of their state.
     pub layout: Layout,
     /// The optimizer's dicts.
     pub moments: Moments,

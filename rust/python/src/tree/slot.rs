@@ -7,7 +7,7 @@ use pyo3::{
 
 use crate::mlx::bridge;
 
-/// Where an object stands, so that another can be put there.
+/// Place of an object, so that another can be put there.
 #[derive(Clone)]
 pub enum Place<'py> {
     /// Under a key of a dict.
@@ -40,7 +40,7 @@ impl<'py> Place<'py> {
 
 /// An array object and where it stands.
 pub struct Slot<'py> {
-    /// Where.
+    /// Its place.
     pub place: Place<'py>,
     /// The `mx.array` object.
     pub object: Bound<'py, PyAny>,
@@ -68,12 +68,12 @@ impl Slot<'_> {
         }
     }
 
-    /// Whether the object has this value.
+    /// Return whether the object has this value.
     pub fn holds(&self, array: &Array) -> bool {
         bridge::id(&self.object) == Some(faststep::engine::array::id(array))
     }
 
-    /// Whether only the slot's container and this struct refer to the object.
+    /// Return whether only the slot's container and this struct refer to the object.
     pub fn is_unshared(&self) -> bool {
         bridge::refcount(&self.object) == 2
     }

@@ -32,7 +32,7 @@ impl<'py> Snapshot<'py> {
         self.error.take().map_or(Ok(()), Err)
     }
 
-    /// Whether an array has been put where there was none, or something else.
+    /// Return whether an array has been put where there was none, or something else.
     pub fn has_new_arrays(&self) -> PyResult<bool> {
         for (dict, copy) in &self.dicts {
             for (key, value) in dict.iter() {

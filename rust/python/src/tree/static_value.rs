@@ -23,7 +23,7 @@ pub enum Static {
     Constant(Array),
 }
 
-/// Whether the object is a number, a string, bytes or None.
+/// Return whether the object is a number, a string, bytes or None.
 pub fn is_plain(object: &Bound<'_, PyAny>) -> bool {
     object.is_none()
         || object.is_instance_of::<PyBool>()
@@ -93,7 +93,7 @@ impl Static {
     }
 }
 
-/// Whether two objects are one, or of one class and equal.
+/// Return whether two objects are one, or of one class and equal.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     a.is(b) || (a.get_type().is(b.get_type()) && a.eq(b).unwrap_or(false))
 }

@@ -14,7 +14,7 @@ use crate::mlx::{
 /// Deeper trees than this are taken for cycles.
 pub const MAX_DEPTH: usize = 200;
 
-/// What kind of container a walk met.
+/// Kind of container that a walk met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A dict, or a subclass that is no module.
@@ -33,7 +33,7 @@ pub enum Kind {
     Dataclass,
 }
 
-/// What a tree is walked for.
+/// Purpose of a walk, which decides what it enters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
     /// A model or an optimizer with all its arrays.
@@ -51,17 +51,17 @@ impl Scope {
     }
 }
 
-/// What a walk reports; `None` ends it.
+/// Receiver of a walk's reports; `None` ends it.
 pub trait Visitor<'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()>;
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()>;
     fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()>;
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()>;
 
-    /// Whether to pass over an attribute of an optimizer.
+    /// Return whether to pass over an attribute of an optimizer.
     fn skips(&self, key: &str) -> bool;
 
-    /// Whether dataclasses are containers, and modules are not.
+    /// Return whether dataclasses are containers, and modules are not.
     fn takes_arguments(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-// What MLX's headers of its CUDA back end, and cuda/replay, name of the CUDA driver's interface (its ABI is stable). No part
+// Declarations of the CUDA driver that cuda/replay and MLX's headers of its CUDA back end name (its ABI is stable). No part
 // of CUDA is needed to build: the functions are looked up in the driver where there is one (cuda/replay/driver.cpp).
 #pragma once
 

@@ -1,5 +1,5 @@
-// What MLX's headers of its CUDA back end name of CUDA's runtime: types that are the driver's, and functions that are never
-// called from here.
+// Declarations of CUDA's runtime that MLX's headers of its CUDA back end name: types that are the driver's, and
+// functions that are never called from here.
 #pragma once
 
 #include "cuda.h"

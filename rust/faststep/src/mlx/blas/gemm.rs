@@ -5,10 +5,11 @@
 //! product of its own by one thread ([`share`](super::share)).
 //!
 //! # Guarantee
-//! The bits of a product depend on its shape alone, as long as there are two threads or more: never on their number, nor
-//! on who has time. Between rows it is cut at multiples of [`EDGE`], which the groups divide that OpenBLAS's kernels for
-//! x86-64 go through: they are the bits of the whole product by one thread, up to some ten thousand rows. What has few rows is cut between columns,
-//! where the kernel for AVX2 adds up some columns' terms in another order: last bits may differ from those by one thread.
+//! The bits of a product depend on its shape alone, as long as there are two threads or more: never on their number,
+//! nor on who has time. Between rows it is cut at multiples of [`EDGE`], which the groups divide that OpenBLAS's
+//! kernels for x86-64 go through: they are the bits of the whole product by one thread, up to some ten thousand rows.
+//! What has few rows is cut between columns, where the kernel for AVX2 adds up some columns' terms in another order:
+//! last bits may differ from those by one thread.
 //!
 //! # Rationale
 //! A chunk goes to OpenBLAS by columns, transposed, as OpenBLAS itself turns what comes by rows: given by rows, a small
@@ -301,7 +302,7 @@ product!(sgemm, SGEMM, f32, f32);
 product!(dgemm, DGEMM, f64, f64);
 product!(cgemm, CGEMM, [f32; 2], *const [f32; 2]);
 
-/// What takes the place of OpenBLAS's function of that name: one that shares the work, where there is more than one
+/// Return the replacement of OpenBLAS's function of that name: one that shares the work, where there is more than one
 /// thread, or the function itself.
 pub fn replace(name: &[u8], function: Function) -> Function {
     let (place, shared) = match name {

@@ -50,7 +50,7 @@ pub struct Bound {
     pub names: Vec<String>,
 }
 
-/// Why [`bind`] could not do it.
+/// Reason why [`bind`] failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BlasError {
     /// The dynamic linker refuses the library.

@@ -101,12 +101,12 @@ impl Helpers {
         }
     }
 
-    /// Whether they are threads of this process: those of a parent are not there after a fork.
+    /// Return whether they are threads of this process: those of a parent are not there after a fork.
     pub fn are_here(&self) -> bool {
         self.process == process::id()
     }
 
-    /// Whether work is shared by now.
+    /// Return whether work is shared by now.
     pub fn are_rested(&self) -> bool {
         self.now() >= self.rests.load(Ordering::Relaxed)
     }

@@ -9,7 +9,7 @@ use std::{
 
 use super::{command::Command, seal, source, FLAGS};
 
-/// Whether the compiler takes our flags, and a number for all that a library depends on, but for MLX's version and the
+/// The compiler: whether it takes our flags, and a hash of all that a library depends on but for MLX's version and the
 /// kernel: the compiler, the flags, and what `native` is on this machine, instructions and sizes of caches.
 struct Compiler {
     flags: bool,

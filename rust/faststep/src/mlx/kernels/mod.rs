@@ -97,7 +97,7 @@ pub fn bind() -> Result<bool, RebindError> {
     Ok(true)
 }
 
-/// How many kernels this process has compiled, or begun to.
+/// Return the number of kernels that this process has compiled, or begun to.
 #[must_use]
 pub fn compiled() -> usize {
     COMPILED.load(Ordering::Relaxed)
@@ -137,7 +137,7 @@ unsafe extern "C" fn find(path: *mut c_char, size: usize) -> bool {
     true
 }
 
-/// Whether MLX is built with CUDA, whose kernels it keeps below the temporary directory too.
+/// Return whether MLX is built with CUDA, whose kernels it keeps below the temporary directory too.
 fn has_cuda() -> bool {
     let mut cuda = false;
     // SAFETY: MLX writes one bool.
@@ -184,7 +184,7 @@ fn at_exit(function: extern "C" fn()) {
     unsafe { libc::atexit(function) };
 }
 
-/// Whether this process may put libraries into a directory, and load them from it.
+/// Return whether this process may put libraries into a directory, and load them from it.
 fn may_hold_libraries(directory: &Path) -> bool {
     const NOEXEC: c_ulong = 8; // ST_NOEXEC of <sys/statvfs.h>
     let Ok(path) = CString::new(directory.as_os_str().as_encoded_bytes()) else {

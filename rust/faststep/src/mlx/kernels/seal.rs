@@ -21,7 +21,7 @@ pub fn seal(library: &Path) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Whether a library is as it was when it was sealed.
+/// Return whether a library is as it was when it was sealed.
 pub fn is_whole(library: &Path) -> bool {
     fs::read(library).is_ok_and(|contents| {
         let split = contents.len().checked_sub(of(&[]).len());

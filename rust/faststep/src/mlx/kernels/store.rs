@@ -1,8 +1,8 @@
 //! The directory of compiled kernels, shared with this user's other processes and with later ones.
 //!
-//! What belongs to somebody else, or can be written by others, is not used, in the store and in every directory below
-//! it: it would run in this process. Nor is a library that is not whole; it is deleted, and compiled again. What a
-//! compiler that was killed left behind is deleted an hour later.
+//! Files and directories that belong to another user, or that others can write to, are not used, in the store and below
+//! it: their code would run in this process. A library that is not whole is deleted and compiled again. Files that a killed
+//! compiler left behind are deleted an hour later.
 use std::{
     collections::HashMap,
     env,
@@ -28,7 +28,7 @@ static WHOLE: Mutex<Option<HashMap<PathBuf, Identity>>> = Mutex::new(None);
 /// No compiler writes to a file for so long.
 const ABANDONED: Duration = Duration::from_hours(1);
 
-/// What changes when a file is written: its number, its size, and when it was changed.
+/// Identity of a file's contents, which changes when it is written: inode, size, time of the change.
 type Identity = (u64, u64, i64, i64);
 
 /// Reads from the environment where the store may be: in the user's cache, or else in the temporary directory.
@@ -58,7 +58,7 @@ pub fn open() -> Option<PathBuf> {
     shared.or_else(|| own().filter(|own| ready(own)))
 }
 
-/// Whether a file lies in the store.
+/// Return whether a file lies in the store.
 pub fn holds(path: &Path) -> bool {
     open().is_some_and(|store| path.starts_with(store))
 }
@@ -75,7 +75,7 @@ fn ready(store: &Path) -> bool {
         && delete_broken(below[2]).is_ok()
 }
 
-// Whether the directory exists or can be made, is this user's, and nobody else can write to it.
+// Return whether the directory exists or can be made, is this user's, and nobody else can write to it.
 fn make(directory: &Path) -> bool {
     let made = DirBuilder::new()
         .recursive(true)

@@ -5,10 +5,10 @@
 //! finds them and evaluates what takes their place, by what is here.
 //!
 //! # Guarantee
-//! The weights are those that MLX computes with in float32. Products are summed in float32 and rounded to the dtype of the
-//! activations once at the end, where MLX rounds each sum to float16 or bfloat16. Memory for weights in float32 is that
-//! of some columns of one matrix, about 20 MiB. Only what a step traces is replaced, on a CPU whose products are OpenBLAS's;
-//! all else is MLX's own, and with `FASTSTEP_QUANTIZED=0` in the environment everything is.
+//! The weights are those that MLX computes with in float32. Products are summed in float32 and rounded to the dtype of
+//! the activations once at the end, where MLX rounds each sum to float16 or bfloat16. Memory for weights in float32 is
+//! that of some columns of one matrix, about 20 MiB. Only what a step traces is replaced, on a CPU whose products are
+//! OpenBLAS's; all else is MLX's own, and with `FASTSTEP_QUANTIZED=0` in the environment everything is.
 #![allow(unsafe_code)]
 
 mod product;
@@ -84,7 +84,7 @@ impl QuantizedProduct {
         self.dtype != 0 || self.rows * self.pairs.max(1) >= 2 * matrices
     }
 
-    /// Whether OpenBLAS can read and write the arrays themselves.
+    /// Return whether OpenBLAS can read and write the arrays themselves.
     fn is_direct(&self) -> bool {
         self.dtype == 0 && self.pairs == 0
     }

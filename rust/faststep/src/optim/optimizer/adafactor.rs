@@ -23,13 +23,13 @@ pub struct Adafactor {
     pub beta_1: Option<f64>,
     /// The decoupled weight decay.
     pub weight_decay: f64,
-    /// Whether the learning rate is multiplied by the parameter's root mean square.
+    /// True if the learning rate is multiplied by the parameter's root mean square.
     pub scale_parameter: bool,
-    /// Whether the learning rate follows from the step.
+    /// True if the learning rate follows from the step.
     pub relative_step: bool,
-    /// Whether it begins small then.
+    /// True if it begins small then.
     pub warmup_init: bool,
-    /// Whether `optimizer.state` has a learning rate.
+    /// True if `optimizer.state` has a learning rate.
     pub has_rate: bool,
 }
 

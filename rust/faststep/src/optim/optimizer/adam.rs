@@ -16,7 +16,7 @@ fields! {
         betas: (f64, f64) = (0.9, 0.999),
         /// Added to the denominator.
         eps: f64 = 1e-8,
-        /// Whether the averages are corrected for their start at zero.
+        /// True if the averages are corrected for their start at zero.
         bias_correction: bool = false,
     }
 }

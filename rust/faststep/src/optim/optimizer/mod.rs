@@ -58,7 +58,8 @@ macro_rules! rules {
                 }
             }
 
-            /// Whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
+            /// Return whether a tensor of this shape is updated element by element, so that it may share a buffer with
+            /// others.
             #[must_use]
             pub fn is_elementwise(&self, shape: &[i32]) -> bool {
                 match self {
@@ -66,7 +67,7 @@ macro_rules! rules {
                 }
             }
 
-            /// Whether a weight moves by about the learning rate, whatever the size of its gradients.
+            /// Return whether a weight moves by about the learning rate, whatever the size of its gradients.
             #[must_use]
             pub fn moves_by_rate(&self) -> bool {
                 match self {
@@ -74,7 +75,7 @@ macro_rules! rules {
                 }
             }
 
-            /// Whether `optimizer.state` has a learning rate.
+            /// Return whether `optimizer.state` has a learning rate.
             #[must_use]
             pub fn has_rate(&self) -> bool {
                 match self {
@@ -106,7 +107,7 @@ rules! {
 }
 
 impl Optimizer {
-    /// Whether the rules are written for tensors of this dtype.
+    /// Return whether the rules are written for tensors of this dtype.
     #[must_use]
     pub fn supports(dtype: Dtype) -> bool {
         matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)

@@ -23,7 +23,7 @@ pub trait Attributes {
     fn flag(&self, name: &str) -> Option<bool>;
     /// A number, or `None`.
     fn optional(&self, name: &str) -> Option<Option<f64>>;
-    /// Whether `optimizer.state` has an array of that name.
+    /// Return whether `optimizer.state` has an array of that name.
     fn keeps(&self, name: &str) -> bool;
 }
 
@@ -89,17 +89,17 @@ pub(super) trait Rule: Fields {
     /// One update.
     fn update(&self, given: &Given) -> Updated;
 
-    /// Whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
+    /// Return whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
     fn is_elementwise(&self, _shape: &[i32]) -> bool {
         true
     }
 
-    /// Whether a weight moves by about the learning rate, whatever the size of its gradients.
+    /// Return whether a weight moves by about the learning rate, whatever the size of its gradients.
     fn moves_by_rate(&self) -> bool {
         false
     }
 
-    /// Whether `optimizer.state` has a learning rate.
+    /// Return whether `optimizer.state` has a learning rate.
     fn has_rate(&self) -> bool {
         true
     }
@@ -120,9 +120,9 @@ pub(in crate::optim) struct Given<'a> {
     pub(in crate::optim) rate: Option<Array>,
     /// The number of this update, from 1.
     pub(in crate::optim) step: &'a Array,
-    /// Whether the update is taken.
+    /// True if the update is taken.
     pub(in crate::optim) take: Option<&'a Array>,
-    /// Whether the arrays are of many tensors, along their first axis.
+    /// True if the arrays are of many tensors, along their first axis.
     pub(in crate::optim) stacked: bool,
 }
 
