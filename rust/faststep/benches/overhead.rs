@@ -13,7 +13,7 @@ use criterion::{
 };
 use mlx_rs::{error::Exception, macros::ModuleParameters, nn::Embedding, Array};
 
-/// So many tensors, float32 `[4, 4]`.
+/// A model of tensors float32 `[4, 4]`.
 #[derive(Debug, ModuleParameters)]
 struct Tensors {
     #[param]

@@ -17,7 +17,7 @@ const ROUNDS: usize = 24;
 const BLOCK: Duration = Duration::from_millis(60);
 /// Enough for steps in flight to overlap.
 const LEAST: u32 = 4;
-/// Of the largest loss.
+/// Tolerance of differences, relative to the largest loss.
 const TOLERANCE: f32 = 1e-3;
 const FILE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/turns.json");
 

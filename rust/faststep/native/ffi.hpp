@@ -132,7 +132,7 @@ void faststep_labels_clear() noexcept;
 
 // --- graph/
 
-// Equal operations of a lazy graph become one: what stands for each of these arrays, of which some may be one array.
+// Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Put the operations of a trace that makes these gradients in order; values are the same.
 int faststep_order(const void* const* gradients, size_t count);

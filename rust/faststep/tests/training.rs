@@ -407,7 +407,7 @@ fn numbers(array: &Array) -> Vec<f32> {
     array.to_vec_exact::<f32>().unwrap()
 }
 
-// what a validation does to a model, and more
+// the changes that a validation makes to a model, and more
 fn validate(model: &mut Noisy) -> Vec<f32> {
     model.norm.training_mode(false);
     model.dropout.training_mode(false);

@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// The call during which a trace may be made.
-#[allow(clippy::struct_excessive_bools)] // what a loss may do and gives has several independent answers
+#[allow(clippy::struct_excessive_bools)] // independent properties of a loss
 pub struct Current {
     /// The user's model.
     pub model: Py<PyAny>,

@@ -38,7 +38,7 @@ use faststep::{
 
 /// Make MLX's CPU use the OpenBLAS of this library; returns how many functions were bound.
 #[pyfunction]
-#[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
+#[allow(clippy::needless_pass_by_value)] // PyO3 passes extracted values
 fn bind_blas(library: PathBuf) -> PyResult<usize> {
     match blas::bind(&library) {
         Ok(bound) => Ok(bound.names.len()),

@@ -146,7 +146,7 @@ pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     all
 }
 
-/// Those among the members that update: the order of their rules.
+/// List the members that update, in the order of their rules.
 pub fn leaves<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     match children(optimizer) {
         Some(children) => children.iter().flat_map(|child| leaves(&child)).collect(),
@@ -253,7 +253,7 @@ impl<'py> HostSchedules<'py> {
         Ok(())
     }
 
-    /// After a step: where its update was missed, the rate stays what it was, as the number of updates does.
+    /// Put the rates back after a step whose update was missed, as the number of updates is.
     pub fn settle(&self, missed: &Array) -> PyResult<()> {
         for ((optimizer, name, _), old) in self.found.iter().zip(&self.old) {
             let state = state(optimizer)?;
@@ -269,7 +269,7 @@ impl<'py> HostSchedules<'py> {
         Ok(())
     }
 
-    /// While the optimizer is traced: each schedule gives the value that `call` put into the state.
+    /// Replace each schedule, while the optimizer is traced, by the value that `call` put into the state.
     pub fn hold(&self) -> PyResult<()> {
         for (optimizer, name, _) in &self.found {
             let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;

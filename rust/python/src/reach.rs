@@ -22,10 +22,10 @@ use node::{Node, Row};
 pub use reached::Reached;
 pub use seen::Seen;
 
-/// So many programs are remembered; the one used least recently goes first.
+/// Largest number of programs that are kept; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;
 
-/// So often what another thread changes meanwhile is looked for anew.
+/// Number of searches after changes by another thread.
 const MAX_TRIES: usize = 3;
 
 /// Objects that one loss reaches, for one structure of the objects that lead there.

@@ -116,7 +116,7 @@ type Stats = (
 );
 
 #[pymethods]
-#[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
+#[allow(clippy::needless_pass_by_value)] // PyO3 passes extracted values
 impl Step {
     #[new]
     fn new(

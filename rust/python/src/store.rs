@@ -121,7 +121,7 @@ pub struct Store {
     pub clock: Arc<StageClock>,
     /// The optimizer's update, native or traced, once a step has begun.
     pub rule: Option<Rule>,
-    drafts: bool,                // what is taken over stays lazy
+    drafts: bool,                // arrays that are taken over stay lazy
     mixed: bool,                 // the optimizer updates float32 masters
     kept: Option<NamedAuxState>, // by an engine that is gone
 }

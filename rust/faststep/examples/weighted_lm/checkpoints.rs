@@ -18,7 +18,7 @@ const UNFINISHED: &str = ".new";
 pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
-    run: Map<String, Value>, // what has to be the same in a run that goes on
+    run: Map<String, Value>, // options that must be the same in a run that is resumed
 }
 
 fn name_of(steps: u32) -> String {
@@ -32,7 +32,7 @@ fn steps_of(name: &str) -> Option<u32> {
 }
 
 impl Checkpoints {
-    /// Those in the directory that was named, if one was; a new run wants it without any.
+    /// Open the directory of checkpoints, if one is named; for a new run it must have none.
     pub fn open(options: &Options, batches: &Batches) -> Result<Option<Self>, Failure> {
         let Some(folder) = options.checkpoints.clone() else {
             return Ok(None);

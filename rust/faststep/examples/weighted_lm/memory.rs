@@ -12,16 +12,16 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// Bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Memory {
-    /// In MLX's arrays.
+    /// Bytes in MLX's arrays.
     pub active: usize,
-    /// Kept by MLX for arrays to come.
+    /// Bytes in MLX's cache.
     pub cache: usize,
-    /// Of the whole process in the machine's memory; 0 where the system does not tell as Linux does.
+    /// Resident bytes of the process; 0 on systems without Linux's /proc.
     pub process: usize,
 }
 
 impl Memory {
-    /// As it is now.
+    /// Read the current values.
     pub fn now() -> Result<Self, Exception> {
         Ok(Self {
             active: active_memory()?,

@@ -76,7 +76,7 @@ pub fn train(options: &Options, batches: &Batches) -> Result<(), Failure> {
     last.map_or(Ok(()), |loss| wait(&loss))
 }
 
-// what all the steps have put off
+// the lazy work of all the steps
 fn wait(loss: &Array) -> Result<(), Failure> {
     println!("reading the last loss, which waits for all steps");
     let started = Instant::now();

@@ -4,7 +4,8 @@
 //!
 //! - the authority is that of the file's kind: 1 for documentation, 1/4 for tests, which hold much that is made up, and 1/2
 //!   for source code and all else;
-//! - the entropy is that of the file's bytes, `-sum(p * log2 p)` over their shares `p` (Shannon, 1948), in bits: from 0 for a
+//! - the entropy is that of the file's bytes, `-sum(p * log2 p)` over their shares `p` (Shannon, 1948), in bits: from 0
+//! for a
 //!   file of one byte over and over to 8. Prose and code are near 4.5, tables and encoded data above.
 use std::{
     ffi::OsStr,
@@ -25,7 +26,7 @@ pub struct Source {
     pub bytes: Vec<u8>,
     /// Above 0, at most 1.
     pub authority: f32,
-    /// In bits, from 0 to 8.
+    /// Entropy of the bytes in bits, from 0 to 8.
     pub entropy: f32,
 }
 

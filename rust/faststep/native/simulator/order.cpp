@@ -85,7 +85,7 @@ struct Op {
   // Of what is owned:
   std::optional<size_t> ready; // the last op that it waits for, of those that are not
   size_t reads = 0; // the bytes of what it is made of that is not
-  bool done = false; // whether it is asked for as soon as it is ready, or what it is made into
+  bool done = false; // its evaluation is requested as soon as it is ready, or that of what it is made into
 
   size_t bytes() const {
     auto add = [](size_t sum, const mx::array& out) { return sum + out.nbytes(); };
@@ -301,7 +301,7 @@ class Graph {
   std::vector<Op> ops_;
   std::unordered_set<size_t> roots_;
   std::unordered_map<std::uintptr_t, size_t> by_id_;
-  std::unordered_map<std::uintptr_t, mx::array> late_; // what is read in the place of an array
+  std::unordered_map<std::uintptr_t, mx::array> late_; // the array that is read in the place of one, by its id
 };
 
 } // namespace

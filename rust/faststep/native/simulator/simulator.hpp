@@ -50,7 +50,7 @@ class Memory {
   size_t reused(size_t bytes);
   bool gpu_;
   size_t cache_limit_;
-  std::map<size_t, size_t> pool_; // how many freed buffers there are of each size
+  std::map<size_t, size_t> pool_; // number of freed buffers by size
 };
 
 struct Op;
@@ -60,7 +60,7 @@ struct Node {
   explicit Node(mx::array face) : face(std::move(face)) {}
   mx::array face;
   Data data;
-  Op* op = nullptr; // what computes it; null: it was there before
+  Op* op = nullptr; // the operation that computes it; null: it was there before
   int refs = 0; // the handles to it, as MLX would count them
   int degree = 0; // of the tape that is being built: its consumers that are not in it yet
   bool done = false;
@@ -146,7 +146,7 @@ class Simulator {
   Device device_;
   size_t limit_;
   Queue queue_;
-  size_t paced_ = 0; // where the last `Pace` was
+  size_t paced_ = 0; // the place of the last `Pace`
   std::deque<Node> nodes_;
   std::deque<Op> ops_;
   std::vector<mx::array> sources_; // keeps the ids theirs

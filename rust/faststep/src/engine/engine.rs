@@ -37,7 +37,7 @@ pub trait Owner {
     fn unlocked(&mut self, work: &mut dyn FnMut());
 }
 
-/// No other object refers to them.
+/// An owner without objects: no other object refers to the arrays.
 impl Owner for () {
     fn release(&mut self) {}
 
@@ -92,7 +92,7 @@ impl Output {
         self.update.as_ref().unwrap_or(&self.batch)
     }
 
-    /// Of a call that has one part only.
+    /// Return the outputs of a call that has one part only.
     #[must_use]
     pub fn of(batch: Outputs) -> Self {
         Self {

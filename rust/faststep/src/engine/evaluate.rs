@@ -18,7 +18,7 @@ use crate::{
     trace::{trial, Outputs},
 };
 
-/// So many operations of one step may have failed: each is an error of its own.
+/// Largest number of failed operations of one step, each of which is an error of its own.
 const MAX_FAILURES: usize = 16;
 
 /// One part of a step that MLX evaluates.
@@ -166,7 +166,7 @@ impl Engine {
             return Err(self.lost(error, owner));
         }
         self.failed = true;
-        memory::clear_cache(); // what found no memory stays lazy: once more, all of it
+        memory::clear_cache(); // arrays that found no memory stay lazy: all are evaluated again
         self.complete(owner)
     }
 

@@ -1,7 +1,7 @@
 //! Flags on the device that are counted without a wait: which batches were skipped, which updates missed.
 use mlx_rs::{error::Result as MlxResult, Array};
 
-/// So many may be pending before the older ones are read.
+/// Number of pending flags from which on the older ones are read.
 const MAX_PENDING: usize = 256;
 
 /// Lazy flags that have not been read yet, and the number of those read that were true.
@@ -10,7 +10,7 @@ pub struct Flags {
     pending: Vec<Array>,
     most: usize, // pending
     count: usize,
-    streak: usize, // how many of the last ones read were true, without one that was not
+    streak: usize, // number of the last flags read that were true in a row
 }
 
 impl Default for Flags {
@@ -20,7 +20,7 @@ impl Default for Flags {
 }
 
 impl Flags {
-    /// None pending, so many counted.
+    /// Return flags with this count, none pending.
     #[must_use]
     pub fn of(count: usize) -> Self {
         Self {

@@ -10,7 +10,7 @@ use mlx_rs::{
 
 use crate::layout::precision;
 
-/// So many elements of each buffer are looked at.
+/// Number of elements of each buffer that are compared.
 const SAMPLES: usize = 64;
 
 /// The measurement of one update.
@@ -18,7 +18,7 @@ const SAMPLES: usize = 64;
 pub(crate) struct Reading {
     unchanged: Counts,      // weights that did not move
     stuck: Counts, // those in half precision that a step of the whole learning rate would not move either
-    skipped: Option<Array>, // whether the update was not made at all
+    skipped: Option<Array>, // true if the update was skipped
 }
 
 /// Number of weights of some kind, among those whose first moment is not zero, or all where there is none.
@@ -61,7 +61,7 @@ pub(crate) fn samples(buffers: &[Array]) -> Result<Vec<Array>> {
     buffers.iter().map(sample).collect()
 }
 
-// whether adding or subtracting a step of this size leaves the weight unchanged
+// true where adding or subtracting a step of this size leaves the weight unchanged
 fn is_stuck(weights: &Array, rate: &Array) -> Result<Array> {
     let rate = rate.as_dtype(weights.dtype())?;
     let up = weights.add(&rate)?.eq(weights)?;
@@ -69,9 +69,9 @@ fn is_stuck(weights: &Array, rate: &Array) -> Result<Array> {
 }
 
 impl Reading {
-    /// Of the weights before and after (lazily); `moments` are the first moments of their gradients, where there are any: a
-    /// weight whose moment is zero has nothing to move it. `rates`: the learning rate of those that it moves by about that
-    /// much, whatever the size of their gradients.
+    /// Compare the weights before and after (lazily); `moments` are the first moments of their gradients, where there
+    /// are any: a weight whose moment is zero has nothing to move it. `rates`: the learning rate of those that it moves
+    /// by about that much, whatever the size of their gradients.
     pub(crate) fn of(
         before: &[Array],
         after: &[Array],

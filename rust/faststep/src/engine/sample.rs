@@ -15,11 +15,11 @@ use crate::{
     trace::{Outputs, Part, Rule, Trace},
 };
 
-/// One of so many updates is sampled.
+/// Number of updates of which one is sampled.
 const METER_EVERY: usize = 128;
-/// From this share of weights on that no step of the learning rate moves, updates round to nothing.
+/// Share of weights that no step of the learning rate moves from which on updates round to nothing.
 const NOTHING: f64 = 0.9;
-/// So many steps in a row are more than an accident.
+/// Number of steps in a row that is reported.
 const MANY: usize = 100;
 
 /// Observations of the last steps.

@@ -2,7 +2,7 @@
 /// Steps that take less overlap freely.
 const FREE_BYTES: usize = 256 << 20;
 
-/// After so many steps idle memory is measured again.
+/// Number of steps after which idle memory is measured again.
 const MAX_AGE: usize = 64;
 
 /// Keeps large steps that overlap within the memory that one of them takes alone.

@@ -32,7 +32,7 @@ impl NamedAuxState {
         Self { names, state }
     }
 
-    /// With what an earlier one has kept for other parameters: those that are frozen now. Of a window only what was summed
+    /// Add an earlier state's arrays of other parameters: those that are frozen now. Of a window only what was summed
     /// in the same one counts.
     #[must_use]
     pub fn with_rest_of(mut self, before: &Self) -> Self {
@@ -133,7 +133,7 @@ impl NamedAuxState {
         arrays
     }
 
-    /// From such arrays, and the number of batches in the window.
+    /// Read such arrays, and the number of batches in the window.
     #[must_use]
     pub fn of_arrays(mut arrays: Arrays, batches: usize) -> Self {
         let [weight, scale, good] = SCALARS.map(|name| arrays.remove(name));

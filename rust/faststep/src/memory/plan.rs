@@ -8,8 +8,8 @@ use mlx_rs::{error::Result, Array};
 
 use super::{inputs::PlanInputs, simulator::Device, timeline::Timeline};
 
-/// So many updates after the first one are gone through. The CPU takes its work in portions, which end somewhere else in
-/// every step: so many meet most of the ways in which they can.
+/// Number of simulated updates after the first one. The CPU takes its work in portions, which end somewhere else in
+/// every step: 20 updates meet most of the ways in which they can.
 const STEADY_UPDATES: usize = 20;
 
 /// Memory in bytes. Parameters, state, gradients, activations and others add up to the peak, unless the gradients are

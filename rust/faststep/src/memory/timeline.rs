@@ -17,7 +17,7 @@ use crate::{
     trace::trial,
 };
 
-/// Of the calls that make one update, so many at the most.
+/// Largest number of simulated calls that make one update.
 const MOST_CALLS: usize = 4;
 
 /// The simulation of a plan, and how far it has come.
@@ -31,7 +31,7 @@ pub(crate) struct Timeline<'a> {
 struct Simulated<'a> {
     plan: &'a PlanInputs<'a>,
     simulator: Simulator,
-    shown: bool, // whether the user's objects still hold what was there before the first step
+    shown: bool, // true while the user's objects hold the arrays from before the first step
     submitted: Option<usize>,
     tried: bool, // the part whose turn it is has been tried out, and holds its gradients no more
     peak: usize, // since it was last asked for
@@ -196,7 +196,7 @@ impl<'a> Timeline<'a> {
         Ok(simulator.read().active)
     }
 
-    /// Before the first step, parameters are joined and state is made, while the user's objects hold their own.
+    /// Begin before the first step: parameters are joined and state is made, while the user's objects hold their own.
     pub fn lay_out(&mut self) -> Result<()> {
         let Simulated {
             plan, simulator, ..

@@ -110,7 +110,7 @@ pub fn reads_file(array: &Array) -> bool {
     unsafe { faststep_array_reads_file(handle(array)) != 0 }
 }
 
-/// After an error of the device: mark the arrays so that reading them computes what can be computed and never blocks.
+/// Mark the arrays after an error of the device, so that reading them computes what can be computed and never blocks.
 pub fn recover<'a>(arrays: impl IntoIterator<Item = &'a Array>) {
     let handles = handles(arrays);
     // SAFETY: as in `id`; handles and length are those of one list.
@@ -168,7 +168,7 @@ pub fn view(buffer: &Array, shape: &[i32], offset: usize) -> Result<Array> {
     }
 }
 
-/// An array without a value: what an object holds while its value is in the device's hands. Reading it is an error.
+/// Return an array without a value, which an object holds while the device has the value. Reading it is an error.
 #[must_use]
 pub fn hollow() -> Array {
     // SAFETY: a new array.

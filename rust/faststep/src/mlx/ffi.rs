@@ -75,9 +75,9 @@ pub(crate) struct CaptureInfo {
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Reading {
-    /// In use now.
+    /// Bytes in use now.
     pub active: usize,
-    /// The most that was in use at once since the last reading.
+    /// Most bytes in use at once since the last reading.
     pub peak: usize,
     /// Freed buffers that MLX keeps.
     pub cache: usize,

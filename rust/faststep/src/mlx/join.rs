@@ -13,7 +13,7 @@ use super::ffi::{
     faststep_straight, faststep_sum_of_squares, handle, handles, made, owned,
 };
 
-/// So many tensors fit into one kernel: their pointers are its parameters, of which 4 KB are sure.
+/// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
 pub const MAX_PARTS: usize = 448;
 /// Kernels are compiled for these numbers of tensors, and called with fewer.
 const SLOTS: [usize; 2] = [32, MAX_PARTS];
@@ -45,7 +45,7 @@ pub(crate) fn order(gradients: &[Array]) -> Result<()> {
     check(unsafe { faststep_order(handles.as_ptr(), handles.len()) })
 }
 
-/// An array whose elements lie row after row (lazily), as `Array::contiguous` gives it.
+/// Return an array whose elements lie row after row (lazily), as `Array::contiguous` does.
 ///
 /// # Errors
 /// When MLX refuses.

@@ -86,7 +86,7 @@ mod imp {
     pub struct Imports(Vec<Image>);
 
     impl Imports {
-        /// Those of this process.
+        /// Find the imports of this process's libmlx.
         pub fn of_mlx() -> Result<Self, RebindError> {
             let mut images: Vec<Image> = Vec::new();
             // SAFETY: `collect` has the signature asked for, gets `images` back and does not keep it.

@@ -29,7 +29,7 @@ pub(crate) struct Numbers {
     pub(crate) random: Option<u64>,
 }
 
-/// All that a run needs to go on.
+/// The state with which a run goes on.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
     pub(crate) model: Arrays,

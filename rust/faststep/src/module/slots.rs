@@ -28,7 +28,7 @@ pub(crate) struct ModuleArrays {
 }
 
 impl ModuleArrays {
-    /// Those of a module.
+    /// List the arrays of a module.
     pub(crate) fn of(model: &impl ModuleParameters) -> Self {
         let trainable: HashSet<Rc<str>> =
             model.trainable_parameters().flatten().into_keys().collect();

@@ -65,7 +65,7 @@ pub struct Optimizers {
 }
 
 impl Optimizers {
-    /// One rule for all parameters.
+    /// Use one rule for all parameters.
     pub fn new(rule: impl Into<Optimizer>, learning_rate: impl Into<LearningRate>) -> Self {
         let all: Filter = Rc::new(|_, _| true);
         Self {

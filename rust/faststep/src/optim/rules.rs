@@ -49,7 +49,7 @@ impl Rules {
         Self { rules, of }
     }
 
-    /// One rule for so many tensors.
+    /// Use one rule for this number of tensors.
     #[must_use]
     pub fn one(rule: Optimizer, tensors: usize) -> Self {
         Self::new(vec![rule], vec![0; tensors])

@@ -18,7 +18,7 @@ pub struct StateLayout {
 }
 
 impl StateLayout {
-    /// That of these rules.
+    /// Lay out the state of these rules.
     #[must_use]
     pub fn new(rules: &Rules, layout: &Layout) -> Self {
         let scalars = rules.rules().iter().map(Optimizer::scalars);

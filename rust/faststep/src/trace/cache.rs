@@ -2,7 +2,7 @@
 use super::{task::Task, trace::Trace};
 use crate::mlx::memory;
 
-/// After so many dropped traces the C library is asked to give their memory back.
+/// Number of dropped traces after which the C library returns their memory to the system.
 const TRIM_EVERY: usize = 32;
 
 /// Cause and duration of a trace.
@@ -34,9 +34,9 @@ pub struct TraceEntry<K, T> {
 /// The traces of one call.
 #[derive(Debug)]
 pub struct CallTraces<'a> {
-    /// Of the whole step, of the batch, of the gradients, or of an update where there is no batch.
+    /// Trace of the whole step, of the batch, of the gradients, or of an update where there is no batch.
     pub trace: &'a mut Trace,
-    /// Of the update that follows the batch.
+    /// Trace of the update that follows the batch.
     pub update: Option<&'a mut Trace>,
 }
 
@@ -146,7 +146,7 @@ impl<K, T> TraceCache<K, T> {
         self.entries.last_mut()
     }
 
-    /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
+    /// Keep the new traces of a call that succeeded, with their seconds. Returns whether there were any.
     pub fn commit(&mut self, seconds: f64) -> bool {
         let before = self.made;
         for entry in self.entries.iter_mut().filter(|e| e.seconds.is_none()) {
@@ -157,7 +157,7 @@ impl<K, T> TraceCache<K, T> {
         self.made > before
     }
 
-    /// After a call that failed: its new traces go. Whether there were any.
+    /// Drop the new traces of a call that failed. Returns whether there were any.
     pub fn discard(&mut self) -> bool {
         let before = self.entries.len();
         self.retain(|entry| entry.seconds.is_some());

@@ -46,9 +46,9 @@ pub(crate) struct Captured {
 pub(crate) struct CaptureState {
     /// Shared with the engine, which holds the capture as long as the trace is there.
     pub token: Rc<()>,
-    /// So many evaluations of the trace by MLX since there was no capture.
+    /// Number of evaluations of the trace by MLX since there was no capture.
     pub runs: usize,
-    /// So many captures have been given back.
+    /// Number of captures that have been given back.
     pub lost: u32,
     /// True if arrays that were read where they lie have turned out to be replaced.
     pub copies_all: bool,

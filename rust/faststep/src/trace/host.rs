@@ -30,7 +30,7 @@ pub struct LossOutput {
 }
 
 impl LossOutput {
-    /// Of a loss alone.
+    /// Return the output of a loss alone.
     #[must_use]
     pub fn new(loss: Array) -> Self {
         Self {
@@ -72,7 +72,7 @@ pub trait Host {
     /// `others` and `key` are as in [`LossCall`].
     ///
     /// # Errors
-    /// Those of `work`, and what the loss leaves in a model that cannot be put back.
+    /// Those of `work`, and changes of the model by the loss that cannot be undone.
     fn differentiate(
         &self,
         others: &[Array],

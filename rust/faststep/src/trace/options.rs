@@ -21,7 +21,7 @@ pub enum Nonfinite {
 }
 
 impl Nonfinite {
-    /// All of them.
+    /// All choices.
     pub const ALL: [Self; 3] = [Self::Skip, Self::Raise, Self::Allow];
 
     /// The name in Python.

@@ -57,7 +57,7 @@ impl OutputCounts {
 }
 
 impl Outputs {
-    // what whoever called the step gets of it: loss, auxiliary arrays, norm, flag, written arrays, key
+    // the outputs for the caller of the step: loss, auxiliary arrays, norm, flag, written arrays, key
     pub(crate) fn given_out(&self) -> impl Iterator<Item = &Array> {
         let values = self.loss.iter().chain(&self.aux);
         let values = values.chain(&self.norm).chain(&self.skipped);

@@ -19,9 +19,9 @@ pub enum Role {
 /// The update of the parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rule {
-    /// By rules of this crate. State: as [`Rules`] has it.
+    /// Update by rules of this crate. State: as [`Rules`] has it.
     Native(Rc<Rules>),
-    /// By the host's optimizer. State: its arrays.
+    /// Update by the host's optimizer. State: its arrays.
     Host,
 }
 
@@ -47,7 +47,7 @@ pub struct Recipe {
     pub layout: Rc<Layout>,
     /// The indices of the arrays of the state.
     pub places: Places,
-    /// By which options; where a step that is not taken raises, the gradients are outputs too, buffer by buffer.
+    /// The step's options; where a step that is not taken raises, the gradients are outputs too, buffer by buffer.
     pub options: Options,
     /// The number of other arrays: of the model, and what the loss reaches beside it.
     pub others: usize,

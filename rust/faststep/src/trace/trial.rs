@@ -6,7 +6,7 @@ use mlx_rs::{error::Result, Array};
 use super::outputs::Outputs;
 use crate::mlx::fuse;
 
-/// Of a first evaluation's update, so many bytes at the most are computed while the old state is still held.
+/// Most bytes of a first evaluation's update that are computed while the old state is still held.
 const TRIAL_BYTES: usize = 64 << 20;
 
 /// The part of the update that a first evaluation tries out: the smallest of the arrays that the same kernels compute.

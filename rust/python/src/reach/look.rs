@@ -116,7 +116,7 @@ impl Program {
         Ok(Look::Same(objects, values))
     }
 
-    // how many values of a row are numbers and strings still, from the first on
+    // the number of values of a row, from the first on, that still are numbers and strings
     fn look_at_row(
         &self,
         row: &Row,
@@ -136,7 +136,7 @@ impl Program {
         })
     }
 
-    // whether the next array has the recorded shape and dtype; keeps a reference to it
+    // true if the next array has the recorded shape and dtype; keeps a reference to it
     fn holds(&self, number: &mut usize, object: &Bound<'_, PyAny>) -> bool {
         let at = *number;
         *number += 1;

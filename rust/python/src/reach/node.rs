@@ -12,7 +12,7 @@ use crate::{
     tree::{static_value::is_plain, walk::Scope, Tree},
 };
 
-/// Of larger NumPy arrays that a loss reaches a hash is compared, in bytes.
+/// Bytes of a NumPy array from which on a hash is compared.
 const MAX_NUMPY: usize = 1 << 16;
 
 /// Way from a parent to an object; `_reach.py` has the same numbers.

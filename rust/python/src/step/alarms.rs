@@ -13,19 +13,19 @@ use crate::{
     tree::paths::dotted,
 };
 
-/// So many steps in a row are told.
+/// Number of steps in a row that is warned of.
 const MANY: usize = 100;
-/// Of so many steps one is looked at, a number that no alternation of losses shares.
+/// Number of steps of which one is checked, a number that no alternation of losses shares.
 const EVERY: usize = 7;
-/// So many of these may be pending before the older half is read.
+/// Number of pending flags from which on the older half is read.
 const PENDING: usize = 2 * (MANY / EVERY + 2);
-/// So many names are told.
+/// Largest number of names in a warning.
 const NAMES: usize = 5;
 
 /// Counts of what was seen, and the warnings that have been given.
 pub struct Alarms {
-    zero: Flags,   // whether all gradients are zero
-    broken: Flags, // whether the loss is no number, where nothing is skipped
+    zero: Flags,   // true: all gradients are zero
+    broken: Flags, // true: the loss is no number, where nothing is skipped
     kept: KeptLosses,
     grows: Option<String>, // a warning that is due
     told: Told,

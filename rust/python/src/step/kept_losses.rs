@@ -5,11 +5,11 @@ use faststep::engine::array::Watched;
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyWeakrefReference};
 
-/// One loss of so many is watched,
+/// Number of losses of which one is watched.
 const EVERY: usize = 250;
-/// and looked at so many steps later,
+/// Number of losses after which it is examined.
 const LATER: usize = 1_000;
-/// and so many of them in a row are warned of.
+/// Number of kept losses in a row that is warned of.
 const IN_A_ROW: usize = 3;
 
 /// A few of the losses that the step has returned.

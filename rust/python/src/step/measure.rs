@@ -17,9 +17,10 @@ use crate::{
 /// Name, module, output, bytes and seconds of an operation.
 pub type Measured = (String, String, String, usize, f64);
 
-/// The operations that these arrays are computed from, and have no module yet, belong to this one; until a step is measured.
+/// The operations that these arrays are computed from, and have no module yet, belong to this one; until a step is
+/// measured.
 #[pyfunction]
-#[allow(clippy::needless_pass_by_value)] // what PyO3 extracts
+#[allow(clippy::needless_pass_by_value)] // PyO3 passes extracted values
 pub fn label(arrays: Vec<Bound<'_, PyAny>>, module: &str) -> PyResult<()> {
     let arrays: Vec<_> = arrays.iter().filter_map(bridge::get).collect();
     measure::label(&arrays, module).map_err(mlx)

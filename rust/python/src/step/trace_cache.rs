@@ -12,7 +12,7 @@ use crate::{
     tree::Tree,
 };
 
-/// From this number of traces on, a warning names their cause.
+/// Number of traces from which on a warning names their cause.
 const MANY: usize = 16;
 
 /// Part of a trace's key beside the engine's state.
@@ -67,7 +67,7 @@ pub struct Kept {
     pub in_place: Vec<usize>,
 }
 
-/// For so many sets of numbers a trace is remembered to hold; the one seen first goes first.
+/// Largest number of sets of numbers that a trace keeps; the one seen first goes first.
 const MAX_SEEN: usize = 16;
 
 impl Kept {
@@ -172,7 +172,7 @@ impl Traces {
         self.known.last()
     }
 
-    /// After a call that succeeded: its new traces took so many seconds. Whether there were any.
+    /// Keep the new traces of a call that succeeded, with their seconds. Returns whether there were any.
     pub fn settle(&mut self, seconds: f64) -> bool {
         let before = self.known.made();
         let new = self.known.commit(seconds);
@@ -193,7 +193,7 @@ impl Traces {
         self.warning.take()
     }
 
-    /// After a call that failed: its new traces go. Whether there were any.
+    /// Drop the new traces of a call that failed. Returns whether there were any.
     pub fn discard(&mut self) -> bool {
         self.known.discard()
     }
@@ -228,7 +228,7 @@ impl From<engine::TraceRecord> for TraceRecord {
 /// The names that the user has for what a trace depends on.
 struct ByName<'a, 'py> {
     user: &'a Arguments<'py>,
-    changed: Option<&'a str>, // what the loss reaches and is another one now
+    changed: Option<&'a str>, // the path of an object that the loss reaches and that was replaced
 }
 
 impl ByName<'_, '_> {

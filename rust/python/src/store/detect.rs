@@ -12,7 +12,7 @@ use crate::{
     tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
-/// So many signatures of the model, and of the optimizer's options, are remembered; the oldest goes first.
+/// Largest number of signatures of the model, and of the optimizer's options, that are kept; the oldest goes first.
 const MAX_SIGNATURES: usize = 64;
 
 impl Store {

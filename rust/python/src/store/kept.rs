@@ -6,7 +6,7 @@ use super::Store;
 use crate::{mlx::errors::to_python, tree::paths::dotted};
 
 impl Store {
-    /// After a new trace: where an update gave a parameter another dtype, everything is adopted again.
+    /// Adopt everything again after a new trace whose update gave a parameter another dtype.
     pub fn check_layout(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(engine) = &self.engine else {
             return Ok(());

@@ -22,7 +22,7 @@ pub struct Moments {
     entries: Vec<Py<PyDict>>,   // by tensor
     containers: Vec<Py<PyAny>>, // of the entries
     layout: StateLayout,
-    shown: Option<Vec<Array>>, // what the entries hold, tensor by tensor; None: nothing
+    shown: Option<Vec<Array>>, // the arrays of the entries, tensor by tensor; None: none
 }
 
 fn slot<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Slot<'py>>> {

@@ -12,7 +12,7 @@ use crate::{
     optimizer::native_rules,
 };
 
-/// All of it.
+/// Rules, layout and state of an optimizer that is updated natively.
 pub struct Native {
     /// Rules by tensor.
     pub rules: Rules,

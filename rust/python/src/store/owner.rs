@@ -19,7 +19,7 @@ pub struct Holder<'a, 'py> {
 }
 
 impl<'a, 'py> Holder<'a, 'py> {
-    /// For the slots of a prepared call.
+    /// Make an owner for the slots of a prepared call.
     pub fn new(
         py: Python<'py>,
         prepared: &'a Prepared<'py>,

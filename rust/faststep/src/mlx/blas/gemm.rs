@@ -230,7 +230,7 @@ fn rested() -> Option<&'static Helpers> {
         .filter(|helpers| helpers.are_rested())
 }
 
-/// Those of this process, which start here if they have not.
+/// Return the threads of this process; start them if they have not.
 fn helpers() -> &'static Helpers {
     let old = HELPERS.load(Ordering::Acquire);
     // SAFETY: null, or helpers that are never dropped.

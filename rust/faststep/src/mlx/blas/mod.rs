@@ -164,7 +164,7 @@ mod imp {
     use super::BlasError;
     use std::path::Path;
 
-    /// None: nothing is bound to OpenBLAS here.
+    /// A function that does not exist: nothing is bound to OpenBLAS on this system.
     #[derive(Clone, Copy)]
     pub enum Sgemm {}
 

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// After work that took longer for having been shared, none is shared for so many times what was lost.
+/// Factor of a loss by sharing work: for so many times the lost time none is shared.
 const REST: u32 = 50;
 /// The time for which the owner polls the last chunks before it sleeps: less than waking up takes.
 const LOOK: Duration = Duration::from_micros(20);
@@ -80,7 +80,7 @@ impl Job {
 }
 
 impl Helpers {
-    /// None yet.
+    /// Make the list, with no thread yet.
     pub fn new() -> &'static Self {
         Box::leak(Box::new(Self {
             process: process::id(),

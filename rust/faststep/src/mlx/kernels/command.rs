@@ -1,7 +1,7 @@
 //! The command with which MLX compiles a kernel.
 use std::path::Path;
 
-/// As `JitCompiler::build_command` begins and ends it, in `mlx/backend/cpu/jit_compiler.cpp`.
+/// Beginning and end of a command by `JitCompiler::build_command` in `mlx/backend/cpu/jit_compiler.cpp`.
 const BEGIN: &str = "g++ -std=c++17 -O3 -Wall -fPIC -shared ";
 const END: &str = "\" 2>&1";
 

@@ -105,14 +105,14 @@ pub fn compiled() -> usize {
 
 static COMPILED: AtomicUsize = AtomicUsize::new(0);
 
-/// For a Rust program, once for each process, unless `FASTSTEP_KERNELS` is 0; where it cannot be, MLX stays as it is.
+/// Bind for a Rust program, once for each process, unless `FASTSTEP_KERNELS` is 0; where that fails, MLX stays as it is.
 pub(crate) fn bind_once() {
     static BOUND: OnceLock<bool> = OnceLock::new();
     let wanted = env::var_os("FASTSTEP_KERNELS").is_none_or(|value| value != "0");
     BOUND.get_or_init(|| wanted && bind().unwrap_or(false));
 }
 
-/// In place of libmlx's `popen`, which runs the compiler and nothing else.
+/// Replacement of libmlx's `popen`, by which it runs the compiler and nothing else.
 unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE {
     // SAFETY: popen's caller passes a string that ends with a NUL.
     let text = unsafe { CStr::from_ptr(command) }.to_str();

@@ -7,7 +7,7 @@
 /// not where a loop over strides writes over its input.
 pub const INDEPENDENT: &str = "\n#pragma GCC ivdep";
 
-/// As the kernel and its loops over strides begin, in `mlx/backend/cpu/compiled.cpp`.
+/// Beginnings of the kernel and of its loops over strides in `mlx/backend/cpu/compiled.cpp`.
 const KERNEL: &str = "\nextern \"C\"";
 const LOOP: &str = "\n  for (int i";
 

@@ -25,7 +25,7 @@ static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
 static WHOLE: Mutex<Option<HashMap<PathBuf, Identity>>> = Mutex::new(None);
 
-/// No compiler writes to a file for so long.
+/// Age of a compiler's file from which on it is abandoned.
 const ABANDONED: Duration = Duration::from_hours(1);
 
 /// Identity of a file's contents, which changes when it is written: inode, size, time of the change.

@@ -13,7 +13,7 @@ const PIECE: usize = 1 << 20;
 const SCRATCH: usize = 1 << 22;
 /// Columns of a piece are multiples of the largest group.
 const EDGE: usize = 128;
-/// From so many multiplications on, pieces are shared with other threads; each brings the unpacking of its weights.
+/// Number of multiplications from which on pieces are shared with other threads; each brings the unpacking of its weights.
 const LEAST_SHARED: usize = 1 << 22;
 
 /// The element type of activations.
@@ -101,7 +101,7 @@ impl Pieces {
     }
 }
 
-/// All that belongs to one.
+/// One product: its matrices and how they are computed.
 pub struct Product<'a, T> {
     pub sgemm: Sgemm,
     pub pieces: Pieces,

@@ -38,7 +38,7 @@ impl Format {
     }
 }
 
-/// Of each group.
+/// Scales of the groups.
 pub enum Scales<'a, T> {
     /// Scales and biases.
     Affine(&'a [T], &'a [T]),

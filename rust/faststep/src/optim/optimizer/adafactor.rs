@@ -43,7 +43,7 @@ fn root_mean_square(array: &Array, stacked: bool) -> Result<Array> {
     squared.mean(None)?.sqrt()
 }
 
-/// Those of MLX's for a learning rate that is given; without one MLX's own follows from the step.
+/// MLX's defaults for a learning rate that is given; without one, MLX derives it from the step.
 impl Default for Adafactor {
     fn default() -> Self {
         Self {

@@ -86,7 +86,7 @@ pub(super) trait Rule: Fields {
     /// The state of a tensor of this shape that the update reads and writes, in its order, in the tensor's dtype.
     fn moments(&self, shape: &[i32]) -> Vec<Moment>;
 
-    /// One update.
+    /// Build one update.
     fn update(&self, given: &Given) -> Updated;
 
     /// Return whether a tensor of this shape is updated element by element, so that it may share a buffer with others.
@@ -116,7 +116,7 @@ pub(in crate::optim) struct Given<'a> {
     pub(in crate::optim) gradient: &'a Array,
     pub(in crate::optim) parameter: &'a Array,
     pub(in crate::optim) moments: &'a [Array],
-    /// In the gradient's dtype.
+    /// The learning rate, in the gradient's dtype.
     pub(in crate::optim) rate: Option<Array>,
     /// The number of this update, from 1.
     pub(in crate::optim) step: &'a Array,
