@@ -385,3 +385,22 @@ def test_no_directory_for_kernels(child: Child, tmp_path: Path, kernels: str) ->
     file.touch()
     nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), os.fspath(file))
     child(NO_COMPILER.replace("is None", "is not None", 1), **nowhere, FASTSTEP_KERNELS=kernels)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_cuda_s_compiler_refuses_a_kernel() -> None:
+    kernel = mx.fast.cuda_kernel(name="broken", input_names=["x"], output_names=["out"], source="this is no C++;")
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        given: dict[str, Any] = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        (out,) = kernel(inputs=[mx.stop_gradient(x)], output_shapes=[(1,)], output_dtypes=[mx.float32], **given)
+        return cross_entropy(model, x, y) + out.sum()
+
+    row = Row("mlp", "adamw")
+    pair = row.new()
+    before = snapshot(*pair)
+    step = Step(*pair, loss_fn)
+    why = "the compiler of CUDA failed on one of MLX's kernels"
+    with pytest.warns(RuntimeWarning, match=why), pytest.raises(RuntimeError, match=why):
+        step(*row.case.batches(1)[0])
+    assert_close(snapshot(*pair), before, 0)

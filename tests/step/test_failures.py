@@ -135,3 +135,31 @@ def test_a_failure_on_the_device_is_raised_once_and_says_what_is_lost(in_flight:
     pair[0].load_weights(weights)
     assert np.isfinite(float(step(x, y).loss))
     assert all(np.isfinite(value).all() for value in snapshot(*pair).values())
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="a CPU's allocation that is refused ends the process")
+def test_a_step_without_memory_is_completed_when_there_is_some() -> None:
+    room = int(mx.device_info()["total_memory"]) // (4 << 20)  # rows of a million float32
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        large = mx.stop_gradient(x[0, 0]) + mx.zeros((room // 4, 1 << 20))
+        return cross_entropy(model, x, y) + 0 * mx.cumsum(large, axis=1)[0, 0]
+
+    row = Row("mlp", "adamw")
+    ends = []
+    for fails in (False, True):
+        pair = row.new()
+        step = Step(*pair, loss_fn, in_flight=0)
+        for i, batch in enumerate(row.case.batches(4)):
+            if fails and i == 2:
+                held = mx.zeros((room * 3 // 4, 1 << 20))
+                mx.eval(held)
+                with pytest.raises(RuntimeError, match="malloc|out of memory"):
+                    step(*batch)
+                del held
+                mx.clear_cache()
+            else:
+                step(*batch)
+        step.synchronize()
+        ends.append(snapshot(*pair))
+    assert_close(ends[1], ends[0], row.case.tolerance)

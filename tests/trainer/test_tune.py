@@ -12,8 +12,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from faststep._tune import main, tune
 from faststep._tune._report import Measured, Trial, combine, gains, loss_difference, quartiles
@@ -389,6 +391,19 @@ def test_the_command_line_refuses_what_is_no_assignment(target: Path, capsys: py
     with pytest.raises(SystemExit):
         main([f"{target}:training", "--set", "MS"])
     assert "faststep tune: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER", "MLX_USE_CUDA_GRAPHS"])
+def test_mlx_reads_the_settings_of_cuda(name: str) -> None:
+    assert any(name in setting for setting in default_settings("cuda"))
+    place = Path(mx.__file__).parent
+    if mx.cuda.is_available():
+        with (place / "lib" / "libmlx.so").open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as library:
+            assert library.find(f"{name}\0".encode()) >= 0
+    elif name == "MLX_USE_CUDA_GRAPHS":
+        pytest.skip("only a libmlx with CUDA has the name")
+    else:
+        assert f'"{name}"' in (place / "include" / "mlx" / "utils.h").read_text(encoding="utf-8")
 
 
 def test_defaults_leave_out_what_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
