@@ -1,18 +1,20 @@
 """The trainer: the loop around the step, with validation, checkpoints and logs. Needs the extra `train`.
 
-`_trainer` has the loop; `_window` one update; `_guard` and `_bad_batches` batches that are skipped; `_run_log`,
-`_interval`, `_clock` and `_update_ratio` the records; `_monitor` the best; `_heartbeat` what is waited for;
-`_predict` outputs, `_samples` text. Uses `_step`, `_records`, `_files`, `metrics`, `data`, `checkpoints` and `loggers`.
+`_trainer` has the options and callbacks, `_loop` the loop; `_window` one update; `_guard` and `_bad_batches` batches
+that are skipped; `_run_log`, `_interval`, `_clock` and `_update_ratio` the records; `_monitor` the best; `_heartbeat`
+what is waited for; `_predict` outputs, `_samples` text. Uses `_step`, `_records`, `_files`, `metrics`, `data`,
+`checkpoints` and `loggers`.
 """
 
 from faststep.training._bad_batches import Reproduction, reproduce
 from faststep.training._bad_batches import config_of as bundle_config
 from faststep.training._errors import RunError, TrainingError
 from faststep.training._gradient_norms import GradientNorms
+from faststep.training._loop import Start
 from faststep.training._predict import predict
 from faststep.training._result import Result
 from faststep.training._samples import Samples
-from faststep.training._trainer import Callback, Start, Trainer
+from faststep.training._trainer import Callback, Trainer
 from faststep.training._validate import Evaluation, validate
 
 __all__ = [
