@@ -14,8 +14,8 @@ reads its losses every 20 steps. Milliseconds a step, medians with quartiles; th
 LOADER = """Batches a second of the loader alone, and the share of its time that a step of 10 ms waits for it, by the
 number of worker threads; medians.
 """
-CHECKPOINTS = """Time for which the training stands for a checkpoint that a thread writes, beside one that is written before
-it goes on, and what that costs the steps meanwhile. Medians; the bare write is of the same bytes with one fsync.
+CHECKPOINTS = """Time for which the training stands for a checkpoint that a thread writes, beside one that is written
+before it goes on, and what that costs the steps meanwhile. Medians; the bare write is of the same bytes with one fsync.
 """
 _HAND, _TRAINER = "loop by hand", "Trainer"
 

@@ -2,11 +2,12 @@
 
 The rooms, each of which imports only those above it in this list:
 
-- `_native`: the extension module `_core`, in an environment that fits it; `_command`, `_optional`, `_random`: one file
-  each; `_watch`: reports of hangs.
-- `_step`: `Step` and `fast_step`; `losses`: losses with native kernels; `_records`: values and texts of log records.
-- `_tune`, `data`, `loggers`, `recipes`, `checkpoints`: each by itself.
-- `report`, `training`, `config`: over those.
+- `_native`: the extension module `_core`, in an environment that fits it; `_watch`: reports of hangs; `_records`:
+  values and texts of log records; `_command`, `_files`, `_optional`, `_random`, `losses`, `metrics`: one file each.
+- `_step`: `Step` and `fast_step`.
+- `_tune`, `data`, `loggers`, `recipes`, `checkpoints`, `report`: each by itself.
+- `training`: the loop around the step; `mlx_lm`: language models for it.
+- `config`: a training from a YAML file.
 - `doctor`: what is wrong with an environment or a training.
 - `cli`: the command line.
 """

@@ -91,10 +91,20 @@ def test_no_private_name_crosses_a_room(architecture: Any) -> None:
             )
 
 
-def test_every_room_says_what_it_uses() -> None:
-    for file in PACKAGE.glob("*/__init__.py"):
-        said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        assert re.search(r"\b(Uses|It uses)\b", said), f"{file}: expected a docstring that names the rooms it uses"
+@pytest.mark.parametrize("name", ["package", "bridge", "engine"])
+def test_every_room_says_what_it_uses(architecture: Any, name: str) -> None:
+    (part,) = [each for each in architecture.parts() if each.name == name]
+    for room, used in part.arrows.items():
+        places = [
+            ROOT / part.place / each for each in (f"{room}/__init__.py", f"{room}.py", f"{room}/mod.rs", f"{room}.rs")
+        ]
+        file = next(each for each in places if each.exists())
+        text = file.read_text(encoding="utf-8")
+        lines = [line[4:] for line in text.splitlines() if line.startswith("//! ")]
+        head = "\n".join(lines) if file.suffix == ".rs" else ast.get_docstring(ast.parse(text)) or ""
+        sentence = re.search(r"\bUses (`[^.]*)", head)
+        said = set(re.findall(r"`(\w+)`", sentence[1] if sentence else ""))
+        assert said == used, f"{file}: expected a head that says which rooms it uses"
 
 
 def test_the_page_names_files_that_are_there() -> None:

@@ -392,8 +392,13 @@ def test_cuda_s_compiler_refuses_a_kernel() -> None:
     kernel = mx.fast.cuda_kernel(name="broken", input_names=["x"], output_names=["out"], source="this is no C++;")
 
     def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
-        given: dict[str, Any] = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-        (out,) = kernel(inputs=[mx.stop_gradient(x)], output_shapes=[(1,)], output_dtypes=[mx.float32], **given)
+        (out,) = kernel(
+            inputs=[mx.stop_gradient(x)],
+            output_shapes=[(1,)],
+            output_dtypes=[mx.float32],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+        )
         return cross_entropy(model, x, y) + out.sum()
 
     row = Row("mlp", "adamw")

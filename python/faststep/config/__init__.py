@@ -18,7 +18,7 @@ lengths may be in epochs: `warmup: 1 epoch`.
 
 Files: `_yaml` and `_load` read, `_schema` has the sections, `_usage` who reads which key, `_kinds`, `_components` and
 `_find` find what is named (`_user_code`: the user's own), `_build` makes it; `_reference` describes it all. Uses
-`_step`, `metrics`, `recipes`, `mlx_lm`, `data`, `checkpoints` and `_optional`.
+`_step`, `metrics`, `recipes`, `mlx_lm`, `data`, `checkpoints`, `training` and `_optional`.
 """
 
 from typing import TYPE_CHECKING, Any

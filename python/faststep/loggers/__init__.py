@@ -4,7 +4,8 @@ A logger is anything with `log(record)` and `close()`. The records are dicts wit
 `step`; the kinds are `start`, `step`, `interval`, `validation`, `values` (of the user's own), `checkpoint`,
 `checkpoint_written`, `event` and `end`. Metrics are a dict `metrics` in steps, intervals and validations. Their numbers
 may be scalars of MLX or numpy; epochs count from 1. A file for each logger, `_status` with the fields that the progress
-shows, `_scalars` with the tags. Uses `_records` and `_optional`.
+shows, `_scalars` with the tags. Uses `_records`, `_files` and
+`_optional`.
 """
 
 from faststep._records import Record

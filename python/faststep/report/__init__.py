@@ -1,7 +1,7 @@
 """Reports of a run's log: as arrays, and as pages with plots.
 
 `_log` and `_series` read, `_plot` and `_charts` draw, `_page` writes HTML, `_report` is the page of one run, `_compare`
-that of several. Uses `_records` and `_optional`.
+that of several. Uses `_records`, `_files` and `_optional`.
 """
 
 from faststep.report._compare import compare, ends

@@ -2,8 +2,8 @@
 
 `_trainer` has the options and callbacks, `_loop` the loop; `_window` one update; `_guard` and `_bad_batches` batches
 that are skipped; `_run_log`, `_interval`, `_clock` and `_update_ratio` the records; `_monitor` the best; `_heartbeat`
-what is waited for; `_predict` outputs, `_samples` text. Uses `_step`, `_records`, `_files`, `metrics`, `data`,
-`checkpoints` and `loggers`.
+what is waited for; `_predict` outputs, `_samples` text. Uses `_step`, `_native`, `_watch`, `_records`, `_files`,
+`_random`, `_command`, `metrics`, `data`, `checkpoints` and `loggers`.
 """
 
 from faststep.training._bad_batches import Reproduction, reproduce

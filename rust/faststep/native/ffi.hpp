@@ -6,6 +6,10 @@
 //
 // A function that can fail returns a status and writes its results through out parameters, which are left alone unless it
 // is `done`. The others are noexcept. No exception crosses this boundary, and none is swallowed.
+//
+// `graph` rewrites the lazy graph of a step; `cpu` and `cuda` have kernels of our own, `cuda/replay` captures and launches
+// a step; `simulator` goes through MLX's evaluation for a plan of the memory, and orders gradients by it; `measure` times
+// operations one by one; `array`, `status`, `lazy` and `walk` are what these share.
 #pragma once
 
 #include <cstddef>

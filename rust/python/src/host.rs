@@ -1,7 +1,7 @@
 //! The user's model, loss and optimizer while a step is traced.
 //!
 //! Tracers are put where the arrays are, the user's function is called, what it assigned is read off, and everything is
-//! put back as it was, whether the function returned or raised.
+//! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
 mod update;
 

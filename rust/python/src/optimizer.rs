@@ -1,4 +1,4 @@
-//! Python optimizers: as a rule of the engine, or traced; their schedules.
+//! Python optimizers: as a rule of the engine, or traced; their schedules. Uses `tree` and `mlx`.
 use std::collections::HashMap;
 
 use faststep::{

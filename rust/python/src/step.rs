@@ -1,4 +1,10 @@
 //! The step of one model, optimizer, loss function and set of options, as Python calls it.
+//!
+//! Uses `store`, `host`, `reach`, `optimizer`, `tree` and `mlx`.
+//!
+//! The way of a batch: `call` takes over the user's changes and returns the outputs, `find` chooses the traces from
+//! `trace_cache`, `run` has the engine run them. `arguments` and `options` are converted, `alarms` and `kept_losses` warn,
+//! `measure` and `memory_plan` are the other questions to a step.
 mod alarms;
 mod arguments;
 mod call;

@@ -1,7 +1,7 @@
 //! One model and one optimizer: their arrays in the engine, and whether the user has changed them since.
 //!
 //! Every step of this pair shares the store. The user's objects are the truth: at each call they are walked, and what
-//! is not what the last step left is taken over.
+//! is not what the last step left is taken over. Uses `optimizer`, `tree` and `mlx`.
 mod adopt;
 mod detect;
 mod kept;

@@ -1,7 +1,7 @@
 //! Trees of Python containers: the model, the optimizer, a batch. What is in them, and whether it is still the same.
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
-//! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count.
+//! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
 pub mod paths;
 pub mod rebuild;
 pub mod slot;

@@ -1,4 +1,4 @@
-// A primitive of our own (join.cpp, sum_of_squares.cpp, graph/order.cpp).
+// A primitive of our own (join.cpp, sum_of_squares.cpp, simulator/order.cpp).
 #pragma once
 
 #include <stdexcept>

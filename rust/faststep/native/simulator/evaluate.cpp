@@ -73,7 +73,7 @@ void Simulator::evaluate(Op& op, const Node& last) {
   if (op.primitive->name() == std::string_view("Wait")) { // cpu/join.cpp
     queue_.wait(queue_.finish());
   }
-  if (op.primitive->name() == std::string_view("Pace")) { // graph/order.cpp
+  if (op.primitive->name() == std::string_view("Pace")) { // order.cpp
     queue_.wait(std::exchange(paced_, queue_.finish()));
   }
   auto work = run(memory, op);

@@ -2,7 +2,7 @@
 //! with any version; a Rust program needs the names at the root of the crate, and no others.
 //!
 //! The room evaluates steps: it holds parameters and state between them, hands each to the device, and bounds how many
-//! are under way. Uses `memory`, `trace`, `optim`, `layout` and `mlx`.
+//! are under way. Uses `memory`, `trace`, `evaluation`, `optim`, `layout`, `mlx` and `error`.
 //!
 //! The way of a batch: [`Engine::step`] takes the arrays of the state (`run`), has the [`Trace`] build its graph over them
 //! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old

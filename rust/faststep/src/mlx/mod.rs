@@ -1,6 +1,6 @@
 //! MLX below mlx-rs: the C++ of `native/`, libmlx's own imports, and the memory that MLX and the C library keep.
 //!
-//! All unsafe code of the crate is here and in `memory/simulator.rs`. Uses no other room.
+//! All unsafe code of the crate is here and in `memory/simulator.rs`. Uses `error`.
 //!
 //! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
 //! `quantized` rewrite the lazy graph; before each evaluation `fuse` lets its kernels write over their inputs; `blas`,

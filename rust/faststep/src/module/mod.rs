@@ -1,6 +1,6 @@
 //! The training step of an mlx-rs module: the front for Rust programs.
 //!
-//! Uses every other room.
+//! Uses `engine`, `trace`, `optim`, `layout`, `mlx` and `error`.
 //!
 //! The way of a batch: [`Step::step`] takes in what the user has changed (`sync`), finds or makes the traces of the call
 //! (`run`, `key`), whose loss is computed by the module with tracers in its `slots` (`host`), lets the engine run them, and

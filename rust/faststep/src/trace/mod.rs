@@ -1,6 +1,6 @@
 //! The computation of a step, as one function over arrays that is traced once for each signature.
 //!
-//! Uses `optim`, `layout` and `mlx`.
+//! Uses `evaluation`, `optim`, `layout`, `mlx` and `error`.
 //!
 //! The way of a batch: a `Task` says which parts its call needs, `TraceCache` finds the `Trace` of each. A trace that is
 //! new calls `body`: the loss of the `Host` is differentiated, the gradients are packed and clipped, the `Guard` says
