@@ -102,7 +102,7 @@ def test_every_room_says_what_it_uses(architecture: Any, name: str) -> None:
         text = file.read_text(encoding="utf-8")
         lines = [line[4:] for line in text.splitlines() if line.startswith("//! ")]
         head = "\n".join(lines) if file.suffix == ".rs" else ast.get_docstring(ast.parse(text)) or ""
-        sentence = re.search(r"\bUses (`[^.]*)", head)
+        sentence = re.search(r"\bUses\s(`[^.]*)", head)
         said = set(re.findall(r"`(\w+)`", sentence[1] if sentence else ""))
         assert said == used, f"{file}: expected a head that says which rooms it uses"
 
