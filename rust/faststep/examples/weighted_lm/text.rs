@@ -4,8 +4,7 @@
 //!
 //! - the authority is that of the file's kind: 1 for documentation, 1/4 for tests, which hold much that is made up, and 1/2
 //!   for source code and all else;
-//! - the entropy is that of the file's bytes, `-sum(p * log2 p)` over their shares `p` (Shannon, 1948), in bits: from 0
-//! for a
+//! - the entropy is that of the file's bytes, `-sum(p * log2 p)` over their shares `p` (Shannon, 1948), in bits: from 0 for a
 //!   file of one byte over and over to 8. Prose and code are near 4.5, tables and encoded data above.
 use std::{
     ffi::OsStr,
