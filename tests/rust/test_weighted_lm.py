@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -12,6 +10,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from support.places import ROOT, RustExample
+from support.weighted_lm import environment, mix, read_log, run
 
 TEXT = ["--text", ROOT / "README.md", ROOT / "docs", ROOT / "python"]
 SMALL = "--layers 2 --width 32 --seq 32 --batch 4 --warm-up 10".split()
@@ -37,23 +37,9 @@ def binary(rust_example: RustExample) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    """Return the environment that finds libmlx."""
-    libraries = str(Path(mx.__file__).parent / "lib")
-    paths = {"LD_LIBRARY_PATH": libraries, "DYLD_LIBRARY_PATH": libraries}
-    return os.environ | paths | {"OPENBLAS_NUM_THREADS": "1"}  # small matrices, and other tests beside them
-
-
-@pytest.fixture(scope="module")
-def program(binary: Path, environment: dict[str, str]) -> Program:
+def program(binary: Path) -> Program:
     """Return the program as a function of its arguments."""
-
-    def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([binary, *arguments], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
-
-    return run
+    return partial(run, binary)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +48,6 @@ def whole(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     program(*RUN, "--log", folder / "log", "--checkpoints", folder / "run", "--save-every", "40", "--keep", "2")
     return folder
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the steps of a log."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -120,11 +101,9 @@ def test_the_naive_order_stops_before_anybody_waits_for_it(program: Program) -> 
     assert int(steps) < 50  # of 400
 
 
-def test_a_killed_run_goes_on_in_the_same_bits(
-    binary: Path, environment: dict[str, str], program: Program, whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_in_the_same_bits(binary: Path, program: Program, whole: Path, tmp_path: Path) -> None:
     command = [*RUN, "--log", tmp_path / "log", "--checkpoints", tmp_path / "run", "--save-every", "7"]
-    process = subprocess.Popen([binary, *command], env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([binary, *command], env=environment(), stdout=subprocess.DEVNULL)
     wait_for(tmp_path / "run/step-000021", process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -215,14 +194,6 @@ def test_a_checkpoint_of_another_run_is_refused(program: Program, whole: Path, t
     assert files(tmp_path) == before
     (tmp_path / "run/step-000150/model.safetensors").write_bytes(b"torn")
     assert "step-000150/model.safetensors: " in refusal(*RUN, "--resume")
-
-
-def mix(bits: int) -> int:
-    """Return the next word of SplitMix64."""
-    bits = (bits + 0x9E3779B97F4A7C15) % 2**64
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
-    return bits ^ (bits >> 31)
 
 
 def logits(weights: dict[str, mx.array], tokens: mx.array, heads: int) -> mx.array:

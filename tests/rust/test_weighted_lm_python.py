@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,86 +11,32 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step, recipes
-from mlx.optimizers import AdamW, cosine_decay, join_schedules, linear_schedule
+from mlx.optimizers import AdamW
 from support.places import RustExample
+from support.weighted_lm import SIZES, TRAINING, batch_of, model_of, optimizer, read_log, run, sources, write
 
-STEPS, WARM_UP, SEQ, BATCH, SEED, RATE = 40, 8, 32, 6, 5, 3e-3
+STEPS = 40
 TEXTS = {
-    "docs/guide.md": "The step takes gradients, clips them, updates the model and evaluates what has changed. ",
-    "step.py": "def step(model, optimizer, loss_fn, batch):\n    return fast_step(model, optimizer, loss_fn, batch)\n",
-    "tests/test_step.py": "def test_step():\n    assert step(1) == 1\n",
+    "docs/guide.md": "The step takes gradients, clips them, updates the model and evaluates what has changed. " * 4,
+    "step.py": "def step(model, optimizer, loss_fn, batch):\n    return fast_step(model, optimizer, loss_fn, batch)\n"
+    * 4,
+    "tests/test_step.py": "def test_step():\n    assert step(1) == 1\n" * 4,
 }
 
 pytestmark = pytest.mark.skipif(shutil.which("cargo") is None, reason="no cargo on this machine")
 
 
-def mix(bits: int) -> int:
-    """Return the next word of SplitMix64."""
-    bits = (bits + 0x9E3779B97F4A7C15) % 2**64
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
-    return bits ^ (bits >> 31)
-
-
-def sources(folder: Path) -> list[tuple[np.ndarray, Any, Any]]:
-    """Return bytes, authority and entropy of each text in the order of the names, by the recipe's own rule."""
-    found = []
-    for name in sorted(TEXTS, key=lambda name: (folder / name).parts):
-        windows = recipes.Sources(folder, context=SEQ, split="all")
-        text = np.frombuffer((folder / name).read_bytes(), dtype=np.uint8)
-        (item,) = [each for each in windows if np.array_equal(each["input_ids"], text[:SEQ])][:1]
-        found.append((text.astype(np.int32), item["auth_weights"], item["prov_entropies"]))
-    return found
-
-
-def batch_of(texts: list[tuple[np.ndarray, Any, Any]], number: int) -> dict[str, mx.array]:
-    """Draw the batch of a number as the Rust example does."""
-    ends = np.cumsum([len(text) - SEQ + 1 for text, _, _ in texts])
-    rows = []
-    for row in range(BATCH):
-        position = mix(mix(SEED) ^ (number << 32 | row)) % int(ends[-1])
-        source = int(np.searchsorted(ends, position, side="right"))
-        start = position - (int(ends[source - 1]) if source else 0)
-        text, authority, entropy = texts[source]
-        rows.append((text[start : start + SEQ], authority, entropy))
-    names = ("input_ids", "auth_weights", "prov_entropies")
-    return {name: mx.array(np.stack(column)) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def renamed(name: str) -> str:
-    return name.replace("bytes.", "embedding.").replace("attention.qkv", "qkv").replace("attention.out", "out")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weighted")
-    for name, text in TEXTS.items():
-        (folder / "text" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "text" / name).write_text(text * 4)
-    return folder
-
-
-def test_python_takes_the_steps_that_rust_takes(rust_example: RustExample, folder: Path) -> None:
-    sizes = f"--layers 2 --width 32 --heads 2 --seq {SEQ} --batch {BATCH} --seed {SEED} --warm-up {WARM_UP}"
-    command = f"{sizes} --steps {STEPS} --learning-rate {RATE} --every 10 --save-every 1 --keep {STEPS}".split()
-    command += ["--text", str(folder / "text"), "--log", str(folder / "log"), "--checkpoints", str(folder / "run")]
-    libraries = str(Path(mx.__file__).parent / "lib")
-    environment = os.environ | {"LD_LIBRARY_PATH": libraries, "DYLD_LIBRARY_PATH": libraries}
-    done = subprocess.run(
-        [rust_example("weighted_lm"), *command], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    log = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+def test_python_takes_the_steps_that_rust_takes(rust_example: RustExample, tmp_path: Path) -> None:
+    text = write(tmp_path / "text", TEXTS)
+    command = [*SIZES, *TRAINING, "--steps", str(STEPS), "--text", text, "--log", tmp_path / "log"]
+    command += ["--checkpoints", tmp_path / "run", "--save-every", "1", "--keep", str(STEPS)]
+    run(rust_example("weighted_lm"), *command)
+    log = read_log(tmp_path / "log")
 
     # the rate of the first step is 0: its checkpoint has the initial weights
-    weights: Any = mx.load(str(folder / "run/step-000001/model.safetensors"))
-    model = recipes.GPT(2, 32, 2, context=SEQ, activation="gelu")
-    model.load_weights([(renamed(name), each) for name, each in weights.items()])
-    decay = cosine_decay(RATE, STEPS - WARM_UP, RATE / 20)
-    schedule = join_schedules([linear_schedule(0.0, RATE, WARM_UP), decay], [WARM_UP])
-    optimizer = AdamW(schedule, betas=[0.9, 0.99], weight_decay=0.1, bias_correction=True)
-    step = Step(model, optimizer, recipes.weighted_lm(), max_grad_norm=1.0)
-    texts = sources(folder / "text")
+    weights: Any = mx.load(str(tmp_path / "run/step-000001/model.safetensors"))
+    step = Step(model_of(weights), optimizer(STEPS), recipes.weighted_lm(), max_grad_norm=1.0)
+    texts = sources(text)
     assert sorted(float(authority) for _, authority, _ in texts) == [0.25, 0.5, 1.0]
     outs = [step(**batch_of(texts, number)) for number in range(STEPS)]
     assert [float(out.loss) for out in outs] == pytest.approx([each["loss"] for each in log], rel=1e-4)

@@ -8,9 +8,16 @@ use std::{
 use faststep::Step;
 use serde_json::{Map, Value};
 
-use crate::{batches::Batches, failure::Failure, model::Decoder, options::Options};
+use crate::{
+    batches::Batches,
+    failure::Failure,
+    lora,
+    model::{Decoder, Projection},
+    options::Options,
+};
 
-const RUN: &str = "run.json";
+/// The options that a run was made with.
+pub const RUN: &str = "run.json";
 // behind the name of one that is being written
 const UNFINISHED: &str = ".new";
 
@@ -37,8 +44,14 @@ impl Checkpoints {
         let Some(folder) = options.checkpoints.clone() else {
             return Ok(None);
         };
-        let run = serde_json::to_value(options.run).map_err(|e| Failure::file(&folder, e))?;
-        let mut run = run.as_object().cloned().unwrap_or_default();
+        let object = |value: serde_json::Result<Value>| match value {
+            Ok(value) => Ok(value.as_object().cloned().unwrap_or_default()),
+            Err(error) => Err(Failure::file(&folder, error)),
+        };
+        let mut run = object(serde_json::to_value(options.run))?;
+        if options.lora.base.is_some() {
+            run.extend(object(serde_json::to_value(&options.lora))?);
+        }
         run.insert("text".into(), format!("{:016x}", batches.digest()).into());
         let all = Self {
             folder,
@@ -68,7 +81,7 @@ impl Checkpoints {
     }
 
     /// Load the last one, if there is one; the number of its steps.
-    pub fn load(&self, step: &mut Step<Decoder>) -> Result<u32, Failure> {
+    pub fn load<P: Projection>(&self, step: &mut Step<Decoder<P>>) -> Result<u32, Failure> {
         let Some(last) = self.steps()?.pop() else {
             return Ok(0);
         };
@@ -79,10 +92,15 @@ impl Checkpoints {
     }
 
     /// Write one beside its place, put it there, and remove the oldest ones.
-    pub fn save(&self, step: &mut Step<Decoder>, steps: u32) -> Result<(), Failure> {
+    pub fn save<P: Projection>(
+        &self,
+        step: &mut Step<Decoder<P>>,
+        steps: u32,
+    ) -> Result<(), Failure> {
         let path = self.path(steps);
         let new = self.folder.join(format!("{}{UNFINISHED}", name_of(steps)));
         step.save(&new)?;
+        lora::save(step.parameters(), &new.join(lora::ADAPTERS))?;
         let run = serde_json::to_vec_pretty(&self.run).map_err(|e| Failure::file(&new, e))?;
         fs::write(new.join(RUN), run).map_err(|error| Failure::file(&new, error))?;
         fs::rename(&new, &path).map_err(|error| Failure::file(&path, error))?;

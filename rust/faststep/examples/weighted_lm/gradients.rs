@@ -1,10 +1,16 @@
 //! `--gradients-only`: what the next step's gradients are, part by part.
 use std::collections::BTreeMap;
 
+use faststep::Step;
 use mlx_rs::module::FlattenedModuleParam;
 
 use crate::{
-    batches::Batches, checkpoints::Checkpoints, failure::Failure, options::Options, train,
+    batches::Batches,
+    checkpoints::Checkpoints,
+    failure::Failure,
+    model::{Decoder, Projection},
+    options::Options,
+    train,
 };
 
 // name and, of a block, its number: blocks.3.up.weight -> blocks 3, bytes.weight -> bytes
@@ -34,8 +40,11 @@ fn line(name: &str, tensors: usize, squares: f32) {
 }
 
 /// Print the loss of the next batch and the norms of its gradients.
-pub fn show(options: &Options, batches: &Batches) -> Result<(), Failure> {
-    let mut step = train::new_step(&options.run)?;
+pub fn show<P: Projection>(
+    options: &Options,
+    batches: &Batches,
+    mut step: Step<Decoder<P>>,
+) -> Result<(), Failure> {
     let checkpoints = Checkpoints::open(options, batches)?;
     let done = checkpoints.map_or(Ok(0), |all| all.load(&mut step))?;
     let (loss, gradients) = step.gradients(&batches.batch(done))?;

@@ -12,11 +12,14 @@
 //! division by the sum leaves a weighted mean: another unit for authority, or one more bit for all, changes nothing.
 use mlx_rs::{error::Exception, losses::CrossEntropy, ops::indexing::IndexOp, Array};
 
-use crate::model::Decoder;
+use crate::model::{Decoder, Projection};
 
 /// The loss of a batch: `input_ids` int32 `[batch, seq]`, `auth_weights` float32 `[batch]`, `prov_entropies` float32
 /// `[batch]`, in bits. Each byte but the first of a sequence is predicted from those before it.
-pub fn weighted_loss(model: &mut Decoder, batch: &[Array]) -> Result<Array, Exception> {
+pub fn weighted_loss<P: Projection>(
+    model: &mut Decoder<P>,
+    batch: &[Array],
+) -> Result<Array, Exception> {
     let [input_ids, auth_weights, prov_entropies] = batch else {
         return Err(Exception::custom(format!(
             "expected input_ids, auth_weights and prov_entropies, got {} arrays",

@@ -14,50 +14,64 @@ use crate::options::Run;
 
 const BYTES: i32 = 256;
 
+/// A linear layer, or what takes its place.
+pub trait Projection:
+    for<'a> Module<&'a Array, Output = Array, Error = Exception> + 'static
+{
+}
+
+impl<P> Projection for P where
+    P: for<'a> Module<&'a Array, Output = Array, Error = Exception> + 'static
+{
+}
+
 /// Causal attention of several heads.
 #[derive(Debug, ModuleParameters)]
-pub struct Attention {
+pub struct Attention<P: Projection> {
     #[param]
-    qkv: Linear,
+    qkv: P,
     #[param]
-    out: Linear,
+    out: P,
     heads: i32,
 }
 
 /// Attention and a network of two layers, each added to the residual stream.
 #[derive(Debug, ModuleParameters)]
-pub struct Block {
+pub struct Block<P: Projection> {
     #[param]
     attention_norm: RmsNorm,
     #[param]
-    attention: Attention,
+    attention: Attention<P>,
     #[param]
     network_norm: RmsNorm,
     #[param]
-    up: Linear,
+    up: P,
     #[param]
-    down: Linear,
+    down: P,
     dropout: Dropout,
 }
 
-/// The language model.
+/// The language model; its linear layers are of one kind.
 #[derive(Debug, ModuleParameters)]
-pub struct Decoder {
+pub struct Decoder<P: Projection = Linear> {
     #[param]
     bytes: Embedding,
     #[param]
     positions: Embedding,
     #[param]
-    blocks: Vec<Block>,
+    blocks: Vec<Block<P>>,
     #[param]
     norm: RmsNorm,
 }
+
+/// What is made of a linear layer.
+pub type To<'a, P> = dyn FnMut(Linear) -> Result<P, Exception> + 'a;
 
 fn linear(input: i32, output: i32) -> Result<Linear, Exception> {
     LinearBuilder::new(input, output).bias(false).build()
 }
 
-impl Attention {
+impl Attention<Linear> {
     fn new(run: &Run) -> Result<Self, Exception> {
         Ok(Self {
             qkv: linear(run.width, 3 * run.width)?,
@@ -65,7 +79,9 @@ impl Attention {
             heads: run.heads,
         })
     }
+}
 
+impl<P: Projection> Attention<P> {
     // float32 [batch, seq, width] -> the same shape
     fn forward(&mut self, x: &Array) -> Result<Array, Exception> {
         let [batch, seq, width] = [x.dim(0), x.dim(1), x.dim(2)];
@@ -82,7 +98,7 @@ impl Attention {
     }
 }
 
-impl Block {
+impl Block<Linear> {
     fn new(run: &Run) -> Result<Self, Exception> {
         let dropout = DropoutBuilder::new().p(run.dropout).build();
         Ok(Self {
@@ -95,6 +111,23 @@ impl Block {
         })
     }
 
+    fn map<P: Projection>(self, to: &mut To<'_, P>) -> Result<Block<P>, Exception> {
+        Ok(Block {
+            attention_norm: self.attention_norm,
+            attention: Attention {
+                qkv: to(self.attention.qkv)?,
+                out: to(self.attention.out)?,
+                heads: self.attention.heads,
+            },
+            network_norm: self.network_norm,
+            up: to(self.up)?,
+            down: to(self.down)?,
+            dropout: self.dropout,
+        })
+    }
+}
+
+impl<P: Projection> Block<P> {
     fn forward(&mut self, x: &Array) -> Result<Array, Exception> {
         let mixed = self.attention.forward(&self.attention_norm.forward(x)?)?;
         let x = x.add(self.dropout.forward(&mixed)?)?;
@@ -104,7 +137,7 @@ impl Block {
     }
 }
 
-impl Decoder {
+impl Decoder<Linear> {
     /// A model with new weights, drawn from this thread's random state.
     pub fn new(run: &Run) -> Result<Self, Exception> {
         Ok(Self {
@@ -117,6 +150,19 @@ impl Decoder {
         })
     }
 
+    /// The same model with another layer in the place of each linear one.
+    pub fn map<P: Projection>(self, to: &mut To<'_, P>) -> Result<Decoder<P>, Exception> {
+        let blocks = self.blocks.into_iter().map(|block| block.map(to));
+        Ok(Decoder {
+            bytes: self.bytes,
+            positions: self.positions,
+            blocks: blocks.collect::<Result<_, _>>()?,
+            norm: self.norm,
+        })
+    }
+}
+
+impl<P: Projection> Decoder<P> {
     /// Map bytes, int32 `[batch, seq]`, to the logits of the next byte, float32 `[batch, seq, 256]`.
     pub fn forward(&mut self, bytes: &Array) -> Result<Array, Exception> {
         let positions = arange::<_, i32>(0, bytes.dim(1), None)?;

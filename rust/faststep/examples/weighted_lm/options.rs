@@ -1,7 +1,10 @@
 //! The command line.
 use std::path::PathBuf;
 
-use clap::{value_parser, Args, Parser};
+use clap::{
+    builder::{PossibleValuesParser, TypedValueParser},
+    value_parser, Args, Parser,
+};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -12,6 +15,9 @@ use crate::failure::Failure;
 pub struct Options {
     #[command(flatten)]
     pub run: Run,
+
+    #[command(flatten)]
+    pub lora: Adaptation,
 
     /// Text files, and directories of them; the standard library of `python3` unless told otherwise
     #[arg(long, value_name = "PATH", num_args = 1..)]
@@ -98,6 +104,45 @@ pub struct Run {
     pub seed: u64,
 }
 
+/// Adapters over a trained model in few bits.
+#[derive(Clone, Debug, Args, Serialize)]
+pub struct Adaptation {
+    /// Train adapters (LoRA) over the model of this checkpoint, in few bits and of the sizes that it has
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["naive", "layers", "width", "heads", "seq"])]
+    #[serde(skip)]
+    pub base: Option<PathBuf>,
+
+    /// Begin with the adapters of this file: adapters.safetensors of a checkpoint
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "base",
+        conflicts_with = "resume"
+    )]
+    #[serde(skip)]
+    pub adapters: Option<PathBuf>,
+
+    /// Bits of a weight of the base
+    #[arg(long, default_value = "4", requires = "base", value_parser = one_of(["2", "3", "4", "5", "6", "8"]))]
+    pub bits: i32,
+
+    /// Weights of the base that share a scale
+    #[arg(long, value_name = "WEIGHTS", default_value = "64", requires = "base", value_parser = one_of(["32", "64", "128"]))]
+    pub group_size: i32,
+
+    /// Rank of an adapter
+    #[arg(long, default_value_t = 8, requires = "base", value_parser = value_parser!(i32).range(1..))]
+    pub rank: i32,
+
+    /// Factor of an adapter's output
+    #[arg(long, value_name = "FACTOR", default_value_t = 20.0, requires = "base")]
+    pub lora_scale: f32,
+}
+
+fn one_of<const N: usize>(values: [&'static str; N]) -> impl TypedValueParser<Value = i32> {
+    PossibleValuesParser::new(values).try_map(|text| text.parse::<i32>())
+}
+
 impl Options {
     /// Check options that depend on each other, which the parser cannot.
     pub fn check(&self) -> Result<(), Failure> {
@@ -122,6 +167,12 @@ impl Options {
         if !learning_rate.is_finite() || learning_rate <= 0.0 {
             return refused(format!(
                 "--learning-rate: expected a number above 0, got {learning_rate}"
+            ));
+        }
+        let group = self.lora.group_size;
+        if self.lora.base.is_some() && width % group != 0 {
+            return refused(format!(
+                "--group-size: expected a divisor of {width}, the width of the base, got {group}"
             ));
         }
         Ok(())

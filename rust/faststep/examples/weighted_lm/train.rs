@@ -4,7 +4,7 @@ use faststep::{
     schedulers::{cosine_decay, join_schedules, linear_schedule},
     LearningRate, Optimizers, Step, StepOutput,
 };
-use mlx_rs::{error::Exception, random, Array};
+use mlx_rs::{error::Exception, Array};
 
 use crate::{
     batches::Batches,
@@ -12,7 +12,7 @@ use crate::{
     failure::Failure,
     loss::weighted_loss,
     memory::Memory,
-    model::Decoder,
+    model::{Decoder, Projection},
     options::{Options, Run},
     report::{Record, Report},
 };
@@ -27,9 +27,8 @@ fn learning_rate(run: &Run) -> LearningRate {
     join_schedules(warm_up, vec![(run.warm_up, decay)])
 }
 
-/// The step of a new model; equal seeds give equal ones.
-pub fn new_step(run: &Run) -> Result<Step<Decoder>, Failure> {
-    random::seed(run.seed)?;
+/// The step of a model.
+pub fn new_step<P: Projection>(run: &Run, model: Decoder<P>) -> Result<Step<Decoder<P>>, Failure> {
     let adamw = AdamW {
         betas: (0.9, 0.99),
         bias_correction: true,
@@ -38,14 +37,16 @@ pub fn new_step(run: &Run) -> Result<Step<Decoder>, Failure> {
     };
     let optimizers = Optimizers::new(adamw, learning_rate(run));
     let options = faststep::Options::default().max_grad_norm(MAX_GRAD_NORM);
-    let model = Decoder::new(run)?;
     Ok(Step::new(model, optimizers, weighted_loss, options)?)
 }
 
 /// Train a new model, or the one of the last checkpoint.
-pub fn train(options: &Options, batches: &Batches) -> Result<(), Failure> {
+pub fn train<P: Projection>(
+    options: &Options,
+    batches: &Batches,
+    mut step: Step<Decoder<P>>,
+) -> Result<(), Failure> {
     let checkpoints = Checkpoints::open(options, batches)?;
-    let mut step = new_step(&options.run)?;
     let mut done = 0;
     if let Some(all) = &checkpoints {
         all.create()?;
