@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from faststep import recipes
 from faststep.data import Pack, Pad
+from faststep.recipes.encoders._parts import attend, attend_near, in_blocks, near
 from mlx.utils import tree_flatten
 from support.encoder_cases import BERT, CASES, LENGTHS, MODERNBERT, Case, texts, weight
 from support.places import TESTS
@@ -98,6 +99,57 @@ def test_local_layers_see_half_a_window_to_each_side() -> None:
     moved = mx.abs(model.hidden(tokens) - model.hidden(changed)).max(axis=-1)[0]
     seen = [place for place in range(24) if moved[place].item() > 0]
     assert seen == list(range(12 - 2 * 4, 12 + 2 * 4 + 1))  # two layers, four tokens each
+
+
+def local_scores(real: np.ndarray, reach: int) -> np.ndarray:
+    """Return who sees whom, bool [batch, seq, seq], by the numbers of texts [batch, seq]; 0 is padding."""
+    places = np.arange(real.shape[1])
+    close = np.abs(places[:, None] - places) <= reach
+    return (close & (real[:, :, None] == real[:, None])) | np.eye(len(places), dtype=bool)
+
+
+@pytest.mark.parametrize("seq", [61, 64], ids=str)
+@pytest.mark.parametrize("kind", ["alone", "padded", "packed"])
+def test_local_attention_in_blocks_is_that_of_all_scores(kind: str, seq: int) -> None:
+    reach = 4
+    assert in_blocks(seq, reach)
+    numbers = np.ones((2, seq), np.int32)
+    if kind != "alone":
+        numbers[0, 40:], numbers[1, 7:] = (0, 0) if kind == "padded" else (3, 2)
+    given = {"mask": mx.array(numbers > 0) if kind == "padded" else None}
+    given["segments"] = mx.array(numbers) if kind == "packed" else None
+    q, k, v, weights = (mx.random.normal((2, 3, seq, 8), key=mx.random.key(i)) for i in range(4))
+    real = mx.array(numbers > 0)[:, None, :, None]  # what padding gives is nobody's
+    all_scores = mx.array(local_scores(numbers, reach))[:, None]
+    mask = near(seq, reach, **given)
+    assert mask is not None
+
+    def total(way: Any) -> Any:
+        def weigh(*qkv: mx.array) -> mx.array:
+            mixed = way(*qkv).reshape(2, seq, 3, 8).transpose(0, 2, 1, 3)
+            return (mixed * weights * real).sum()
+
+        return mx.value_and_grad(weigh, argnums=(0, 1, 2))(q, k, v)
+
+    loss, gradients = total(lambda *qkv: attend_near(*qkv, mask, reach, 0.0))
+    wanted, same = total(lambda *qkv: attend(*qkv, all_scores, 0.0))
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-4)
+    for got, want in zip(gradients, same, strict=True):
+        assert mx.allclose(got, want, atol=1e-5)
+
+
+def test_local_attention_of_long_rows_holds_no_full_scores() -> None:
+    seq, config = 2048, MODERNBERT | {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    model = recipes.modernbert(config=config | {"layer_types": ["sliding_attention"] * 2})
+    tokens = mx.arange(seq)[None] % 48
+
+    def loss(model: nn.Module) -> mx.array:
+        return model.hidden(tokens).square().mean()
+
+    mx.eval(model.parameters())
+    mx.reset_peak_memory()
+    mx.eval(nn.value_and_grad(model, loss)(model))
+    assert mx.get_peak_memory() < 2 * seq * seq * 4  # of both heads of one layer
 
 
 def test_padding_changes_nothing(reference: dict[str, np.ndarray], tmp_path: Path) -> None:

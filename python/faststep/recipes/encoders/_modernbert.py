@@ -20,6 +20,8 @@ from faststep.recipes._hugging_face import account, number_of_classes, read_conf
 from faststep.recipes.encoders._parts import (
     activation,
     attend,
+    attend_near,
+    in_blocks,
     mean_of_tokens,
     near,
     truncated,
@@ -107,6 +109,7 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes, reach: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         width, self.heads, self.dropout = sizes.hidden_size, sizes.num_attention_heads, sizes.attention_dropout
+        self.reach = reach
         local = sizes.global_rope_theta if sizes.local_rope_theta is None else sizes.local_rope_theta
         self.Wqkv = nn.Linear(width, 3 * width, bias=sizes.attention_bias)
         self.rope = nn.RoPE(width // self.heads, base=sizes.global_rope_theta if reach is None else local)
@@ -117,7 +120,11 @@ class Attention(nn.Module):
         """Map floating point [batch, seq, width] to the same shape."""
         batch, seq, _ = x.shape
         q, k, v = self.Wqkv(x).reshape(batch, seq, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
-        mixed = attend(self.rope(q), self.rope(k), v, mask, self.dropout if self.training else 0.0)
+        q, k, dropout = self.rope(q), self.rope(k), self.dropout if self.training else 0.0
+        if mask is not None and self.reach is not None and in_blocks(seq, self.reach):
+            mixed = attend_near(q, k, v, mask, self.reach, dropout)
+        else:
+            mixed = attend(q, k, v, mask, dropout)
         out: mx.array = self.out_drop(self.Wo(mixed))
         return out
 
@@ -183,8 +190,9 @@ class Encoder(nn.Module):
     def __call__(self, tokens: mx.array, mask: mx.array | None, segments: mx.array | None) -> mx.array:
         """Map integers [batch, seq] to floating point [batch, seq, width]."""
         seq = tokens.shape[1]
-        seen = who_sees_whom(seq, mask, segments)
-        masks = {each.reach: seen if each.reach is None else near(seq, each.reach, seen) for each in self.layers}
+        masks: dict[int | None, mx.array | None] = {None: who_sees_whom(seq, mask, segments)}
+        for reach in {each.reach for each in self.layers if each.reach is not None}:
+            masks[reach] = near(seq, reach, mask, segments)
         x = self.embeddings(tokens)
         for layer in self.layers:
             x = layer(x, masks[layer.reach])
