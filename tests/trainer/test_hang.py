@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from faststep.report import read_log
 from support.commands import checksums, faststep, set_, wait_for_line, write_config
 
+SECONDS = 20 if mx.cuda.is_available() else 2  # in which a first step is over: CUDA's compiler takes some
 HANGING = """
 import pathlib, threading, time
 
@@ -57,7 +59,7 @@ def config(tmp_path: Path) -> Path:
 
 def hanging(tmp_path: Path, **more: object) -> list[str]:
     data = {"use": "hanging.py:Blocks", "file": str(tmp_path / "data.npz"), "blocked": str(tmp_path / "blocked")}
-    return set_(data__train=data, train__hang_timeout=2, **more)
+    return set_(data__train=data, train__hang_timeout=SECONDS, **more)
 
 
 def test_a_hanging_dataset_is_reported_and_the_run_goes_on_waiting(config: Path, tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_hang_ends_the_process_and_the_supervisor_starts_it_again(config: Path
 
 
 def test_a_callback_that_hangs_is_named(config: Path, tmp_path: Path) -> None:
-    waits = set_(callbacks=[{"use": "hanging.py:Waits"}], train__hang_timeout=2, train__on_hang="exit")
+    waits = set_(callbacks=[{"use": "hanging.py:Waits"}], train__hang_timeout=SECONDS, train__on_hang="exit")
     faststep("train", config, *waits, status=5)
     text = next((tmp_path / "run").glob("hang-*.txt")).read_text()
     assert "in callbacks, loggers or the display" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +16,11 @@ from mlx.utils import tree_flatten, tree_map
 from faststep._step import Options, Step, call_with, whole_number
 from faststep.doctor._comparison import ALLOWED, Comparison, Difference, Timing
 from faststep.doctor._kept import Kept
-from faststep.doctor._plain import PlainLoop
+from faststep.doctor._plain import EPS, PlainLoop, nudged
 
 NOISE = 1 + 3e-7  # what the gradients of the second plain run are multiplied by
 _ULPS = 64.0  # units in the last place of the largest element that count as rounding
 _ROUNDS = 5
-_EPS = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 Arrays = dict[tuple[str, str], mx.array]  # by kind and path
 Loop = Callable[[Any], mx.array]
 
@@ -124,14 +124,8 @@ class _Check:
         return Step(self.model, self.optimizer, self.loss_fn, accumulate=self.accumulate, **self.options)
 
     def _nudge(self) -> None:
-        """Move the float32 parameters by a rounding error, up and down by turns."""
-
-        def moved(array: mx.array) -> mx.array:
-            if array.dtype != mx.float32:
-                return array
-            signs = 1 - 2 * (mx.arange(array.size) % 2).reshape(array.shape)
-            return array * (1 + signs * 2.0**-23)
-
+        """Move the float32 parameters by a rounding error."""
+        moved = functools.partial(nudged, dtype=mx.float32)
         self.model.update(tree_map(moved, self.model.trainable_parameters()))
 
     def _follow(self, loop: PlainLoop | Step) -> Arrays:
@@ -161,7 +155,7 @@ class _Check:
         difference, noise = _apart(ours, theirs), _apart(noisy[name], theirs)
         scale = float(mx.abs(theirs.astype(mx.float32)).max()) if theirs.size else 0.0
         dtypes = [each for each in (theirs.dtype, self.options.get("compute_dtype")) if each is not None]
-        eps = max(_EPS.get(each, 0.0) for each in dtypes)
+        eps = max(EPS.get(each, 0.0) for each in dtypes)
         limit = ALLOWED * noise + _ULPS * eps * (scale if scale < float("inf") else 0.0)
         return Difference(*name, difference, noise, scale, limit)
 

@@ -50,11 +50,18 @@ def _counted(count: int, what: str) -> str:
 
 def lines() -> Iterator[Line]:
     """Yield the lines, each when it is known."""
-    known = []
+    known = list[Line]()
+    absent: Line | None = None
     for line in _machine.lines():
         known.append(line)
-        yield line
+        if line.name == "libraries" and line.level == "warning":
+            absent = line
+        else:
+            yield line
     facts, ended = _probe()
+    if absent is not None:
+        brought = facts.get("load_mlx", {}).get("computed") and facts["load_mlx"]["device"] != "cpu"
+        yield Line(absent.name, "ok", "brought by the system, not by packages") if brought else absent
     yield from _loading(facts)
     yield from _computing(facts)
     if (failure := _failure(facts, ended)) is not None:

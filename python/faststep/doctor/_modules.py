@@ -155,20 +155,28 @@ class Indices:
 @contextlib.contextmanager
 def watching_labels(found: list[Finding]) -> Iterator[None]:
     """Look at the labels of every cross entropy in the block: MLX takes them out of the logits without a check."""
-    take: Any = mx.take_along_axis
+    take, fast = mx.take_along_axis, mx.fast.cross_entropy  # the second where MLX computes on a GPU
+
+    def look(classes: int, indices: mx.array, *, negative: bool) -> None:
+        if not found and indices.size:
+            low, high = int(indices.min()), int(indices.max())
+            if high >= classes or low < (0 if negative else -classes):
+                found.append(_labels(classes, low, high))
 
     def looked_at(array: mx.array, indices: mx.array, axis: int | None = None, **named: Any) -> mx.array:
-        if not found and axis is not None and indices.size and array.ndim == indices.ndim:
-            classes, low, high = array.shape[axis], int(indices.min()), int(indices.max())
-            if high >= classes or low < -classes or (low < 0 and indices.shape[axis] == 1):
-                found.append(_labels(classes, low, high))
-        return take(array, indices, axis=axis, **named)  # type: ignore[no-any-return]
+        if axis is not None and array.ndim == indices.ndim:
+            look(array.shape[axis], indices, negative=indices.shape[axis] == 1)
+        return take(array, indices, axis=axis, **named)
 
-    mx.take_along_axis = looked_at
+    def looked_at_fast(logits: mx.array, targets: mx.array, **named: Any) -> mx.array:
+        look(logits.shape[-1], targets, negative=True)
+        return fast(logits, targets, **named)
+
+    mx.take_along_axis, mx.fast.cross_entropy = looked_at, looked_at_fast
     try:
         yield
     finally:
-        mx.take_along_axis = take
+        mx.take_along_axis, mx.fast.cross_entropy = take, fast
 
 
 def _labels(classes: int, low: int, high: int) -> Finding:

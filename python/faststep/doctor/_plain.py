@@ -14,6 +14,7 @@ from faststep._step import Options, call_with
 
 Tree = Any
 _SCALE = 65536.0  # of a float16 loss at first, as the step's
+EPS = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
 class PlainLoop:
@@ -26,7 +27,7 @@ class PlainLoop:
         options: The step's options.
         accumulate: Batches of an update.
         factor: What gradients are multiplied by, for the rounding noise; but for 1, their norm is summed in another
-            order too.
+            order too, and what is computed in half precision begins with weights a rounding error apart.
     """
 
     def __init__(
@@ -75,7 +76,10 @@ class PlainLoop:
             value, gradients = call_with(batch, nn.value_and_grad(self.model, self.loss_fn), self.model)
             return value, tree_map(lambda each: each * self._factor, gradients)
         shown, scale = self.model.trainable_parameters(), self._scale
-        self.model.update(tree_map(functools.partial(_cast, dtype=dtype), shown))
+        computed = tree_map(functools.partial(_cast, dtype=dtype), shown)
+        if self._factor != 1.0:
+            computed = tree_map(functools.partial(nudged, dtype=dtype), computed)
+        self.model.update(computed)
         batch = tree_map(lambda each: _cast(each, dtype) if getattr(each, "dtype", None) == mx.float32 else each, batch)
 
         def scaled(model: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -125,6 +129,14 @@ def _clip(gradients: Tree, most: float) -> tuple[Tree, mx.array]:
     norm = mx.sqrt(sum((each.square().sum(axis=-1).sum() for each in named.values()), mx.array(0.0)))
     scale = mx.minimum(most / (norm + 1e-6), 1.0)
     return tree_map(lambda each: each * scale, gradients), norm
+
+
+def nudged(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return an array of this dtype moved by a rounding error, up and down by turns; others as they are."""
+    if array.dtype != dtype or array.dtype not in EPS:
+        return array
+    signs = 1 - 2 * (mx.arange(array.size) % 2).reshape(array.shape)
+    return (array * (1 + signs * EPS[array.dtype])).astype(array.dtype)
 
 
 def _cast(value: Any, dtype: mx.Dtype) -> Any:

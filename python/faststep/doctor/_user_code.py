@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import sysconfig
@@ -10,12 +11,18 @@ from pathlib import Path
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGES = tuple(  # wherever they are: in a folder of PYTHONPATH, too
+    f"{place}/"
+    for name in ("mlx", "mlx_lm", "numpy")
+    if (spec := importlib.util.find_spec(name)) is not None
+    for place in spec.submodule_search_locations or ()
+)
 _FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 
 
 def is_users(file: str) -> bool:
     """Return whether a file is neither of this package nor of the libraries."""
-    inside = file.startswith((_OURS, *_LIBRARIES)) or file.startswith("<") or "site-packages" in file
+    inside = file.startswith((_OURS, *_LIBRARIES, *_PACKAGES)) or file.startswith("<") or "site-packages" in file
     return not inside or "/faststep/recipes/" in file
 
 
