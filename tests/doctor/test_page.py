@@ -41,11 +41,17 @@ def test_the_program_says_what_the_page_says(tmp_path: Path) -> None:
 
 def test_the_commands_of_the_page_are_there(tmp_path: Path) -> None:
     commands = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ faststep")]
+    *commands, profile = commands
     assert commands == ["faststep doctor config.yaml", "faststep doctor", "faststep check examples/char_gpt.yaml"]
     small = ["--seconds", "0", "--set", "model.layers=1", "--set", "model.width=32", "--set", "data.batch_size=2"]
     _, name, config = shlex.split(commands[2])
     assert "the same numbers" in faststep(name, ROOT / config, *small, cwd=tmp_path).stdout
     assert "no failures" in faststep(*shlex.split(commands[1])[1:]).stdout
+    _, name, config, *words = shlex.split(profile)
+    said = faststep(name, ROOT / config, *words, "--steps", 2, "--warmup", 1, *small[2:], cwd=tmp_path).stdout
+    assert "most in use in a step, by the memory plan" in said
+    assert "<svg" in (tmp_path / "profile.html").read_text()
+    assert "memory of a step" in (tmp_path / "trace.json").read_text()
 
 
 def test_the_page_of_a_hang_has_its_stacks(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from faststep import Profile, Step, profile
+from faststep._step._recording import Held
 from mlx.utils import tree_flatten, tree_map
 
 
@@ -37,7 +38,8 @@ def test_stages_follow_each_other_and_fill_the_time() -> None:
     assert found.steps == 6
     assert [cause for cause, _ in found.traces] == ["first call"]
     stages = found.stages()
-    assert {"your loop", "data", "objects", "trace", "first evaluation", "build", "evaluation"} == set(stages)
+    named = {"your loop", "data", "look", "show", "trace", "first evaluation", "build", "evaluation", "wait"}
+    assert named == set(stages)
     assert stages["your loop"] >= 6 * 0.002
     for before, after in zip(found.spans, found.spans[1:], strict=False):
         assert before.began <= before.ended == pytest.approx(after.began, abs=1e-9)
@@ -78,6 +80,67 @@ def test_the_operations_are_those_of_forward_backward_and_update() -> None:
     assert f"{len(found.operations)} operations of one step, each alone" in str(found)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"nonfinite": "raise"}, {"compute_dtype": mx.bfloat16}], ids=str
+)
+def test_memory_is_told_by_what_it_is_for(options: dict[str, Any]) -> None:
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm(256), nn.relu, nn.Linear(256, 64), nn.Linear(64, 4))
+    model.layers[4].freeze()
+    step = Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model(x)).mean(), **options)
+    x = mx.random.normal((512, 64))
+    for _ in range(4):
+        step(x)
+    step.synchronize()
+    with profile(step) as found:
+        pass
+    found.measure(x)
+    planned, peak = step.memory_plan(x), found.peak()
+    assert peak is not None
+    assert 0.9 * planned.steady_peak <= peak.held.in_use <= planned.steady_peak
+    parameters = sum(each.nbytes for _, each in tree_flatten(model.trainable_parameters()))
+    most = {kind: max(getattr(each.held, kind) for each in found.operations) for kind in Held._fields}
+    assert parameters <= most["parameters"] <= 2.1 * parameters
+    assert most["state"] >= 2 * parameters
+    assert x.nbytes <= most["batch"] < x.nbytes + 4096
+    frozen = sum(each.nbytes for _, each in tree_flatten(model.parameters())) - parameters
+    assert frozen <= most["model"] <= 3 * frozen + 4096
+    assert most["gradients"] >= model.layers[0].weight.nbytes / (2 if "compute_dtype" in options else 1)
+    assert most["activations"] >= 512 * 256 * 2  # what ReLU gets and gives, which the backward pass reads
+    assert most["backward"] >= 512 * 256 * 2
+    table = str(found).partition("most in use in a step")[2]
+    assert all(kind in table for kind, size in most.items() if size)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="events are CUDA's")
+def test_cuda_times_operations_by_events() -> None:
+    mx.random.seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+    step = Step(model, optim.AdamW(1e-3), lambda model, x: mx.square(model(x)).mean(), max_grad_norm=1.0)
+    x = mx.random.normal((4096, 2048))
+    for _ in range(3):
+        step(x)
+    step.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        step(x)
+    step.synchronize()
+    whole = (time.perf_counter() - began) / 10
+    with profile(step) as found:
+        pass
+    found.measure(x)
+    assert all(each.by_events for each in found.operations)
+    assert "timed by the device\n" in str(found)
+    products = [each.seconds for each in found.operations if each.name in ("Matmul", "AddMM")]
+    assert len(products) == 11
+    rates = [2 * 4096 * 2048 * 2048 / seconds / 1e12 for seconds in products]
+    assert 5 < min(rates) <= max(rates) < 2000, rates  # TFLOP/s: neither the host's time nor none
+    total = sum(each.seconds for each in found.operations)
+    assert 0.5 * whole < total < 1.5 * whole, (total, whole)
+    views = [each.seconds for each in found.operations if each.name in ("Transpose", "Reshape", "Broadcast")]
+    assert sum(views) < 0.1 * total
+
+
 def test_a_trace_file_has_every_stage_and_writes_over_nothing(tmp_path: Path) -> None:
     step, x = program()
     found = recorded(step, x, 3)
@@ -87,7 +150,10 @@ def test_a_trace_file_has_every_stage_and_writes_over_nothing(tmp_path: Path) ->
     events = json.loads(file.read_text())["traceEvents"]
     durations = [event for event in events if event["ph"] == "X"]
     assert len(durations) == len(found.spans) + len(found.operations)
-    assert {event["name"] for event in events if event["ph"] == "C"} == {"MLX memory"}
+    assert {event["name"] for event in events if event["ph"] == "C"} == {"MLX memory", "memory of a step"}
+    counted = [event["args"] for event in events if event["name"] == "memory of a step"]
+    assert len(counted) == len(found.operations)
+    assert {"parameters", "state", "batch", "activations", "backward", "gradients"} <= set(counted[0])
     with pytest.raises(FileExistsError):
         found.save(file)
 

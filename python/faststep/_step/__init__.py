@@ -11,10 +11,12 @@ from faststep._step._memory_plan import MemoryPlan
 from faststep._step._options import Options, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._profile import Profile, profile
+from faststep._step._recording import KINDS
 from faststep._step._state import like
 from faststep._step._step import Step
 
 __all__ = [
+    "KINDS",
     "MemoryPlan",
     "Options",
     "Profile",

@@ -11,7 +11,7 @@ from typing import Any
 from faststep._step._labels import Labels
 from faststep._step._profile_text import text_of
 from faststep._step._profile_trace import write_chrome
-from faststep._step._recording import DATA, LOOP, Operation, Recording, Span
+from faststep._step._recording import DATA, LOOP, Held, Operation, Recording, Span
 from faststep._step._step import Step
 
 
@@ -45,9 +45,10 @@ class Profile(Recording):
             yield batch
 
     def measure(self, *batch: Any, **named: Any) -> None:
-        """Measure the operations of a step on a batch: one by one, each to its end, three times.
+        """Measure the operations of a step on a batch: one by one, three times; and the memory in use while each runs.
 
-        Nothing of model, optimizer and random state changes.
+        On CUDA the device times them, by events between them. Elsewhere each is evaluated to its end. Nothing of model,
+        optimizer and random state changes.
 
         Args:
             *batch: As for a step.
@@ -62,10 +63,12 @@ class Profile(Recording):
         call = step._program.call(step.model, step.optimizer, step.loss_fn, batch, named)
         with Labels(step.model):
             found = self._core.measure(call, step.accumulate)
-        self.operations = [Operation(*each) for each in found]
+        self.operations = [Operation(*each[:6], Held(*[*each[6], each[7]])) for each in found]
 
     def save(self, path: str | Path) -> None:
-        """Write the recording as a trace that Perfetto and Chrome (about:tracing) show: stages and memory over time.
+        """Write the recording as a trace that Perfetto and Chrome (about:tracing) show: stages, operations, memory.
+
+        Behind the loop follow the operations that were measured, and the memory of each kind while they run.
 
         Args:
             path: A JSON file, which must not be there yet.
@@ -99,10 +102,13 @@ def _spans(events: list[tuple[str, float, int]], end: float, waits: list[tuple[f
     """Yield the stretches of time, from the beginnings of stages; those between two calls are split by the waits."""
     active = events[0][2] if events else 0
     events = [("idle", 0.0, active), *events]
+    before = "idle"
     for (stage, began, active), following in zip(events, [*events[1:], ("", end, 0)], strict=True):
         ended = min(following[1], end)
+        before, after = stage, before
         if stage != "idle":
-            yield Span(stage, began, ended, active)
+            objects = "look" if after == "idle" else "show"
+            yield Span(objects if stage == "objects" else stage, began, ended, active)
             continue
         for begins, ends in (wait for wait in waits if began <= wait[0] < ended):
             if begins > began:
@@ -117,8 +123,8 @@ def _spans(events: list[tuple[str, float, int]], end: float, waits: list[tuple[f
 def profile(step: Step) -> Iterator[Profile]:
     """Record where the time of a step's calls goes, and of the loop around them.
 
-    A call costs some microseconds more meanwhile. On a GPU "evaluation" is the time in which the host encodes work and
-    waits for the device.
+    A call costs some microseconds more meanwhile. On a GPU "evaluation" is the time in which the host encodes work; the
+    device computes behind it, and "wait" is where a step waits for it.
 
     Args:
         step: The step.

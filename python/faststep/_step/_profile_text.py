@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from faststep._step._recording import Operation, Recording
+from faststep._step._recording import Held, Operation, Recording
 
 _MOST = 10  # rows of a table
 _WIDTH = 44  # characters of a name
@@ -13,11 +13,13 @@ _LEAST = 1e-5  # seconds from which a rate means something
 _MEANING = {
     "your loop": "between two calls of the step",
     "data": "waiting for the next batch",
-    "objects": "reading and writing the user's objects",
+    "look": "taking over what the user's objects hold",
+    "show": "giving the results to the user's objects",
     "trace": "calling the loss function",
     "build": "building the graph of a trace again",
     "first evaluation": "kernels are compiled",
-    "evaluation": "the device, and encoding its work",
+    "evaluation": "handing work to the device",
+    "wait": "for the device",
     "collective": "exchanging arrays with other ranks",
 }
 
@@ -48,7 +50,7 @@ def _operations(operations: Sequence[Operation]) -> Iterator[str]:
     if not operations:
         return
     total = sum(each.seconds for each in operations)
-    yield f"{len(operations)} operations of one step, each alone: {total * _MS:.3f} ms"
+    yield f"{len(operations)} operations of one step, each alone: {total * _MS:.3f} ms, {_clock(operations)}"
     for title, key in (("kind", _kind), ("kind and output", _kind_and_output), ("module", _module)):
         yield f"  {title:<{2 * _WIDTH - 24}}{'times':>7}{'ms':>10}{'share':>8}{'MiB':>10}{'GB/s':>8}"
         groups: dict[str, list[Operation]] = {}
@@ -59,6 +61,14 @@ def _operations(operations: Sequence[Operation]) -> Iterator[str]:
             yield _row(name, group, total)
         if len(rows) > _MOST:
             yield _row(f"{len(rows) - _MOST} more", [each for _, group in rows[_MOST:] for each in group], total)
+
+
+def _clock(operations: Sequence[Operation]) -> str:
+    timed = sum(each.by_events for each in operations)
+    if not timed:
+        return "each evaluated to its end"
+    waited = len(operations) - timed
+    return "timed by the device" + (f", {waited} of them by waiting for it" if waited else "")
 
 
 def _row(name: str, group: Sequence[Operation], total: float) -> str:
@@ -91,3 +101,23 @@ def _memory(recording: Recording) -> Iterator[str]:
     if recording.spans:
         most = max(recording.spans, key=lambda span: span.active)
         yield f"most in use when a stage began: {most.active / _MIB:.2f} MiB, at {most.stage}"
+    peak = recording.peak()
+    if peak is not None:
+        yield f"most in use in a step, by the memory plan: {peak.held.in_use / _MIB:.2f} MiB, at {_place(peak)}"
+        yield f"  {'kind':<18}{'MiB then':>11}{'share':>8}{'its peak':>11}  at"
+        for kind in sorted(Held._fields, key=lambda kind: -getattr(peak.held, kind)):
+            yield from _kind_of_memory(recording, kind, peak)
+
+
+def _kind_of_memory(recording: Recording, kind: str, peak: Operation) -> Iterator[str]:
+    most = max(recording.operations, key=lambda each: getattr(each.held, kind))
+    then, own = getattr(peak.held, kind), getattr(most.held, kind)
+    if own:
+        share = "-" if kind == "cache" else f"{then / peak.held.in_use:.1%}"
+        flat = all(getattr(each.held, kind) == own for each in recording.operations)
+        place = "all the time" if flat else _place(most)
+        yield f"  {kind:<18}{then / _MIB:>11.2f}{share:>8}{own / _MIB:>11.2f}  {place}"
+
+
+def _place(operation: Operation) -> str:
+    return f"{_cut(operation.name)} of {_module(operation)}"

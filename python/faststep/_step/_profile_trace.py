@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from faststep._step._recording import DATA, LOOP, Recording
+from faststep._step._recording import DATA, LOOP, Held, Recording
 
 _MICRO = 1e6
 
@@ -27,8 +27,12 @@ def write_chrome(path: Path, recording: Recording) -> None:
         events.append(_complete(span.stage, track, span.began, span.ended - span.began, {}))
         counter = {"ph": "C", "name": "MLX memory", "pid": 1, "ts": span.began * _MICRO, "args": {"bytes": span.active}}
         events.append(counter)
+    columns = zip(*(each.held for each in recording.operations), strict=True)
+    known = {kind for kind, column in zip(Held._fields, columns, strict=False) if any(column)}
     at = recording.seconds
     for each in recording.operations:
+        held = {kind: size for kind, size in each.held._asdict().items() if kind in known}
+        events.append({"ph": "C", "name": "memory of a step", "pid": 1, "ts": at * _MICRO, "args": held})
         events.append(
             _complete(
                 each.name, 3, at, each.seconds, {"module": each.module, "output": each.output, "bytes": each.bytes}

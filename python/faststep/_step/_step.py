@@ -317,8 +317,8 @@ class Step:
 
         Returns:
             "idle" between calls, "objects" (the user's are read or written), "trace", "build", "first evaluation",
-            "evaluation", or "collective" where arrays are exchanged with other ranks; and the number of stages entered
-            so far, which stands still while a call hangs.
+            "evaluation" (work is handed to the device), "wait" (for it), or "collective" where arrays are exchanged
+            with other ranks; and the number of stages entered so far, which stands still while a call hangs.
         """
         return self._program.core.stage()[:2]
 

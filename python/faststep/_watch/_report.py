@@ -45,6 +45,11 @@ _STAGES = {
         "the device is busy or the batch is too large: try a smaller one",
     ),
     "evaluation": _Stage(
+        "handing work to the device",
+        "the graph may be very large, see the number of operations, or memory is short and MLX waits for the device: "
+        "see below. Step.memory_plan(batch) says what a step needs",
+    ),
+    "wait": _Stage(
         "waiting for the device",
         "look at the memory below and at what else runs on the device: a machine that swaps, or a device in use by "
         "another process, takes a hundred times as long. Step.memory_plan(batch) says what a step needs",

@@ -19,8 +19,9 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option(help="Write the recording into this file too, for Perfetto or Chrome.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with it, with memory by what it is for.")] = None,
 ) -> None:
-    """Show where the time of a config's steps goes: data, stages of the step, operations; nothing is saved."""
+    """Show where the time and the memory of a config's steps go: data, stages, operations; nothing is saved."""
     from rich.progress import track
 
     from faststep._step import call_with
@@ -45,3 +46,10 @@ def profile(
     if trace is not None:
         found.save(trace)
         typer.echo(f"\n{trace}: open it at ui.perfetto.dev or in about:tracing")
+    if html is not None:
+        from faststep.cli._profile_page import write_profile
+
+        try:
+            typer.echo(write_profile(html, config.name, found))
+        except FileExistsError as error:
+            raise Exit(str(error)) from None

@@ -6,10 +6,12 @@ that of several. Uses `_records`, `_files` and `_optional`.
 
 from faststep.report._compare import compare, ends
 from faststep.report._log import Log, LogError, Table, read_log
-from faststep.report._page import Html, cards, page, said, section, table, write
+from faststep.report._page import Html, cards, figures, page, said, section, table, write
+from faststep.report._plot import COLOURS, plot, tick
 from faststep.report._report import report
 
 __all__ = [
+    "COLOURS",
     "Html",
     "Log",
     "LogError",
@@ -17,11 +19,14 @@ __all__ = [
     "cards",
     "compare",
     "ends",
+    "figures",
     "page",
+    "plot",
     "read_log",
     "report",
     "said",
     "section",
     "table",
+    "tick",
     "write",
 ]

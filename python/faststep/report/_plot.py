@@ -47,13 +47,14 @@ _RULES = {
 }
 
 
-def plot(name: str, paint: Callable[[Axes], None], *, by_time: bool = False) -> str:
+def plot(name: str, paint: Callable[[Axes], None], *, by_time: bool = False, across: str = "step") -> str:
     """Return an `<svg>` element.
 
     Args:
         name: What is plotted, for screen readers, and different from the other plots of a page.
         paint: Draws into the axes.
-        by_time: x is seconds of training, not steps.
+        by_time: x is seconds of training.
+        across: What x is otherwise.
     """
     matplotlib: Any = need("matplotlib")
     name = said(name)
@@ -62,6 +63,7 @@ def plot(name: str, paint: Callable[[Axes], None], *, by_time: bool = False) -> 
         axes = figure.add_subplot()
         paint(axes)
         _finish(axes, by_time)
+        axes.set_xlabel("time of training" if by_time else across)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _for_page(text.getvalue(), name)
@@ -74,7 +76,6 @@ def _finish(axes: Axes, by_time: bool) -> None:
     if high - low < 1:  # a single step
         axes.set_xlim(low - 1, high + 1)
     axes.xaxis.set_major_locator(_places(axes, by_time))
-    axes.set_xlabel("time of training" if by_time else "step")
     axes.margins(x=0.01)
     axes.tick_params(which="both", length=0)
     if axes.get_legend_handles_labels()[0]:

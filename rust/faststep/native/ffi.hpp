@@ -53,6 +53,17 @@ struct CaptureInfo {
   size_t bytes;
 };
 
+// An operation that has been timed; the texts live as long as the call that tells of it.
+struct TimedOperation {
+  uintptr_t id; // the least of the identities of its outputs
+  const char* name;
+  const char* module; // that it belongs to; empty where that is not known
+  const char* output; // dtype and shape of its output
+  size_t bytes; // that it reads and writes
+  double seconds;
+  int by_events; // of the device; otherwise by waiting for it
+};
+
 namespace simulator {
 
 // The device that evaluates, and its memory when the plan begins, in bytes.
@@ -70,6 +81,27 @@ struct Device {
 struct Reading {
   size_t active;
   size_t peak;
+  size_t cache;
+};
+
+// What memory is for.
+enum class Kind : size_t {
+  others, // of the process, and constants
+  parameters,
+  state,
+  model, // its other arrays
+  batch,
+  activations,
+  backward,
+  gradients,
+  update,
+};
+constexpr size_t kinds = 9;
+
+// Memory in use while an operation runs, by kind, and freed buffers that MLX keeps.
+struct Held {
+  uintptr_t operation; // the least of the identities of its outputs
+  size_t bytes[kinds];
   size_t cache;
 };
 
@@ -120,13 +152,11 @@ int faststep_array_random_state(const void* draw, void** state);
 
 // --- measure.cpp
 
-// Evaluates arrays operation by operation; tells the name of each, the module that it belongs to, its output's dtype
-// and shape, the bytes that it reads and writes, and its seconds.
+// Evaluates arrays operation by operation, and tells of each.
 int faststep_measure(
     const void* const* arrays,
     size_t count,
-    void (*take)(
-        void* into, const char* name, const char* module, const char* output, size_t bytes, double seconds),
+    void (*take)(void* into, const faststep::TimedOperation* operation),
     void* into);
 // The operations that these arrays are computed from, and have no module yet, belong to this one; what reads this array
 // does. Labels are of the calling thread, and stay until they are cleared.
@@ -255,4 +285,9 @@ int faststep_simulator_carry(void* simulator, const void* input, const void* out
 void faststep_simulator_wait(void* simulator, size_t until) noexcept;
 void faststep_simulator_limit(void* simulator, size_t bytes) noexcept;
 void faststep_simulator_read(void* simulator, faststep::simulator::Reading* reading) noexcept;
+// The memory of these arrays is of one kind, that of the operations before them without a kind of another.
+int faststep_simulator_mark(void* simulator, size_t own, size_t before, const void* const* arrays, size_t count);
+// Write down what is in use while each operation runs; what has been written down since.
+void faststep_simulator_record(void* simulator) noexcept;
+void faststep_simulator_recorded(void* simulator, const faststep::simulator::Held** held, size_t* count) noexcept;
 }

@@ -1,7 +1,8 @@
-// The time of each operation of a lazy graph: they are evaluated one by one, in MLX's order, each to its end; and the
-// module that each belongs to, as far as that is known.
+// The time of each operation of a lazy graph: they are evaluated one by one, in MLX's order, with the device's clock
+// between them where it has one, otherwise each to its end; and the module that each belongs to, as far as that is known.
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/op_clock.hpp"
 #include "ffi.hpp"
 #include "lazy.hpp"
 #include "status.hpp"
@@ -141,39 +143,98 @@ size_t bytes_of(const mx::array& array) {
   return bytes;
 }
 
+struct Operation {
+  uintptr_t id;
+  std::string name, module, output;
+  size_t bytes;
+  double seconds = 0;
+  bool by_events = false;
+};
+
+Operation operation_of(const mx::array& array, Modules& modules) {
+  auto id = array.id();
+  for (const auto& sibling : array.siblings()) {
+    id = std::min(id, sibling.id());
+  }
+  return {id, array.primitive().name(), modules.of(array), described(array), bytes_of(array)};
+}
+
+// Evaluates operations one after another, and times each.
+class Timer {
+ public:
+  Timer() : clock_(faststep::op_clock()), overhead_(overhead()) {}
+
+  void evaluate(mx::array array, Operation operation) {
+    operations.push_back(std::move(operation));
+    if (clock_ && clock_->takes(array)) {
+      operations.back().by_events = true;
+      clock_->evaluate(std::move(array));
+      if (clock_->is_full()) {
+        finish();
+      }
+      return;
+    }
+    finish();
+    operations.back().seconds = std::max(0.0, seconds_of(array) - overhead_);
+    told_ = operations.size();
+  }
+
+  // Waits for the device, and reads its clock.
+  void finish() {
+    if (clock_) {
+      for (auto seconds : clock_->finish()) {
+        operations[told_++].seconds = seconds;
+      }
+    }
+  }
+
+  std::vector<Operation> operations;
+
+ private:
+  std::unique_ptr<faststep::OpClock> clock_;
+  double overhead_;
+  size_t told_ = 0; // the operations before that one have their time
+};
+
+// What arrays are computed from, last things first.
+std::vector<mx::array> tape_of(const void* const* arrays, size_t count) {
+  faststep::LazyArrays graph;
+  std::vector<const mx::array*> roots;
+  for (size_t i = 0; i < count; ++i) {
+    roots.push_back(&at(arrays[i]));
+  }
+  std::vector<mx::array> tape;
+  for (const auto* node : faststep::walk(graph, roots, faststep::bfs_max_width())) {
+    tape.push_back(*node);
+  }
+  return tape;
+}
+
 } // namespace
 
 int faststep_measure(
     const void* const* arrays,
     size_t count,
-    void (*take)(
-        void* into, const char* name, const char* module, const char* output, size_t bytes, double seconds),
+    void (*take)(void* into, const faststep::TimedOperation* operation),
     void* into) {
   return faststep::guarded([&] {
-    auto beside = overhead();
     Modules modules;
-    std::vector<mx::array> tape;
-    {
-      faststep::LazyArrays graph;
-      std::vector<const mx::array*> roots;
-      for (size_t i = 0; i < count; ++i) {
-        roots.push_back(&at(arrays[i]));
-      }
-      for (const auto* node : faststep::walk(graph, roots, faststep::bfs_max_width())) {
-        tape.push_back(*node);
-      }
-    }
-    while (!tape.empty()) { // the last ones are to be computed first
+    Timer timer;
+    for (auto tape = tape_of(arrays, count); !tape.empty();) {
       auto array = std::move(tape.back()); // no longer in the list: its memory can be used again
       tape.pop_back();
       if (array.status() != mx::array::Status::unscheduled) {
         continue; // with a sibling
       }
-      std::string name = array.primitive().name(), output = described(array);
-      auto bytes = bytes_of(array);
-      auto module = modules.of(array);
-      auto seconds = seconds_of(array);
-      take(into, name.c_str(), module.c_str(), output.c_str(), bytes, std::max(0.0, seconds - beside));
+      auto operation = operation_of(array, modules);
+      timer.evaluate(std::move(array), std::move(operation));
+    }
+    timer.finish();
+    for (const auto& each : timer.operations) {
+      faststep::TimedOperation told{
+          each.id,    each.name.c_str(), each.module.c_str(), each.output.c_str(),
+          each.bytes, each.seconds,      each.by_events};
+      take(into, &told);
     }
   });
 }

@@ -6,7 +6,8 @@ use std::{cell::Cell, rc::Rc};
 use faststep::{
     engine::{
         array, Call, CallTraces, Engine, Host, Layout, LossCall, LossOutput, Nonfinite, Options,
-        Part, Places, Plan, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall, UpdateOutput,
+        Part, Places, Plan, PlannedCalls, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall,
+        UpdateOutput,
     },
     Error, Optimizer,
 };
@@ -81,7 +82,12 @@ fn call(width: i32) -> Call {
 
 fn plan(engine: &mut Engine, trace: &mut Trace, call: Call) -> Result<Plan, Error> {
     let shown = engine.parameters().to_vec();
-    engine.plan(alone(trace), call, (1, 2), &shown, &mut ())
+    let calls = PlannedCalls {
+        calls: 1,
+        in_flight: 2,
+        shown: &shown,
+    };
+    engine.plan(alone(trace), call, calls, &mut ())
 }
 
 fn alone(trace: &mut Trace) -> CallTraces<'_> {

@@ -77,6 +77,7 @@ void Simulator::evaluate(Op& op, const Node& last) {
     queue_.wait(std::exchange(paced_, queue_.finish()));
   }
   auto work = run(memory, op);
+  mark(op, work);
   std::vector<Data> keeps;
   size_t elements = 0;
   for (auto* in : op.inputs) {
@@ -103,6 +104,29 @@ void Simulator::evaluate(Op& op, const Node& last) {
   }
   for (auto* out : op.outputs) {
     release(*out, 0);
+  }
+}
+
+// What an operation takes is of its kind, and what it writes over, too; what it only looks at stays of the kind that it was,
+// unless the view has one of its own.
+void Simulator::mark(const Op& op, const Work& work) {
+  auto kind = op.kind.value_or(Kind::others);
+  auto id = op.outputs.front()->id;
+  for (auto* out : op.outputs) {
+    id = std::min(id, out->id);
+    auto reads = [out](const Node* in) { return in->data == out->data; };
+    bool views = work.kernels == 0 && std::any_of(op.inputs.begin(), op.inputs.end(), reads);
+    if (out->data && (out->kind || !views)) {
+      memory.mark(*out->data, out->kind.value_or(kind));
+    }
+  }
+  for (const auto& data : work.temporaries) {
+    memory.mark(*data, kind);
+  }
+  if (recorded) {
+    auto& held = recorded->emplace_back(Held{id, {}, memory.cached});
+    const auto& bytes = memory.by_kind();
+    std::copy(bytes.begin(), bytes.end(), held.bytes);
   }
 }
 

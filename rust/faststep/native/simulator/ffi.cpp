@@ -64,3 +64,19 @@ void faststep_simulator_read(void* simulator, Reading* reading) noexcept {
   *reading = {memory.active, memory.peak, memory.cached};
   memory.peak = memory.active;
 }
+
+int faststep_simulator_mark(void* simulator, size_t own, size_t before, const void* const* arrays, size_t count) {
+  return guarded([&] {
+    simulator_at(simulator).mark(static_cast<Kind>(own), static_cast<Kind>(before), handles(arrays, count));
+  });
+}
+
+void faststep_simulator_record(void* simulator) noexcept {
+  simulator_at(simulator).recorded.emplace();
+}
+
+void faststep_simulator_recorded(void* simulator, const Held** held, size_t* count) noexcept {
+  const auto& recorded = simulator_at(simulator).recorded;
+  *held = recorded ? recorded->data() : nullptr;
+  *count = recorded ? recorded->size() : 0;
+}

@@ -12,10 +12,14 @@ constexpr size_t cpu_page = 4096;
 constexpr size_t gpu_page = 16384;
 constexpr size_t gpu_small = 8;
 
+size_t index(Kind kind) {
+  return static_cast<size_t>(kind);
+}
+
 } // namespace
 
 Buffer::~Buffer() {
-  memory.release(bytes);
+  memory.release(*this);
 }
 
 Memory::Memory(const Device& device)
@@ -23,7 +27,9 @@ Memory::Memory(const Device& device)
       peak(device.active),
       cached(device.cached),
       gpu_(device.gpu != 0),
-      cache_limit_(device.cache_limit) {}
+      cache_limit_(device.cache_limit) {
+  by_kind_[index(Kind::others)] = active;
+}
 
 size_t Memory::rounded(size_t bytes) const {
   if (!gpu_ || bytes == 0) {
@@ -56,12 +62,21 @@ Data Memory::allocate(size_t bytes) {
     size = old;
   }
   active += size;
+  by_kind_[index(Kind::others)] += size;
   peak = std::max(peak, active);
   return std::make_shared<Buffer>(*this, size, true);
 }
 
-void Memory::release(size_t bytes) {
+void Memory::mark(Buffer& buffer, Kind kind) {
+  by_kind_[index(buffer.kind)] -= buffer.bytes;
+  buffer.kind = kind;
+  by_kind_[index(kind)] += buffer.bytes;
+}
+
+void Memory::release(const Buffer& buffer) {
+  auto bytes = buffer.bytes;
   active -= bytes;
+  by_kind_[index(buffer.kind)] -= bytes;
   if (bytes > 0 && cached + bytes <= cache_limit_) {
     ++pool_[bytes];
     cached += bytes;

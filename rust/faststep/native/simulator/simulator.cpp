@@ -43,7 +43,7 @@ Node& Simulator::add(const mx::array& array) {
   bool lazy = array.status() == mx::array::Status::unscheduled && array.has_primitive();
   if (!lazy) {
     sources_.push_back(array);
-    auto& node = nodes_.emplace_back(array);
+    auto& node = nodes_.emplace_back(array, array.id());
     by_id_[array.id()] = &node;
     add_resident(node);
     return node;
@@ -57,7 +57,7 @@ Node& Simulator::add(const mx::array& array) {
   }
   for (const auto& out : array.outputs()) {
     sources_.push_back(out);
-    auto& node = nodes_.emplace_back(mx::array(out.shape(), out.dtype(), nullptr, {}));
+    auto& node = nodes_.emplace_back(mx::array(out.shape(), out.dtype(), nullptr, {}), out.id());
     node.op = &op;
     by_id_[out.id()] = &node;
     op.outputs.push_back(&node);
@@ -139,6 +139,32 @@ void Simulator::keep(size_t slot, const Arrays& arrays) {
     keeps.push_back(node(*array).data);
   }
   kept_[slot] = std::move(keeps);
+}
+
+void Simulator::mark(Kind own, Kind before, const Arrays& arrays) {
+  std::vector<Op*> todo;
+  for (const auto* array : arrays) {
+    auto& marked = node(*array);
+    if (marked.kind) {
+      continue;
+    }
+    marked.kind = own;
+    if (marked.data) {
+      memory.mark(*marked.data, own);
+    }
+    todo.push_back(marked.op);
+  }
+  while (!todo.empty()) {
+    auto* op = todo.back();
+    todo.pop_back();
+    if (op == nullptr || op->kind) {
+      continue;
+    }
+    op->kind = before;
+    for (const auto* in : op->inputs) {
+      todo.push_back(in->op);
+    }
+  }
 }
 
 void Simulator::carry(const mx::array& input, const mx::array& output) {

@@ -6,11 +6,13 @@
 // where those change, these have to.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -29,6 +31,7 @@ struct Buffer {
   Memory& memory;
   size_t bytes;
   bool owned; // by MLX: only then may another array take it over
+  Kind kind = Kind::others;
   Buffer(Memory& memory, size_t bytes, bool owned) : memory(memory), bytes(bytes), owned(owned) {}
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -41,7 +44,12 @@ class Memory {
  public:
   explicit Memory(const Device& device);
   Data allocate(size_t bytes);
-  void release(size_t bytes);
+  void release(const Buffer& buffer);
+  void mark(Buffer& buffer, Kind kind);
+  // What is in use, by kind; what nobody has marked is of others.
+  const std::array<size_t, kinds>& by_kind() const {
+    return by_kind_;
+  }
 
   size_t active, peak, cached;
 
@@ -51,14 +59,17 @@ class Memory {
   bool gpu_;
   size_t cache_limit_;
   std::map<size_t, size_t> pool_; // number of freed buffers by size
+  std::array<size_t, kinds> by_kind_{};
 };
 
 struct Op;
 
 // An array of the graph. `face` has its shape, its dtype and, once it is evaluated, its layout, but no memory.
 struct Node {
-  explicit Node(mx::array face) : face(std::move(face)) {}
+  Node(mx::array face, uintptr_t id) : face(std::move(face)), id(id) {}
   mx::array face;
+  uintptr_t id; // of MLX's array
+  std::optional<Kind> kind; // where it has one of its own
   Data data;
   Op* op = nullptr; // the operation that computes it; null: it was there before
   int refs = 0; // the handles to it, as MLX would count them
@@ -71,6 +82,7 @@ struct Op {
   std::shared_ptr<mx::Primitive> primitive;
   std::vector<Node*> inputs, outputs;
   int handles = 0; // to each of the inputs
+  std::optional<Kind> kind; // of the memory that it takes
 };
 
 // Allocations of one primitive's evaluation beside its outputs.
@@ -131,8 +143,11 @@ class Simulator {
   void limit(size_t bytes);
   // Put the value of `output` in the place of that of `input`.
   void carry(const mx::array& input, const mx::array& output);
+  // The kind of the memory of arrays, and of operations before them without one.
+  void mark(Kind own, Kind before, const Arrays& arrays);
 
   Memory memory;
+  std::optional<std::vector<Held>> recorded; // by operation, where that is asked for
 
  private:
   Node& node(const mx::array& array);
@@ -141,6 +156,7 @@ class Simulator {
   void link(Node& root);
   std::vector<Node*> tape(const std::vector<Node*>& outputs);
   void evaluate(Op& op, const Node& last);
+  void mark(const Op& op, const Work& work);
   void release(Node& node, int handles);
 
   Device device_;

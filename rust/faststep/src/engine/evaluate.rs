@@ -7,7 +7,7 @@ use mlx_rs::{
     Array,
 };
 
-use super::{Engine, Owner};
+use super::{Engine, Owner, Stage};
 use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, Schedule},
@@ -54,7 +54,16 @@ impl Evaluate for OnDevice<'_> {
 
     fn wait(&mut self, done: &Array) -> Result<()> {
         let started = Instant::now();
+        let (before, _) = self.engine.clock.now();
+        // otherwise other ranks may be waited for, or a compiler
+        let waits = matches!(before, Stage::Evaluation | Stage::Objects);
+        if waits {
+            self.engine.clock.enter(Stage::Wait);
+        }
         let outcome = evaluate(std::iter::once(done), self.owner);
+        if waits {
+            self.engine.clock.enter(before);
+        }
         self.engine.seconds.wait += started.elapsed().as_secs_f64();
         outcome.map_err(|error| self.engine.lost(error, self.owner))
     }

@@ -26,6 +26,7 @@ mod state;
 
 pub use engine::{Call, Engine, Output, Owner, Seconds};
 pub use flags::Flags;
+pub use plan::PlannedCalls;
 pub use stage::{Stage, StageClock, StageEvent};
 
 pub use crate::{

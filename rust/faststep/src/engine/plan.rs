@@ -1,16 +1,28 @@
 //! A step is planned: traced, and its evaluation gone through.
-use mlx_rs::Array;
+use std::iter;
+
+use mlx_rs::{error::Result as MlxResult, Array};
 
 use super::{run::build, Call, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory::{self, Plan, PlanInputs, PlannedPart},
-    trace::CallTraces,
+    trace::{CallTraces, Outputs, Trace},
 };
 
+/// The calls of a plan.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedCalls<'a> {
+    /// How many make one update.
+    pub calls: usize,
+    /// How many are under way at most.
+    pub in_flight: usize,
+    /// What the user's objects hold of parameters and state until the first update.
+    pub shown: &'a [Array],
+}
+
 impl Engine {
-    /// Plan the device's memory of `calls` steps, which make one update. They are traced and not evaluated, and
-    /// nothing changes. `shown` is what the user's objects hold of parameters and state until the first update.
+    /// Plan the device's memory of steps. They are traced and not evaluated, and nothing changes.
     ///
     /// # Errors
     /// Of a trace, or of a step before.
@@ -18,49 +30,70 @@ impl Engine {
         &mut self,
         CallTraces { trace, update }: CallTraces<'_>,
         call: Call,
-        (calls, in_flight): (usize, usize),
-        shown: &[Array],
+        calls: PlannedCalls<'_>,
         owner: &mut dyn Owner,
     ) -> Result<Plan> {
         self.synchronize(owner)?;
         let others = call.others.len();
         let inputs = self.take(call);
-        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
-        let mut traced = build(trace, &inputs).map(|outputs| vec![outputs]);
-        let mut asked = vec![trace];
-        if let (Ok(all), Some(update)) = (&mut traced, update) {
-            match build(update, &inputs[..kept]) {
-                Ok(outputs) => all.push(outputs),
-                Err(error) => traced = Err(error),
-            }
-            asked.push(update);
-        }
-        let planned = traced.and_then(|outputs| {
-            let parts = asked.iter().zip(&outputs);
-            let parts = parts.map(|(trace, outputs)| PlannedPart {
-                outputs,
-                keep_gradients: trace.recipe.options.raises(),
-                evaluated: trace.evaluated,
-                eager: trace.is_eager(),
-            });
-            let planned = memory::plan(&PlanInputs {
-                layout: &self.layout,
-                inputs: &inputs,
-                states: self.places.len,
-                window: self.places.window,
-                others,
-                shown,
-                parts: &parts.collect::<Vec<_>>(),
-                calls,
-                in_flight,
-            });
-            planned.map_err(Error::Trace)
+        let mut traces: Vec<&mut Trace> = iter::once(trace).chain(update).collect();
+        let planned = self.build_parts(&mut traces, &inputs).and_then(|outputs| {
+            let parts = (&traces[..], &outputs[..]);
+            self.planned(parts, &inputs, others, calls, memory::plan)
         });
         self.put_back(inputs);
         let mut plan = planned?;
         let alone = plan.activations + plan.gradients;
-        let captures = asked.iter().map(|trace| self.planned_capture(trace, alone));
+        let captures = traces
+            .iter()
+            .map(|trace| self.planned_capture(trace, alone));
         plan.replay = captures.max().unwrap_or(0);
         Ok(plan)
+    }
+
+    // the graph of a batch's part, and that of the update by a window where it is another one
+    pub(super) fn build_parts(
+        &self,
+        traces: &mut [&mut Trace],
+        inputs: &[Array],
+    ) -> Result<Vec<Outputs>> {
+        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
+        let inputs = iter::once(inputs).chain(iter::repeat(&inputs[..kept]));
+        let parts = traces.iter_mut().zip(inputs);
+        parts.map(|(trace, inputs)| build(trace, inputs)).collect()
+    }
+
+    // go through the evaluation of parts that have been built
+    pub(super) fn planned<R>(
+        &self,
+        (traces, outputs): (&[&mut Trace], &[Outputs]),
+        inputs: &[Array],
+        others: usize,
+        PlannedCalls {
+            calls,
+            in_flight,
+            shown,
+        }: PlannedCalls<'_>,
+        go_through: impl FnOnce(&PlanInputs) -> MlxResult<R>,
+    ) -> Result<R> {
+        let parts = traces.iter().zip(outputs);
+        let parts = parts.map(|(trace, outputs)| PlannedPart {
+            outputs,
+            keep_gradients: trace.recipe.options.raises(),
+            evaluated: trace.evaluated,
+            eager: trace.is_eager(),
+        });
+        let planned = go_through(&PlanInputs {
+            layout: &self.layout,
+            inputs,
+            states: self.places.len,
+            window: self.places.window,
+            others,
+            shown,
+            parts: &parts.collect::<Vec<_>>(),
+            calls,
+            in_flight,
+        });
+        planned.map_err(Error::Trace)
     }
 }

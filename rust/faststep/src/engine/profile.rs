@@ -1,11 +1,14 @@
 //! The operations of a step, measured one by one.
+use std::{collections::HashMap, iter};
+
 use mlx_rs::{error::Result as MlxResult, Array};
 
-use super::{run::build, Call, Engine, Owner};
+use super::{plan::PlannedCalls, run::build, Call, Engine, Owner};
 use crate::{
     error::{Error, Result},
-    mlx::measure::{label_input, operations, Operation},
-    trace::{CallTraces, Trace},
+    memory,
+    mlx::measure::{label_input, operations, Held, Operation},
+    trace::{CallTraces, Outputs, Trace},
 };
 
 /// Each operation counts with the least of so many measurements.
@@ -14,8 +17,9 @@ const TIMES: usize = 3;
 const UPDATE: &str = "(update)";
 
 impl Engine {
-    /// Evaluate the parts of a step operation by operation, each to its end, on copies of what it would write over: nothing
-    /// changes. The operations of the update follow those of the batch. `module` is that of a tensor.
+    /// Evaluate the parts of a step operation by operation, on copies of what it would write over: nothing changes. The
+    /// operations of the update follow those of the batch. Memory is that of a step (`memory::by_operation`), not of this.
+    /// `module` is that of a tensor.
     ///
     /// # Errors
     /// Of a trace, of the evaluation, or of a step before.
@@ -23,6 +27,7 @@ impl Engine {
         &mut self,
         CallTraces { trace, update }: CallTraces<'_>,
         call: Call,
+        calls: PlannedCalls<'_>,
         module: &dyn Fn(usize) -> String,
         owner: &mut dyn Owner,
     ) -> Result<Vec<Operation>> {
@@ -33,39 +38,71 @@ impl Engine {
         for array in &self.state {
             label_input(array, UPDATE).map_err(Error::Trace)?;
         }
+        let others = call.others.len();
         let inputs = self.take(call);
-        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
-        let mut found = measured(trace, &inputs, owner);
-        if let (Ok(found), Some(update)) = (&mut found, update) {
-            match measured(update, &inputs[..kept], owner) {
-                Ok(more) => found.extend(more),
-                Err(error) => {
-                    self.put_back(inputs);
-                    return Err(error);
-                }
-            }
-        }
+        let mut traces: Vec<&mut Trace> = iter::once(trace).chain(update).collect();
+        let found = self.measured(&mut traces, &inputs, others, calls, owner);
         self.put_back(inputs);
         found
     }
+
+    fn measured(
+        &self,
+        traces: &mut [&mut Trace],
+        inputs: &[Array],
+        others: usize,
+        calls: PlannedCalls<'_>,
+        owner: &mut dyn Owner,
+    ) -> Result<Vec<Operation>> {
+        let outputs = self.build_parts(traces, inputs)?;
+        let parts = (&*traces, &outputs[..]);
+        let held = self.planned(parts, inputs, others, calls, memory::by_operation)?;
+        let mut found = Vec::new();
+        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
+        let inputs = iter::once(inputs).chain(iter::repeat(&inputs[..kept]));
+        for ((trace, outputs), inputs) in traces.iter_mut().zip(outputs).zip(inputs) {
+            found.extend(least_of(trace, outputs, inputs, owner)?);
+        }
+        hold(&mut found, &held);
+        Ok(found)
+    }
 }
 
-fn measured(trace: &mut Trace, inputs: &[Array], owner: &mut dyn Owner) -> Result<Vec<Operation>> {
-    let mut least: Vec<Operation> = Vec::new();
-    for _ in 0..TIMES {
-        let outputs = build(trace, inputs)?;
-        let mut found: MlxResult<Vec<Operation>> = Ok(Vec::new());
-        owner.unlocked(&mut || {
-            found = operations(outputs.before_update().chain(outputs.update()));
-        });
-        let found = found.map_err(Error::FirstEvaluation)?;
+// an operation that the plan does not have takes nothing: memory is as it was
+fn hold(operations: &mut [Operation], held: &[Held]) {
+    let by_operation: HashMap<usize, &Held> =
+        held.iter().map(|each| (each.operation, each)).collect();
+    let mut now = held.first().copied().unwrap_or_default();
+    for operation in operations {
+        now = by_operation.get(&operation.id).map_or(now, |held| **held);
+        operation.held = now;
+    }
+}
+
+fn least_of(
+    trace: &mut Trace,
+    outputs: Outputs,
+    inputs: &[Array],
+    owner: &mut dyn Owner,
+) -> Result<Vec<Operation>> {
+    let mut least = timed(outputs, owner)?;
+    for _ in 1..TIMES {
+        let found = timed(build(trace, inputs)?, owner)?;
         if least.len() != found.len() {
-            least = found; // the first time, or the graph of an uncompiled loss is another one
-            continue;
+            continue; // the graph of an uncompiled loss may be another one
         }
         for (least, found) in least.iter_mut().zip(found) {
             least.seconds = least.seconds.min(found.seconds);
         }
     }
     Ok(least)
+}
+
+#[allow(clippy::needless_pass_by_value)] // they end here, with the memory of their values
+fn timed(outputs: Outputs, owner: &mut dyn Owner) -> Result<Vec<Operation>> {
+    let mut found: MlxResult<Vec<Operation>> = Ok(Vec::new());
+    owner.unlocked(&mut || {
+        found = operations(outputs.before_update().chain(outputs.update()));
+    });
+    found.map_err(Error::FirstEvaluation)
 }

@@ -24,19 +24,22 @@ pub enum Stage {
     Build,
     /// The first evaluation of a trace, for which kernels are compiled.
     FirstEvaluation,
-    /// Handing work to the device and waiting for it.
+    /// Handing work to the device; a CPU computes it meanwhile.
     Evaluation,
+    /// Waiting for the device.
+    Wait,
     /// The same where arrays are exchanged with other ranks.
     Collective,
 }
 
-const ALL: [Stage; 7] = [
+const ALL: [Stage; 8] = [
     Stage::Idle,
     Stage::Objects,
     Stage::Trace,
     Stage::Build,
     Stage::FirstEvaluation,
     Stage::Evaluation,
+    Stage::Wait,
     Stage::Collective,
 ];
 
@@ -51,6 +54,7 @@ impl Stage {
             Self::Build => "build",
             Self::FirstEvaluation => "first evaluation",
             Self::Evaluation => "evaluation",
+            Self::Wait => "wait",
             Self::Collective => "collective",
         }
     }

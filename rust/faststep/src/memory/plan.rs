@@ -6,7 +6,11 @@ use std::{fs, path::Path};
 
 use mlx_rs::{error::Result, Array};
 
-use super::{inputs::PlanInputs, simulator::Device, timeline::Timeline};
+use super::{
+    inputs::PlanInputs,
+    simulator::{Device, Held},
+    timeline::Timeline,
+};
 
 /// Number of simulated updates after the first one. The CPU takes its work in portions, which end somewhere else in
 /// every step: 20 updates meet most of the ways in which they can.
@@ -88,6 +92,27 @@ pub(crate) fn plan(inputs: &PlanInputs) -> Result<Plan> {
         },
         gives_back: device.is_gpu(),
     })
+}
+
+/// The memory in use while each operation of an update runs, in the order of evaluation: of the calls that make one, of the
+/// last; of the updates that a plan goes through, the one that takes the most.
+pub(crate) fn by_operation(inputs: &PlanInputs) -> Result<Vec<Held>> {
+    let (device, _) = Device::current()?;
+    let mut timeline = Timeline::new(inputs, &device)?;
+    timeline.mark()?;
+    timeline.lay_out()?;
+    timeline.update()?;
+    let mut most = (0, Vec::new());
+    for _ in 0..STEADY_UPDATES {
+        timeline.update()?;
+        let held = timeline.recorded();
+        let peak = held.iter().map(|each| each.bytes.iter().sum::<usize>());
+        let peak = peak.max().unwrap_or(0);
+        if peak > most.0 {
+            most = (peak, held);
+        }
+    }
+    Ok(most.1)
 }
 
 fn bytes(arrays: &[Array]) -> usize {

@@ -4,17 +4,18 @@
 //! arrays as long as the simulation lives, so that nothing of it must be evaluated meanwhile; it changes none of them.
 #![allow(unsafe_code)]
 
-use std::{ffi::c_void, ptr};
+use std::{ffi::c_void, ptr, slice};
 
 use mlx_rs::{error::Result, Array};
 
 use crate::mlx::ffi::{
     check, faststep_simulator_begin, faststep_simulator_carry, faststep_simulator_delete,
     faststep_simulator_device, faststep_simulator_evaluate, faststep_simulator_hold,
-    faststep_simulator_keep, faststep_simulator_limit, faststep_simulator_new,
-    faststep_simulator_read, faststep_simulator_wait, handle, handles,
+    faststep_simulator_keep, faststep_simulator_limit, faststep_simulator_mark,
+    faststep_simulator_new, faststep_simulator_read, faststep_simulator_record,
+    faststep_simulator_recorded, faststep_simulator_wait, handle, handles,
 };
-pub(crate) use crate::mlx::ffi::{Device, Reading};
+pub(crate) use crate::mlx::ffi::{Device, Held, Kind, Reading};
 
 impl Device {
     /// The default device, and how much memory it has where that is known.
@@ -171,6 +172,42 @@ impl Simulator {
         // SAFETY: as in `begin`; the struct that it fills.
         unsafe { faststep_simulator_read(self.0, &raw mut reading) };
         reading
+    }
+
+    /// The memory of arrays is of one kind, that of the operations before them without a kind of another. What has a kind
+    /// keeps it.
+    ///
+    /// # Errors
+    /// When the graph cannot be read.
+    pub fn mark<'a>(
+        &mut self,
+        own: Kind,
+        before: Kind,
+        arrays: impl IntoIterator<Item = &'a Array>,
+    ) -> Result<()> {
+        let all = handles(arrays);
+        // SAFETY: as in `begin`.
+        let code = unsafe { faststep_simulator_mark(self.0, own, before, all.as_ptr(), all.len()) };
+        check(code)
+    }
+
+    /// From now on, write down what is in use while each operation runs; what was written down before is forgotten.
+    pub fn record(&mut self) {
+        // SAFETY: as in `begin`.
+        unsafe { faststep_simulator_record(self.0) }
+    }
+
+    /// What has been written down, in the order of evaluation.
+    pub fn recorded(&self) -> Vec<Held> {
+        let (mut held, mut count) = (ptr::null(), 0);
+        // SAFETY: as in `begin`; a pointer and its number are written, and what is there is copied before another call.
+        unsafe {
+            faststep_simulator_recorded(self.0, &raw mut held, &raw mut count);
+            if count == 0 {
+                return Vec::new();
+            }
+            slice::from_raw_parts(held, count).to_vec()
+        }
     }
 }
 

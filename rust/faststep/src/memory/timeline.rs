@@ -8,7 +8,7 @@ use mlx_rs::{
 
 use super::{
     inputs::{PlanInputs, PlannedPart},
-    simulator::{Device, Reading, Simulator, Slot},
+    simulator::{Device, Held, Kind, Reading, Simulator, Slot},
 };
 use crate::{
     evaluation::{Evaluate, Evaluated, Schedule},
@@ -81,6 +81,10 @@ impl Simulated<'_> {
             .collect();
         self.simulator.release(&state)
     }
+}
+
+fn all(arrays: &[Array]) -> Vec<&Array> {
+    arrays.iter().collect()
 }
 
 fn outputs<'a>(part: &PlannedPart<'a>) -> Vec<&'a Array> {
@@ -213,6 +217,45 @@ impl<'a> Timeline<'a> {
         Ok(())
     }
 
+    /// Say what memory is for. What is computed is an activation where the loss depends on it, and of the backward pass where
+    /// a gradient does.
+    pub fn mark(&mut self) -> Result<()> {
+        let Simulated {
+            plan, simulator, ..
+        } = &mut self.simulated;
+        let mut kinds = vec![
+            (Kind::Parameters, Kind::Parameters, all(plan.parameters())),
+            (Kind::State, Kind::State, all(plan.state())),
+            (Kind::Model, Kind::Model, all(plan.others())),
+            (Kind::Batch, Kind::Batch, all(plan.rest())),
+        ];
+        for PlannedPart { outputs, .. } in plan.parts {
+            let others = outputs.others.iter().map(|(_, array)| array);
+            let state = outputs.state.iter().map(|(_, array)| array);
+            let loss = outputs.loss.iter().chain(&outputs.aux).chain(&outputs.kept);
+            kinds.extend([
+                (Kind::Activations, Kind::Activations, loss.collect()),
+                (Kind::Gradients, Kind::Backward, all(&outputs.gradients)),
+                // written where gradients are numbers
+                (Kind::Model, Kind::Update, others.collect()),
+                (Kind::Batch, Kind::Update, all(outputs.key.as_slice())),
+                (Kind::Parameters, Kind::Update, all(&outputs.parameters)),
+                (Kind::State, Kind::Update, state.collect()),
+                (Kind::Update, Kind::Update, all(outputs.norm.as_slice())),
+                (Kind::Update, Kind::Update, all(outputs.skipped.as_slice())),
+            ]);
+        }
+        for (own, before, arrays) in kinds {
+            simulator.mark(own, before, arrays)?;
+        }
+        Ok(())
+    }
+
+    /// What was in use while the operations of the last call ran.
+    pub fn recorded(&self) -> Vec<Held> {
+        self.simulated.simulator.recorded()
+    }
+
     /// The calls that make one update; of many, a few do for all.
     pub fn update(&mut self) -> Result<()> {
         let plan = self.simulated.plan;
@@ -223,6 +266,9 @@ impl<'a> Timeline<'a> {
                 // kept for an update that may fail
                 let simulator = &mut self.simulated.simulator;
                 simulator.keep(Slot::Window, plan.window())?;
+            }
+            if call == 0 {
+                self.simulated.simulator.record();
             }
             self.schedule.begin();
             self.run(0)?;

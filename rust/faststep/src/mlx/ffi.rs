@@ -46,6 +46,19 @@ pub(crate) struct QuantizedProduct {
     pub scratch: *mut f32,
 }
 
+/// An operation that has been timed.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct TimedOperation {
+    pub id: usize,
+    pub name: *const c_char,
+    pub module: *const c_char,
+    pub output: *const c_char,
+    pub bytes: usize,
+    pub seconds: f64,
+    pub by_events: c_int,
+}
+
 /// The device, as MLX's allocator describes it, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -83,6 +96,45 @@ pub(crate) struct Reading {
     pub cache: usize,
 }
 
+/// The kinds of memory, in the order of [`Held::bytes`].
+pub const KINDS: [&str; 9] = [
+    "others",
+    "parameters",
+    "state",
+    "model",
+    "batch",
+    "activations",
+    "backward",
+    "gradients",
+    "update",
+];
+
+/// What memory is for.
+#[derive(Clone, Copy, Debug)]
+#[repr(usize)]
+pub(crate) enum Kind {
+    Parameters = 1,
+    State,
+    Model,
+    Batch,
+    Activations,
+    Backward,
+    Gradients,
+    Update,
+}
+
+/// Memory in use while an operation runs.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Held {
+    /// The least of the identities of the operation's outputs.
+    pub(crate) operation: usize,
+    /// The bytes of each of [`KINDS`].
+    pub bytes: [usize; KINDS.len()],
+    /// Freed buffers that MLX keeps.
+    pub cache: usize,
+}
+
 extern "C" {
     fn faststep_last_error() -> *const c_char;
 
@@ -94,7 +146,7 @@ extern "C" {
     pub(crate) fn faststep_measure(
         arrays: Handles,
         count: usize,
-        take: extern "C" fn(*mut c_void, *const c_char, *const c_char, *const c_char, usize, f64),
+        take: extern "C" fn(*mut c_void, *const TimedOperation),
         into: *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_label(arrays: Handles, count: usize, module: *const c_char) -> c_int;
@@ -267,6 +319,19 @@ extern "C" {
     pub(crate) fn faststep_simulator_wait(simulator: *mut c_void, until: usize);
     pub(crate) fn faststep_simulator_limit(simulator: *mut c_void, bytes: usize);
     pub(crate) fn faststep_simulator_read(simulator: *mut c_void, reading: *mut Reading);
+    pub(crate) fn faststep_simulator_mark(
+        simulator: *mut c_void,
+        own: Kind,
+        before: Kind,
+        arrays: Handles,
+        count: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_simulator_record(simulator: *mut c_void);
+    pub(crate) fn faststep_simulator_recorded(
+        simulator: *mut c_void,
+        held: *mut *const Held,
+        count: *mut usize,
+    );
 }
 
 /// Return whether a function is done; false where it is not applicable.

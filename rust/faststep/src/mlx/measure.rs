@@ -4,7 +4,7 @@
 //! nothing but the labels of that thread, until they are cleared.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_char, c_void, CStr, CString};
+use std::ffi::{c_void, CStr, CString};
 
 use mlx_rs::{
     error::{Exception, Result},
@@ -13,12 +13,15 @@ use mlx_rs::{
 
 use super::ffi::{
     check, faststep_label, faststep_label_input, faststep_labels_clear, faststep_measure, handle,
-    handles,
+    handles, TimedOperation,
 };
+pub use super::ffi::{Held, KINDS};
 
 /// One operation, evaluated by itself.
 #[derive(Clone, Debug)]
 pub struct Operation {
+    /// The least of the identities of its outputs.
+    pub(crate) id: usize,
     /// MLX's name of it.
     pub name: String,
     /// The module that it belongs to; empty where that is not known.
@@ -29,32 +32,31 @@ pub struct Operation {
     pub bytes: usize,
     /// Its seconds, without what any evaluation takes.
     pub seconds: f64,
+    /// Whether the device has timed it; otherwise it was waited for.
+    pub by_events: bool,
+    /// Memory in use while it runs in a step.
+    pub held: Held,
 }
 
-extern "C" fn take(
-    into: *mut c_void,
-    name: *const c_char,
-    module: *const c_char,
-    output: *const c_char,
-    bytes: usize,
-    seconds: f64,
-) {
-    // SAFETY: `operations` passes its list, and texts with their NUL live while this runs.
-    let (into, [name, module, output]) = unsafe {
+extern "C" fn take(into: *mut c_void, operation: *const TimedOperation) {
+    // SAFETY: `operations` passes its list, and the operation and its texts with their NUL live while this runs.
+    let (into, operation, [name, module, output]) = unsafe {
         let into = &mut *into.cast::<Vec<Operation>>();
-        (
-            into,
-            [name, module, output].map(|text| CStr::from_ptr(text)),
-        )
+        let operation = &*operation;
+        let texts = [operation.name, operation.module, operation.output];
+        (into, operation, texts.map(|text| CStr::from_ptr(text)))
     };
     let [name, module, output] =
         [name, module, output].map(|text| text.to_string_lossy().into_owned());
     into.push(Operation {
+        id: operation.id,
         name,
         module,
         output,
-        bytes,
-        seconds,
+        bytes: operation.bytes,
+        seconds: operation.seconds,
+        by_events: operation.by_events != 0,
+        held: Held::default(),
     });
 }
 

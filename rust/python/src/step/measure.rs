@@ -1,9 +1,13 @@
 //! The operations of a step, measured one by one.
-use faststep::engine::{measure, CallTraces};
+use faststep::engine::{
+    measure::{self, KINDS},
+    CallTraces, PlannedCalls,
+};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::Arguments,
+    memory_plan::window_of,
     run::{from_device, Given},
     Inner, Task,
 };
@@ -14,8 +18,18 @@ use crate::{
     tree::paths::dotted,
 };
 
-/// Name, module, output, bytes and seconds of an operation.
-pub type Measured = (String, String, String, usize, f64);
+/// Name, module, output, bytes and seconds of an operation, whether the device has timed it, memory while it runs by kind, and
+/// freed buffers that MLX keeps.
+pub type Measured = (
+    String,
+    String,
+    String,
+    usize,
+    f64,
+    bool,
+    [usize; KINDS.len()],
+    usize,
+);
 
 /// The operations that these arrays are computed from, and have no module yet, belong to this one; until a step is
 /// measured.
@@ -36,15 +50,12 @@ impl Inner {
     ) -> PyResult<Vec<Measured>> {
         let mut given = self.given(&mut user)?;
         let user = &user;
-        let task = match Task::of(accumulate, store.batches()) {
-            Task::Whole => Task::Whole,
-            _ => Task::Batch { fills: true },
-        };
+        let (task, calls) = window_of(accumulate, store);
         let needs = self.options.needs(task.accumulates());
         let mut prepared = store.prepare(&user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-            inner.measured(store, user, &prepared, given, task)
+            inner.measured(store, user, &prepared, given, (task, calls))
         });
         measure::clear_labels(); // of a trace that failed, too
         if let Some(undo) = undo {
@@ -60,13 +71,14 @@ impl Inner {
         user: &Arguments<'_>,
         prepared: &Prepared<'_>,
         given: &Given,
-        task: Task,
+        (task, calls): (Task, usize),
     ) -> Result<Vec<Measured>, Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let signature = store.signature()?;
         let varying = self.varying();
         let call = self.enter_host(store, user, given, true, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
+        let in_flight = self.in_flight();
         let CallTraces { trace, update } = self.traces.of(task).ok_or_else(missing)?;
         let mut trace = trace.again(self.host.clone()); // its operations get their modules while it is made
         let trace = &mut trace;
@@ -76,7 +88,12 @@ impl Inner {
             [] => String::new(),
         };
         let traces = CallTraces { trace, update };
-        let outcome = engine.measure(traces, call, &module, &mut holder);
+        let calls = PlannedCalls {
+            calls,
+            in_flight,
+            shown: &[], // after the first update its objects hold the step's arrays
+        };
+        let outcome = engine.measure(traces, call, calls, &module, &mut holder);
         let put_back = holder.show(engine, false);
         let stop = self.leave_host(user, given, &signature);
         put_back?;
@@ -91,6 +108,9 @@ impl Inner {
                         each.output,
                         each.bytes,
                         each.seconds,
+                        each.by_events,
+                        each.held.bytes,
+                        each.held.cache,
                     )
                 })
                 .collect()),

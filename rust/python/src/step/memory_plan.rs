@@ -1,5 +1,5 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
-use faststep::engine::{Plan, Role};
+use faststep::engine::{Plan, PlannedCalls, Role};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -69,11 +69,7 @@ impl Inner {
     ) -> PyResult<MemoryPlan> {
         let mut given = self.given(&mut user)?;
         let user = &user;
-        // plan a whole window, regardless of the batches in it now: its last call updates
-        let (task, calls) = match Task::of(accumulate, store.batches()) {
-            Task::Whole => (Task::Whole, 1),
-            _ => (Task::Batch { fills: true }, accumulate),
-        };
+        let (task, calls) = window_of(accumulate, store);
         let needs = self.options.needs(task.accumulates());
         let mut prepared = store.prepare_draft(&user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
@@ -85,6 +81,15 @@ impl Inner {
             store.discard();
         }
         Ok(outcome?.0.into())
+    }
+
+    // the calls that are under way at once
+    pub(super) fn in_flight(&self) -> usize {
+        if self.options.raises() {
+            0 // every step is waited for
+        } else {
+            self.options.in_flight
+        }
     }
 
     fn plan(
@@ -101,14 +106,15 @@ impl Inner {
         let varying = self.varying();
         let call = self.enter_host(store, user, given, true, &varying)?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
+        let in_flight = self.in_flight();
         let traces = self.traces.of(task).ok_or_else(missing)?;
-        let in_flight = if self.options.raises() {
-            0 // every step is waited for
-        } else {
-            self.options.in_flight
+        let calls = PlannedCalls {
+            calls,
+            in_flight,
+            shown: &shown,
         };
         let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
-        let outcome = engine.plan(traces, call, (calls, in_flight), &shown, &mut holder);
+        let outcome = engine.plan(traces, call, calls, &mut holder);
         let put_back = holder.show(engine, false);
         let stop = self.leave_host(user, given, &signature);
         put_back?;
@@ -118,6 +124,14 @@ impl Inner {
             (Err(_), Some(stop)) => Err(stop),
             (Err(error), None) => Err(from_device(&error)),
         }
+    }
+}
+
+/// The whole window, regardless of the batches in it now: the task of its last call, which updates, and how many there are.
+pub(super) fn window_of(accumulate: usize, store: &Store) -> (Task, usize) {
+    match Task::of(accumulate, store.batches()) {
+        Task::Whole => (Task::Whole, 1),
+        _ => (Task::Batch { fills: true }, accumulate),
     }
 }
 

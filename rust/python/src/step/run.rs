@@ -2,7 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::{
-    engine::{Call, Output, Rule, Task},
+    engine::{Call, Output, Rule, Stage, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -186,6 +186,7 @@ impl Inner {
         let name = |tensor: usize| dotted(signature.path(tensor));
         let outcome = engine.call(task, traces, call, &name, &mut holder);
         let done = matches!(outcome, Ok(_) | Err(Error::Nonfinite(_)));
+        store.clock.enter(Stage::Objects);
         let shown = holder.show(engine, done && task != Task::Gradients);
         let stop = self.leave_host(user, given, &signature);
         shown?;

@@ -19,6 +19,7 @@ using CUgraph = CUgraph_st*;
 using CUgraphNode = CUgraphNode_st*;
 using CUgraphExec = CUgraphExec_st*;
 using CUstream = CUstream_st*;
+using CUevent = CUevent_st*;
 using CUfunction = CUfunc_st*;
 using CUcontext = CUctx_st*;
 using CUdeviceptr = unsigned long long;

@@ -25,9 +25,13 @@ Driver load_driver() {
 #define FIND(name) find(all.name, #name)
   FIND(cuCtxGetCurrent);
   FIND(cuCtxSetCurrent);
+  FIND(cuEventCreate);
+  find(all.cuEventDestroy, "cuEventDestroy_v2");
+  FIND(cuEventElapsedTime);
   FIND(cuGetErrorString);
   FIND(cuGraphAddDependencies);
   FIND(cuGraphAddEmptyNode);
+  FIND(cuGraphAddEventRecordNode);
   FIND(cuGraphAddMemcpyNode);
   FIND(cuGraphCreate);
   FIND(cuGraphDestroy);

@@ -1,4 +1,4 @@
-// The functions of the CUDA driver that replay calls, looked up in the one that libmlx has loaded.
+// The functions of the CUDA driver that replay and the clock of operations call, looked up in the one that libmlx has loaded.
 #pragma once
 
 #include "cuda.h"
@@ -39,10 +39,14 @@ struct KernelNode {
 struct Driver {
   CUresult (*cuCtxGetCurrent)(CUcontext*);
   CUresult (*cuCtxSetCurrent)(CUcontext);
+  CUresult (*cuEventCreate)(CUevent*, unsigned flags);
+  CUresult (*cuEventDestroy)(CUevent);
+  CUresult (*cuEventElapsedTime)(float* milliseconds, CUevent from, CUevent to);
   CUresult (*cuFuncGetParamInfo)(CUfunction, size_t index, size_t* offset, size_t* size); // null before CUDA 12.4
   CUresult (*cuGetErrorString)(CUresult, const char**);
   CUresult (*cuGraphAddDependencies)(CUgraph, const CUgraphNode*, const CUgraphNode*, size_t);
   CUresult (*cuGraphAddEmptyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t);
+  CUresult (*cuGraphAddEventRecordNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, CUevent);
   CUresult (*cuGraphAddMemcpyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, const Copy*, CUcontext);
   CUresult (*cuGraphCreate)(CUgraph*, unsigned);
   CUresult (*cuGraphDestroy)(CUgraph);

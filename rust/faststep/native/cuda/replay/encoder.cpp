@@ -2,7 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 #include <string_view>
 
@@ -70,6 +72,11 @@ Encoder& encoder_of(mx::Stream stream) {
   }();
   static_cast<void>(checked);
   return encoder;
+}
+
+bool leaves_work_to_host(std::string_view name) {
+  constexpr std::string_view kinds[] = {"FFT", "Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
+  return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
 }
 
 void commit(Encoder& encoder) {

@@ -1,4 +1,4 @@
-// The private parts of MLX that replay needs: the members of the encoder that collects kernels into a CUDA graph
+// The private parts of MLX that replay and the clock of operations (op_clock.hpp) need: the members of the encoder that collects kernels into a CUDA graph
 // (mlx/backend/cuda/device.h), and two of its functions, which libmlx exports. No other file names any.
 //
 // `encoder_of` looks the functions up and holds the members against what a kernel of its own leaves in them.
@@ -11,6 +11,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -31,6 +32,9 @@ using Encoder = mx::cu::CommandEncoder;
 
 // The encoder of a stream of this thread. Throws where there is none, or where it is not the one that this was written for.
 Encoder& encoder_of(mx::Stream stream);
+
+// Whether primitives of that name leave work to the host, or to whoever reads a file or a network.
+bool leaves_work_to_host(std::string_view name);
 
 // Submits what the encoder has collected.
 void commit(Encoder& encoder);

@@ -15,12 +15,6 @@ namespace faststep::replay {
 
 namespace {
 
-// Primitives that leave work to the host, or to whoever reads a file or a network.
-bool is_refused(std::string_view name) {
-  constexpr std::string_view kinds[] = {"FFT", "Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
-  return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
-}
-
 // An array's memory of so many bytes, as MLX allocates it; its kernel is in the recording, which is thrown away.
 mx::array allocated(size_t bytes, mx::Stream stream) {
   auto words = bytes / 4;
@@ -77,7 +71,7 @@ void Recorder::count(const std::vector<mx::array>& tape) {
     if (array.primitive().stream() != capture_.stream_) {
       throw Refused(name + " runs on another stream or device");
     }
-    if (is_refused(name)) {
+    if (leaves_work_to_host(name)) {
       throw Refused(name + " leaves work to the host");
     }
     for (const auto& in : array.inputs()) {
