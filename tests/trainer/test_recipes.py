@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from faststep import Step, recipes
 from faststep.data import Loader, Pack, Pad
+from faststep.recipes._activations import gelu_approx
 from mlx.utils import tree_flatten
 
 Arrays = dict[str, mx.array]
@@ -268,6 +269,17 @@ def test_other_losses_beside_plain_mlx() -> None:
     assert recipes.mse()(model, x, y).item() == nn.losses.mse_loss(model(x), y).item()
     huber = recipes.LOSSES["huber_loss"](delta=0.3)(model, x, y)
     assert huber.item() == nn.losses.huber_loss(model(x), y, delta=0.3, reduction="mean").item()
+
+
+def test_gelu_is_that_of_mlx() -> None:
+    x = mx.concatenate([mx.linspace(-9, 9, 2001), mx.array([-1e4, -30.0, 30.0, 1e4])])
+
+    def both(gelu: Any) -> Any:
+        return mx.value_and_grad(lambda x: gelu(x).sum())(x)[1], gelu(x)
+
+    for got, wanted in zip(both(gelu_approx), both(nn.gelu_approx), strict=True):
+        assert mx.allclose(got, wanted, rtol=1e-6, atol=2e-6)
+    assert gelu_approx(x.astype(mx.bfloat16)).dtype == mx.bfloat16
 
 
 def test_windows_of_bytes(tmp_path: Path) -> None:

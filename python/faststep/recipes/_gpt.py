@@ -7,9 +7,10 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
+from faststep.recipes._activations import gelu_approx
 from faststep.recipes._embedding import rows
 
-ACTIVATIONS = {"relu2": nn.relu2, "gelu": nn.gelu_approx}
+ACTIVATIONS = {"relu2": nn.relu2, "gelu": gelu_approx}
 
 
 class Block(nn.Module):

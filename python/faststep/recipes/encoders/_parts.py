@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 import mlx.core as mx
 import mlx.nn as nn
 
+from faststep.recipes._activations import gelu_approx
+
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
-    "gelu_new": nn.gelu_approx,
-    "gelu_pytorch_tanh": nn.gelu_approx,
+    "gelu_new": gelu_approx,
+    "gelu_pytorch_tanh": gelu_approx,
     "relu": nn.relu,
     "silu": nn.silu,
 }
