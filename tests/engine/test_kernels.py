@@ -103,6 +103,47 @@ def test_the_next_process_compiles_nothing(child: Child, places: Places) -> None
     assert places.compiled == []
 
 
+# Ten kernels, the later ones with MLX's header precompiled.
+MANY = """
+import faststep
+import mlx.core as mx
+a = mx.arange(1000) / 1000
+for i in range(10):
+    f = lambda a: mx.exp(a) * a ** i + sum([mx.sin(a)] * i, a)
+    assert mx.array_equal(mx.compile(f)(a), f(a)).item(), i
+"""
+
+
+def test_the_header_of_many_kernels_is_precompiled(child: Child, places: Places) -> None:
+    child(MANY, **places.environment)
+    (header,) = places.cache.rglob("*.gch")
+    assert header.parts[-6:-4] == (mx.__version__, "precompiled")
+    assert [path for path in header.parent.iterdir() if path != header] == []
+    flag = f"-I {header.parents[3]}"
+    with_header = [flag in command for command in places.compiled]
+    assert not any(with_header[:5])
+    assert all(with_header[5:])
+
+    for library in places.kept:
+        library.unlink()
+    places.log.unlink()
+    child(MANY, **places.environment)
+    assert all(flag in command for command in places.compiled)  # in a process that finds it, the first one too
+    assert len(places.kept) == 10
+
+
+@pytest.mark.parametrize("damage", [0, 5_000_000])
+def test_a_damaged_header_is_replaced(child: Child, places: Places, damage: int) -> None:
+    child(MANY, **places.environment)
+    (header,) = places.cache.rglob("*.gch")
+    os.truncate(header, damage)
+    for library in places.kept:
+        library.unlink()
+    child(MANY, **places.environment)
+    assert len(places.kept) == 10
+    assert [path.stat().st_size > 5_000_000 for path in places.cache.rglob("*.gch")] == [True]
+
+
 def test_another_compiler_has_kernels_of_its_own(child: Child, places: Places) -> None:
     child(USE, **places.environment)
     child(USE, **places.environment, CPATH=os.fspath(places.temp))  # other headers may come of it

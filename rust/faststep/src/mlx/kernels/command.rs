@@ -4,6 +4,8 @@ use std::path::Path;
 /// Beginning and end of a command by `JitCompiler::build_command` in `mlx/backend/cpu/jit_compiler.cpp`.
 const BEGIN: &str = "g++ -std=c++17 -O3 -Wall -fPIC -shared ";
 const END: &str = "\" 2>&1";
+/// The beginning for a header: that of a command, but for the linker's flag.
+const BEGIN_HEADER: &str = "g++ -std=c++17 -O3 -Wall -fPIC ";
 
 /// A command of the form `g++ … <options> "<source>" -o "<library>" 2>&1`.
 pub struct Command<'a> {
@@ -33,6 +35,12 @@ impl<'a> Command<'a> {
         let (options, source, library) =
             (self.options, self.source.display(), self.library.display());
         format!("{BEGIN}{flags} {options} \"{source}\" -o \"{library}{END}")
+    }
+
+    /// The command that precompiles a header for this one with the same flags.
+    pub fn of_header(&self, flags: &str, source: &Path, result: &Path) -> String {
+        let (options, source, result) = (self.options, source.display(), result.display());
+        format!("{BEGIN_HEADER}{flags} {options} -x c++-header \"{source}\" -o \"{result}{END}")
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     sync::OnceLock,
 };
 
-use super::{command::Command, seal, source, FLAGS};
+use super::{command::Command, header::Header, seal, source, FLAGS};
 
 /// The compiler: whether it takes our flags, and a hash of all that a library depends on but for MLX's version and the
 /// kernel: the compiler, the flags, and what `native` is on this machine, instructions and sizes of caches.
@@ -44,6 +44,13 @@ pub fn compile(command: &Command) -> io::Result<()> {
     let ours = || {
         let text = fs::read_to_string(command.source)?;
         fs::write(command.source, source::independent(&text))?;
+        if let Some(header) = Header::of(command, &text, run) {
+            let done = run(&command.with_flags(&format!("{FLAGS} {}", header.flags())));
+            if done.is_ok() {
+                return done;
+            }
+            header.delete(); // it may be damaged
+        }
         run(&command.with_flags(FLAGS))
     };
     if !found().is_some_and(|it| it.flags) || ours().is_err() {

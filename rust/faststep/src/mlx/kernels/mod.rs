@@ -17,7 +17,8 @@
 //! ours need a place of their own, whose name has all else that they depend on, so that machines which share a home
 //! never load each other's. MLX compiles under a passing name and renames: processes may want the same kernel at once.
 //! MLX loads what it finds, and a library that is cut off or full of zeros ends the process: ours are sealed before they
-//! get their name (`seal.rs`), and what is broken is deleted before MLX looks for it (`store.rs`).
+//! get their name (`seal.rs`), and what is broken is deleted before MLX looks for it (`store.rs`). The header of all
+//! kernels is precompiled for a process that compiles several (`header.rs`): 0.12 s of the compiler's time in place of 0.4.
 //!
 //! # Limits
 //! Linux with glibc on x86-64, where it has been measured; elsewhere, and in an MLX with CUDA, whose kernels are others,
@@ -30,6 +31,7 @@
 
 mod command;
 mod compiler;
+mod header;
 mod seal;
 mod source;
 mod store;

@@ -75,8 +75,8 @@ fn ready(store: &Path) -> bool {
         && delete_broken(below[2]).is_ok()
 }
 
-// Return whether the directory exists or can be made, is this user's, and nobody else can write to it.
-fn make(directory: &Path) -> bool {
+/// Return whether the directory exists or can be made, is this user's, and nobody else can write to it.
+pub fn make(directory: &Path) -> bool {
     let made = DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -115,6 +115,18 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
             if error.kind() != io::ErrorKind::NotFound {
                 return Err(error);
             }
+        }
+    }
+    Ok(())
+}
+
+/// Deletes the files of a compilation of a header that was killed.
+pub fn delete_abandoned(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let is_passing = entry.file_name().as_encoded_bytes().starts_with(b"tmp_");
+        if is_passing && entry.metadata().is_ok_and(|found| is_abandoned(&found)) {
+            _ = fs::remove_file(entry.path());
         }
     }
     Ok(())
