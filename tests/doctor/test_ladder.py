@@ -126,6 +126,45 @@ def test_a_generator_is_enough(count: int) -> None:
     assert [each.name for each in found.rungs if each.status != "ok"] == [], str(found)
 
 
+def test_data_for_one_thread_are_no_fault(tmp_path: Path) -> None:
+    code = """
+def drawn():
+    while True:
+        rows = np.random.choice(160, 16)
+        yield mx.array(x[rows]), mx.array(y[rows])
+batches = drawn()
+"""
+    found = diagnosed(tmp_path, code, "data native prefetch")
+    (finding,) = found["findings"]
+    assert (finding["name"], finding["level"]) == ("one-thread", "note")
+    assert "draws from numpy.random" in finding["text"]
+    assert [each["status"] for each in found["rungs"]] == ["ok", "ok", "skipped"]
+
+
+def test_the_labels_of_a_gpu_s_cross_entropy_are_looked_at(tmp_path: Path) -> None:
+    code = """
+def loss_fn(model, x, y):
+    return mx.fast.cross_entropy(model(x), mx.where(y == 2, 7, y)).mean()
+"""
+    found = diagnosed(tmp_path, code, "data forward")
+    assert [each["name"] for each in found["findings"]] == ["labels-out-of-range"]
+    assert "labels go from 0 to 7" in found["findings"][0]["text"]
+
+
+@pytest.mark.parametrize("read", ["loss", "logits", "h"])
+def test_a_loss_that_reads_values_has_its_gradients(tmp_path: Path, read: str) -> None:
+    code = f"""
+def loss_fn(model, x, y):
+    h = model.layers[0](x)
+    logits = model.layers[2](nn.relu(h))
+    loss = nn.losses.cross_entropy(logits, y, reduction="mean")
+    {read}.max().item()
+    return loss
+"""
+    found = diagnosed(tmp_path, code, "data forward numbers")
+    assert found["findings"] == []
+
+
 def test_wrong_options_are_refused() -> None:
     parts = nn.Linear(2, 1), optim.SGD(0.1), lambda model, x: model(x).sum(), [mx.zeros((1, 2))]
     with pytest.raises(ValueError, match="rungs: expected names among data, "):

@@ -114,7 +114,7 @@ def _kind_of_memory(recording: Recording, kind: str, peak: Operation) -> Iterato
     then, own = getattr(peak.held, kind), getattr(most.held, kind)
     if own:
         share = "-" if kind == "cache" else f"{then / peak.held.in_use:.1%}"
-        flat = all(getattr(each.held, kind) == own for each in recording.operations)
+        flat = min(getattr(each.held, kind) for each in recording.operations) > 0.9 * own
         place = "all the time" if flat else _place(most)
         yield f"  {kind:<18}{then / _MIB:>11.2f}{share:>8}{own / _MIB:>11.2f}  {place}"
 

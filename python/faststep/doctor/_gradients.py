@@ -48,9 +48,10 @@ class Tracked:
         subject.model.update(before)
         flat: dict[str, mx.array] = dict(tree_flatten(gradients))
         constant = {name for name, each in flat.items() if _is_constant(graph(each))}
-        if not used and "[label" not in forward:
+        if not used and "[label" not in forward and constant == set(named):
             return [_constant_loss()]
-        unused, cut = sorted(set(named) - used), sorted(used & constant)
+        # a loss that reads values ends the graph of its forward pass where it does: gradients decide
+        unused, cut = sorted(constant - used), sorted(used & constant)
         found = []
         if unused:
             text = f"the loss does not depend on {_listed(unused)}: they get no gradient"

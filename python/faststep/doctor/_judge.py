@@ -56,7 +56,10 @@ def judge(rungs: list[Measured]) -> list[Finding]:
 
 
 def _of(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
-    if rung.status == "hangs":
+    if rung.name == "prefetch" and rung.status in ("hangs", "error"):
+        yield _one_thread(rung)
+        rung.status = "skipped"
+    elif rung.status == "hangs":
         yield _hang(rung)
     elif rung.status == "error":
         yield from _error(rung, known)
@@ -76,6 +79,15 @@ def _hang(rung: Measured) -> Finding:
     at = f" ({rung.at})" if rung.at else ""
     place = f", at {rung.place}" if rung.place else ""
     return Finding("hangs", "failure", f"{rung.title} hangs{at}{place}", remedy, code)
+
+
+def _one_thread(rung: Measured) -> Finding:
+    """Say that the data cannot be made in another thread: no fault where the rungs before took them in their own."""
+    message = str((rung.error or {}).get("message", "")).partition("\n")[0]
+    reason = f"a worker hangs, at {rung.place}" if rung.status == "hangs" else message
+    text = f"the data have to be made in the thread that trains: {reason}"
+    remedy = "nothing is wrong without a worker; mend it where data are waited for, and prefetching would help"
+    return Finding("one-thread", "note", text, remedy, _HANGS["prefetch"][1])
 
 
 def _error(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
