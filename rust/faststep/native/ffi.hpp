@@ -84,7 +84,7 @@ struct Reading {
   size_t cache;
 };
 
-// What memory is for.
+// The purpose of memory.
 enum class Kind : size_t {
   others, // of the process, and constants
   parameters,

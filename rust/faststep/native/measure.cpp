@@ -196,7 +196,7 @@ class Timer {
   size_t told_ = 0; // the operations before that one have their time
 };
 
-// What arrays are computed from, last things first.
+// List the nodes that arrays are computed from, last first.
 std::vector<mx::array> tape_of(const void* const* arrays, size_t count) {
   faststep::LazyArrays graph;
   std::vector<const mx::array*> roots;

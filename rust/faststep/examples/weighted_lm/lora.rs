@@ -23,7 +23,7 @@ use crate::{
 };
 
 const MODEL: &str = "model.safetensors";
-/// What is written of adapters, into each checkpoint.
+/// The file of adapters in each checkpoint.
 pub const ADAPTERS: &str = "adapters.safetensors";
 
 /// A linear layer in few bits, and the two matrices that train beside it.

@@ -66,7 +66,7 @@ pub struct Decoder<P: Projection = Linear> {
     norm: RmsNorm,
 }
 
-/// What is made of a linear layer.
+/// A conversion of linear layers into another layer.
 pub type To<'a, P> = dyn FnMut(Linear) -> Result<P, Exception> + 'a;
 
 // `gelu_approximate`, whose tanh and power take several times as long on a CPU: (1 + tanh(y)) / 2 = sigmoid(2 y)

@@ -18,11 +18,11 @@ class OpClock {
   OpClock(const OpClock&) = delete;
   OpClock& operator=(const OpClock&) = delete;
 
-  // Whether an operation's work is all kernels of this stream.
+  // True if an operation's work is all kernels of this stream.
   bool takes(const mlx::core::array& array) const;
   // Encode an operation, whose inputs have been evaluated or encoded.
   void evaluate(mlx::core::array array);
-  // Whether MLX would submit what has been encoded.
+  // True if MLX would submit what has been encoded.
   bool is_full() const;
   // Wait for all that has been encoded; the seconds of each operation since the last time.
   std::vector<double> finish();

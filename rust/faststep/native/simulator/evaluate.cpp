@@ -107,7 +107,7 @@ void Simulator::evaluate(Op& op, const Node& last) {
   }
 }
 
-// What an operation takes is of its kind, and what it writes over, too; what it only looks at stays of the kind that it was,
+// Mark the memory that an operation takes or writes over with its kind. Memory that it only views keeps the kind that it had,
 // unless the view has one of its own.
 void Simulator::mark(const Op& op, const Work& work) {
   auto kind = op.kind.value_or(Kind::others);

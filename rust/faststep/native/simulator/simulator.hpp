@@ -46,7 +46,7 @@ class Memory {
   Data allocate(size_t bytes);
   void release(const Buffer& buffer);
   void mark(Buffer& buffer, Kind kind);
-  // What is in use, by kind; what nobody has marked is of others.
+  // Bytes in use by kind; those that nobody has marked are of `others`.
   const std::array<size_t, kinds>& by_kind() const {
     return by_kind_;
   }

@@ -13,11 +13,11 @@ use crate::{
 /// The calls of a plan.
 #[derive(Clone, Copy, Debug)]
 pub struct PlannedCalls<'a> {
-    /// How many make one update.
+    /// Number of calls that make one update.
     pub calls: usize,
-    /// How many are under way at most.
+    /// Largest number of calls under way.
     pub in_flight: usize,
-    /// What the user's objects hold of parameters and state until the first update.
+    /// Arrays that the user's objects hold of parameters and state until the first update.
     pub shown: &'a [Array],
 }
 

@@ -197,7 +197,7 @@ impl Simulator {
         unsafe { faststep_simulator_record(self.0) }
     }
 
-    /// What has been written down, in the order of evaluation.
+    /// Return the recorded samples, in the order of evaluation.
     pub fn recorded(&self) -> Vec<Held> {
         let (mut held, mut count) = (ptr::null(), 0);
         // SAFETY: as in `begin`; a pointer and its number are written, and what is there is copied before another call.

@@ -251,7 +251,7 @@ impl<'a> Timeline<'a> {
         Ok(())
     }
 
-    /// What was in use while the operations of the last call ran.
+    /// Return the memory in use while the operations of the last call ran.
     pub fn recorded(&self) -> Vec<Held> {
         self.simulated.simulator.recorded()
     }

@@ -109,7 +109,7 @@ pub const KINDS: [&str; 9] = [
     "update",
 ];
 
-/// What memory is for.
+/// The purpose of memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(usize)]
 pub(crate) enum Kind {

@@ -32,7 +32,7 @@ pub struct Operation {
     pub bytes: usize,
     /// Its seconds, without what any evaluation takes.
     pub seconds: f64,
-    /// Whether the device has timed it; otherwise it was waited for.
+    /// True if the device has timed it; otherwise it was waited for.
     pub by_events: bool,
     /// Memory in use while it runs in a step.
     pub held: Held,
