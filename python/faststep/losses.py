@@ -13,6 +13,7 @@ FewBits = nn.QuantizedLinear | nn.QuantizedEmbedding
 
 _CHUNK_BYTES = {mx.cpu: 8 << 20, mx.gpu: 256 << 20}  # of logits; a GPU is slow at products with few rows
 _MIN_CHUNK = 256
+_FEW = 16  # tokens in proportion to the hidden size
 
 
 def linear_cross_entropy(
@@ -68,8 +69,9 @@ def linear_cross_entropy(
         reduction: "mean": the sum of the weighted losses by the sum of the weights of the tokens that count, 0 where
             none counts; "sum": the former; "none": the weighted losses, 0 for tokens that do not count.
         chunk_size: How many rows of `weight` are multiplied at a time. Default: as many as make 8 MiB of logits on a
-            CPU and 256 MiB on a GPU, in multiples of 256, the hidden size if that is more. A smaller chunk takes less
-            memory and, on a GPU, more time.
+            CPU and 256 MiB on a GPU, in multiples of 256, the hidden size if that is more; all of them where the tokens
+            are at most a sixteenth of the hidden size, so that logits are small beside a gradient of `weight`. A
+            smaller chunk takes less memory and, on a GPU, more time.
 
     Returns:
         The loss in nats, float32 (or float64, see above) [] or, with "none", [...].
@@ -152,7 +154,8 @@ class _Head:
         """
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.dtype = mx.result_type(hidden, weight.dtype, mx.float32)
-        size, vocabulary = chunk_size or _default_chunk(*hidden.shape), weight.shape[0]
+        vocabulary = weight.shape[0]
+        size = chunk_size or _default_chunk(hidden.shape[0], hidden.shape[1], vocabulary if weight.trains else None)
         self.chunks = [(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
         starts, ends = (mx.array(bounds)[:, None] for bounds in zip(*self.chunks, strict=True))
         # [chunks, tokens]: the label's column, clipped where it is in another chunk, and whether it is in this one. For
@@ -237,8 +240,13 @@ class _Head:
         return weight, bias.astype(self.dtype)
 
 
-def _default_chunk(tokens: int, size: int) -> int:
-    """Return how many rows of the weight make a chunk, for so many tokens and this hidden size."""
+def _default_chunk(tokens: int, size: int, vocabulary: int | None) -> int:
+    """Return how many rows of the weight make a chunk, for so many tokens and this hidden size.
+
+    A gradient of the weight is there twice, in chunks and whole: of few tokens all logits are far smaller than that.
+    """
+    if vocabulary is not None and _FEW * tokens <= size:
+        return vocabulary
     most = _CHUNK_BYTES[mx.default_device().type] // (4 * tokens)
     return max(most // _MIN_CHUNK * _MIN_CHUNK, size, _MIN_CHUNK)  # products of odd sizes are slow
 

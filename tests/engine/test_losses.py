@@ -348,6 +348,18 @@ def test_memory_of_a_step(frozen: bool) -> None:
     assert peaks["ours"] < LOGITS / 2
 
 
+def test_few_tokens_take_no_second_gradient_of_the_weight() -> None:
+    vocabulary, size, tokens = 72_000, 512, 32  # of which 8 MiB are 65,536 rows of logits
+    head = nn.Linear(size, vocabulary, bias=False)
+    x, targets = mx.random.normal((tokens, size)), mx.random.randint(0, vocabulary, (tokens,))
+    mx.eval(head.parameters(), x, targets)
+
+    def gradient(weight: mx.array, x: mx.array) -> mx.array:
+        return mx.grad(lambda weight: linear_cross_entropy(x, weight, targets))(weight)
+
+    assert peak(gradient, head.weight, x) < 1.5 * head.weight.nbytes
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
