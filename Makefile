@@ -97,7 +97,7 @@ test-python: $(STAMPS)/built $(STAMPS)/data ## pytest, with the examples of READ
 	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py
 
 test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; minutes of CUDA's compiler the first time
-	MLX_ENABLE_TF32=0 python -m pytest tests/step/test_replay.py tests/step/test_profile.py \
+	MLX_ENABLE_TF32=0 python -m pytest tests/step/test_replay.py tests/step/test_align.py tests/step/test_profile.py \
 		tests/step/test_errors.py::test_cuda_s_compiler_refuses_a_kernel \
 		tests/step/test_failures.py::test_a_step_without_memory_is_completed_when_there_is_some \
 		tests/trainer/test_tune.py::test_mlx_reads_the_settings_of_cuda

@@ -23,13 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batches = list[tuple[Tensor, Tensor]]
+Batch = tuple[Tensor, Tensor]
+Batches = list[Batch]
 StepFn = Callable[[Tensor, Tensor], Tensor]
 MODES: dict[str, dict[str, Any] | None] = {
     "PyTorch": None,
     "PyTorch, compiled": {},
     "PyTorch, compiled, reduce-overhead": {"mode": "reduce-overhead"},
+    "PyTorch, one CUDA graph": None,
+    "PyTorch, compiled, one CUDA graph": {},
 }
+ON_CUDA = tuple(MODES)[2:]
+WHOLE_STEP = tuple(MODES)[3:]  # in one CUDA graph
+WARM_UP = 3  # steps before a capture, as PyTorch's documentation has it
 
 
 class MLP(nn.Module):
@@ -119,9 +125,14 @@ def new_model(case: dict[str, Any], arrays: dict[str, Tensor], dtype: torch.dtyp
     return model.to(case["device"], dtype)
 
 
-def new_step(case: dict[str, Any], model: nn.Module, options: dict[str, Any] | None, autocast: bool) -> StepFn:
+def new_step(
+    case: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any] | None,
+    autocast: bool,
+) -> StepFn:
     """Return the step as PyTorch's documentation writes it; with options, model and loss are compiled."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x).float().flatten(0, -2), y.flatten())
@@ -139,6 +150,40 @@ def new_step(case: dict[str, Any], model: nn.Module, options: dict[str, Any] | N
         return loss.detach()
 
     return step
+
+
+class Captured:
+    """The whole step as one CUDA graph: gradients, clipping and update.
+
+    Captured as PyTorch's documentation has it, behind some steps on a stream of its own; parameters and moments are
+    then as they were.
+    """
+
+    def __init__(self, step: StepFn, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        self.model, self.optimizer = model, optimizer  # whose arrays the graph reads and writes
+        self.batch = tuple(array.clone() for array in batch)
+        initial = [parameter.detach().clone() for parameter in model.parameters()]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                step(*self.batch)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = step(*self.batch)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), initial, strict=True):
+                parameter.copy_(value)
+                for array in optimizer.state[parameter].values():
+                    array.zero_()
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Take a step; the next one writes over the loss."""
+        for array, value in zip(self.batch, (x, y), strict=True):
+            array.copy_(value)
+        self.graph.replay()
+        return self.loss
 
 
 def run_block(step: StepFn, batches: Batches, count: int) -> float:
@@ -165,12 +210,15 @@ def build(
     steps: dict[str, StepFn] = {}
     built: dict[str, Any] = {}
     for precision, (mode, options) in itertools.product(case["precisions"], MODES.items()):
-        if options and case["device"] == "cpu":
-            continue  # reduce-overhead is about CUDA graphs
+        if mode in ON_CUDA and case["device"] == "cpu":
+            continue
         name = mode + (", autocast" if precision == "autocast" else "")
         with Peak(case["device"]) as peak:
             model = new_model(case, arrays, torch.bfloat16 if precision == "bfloat16" else torch.float32)
-            steps[name] = new_step(case, model, options, precision == "autocast")
+            graph = mode in WHOLE_STEP
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True, capturable=graph)
+            step = new_step(case, model, optimizer, options, precision == "autocast")
+            steps[name] = Captured(step, model, optimizer, batches[0]) if graph else step
             losses = [float(steps[name](*batch)) for batch in batches]
         built[name] = {"losses": losses[:1], "peak": peak.bytes}  # MLX's AdamW does not correct the bias
     return steps, built

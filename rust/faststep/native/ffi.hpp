@@ -168,6 +168,9 @@ void faststep_labels_clear() noexcept;
 
 // Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
+// On CUDA: products of odd dimensions of a lazy graph are padded for cuBLAS, and a cross entropy reads half precision itself:
+// what stands for each of these arrays.
+int faststep_align(const void* const* arrays, size_t count, void** aligned);
 // Put the operations of a trace that makes these gradients in order; values are the same.
 int faststep_order(const void* const* gradients, size_t count);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is.

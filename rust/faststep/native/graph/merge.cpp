@@ -15,6 +15,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "graph/rewrite.hpp"
 #include "status.hpp"
 
 namespace mx = mlx::core;
@@ -27,10 +28,6 @@ bool is_noop(const mx::array& a) {
   return name == "StopGradient" || name == "Copy";
 }
 
-bool is_pending(const mx::array& a) {
-  return a.has_primitive() && a.status() == mx::array::Status::unscheduled;
-}
-
 bool is_constant(const mx::array& a) {
   return a.is_available() && a.ndim() == 0;
 }
@@ -41,61 +38,23 @@ uint64_t bits(const mx::array& constant) {
   return bits;
 }
 
-class Merge {
- public:
-  // What stands for an array and for all that it is made of.
-  mx::array run(const mx::array& root) {
-    std::vector<std::pair<mx::array, size_t>> path{{root, 0}};
-    while (!path.empty()) {
-      auto& [a, next] = path.back();
-      if (known_.count(a.id()) == 0 && is_pending(a) && next < a.inputs().size()) {
-        auto input = a.inputs()[next++];
-        path.emplace_back(std::move(input), 0); // the references above are gone
-        continue;
-      }
-      resolve(mx::array(a));
-      path.pop_back();
-    }
-    return known_.at(root.id());
+class Merge : public faststep::Rewrite {
+  mx::array leaf(const mx::array& a) override {
+    return is_constant(a) ? same_constant(a) : a;
   }
 
- private:
-  // Everything that the array is made of is known.
-  void resolve(mx::array a) {
-    if (known_.count(a.id()) != 0) {
-      return;
-    }
-    if (!is_pending(a)) {
-      know({a}, is_constant(a) ? same_constant(a) : std::vector{a});
-    } else if (is_noop(a)) {
-      know({a}, {known_.at(a.inputs()[0].id())});
-    } else {
-      auto outputs = a.outputs();
-      for (auto& output : outputs) {
-        for (auto& input : output.inputs()) {
-          input = known_.at(input.id());
-        }
-      }
-      auto same = same_operation(outputs);
-      know(outputs, same);
-    }
+  std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
+    return is_noop(outputs[0]) ? outputs[0].inputs() : same_operation(outputs);
   }
 
-  void know(const std::vector<mx::array>& arrays, const std::vector<mx::array>& same) {
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      known_.emplace(arrays[i].id(), same[i]);
-      held_.push_back(arrays[i]); // an id is that of another array once the first is gone
-    }
-  }
-
-  std::vector<mx::array> same_constant(const mx::array& a) {
+  mx::array same_constant(const mx::array& a) {
     for (auto& other : constants_[bits(a)]) {
       if (other.dtype() == a.dtype()) {
-        return {other};
+        return other;
       }
     }
     constants_[bits(a)].push_back(a);
-    return {a};
+    return a;
   }
 
   std::vector<mx::array> same_operation(const std::vector<mx::array>& outputs) {
@@ -134,10 +93,8 @@ class Merge {
     return p.is_equivalent(q);
   }
 
-  std::unordered_map<uintptr_t, mx::array> known_;
   std::unordered_map<uint64_t, std::vector<mx::array>> constants_;
   std::unordered_map<size_t, std::vector<std::vector<mx::array>>> operations_;
-  std::vector<mx::array> held_;
 };
 
 } // namespace

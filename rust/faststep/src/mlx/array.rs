@@ -4,18 +4,22 @@
 //! and may be used from any thread that owns the arrays that it passes.
 #![allow(unsafe_code)]
 
-use std::{ffi::c_void, ptr};
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+};
 
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_array_has_rows, faststep_array_holders, faststep_array_hollow,
+    check, faststep_align, faststep_array_has_rows, faststep_array_holders, faststep_array_hollow,
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
     faststep_merge, faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle,
-    handles, made, owned,
+    handles, made, owned, Handles, New,
 };
+use super::join;
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
 #[must_use]
@@ -130,21 +134,31 @@ pub(crate) fn is_zero(array: &Array) -> bool {
     unsafe { faststep_array_is_zero(handle(array)) != 0 }
 }
 
-/// The same lazy arrays, equal operations behind them merged: what MLX's compilation would lose otherwise.
+/// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, and
+/// on CUDA odd dimensions of products are padded.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
-pub(crate) fn merged(arrays: &[Array]) -> Result<Vec<Array>> {
+pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
+    let merged = each(arrays, faststep_merge)?;
+    if join::is_cuda() {
+        each(&merged, faststep_align)
+    } else {
+        Ok(merged)
+    }
+}
+
+/// What a rewrite of a lazy graph makes of each array.
+fn each(
+    arrays: &[Array],
+    rewrite: unsafe extern "C" fn(Handles, usize, *mut New) -> c_int,
+) -> Result<Vec<Array>> {
     let handles = handles(arrays);
-    let mut merged = vec![ptr::null_mut(); arrays.len()];
+    let mut made = vec![ptr::null_mut(); arrays.len()];
     // SAFETY: as in `recover`; there is room for as many arrays as there are, and all are written.
     unsafe {
-        check(faststep_merge(
-            handles.as_ptr(),
-            handles.len(),
-            merged.as_mut_ptr(),
-        ))?;
-        Ok(merged.into_iter().map(|array| owned(array)).collect())
+        check(rewrite(handles.as_ptr(), handles.len(), made.as_mut_ptr()))?;
+        Ok(made.into_iter().map(|array| owned(array)).collect())
     }
 }
 

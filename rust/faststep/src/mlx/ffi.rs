@@ -173,6 +173,7 @@ extern "C" {
     pub(crate) fn faststep_array_random_state(draw: Handle, state: *mut New) -> c_int;
 
     pub(crate) fn faststep_merge(arrays: Handles, count: usize, merged: *mut New) -> c_int;
+    pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_straight(gradient: Handle, straight: *mut New) -> c_int;
     pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;

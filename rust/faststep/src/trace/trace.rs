@@ -83,7 +83,7 @@ impl Trace {
                 quantized::rewrite(inputs, &values).map_err(&note)?;
                 counts.replace(made);
                 if compiled {
-                    array::merged(&values)
+                    array::rewritten(&values)
                 } else {
                     Ok(values)
                 }

@@ -1,0 +1,82 @@
+// A lazy graph made anew from what it begins with, operation by operation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "mlx/mlx.h"
+
+namespace faststep {
+
+class Rewrite {
+ public:
+  virtual ~Rewrite() = default;
+
+  // The array that takes an array's place.
+  mlx::core::array run(const mlx::core::array& root) {
+    std::vector<std::pair<mlx::core::array, size_t>> path{{root, 0}};
+    while (!path.empty()) {
+      auto& [a, next] = path.back();
+      if (known_.count(a.id()) == 0 && is_pending(a) && next < a.inputs().size()) {
+        auto input = a.inputs()[next++];
+        path.emplace_back(std::move(input), 0); // the references above are gone
+        continue;
+      }
+      resolve(mlx::core::array(a));
+      path.pop_back();
+    }
+    return known_.at(root.id());
+  }
+
+ protected:
+  // The array that takes the place of one that is there, or is an input of the trace.
+  virtual mlx::core::array leaf(const mlx::core::array& a) {
+    return a;
+  }
+
+  // The arrays that take the place of an operation's outputs, whose inputs have been replaced.
+  virtual std::vector<mlx::core::array> operation(const std::vector<mlx::core::array>& outputs) = 0;
+
+  // Keeps an array for as long as this lives: an id is that of another array once the first is gone.
+  void hold(const mlx::core::array& a) {
+    held_.push_back(a);
+  }
+
+ private:
+  static bool is_pending(const mlx::core::array& a) {
+    return a.has_primitive() && a.status() == mlx::core::array::Status::unscheduled;
+  }
+
+  // Everything that the array is made of is known.
+  void resolve(const mlx::core::array& a) {
+    if (known_.count(a.id()) != 0) {
+      return;
+    }
+    if (!is_pending(a)) {
+      know({a}, {leaf(a)});
+      return;
+    }
+    auto outputs = a.outputs();
+    for (auto& output : outputs) {
+      for (auto& input : output.inputs()) {
+        input = known_.at(input.id());
+      }
+    }
+    know(outputs, operation(outputs));
+  }
+
+  void know(const std::vector<mlx::core::array>& arrays, const std::vector<mlx::core::array>& places) {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      known_.emplace(arrays[i].id(), places[i]);
+      hold(arrays[i]);
+    }
+  }
+
+  std::unordered_map<std::uintptr_t, mlx::core::array> known_;
+  std::vector<mlx::core::array> held_;
+};
+
+} // namespace faststep
