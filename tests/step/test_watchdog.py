@@ -59,6 +59,7 @@ def test_a_loss_that_waits_is_reported_with_its_line_and_its_batch(tmp_path: Pat
     assert text.count("no progress for") == 1
     assert "calling the loss function" in text
     assert "batch: 0.x float32 [3, 4]" in text
+    assert "traces: 2 so far" in text
     assert "available in the machine" in text
 
 

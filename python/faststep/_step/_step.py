@@ -331,9 +331,10 @@ class Step:
             facts: More lines, by name.
 
         Returns:
-            The stage and what to do, the batch, the size of the graph, memory, and the stacks of all threads.
+            The stage and what to do, the batch, the size of the graph, traces, memory, and the stacks of all threads.
         """
-        facts = {**(facts or {}), "graph": f"{self._program.core.stage()[2]} operations"}
+        _, _, operations, traces = self._program.core.stage()
+        facts = {**(facts or {}), "graph": f"{operations} operations", "traces": f"{traces} so far"}
         return hang_report(stage, seconds, facts, type(self).__call__.__code__)
 
     @property

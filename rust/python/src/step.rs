@@ -217,12 +217,12 @@ impl Step {
         events.collect()
     }
 
-    /// Return the state of a call, for any thread: the stage, the number of stages entered so far, and the number of
-    /// operations of the graph that was evaluated last.
-    fn stage(&self) -> (&'static str, u64, usize) {
+    /// Return the state of a call, for any thread: the stage, the number of stages entered so far, the number of operations
+    /// of the graph that was evaluated last, and how often the loss function was called for a trace.
+    fn stage(&self) -> (&'static str, u64, usize, usize) {
         let clock = &self.shared.clock;
         let (stage, entered) = clock.now();
-        (stage.name(), entered, clock.operations())
+        (stage.name(), entered, clock.operations(), clock.traces())
     }
 
     /// Wait for all work in flight.

@@ -82,6 +82,7 @@ struct Recording {
 pub struct StageClock {
     stage: AtomicU64, // in the lowest byte, below the number of stages entered
     operations: AtomicUsize,
+    traces: AtomicUsize,
     records: AtomicBool,
     recording: Mutex<Option<Recording>>,
 }
@@ -92,6 +93,9 @@ impl StageClock {
         let entered = (self.stage.load(Ordering::Relaxed) >> 8) + 1;
         self.stage
             .store(entered << 8 | stage as u64, Ordering::Relaxed);
+        if stage == Stage::Trace {
+            self.traces.fetch_add(1, Ordering::Relaxed);
+        }
         if self.records.load(Ordering::Relaxed) {
             self.record(stage);
         }
@@ -146,6 +150,12 @@ impl StageClock {
         let now = self.stage.load(Ordering::Relaxed);
         let stage = ALL.get((now & 0xff) as usize).copied();
         (stage.unwrap_or_default(), now >> 8)
+    }
+
+    /// The number of times that the loss function was called for a trace.
+    #[must_use]
+    pub fn traces(&self) -> usize {
+        self.traces.load(Ordering::Relaxed)
     }
 
     /// The number of operations of the graph that was evaluated last.
