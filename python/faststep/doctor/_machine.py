@@ -134,7 +134,7 @@ def _compiler() -> Line:
 
 
 def kernel_folder() -> Path:
-    """Return where compiled kernels of the CPU are kept."""
+    """Return where compiled kernels are kept."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "mlx-faststep"
 
@@ -152,7 +152,7 @@ def _kernels() -> Line:
         files: list[Path] = []
     else:
         folder, name = kernel_folder(), str(kernel_folder())
-        files = list(folder.rglob("*.so"))
+        files = [*folder.rglob("*.so"), *folder.rglob("*.cubin")]
     known = f"{name}: {len(files)} kernels, {sum(map(_size_of, files)) / 1e6:.1f} MB"
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not os.access(there, os.W_OK):
@@ -161,6 +161,8 @@ def _kernels() -> Line:
     if os.statvfs(there).f_flag & os.ST_NOEXEC:
         remedy = "set XDG_CACHE_HOME to a folder on another file system"
         return Line("kernels", "warning", f"{there} is mounted noexec: kernels there cannot be loaded", remedy)
+    if own := os.environ.get("MLX_PTX_CACHE_DIR"):
+        known += f"; those of CUDA in {own} (MLX_PTX_CACHE_DIR)"
     return Line("kernels", "ok", known)
 
 

@@ -228,6 +228,8 @@ void* faststep_temp_directory_path(bool (*find)(char* path, size_t size)) noexce
 
 // Return whether arrays are computed by CUDA unless told otherwise.
 int faststep_is_cuda() noexcept;
+// Have MLX ask for each fused kernel that lazy arrays are computed from, as if it were to run.
+int faststep_ask_kernels(const void* const* arrays, size_t count);
 // Parts of one dtype, which agree in all axes but the first, joined along it by one kernel, and the sums of squares of its
 // tiles in float32.
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares);

@@ -48,13 +48,13 @@ fn bind_blas(library: PathBuf) -> PyResult<usize> {
     }
 }
 
-/// Have MLX's CPU kernels compiled for this processor; returns whether they are, here.
+/// Have MLX's kernels compiled for this processor, or several at a time for CUDA; returns whether they are, here.
 #[pyfunction]
 fn bind_kernels() -> PyResult<bool> {
     kernels::bind().map_err(|error| rebind_error(&error))
 }
 
-/// Return how many of MLX's CPU kernels this process has compiled, or begun to compile.
+/// Return how many of MLX's kernels this process has compiled, or begun to compile.
 #[pyfunction]
 fn compiled_kernels() -> usize {
     kernels::compiled()

@@ -13,7 +13,7 @@ use crate::{
     error::{Error, Result},
     evaluation::Evaluated,
     layout::aux_state::Open,
-    mlx::{array, fuse, graph::Graph},
+    mlx::{array, fuse, graph::Graph, kernels},
     trace::{CallTraces, Options, Outputs, Part, Recipe, Task, Trace},
 };
 
@@ -216,7 +216,7 @@ impl Engine {
             }
         };
         self.seconds.build += started.elapsed().as_secs_f64();
-        self.enter_evaluation(trace, &inputs, &outputs);
+        self.enter_evaluation(trace, &inputs, &outputs, owner);
         let updates = !outputs.parameters.is_empty();
         let mut work = Work {
             inputs: Some(inputs),
@@ -238,10 +238,17 @@ impl Engine {
         Ok((work.outputs, updates))
     }
 
-    fn enter_evaluation(&self, trace: &mut Trace, inputs: &[Array], outputs: &Outputs) {
+    fn enter_evaluation(
+        &self,
+        trace: &mut Trace,
+        inputs: &[Array],
+        outputs: &Outputs,
+        owner: &mut dyn Owner,
+    ) {
+        let all = outputs.before_update().chain(outputs.update());
+        let all: Vec<&Array> = all.filter(|_| !trace.evaluated.warm).collect();
         if !trace.evaluated.warm {
-            let all = outputs.before_update().chain(outputs.update());
-            let all: Vec<Array> = all.cloned().collect();
+            let all: Vec<Array> = all.iter().copied().cloned().collect();
             trace.operations = Graph::new(inputs, &all).map_or(0, |graph| graph.len());
             trace.collective = array::ranks(&all) > 1;
         }
@@ -252,6 +259,9 @@ impl Engine {
                 (false, true) => Stage::Evaluation,
                 (false, false) => Stage::FirstEvaluation,
             });
+        if !all.is_empty() {
+            owner.unlocked(&mut || kernels::ask(&all));
+        }
     }
 
     // loss and gradients; nothing changes

@@ -237,6 +237,7 @@ extern "C" {
     ) -> *mut c_void;
 
     pub(crate) fn faststep_is_cuda() -> c_int;
+    pub(crate) fn faststep_ask_kernels(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_pack(
         parts: Handles,
         count: usize,

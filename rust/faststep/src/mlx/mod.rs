@@ -4,7 +4,7 @@
 //!
 //! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
 //! `quantized` rewrite the lazy graph; before each evaluation `fuse` lets its kernels write over their inputs; `blas`,
-//! `openblas` and `kernels` are what the CPU computes it by.
+//! `openblas` and `kernels` are what it is computed by.
 pub mod array;
 pub mod blas;
 pub(crate) mod ffi;

@@ -21,17 +21,20 @@
 //! kernels is precompiled for a process that compiles several (`header.rs`): 0.12 s of the compiler's time in place of 0.4.
 //!
 //! # Limits
-//! Linux with glibc on x86-64, where it has been measured; elsewhere, and in an MLX with CUDA, whose kernels are others,
-//! [`bind`] does nothing. What C++ leaves undefined, an infinity or NaN as an integer, may come out as another number.
-//! It lasts as long as the process; libraries already loaded stay.
+//! Linux with glibc on x86-64, where it has been measured; elsewhere [`bind`] does nothing. In an MLX with CUDA the kernels
+//! are others (`cuda.rs`), and those of its CPU are left alone. What C++ leaves undefined, an infinity or NaN as an integer,
+//! may come out as another number. It lasts as long as the process; libraries already loaded stay.
 //!
 //! # Threads
 //! MLX compiles one kernel at a time, under a lock of its own; both functions may be called from any thread.
 #![allow(unsafe_code)]
 
+mod ahead;
 mod command;
 mod compiler;
+mod cuda;
 mod header;
+mod nvrtc;
 mod seal;
 mod source;
 mod store;
@@ -73,7 +76,8 @@ pub const FLAGS: &str =
 const POPEN: &CStr = c"popen";
 const TEMP_DIRECTORY_PATH: &CStr = c"_ZNSt10filesystem19temp_directory_pathB5cxx11Ev";
 
-/// Has MLX's CPU kernels compiled with [`FLAGS`] from now on; whether it does so here.
+/// Has MLX's CPU kernels compiled with [`FLAGS`] from now on, and those of an MLX with CUDA several at a time and once for
+/// this user; whether it does so here.
 ///
 /// They are kept in `mlx-faststep` below `XDG_CACHE_HOME` or `~/.cache`; where that cannot be, in `mlx-faststep-` and the
 /// user's number below the temporary directory; and where that cannot be either, in a directory there that is this
@@ -83,8 +87,11 @@ const TEMP_DIRECTORY_PATH: &CStr = c"_ZNSt10filesystem19temp_directory_pathB5cxx
 /// When libmlx is not loaded or its table of functions cannot be written.
 pub fn bind() -> Result<bool, RebindError> {
     let imports = Imports::of_mlx()?;
+    if has_cuda() {
+        return cuda::bind(&imports);
+    }
     let known = imports.have(POPEN) && imports.have(TEMP_DIRECTORY_PATH);
-    if !known || !cfg!(target_arch = "x86_64") || has_cuda() {
+    if !known || !cfg!(target_arch = "x86_64") {
         return Ok(false);
     }
     store::locate();
@@ -98,6 +105,8 @@ pub fn bind() -> Result<bool, RebindError> {
     })?;
     Ok(true)
 }
+
+pub(crate) use cuda::ask;
 
 /// Return the number of kernels that this process has compiled, or begun to.
 #[must_use]
@@ -194,9 +203,16 @@ fn may_hold_libraries(directory: &Path) -> bool {
     };
     let mut system = MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: `path` ends with a NUL; `system` is read only when statvfs has filled it in.
-    unsafe {
-        libc::access(path.as_ptr(), libc::W_OK | libc::X_OK) == 0
-            && libc::statvfs(path.as_ptr(), system.as_mut_ptr()) == 0
-            && system.assume_init().f_flag & NOEXEC == 0
-    }
+    is_writable(directory)
+        && unsafe {
+            libc::statvfs(path.as_ptr(), system.as_mut_ptr()) == 0
+                && system.assume_init().f_flag & NOEXEC == 0
+        }
+}
+
+/// Whether this process may make files in a directory.
+fn is_writable(directory: &Path) -> bool {
+    let path = CString::new(directory.as_os_str().as_encoded_bytes());
+    // SAFETY: the path ends with a NUL.
+    path.is_ok_and(|path| unsafe { libc::access(path.as_ptr(), libc::W_OK | libc::X_OK) == 0 })
 }

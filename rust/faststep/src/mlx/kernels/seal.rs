@@ -23,10 +23,16 @@ pub fn seal(library: &Path) -> io::Result<()> {
 
 /// Return whether a library is as it was when it was sealed.
 pub fn is_whole(library: &Path) -> bool {
-    fs::read(library).is_ok_and(|contents| {
-        let split = contents.len().checked_sub(of(&[]).len());
-        split.is_some_and(|split| contents[split..] == of(&contents[..split]))
-    })
+    contents(library).is_some()
+}
+
+/// What was sealed, where the file is as it was then.
+pub fn contents(file: &Path) -> Option<Vec<u8>> {
+    let mut contents = fs::read(file).ok()?;
+    let split = contents.len().checked_sub(of(&[]).len())?;
+    let is_whole = contents[split..] == of(&contents[..split]);
+    contents.truncate(split);
+    is_whole.then_some(contents)
 }
 
 fn of(contents: &[u8]) -> [u8; 32] {

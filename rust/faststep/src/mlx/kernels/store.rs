@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use super::{compiler, may_hold_libraries, mlx_version, seal, user};
+use super::{compiler, is_writable, may_hold_libraries, mlx_version, seal, user};
 
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
@@ -56,6 +56,37 @@ pub fn open() -> Option<PathBuf> {
         })
     });
     shared.or_else(|| own().filter(|own| ready(own)))
+}
+
+/// The directory for what NVRTC makes for this MLX and that device, made where it is missing; `None` where no place can be
+/// used. Its files have names for all else that they depend on.
+pub fn of_cuda(architecture: &str) -> Option<PathBuf> {
+    static OPEN: Mutex<Option<PathBuf>> = Mutex::new(None);
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let name = format!("cuda-{}-{architecture}", mlx_version()?);
+    let known = open
+        .as_ref()
+        .filter(|it| it.ends_with(&name) && it.is_dir());
+    if known.is_none() {
+        let mut places = PLACES.get()?.iter();
+        *open = places.find_map(|place| {
+            let store = place.join(&name);
+            (make(place) && make(&store) && is_writable(&store)).then_some(store)
+        });
+        if let Some(store) = &*open {
+            delete_abandoned(store);
+        }
+    }
+    open.clone()
+}
+
+fn delete_abandoned(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let is_passing = entry.file_name().to_string_lossy().starts_with("tmp_");
+        if is_passing && entry.metadata().is_ok_and(|found| is_abandoned(&found)) {
+            _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// Return whether a file lies in the store.
