@@ -244,8 +244,9 @@ int faststep_replay_new(
     const void* const* into,
     size_t n_carried,
     void** capture);
-// Records it once, when nobody else holds `from`; the message of a failure says why it cannot be captured.
-int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo* info);
+// Record it once, when nobody else holds `from`. `learns` is another one of the same graph, made anew, of no use any more
+// then. The message of a failure says why it cannot be captured.
+int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info);
 // Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
 // Copies arrays, lazy ones too, into static ones and replays. `launched`: copies of these of the results, each of at most 8

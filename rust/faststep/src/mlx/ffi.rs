@@ -255,8 +255,8 @@ extern "C" {
         capture: *mut *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_replay_record(
+        learns: *mut c_void,
         capture: *mut c_void,
-        retained: usize,
         info: *mut CaptureInfo,
     ) -> c_int;
     pub(crate) fn faststep_replay_is_valid(capture: *const c_void) -> c_int;

@@ -24,6 +24,14 @@ pub(crate) use super::ffi::CaptureInfo;
 /// The bytes of a result that a launch copies itself (`native/cuda/replay/scalars.hpp`).
 pub(crate) const SMALL: usize = 8;
 
+/// A lazy graph to be captured.
+pub(crate) struct Computed {
+    /// What it gives.
+    pub results: Vec<Array>,
+    /// Values, each with the array whose memory it goes to.
+    pub carried: Vec<(Array, Array)>,
+}
+
 /// A CUDA graph with its memory.
 #[derive(Debug)]
 pub(crate) struct Capture {
@@ -33,18 +41,25 @@ pub(crate) struct Capture {
 }
 
 impl Capture {
-    /// Record what `results` and the first of each pair are computed from, without computing anything. A replay leaves the
-    /// value of the first in the memory of the second. So many bytes that are free are not used again at once.
+    /// Record what the results of a graph and the first of each pair are computed from, without computing anything. A replay
+    /// leaves the value of the first in the memory of the second. The graph is made twice: the first time to learn what memory
+    /// it takes.
     ///
     /// # Errors
     /// The reason why it cannot be captured.
-    pub fn record(
-        results: &[Array],
-        carried: Vec<(Array, Array)>,
-        retained: usize,
-    ) -> Result<Self> {
-        let results = handles(results);
-        let (from, into): (Vec<_>, Vec<_>) = carried.into_iter().unzip();
+    pub fn record(mut graph: impl FnMut() -> Result<Computed>) -> Result<Self> {
+        let learns = Self::of(graph()?)?;
+        let mut capture = Self::of(graph()?)?;
+        // SAFETY: two captures of one graph, and room for what the second consists of.
+        check(unsafe {
+            faststep_replay_record(learns.graph, capture.graph, &raw mut capture.info)
+        })?;
+        Ok(capture)
+    }
+
+    fn of(graph: Computed) -> Result<Self> {
+        let results = handles(&graph.results);
+        let (from, into): (Vec<_>, Vec<_>) = graph.carried.into_iter().unzip();
         let mut graph = ptr::null_mut();
         // SAFETY: live arrays and the number of each list.
         check(unsafe {
@@ -59,13 +74,10 @@ impl Capture {
             )
         })?;
         drop(from); // the capture is the only one to hold them
-        let mut capture = Self {
+        Ok(Self {
             graph,
             info: CaptureInfo::default(),
-        };
-        // SAFETY: a capture, and room for what it consists of.
-        check(unsafe { faststep_replay_record(graph, retained, &raw mut capture.info) })?;
-        Ok(capture)
+        })
     }
 
     /// Return whether the memory that the graph reads lies where it did.

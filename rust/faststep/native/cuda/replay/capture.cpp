@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
@@ -24,11 +25,6 @@ class KeepAll {
   KeepAll(const KeepAll&) = delete;
   KeepAll& operator=(const KeepAll&) = delete;
 
-  // What MLX is told to keep otherwise.
-  size_t cache_limit() const {
-    return cache_;
-  }
-
  private:
   static constexpr size_t all = size_t{1} << 60;
   size_t cache_, memory_;
@@ -43,6 +39,9 @@ Capture::Capture(std::vector<mx::array> results, std::vector<mx::array> from, st
       stream_(mx::default_stream(mx::Device::gpu)) {}
 
 Capture::~Capture() {
+  if (block_ != nullptr) {
+    block_->end(); // before its buffers go
+  }
   if (exec_ != nullptr) {
     driver().cuCtxSetCurrent(context_); // any thread may be the last to let go
     driver().cuStreamSynchronize(queue_);
@@ -50,14 +49,25 @@ Capture::~Capture() {
   }
 }
 
-void Capture::record(size_t retained) {
+Learnt Capture::learn() {
+  auto& encoder = encoder_of(stream_);
+  mx::synchronize(stream_);
+  check(driver().cuCtxGetCurrent(&context_), "cuCtxGetCurrent");
+  mx::clear_cache();
+  KeepAll keep;
+  return Recorder(*this, encoder, nullptr, nullptr).learn();
+}
+
+void Capture::record(const Learnt& learnt) {
   auto& encoder = encoder_of(stream_);
   queue_ = encoder.stream();
   mx::synchronize(stream_);
   check(driver().cuCtxGetCurrent(&context_), "cuCtxGetCurrent");
   mx::clear_cache();
   KeepAll keep;
-  Recorder(*this, encoder, std::min(retained, keep.cache_limit())).run();
+  block_ = std::make_unique<Block>(encoder, stream_, learnt.plan.bytes);
+  Recorder(*this, encoder, &learnt, block_.get()).record();
+  block_->end();
   check(driver().cuStreamSynchronize(queue_), "cuStreamSynchronize");
 }
 
@@ -108,10 +118,10 @@ int faststep_replay_new(
   });
 }
 
-int faststep_replay_record(void* capture, size_t retained, faststep::CaptureInfo* info) {
+int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info) {
   return faststep::guarded([&] {
     auto& to_record = *static_cast<Capture*>(capture);
-    to_record.record(retained);
+    to_record.record(static_cast<Capture*>(learns)->learn());
     *info = to_record.info;
   });
 }

@@ -23,6 +23,9 @@ struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+struct Learnt;
+class Block;
+
 class Capture {
  public:
   // `results` keep their memory. When a replay is done, the value of each of `from` is in the memory of `into`.
@@ -31,8 +34,11 @@ class Capture {
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
-  // Go through the graph; nothing is computed. Memory of up to `retained` bytes is not used again at once (plan.hpp).
-  void record(size_t retained);
+  // Go through the graph to learn what memory it takes (plan.hpp); nothing is computed, and there is nothing to launch.
+  Learnt learn();
+  // Go through the graph once more, which is made anew for it, and keep what primitives encode, with their memory where it
+  // has been planned.
+  void record(const Learnt& learnt);
   // Whether the memory that the graph reads lies where it did: MLX moves what a host reads.
   bool is_valid() const;
   // Copy arrays into static ones, launch the graph, and copy some of the results, each of which is a scalar (scalars.hpp)
@@ -52,6 +58,7 @@ class Capture {
   CUstream queue_ = nullptr;
   CUcontext context_ = nullptr;
   CUgraphExec exec_ = nullptr;
+  std::unique_ptr<Block> block_;
   std::vector<Fixed> fixed_; // what the graph reads and others may hold
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
   friend class Recorder;

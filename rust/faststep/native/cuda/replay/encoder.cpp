@@ -7,8 +7,10 @@
 #include <iterator>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
 #include "cuda/replay/driver.hpp"
+#include "mlx/memory.h"
 
 namespace faststep::replay {
 
@@ -42,6 +44,10 @@ const Exported& exported() {
   return all;
 }
 
+mx::cu::CudaAllocator& allocator() {
+  return static_cast<mx::cu::CudaAllocator&>(mx::allocator::allocator());
+}
+
 // One kernel leaves one node, which writes one buffer.
 void check_members(Encoder& encoder, mx::Stream stream) {
   mx::synchronize(stream);
@@ -55,6 +61,11 @@ void check_members(Encoder& encoder, mx::Stream stream) {
       encoder.temporaries_.empty() && encoder.from_nodes_.empty();
   if (!known) {
     throw std::runtime_error("MLX's encoder is not the one that replay was written for");
+  }
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  if (memory.active_memory_ != mx::get_active_memory() || memory.buffer_cache_.cache_size() != mx::get_cache_memory()) {
+    throw std::runtime_error("MLX's allocator is not the one that replay was written for");
   }
 }
 
@@ -77,6 +88,39 @@ Encoder& encoder_of(mx::Stream stream) {
 bool leaves_work_to_host(std::string_view name) {
   constexpr std::string_view kinds[] = {"FFT", "Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
   return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
+}
+
+void put_into_cache(mx::cu::CudaBuffer* buffer) {
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  memory.buffer_cache_.recycle_to_cache(buffer);
+}
+
+std::vector<mx::cu::CudaBuffer*> take_from_cache(std::vector<mx::cu::CudaBuffer*> buffers) {
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  std::vector<mx::cu::CudaBuffer*> others;
+  std::set<mx::cu::CudaBuffer*> offered(buffers.begin(), buffers.end()), found;
+  for (auto* buffer : buffers) {
+    while (auto* cached = memory.buffer_cache_.reuse_from_cache(buffer->size)) {
+      if (offered.contains(cached)) {
+        found.insert(cached);
+      } else {
+        others.push_back(cached);
+      }
+    }
+  }
+  for (auto* other : others) {
+    memory.buffer_cache_.recycle_to_cache(other);
+  }
+  for (auto*& buffer : buffers) {
+    if (found.contains(buffer)) {
+      delete std::exchange(buffer, nullptr);
+    } else {
+      memory.active_memory_ -= buffer->size;
+    }
+  }
+  return buffers;
 }
 
 void commit(Encoder& encoder) {

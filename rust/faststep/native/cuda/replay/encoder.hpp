@@ -54,6 +54,13 @@ inline void* address_of(const mx::array& array) {
   return static_cast<char*>(memory_of(*array.data_shared_ptr())) + array.offset();
 }
 
+// Puts a buffer, which is not MLX's, into the cache of MLX's allocator.
+void put_into_cache(mx::cu::CudaBuffer* buffer);
+
+// Takes such buffers out of it, and deletes them. Returns those that have been handed out, in their order, which MLX does
+// not count any more, and null for the others.
+std::vector<mx::cu::CudaBuffer*> take_from_cache(std::vector<mx::cu::CudaBuffer*> buffers);
+
 // While it lives, what primitives encode on a stream is collected and never submitted. The encoder has to be idle.
 class Recording {
  public:

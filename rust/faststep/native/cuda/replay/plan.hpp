@@ -1,42 +1,40 @@
-// Which memory of a captured step is used again, and what has to wait for what because of it. Knows neither MLX nor CUDA.
+// Where the memory of a captured step lies, and what has to wait for what because of it. Knows neither MLX nor CUDA.
+//
+// A step is recorded twice. The first time each buffer has memory of its own in all but name, and what is learnt are the
+// operations, in their order, and the buffers that they read and write. `plan` then gives each buffer its place in one block
+// of memory. Two buffers may share bytes where one is done with before the other is made: that costs nothing where the
+// operation that makes the second waits for all users of the first anyway; elsewhere it makes it wait, which keeps two
+// operations from running side by side. Of the buffers for which it costs something, only those share bytes that are far
+// apart in the order: as far as the block stays within a given part of the least that any such plan takes.
 #pragma once
 
 #include <cstddef>
-#include <deque>
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace faststep::replay {
 
-// Memory that nothing reads any more, and that is not to be used again yet. What is written into memory that has just been
-// read waits for its reader; what finds memory of its own runs beside it. A budget of 0 gives the least memory, one without
-// end the most independent operations.
-template <typename Handle>
-class Retention {
- public:
-  explicit Retention(size_t budget) : budget_(budget) {}
-
-  // Keep this too; the oldest goes as long as there is more than the budget.
-  void add(Handle handle, size_t bytes) {
-    kept_.emplace_back(std::move(handle), bytes);
-    bytes_ += bytes;
-    while (bytes_ > budget_ && !kept_.empty()) {
-      bytes_ -= kept_.front().second;
-      kept_.pop_front();
-    }
-  }
-
-  void clear() {
-    kept_.clear();
-    bytes_ = 0;
-  }
-
- private:
-  size_t budget_, bytes_ = 0;
-  std::deque<std::pair<Handle, size_t>> kept_;
+// One operation of a step: the buffers that it reads and writes, by number.
+struct Operation {
+  std::vector<size_t> reads, writes;
 };
+
+// Places in one block of memory.
+struct Plan {
+  std::vector<size_t> offsets; // of each buffer
+  size_t bytes = 0; // of the block
+  size_t least = 0; // of the smallest block found
+  size_t apart = 0; // buffers whose sharing costs something are so many operations apart, at least
+};
+
+// A buffer: its bytes; none: it is not in the block. Those that are there before the step, or stay, are not in it either.
+using Sizes = std::vector<size_t>;
+
+// The places of buffers, each of which is written before it is read, in a block of at most `factor` times the least bytes.
+Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double factor);
 
 // The operations that have to be done before another one: who wrote what it reads, and who reads or wrote what it writes.
 class Hazards {
@@ -47,6 +45,10 @@ class Hazards {
   // once, in their order.
   std::vector<size_t> add(const std::vector<Address>& reads, const std::vector<Address>& writes);
 
+  // So many bytes from an address on are another buffer's from now on: whoever writes it first waits for all that used any
+  // of them.
+  void take(Address address, size_t bytes);
+
   // Whether an operation, the only one to have used `from`, may write `into` in its place: not where another operation has
   // used either since.
   bool may_redirect(size_t number, Address from, Address into) const;
@@ -55,11 +57,20 @@ class Hazards {
   std::optional<std::vector<size_t>> redirect(size_t number, Address from, Address into);
 
  private:
+  using At = std::uintptr_t;
   struct Use {
     std::optional<size_t> writer;
     std::vector<size_t> readers; // since it was written
   };
+  struct Past {
+    At begin, end;
+    std::vector<size_t> users;
+  };
+  void leave(At begin, At end, const Use& use);
+
   std::unordered_map<Address, Use> uses_;
+  std::map<At, At> taken_; // where the buffers begin that have been taken, and end
+  std::vector<Past> past_; // who used memory before the buffer that it is now
   size_t count_ = 0;
 };
 

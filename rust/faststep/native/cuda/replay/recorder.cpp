@@ -15,37 +15,99 @@ namespace faststep::replay {
 
 namespace {
 
-// An array's memory of so many bytes, as MLX allocates it; its kernel is in the recording, which is thrown away.
-mx::array allocated(size_t bytes, mx::Stream stream) {
-  auto words = bytes / 4;
-  if (words == 0 || words > INT32_MAX) {
-    throw Refused("a buffer of " + std::to_string(bytes) + " bytes");
-  }
-  auto array = mx::arange(0, static_cast<int>(words), 1, mx::int32, stream);
-  std::vector<mx::array> outputs{array};
-  array.primitive().eval_gpu(array.inputs(), outputs);
-  return array;
-}
+// What is smaller has memory of its own: it is not worth a wait.
+constexpr size_t small = 16384;
+
+// The memory of a block, at most so many times the least that a plan takes.
+constexpr double factor = 1.1;
 
 } // namespace
 
-Recorder::Recorder(Capture& capture, Encoder& encoder, size_t retained)
-    : capture_(capture), recording_(encoder), retention_(retained) {}
+// An array that is being evaluated, and the memory that it reads and writes.
+struct Recorder::Evaluation {
+  mx::array array;
+  std::vector<mx::array> outputs;
+  std::vector<Data> reads, writes;
+};
+
+Recorder::Recorder(Capture& capture, Encoder& encoder, const Learnt* learnt, Block* block)
+    : capture_(capture), recording_(encoder), learnt_(learnt), block_(block) {}
+
+Learnt Recorder::learn() {
+  run();
+  auto& [operations, sizes, made, plan] = learning_;
+  operations.emplace_back();
+  for (const auto& result : capture_.results_) {
+    operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
+  }
+  // Of buffers of one size that an evaluation makes, it is not known which will get which place: none is done with before
+  // all are.
+  std::vector<size_t> last(sizes.size());
+  for (size_t i = 0; i < operations.size(); ++i) {
+    for (const auto* buffers : {&operations[i].reads, &operations[i].writes}) {
+      for (auto buffer : *buffers) {
+        last[buffer] = i;
+      }
+    }
+  }
+  for (const auto& buffers : made) {
+    std::map<size_t, std::vector<size_t>> by_size;
+    for (auto buffer : buffers) {
+      by_size[sizes[buffer]].push_back(buffer);
+    }
+    for (const auto& [size, alike] : by_size) {
+      auto later = [&](size_t a, size_t b) { return last[a] < last[b]; };
+      auto& reads = operations[last[*std::max_element(alike.begin(), alike.end(), later)]].reads;
+      reads.insert(reads.end(), alike.begin(), alike.end());
+    }
+  }
+  plan = replay::plan(operations, sizes, factor);
+  return std::move(learning_);
+}
+
+void Recorder::record() {
+  run();
+  if (evaluations_ != learnt_->made.size()) {
+    throw Refused("a step that is another one when it is gone through again");
+  }
+  connect();
+  for (const auto& result : capture_.results_) {
+    capture_.kept_.push_back(result.data_shared_ptr());
+  }
+  auto& kept = capture_.kept_;
+  std::sort(kept.begin(), kept.end());
+  kept.erase(std::unique(kept.begin(), kept.end()), kept.end());
+  std::set<void*> given; // memory of what the graph reads is not its own, whoever has a view of it
+  for (const auto& fixed : capture_.fixed_) {
+    given.insert(fixed.memory);
+  }
+  capture_.info.bytes = learnt_->plan.bytes;
+  for (const auto& data : kept) {
+    auto* buffer = buffer_of(*data);
+    bool own = !given.contains(buffer->data) && !block_->has(buffer);
+    capture_.info.bytes += own ? buffer->size : 0;
+  }
+}
 
 void Recorder::run() {
   auto tape = this->tape();
-  count(tape);
-  while (!tape.empty()) {
-    auto array = std::move(tape.back());
-    tape.pop_back();
-    evaluate(std::move(array));
+  try {
+    count(tape);
+    while (!tape.empty()) {
+      auto array = std::move(tape.back());
+      tape.pop_back();
+      evaluate(std::move(array));
+    }
+    carry();
+  } catch (...) {
+    if (block_ != nullptr) {
+      block_->end(); // while all that lies in it is still there
+    }
+    throw;
   }
-  carry();
   if (!capture_.from_.empty()) {
     throw Refused("values that take each other's place");
   }
-  connect();
-  reclaim();
 }
 
 std::vector<mx::array> Recorder::tape() {
@@ -84,16 +146,43 @@ void Recorder::count(const std::vector<mx::array>& tape) {
       if (known.insert(memory).second) {
         capture_.fixed_.push_back({in.data_shared_ptr(), memory});
       }
+      if (learnt_ == nullptr) {
+        id(in.data_shared_ptr());
+      }
     }
   }
 }
 
-// As gpu::eval does it (mlx/backend/cuda/eval.cpp), without submitting anything.
 void Recorder::evaluate(mx::array array) {
+  Evaluation evaluation{std::move(array), {}, {}, {}};
+  try {
+    evaluate(evaluation);
+  } catch (...) {
+    if (block_ != nullptr) {
+      block_->end();
+    }
+    throw;
+  }
+}
+
+// As gpu::eval does it (mlx/backend/cuda/eval.cpp), without submitting anything.
+void Recorder::evaluate(Evaluation& evaluation) {
+  auto& [array, outputs, reads, writes] = evaluation;
+  if (learnt_ != nullptr) {
+    if (evaluations_ == learnt_->made.size()) {
+      throw Refused("a step that has become longer when it is gone through again");
+    }
+    for (auto buffer : learnt_->made[evaluations_]) {
+      if (learnt_->sizes[buffer] > 0) {
+        block_->offer(learnt_->plan.offsets[buffer], learnt_->sizes[buffer]);
+      }
+    }
+  }
+  ++evaluations_;
   auto begin = recording_.nodes();
-  auto outputs = array.outputs();
+  outputs = array.outputs();
   array.primitive().eval_gpu(array.inputs(), outputs);
-  std::vector<Data> reads, writes; // not before: an array whose memory somebody holds is not taken over
+  // not before: an array whose memory somebody holds is not taken over
   for (const auto& in : array.inputs()) {
     if (in.data_shared_ptr()) {
       reads.push_back(in.data_shared_ptr());
@@ -112,12 +201,12 @@ void Recorder::evaluate(mx::array array) {
   }
   auto temporaries = recording_.temporaries();
   writes.insert(writes.end(), temporaries.begin(), temporaries.end());
-  std::for_each(writes.begin(), writes.end(), [this](const Data& data) { note(data); });
+  temporaries.clear();
+  take(writes);
   if (recording_.nodes() > begin) {
     add(begin, reads, writes);
     remember(array, outputs);
   }
-  temporaries.clear();
   outputs.clear();
   array.detach();
   { auto last = std::move(array); }
@@ -125,6 +214,32 @@ void Recorder::evaluate(mx::array array) {
   writes.clear();
   carry();
   let_go(std::move(reads));
+}
+
+// What an evaluation has allocated: it is learnt, or lies where it was planned.
+void Recorder::take(const std::vector<Data>& writes) {
+  if (learnt_ == nullptr) {
+    auto known = learning_.sizes.size();
+    auto& made = learning_.made.emplace_back();
+    for (const auto& data : writes) {
+      auto number = id(data);
+      if (number < known) {
+        continue;
+      }
+      known = number + 1;
+      made.push_back(number);
+      auto* buffer = buffer_of(*data);
+      bool planned = buffer != nullptr && buffer->data != nullptr && buffer->size >= small && buffer->device >= 0;
+      learning_.sizes[number] = planned ? buffer->size : 0;
+    }
+    return;
+  }
+  if (!block_->is_taken()) {
+    throw Refused("a step that takes other memory when it is gone through again");
+  }
+  for (auto* buffer : block_->taken()) {
+    hazards_.take(buffer->data, buffer->size);
+  }
 }
 
 // Who wrote what may be written in place.
@@ -171,6 +286,9 @@ bool Recorder::write_in_place(size_t i) {
     return false;
   }
   auto before = hazards_.redirect(unit, source, target);
+  if (learnt_ == nullptr) {
+    learning_.operations[unit].writes.push_back(id(into.data_shared_ptr()));
+  }
   units_[unit].before.insert(units_[unit].before.end(), before->begin(), before->end());
   return true;
 }
@@ -222,29 +340,31 @@ void Recorder::add(size_t begin, const std::vector<Data>& reads, const std::vect
     return addresses;
   };
   units_.push_back({begin, recording_.nodes(), hazards_.add(addresses(reads), addresses(writes))});
-}
-
-void Recorder::note(const Data& data) {
-  auto* buffer = buffer_of(*data);
-  if (buffer != nullptr && buffer->data != nullptr) {
-    seen_[buffer->data] = {buffer->size, data};
+  if (learnt_ == nullptr) {
+    auto& operation = learning_.operations.emplace_back();
+    std::transform(reads.begin(), reads.end(), std::back_inserter(operation.reads), [this](auto& it) { return id(it); });
+    std::transform(writes.begin(), writes.end(), std::back_inserter(operation.writes), [this](auto& it) { return id(it); });
   }
 }
 
-// What nobody else holds may be used again after a while. What is small is not worth it.
+// The number of a buffer, as it is learnt: a new one where it has none.
+size_t Recorder::id(const Data& data) {
+  auto& known = ids_[data.get()];
+  if (known.second.expired()) {
+    known = {learning_.sizes.size(), data};
+    learning_.sizes.push_back(0);
+  }
+  return known.first;
+}
+
+// What nobody else holds is the capture's, once there is a plan: MLX's allocator is not to hand it out again.
 void Recorder::let_go(std::vector<Data> all) {
-  constexpr size_t small = 16384;
   std::sort(all.begin(), all.end());
   all.erase(std::unique(all.begin(), all.end()), all.end());
   for (auto& data : all) {
     auto* buffer = buffer_of(*data);
-    if (data.use_count() > 1 || buffer == nullptr || buffer->data == nullptr) {
-      continue;
-    }
-    if (buffer->size < small) {
+    if (learnt_ != nullptr && data.use_count() == 1 && buffer != nullptr && buffer->data != nullptr) {
       capture_.kept_.push_back(std::move(data));
-    } else {
-      retention_.add(std::move(data), buffer->size);
     }
   }
 }
@@ -376,45 +496,6 @@ void Recorder::connect() {
   capture_.info.edges = from.size();
   check(driver.cuGraphInstantiateWithFlags(&capture_.exec_, graph, 0), "cuGraphInstantiate");
   check(driver.cuGraphUpload(capture_.exec_, capture_.queue_), "cuGraphUpload");
-}
-
-// All memory that the graph uses becomes the capture's: what is held, and what was let go of on the way, which lies in
-// MLX's cache and is allocated once more.
-void Recorder::reclaim() {
-  retention_.clear();
-  std::map<void*, size_t> missing;
-  for (auto& [memory, known] : seen_) {
-    if (auto data = known.second.lock()) {
-      capture_.kept_.push_back(std::move(data));
-    } else {
-      missing[memory] = known.first;
-    }
-  }
-  std::vector<mx::array> others; // memory that is not the graph's
-  for (auto tries = 2 * missing.size(); !missing.empty() && tries > 0; --tries) {
-    auto array = allocated(missing.begin()->second, capture_.stream_);
-    auto* buffer = buffer_of(*array.data_shared_ptr());
-    if (missing.erase(buffer->data) > 0) {
-      capture_.kept_.push_back(array.data_shared_ptr());
-    } else {
-      others.push_back(array);
-    }
-  }
-  recording_.temporaries();
-  if (!missing.empty()) {
-    throw Refused("other work has taken memory while the step was captured");
-  }
-  auto& kept = capture_.kept_;
-  std::sort(kept.begin(), kept.end());
-  kept.erase(std::unique(kept.begin(), kept.end()), kept.end());
-  std::set<void*> given; // memory of what the graph reads is not its own, whoever has a view of it
-  for (const auto& fixed : capture_.fixed_) {
-    given.insert(fixed.memory);
-  }
-  for (const auto& data : kept) {
-    auto* buffer = buffer_of(*data);
-    capture_.info.bytes += given.contains(buffer->data) ? 0 : buffer->size;
-  }
 }
 
 } // namespace faststep::replay

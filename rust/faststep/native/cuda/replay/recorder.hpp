@@ -1,4 +1,4 @@
-// The pass through a lazy graph that records it.
+// The two passes through a lazy graph: the first learns what memory it takes, the second records it.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/replay/block.hpp"
 #include "cuda/replay/capture.hpp"
 #include "cuda/replay/encoder.hpp"
 #include "cuda/replay/plan.hpp"
@@ -32,17 +33,31 @@ struct Kernel {
   std::vector<Input> inputs;
 };
 
+// What the first pass learns: the operations, the bytes of their buffers, and the buffers that each of the evaluations makes.
+struct Learnt {
+  std::vector<Operation> operations;
+  Sizes sizes;
+  std::vector<std::vector<size_t>> made;
+  Plan plan;
+};
+
 class Recorder {
  public:
-  Recorder(Capture& capture, Encoder& encoder, size_t retained);
-  void run();
+  // With nothing learnt, to learn; else to record, with the buffers that have been planned in the block.
+  Recorder(Capture& capture, Encoder& encoder, const Learnt* learnt, Block* block);
+  Learnt learn();
+  void record();
 
  private:
+  struct Evaluation;
+  void run();
   std::vector<mx::array> tape();
   void count(const std::vector<mx::array>& tape);
   void evaluate(mx::array array);
+  void evaluate(Evaluation& evaluation);
+  void take(const std::vector<Data>& writes);
   void add(size_t begin, const std::vector<Data>& reads, const std::vector<Data>& writes);
-  void note(const Data& data);
+  size_t id(const Data& data);
   void let_go(std::vector<Data> all);
   void carry();
   bool is_free(size_t i) const;
@@ -50,15 +65,17 @@ class Recorder {
   bool write_in_place(size_t i);
   bool replace_pointer(size_t node, void* from, void* into) const;
   void copy(const mx::array& from, const mx::array& into);
-  void reclaim();
   void connect();
 
   Capture& capture_;
   Recording recording_;
-  Retention<Data> retention_;
+  const Learnt* learnt_;
+  Block* block_;
+  Learnt learning_;
+  size_t evaluations_ = 0;
   Hazards hazards_;
   std::vector<Unit> units_;
-  std::unordered_map<void*, std::pair<size_t, std::weak_ptr<mx::array::Data>>> seen_; // memory that was allocated
+  std::unordered_map<mx::array::Data*, std::pair<size_t, std::weak_ptr<mx::array::Data>>> ids_; // of buffers, as they are learnt
   std::unordered_map<void*, Kernel> kernels_; // by what they wrote
   std::unordered_map<void*, int> reads_; // that are still to come, by memory
   std::unordered_map<std::uintptr_t, int> consumers_; // by array

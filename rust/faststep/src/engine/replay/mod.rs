@@ -31,11 +31,11 @@ const SHARE: usize = 2;
 const RESERVE: usize = 32;
 /// An array of the model of which there is no second copy: from so many bytes on.
 const LARGE: usize = 1 << 20;
-/// Memory that is not used again at once: so many bytes, and one part in so many of a step's memory where that is more.
-const RETAINED: (usize, usize) = (64 << 20, 10);
+/// What a capture takes beyond the memory of a step that MLX evaluates: one part in so many of it.
+const BEYOND: usize = 10;
 
-fn retained(bytes: usize) -> usize {
-    RETAINED.0.max(bytes / RETAINED.1)
+fn captured(bytes: usize) -> usize {
+    bytes + bytes / BEYOND
 }
 
 fn reserve() -> usize {
@@ -136,7 +136,7 @@ impl Engine {
             return 0;
         }
         let copies = self.value_refs().map(Array::nbytes).sum::<usize>();
-        copies + bytes + retained(bytes)
+        copies + captured(bytes)
     }
 
     /// Whether a trace is to be captured when MLX has evaluated it once more: then copies of all that it reads.
@@ -179,7 +179,7 @@ impl Engine {
             Some(resident) if resident.fits(self.value_refs()) => 0,
             _ => self.value_refs().map(Array::nbytes).sum::<usize>(),
         };
-        let needed = state + bytes + retained(bytes) + reserve();
+        let needed = state + captured(bytes) + reserve();
         let free = match trace.recipe.options.replay {
             Replay::Auto => memory::free() / SHARE,
             _ => memory::free(),

@@ -6,12 +6,15 @@ use mlx_rs::{
     ops, Array, Dtype,
 };
 
-use super::{resident::copied, retained, Rehearsal};
+use super::{resident::copied, Rehearsal};
 use crate::{
     engine::{evaluate::evaluate, Engine, Owner},
     error::{unread, Result},
     layout::precision,
-    mlx::{memory, replay::Capture},
+    mlx::{
+        memory,
+        replay::{Capture, Computed},
+    },
     trace::{Captured, Outputs, Trace},
 };
 
@@ -60,7 +63,7 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> MlxResult<Option<Captured>> {
         let Rehearsal { inputs, given } = rehearsal;
-        let (Some(bytes), Some(resident)) = (trace.evaluated.bytes, &self.resident) else {
+        let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
         let (arrays, done) = (resident.arrays.clone(), resident.done.clone());
@@ -70,36 +73,39 @@ impl Engine {
                 return Ok(None);
             }
         }
-        let traced = trace.call(&inputs);
-        drop(inputs);
-        let mut traced = traced.map_err(|error| Exception::custom(error.to_string()))?;
-        if !traced.kept.is_empty() {
-            return Err("the model keeps arrays that a step computes".into());
-        }
         let buffers = self.layout.len();
-        let mut carried = Vec::new();
-        for (value, place) in std::mem::take(&mut traced.parameters).iter().zip(&arrays) {
-            carried.push((value.contiguous()?, place.clone()));
-        }
-        let state = std::mem::take(&mut traced.state);
-        for (index, value) in &state {
-            carried.push((value.contiguous()?, arrays[buffers + index].clone()));
-        }
-        let written = state.into_iter().map(|(index, _)| index).collect();
-        // memory of its own for each output: what it is now may be what the step writes over
-        let outputs = traced.map_given_out(copied)?;
-        drop(traced);
-        let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
-        let others = outputs.others.iter().map(|(at, value)| (*at, value));
-        for (at, value) in others.chain(key) {
-            carried.push((value.clone(), given[at].array().clone()));
-        }
-        let results: Vec<Array> = outputs.given_out().cloned().collect();
+        let (mut outputs, mut written) = (Outputs::default(), Vec::new());
+        let mut computed = || {
+            let traced = trace.call(&inputs);
+            let mut traced = traced.map_err(|error| Exception::custom(error.to_string()))?;
+            if !traced.kept.is_empty() {
+                return Err("the model keeps arrays that a step computes".into());
+            }
+            let mut carried = Vec::new();
+            for (value, place) in std::mem::take(&mut traced.parameters).iter().zip(&arrays) {
+                carried.push((value.contiguous()?, place.clone()));
+            }
+            let state = std::mem::take(&mut traced.state);
+            for (index, value) in &state {
+                carried.push((value.contiguous()?, arrays[buffers + index].clone()));
+            }
+            written = state.into_iter().map(|(index, _)| index).collect();
+            // memory of its own for each output: what it is now may be what the step writes over
+            outputs = traced.map_given_out(copied)?;
+            let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
+            let others = outputs.others.iter().map(|(at, value)| (*at, value));
+            for (at, value) in others.chain(key) {
+                carried.push((value.clone(), given[at].array().clone()));
+            }
+            let results = outputs.given_out().cloned().collect();
+            Ok(Computed { results, carried })
+        };
 
         let values = self.values();
         let updates = distances(&values, &arrays, owner)?;
         owner.unlocked(&mut memory::synchronize);
-        let graph = Capture::record(&results, carried, retained(bytes))?;
+        let graph = Capture::record(&mut computed)?;
+        let results: Vec<Array> = outputs.given_out().cloned().collect();
         graph.launch(&[], &[], &done)?;
         let differences = distances(&values, &arrays, owner)?;
         for (i, ((update, _), (difference, size))) in

@@ -1,0 +1,43 @@
+// The memory of a plan, and MLX's allocator handing it out.
+#pragma once
+
+#include <cstddef>
+#include <unordered_set>
+#include <vector>
+
+#include "cuda/replay/encoder.hpp"
+
+namespace faststep::replay {
+
+// One array of MLX's with so many bytes. While it is recorded, buffers in it lie in the cache of MLX's allocator for whoever
+// asks for their sizes next.
+class Block {
+ public:
+  // `encoder` has to be idle.
+  Block(Encoder& encoder, mx::Stream stream, size_t bytes);
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  // Another buffer to be handed out.
+  void offer(size_t offset, size_t bytes);
+  // Whether all that has been offered has been handed out, since this was asked last; the rest is taken back.
+  bool is_taken();
+  // Those that were handed out before that.
+  const std::vector<mx::cu::CudaBuffer*>& taken() const {
+    return taken_;
+  }
+  // Whether a buffer lies in it.
+  bool has(mx::cu::CudaBuffer* buffer) const {
+    return all_.contains(buffer);
+  }
+  // Nothing more is handed out: whoever has a buffer may let go of it, and MLX's allocator leaves it alone.
+  void end();
+
+ private:
+  mx::array memory_;
+  std::vector<mx::cu::CudaBuffer*> offered_, taken_;
+  std::unordered_set<mx::cu::CudaBuffer*> all_; // that have been handed out
+};
+
+} // namespace faststep::replay
