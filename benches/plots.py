@@ -78,6 +78,20 @@ def run(title: str, ways: dict[str, Any], file: Path) -> None:
     save(figure, file)
 
 
+def losses(result: dict[str, Any], file: Path) -> None:
+    """Plot the losses of two ways over the steps of a run, and below how far they are apart."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure.suptitle(result["title"])
+    above, below = figure.subplots(2, 1, sharex=True)
+    for (way, values), width in zip(result["losses"].items(), (3, 1.2), strict=True):
+        above.plot(result["step"], values, color=COLOURS[COMPILED if width > 2 else FAST], linewidth=width, label=way)
+    above.set(ylabel="loss, nats")
+    above.legend(frameon=False)
+    below.plot(result["step"], result["difference"], color=COLOURS[FLUSHED])
+    below.set(xlabel="step", ylabel="largest difference", ylim=(0, max(1e-9, 1.1 * max(result["difference"]))))
+    save(figure, file)
+
+
 def draw(axes: Axes, panel: Panel, ways: dict[str, Any]) -> None:
     """Draw the columns of one panel, every way in its colour; a line that lies on another is thinner."""
     for way, columns in ways.items():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from machine import ROOT
 from markdown import measured_on
 from report_mlx_lm import MLX_LM, mlx_lm
-from report_runs import RUNS, runs
+from report_runs import REPLAY, RUNS, replay, runs
 from report_rust import RUST, rust
 from report_scaling import SCALING, scaling
 from report_step import (
@@ -40,7 +40,7 @@ HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
 `make bench PARTS=step` runs one part only: step, optimizers, clients, reach, matmul, threads, quantized, scaling, runs,
-rust, trainer, loader, checkpoints or mlx_lm_trainer.
+replay, rust, trainer, loader, checkpoints or mlx_lm_trainer.
 """
 
 
@@ -62,6 +62,7 @@ SECTIONS = {
     "quantized": Section("Quantized weights", QUANTIZED, quantized),
     "scaling": Section("How the step grows", SCALING, scaling),
     "runs": Section("Long runs", RUNS, runs),
+    "replay": Section("Losses under replay", REPLAY, replay),
     "rust": Section("The Rust crate beside mlx-rs", RUST, rust),
     "trainer": Section("The trainer beside a loop by hand", TRAINER, trainer),
     "loader": Section("The loader", LOADER, loader),

@@ -15,6 +15,10 @@ Growth is that of the resident memory over the second half of the run, by least 
 gradient fade to denormal numbers after some 800 steps, with which a CPU computes slowly.
 """
 
+REPLAY = """One training on real text, twice over the same batches: each step evaluated by MLX, and replayed as one CUDA
+graph.
+"""
+
 
 def runs(result: dict[str, Any], plot: Path) -> list[str]:
     """Lay out one run, with its plot."""
@@ -27,6 +31,15 @@ def runs(result: dict[str, Any], plot: Path) -> list[str]:
         if columns["ended early"]:
             lines += [f"{way}: {columns['ended early']}.", ""]
     return lines
+
+
+def replay(result: dict[str, Any], plot: Path) -> list[str]:
+    """Lay out the losses of one training, evaluated and replayed."""
+    plots.losses(result, plot)
+    ends = ", ".join(f"{values[-1]:.4f} ({way})" for way, values in result["losses"].items())
+    apart = f"the largest difference {max(result['difference']):.1g}"
+    text = f"{result['step'][-1]:,} steps; the last losses are {ends}, {apart}."
+    return [f"![{result['title']}](plots/{plot.name})", "", text, ""]
 
 
 def row(way: str, columns: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 from faststep import Step
 from support.helpers import HOST_SCHEDULES, OPTIMIZERS, Row, assert_close, copy_tree, flat, snapshot, spoilt, to_numpy
 from support.models import MODELS, cross_entropy
+from support.places import Child
 from support.table import TABLE
 
 pytestmark = [
@@ -477,3 +478,32 @@ def test_host_schedules_are_called_at_each_step() -> None:
         got, step = trained(Row("mlp", name), replay=True)
         assert is_captured(step), replayed(step)
         assert_close(got, wanted, 2e-6)
+
+
+KERNELS = """
+import mlx.core as mx
+from faststep import Step, _core
+from support.helpers import Row
+
+row = Row("mlp", "adamw", 0.05)
+step = Step(*row.new(), row.case.loss_fn, max_grad_norm=0.05)
+losses = [step(*batch).loss.item() for batch in row.case.batches(2)]
+print(_core.compiled_kernels(), losses)
+"""
+
+
+def test_kernels_are_kept_for_the_next_process(child: Child, tmp_path: Path) -> None:
+    cache, own = tmp_path / "cache", tmp_path / "own"
+    kept = {"XDG_CACHE_HOME": str(cache), "FASTSTEP_KERNELS": "1"}
+    first, second, mlx_s, without = (
+        child(KERNELS, **environment).stdout.split(maxsplit=1)
+        for environment in (kept, kept, kept | {"MLX_PTX_CACHE_DIR": str(own)}, kept | {"FASTSTEP_KERNELS": "0"})
+    )
+    assert first[1] == second[1] == mlx_s[1] == without[1]
+    files = list(cache.rglob("*.cubin"))
+    assert len(files) == int(first[0]) > 0
+    assert not [file for file in cache.rglob("*") if file.name.startswith("tmp_")]
+    assert int(second[0]) == 0
+    assert int(mlx_s[0]) == int(first[0]) <= len(list(own.glob("*.ptx")))
+    files[0].write_bytes(files[0].read_bytes()[:-100])  # as a disk that was full leaves it
+    assert child(KERNELS, **kept).stdout.split(maxsplit=1) == ["1", first[1]]

@@ -75,13 +75,13 @@ def bind_blas() -> None:
 def bind_kernels() -> None:
     """Make MLX compile the fused kernels of the CPU for this machine's processor, at the same numbers.
 
-    They are kept in the user's cache directory, apart from MLX's own, and so are the kernels of a GPU, which are compiled
-    several at a time. `FASTSTEP_KERNELS=0` in the environment leaves MLX as it is.
+    They are kept in the user's cache directory, apart from MLX's own, and so are the kernels of a GPU, which are
+    compiled several at a time. `FASTSTEP_KERNELS=0` in the environment leaves MLX as it is.
     """
     if not sys.platform.startswith("linux") or os.environ.get("FASTSTEP_KERNELS") == "0":
         return
     try:
-        _core().bind_kernels()
+        _core().bind_kernels([sys.executable or "python3", "-S", str(Path(__file__).with_name("_nvrtc.py"))])
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"MLX compiles its kernels without this processor's vectors: {error} "

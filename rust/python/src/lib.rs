@@ -21,7 +21,7 @@ mod step;
 mod store;
 mod tree;
 
-use std::path::PathBuf;
+use std::{ffi::OsString, path::PathBuf};
 
 use pyo3::{
     exceptions::{PyOSError, PyRuntimeError, PyTypeError},
@@ -48,9 +48,11 @@ fn bind_blas(library: PathBuf) -> PyResult<usize> {
     }
 }
 
-/// Have MLX's kernels compiled for this processor, or several at a time for CUDA; returns whether they are, here.
+/// Have MLX's kernels compiled for this processor, or several at a time for CUDA, by processes that
+/// `command` starts; returns whether they are, here.
 #[pyfunction]
-fn bind_kernels() -> PyResult<bool> {
+fn bind_kernels(command: Vec<OsString>) -> PyResult<bool> {
+    kernels::compile_apart(command);
     kernels::bind().map_err(|error| rebind_error(&error))
 }
 

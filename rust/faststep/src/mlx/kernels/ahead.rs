@@ -8,6 +8,9 @@ use std::{
     thread,
 };
 
+/// No more at a time: each takes some hundred megabytes.
+const MOST: usize = 16;
+
 /// Jobs by number, each of which is done once, by threads that end when there is nothing left to do.
 pub struct Ahead<T: 'static> {
     state: Mutex<State<T>>,
@@ -47,7 +50,9 @@ impl<T: Send + Sync + 'static> Ahead<T> {
             return;
         }
         state.queue.push_back((number, Box::new(job)));
-        let most = thread::available_parallelism().map_or(1, usize::from);
+        let most = thread::available_parallelism()
+            .map_or(1, usize::from)
+            .min(MOST);
         if state.workers < most {
             let worker = thread::Builder::new().name("faststep-kernels".into());
             if worker.spawn(|| self.work()).is_ok() {
