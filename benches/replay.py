@@ -43,7 +43,7 @@ def losses(way: str, case: Case, steps: int, after: Callable[[], None]) -> list[
 
 
 def measure(steps: int, after: Callable[[], None]) -> dict[str, Any]:
-    """Train both ways; return the losses at some steps, and the largest difference between each of them and the last."""
+    """Train both ways; return losses at some steps, and the largest difference between each of them and the last."""
     ways = {way: losses(way, CASE, steps, after) for way in (FAST, REPLAYED)}
     differences = np.abs(np.subtract(*ways.values())).reshape(-1, EVERY)
     return {
