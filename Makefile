@@ -96,11 +96,8 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 test-python: $(STAMPS)/built $(STAMPS)/data ## pytest, with the examples of README and docstrings
 	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py
 
-test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; minutes of CUDA's compiler the first time
-	MLX_ENABLE_TF32=0 python -m pytest tests/step/test_replay.py tests/step/test_align.py tests/step/test_profile.py \
-		tests/step/test_errors.py::test_cuda_s_compiler_refuses_a_kernel \
-		tests/step/test_failures.py::test_a_step_without_memory_is_completed_when_there_is_some \
-		tests/trainer/test_tune.py::test_mlx_reads_the_settings_of_cuda
+test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; writes docs/gpu_tests.md
+	python scripts/test_gpu.py
 
 coverage: $(STAMPS)/built ## How much of the Python package its tests run, subprocesses too: at least 90 % (target/coverage/html)
 	rm -rf target/coverage && mkdir -p target/coverage

@@ -9,6 +9,8 @@ pub mod snapshot;
 pub mod static_value;
 pub mod walk;
 
+use std::cell::RefCell;
+
 use faststep::engine::Tensor;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
@@ -49,7 +51,8 @@ pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
-    doubles: Vec<(usize, usize)>, // array slots that a later one is too, and the last of those
+    containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
+    doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
 }
 
 /// Containers that stand at several places: the number of each, and of the one before it that is the same.
@@ -151,8 +154,17 @@ impl Tree {
             containers: Vec::new(),
         };
         walk(root.clone(), Place::Tuple, 0, &mut checker)?;
-        let same = checker.at == self.items.len() && aliases(&checker.containers) == self.aliases;
-        same.then_some(checker.slots)
+        if checker.at != self.items.len() {
+            return None;
+        }
+        let mut containers = self.containers.borrow_mut();
+        if *containers != checker.containers {
+            if aliases(&checker.containers) != self.aliases {
+                return None;
+            }
+            *containers = checker.containers;
+        }
+        Some(checker.slots)
     }
 
     /// The identities of the arrays that belong to the signature, because they stand in a tuple.

@@ -130,7 +130,7 @@ struct Program {
   Sizes sizes;
 };
 
-// What a training step looks like: layers forward, whose values are read again backward, in the opposite order; beside each
+// A program like a training step: layers forward, whose values are read again backward, in the opposite order; beside each
 // layer backward a gradient that stays, and now and then a buffer that only one operation needs.
 Program step(int layers, int width) {
   Program made;
@@ -186,7 +186,7 @@ size_t live(const Program& program) {
   return most;
 }
 
-// What each operation waits for, as a capture finds it, where its buffers lie in the block.
+// Dependencies of each operation, as a capture finds them, where its buffers lie in the block.
 std::vector<std::vector<size_t>> waits(const Program& program, const Plan& plan, const char* block) {
   Hazards hazards;
   std::vector<std::vector<size_t>> before;
@@ -258,7 +258,7 @@ bool is_safe(const Program& program, const Plan& plan) {
   return wanted == got;
 }
 
-// How many pairs of operations may run side by side.
+// Number of pairs of operations that may run side by side.
 size_t pairs(const Program& program, const Plan& plan) {
   std::vector<char> block(plan.bytes);
   auto before = waits(program, plan, block.data());

@@ -26,7 +26,7 @@ pub(crate) const SMALL: usize = 8;
 
 /// A lazy graph to be captured.
 pub(crate) struct Computed {
-    /// What it gives.
+    /// Its outputs.
     pub results: Vec<Array>,
     /// Values, each with the array whose memory it goes to.
     pub carried: Vec<(Array, Array)>,

@@ -1,6 +1,8 @@
 //! Tests for MLX's and NumPy's classes.
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
+use super::bridge;
+
 fn class<'py>(
     py: Python<'py>,
     cell: &'static PyOnceLock<Py<PyType>>,
@@ -14,19 +16,19 @@ fn class<'py>(
 pub fn is_module(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "mlx.nn", "Module");
-    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+    class.is_some_and(|class| bridge::is_of(object, class))
 }
 
 /// Return whether the object is a NumPy array.
 pub fn is_numpy(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "numpy", "ndarray");
-    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+    class.is_some_and(|class| bridge::is_of(object, class))
 }
 
 /// Return whether the object is an `optimizers.Optimizer`.
 pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "mlx.optimizers", "Optimizer");
-    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+    class.is_some_and(|class| bridge::is_of(object, class))
 }

@@ -21,16 +21,18 @@ class Block {
 
   // Another buffer to be handed out.
   void offer(size_t offset, size_t bytes);
-  // Whether all that has been offered has been handed out, since this was asked last; the rest is taken back.
+  // Return whether all that has been offered since the last call has been handed out; the rest is taken back.
   bool is_taken();
-  // Those that were handed out before that.
+  // Return those that were handed out before that.
   const std::vector<mx::cu::CudaBuffer*>& taken() const {
     return taken_;
   }
-  // Whether a buffer lies in it.
+  // Return whether a buffer lies in it.
   bool has(mx::cu::CudaBuffer* buffer) const {
     return all_.contains(buffer);
   }
+  // Its memory stays for good.
+  void keep();
   // Nothing more is handed out: whoever has a buffer may let go of it, and MLX's allocator leaves it alone.
   void end();
 

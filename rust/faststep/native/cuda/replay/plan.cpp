@@ -9,7 +9,7 @@ namespace faststep::replay {
 
 namespace {
 
-// Of each operation, those that are done when it begins, as bits; of more operations than that it is not known.
+// Ancestors of each operation, those that are done when it begins, as bits; unknown where there are too many operations.
 class Ancestors {
  public:
   explicit Ancestors(const std::vector<std::vector<size_t>>& before)
@@ -40,7 +40,7 @@ struct Life {
   std::vector<size_t> users;
 };
 
-// What an operation waits for where every buffer has memory of its own.
+// Dependencies of each operation where every buffer has memory of its own.
 std::vector<std::vector<size_t>> dependencies(const std::vector<Operation>& operations) {
   Hazards hazards;
   std::vector<std::vector<size_t>> before;
@@ -97,7 +97,7 @@ std::vector<std::vector<size_t>> orders(const std::vector<Life>& lives) {
       sorted([&](size_t i) { return static_cast<double>(lives[i].bytes) * static_cast<double>(length(i)); })};
 }
 
-// Which buffers may share bytes.
+// Pairs of buffers that may share bytes.
 class Sharing {
  public:
   Sharing(const std::vector<Life>& lives, const Ancestors& ancestors) : lives_(lives), free_(lives.size() * lives.size()) {

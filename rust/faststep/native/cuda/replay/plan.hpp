@@ -1,4 +1,4 @@
-// Where the memory of a captured step lies, and what has to wait for what because of it. Knows neither MLX nor CUDA.
+// Places of the memory of a captured step, and what has to wait for what because of them. Knows neither MLX nor CUDA.
 //
 // A step is recorded twice. The first time each buffer has memory of its own in all but name, and what is learnt are the
 // operations, in their order, and the buffers that they read and write. `plan` then gives each buffer its place in one block

@@ -15,7 +15,7 @@ namespace faststep::replay {
 
 namespace {
 
-// What is smaller has memory of its own: it is not worth a wait.
+// Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
 // The memory of a block, at most so many times the least that a plan takes.
@@ -40,8 +40,7 @@ Learnt Recorder::learn() {
   for (const auto& result : capture_.results_) {
     operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
   }
-  // Of buffers of one size that an evaluation makes, it is not known which will get which place: none is done with before
-  // all are.
+  // Buffers of one size that an evaluation makes may get each other's places: none is done with before all are.
   std::vector<size_t> last(sizes.size());
   for (size_t i = 0; i < operations.size(); ++i) {
     for (const auto* buffers : {&operations[i].reads, &operations[i].writes}) {
@@ -216,7 +215,7 @@ void Recorder::evaluate(Evaluation& evaluation) {
   let_go(std::move(reads));
 }
 
-// What an evaluation has allocated: it is learnt, or lies where it was planned.
+// Memory that an evaluation has allocated: it is learnt, or lies where it was planned.
 void Recorder::take(const std::vector<Data>& writes) {
   if (learnt_ == nullptr) {
     auto known = learning_.sizes.size();
@@ -238,6 +237,11 @@ void Recorder::take(const std::vector<Data>& writes) {
     throw Refused("a step that takes other memory when it is gone through again");
   }
   for (auto* buffer : block_->taken()) {
+    auto has = [buffer](const Data& data) { return buffer_of(*data) == buffer; };
+    if (std::none_of(writes.begin(), writes.end(), has)) {
+      block_->keep(); // whoever has it may use it
+      throw Refused("other work has taken memory while the step was captured");
+    }
     hazards_.take(buffer->data, buffer->size);
   }
 }
@@ -357,7 +361,7 @@ size_t Recorder::id(const Data& data) {
   return known.first;
 }
 
-// What nobody else holds is the capture's, once there is a plan: MLX's allocator is not to hand it out again.
+// Memory that nobody else holds is the capture's, once there is a plan: MLX's allocator is not to hand it out again.
 void Recorder::let_go(std::vector<Data> all) {
   std::sort(all.begin(), all.end());
   all.erase(std::unique(all.begin(), all.end()), all.end());

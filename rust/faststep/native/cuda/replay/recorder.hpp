@@ -33,7 +33,7 @@ struct Kernel {
   std::vector<Input> inputs;
 };
 
-// What the first pass learns: the operations, the bytes of their buffers, and the buffers that each of the evaluations makes.
+// Findings of the first pass: the operations, the bytes of their buffers, and the buffers that each of the evaluations makes.
 struct Learnt {
   std::vector<Operation> operations;
   Sizes sizes;

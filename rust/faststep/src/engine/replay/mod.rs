@@ -31,7 +31,7 @@ const SHARE: usize = 2;
 const RESERVE: usize = 32;
 /// An array of the model of which there is no second copy: from so many bytes on.
 const LARGE: usize = 1 << 20;
-/// What a capture takes beyond the memory of a step that MLX evaluates: one part in so many of it.
+/// Memory that a capture takes beyond that of a step that MLX evaluates: one part in so many of it.
 const BEYOND: usize = 10;
 
 fn captured(bytes: usize) -> usize {

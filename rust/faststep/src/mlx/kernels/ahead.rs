@@ -61,7 +61,7 @@ impl<T: Send + Sync + 'static> Ahead<T> {
         }
     }
 
-    /// What the job of that number gave, where it has been asked for: done here where no thread has begun it.
+    /// Result of the job of that number, where it has been asked for: done here where no thread has begun it.
     pub fn take(&self, number: u128) -> Option<Arc<T>> {
         let mut state = self.lock();
         if let Some(at) = state.queue.iter().position(|(other, _)| *other == number) {

@@ -108,7 +108,7 @@ extern "C" fn end() {
     AHEAD.end(); // NVRTC must not be at work when it is unloaded
 }
 
-/// Where modules of that source are kept; `None` where that is left to MLX, or cannot be.
+/// Directory in which modules of that source are kept; `None` where that is left to MLX, or cannot be.
 fn directory(source: &Source) -> Option<PathBuf> {
     if env::var_os(FOLDER.to_str().ok()?).is_some() {
         return None;

@@ -211,7 +211,7 @@ fn may_hold_libraries(directory: &Path) -> bool {
         }
 }
 
-/// Whether this process may make files in a directory.
+/// Return whether this process may make files in a directory.
 fn is_writable(directory: &Path) -> bool {
     let path = CString::new(directory.as_os_str().as_encoded_bytes());
     // SAFETY: the path ends with a NUL.

@@ -50,7 +50,7 @@ pub struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Those of the NVRTC that libmlx has loaded; `None` where it lacks one.
+    /// Functions of the NVRTC that libmlx has loaded; `None` where it lacks one.
     #[allow(clippy::missing_transmute_annotations)] // each field says which type its function has
     pub fn of_mlx() -> Option<Self> {
         // SAFETY: the name ends with a NUL; what is loaded already is not loaded anew.
@@ -127,7 +127,7 @@ pub struct Compiled {
     pub code: Vec<u8>,
 }
 
-/// Why there is none: NVRTC's status and its words.
+/// Reason why there is none: NVRTC's status and its words.
 #[derive(Debug, PartialEq)]
 pub struct Failure {
     pub status: Status,
@@ -153,7 +153,7 @@ impl Source {
         self.option(Self::ARCHITECTURE).next()
     }
 
-    /// Whether the code is the device's own, and not PTX.
+    /// Return whether the code is the device's own, and not PTX.
     pub fn is_cubin(&self) -> bool {
         self.architecture().is_some_and(|it| it.starts_with("sm_"))
     }
@@ -363,7 +363,7 @@ impl Compiled {
         saved
     }
 
-    /// What has been put there for a source of so many kernels, where it is whole.
+    /// Module that has been put there for a source of so many kernels, where it is whole.
     pub fn load(directory: &Path, key: u128, kernels: usize) -> Option<Self> {
         let contents = seal::contents(&Self::file(directory, key))?;
         let mut rest = &contents[..];

@@ -26,7 +26,7 @@ pub fn is_whole(library: &Path) -> bool {
     contents(library).is_some()
 }
 
-/// What was sealed, where the file is as it was then.
+/// Contents as they were sealed, where the file is as it was then.
 pub fn contents(file: &Path) -> Option<Vec<u8>> {
     let mut contents = fs::read(file).ok()?;
     let split = contents.len().checked_sub(of(&[]).len())?;
