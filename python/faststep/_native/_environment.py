@@ -81,7 +81,7 @@ def bind_kernels() -> None:
     if not sys.platform.startswith("linux") or os.environ.get("FASTSTEP_KERNELS") == "0":
         return
     try:
-        _core().bind_kernels([sys.executable or "python3", "-S", str(Path(__file__).with_name("_nvrtc.py"))])
+        _core().bind_kernels()
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"MLX compiles its kernels without this processor's vectors: {error} "

@@ -21,7 +21,7 @@ mod step;
 mod store;
 mod tree;
 
-use std::{ffi::OsString, path::PathBuf};
+use std::path::PathBuf;
 
 use pyo3::{
     exceptions::{PyOSError, PyRuntimeError, PyTypeError},
@@ -48,11 +48,9 @@ fn bind_blas(library: PathBuf) -> PyResult<usize> {
     }
 }
 
-/// Have MLX's kernels compiled for this processor, or several at a time for CUDA, by processes that
-/// `command` starts; returns whether they are, here.
+/// Have MLX's kernels compiled for this processor, or several at a time for CUDA; returns whether they are, here.
 #[pyfunction]
-fn bind_kernels(command: Vec<OsString>) -> PyResult<bool> {
-    kernels::compile_apart(command);
+fn bind_kernels() -> PyResult<bool> {
     kernels::bind().map_err(|error| rebind_error(&error))
 }
 

@@ -11,7 +11,7 @@
 use std::{
     cell::Cell,
     env,
-    ffi::{c_char, c_int, c_void, CStr, CString, OsString},
+    ffi::{c_char, c_int, c_void, CStr, CString},
     path::PathBuf,
     ptr,
     sync::{atomic::Ordering, Arc, LazyLock, OnceLock},
@@ -37,7 +37,6 @@ const FOLDER: &CStr = c"MLX_PTX_CACHE_DIR";
 const NOWHERE: &CStr = c"/dev/null/mlx";
 
 static NVRTC: OnceLock<Nvrtc> = OnceLock::new();
-static COMMAND: OnceLock<Vec<OsString>> = OnceLock::new();
 static AHEAD: LazyLock<Ahead<Outcome>> = LazyLock::new(Ahead::new);
 
 thread_local! {
@@ -82,12 +81,6 @@ pub fn bind(imports: &Imports) -> Result<bool, RebindError> {
         found.and_then(|(_, function)| Function::new(*function))
     })?;
     Ok(true)
-}
-
-/// Has what is asked for beforehand compiled by processes of their own, started by these words and the path of NVRTC, which
-/// compiles in one process hardly more than one source at a time. Without it, threads do so.
-pub fn compile_apart(command: Vec<OsString>) {
-    _ = COMMAND.set(command);
 }
 
 /// Has the fused kernels that arrays are computed from compiled, several at a time, as far as that has not been done. What
@@ -218,12 +211,10 @@ unsafe extern "C" fn compile(
     let kept = directory.as_ref();
     let kept = kept.and_then(|kept| Compiled::load(kept, key, source.kernels.len()));
     let job = {
-        let (source, apart) = (source.clone(), ASKING.get());
+        let source = source.clone();
         move || {
             COMPILED.fetch_add(1, Ordering::Relaxed);
-            let command = COMMAND.get().filter(|_| apart);
-            let outcome = command.and_then(|command| source.compile_apart(nvrtc, command));
-            let outcome = outcome.unwrap_or_else(|| source.compile(nvrtc));
+            let outcome = source.compile(nvrtc);
             if let (Ok(compiled), Some(directory)) = (&outcome, &directory) {
                 _ = compiled.save(directory, key); // a disk that is full: it is compiled again by the next process
             }

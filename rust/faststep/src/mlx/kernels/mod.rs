@@ -107,7 +107,6 @@ pub fn bind() -> Result<bool, RebindError> {
 }
 
 pub(crate) use cuda::ask;
-pub use cuda::compile_apart;
 
 /// Return the number of kernels that this process has compiled, or begun to.
 #[must_use]

@@ -1,14 +1,12 @@
 //! NVRTC, the compiler of MLX's kernels for CUDA, and what it makes of a source.
 use std::{
-    ffi::{c_char, c_int, c_void, CStr, CString, OsStr, OsString},
+    ffi::{c_char, c_int, c_void, CStr, CString},
     fs,
     hash::{DefaultHasher, Hash, Hasher},
-    io::{self, Write},
-    mem::{transmute, MaybeUninit},
-    os::unix::ffi::OsStrExt,
+    io,
+    mem::transmute,
     path::{Path, PathBuf},
-    process::{self, Stdio},
-    ptr,
+    process, ptr,
     time::SystemTime,
 };
 
@@ -86,20 +84,6 @@ impl Nvrtc {
         })
     }
 
-    // the library's file
-    fn path(&self) -> Option<OsString> {
-        let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
-        // SAFETY: the address of a function; `found` is read only where it has been filled in, with a string that lives as
-        // long as the library.
-        unsafe {
-            if libc::dladdr(self.version as *const c_void, found.as_mut_ptr()) == 0 {
-                return None;
-            }
-            let name = found.assume_init().dli_fname;
-            (!name.is_null()).then(|| OsStr::from_bytes(CStr::from_ptr(name).to_bytes()).to_owned())
-        }
-    }
-
     fn known_version(&self) -> (c_int, c_int) {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: room for two numbers.
@@ -173,66 +157,6 @@ impl Source {
             u128::from(hasher.finish())
         };
         half(0) << 64 | half(1)
-    }
-
-    /// Have a process of its own compile it, which is started by these words and the path of NVRTC. `None` where that fails:
-    /// not where NVRTC refuses the source.
-    pub fn compile_apart(&self, nvrtc: &Nvrtc, command: &[OsString]) -> Option<Outcome> {
-        let (program, arguments) = command.split_first()?;
-        let mut child = process::Command::new(program)
-            .args(arguments)
-            .arg(nvrtc.path()?)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .ok()?;
-        let given = child
-            .stdin
-            .take()
-            .map(|mut pipe| pipe.write_all(&self.fields()));
-        let output = child.wait_with_output().ok()?;
-        if !(output.status.success() && given?.is_ok()) {
-            return None;
-        }
-        let mut made = Vec::new();
-        let mut rest = &output.stdout[..];
-        while let Some((length, behind)) = rest.split_first_chunk() {
-            let length = usize::try_from(u64::from_ne_bytes(*length)).ok()?;
-            made.push(behind.get(..length)?.to_vec());
-            rest = &behind[length..];
-        }
-        let mut made = made.into_iter();
-        let status = String::from_utf8(made.next()?).ok()?.parse().ok()?;
-        let log = CString::new(made.next()?).ok()?;
-        if status != SUCCESS {
-            return Some(Err(Failure { status, log }));
-        }
-        let lowered = made.by_ref().take(self.kernels.len()).map(CString::new);
-        let lowered = lowered.collect::<Result<_, _>>().ok()?;
-        let code = made.next().filter(|code| !code.is_empty())?;
-        Some(Ok(Compiled { lowered, code }))
-    }
-
-    // as `_nvrtc.py` reads it
-    fn fields(&self) -> Vec<u8> {
-        let number = |number: usize| number.to_string().into_bytes();
-        let text = |text: &CString| text.as_bytes().to_vec();
-        let mut all = vec![
-            text(&self.name),
-            text(&self.text),
-            number(self.headers.len()),
-        ];
-        let headers = self.headers.iter();
-        all.extend(headers.flat_map(|(contents, name)| [text(contents), text(name)]));
-        for list in [&self.kernels, &self.options] {
-            all.push(number(list.len()));
-            all.extend(list.iter().map(text));
-        }
-        all.push(number(usize::from(self.is_cubin())));
-        let fields = all.into_iter();
-        let fields = fields.flat_map(|it| [(it.len() as u64).to_ne_bytes().to_vec(), it]);
-        fields.flatten().collect()
     }
 
     /// Have NVRTC compile it.
