@@ -74,19 +74,10 @@ pub fn of_cuda(architecture: &str) -> Option<PathBuf> {
             (make(place) && make(&store) && is_writable(&store)).then_some(store)
         });
         if let Some(store) = &*open {
-            delete_abandoned(store);
+            _ = delete_abandoned(store);
         }
     }
     open.clone()
-}
-
-fn delete_abandoned(directory: &Path) {
-    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-        let is_passing = entry.file_name().to_string_lossy().starts_with("tmp_");
-        if is_passing && entry.metadata().is_ok_and(|found| is_abandoned(&found)) {
-            _ = fs::remove_file(entry.path());
-        }
-    }
 }
 
 /// Return whether a file lies in the store.
@@ -151,7 +142,7 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Deletes the files of a compilation of a header that was killed.
+/// Deletes the files of compilations that were killed.
 pub fn delete_abandoned(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
