@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ def main() -> int:
         cases = ET.parse(report).getroot().iter("testcase") if report.exists() else ()
         counts, failures = outcomes(list(cases))
     facts = {
-        "command": f"`MLX_ENABLE_TF32=0 {' '.join(command)}`",
+        "command": f"`MLX_ENABLE_TF32=0 {shlex.join(command)}`",
         "commit": args.commit or git("rev-parse", "--short=12", "HEAD"),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
         "device": device(),
