@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "step/test_replay.py",
     "step/test_align.py",
+    "engine/test_rewrites.py",
     "step/test_profile.py",
     "step/test_errors.py::test_cuda_s_compiler_refuses_a_kernel",
     "step/test_failures.py::test_a_step_without_memory_is_completed_when_there_is_some",

@@ -233,6 +233,10 @@ int faststep_ask_kernels(const void* const* arrays, size_t count);
 // Parts of one dtype, which agree in all axes but the first, joined along it by one kernel, and the sums of squares of its
 // tiles in float32.
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares);
+// Sums of the squares of an array, a float32 vector. Not applicable where the default device is not CUDA, or MLX is as fast.
+int faststep_squares(const void* array, void** squares);
+// On CUDA: operations of a lazy graph that have kernels of our own are computed by these: what stands for each of these arrays.
+int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 
 // --- cuda/replay/
 

@@ -1,4 +1,5 @@
 // Gradients of many tensors into one flat buffer by one CUDA kernel, with the sum of their squares.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <sstream>
@@ -83,6 +84,31 @@ std::string source(int slots) {
   return out.str();
 }
 
+// Each block sums up its share of the squares.
+constexpr const char* squares_source = R"(
+  constexpr int wide = 16 / sizeof(T);
+  __shared__ float sums[8];
+  int64_t size = 1, every = int64_t(gridDim.x) * 256 * wide;
+  for (int i = 0; i < x_ndim; ++i) { size *= x_shape[i]; }
+  float sum = 0;
+  #pragma unroll 4
+  for (int64_t at = (int64_t(blockIdx.x) * 256 + threadIdx.x) * wide; at < size; at += every) {
+    if (at + wide <= size) {
+      auto values = load_vector<wide>(x + at, 0);
+      for (int i = 0; i < wide; ++i) { sum += float(values[i]) * float(values[i]); }
+    } else {
+      for (int64_t i = at; i < size; ++i) { sum += float(x[i]) * float(x[i]); }
+    }
+  }
+  for (int step = 16; step > 0; step /= 2) { sum += __shfl_down_sync(0xffffffff, sum, step); }
+  if (threadIdx.x % 32 == 0) { sums[threadIdx.x / 32] = sum; }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < 8; ++i) { sum += sums[i]; }
+    squares[blockIdx.x] = sum;
+  }
+)";
+
 int tiles(int n) {
   return (n + side - 1) / side;
 }
@@ -136,5 +162,31 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
     faststep::is_determined_by_inputs(made[0]);
     *flat = faststep::owned(made[0]);
     *squares = faststep::owned(made[1]);
+  });
+}
+
+int faststep_squares(const void* array, void** squares) {
+  return faststep::guarded([&] {
+    const auto& x = faststep::at(array);
+    bool known = x.dtype() == mx::float32 || x.dtype() == mx::float16 || x.dtype() == mx::bfloat16;
+    constexpr size_t small = 1 << 20, most = 1056;
+    if (!faststep_is_cuda() || !known || x.size() < small) {
+      return faststep::not_applicable;
+    }
+    int blocks = static_cast<int>(std::min(x.size() / 4096, most));
+    auto kernel = mx::fast::cuda_kernel("faststep_squares", {"x"}, {"squares"}, squares_source);
+    auto made = kernel(
+        {x},
+        {{blocks}},
+        {mx::float32},
+        {256 * blocks, 1, 1},
+        {256, 1, 1},
+        {{"T", x.dtype()}},
+        std::nullopt,
+        false,
+        mx::Device::gpu);
+    faststep::is_determined_by_inputs(made[0]);
+    *squares = faststep::owned(made[0]);
+    return faststep::done;
   });
 }

@@ -33,13 +33,14 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
             let (flat, squares) = join::join_on_cuda(&parts)?;
             (flat, Some(squares))
         } else {
-            (layout.pack_one(buffer, &gradients)?, None)
+            let mut flat = layout.pack_one(buffer, &gradients)?;
+            if parts.len() == 1 && flat.ndim() > 1 {
+                flat = join::contiguous(&flat)?; // a gradient that is a transpose is updated several times slower
+            }
+            let squares = join::squares_of(&flat)?;
+            (flat, squares)
         };
-        packed.buffers.push(if parts.len() == 1 && flat.ndim() > 1 {
-            join::contiguous(&flat)? // a gradient that is a transpose is updated several times slower
-        } else {
-            flat
-        });
+        packed.buffers.push(flat);
         packed.squares.push(squares);
     }
     Ok(packed)

@@ -16,8 +16,8 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_merge, faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle,
-    handles, made, owned, Handles, New,
+    faststep_kernels, faststep_merge, faststep_watch_free, faststep_watch_is_alive,
+    faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
 use super::join;
 
@@ -135,14 +135,14 @@ pub(crate) fn is_zero(array: &Array) -> bool {
 }
 
 /// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, and
-/// on CUDA odd dimensions of products are padded.
+/// on CUDA odd dimensions of products are padded and some operations are computed by kernels of the package's own.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
 pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     let merged = each(arrays, faststep_merge)?;
     if join::is_cuda() {
-        each(&merged, faststep_align)
+        each(&each(&merged, faststep_align)?, faststep_kernels)
     } else {
         Ok(merged)
     }

@@ -245,6 +245,8 @@ extern "C" {
         flat: *mut New,
         squares: *mut New,
     ) -> c_int;
+    pub(crate) fn faststep_squares(array: Handle, squares: *mut New) -> c_int;
+    pub(crate) fn faststep_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int;
 
     pub(crate) fn faststep_replay_new(
         results: Handles,

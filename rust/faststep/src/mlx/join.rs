@@ -10,7 +10,7 @@ use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
     check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_order, faststep_pack,
-    faststep_straight, faststep_sum_of_squares, handle, handles, made, owned,
+    faststep_squares, faststep_straight, faststep_sum_of_squares, handle, handles, made, owned,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -85,6 +85,15 @@ pub(crate) fn squares(parts: &[&Array]) -> Result<Option<Array>> {
         return Ok(None);
     }
     Ok(Some(join_on_cuda(parts)?.1))
+}
+
+/// Sums of the squares of one large array, where a kernel gives them that stores none of them: on CUDA.
+///
+/// # Errors
+/// When MLX refuses the kernel.
+pub(crate) fn squares_of(array: &Array) -> Result<Option<Array>> {
+    // SAFETY: a live array.
+    made(|squares| unsafe { faststep_squares(handle(array), squares) })
 }
 
 /// Join arrays by one kernel of CUDA, and sum their squares on its way.

@@ -1,0 +1,123 @@
+// Rules by which a traced step is rewritten for CUDA: kernels of our own in place of MLX's operations.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "mlx/fast.h"
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace faststep::rules {
+
+namespace mx = mlx::core;
+
+using Arrays = std::vector<mx::array>;
+
+// A kernel with its launch: `blocks` of `threads` each; its source sees the inputs and outputs by these names.
+struct Kernel {
+  std::string name;
+  std::vector<std::string> inputs, outputs;
+  std::string source;
+  std::vector<std::pair<std::string, mx::fast::TemplateArg>> constants;
+  std::pair<int, int> blocks, threads;
+  bool contiguous = true; // whether inputs are copied that do not lie row after row
+};
+
+// Its outputs, of these shapes and dtypes.
+Arrays call(
+    const Kernel& kernel,
+    const Arrays& inputs,
+    const std::vector<mx::Shape>& shapes,
+    std::vector<mx::Dtype> dtypes);
+
+inline bool is(const mx::array& a, std::string_view primitive) {
+  return a.has_primitive() && a.primitive().name() == primitive;
+}
+
+// The array that another one repeats along some axes, or the array itself.
+inline const mx::array& unrepeated(const mx::array& a) {
+  return is(a, "Broadcast") ? a.inputs()[0] : a;
+}
+
+// The value of a float32 scalar, if it is there.
+std::optional<float> number(const mx::array& a);
+
+// A number in a kernel's source, to the bit.
+std::string literal(float value);
+
+// The sum of the rows of a matrix, or of all matrices in an array, if this is one.
+std::optional<mx::array> column_sum(const mx::array& sum);
+
+// The gradients of a layer norm by its input, weight and bias, if these are they.
+std::optional<Arrays> layer_norm_vjp(const Arrays& gradients);
+
+// Heads and positions of attention change places before a product and behind it: each is copied once.
+class Heads {
+ public:
+  // Let an operation read a copy that lies row after row, where it would make one for itself.
+  void read_by(mx::array& a);
+  // The array of which a transpose is the transpose.
+  std::optional<mx::array> rewritten(const mx::array& a) const;
+  // The array of which another one is a copy, or the array itself.
+  const mx::array& original(const mx::array& a) const;
+
+ private:
+  mx::array moved(const mx::array& a);
+
+  std::unordered_map<std::uintptr_t, mx::array> moved_, originals_;
+};
+
+// Softmax along the last axis, causal attention in float32 and the gradients of both.
+class Softmax {
+ public:
+  explicit Softmax(const Heads& heads) : heads_(heads) {}
+
+  // The array that takes another one's place, whose inputs have been replaced already.
+  std::optional<mx::array> rewritten(const mx::array& a);
+
+ private:
+  // Scores of which row i sees the columns up to i + columns - rows, and the mask that says so.
+  struct Causal {
+    mx::array scores, mask;
+  };
+  struct Gradient {
+    mx::array probabilities, cotangent;
+  };
+  // Attention over few positions.
+  struct Attention {
+    mx::array probabilities, queries, keys, values;
+    mx::array scaled, keys_swapped, values_read; // by the products
+    float scale;
+  };
+
+  std::optional<mx::array> causal(const mx::array& softmax);
+  std::optional<mx::array> gradient(const mx::array& difference);
+  std::optional<mx::array> masked(const mx::array& product);
+  std::optional<mx::array> product(const mx::array& product);
+  std::optional<mx::array> attention(const mx::array& product);
+  const Arrays* backward(const Attention& attention, const mx::array& cotangent);
+  const Arrays& gradient_of(const Attention& attention, const mx::array& cotangent);
+  Arrays run(
+      const Attention& attention,
+      const char* name,
+      const char* source,
+      std::vector<std::string> outputs,
+      const std::optional<mx::array>& cotangent) const;
+
+  using Id = std::uintptr_t;
+  const Heads& heads_;
+  std::unordered_map<Id, Causal> causal_; // by the probabilities
+  std::unordered_map<Id, Attention> attentions_; // by the probabilities
+  std::unordered_map<Id, Gradient> gradients_; // by the gradient of the scores
+  std::map<std::pair<Id, Id>, Arrays> backward_; // of queries, keys and values, by probabilities and cotangent
+  std::unordered_map<Id, std::pair<mx::array, float>> queries_; // their gradient, by that of what is scaled
+};
+
+} // namespace faststep::rules

@@ -1,0 +1,188 @@
+// Softmax's gradient, and causal attention in float32, which MLX has no kernel for.
+//
+// MLX composes them of operations that each read and write all scores: the mask is applied, masked scores are summed
+// with the rest, and the gradient takes three more. Here a warp has a row of scores in registers.
+#include <limits>
+
+#include "cuda/rules/rules.hpp"
+
+namespace faststep::rules {
+
+namespace {
+
+constexpr int max_columns = 1024; // of which a warp keeps its share in registers
+constexpr size_t max_rows = size_t{1} << 28;
+
+// Lane i of the warp of a row has the columns i, i + 32, ..., none of them behind `last`.
+constexpr const char* row_source = R"(
+  constexpr int lanes = 32, each = (COLUMNS + lanes - 1) / lanes;
+  int lane = threadIdx.x;
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= rows_shape[0]) { return; }
+  int last = CAUSAL ? int(row % QUERIES) + COLUMNS - QUERIES : COLUMNS - 1;
+  auto added = [](float value) {
+    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
+    return value;
+  };
+)";
+
+constexpr const char* softmax_source = R"(
+  float values[each], largest = -INFINITY, sum = 0;
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    int column = j * lanes + lane;
+    values[j] = column <= last ? float(rows[row * COLUMNS + column]) : -INFINITY;
+    largest = fmaxf(largest, values[j]);
+  }
+  for (int step = 16; step > 0; step /= 2) { largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, step)); }
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    values[j] = j * lanes + lane <= last ? __expf(values[j] - largest) : 0.0f;
+    sum += values[j];
+  }
+  sum = 1 / added(sum);
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    int column = j * lanes + lane;
+    if (column < COLUMNS) { out[row * COLUMNS + column] = T(values[j] * sum); }
+  }
+)";
+
+constexpr const char* gradient_source = R"(
+  float ps[each], gs[each], sum = 0;
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    int column = j * lanes + lane;
+    ps[j] = column <= last ? float(rows[row * COLUMNS + column]) : 0.0f;
+    gs[j] = column <= last ? float(cotangent[row * COLUMNS + column]) : 0.0f;
+    sum += ps[j] * gs[j];
+  }
+  sum = added(sum);
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    int column = j * lanes + lane;
+    if (column < COLUMNS) { out[row * COLUMNS + column] = T(ps[j] * (gs[j] - sum)); }
+  }
+)";
+
+// The numbers from `first` on, along this axis of a matrix.
+bool counts(const mx::array& a, size_t axis, int first) {
+  const auto& line = unrepeated(a);
+  if (!is(line, "ExpandDims") || line.ndim() != 2 || line.shape(1 - axis) != 1) {
+    return false;
+  }
+  const auto& range = line.inputs()[0];
+  if (!is(range, "Arange")) {
+    return false;
+  }
+  auto [start, stop, step] = static_cast<const mx::Arange&>(range.primitive()).state();
+  return start == first && step == 1;
+}
+
+// Rows of a warp each.
+mx::array by_row(const char* name, const char* source, const Arrays& inputs, int queries) {
+  const auto& x = inputs[0];
+  int columns = x.shape(-1), rows = static_cast<int>(x.size() / columns);
+  constexpr int warps = 8;
+  Kernel kernel{
+      name,
+      {"rows"},
+      {"out"},
+      std::string(row_source) + source,
+      {{"COLUMNS", columns}, {"QUERIES", queries == 0 ? 1 : queries}, {"CAUSAL", queries > 0}, {"T", x.dtype()}},
+      {(rows + warps - 1) / warps, 1},
+      {32, warps}};
+  Arrays matrices;
+  for (const auto& in : inputs) {
+    matrices.push_back(mx::reshape(in, {rows, columns}, mx::Device::gpu));
+  }
+  if (inputs.size() > 1) {
+    kernel.inputs.emplace_back("cotangent");
+  }
+  auto out = call(kernel, matrices, {{rows, columns}}, {x.dtype()})[0];
+  return mx::reshape(out, x.shape(), mx::Device::gpu);
+}
+
+bool fits(const mx::array& a) {
+  bool known = a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
+  return known && a.ndim() > 0 && a.size() > 0 && a.shape(-1) <= max_columns &&
+      a.size() / a.shape(-1) <= max_rows;
+}
+
+} // namespace
+
+std::optional<mx::array> Softmax::rewritten(const mx::array& a) {
+  if (is(a, "Softmax")) {
+    return causal(a);
+  }
+  if (is(a, "Subtract")) {
+    return gradient(a);
+  }
+  if (is(a, "Multiply")) {
+    return masked(a);
+  }
+  return is(a, "Matmul") ? product(a) : std::nullopt;
+}
+
+// softmax(where(i + columns - rows >= j, scores, lowest))
+std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
+  const auto& selected = softmax.inputs()[0];
+  if (!is(selected, "Select") || softmax.dtype() != mx::float32 || !fits(softmax) || softmax.ndim() < 2) {
+    return std::nullopt;
+  }
+  const auto& mask = unrepeated(selected.inputs()[0]);
+  auto lowest = number(selected.inputs()[2]);
+  int rows = softmax.shape(-2), columns = softmax.shape(-1);
+  bool known = lowest && *lowest == std::numeric_limits<float>::lowest() && is(mask, "GreaterEqual") &&
+      mask.shape() == mx::Shape{rows, columns} && rows <= columns && counts(mask.inputs()[0], 0, columns - rows) &&
+      counts(mask.inputs()[1], 1, 0);
+  const auto& scores = selected.inputs()[1];
+  if (!known || scores.shape() != softmax.shape()) {
+    return std::nullopt;
+  }
+  auto made = by_row("causal_softmax", softmax_source, {scores}, rows);
+  causal_.emplace(made.id(), Causal{scores, mask});
+  return made;
+}
+
+// p c - p sum(p c): the gradient of p = softmax(x), where c is that of p
+std::optional<mx::array> Softmax::gradient(const mx::array& difference) {
+  const auto &whole = difference.inputs()[0], &part = difference.inputs()[1];
+  if (!is(whole, "Multiply") || !is(part, "Multiply") || !fits(difference)) {
+    return std::nullopt;
+  }
+  const auto &p = whole.inputs()[0], &cotangent = whole.inputs()[1], &sum = unrepeated(part.inputs()[1]);
+  if (part.inputs()[0].id() != p.id() || !is(sum, "Sum") || sum.inputs()[0].id() != whole.id()) {
+    return std::nullopt;
+  }
+  auto axes = static_cast<const mx::Reduce&>(sum.primitive()).state().second;
+  auto found = causal_.find(p.id());
+  bool last = axes.size() == 1 && axes[0] == static_cast<int>(whole.ndim()) - 1;
+  if (!last || (found == causal_.end() && !is(p, "Softmax")) || cotangent.dtype() != p.dtype() ||
+      cotangent.shape() != p.shape()) {
+    return std::nullopt;
+  }
+  bool is_causal = found != causal_.end();
+  auto made = by_row("softmax_vjp", gradient_source, {p, cotangent}, is_causal ? p.shape(-2) : 0);
+  if (is_causal) {
+    gradients_.emplace(made.id(), Gradient{p, cotangent});
+  }
+  return made;
+}
+
+// A gradient of masked scores is zero where they are masked; that of queries is scaled where it is computed.
+std::optional<mx::array> Softmax::masked(const mx::array& product) {
+  const auto &factor = product.inputs()[0], &other = product.inputs()[1];
+  auto gradient = gradients_.find(other.id());
+  if (gradient != gradients_.end()) {
+    const auto& cast = unrepeated(factor);
+    const auto& mask = causal_.at(gradient->second.probabilities.id()).mask;
+    bool same = is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == mask.id();
+    return same ? std::optional(other) : std::nullopt;
+  }
+  auto query = queries_.find(other.id());
+  bool same = query != queries_.end() && number(factor) == query->second.second;
+  return same ? std::optional(query->second.first) : std::nullopt;
+}
+
+} // namespace faststep::rules
