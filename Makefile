@@ -34,7 +34,8 @@ WORKERS ?= 2
 PARTS ?= step optimizers clients reach matmul threads quantized scaling runs replay rust trainer loader checkpoints mlx_lm_trainer
 
 # What `make coverage` runs: the tests that reach Python code; the others compare the native step's numbers.
-COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/package/test_environment.py \
+COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/doctor tests/llm tests/recipes \
+	tests/package/test_environment.py \
 	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py reach.py state.py state_refused.py threads.py) \
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
