@@ -19,7 +19,7 @@ use super::ffi::{
     faststep_kernels, faststep_merge, faststep_watch_free, faststep_watch_is_alive,
     faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
-use super::join;
+use super::{join, kernels};
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
 #[must_use]
@@ -135,13 +135,14 @@ pub(crate) fn is_zero(array: &Array) -> bool {
 }
 
 /// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, and
-/// on CUDA odd dimensions of products are padded and some operations are computed by kernels of the package's own.
+/// on CUDA odd dimensions of products are padded and some operations are computed by kernels of the package's own, unless
+/// `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
 pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     let merged = each(arrays, faststep_merge)?;
-    if join::is_cuda() {
+    if join::is_cuda() && kernels::wanted() {
         each(&each(&merged, faststep_align)?, faststep_kernels)
     } else {
         Ok(merged)

@@ -116,11 +116,15 @@ pub fn compiled() -> usize {
 
 static COMPILED: AtomicUsize = AtomicUsize::new(0);
 
-/// Bind for a Rust program, once for each process, unless `FASTSTEP_KERNELS` is 0; where that fails, MLX stays as it is.
+/// Return whether MLX's kernels may be replaced: unless `FASTSTEP_KERNELS` is 0 in the environment.
+pub(crate) fn wanted() -> bool {
+    env::var_os("FASTSTEP_KERNELS").is_none_or(|value| value != "0")
+}
+
+/// Bind for a Rust program, once for each process, where kernels are wanted; where that fails, MLX stays as it is.
 pub(crate) fn bind_once() {
     static BOUND: OnceLock<bool> = OnceLock::new();
-    let wanted = env::var_os("FASTSTEP_KERNELS").is_none_or(|value| value != "0");
-    BOUND.get_or_init(|| wanted && bind().unwrap_or(false));
+    BOUND.get_or_init(|| wanted() && bind().unwrap_or(false));
 }
 
 /// Replacement of libmlx's `popen`, by which it runs the compiler and nothing else.
