@@ -240,30 +240,33 @@ int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 
 // --- cuda/replay/
 
-// A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those.
+// A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those, and
+// `fed` those that get other values before a launch.
 int faststep_replay_new(
     const void* const* results,
     size_t n_results,
     const void* const* from,
     const void* const* into,
     size_t n_carried,
+    const void* const* fed,
+    size_t n_fed,
     void** capture);
 // Record it once, when nobody else holds `from`. `learns` is another one of the same graph, made anew, of no use any more
 // then. The message of a failure says why it cannot be captured.
 int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info);
 // Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
-// Copies arrays, lazy ones too, into static ones and replays. `launched`: copies of these of the results, each of at most 8
-// bytes; one without a value where there are none. `done` gets the event of the launch.
+// Copies evaluated arrays into static ones and replays. `launched`: an array without a value, to wait for, then copies of the
+// results of at most 8 bytes, in their order, of which there is room for so many, and `given` are. `done` gets the event.
 int faststep_replay_launch(
     void* capture,
     const void* const* from,
     const void* const* into,
     size_t count,
-    const size_t* results,
-    size_t n_results,
     const void* done,
-    void** launched);
+    void** launched,
+    size_t room,
+    size_t* given);
 // A lazy copy of a static array, which any thread may evaluate: behind the event of `done`, a true scalar.
 int faststep_replay_shown(const void* place, const void* done, void** shown);
 // Make the stream of those copies the thread's default one; `index`: below 0, or that of the stream to go back to, and then

@@ -254,6 +254,8 @@ extern "C" {
         from: Handles,
         into: Handles,
         n_carried: usize,
+        fed: Handles,
+        n_fed: usize,
         capture: *mut *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_replay_record(
@@ -267,10 +269,10 @@ extern "C" {
         from: Handles,
         into: Handles,
         count: usize,
-        results: *const usize,
-        n_results: usize,
         done: Handle,
         launched: *mut New,
+        room: usize,
+        given: *mut usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_shown(place: Handle, done: Handle, shown: *mut New) -> c_int;
     pub(crate) fn faststep_replay_share_stream(index: *mut c_int) -> c_int;

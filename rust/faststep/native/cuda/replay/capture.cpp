@@ -6,6 +6,7 @@
 
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
+#include "cuda/replay/feed.hpp"
 #include "cuda/replay/recorder.hpp"
 #include "mlx/memory.h"
 #include "status.hpp"
@@ -32,10 +33,12 @@ class KeepAll {
 
 } // namespace
 
-Capture::Capture(std::vector<mx::array> results, std::vector<mx::array> from, std::vector<mx::array> into)
+Capture::Capture(
+    std::vector<mx::array> results, std::vector<mx::array> from, std::vector<mx::array> into, std::vector<mx::array> fed)
     : results_(std::move(results)),
       from_(std::move(from)),
       into_(std::move(into)),
+      fed_(std::move(fed)),
       stream_(mx::default_stream(mx::Device::gpu)) {}
 
 Capture::~Capture() {
@@ -47,6 +50,14 @@ Capture::~Capture() {
     driver().cuStreamSynchronize(queue_);
     driver().cuGraphExecDestroy(exec_);
   }
+}
+
+void Capture::begin() {
+  feed_ = std::make_shared<Feed>(fed_, results_, stream_);
+}
+
+void Capture::share(Capture& other) {
+  other.feed_ = feed_;
 }
 
 Learnt Capture::learn() {
@@ -76,10 +87,12 @@ bool Capture::is_valid() const {
   return std::all_of(fixed_.begin(), fixed_.end(), stays);
 }
 
-// The copies come behind everything that the stream has to do, and what is copied stays until they are done.
-void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into, mx::Stream stream) {
-  auto& encoder = encoder_of(stream);
-  for (auto array : from) {
+// Evaluated arrays that lie row after row have their values when the stream comes to what is submitted next.
+void settle(const std::vector<mx::array>& arrays, Encoder& encoder, mx::Stream stream) {
+  for (auto array : arrays) {
+    if (!array.flags().row_contiguous || array.status() == mx::array::Status::unscheduled) {
+      throw std::logic_error("a replay copies evaluated arrays that lie row after row");
+    }
     if (array.event().valid() && array.event().stream() != stream) {
       array.wait(); // libmlx does not export what lets a stream wait
     }
@@ -87,15 +100,18 @@ void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into
   if (encoder.node_count_ > 0) {
     commit(encoder);
   }
-  CUstream queue = encoder.stream();
+}
+
+void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into, mx::Stream stream) {
+  auto& encoder = encoder_of(stream);
+  settle(from, encoder, stream);
   for (size_t i = 0; i < from.size(); ++i) {
-    bool fits = from[i].flags().row_contiguous && from[i].nbytes() == into[i].nbytes();
-    if (!fits || from[i].status() == mx::array::Status::unscheduled) {
-      throw std::logic_error("a replay copies evaluated arrays that lie row after row");
+    if (from[i].nbytes() != into[i].nbytes()) {
+      throw std::logic_error("a replay copies arrays of one size");
     }
     if (from[i].nbytes() > 0) {
       auto target = device_pointer(address_of(into[i])), source = device_pointer(address_of(from[i]));
-      check(driver().cuMemcpyAsync(target, source, into[i].nbytes(), queue), "cuMemcpyAsync");
+      check(driver().cuMemcpyAsync(target, source, into[i].nbytes(), encoder.stream()), "cuMemcpyAsync");
       encoder.add_temporary(from[i]);
     }
   }
@@ -111,17 +127,24 @@ int faststep_replay_new(
     const void* const* from,
     const void* const* into,
     size_t n_carried,
+    const void* const* fed,
+    size_t n_fed,
     void** capture) {
   return faststep::guarded([&] {
     *capture = new Capture(
-        faststep::list(results, n_results), faststep::list(from, n_carried), faststep::list(into, n_carried));
+        faststep::list(results, n_results),
+        faststep::list(from, n_carried),
+        faststep::list(into, n_carried),
+        faststep::list(fed, n_fed));
   });
 }
 
 int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info) {
   return faststep::guarded([&] {
-    auto& to_record = *static_cast<Capture*>(capture);
-    to_record.record(static_cast<Capture*>(learns)->learn());
+    auto &to_learn = *static_cast<Capture*>(learns), &to_record = *static_cast<Capture*>(capture);
+    to_record.begin();
+    to_record.share(to_learn);
+    to_record.record(to_learn.learn());
     *info = to_record.info;
   });
 }

@@ -92,12 +92,14 @@ void Recorder::run() {
   auto tape = this->tape();
   try {
     count(tape);
+    feed([](const Capture& capture) { return capture.feed_->encode_in(); });
     while (!tape.empty()) {
       auto array = std::move(tape.back());
       tape.pop_back();
       evaluate(std::move(array));
     }
     carry();
+    feed([](const Capture& capture) { return capture.feed_->encode_out(capture.results_); });
   } catch (...) {
     if (block_ != nullptr) {
       block_->end(); // while all that lies in it is still there
@@ -429,6 +431,13 @@ void Recorder::copy(const mx::array& from, const mx::array& into) {
       driver().cuGraphAddMemcpyNode(&node, recording_.graph(), nullptr, 0, &copy, capture_.context_),
       "cuGraphAddMemcpyNode");
   add(begin, {from.data_shared_ptr()}, {into.data_shared_ptr()});
+}
+
+// A kernel that brings what changes from launch to launch.
+void Recorder::feed(Feed::Encoded (*encode)(const Capture&)) {
+  auto begin = recording_.nodes();
+  auto [reads, writes] = encode(capture_);
+  add(begin, reads, writes);
 }
 
 // The dependencies of the nodes: within an operation those that MLX gives them, between operations those of the plan.

@@ -15,7 +15,7 @@ use crate::{
         memory,
         replay::{Capture, Computed},
     },
-    trace::{Captured, Outputs, Trace},
+    trace::{Captured, Given, Outputs, Trace},
 };
 
 /// The difference from MLX's update that is tolerated: relative to the update, and to the value.
@@ -98,7 +98,13 @@ impl Engine {
                 carried.push((value.clone(), given[at].array().clone()));
             }
             let results = outputs.given_out().cloned().collect();
-            Ok(Computed { results, carried })
+            let is_fed = |it: &&Given| !matches!(it, Given::Fixed(_));
+            let fed = given.iter().filter(is_fed).map(|it| it.array().clone());
+            Ok(Computed {
+                results,
+                carried,
+                fed: fed.collect(),
+            })
         };
 
         let values = self.values();
@@ -106,7 +112,7 @@ impl Engine {
         owner.unlocked(&mut memory::synchronize);
         let graph = Capture::record(&mut computed)?;
         let results: Vec<Array> = outputs.given_out().cloned().collect();
-        graph.launch(&[], &[], &done)?;
+        graph.launch(&[], &done)?;
         let differences = distances(&values, &arrays, owner)?;
         for (i, ((update, _), (difference, size))) in
             updates.into_iter().zip(differences).enumerate()
