@@ -140,8 +140,7 @@ pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>
     let name = intern!(optimizer.py(), "optimizers");
     if is_class_of_mlx(&optimizer.get_type()) {
         // looked for where it is: the error of an attribute that is missing takes a microsecond
-        let attributes = optimizer.getattr(intern!(optimizer.py(), "__dict__"));
-        let attributes = attributes.ok()?.cast_into::<PyDict>().ok()?;
+        let attributes = bridge::attributes(optimizer)?;
         return attributes.get_item(name).ok()??.cast_into().ok();
     }
     optimizer.getattr_opt(name).ok()??.cast_into().ok()

@@ -474,6 +474,11 @@ void Recorder::connect() {
     from.push_back(nodes[a]);
     to.push_back(nodes[b]);
   }
+  std::vector<std::vector<size_t>> waits;
+  for (auto& unit : units_) {
+    waits.push_back(std::move(unit.before));
+  }
+  waits = direct(std::move(waits));
   for (size_t u = 0; u < units_.size(); ++u) {
     std::vector<CUgraphNode> begins, before;
     for (auto i = units_[u].begin; i < units_[u].end; ++i) {
@@ -484,10 +489,7 @@ void Recorder::connect() {
         ends[u].push_back(nodes[i]);
       }
     }
-    auto& waits = units_[u].before;
-    std::sort(waits.begin(), waits.end());
-    waits.erase(std::unique(waits.begin(), waits.end()), waits.end());
-    for (auto b : waits) {
+    for (auto b : waits[u]) {
       before.insert(before.end(), ends[b].begin(), ends[b].end());
     }
     if (begins.size() > 1 && before.size() > 1) {
