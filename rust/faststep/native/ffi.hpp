@@ -235,6 +235,9 @@ int faststep_ask_kernels(const void* const* arrays, size_t count);
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares);
 // Sums of the squares of an array, a float32 vector. Not applicable where the default device is not CUDA, or MLX is as fast.
 int faststep_squares(const void* array, void** squares);
+// From sums of squares, float32 vectors, their root; the factor that brings it to a limit where it is larger; and whether it
+// is finite, and a loss, a float32 scalar, is and is at most another limit: three scalars. Not applicable but on CUDA.
+int faststep_norm(const void* const* squares, size_t count, const void* loss, const float* limits, void** made);
 // On CUDA: operations of a lazy graph that have kernels of our own are computed by these: what stands for each of these arrays.
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 

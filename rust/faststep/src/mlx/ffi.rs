@@ -246,6 +246,13 @@ extern "C" {
         squares: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_squares(array: Handle, squares: *mut New) -> c_int;
+    pub(crate) fn faststep_norm(
+        squares: Handles,
+        count: usize,
+        loss: Handle,
+        limits: *const f32,
+        made: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int;
 
     pub(crate) fn faststep_replay_new(
