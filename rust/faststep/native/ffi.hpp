@@ -282,6 +282,8 @@ int faststep_replay_untouched(
     const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept;
 // Copies arrays into static ones.
 int faststep_replay_copy(const void* const* from, const void* const* into, size_t count);
+// Arrays of at most 8 bytes get memory that no host touches, until it is called once more with what it has written.
+int faststep_replay_scalars_apart(void** apart);
 // Waits for it, and frees it.
 void faststep_replay_free(void* capture) noexcept;
 

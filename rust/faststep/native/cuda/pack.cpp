@@ -236,7 +236,8 @@ int faststep_norm(const void* const* squares, size_t count, const void* loss, co
     }
     names.insert(names.end(), {"loss", "limits"});
     inputs.push_back(faststep::at(loss));
-    inputs.push_back(mx::array(limits, {2}, mx::float32));
+    const float padded[]{limits[0], limits[1], 0, 0}; // MLX keeps 8 bytes on pages of the host
+    inputs.push_back(mx::array(padded, {4}, mx::float32));
     auto kernel = mx::fast::cuda_kernel(
         "faststep_norm_" + std::to_string(count), names, {"norm", "scale", "good"}, norm_source(count));
     auto outputs = kernel(

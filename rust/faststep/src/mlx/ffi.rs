@@ -291,6 +291,7 @@ extern "C" {
         count: usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_copy(from: Handles, into: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_replay_scalars_apart(apart: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_replay_free(capture: *mut c_void);
 
     pub(crate) fn faststep_simulator_device(device: *mut Device, memory: *mut usize) -> c_int;

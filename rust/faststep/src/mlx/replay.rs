@@ -15,6 +15,7 @@ use mlx_rs::{error::Result, Array};
 use super::ffi::{
     check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_valid,
     faststep_replay_launch, faststep_replay_new, faststep_replay_record,
+    faststep_replay_scalars_apart,
     faststep_replay_share_stream, faststep_replay_shown, faststep_replay_untouched,
     faststep_replay_wait, handle, handles, owned,
 };
@@ -188,6 +189,29 @@ pub(crate) fn is_untouched<'a>(
                 arrays.len(),
             ) != 0
         }
+}
+
+/// Arrays of at most 8 bytes that are evaluated get memory that no host touches, as long as it lives.
+pub(crate) struct ScalarsApart(*mut c_void);
+
+impl ScalarsApart {
+    /// From now on.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn begin() -> Result<Self> {
+        let mut apart = ptr::null_mut();
+        // SAFETY: room for a pointer.
+        check(unsafe { faststep_replay_scalars_apart(&raw mut apart) })?;
+        Ok(Self(apart))
+    }
+}
+
+impl Drop for ScalarsApart {
+    fn drop(&mut self) {
+        // SAFETY: made by `begin`, ended once.
+        let _ = unsafe { faststep_replay_scalars_apart(&raw mut self.0) };
+    }
 }
 
 /// The thread's lazy operations are on the stream of the copies that are shown, as long as it lives.

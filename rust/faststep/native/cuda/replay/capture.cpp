@@ -77,7 +77,10 @@ void Capture::record(const Learnt& learnt) {
   mx::clear_cache();
   KeepAll keep;
   block_ = std::make_unique<Block>(encoder, stream_, learnt.plan.bytes);
-  Recorder(*this, encoder, &learnt, block_.get()).record();
+  {
+    ScalarsApart apart;
+    Recorder(*this, encoder, &learnt, block_.get()).record();
+  }
   block_->end();
   check(driver().cuStreamSynchronize(queue_), "cuStreamSynchronize");
 }
@@ -157,6 +160,16 @@ int faststep_replay_copy(const void* const* from, const void* const* into, size_
   return faststep::guarded([&] {
     auto stream = mlx::core::default_stream(mlx::core::Device::gpu);
     faststep::replay::copy(faststep::list(from, count), faststep::list(into, count), stream);
+  });
+}
+
+int faststep_replay_scalars_apart(void** apart) {
+  return faststep::guarded([&] {
+    if (*apart == nullptr) {
+      *apart = new faststep::replay::ScalarsApart;
+    } else {
+      delete static_cast<faststep::replay::ScalarsApart*>(*apart);
+    }
   });
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cuda/replay/driver.hpp"
+#include "cuda/replay/scalars.hpp"
 #include "mlx/memory.h"
 
 namespace faststep::replay {
@@ -121,6 +122,30 @@ std::vector<mx::cu::CudaBuffer*> take_from_cache(std::vector<mx::cu::CudaBuffer*
     }
   }
   return buffers;
+}
+
+ScalarsApart::ScalarsApart() {
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  if (std::getenv("FASTSTEP_POOL") == nullptr) {
+  while (auto* buffer = memory.buffer_cache_.reuse_from_cache(scalar_bytes)) {
+    cached_.push_back(buffer);
+  }
+  free_ = std::exchange(memory.scalar_pool_.next_free_, nullptr);
+  } else free_ = nullptr;
+}
+
+ScalarsApart::~ScalarsApart() {
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  auto** last = &memory.scalar_pool_.next_free_; // of those that have come back since
+  while (*last != nullptr) {
+    last = &(*last)->next;
+  }
+  *last = free_;
+  for (auto* buffer : cached_) {
+    memory.buffer_cache_.recycle_to_cache(buffer);
+  }
 }
 
 void commit(Encoder& encoder) {

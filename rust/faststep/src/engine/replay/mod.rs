@@ -15,7 +15,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 
 use super::{evaluate::evaluate, Call, Engine, Owner};
 use crate::{
-    mlx::{array, join, memory},
+    mlx::{array, join, memory, replay::ScalarsApart},
     trace::{Captured, Given, Outputs, Part, Replay, Trace},
 };
 use resident::copied;
@@ -215,7 +215,9 @@ impl Engine {
                 Given::Copied { array, last: None }
             });
         }
+        let apart = ScalarsApart::begin()?;
         evaluate(given.iter().map(Given::array), owner)?;
+        drop(apart);
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
