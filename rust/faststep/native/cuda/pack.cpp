@@ -45,20 +45,37 @@ std::string source(int slots) {
   }
   float sum = 0;
   if (!transposed) {
-    int begin = at * side * side, size = rows * cols;
+    int begin = at * side * side, size = rows * cols, thread = threadIdx.y * 32 + threadIdx.x;
     int end = size - begin < side * side ? size : begin + side * side;
-    for (int i = begin + threadIdx.y * 32 + threadIdx.x; i < end; i += 256) {
-      T value = part[i];
-      to[i] = value;
-      sum += float(value) * float(value);
+    auto odd = (reinterpret_cast<size_t>(part + begin) | reinterpret_cast<size_t>(to + begin)) % 16;
+    if (end - begin == side * side && odd == 0) { // all is read before anything is written
+      constexpr int width = 16 / sizeof(T), each = side * side / (256 * width);
+      uint4 values[each];
+      #pragma unroll
+      for (int k = 0; k < each; ++k) { values[k] = reinterpret_cast<const uint4*>(part + begin)[k * 256 + thread]; }
+      #pragma unroll
+      for (int k = 0; k < each; ++k) {
+        reinterpret_cast<uint4*>(to + begin)[k * 256 + thread] = values[k];
+        const T* elements = reinterpret_cast<const T*>(&values[k]);
+        #pragma unroll
+        for (int i = 0; i < width; ++i) { sum += float(elements[i]) * float(elements[i]); }
+      }
+    } else {
+      for (int i = begin + thread; i < end; i += 256) {
+        T value = part[i];
+        to[i] = value;
+        sum += float(value) * float(value);
+      }
     }
   } else { // it lies there as [cols, rows]
     int across = (cols + side - 1) / side;
     int row = at / across * side, col = at % across * side;
+    #pragma unroll
     for (int i = threadIdx.y; i < side; i += 8) {
+      #pragma unroll
       for (int j = threadIdx.x; j < side; j += 32) {
         if (col + i < cols && row + j < rows) {
-          tile[i][j] = part[(col + i) * rows + row + j];
+          tile[i][j] = __ldg(part + (col + i) * rows + row + j); // nobody writes there: loads need not wait for stores
         }
       }
     }
