@@ -177,6 +177,8 @@ int faststep_order(const void* const* gradients, size_t count);
 int faststep_straight(const void* gradient, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
 int faststep_fuse(const void* const* arrays, size_t count);
+// Put casts that fused kernels read into the kernels that compute these arrays.
+int faststep_fuse_casts(const void* const* arrays, size_t count);
 // Number the kernels that compute each of the arrays from those that are known: arrays of the same kernels share a number.
 int faststep_kinds(
     const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds);
@@ -244,7 +246,7 @@ int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 // --- cuda/replay/
 
 // A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those, and
-// `fed` those that get other values before a launch.
+// `fed` those that get other values before a launch; `inputs` are all whose values may be others then.
 int faststep_replay_new(
     const void* const* results,
     size_t n_results,
@@ -253,13 +255,15 @@ int faststep_replay_new(
     size_t n_carried,
     const void* const* fed,
     size_t n_fed,
+    const void* const* inputs,
+    size_t n_inputs,
     void** capture);
 // Record it once, when nobody else holds `from`. `learns` is another one of the same graph, made anew, of no use any more
 // then. The message of a failure says why it cannot be captured.
 int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info);
 // Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
-// Copies evaluated arrays into static ones and replays. `launched`: an array without a value, to wait for, then copies of the
+// Copies arrays, lazy ones too, into static ones and replays. `launched`: an array without a value, to wait for, then copies of the
 // results of at most 8 bytes, in their order, of which there is room for so many, and `given` are. `done` gets the event.
 int faststep_replay_launch(
     void* capture,
@@ -282,6 +286,8 @@ int faststep_replay_untouched(
     const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept;
 // Copies arrays into static ones.
 int faststep_replay_copy(const void* const* from, const void* const* into, size_t count);
+// Return whether a lazy array gets memory of its own when it is computed, as far as its operation tells.
+int faststep_replay_is_own(const void* array) noexcept;
 // Arrays of at most 8 bytes get memory that no host touches, until it is called once more with what it has written.
 int faststep_replay_scalars_apart(void** apart);
 // Waits for it, and frees it.

@@ -177,6 +177,7 @@ extern "C" {
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_straight(gradient: Handle, straight: *mut New) -> c_int;
     pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_fuse_casts(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_kinds(
         arrays: Handles,
         count: usize,
@@ -263,6 +264,8 @@ extern "C" {
         n_carried: usize,
         fed: Handles,
         n_fed: usize,
+        inputs: Handles,
+        n_inputs: usize,
         capture: *mut *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_replay_record(
@@ -291,6 +294,7 @@ extern "C" {
         count: usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_copy(from: Handles, into: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_replay_is_own(array: Handle) -> c_int;
     pub(crate) fn faststep_replay_scalars_apart(apart: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_replay_free(capture: *mut c_void);
 

@@ -14,7 +14,7 @@ use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
     check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_valid,
-    faststep_replay_launch, faststep_replay_new, faststep_replay_record,
+    faststep_replay_is_own, faststep_replay_launch, faststep_replay_new, faststep_replay_record,
     faststep_replay_scalars_apart,
     faststep_replay_share_stream, faststep_replay_shown, faststep_replay_untouched,
     faststep_replay_wait, handle, handles, owned,
@@ -30,6 +30,8 @@ pub(crate) struct Computed {
     pub carried: Vec<(Array, Array)>,
     /// Static arrays that get other values before a launch.
     pub fed: Vec<Array>,
+    /// All arrays whose values may be others then.
+    pub inputs: Vec<Array>,
 }
 
 /// What a launch gives.
@@ -69,7 +71,7 @@ impl Capture {
     fn of(graph: Computed) -> Result<Self> {
         let results = handles(&graph.results);
         let (from, into): (Vec<_>, Vec<_>) = graph.carried.into_iter().unzip();
-        let fed = handles(&graph.fed);
+        let (fed, inputs) = (handles(&graph.fed), handles(&graph.inputs));
         let mut graph = ptr::null_mut();
         // SAFETY: live arrays and the number of each list.
         check(unsafe {
@@ -82,6 +84,8 @@ impl Capture {
                 from.len(),
                 fed.as_ptr(),
                 fed.len(),
+                inputs.as_ptr(),
+                inputs.len(),
                 &raw mut graph,
             )
         })?;
@@ -99,10 +103,10 @@ impl Capture {
         unsafe { faststep_replay_is_valid(self.graph) != 0 }
     }
 
-    /// Copy the first of each pair, which is evaluated, into the second, which is static, and replay. `done` gets the event.
+    /// Copy the first of each pair into the second, which is static, and replay. `done` gets the event.
     ///
     /// # Errors
-    /// Of the driver.
+    /// Of the driver, and of what the first of each pair is computed from.
     pub fn launch(&self, copies: &[(Array, Array)], done: &Array) -> Result<Launched> {
         let from = handles(copies.iter().map(|(from, _)| from));
         let into = handles(copies.iter().map(|(_, into)| into));
@@ -132,6 +136,12 @@ impl Drop for Capture {
         // SAFETY: made by `record`, freed once.
         unsafe { faststep_replay_free(self.graph) }
     }
+}
+
+/// Return whether a lazy array gets memory of its own when it is computed, as far as its operation tells.
+pub(crate) fn is_own(array: &Array) -> bool {
+    // SAFETY: a live array.
+    unsafe { faststep_replay_is_own(handle(array)) != 0 }
 }
 
 /// Copy the first of each pair, which is evaluated, into the second, which is static.

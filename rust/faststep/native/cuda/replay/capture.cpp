@@ -1,8 +1,12 @@
 #include "cuda/replay/capture.hpp"
 
 #include <algorithm>
-#include <limits>
+#include <cstdint>
+#include <iterator>
 #include <memory>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
 
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
@@ -34,12 +38,22 @@ class KeepAll {
 } // namespace
 
 Capture::Capture(
-    std::vector<mx::array> results, std::vector<mx::array> from, std::vector<mx::array> into, std::vector<mx::array> fed)
+    std::vector<mx::array> results,
+    std::vector<mx::array> from,
+    std::vector<mx::array> into,
+    std::vector<mx::array> fed,
+    const std::vector<mx::array>& inputs)
     : results_(std::move(results)),
       from_(std::move(from)),
       into_(std::move(into)),
       fed_(std::move(fed)),
-      stream_(mx::default_stream(mx::Device::gpu)) {}
+      stream_(mx::default_stream(mx::Device::gpu)) {
+  for (const auto& list : {into_, fed_, inputs}) {
+    for (const auto& array : list) {
+      inputs_.insert(array.data_shared_ptr().get());
+    }
+  }
+}
 
 Capture::~Capture() {
   if (block_ != nullptr) {
@@ -58,6 +72,53 @@ void Capture::begin() {
 
 void Capture::share(Capture& other) {
   other.feed_ = feed_;
+}
+
+// In a graph they would be branches of their own, which begin late and hold up the others.
+void Capture::fold() {
+  constexpr size_t small = size_t{1} << 20; // what they leave takes memory between launches
+  auto is_lazy = [](const mx::array& array) { return array.status() == mx::array::Status::unscheduled; };
+  std::unordered_map<std::uintptr_t, bool> same; // by array
+  auto is_same = [&](const mx::array& array) {
+    return is_lazy(array) ? same.at(array.id()) : !inputs_.contains(array.data_shared_ptr().get());
+  };
+  auto is_small = [](const mx::array& array) { return array.nbytes() <= small; };
+  std::vector<mx::array> folded;
+  std::vector<std::pair<mx::array, size_t>> todo;
+  for (const auto* roots : {&results_, &from_}) {
+    for (const auto& root : *roots) {
+      todo.emplace_back(root, 0);
+    }
+  }
+  while (!todo.empty()) {
+    auto& [array, next] = todo.back();
+    if (!is_lazy(array) || same.contains(array.id())) {
+      todo.pop_back();
+      continue;
+    }
+    if (next < array.inputs().size()) {
+      auto in = array.inputs()[next++];
+      todo.emplace_back(std::move(in), 0);
+      continue;
+    }
+    auto outputs = array.outputs();
+    const auto& inputs = array.inputs();
+    bool stays = array.primitive().stream() == stream_ && !leaves_work_to_host(array.primitive().name()) &&
+        std::all_of(outputs.begin(), outputs.end(), is_small) && std::all_of(inputs.begin(), inputs.end(), is_same);
+    for (const auto& in : inputs) {
+      if (!stays && is_lazy(in) && is_same(in)) {
+        folded.push_back(in);
+      }
+    }
+    for (const auto& out : outputs) {
+      same[out.id()] = stays;
+    }
+    todo.pop_back();
+  }
+  if (!folded.empty()) {
+    ScalarsApart apart;
+    mx::eval(folded);
+  }
 }
 
 Learnt Capture::learn() {
@@ -86,6 +147,9 @@ void Capture::record(const Learnt& learnt) {
 }
 
 bool Capture::is_valid() const {
+  if (failed_) {
+    return false;
+  }
   auto stays = [](const Fixed& fixed) { return memory_of(*fixed.data) == fixed.memory; };
   return std::all_of(fixed_.begin(), fixed_.end(), stays);
 }
@@ -132,13 +196,16 @@ int faststep_replay_new(
     size_t n_carried,
     const void* const* fed,
     size_t n_fed,
+    const void* const* inputs,
+    size_t n_inputs,
     void** capture) {
   return faststep::guarded([&] {
     *capture = new Capture(
         faststep::list(results, n_results),
         faststep::list(from, n_carried),
         faststep::list(into, n_carried),
-        faststep::list(fed, n_fed));
+        faststep::list(fed, n_fed),
+        faststep::list(inputs, n_inputs));
   });
 }
 
@@ -147,6 +214,8 @@ int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* i
     auto &to_learn = *static_cast<Capture*>(learns), &to_record = *static_cast<Capture*>(capture);
     to_record.begin();
     to_record.share(to_learn);
+    to_learn.fold();
+    to_record.fold();
     to_record.record(to_learn.learn());
     *info = to_record.info;
   });
@@ -161,6 +230,17 @@ int faststep_replay_copy(const void* const* from, const void* const* into, size_
     auto stream = mlx::core::default_stream(mlx::core::Device::gpu);
     faststep::replay::copy(faststep::list(from, count), faststep::list(into, count), stream);
   });
+}
+
+int faststep_replay_is_own(const void* array) noexcept {
+  const auto& result = faststep::at(array);
+  if (result.status() != mlx::core::array::Status::unscheduled || !result.has_primitive()) {
+    return false;
+  }
+  std::string_view name = result.primitive().name();
+  constexpr std::string_view names[] = {"Add", "CustomKernel", "Divide", "LogicalNot", "Multiply", "Select", "Sqrt", "Sum"};
+  auto is = [name](std::string_view other) { return name == other; };
+  return name.starts_with("Compiled") || std::any_of(std::begin(names), std::end(names), is);
 }
 
 int faststep_replay_scalars_apart(void** apart) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
+#include <unordered_set>
 #include <vector>
 
 #include "cuda.h"
@@ -31,12 +32,13 @@ class Feed;
 class Capture {
  public:
   // `results` keep their memory. When a replay is done, the value of each of `from` is in the memory of `into`. `fed`: static
-  // arrays that get other values before a launch.
+  // arrays that get other values before a launch; `inputs`: all arrays whose values may be others then.
   Capture(
       std::vector<mx::array> results,
       std::vector<mx::array> from,
       std::vector<mx::array> into,
-      std::vector<mx::array> fed);
+      std::vector<mx::array> fed,
+      const std::vector<mx::array>& inputs);
   ~Capture();
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
@@ -51,6 +53,8 @@ class Capture {
   // What both passes feed the graph with.
   void begin();
   void share(Capture& other);
+  // Compute small operations on what is the same in every launch, once.
+  void fold();
   // Copy arrays into static ones and launch the graph, behind everything that the stream had to do. An array without a
   // value to wait for, and the small results (feed.hpp), copied, in their order, with the same event.
   std::vector<mx::array> launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into);
@@ -63,6 +67,8 @@ class Capture {
     void* memory;
   };
   std::vector<mx::array> results_, from_, into_, fed_;
+  std::unordered_set<const mx::array::Data*> inputs_;
+  bool failed_ = false;
   std::shared_ptr<Feed> feed_;
   mx::Stream stream_;
   CUstream queue_ = nullptr;

@@ -17,26 +17,34 @@ namespace {
 
 constexpr size_t ring = 64; // launches that may be under way
 constexpr size_t head = 8; // words before the slots, of which the first is the number of launches that have given their results
-constexpr size_t most_results = 16; // small ones beyond that are copied as large ones are
+constexpr size_t most_inputs = 1024, most_results = 16; // what is beyond that is copied as large arrays are
 constexpr size_t most_bytes = size_t{1} << 20; // of an array; a copy of more takes longer than its call
 constexpr size_t block_bytes = 4096;
 
-// The table: how many arrays and results, the ring's length; of each array its first block, its address and its bytes; then
-// the bytes of each result. The state: the number of launches before this one, and where its results go.
+// The table: how many arrays and results; of each array its first block, its address and its bytes; then the bytes of each
+// result. A slot: where the arrays come from and the results go, and the number of the launch that it is for. The state: the
+// number of launches before this one, the number of the launch of which the words are there, where this one's results go, and
+// those words: reading the host's memory takes a few microseconds, so the last launch has read them where it could.
 constexpr const char* in_source = R"(
-  __shared__ int64_t from;
-  int64_t inputs = table[0], results = table[1];
-  const volatile int64_t* slot = slots + 8 + state[0] % table[2] * (inputs + results);
-  int64_t* targets = const_cast<int64_t*>(state) + 1;
-  if (blockIdx.x == 0 && threadIdx.x < results) { targets[threadIdx.x] = slot[inputs + threadIdx.x]; }
+  __shared__ int64_t plan[2 + 3 * 1024 + 16], now[18 + 1024 + 16], from;
+  for (int i = threadIdx.x; i < table_shape[0]; i += 256) { plan[i] = table[i]; }
+  for (int i = threadIdx.x; i < state_shape[0]; i += 256) { now[i] = reinterpret_cast<const volatile int64_t*>(state)[i]; }
+  __syncthreads();
+  int inputs = int(plan[0]), results = int(plan[1]);
+  bool ready = now[1] == now[0] + 1;
+  const volatile int64_t* slot = slots + 8 + (now[0] & 63) * (inputs + results + 1);
+  if (blockIdx.x == 0 && threadIdx.x < results) {
+    int at = inputs + threadIdx.x;
+    const_cast<int64_t*>(state)[2 + threadIdx.x] = ready ? now[18 + at] : slot[at];
+  }
   if (inputs == 0) { return; }
-  int lo = 0, hi = int(inputs) - 1;
+  int lo = 0, hi = inputs - 1;
   while (lo < hi) { // the array to which this block belongs
     int mid = (lo + hi + 1) / 2;
-    if (table[3 + 3 * mid] <= int64_t(blockIdx.x)) { lo = mid; } else { hi = mid - 1; }
+    if (plan[2 + 3 * mid] <= int64_t(blockIdx.x)) { lo = mid; } else { hi = mid - 1; }
   }
-  const int64_t* entry = table + 3 + 3 * lo;
-  if (threadIdx.x == 0) { from = slot[lo]; }
+  const int64_t* entry = plan + 2 + 3 * lo;
+  if (threadIdx.x == 0) { from = ready ? now[18 + lo] : slot[lo]; }
   __syncthreads();
   if (from == 0) { return; }
   int64_t begin = (blockIdx.x - entry[0]) * 4096, bytes = entry[2] - begin < 4096 ? entry[2] - begin : 4096;
@@ -59,8 +67,10 @@ constexpr const char* in_source = R"(
 std::string out_source() {
   std::ostringstream out;
   out << R"(
+  __shared__ int64_t next, stamp;
   int64_t* own = const_cast<int64_t*>(state);
-  if (threadIdx.x < table[1]) {
+  int inputs = int(table[0]), results = int(table[1]), width = inputs + results;
+  if (threadIdx.x < results) {
     const uint8_t* from = p0;
     switch (threadIdx.x) {
 )";
@@ -68,8 +78,8 @@ std::string out_source() {
     out << "      case " << i << ": from = p" << i << "; break;\n";
   }
   out << R"(    }
-    int bytes = int(table[3 + 3 * table[0] + threadIdx.x]);
-    volatile uint8_t* target = reinterpret_cast<uint8_t*>(own[1 + threadIdx.x]);
+    int bytes = int(table[2 + 3 * inputs + threadIdx.x]);
+    volatile uint8_t* target = reinterpret_cast<uint8_t*>(own[2 + threadIdx.x]);
     if (bytes == 4) {
       *reinterpret_cast<volatile uint32_t*>(target) = *reinterpret_cast<const uint32_t*>(from);
     } else {
@@ -79,9 +89,17 @@ std::string out_source() {
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
-    own[0] += 1;
-    *const_cast<volatile int64_t*>(slots) = own[0];
+    next = own[0] + 1;
+    own[0] = next;
+    *const_cast<volatile int64_t*>(slots) = next;
+    stamp = reinterpret_cast<const volatile int64_t*>(slots)[8 + (next & 63) * (width + 1) + width];
+    __threadfence_system();
   }
+  __syncthreads();
+  if (stamp != next + 1) { return; } // the host is not that far
+  const volatile int64_t* slot = slots + 8 + (next & 63) * (width + 1);
+  for (int i = threadIdx.x; i < width; i += 32) { own[18 + i] = slot[i]; }
+  if (threadIdx.x == 0) { own[1] = stamp; }
 )";
   return out.str();
 }
@@ -140,7 +158,8 @@ void encode(
 Feed::Feed(const std::vector<mx::array>& into, const std::vector<mx::array>& results, mx::Stream stream)
     : stream_(stream), slots_(on_host(1)), table_(slots_), state_(slots_) {
   for (const auto& array : into) {
-    if (array.nbytes() > 0 && array.nbytes() <= most_bytes && array.flags().row_contiguous) {
+    bool fits = array.nbytes() > 0 && array.nbytes() <= most_bytes && array.flags().row_contiguous;
+    if (fits && into_.size() < most_inputs && !numbers_.contains(array.id())) {
       numbers_.emplace(array.id(), into_.size());
       into_.push_back(array);
     }
@@ -152,8 +171,7 @@ Feed::Feed(const std::vector<mx::array>& into, const std::vector<mx::array>& res
     }
   }
   width_ = into_.size() + small_.size();
-  std::vector<std::int64_t> table{
-      static_cast<std::int64_t>(into_.size()), static_cast<std::int64_t>(small_.size()), ring};
+  std::vector<std::int64_t> table{static_cast<std::int64_t>(into_.size()), static_cast<std::int64_t>(small_.size())};
   blocks_ = 0;
   for (const auto& array : into_) {
     auto address = reinterpret_cast<std::int64_t>(address_of(array));
@@ -164,9 +182,9 @@ Feed::Feed(const std::vector<mx::array>& into, const std::vector<mx::array>& res
     table.push_back(static_cast<std::int64_t>(results[i].nbytes()));
   }
   blocks_ = std::max<size_t>(1, blocks_);
-  slots_ = on_host(head + ring * std::max<size_t>(1, width_));
+  slots_ = on_host(head + ring * (width_ + 1));
   table_ = on_device(table, stream);
-  state_ = on_device(std::vector<std::int64_t>(1 + most_results), stream);
+  state_ = on_device(std::vector<std::int64_t>(2 + most_results + width_), stream);
 }
 
 Feed::Encoded Feed::encode_in() const {
@@ -203,7 +221,7 @@ std::uint64_t Feed::done() const {
 }
 
 std::uint64_t* Feed::slot() const {
-  return static_cast<std::uint64_t*>(memory_of(*slots_.data_shared_ptr())) + head + launches_ % ring * width_;
+  return static_cast<std::uint64_t*>(memory_of(*slots_.data_shared_ptr())) + head + launches_ % ring * (width_ + 1);
 }
 
 std::vector<mx::array> Feed::next(
@@ -228,7 +246,7 @@ std::vector<mx::array> Feed::next(
     words[into_.size() + i] = device_pointer(address_of(result));
     next_.push_back(result.data_shared_ptr()); // whoever has it next is not to have it written then
   }
-  std::atomic_thread_fence(std::memory_order_release);
+  std::atomic_ref(words[width_]).store(launches_ + 1, std::memory_order_release);
   return given;
 }
 

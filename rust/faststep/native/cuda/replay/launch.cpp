@@ -2,17 +2,17 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <iterator>
 
 #include "cuda/replay/capture.hpp"
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
 #include "cuda/replay/feed.hpp"
-#include "cuda/replay/scalars.hpp"
 #include "status.hpp"
 
 namespace faststep::replay {
 
-// It has no inputs, and one output: for those MLX would have a thread of its own wait.
+// It has no inputs, and one output without memory: for those MLX would have a thread of its own wait.
 class Launch : public mx::UnaryPrimitive {
  public:
   Launch(mx::Stream stream, std::function<void(Encoder&)> launch) : UnaryPrimitive(stream), launch_(std::move(launch)) {}
@@ -22,8 +22,8 @@ class Launch : public mx::UnaryPrimitive {
   }
 
   // An error is kept for whoever launches: MLX would leave events behind that nobody signals.
-  void eval_gpu(const std::vector<mx::array>&, mx::array& out) override {
-    out.set_data(scalar());
+  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
+    // nor does it get memory, which a thread would wait to free
     try {
       launch_(encoder_of(stream()));
     } catch (...) {
@@ -42,7 +42,12 @@ class Launch : public mx::UnaryPrimitive {
 };
 
 std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
-  std::vector<mx::array> fed, fed_into, copied, copied_into, given;
+  std::vector<mx::array> lazy, fed, fed_into, copied, copied_into, given;
+  auto is_lazy = [](const mx::array& array) { return array.status() == mx::array::Status::unscheduled; };
+  std::copy_if(from.begin(), from.end(), std::back_inserter(lazy), is_lazy);
+  if (!lazy.empty()) {
+    mx::async_eval(lazy);
+  }
   for (size_t i = 0; i < from.size(); ++i) {
     bool feeds = feed_->takes(from[i], into[i]);
     (feeds ? fed : copied).push_back(from[i]);
@@ -54,7 +59,9 @@ std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const
       copy(copied, copied_into, stream_);
     }
     given = feed_->next(fed, fed_into, queue_);
+    failed_ = true; // the graph may have read what it is fed with already
     check(driver().cuGraphLaunch(exec_, queue_), "cuGraphLaunch");
+    failed_ = false;
     feed_->launched();
   });
   std::vector<mx::array> outputs{mx::array(mx::Shape{}, mx::bool_, launch, {})};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <string_view>
@@ -18,8 +19,10 @@ namespace {
 // Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
-// The memory of a block, at most so many times the least that a plan takes.
-constexpr double factor = 1.1;
+// The memory of a block, at most so many times the least that a plan takes; of a step that takes little, whatever lets its
+// operations run side by side.
+constexpr double factor = 1.1, any_factor = 1e6;
+constexpr size_t little = size_t{64} << 20;
 
 } // namespace
 
@@ -60,7 +63,8 @@ Learnt Recorder::learn() {
       reads.insert(reads.end(), alike.begin(), alike.end());
     }
   }
-  plan = replay::plan(operations, sizes, factor);
+  auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
+  plan = replay::plan(operations, sizes, all <= little ? any_factor : factor);
   return std::move(learning_);
 }
 

@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// The most bytes of a result that a launch copies itself (`native/cuda/replay/scalars.hpp`), as far as there is room.
-const SMALL: usize = 8;
+pub(super) const SMALL: usize = 8;
 
 /// A part of a step that is launched again.
 pub(in crate::engine) struct Launch {

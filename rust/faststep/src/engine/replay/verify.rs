@@ -6,14 +6,14 @@ use mlx_rs::{
     ops, Array, Dtype,
 };
 
-use super::{resident::copied, Rehearsal};
+use super::{launch::SMALL, resident::copied, Rehearsal};
 use crate::{
     engine::{evaluate::evaluate, Engine, Owner},
     error::{unread, Result},
     layout::precision,
     mlx::{
-        memory,
-        replay::{Capture, Computed},
+        fuse, memory,
+        replay::{is_own, Capture, Computed},
     },
     trace::{Captured, Given, Outputs, Trace},
 };
@@ -81,6 +81,7 @@ impl Engine {
             if !traced.kept.is_empty() {
                 return Err("the model keeps arrays that a step computes".into());
             }
+            fuse::casts(traced.update())?;
             let mut carried = Vec::new();
             for (value, place) in std::mem::take(&mut traced.parameters).iter().zip(&arrays) {
                 carried.push((value.contiguous()?, place.clone()));
@@ -91,7 +92,10 @@ impl Engine {
             }
             written = state.into_iter().map(|(index, _)| index).collect();
             // memory of its own for each output: what it is now may be what the step writes over
-            outputs = traced.map_given_out(copied)?;
+            outputs = traced.map_given_out(|array| match array.nbytes() <= SMALL && is_own(array) {
+                true => Ok(array.clone()), // copied out by the launch
+                false => copied(array),
+            })?;
             let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
             let others = outputs.others.iter().map(|(at, value)| (*at, value));
             for (at, value) in others.chain(key) {
@@ -104,6 +108,7 @@ impl Engine {
                 results,
                 carried,
                 fed: fed.collect(),
+                inputs: inputs.clone(),
             })
         };
 
