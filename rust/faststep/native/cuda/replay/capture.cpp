@@ -160,7 +160,8 @@ void settle(const std::vector<mx::array>& arrays, Encoder& encoder, mx::Stream s
     if (!array.flags().row_contiguous || array.status() == mx::array::Status::unscheduled) {
       throw std::logic_error("a replay copies evaluated arrays that lie row after row");
     }
-    if (array.event().valid() && array.event().stream() != stream) {
+    bool there = array.is_available(); // throws where its evaluation has failed
+    if (!there && array.event().valid() && array.event().stream() != stream) {
       array.wait(); // libmlx does not export what lets a stream wait
     }
   }

@@ -19,9 +19,9 @@ namespace {
 // Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
-// The memory of a block, at most so many times the least that a plan takes; of a step that takes little, whatever lets its
-// operations run side by side.
-constexpr double factor = 1.1, any_factor = 1e6;
+// The memory of a block, at most so many times the least that a plan takes: more where all of it is little, so that more
+// operations run side by side (engine/replay/mod.rs has the same numbers).
+constexpr double factor = 1.1, factor_of_little = 8;
 constexpr size_t little = size_t{64} << 20;
 
 } // namespace
@@ -64,7 +64,7 @@ Learnt Recorder::learn() {
     }
   }
   auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
-  plan = replay::plan(operations, sizes, all <= little ? any_factor : factor);
+  plan = replay::plan(operations, sizes, all <= little ? factor_of_little : factor);
   return std::move(learning_);
 }
 

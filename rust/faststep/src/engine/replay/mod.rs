@@ -31,11 +31,14 @@ const SHARE: usize = 2;
 const RESERVE: usize = 32;
 /// An array of the model of which there is no second copy: from so many bytes on.
 const LARGE: usize = 1 << 20;
-/// Memory that a capture takes beyond that of a step that MLX evaluates: one part in so many of it.
+/// Memory that a capture takes beyond that of a step that MLX evaluates: one part in so many of it; of a step that takes
+/// little, up to so many times as much, but not more than this (`native/cuda/replay/recorder.cpp`).
 const BEYOND: usize = 10;
+const LITTLE: (usize, usize) = (8, 64 << 20);
 
 fn captured(bytes: usize) -> usize {
-    bytes + bytes / BEYOND
+    let (times, most) = LITTLE;
+    (bytes + bytes / BEYOND).max((times * bytes).min(most))
 }
 
 fn reserve() -> usize {
