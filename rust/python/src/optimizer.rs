@@ -10,7 +10,7 @@ use pyo3::{
     exceptions::PyTypeError,
     intern,
     prelude::*,
-    types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple},
+    types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple, PyType},
 };
 
 use crate::{
@@ -18,11 +18,15 @@ use crate::{
     tree::{walk::Scope, Tree},
 };
 
+fn is_class_of_mlx(class: &Bound<'_, PyType>) -> bool {
+    let module = class.module().ok();
+    module.is_some_and(|module| module.to_str().ok() == Some("mlx.optimizers.optimizers"))
+}
+
 // the name of an optimizer's class, where it is one of MLX's own
 fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
     let class = optimizer.get_type();
-    let module = class.module().ok()?;
-    let own = module.to_str().ok()? == "mlx.optimizers.optimizers";
+    let own = is_class_of_mlx(&class);
     own.then(|| class.name().ok()?.extract().ok()).flatten()
 }
 
@@ -133,8 +137,13 @@ impl Attributes for Fields<'_, '_> {
 
 /// The optimizers that a `MultiOptimizer` delegates to.
 pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
-    let children = optimizer.getattr_opt(intern!(optimizer.py(), "optimizers"));
-    children.ok()??.cast_into().ok()
+    let name = intern!(optimizer.py(), "optimizers");
+    if is_class_of_mlx(&optimizer.get_type()) {
+        // looked for where it is: the error of an attribute that is missing takes a microsecond
+        let attributes = bridge::attributes(optimizer)?;
+        return attributes.get_item(name).ok()??.cast_into().ok();
+    }
+    optimizer.getattr_opt(name).ok()??.cast_into().ok()
 }
 
 /// The optimizer and, of a `MultiOptimizer`, those in it.
