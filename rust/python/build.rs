@@ -56,7 +56,7 @@ fn link() {
         _ => "$ORIGIN",
     };
     println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,{here}/../mlx/lib");
-    // `make` and scripts/wheels.py ask for the symbols: 30 MB that `pip install .` need not bring
+    // `make` and scripts/wheels.py ask for the symbols: 22 MB that `pip install .` need not bring
     println!("cargo:rerun-if-env-changed=FASTSTEP_SYMBOLS");
     if here == "$ORIGIN" && env::var_os("FASTSTEP_SYMBOLS").is_none() {
         println!("cargo:rustc-cdylib-link-arg=-Wl,--strip-all");
