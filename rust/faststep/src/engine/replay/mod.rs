@@ -33,9 +33,11 @@ const RESERVE: usize = 32;
 const LARGE: usize = 1 << 20;
 /// Memory that a capture takes beyond that of a step that MLX evaluates: one part in so many of it.
 const BEYOND: usize = 10;
+/// And so many bytes: the places of small arrays are rounded up.
+const ROUNDING: usize = 1 << 16;
 
 fn captured(bytes: usize) -> usize {
-    bytes + bytes / BEYOND
+    bytes + bytes / BEYOND + ROUNDING
 }
 
 fn reserve() -> usize {
