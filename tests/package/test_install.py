@@ -89,7 +89,7 @@ def wheel(wheels: ModuleType) -> Path:
 def test_make_builds_with_the_flags_of_a_wheel(wheels: ModuleType) -> None:
     names = list(wheels.path_flags())
     show = "include Makefile\nshow: ; @printf '%s\\n' " + " ".join(f'"$${name}"' for name in names)
-    make = ["make", "--silent", "--file", "-", "show"]
+    make = ["make", "--silent", "--no-print-directory", "--file", "-", "show"]
     said = subprocess.run(make, cwd=ROOT, input=show + "\n", capture_output=True, text=True, check=True).stdout
     assert dict(zip(names, said.splitlines(), strict=True)) == wheels.path_flags()
 
