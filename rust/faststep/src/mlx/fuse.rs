@@ -55,6 +55,8 @@ pub(crate) fn kinds<'a>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
     use mlx_rs::{memory, transforms::compile::compile, transforms::eval};
 
     use super::*;
@@ -77,6 +79,13 @@ mod tests {
         Ok(vec![m, v, w])
     }
 
+    /// One test at a time: MLX counts the memory of the whole process.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    fn alone() -> MutexGuard<'static, ()> {
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn inputs() -> Result<Vec<Array>> {
         let inputs =
             [1.0, 2.0, 3.0].map(|value| Array::full::<f32>(&[SIZE], Array::from_f32(value)));
@@ -97,6 +106,7 @@ mod tests {
 
     #[test]
     fn outputs_mean_the_same_in_whatever_order_they_are_computed() -> Result<()> {
+        let _alone = alone();
         for order in ORDERS {
             let outputs = lazy(&inputs()?)?;
             for at in order {
@@ -117,6 +127,7 @@ mod tests {
 
     #[test]
     fn what_somebody_holds_keeps_its_value() -> Result<()> {
+        let _alone = alone();
         for held in 0..3 {
             let given = inputs()?;
             let kept = given[held].clone();
@@ -131,6 +142,7 @@ mod tests {
 
     #[test]
     fn nothing_is_allocated() -> Result<()> {
+        let _alone = alone();
         let outputs = lazy(&inputs()?)?;
         let before = memory::active_memory()?;
         memory::reset_peak_memory()?;
