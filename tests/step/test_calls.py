@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step, StepOutput, fast_step
-from support.helpers import Row, Tree, assert_close, flat, plain_step, snapshot
+from support.helpers import LossFn, Row, Tree, assert_close, flat, plain_step, snapshot
 from support.models import cross_entropy
 
 ROW = Row("mlp", "adamw")
@@ -215,5 +216,52 @@ def test_equal_outputs_are_native_and_those_of_the_plain_loop(returned: str) -> 
         out = step(x)
         for got, wanted in zip((out.loss, *out.aux), taken, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.mode == "native"
+
+
+def counted(model: nn.Module, x: mx.array, y: mx.array, metrics: dict[str, Any], losses: list[Any]) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    metrics["loss"] += np.array(loss).item() * len(x)
+    losses.append(loss)
+    return loss
+
+
+def gathered(model: nn.Module, x: mx.array, y: mx.array, metrics: dict[str, Any], losses: list[Any]) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    metrics["loss"] += loss
+    losses.append(loss)
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [counted, gathered])
+@pytest.mark.parametrize("kind", [lambda: collections.defaultdict(float), lambda: {"loss": 0.0}])
+def test_what_a_loss_gathers_in_its_arguments_is_the_callers(loss_fn: LossFn, kind: Callable[[], Any]) -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    theirs, mine = (kind(), list[Any]()), (kind(), list[Any]())
+    batches = ROW.case.batches(3)
+    with pytest.warns(RuntimeWarning, match="reads the value|writes into a dict or list"):
+        for batch in batches:
+            take(*batch, *theirs)
+            step(*batch, *mine)
+    np.testing.assert_allclose(float(mine[0]["loss"]), float(theirs[0]["loss"]), rtol=1e-6)
+    np.testing.assert_allclose([float(loss) for loss in mine[1]], [float(loss) for loss in theirs[1]], rtol=1e-6)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+
+
+def test_a_loss_may_take_its_batch_apart(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, mx.array]) -> mx.array:
+        labels = batch.pop("y")
+        batch["x"] = batch["x"] * 2
+        batch["mask"] = mx.ones_like(labels)
+        return (nn.losses.cross_entropy(model(batch["x"]), labels) * batch["mask"]).mean()
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for _ in range(3):
+        x, y = next(data)
+        take({"x": x, "y": y})
+        step({"x": x, "y": y})
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert step.stats.mode == "native"

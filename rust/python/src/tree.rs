@@ -33,6 +33,18 @@ enum Item {
     Object, // a number, or an argument with attributes of its own: `reach` looks at it
 }
 
+impl Item {
+    fn equals(&self, other: &Self, py: Python<'_>) -> bool {
+        match (self, other) {
+            (Self::Open(a, n), Self::Open(b, m)) => a == b && n == m,
+            (Self::Key(a), Self::Key(b)) => equal(a.bind(py), b.bind(py)),
+            (Self::Array, Self::Array) | (Self::Object, Self::Object) => true,
+            (Self::Static(a), Self::Static(b)) => a.equals(b, py),
+            _ => false,
+        }
+    }
+}
+
 /// The arguments of a call.
 pub struct RecordedArguments<'py> {
     /// Their structure.
@@ -197,13 +209,20 @@ impl Tree {
         self.tensors == other.tensors
             && self.aliases == other.aliases
             && self.items.len() == other.items.len()
-            && self.items.iter().zip(&other.items).all(|pair| match pair {
-                (Item::Open(a, n), Item::Open(b, m)) => a == b && n == m,
-                (Item::Key(a), Item::Key(b)) => equal(a.bind(py), b.bind(py)),
-                (Item::Array, Item::Array) | (Item::Object, Item::Object) => true,
-                (Item::Static(a), Item::Static(b)) => a.equals(b, py),
-                _ => false,
-            })
+            && self.items.iter().zip(&other.items).all(|(a, b)| a.equals(b, py))
+    }
+
+    /// The path to the first place where the other one has another key, value or container; arrays may be others.
+    pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
+        let mut paths = Paths::default();
+        for (item, other) in self.items.iter().zip(&other.items) {
+            if !item.equals(other, py) {
+                return Some(paths.next_path());
+            }
+            paths.step(item, py);
+        }
+        let same = self.items.len() == other.items.len() && self.aliases == other.aliases;
+        (!same).then(|| paths.next_path())
     }
 
     /// The path to each array: keys and indices from the root.
