@@ -265,3 +265,19 @@ def test_a_loss_may_take_its_batch_apart(data: Iterator[tuple[mx.array, mx.array
         step({"x": x, "y": y})
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])
+def test_a_scalar_of_numpy_is_a_number(kind: Callable[[float], Any], data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, factor: Any) -> mx.array:
+        return cross_entropy(model, x, y) * factor
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number in range(6):
+        batch, factor = next(data), kind(number % 3)
+        (loss, _), out = take(*batch, factor), step(*batch, factor)
+        np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
+        assert out.loss.dtype == loss.dtype
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) <= 3

@@ -18,7 +18,10 @@ use pyo3::{
     types::{PyCFunction, PyFloat, PyInt, PyType},
 };
 
-use crate::mlx::{bridge, classes::is_numpy};
+use crate::mlx::{
+    bridge,
+    classes::{is_numpy, is_numpy_number},
+};
 use paths::Paths;
 use slot::{Place, Slot};
 use static_value::{equal, is_plain, Static};
@@ -340,7 +343,9 @@ impl<'py> Visitor<'py> for Recorder<'py> {
 
 // a number that may change from call to call
 fn is_number(object: &Bound<'_, PyAny>) -> bool {
-    object.is_exact_instance_of::<PyFloat>() || object.is_exact_instance_of::<PyInt>()
+    object.is_exact_instance_of::<PyFloat>()
+        || object.is_exact_instance_of::<PyInt>()
+        || is_numpy_number(object)
 }
 
 // argument values beside arrays and numbers that compare by identity: classes, enums, dtypes, C functions
