@@ -281,3 +281,22 @@ def test_a_scalar_of_numpy_is_a_number(kind: Callable[[float], Any], data: Itera
         assert out.loss.dtype == loss.dtype
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert len(step.stats.traces) <= 3
+
+
+def test_texts_that_change_are_no_new_traces_unless_they_decide_something(
+    data: Iterator[tuple[mx.array, mx.array]],
+) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any], kind: str) -> mx.array:
+        assert all(batch["texts"])
+        loss = nn.losses.cross_entropy(model(batch["x"]), batch["y"])
+        return loss.sum() if kind == "sum" else loss.mean()
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number in range(8):
+        x, y = next(data)
+        batch = {"x": x, "y": y, "texts": [f"{number}.{each}" for each in range(2)]}
+        for side in (take, step):
+            side(batch, "sum" if number in (3, 5) else "mean")
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) == 2

@@ -15,7 +15,7 @@ use faststep::engine::Tensor;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
     prelude::*,
-    types::{PyCFunction, PyFloat, PyInt, PyType},
+    types::{PyCFunction, PyFloat, PyInt, PyString, PyType},
 };
 
 use crate::mlx::{
@@ -33,7 +33,7 @@ enum Item {
     Key(Py<PyAny>),
     Array,
     Static(Static),
-    Object, // a number, or an argument with attributes of its own: `reach` looks at it
+    Object, // a number, a text, or an argument with attributes of its own: `reach` looks at it
 }
 
 impl Item {
@@ -304,7 +304,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
-        if self.scope == Scope::Arguments && is_number(object) {
+        if self.scope == Scope::Arguments && is_value(object) {
             self.objects.push(object.clone());
             self.tree.items.push(Item::Object);
             return Some(());
@@ -341,10 +341,11 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 }
 
-// a number that may change from call to call
-fn is_number(object: &Bound<'_, PyAny>) -> bool {
+// a number or a text that may change from call to call
+fn is_value(object: &Bound<'_, PyAny>) -> bool {
     object.is_exact_instance_of::<PyFloat>()
         || object.is_exact_instance_of::<PyInt>()
+        || object.is_exact_instance_of::<PyString>()
         || is_numpy_number(object)
 }
 
