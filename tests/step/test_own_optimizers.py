@@ -170,10 +170,11 @@ def test_an_optimizer_of_ones_own_does_what_it_does_in_the_plain_loop(name: str)
 @pytest.mark.parametrize(("name", "named"), [("counting", "updates"), ("attribute", "calls"), ("containers", "tuple")])
 def test_the_warning_names_what_changes(name: str, named: str) -> None:
     step = Step(ROW.new()[0], PLAIN[name](), cross_entropy)
-    batches = ROW.case.batches(3)
+    first, second, third = ROW.case.batches(3)
+    step(*first)  # it might be for the first update alone
     with pytest.warns(RuntimeWarning, match=rf"{PLAIN[name].__name__}\) changes more than arrays .*{named}"):
-        for batch in batches:
-            step(*batch)
+        step(*second)
+    step(*third)
     assert named in (step.stats.reason or "")
     assert len(step.stats.traces) <= 3
 
@@ -281,8 +282,10 @@ def test_an_optimizer_that_writes_into_the_models_buffers_is_not_compiled() -> N
     take, step = plain_step(*reference, loss_fn), Step(*pair, loss_fn)
     x = mx.random.normal((8, 4))
     with pytest.warns(RuntimeWarning, match="changes more of the model than its parameters"):
-        for _ in range(3):
-            take(x)
-            step(x)
+        step(x)
+    for _ in range(2):
+        step(x)
+    for _ in range(3):
+        take(x)
     assert_close(snapshot(*pair), snapshot(*reference), 1e-6)
     assert ours.scale.item() == 0.125

@@ -25,7 +25,9 @@ fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
         let module = object.getattr(intern!(object.py(), "__module__"));
         module.is_ok_and(|module| module.eq("mlx.optimizers.optimizers").unwrap_or(false))
     };
-    let attributes = optimizer.getattr(intern!(optimizer.py(), "__dict__")).ok()?;
+    let attributes = optimizer
+        .getattr(intern!(optimizer.py(), "__dict__"))
+        .ok()?;
     let methods = ["update", "apply_gradients", "apply_single", "init_single"];
     let own = of_mlx(&class)
         && methods.iter().all(|name| {

@@ -212,7 +212,11 @@ impl Tree {
         self.tensors == other.tensors
             && self.aliases == other.aliases
             && self.items.len() == other.items.len()
-            && self.items.iter().zip(&other.items).all(|(a, b)| a.equals(b, py))
+            && self
+                .items
+                .iter()
+                .zip(&other.items)
+                .all(|(a, b)| a.equals(b, py))
     }
 
     /// The path to the first place where the other one has another key, value or container; arrays may be others.

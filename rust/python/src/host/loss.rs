@@ -11,9 +11,7 @@ use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
     reach::stop::Stop,
-    tree::{
-        paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree,
-    },
+    tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// Parsed return value of a loss function.

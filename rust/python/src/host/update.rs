@@ -10,9 +10,7 @@ use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
     reach::stop::Stop,
-    tree::{
-        paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree,
-    },
+    tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// The optimizer and the model's parameters before an update.
@@ -186,7 +184,8 @@ impl Current {
         before: &Before<'py>,
     ) -> Result<Vec<Array>, Stop> {
         let (model, parameters, others) = self.in_model(py)?;
-        if self.compiled && (others != before.others || before.model.difference(&model, py).is_some())
+        if self.compiled
+            && (others != before.others || before.model.difference(&model, py).is_some())
         {
             return Err(Stop::Untraceable(format!(
                 "the optimizer ({}) changes more of the model than its parameters",

@@ -194,16 +194,26 @@ impl Inner {
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let host = matches!(store.rule, Some(Rule::Host)) && !self.compiled && task.updates();
-        let optimizer = host.then(|| Uncompiled::take(&user.optimizer)).transpose()?;
+        let optimizer = host
+            .then(|| Uncompiled::take(&user.optimizer))
+            .transpose()?;
         let outcome = engine.call(task, traces, call, &name, &mut holder);
         let done = matches!(outcome, Ok(_) | Err(Error::Nonfinite(_)));
         store.clock.enter(Stage::Objects);
         let shown = holder.show(engine, done && task != Task::Gradients);
-        let loose = self.host.current.borrow().as_ref().is_some_and(|it| it.loose);
+        let loose = self
+            .host
+            .current
+            .borrow()
+            .as_ref()
+            .is_some_and(|it| it.loose);
         let stop = self.leave_host(user, given, &signature);
         shown?;
         if let (Some(optimizer), true) = (optimizer, loose) {
-            let state = store.engine.as_ref().map_or(&[][..], |engine| engine.state());
+            let state = store
+                .engine
+                .as_ref()
+                .map_or(&[][..], |engine| engine.state());
             optimizer.settle(&user.optimizer, state, &outcome)?;
         }
         match (outcome, stop?) {

@@ -69,7 +69,10 @@ impl<'py> Snapshot<'py> {
                 }
             }
         }
-        Ok(self.lists.iter().any(|(list, copy)| list.len() > copy.len()))
+        Ok(self
+            .lists
+            .iter()
+            .any(|(list, copy)| list.len() > copy.len()))
     }
 
     /// Hold the arrays no more: `restore` leaves those that stand in their places then.
