@@ -26,7 +26,19 @@ fn is_class_of_mlx(class: &Bound<'_, PyType>) -> bool {
 // the name of an optimizer's class, where it is one of MLX's own
 fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
     let class = optimizer.get_type();
-    let own = is_class_of_mlx(&class);
+    let of_mlx = |object: &Bound<'_, PyAny>| {
+        let module = object.getattr(intern!(object.py(), "__module__"));
+        module.is_ok_and(|module| module.eq("mlx.optimizers.optimizers").unwrap_or(false))
+    };
+    let attributes = optimizer
+        .getattr(intern!(optimizer.py(), "__dict__"))
+        .ok()?;
+    let methods = ["update", "apply_gradients", "apply_single", "init_single"];
+    let own = is_class_of_mlx(&class)
+        && methods.iter().all(|name| {
+            let replaced = attributes.contains(name).unwrap_or(true);
+            !replaced && class.getattr(*name).is_ok_and(|method| of_mlx(&method))
+        });
     own.then(|| class.name().ok()?.extract().ok()).flatten()
 }
 
@@ -292,6 +304,15 @@ impl<'py> HostSchedules<'py> {
                 },
             )?;
             schedulers.set_item(name, held)?;
+        }
+        Ok(())
+    }
+
+    /// Put the schedules back that `hold` replaced.
+    pub fn let_go(&self) -> PyResult<()> {
+        for (optimizer, name, schedule) in &self.found {
+            let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;
+            schedulers.set_item(name, schedule)?;
         }
         Ok(())
     }
