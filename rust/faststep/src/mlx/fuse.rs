@@ -57,9 +57,10 @@ pub(crate) fn kinds<'a>(
 mod tests {
     use std::sync::{Mutex, MutexGuard, PoisonError};
 
-    use mlx_rs::{memory, transforms::compile::compile, transforms::eval};
+    use mlx_rs::{memory, transforms::compile::compile, transforms::eval, Dtype};
 
     use super::*;
+    use crate::mlx::array;
 
     const SIZE: i32 = 1 << 20;
     const ORDERS: [[usize; 3]; 6] = [
@@ -121,6 +122,36 @@ mod tests {
             let sum = a.sum(None)?.add(b.exp()?.add(c)?.max(None)?)?;
             eval([&sum, c, a, b])?;
             assert!((value(&outputs[2])? - 8.0).abs() < 1e-6);
+        }
+        Ok(())
+    }
+
+    // as an update in half precision ends: one operation more than MLX fuses
+    fn deep(inputs: &[Array]) -> Result<Vec<Array>> {
+        let scaled = inputs[0].multiply(&inputs[1])?;
+        let mut x = scaled.as_dtype(Dtype::Bfloat16)?;
+        for _ in 0..9 {
+            x = x.add(&inputs[2])?;
+        }
+        Ok(vec![x])
+    }
+
+    #[test]
+    fn casts_are_part_of_the_kernel_that_reads_them() -> Result<()> {
+        let _alone = alone();
+        let row: Vec<f32> = (0_i16..4096).map(|i| f32::from(i) / 512.0).collect();
+        let row = Array::from_slice(&row, &[4096]).as_dtype(Dtype::Bfloat16)?;
+        let given = [row.clone(), Array::from_f32(0.3), row];
+        eval(&given)?;
+        let mut traced = compile(deep, false);
+        let wanted = traced(&given)?;
+        let before = array::operations(&wanted[0]);
+        for _ in 0..2 {
+            let got = traced(&given)?;
+            casts(&got)?;
+            assert!(array::operations(&got[0]) < before);
+            let same = got[0].eq(&wanted[0])?.all(None)?;
+            assert!(same.item_exact::<bool>());
         }
         Ok(())
     }

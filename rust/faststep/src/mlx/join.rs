@@ -9,8 +9,8 @@ use std::ptr;
 use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
-    check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_order, faststep_pack,
-    faststep_norm, faststep_squares, faststep_straight, faststep_sum_of_squares, handle, handles,
+    check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm, faststep_order,
+    faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares, handle, handles,
     is_done, made, owned,
 };
 

@@ -13,11 +13,10 @@ use std::{
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_valid,
-    faststep_replay_is_own, faststep_replay_launch, faststep_replay_new, faststep_replay_record,
-    faststep_replay_scalars_apart,
-    faststep_replay_share_stream, faststep_replay_shown, faststep_replay_untouched,
-    faststep_replay_wait, handle, handles, owned,
+    check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_own,
+    faststep_replay_is_valid, faststep_replay_launch, faststep_replay_new, faststep_replay_record,
+    faststep_replay_scalars_apart, faststep_replay_share_stream, faststep_replay_shown,
+    faststep_replay_untouched, faststep_replay_wait, handle, handles, owned,
 };
 
 pub(crate) use super::ffi::CaptureInfo;

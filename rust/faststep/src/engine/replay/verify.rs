@@ -92,9 +92,11 @@ impl Engine {
             }
             written = state.into_iter().map(|(index, _)| index).collect();
             // memory of its own for each output: what it is now may be what the step writes over
-            outputs = traced.map_given_out(|array| match array.nbytes() <= SMALL && is_own(array) {
-                true => Ok(array.clone()), // copied out by the launch
-                false => copied(array),
+            outputs = traced.map_given_out(|array| {
+                if array.nbytes() <= SMALL && is_own(array) {
+                    return Ok(array.clone()); // copied out by the launch
+                }
+                copied(array)
             })?;
             let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
             let others = outputs.others.iter().map(|(at, value)| (*at, value));

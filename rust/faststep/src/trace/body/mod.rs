@@ -80,21 +80,19 @@ impl<'a> Body<'a> {
         let gradients = self.wide(inputs, &packed.buffers)?;
         let max_norm = self.recipe.options.max_grad_norm;
         let weight = made.weight.as_ref();
-        let (norm, scale, good) = match self.checked(inputs, &outputs, &packed)? {
-            Some([norm, scale, good]) => {
-                let good = self.recipe.options.guard().map(|_| match weight {
-                    Some(weight) => Guard::any(&good, weight),
-                    None => Ok(good),
-                });
-                (Some(norm), max_norm.map(|_| scale), good.transpose()?)
-            }
-            None => {
-                let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some())?;
-                let scale = norm.as_ref().zip(max_norm);
-                let scale = scale.map(|(norm, max_norm)| clip::scale(norm, max_norm));
-                let good = self.good(&outputs, norm.as_ref(), weight)?;
-                (norm, scale.transpose()?, good)
-            }
+        let checked = self.checked(inputs, &outputs, &packed)?;
+        let (norm, scale, good) = if let Some([norm, scale, good]) = checked {
+            let good = self.recipe.options.guard().map(|_| match weight {
+                Some(weight) => Guard::any(&good, weight),
+                None => Ok(good),
+            });
+            (Some(norm), max_norm.map(|_| scale), good.transpose()?)
+        } else {
+            let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some())?;
+            let scale = norm.as_ref().zip(max_norm);
+            let scale = scale.map(|(norm, max_norm)| clip::scale(norm, max_norm));
+            let good = self.good(&outputs, norm.as_ref(), weight)?;
+            (norm, scale.transpose()?, good)
         };
         let mut clipped = gradients;
         if let Some(scale) = scale {
