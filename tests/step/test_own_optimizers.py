@@ -148,7 +148,7 @@ def same(ours: State, theirs: State) -> None:
     assert ours.keys() == theirs.keys()
     numbers = [name for name, each in theirs.items() if isinstance(each, int | float)]
     assert {name: ours[name] for name in numbers} == {name: theirs[name] for name in numbers}
-    assert_close(*({name: each for name, each in side.items() if name not in numbers} for side in (ours, theirs)), 1e-6)
+    assert_close(*({name: each for name, each in side.items() if name not in numbers} for side in (ours, theirs)), 1e-5)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *TRACED])
