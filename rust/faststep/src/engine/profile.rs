@@ -3,7 +3,7 @@ use std::{collections::HashMap, iter};
 
 use mlx_rs::{error::Result as MlxResult, Array};
 
-use super::{plan::PlannedCalls, run::build, Call, Engine, Owner};
+use super::{evaluate::evaluate, plan::PlannedCalls, run::build, Call, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory,
@@ -32,6 +32,12 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> Result<Vec<Operation>> {
         self.synchronize(owner)?;
+        if self.resident.is_some() {
+            // what a replay shows are lazy copies, which are no operations of the step
+            self.leave_replay(owner)?;
+            let held = self.parameters.iter().chain(&self.shared);
+            evaluate(held.chain(&self.state), owner).map_err(Error::Device)?;
+        }
         for (tensor, parameter) in self.parameters.iter().enumerate() {
             label_input(parameter, &module(tensor)).map_err(Error::Trace)?;
         }
