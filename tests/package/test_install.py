@@ -13,8 +13,9 @@ from types import ModuleType
 import pytest
 from support.places import ROOT
 
-# Compiled once more than for `make build`, because MLX lies elsewhere; not optimized: it is about what is installed.
-OWN = ("faststep-python", "mlx-faststep", "mlx-rs", "mlx-sys")
+# Compiled beside those of `make build`, because MLX and Python lie elsewhere, and not optimized: it is about what is
+# installed. The other crates are the same ones.
+OWN = ("faststep-python", "mlx-faststep", "mlx-rs", "mlx-sys", "pyo3", "pyo3-build-config", "pyo3-ffi")
 OTHER_MLX = "0.32.3"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX brings its back end")
