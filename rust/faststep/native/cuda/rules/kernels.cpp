@@ -21,7 +21,7 @@ Arrays call(
     const std::vector<mx::Shape>& shapes,
     std::vector<mx::Dtype> dtypes) {
   auto made = mx::fast::cuda_kernel(
-      "faststep_" + kernel.name, kernel.inputs, kernel.outputs, kernel.source, "", kernel.contiguous)(
+      "faststep_" + kernel.name, kernel.inputs, kernel.outputs, kernel.source, kernel.functions, kernel.contiguous)(
       inputs,
       shapes,
       std::move(dtypes),

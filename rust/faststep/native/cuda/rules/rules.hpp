@@ -28,6 +28,7 @@ struct Kernel {
   std::vector<std::pair<std::string, mx::fast::TemplateArg>> constants;
   std::pair<int, int> blocks, threads;
   bool contiguous = true; // whether inputs are copied that do not lie row after row
+  std::string functions = {}; // that the source calls
 };
 
 // Its outputs, of these shapes and dtypes.
@@ -74,13 +75,21 @@ class Heads {
   std::unordered_map<std::uintptr_t, mx::array> moved_, originals_;
 };
 
-// Softmax along the last axis, causal attention in float32 and the gradients of both.
+// Softmax along the last axis, attention in float32 and the gradients of both.
 class Softmax {
  public:
   explicit Softmax(const Heads& heads) : heads_(heads) {}
 
   // The array that takes another one's place, whose inputs have been replaced already.
   std::optional<mx::array> rewritten(const mx::array& a);
+
+  struct Attention {
+    mx::array probabilities, queries, keys, values;
+    mx::array scaled, keys_swapped, values_read; // by the products
+    float scale;
+    bool is_causal, is_few; // in positions
+    Arrays made; // the output, and what its gradient is computed from
+  };
 
  private:
   // Scores of which row i sees the columns up to i + columns - rows, and the mask that says so.
@@ -90,13 +99,6 @@ class Softmax {
   struct Gradient {
     mx::array probabilities, cotangent;
   };
-  // Attention over few positions.
-  struct Attention {
-    mx::array probabilities, queries, keys, values;
-    mx::array scaled, keys_swapped, values_read; // by the products
-    float scale;
-  };
-
   std::optional<mx::array> causal(const mx::array& softmax);
   std::optional<mx::array> gradient(const mx::array& difference);
   std::optional<mx::array> masked(const mx::array& product);
@@ -104,12 +106,9 @@ class Softmax {
   std::optional<mx::array> attention(const mx::array& product);
   const Arrays* backward(const Attention& attention, const mx::array& cotangent);
   const Arrays& gradient_of(const Attention& attention, const mx::array& cotangent);
-  Arrays run(
-      const Attention& attention,
-      const char* name,
-      const char* source,
-      std::vector<std::string> outputs,
-      const std::optional<mx::array>& cotangent) const;
+  Arrays few(const Attention& attention, const std::optional<mx::array>& cotangent) const;
+  static Arrays tiles(const Attention& attention);
+  static Arrays tiles(const Attention& attention, const mx::array& cotangent);
 
   using Id = std::uintptr_t;
   const Heads& heads_;

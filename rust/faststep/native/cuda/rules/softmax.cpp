@@ -127,7 +127,7 @@ std::optional<mx::array> Softmax::rewritten(const mx::array& a) {
 // softmax(where(i + columns - rows >= j, scores, lowest))
 std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
   const auto& selected = softmax.inputs()[0];
-  if (!is(selected, "Select") || softmax.dtype() != mx::float32 || !fits(softmax) || softmax.ndim() < 2) {
+  if (!is(selected, "Select") || softmax.dtype() != mx::float32 || softmax.ndim() < 2 || softmax.size() == 0) {
     return std::nullopt;
   }
   const auto& mask = unrepeated(selected.inputs()[0]);
@@ -140,7 +140,7 @@ std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
   if (!known || scores.shape() != softmax.shape()) {
     return std::nullopt;
   }
-  auto made = by_row("causal_softmax", softmax_source, {scores}, rows);
+  auto made = fits(softmax) ? by_row("causal_softmax", softmax_source, {scores}, rows) : softmax;
   causal_.emplace(made.id(), Causal{scores, mask});
   return made;
 }
@@ -148,7 +148,7 @@ std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
 // p c - p sum(p c): the gradient of p = softmax(x), where c is that of p
 std::optional<mx::array> Softmax::gradient(const mx::array& difference) {
   const auto &whole = difference.inputs()[0], &part = difference.inputs()[1];
-  if (!is(whole, "Multiply") || !is(part, "Multiply") || !fits(difference)) {
+  if (!is(whole, "Multiply") || !is(part, "Multiply")) {
     return std::nullopt;
   }
   const auto &p = whole.inputs()[0], &cotangent = whole.inputs()[1], &sum = unrepeated(part.inputs()[1]);
@@ -156,15 +156,15 @@ std::optional<mx::array> Softmax::gradient(const mx::array& difference) {
     return std::nullopt;
   }
   auto axes = static_cast<const mx::Reduce&>(sum.primitive()).state().second;
-  auto found = causal_.find(p.id());
-  bool last = axes.size() == 1 && axes[0] == static_cast<int>(whole.ndim()) - 1;
-  if (!last || (found == causal_.end() && !is(p, "Softmax")) || cotangent.dtype() != p.dtype() ||
-      cotangent.shape() != p.shape()) {
+  bool is_causal = causal_.contains(p.id()), last = axes.size() == 1 && axes[0] == static_cast<int>(whole.ndim()) - 1;
+  if (!last || !(is_causal || is(p, "Softmax")) || cotangent.dtype() != p.dtype() || cotangent.shape() != p.shape()) {
     return std::nullopt;
   }
-  bool is_causal = found != causal_.end();
-  auto made = by_row("softmax_vjp", gradient_source, {p, cotangent}, is_causal ? p.shape(-2) : 0);
-  if (is_causal) {
+  auto made = difference;
+  if (fits(difference)) {
+    made = by_row("softmax_vjp", gradient_source, {p, cotangent}, is_causal ? p.shape(-2) : 0);
+  }
+  if (is_causal || attentions_.contains(p.id())) {
     gradients_.emplace(made.id(), Gradient{p, cotangent});
   }
   return made;
@@ -176,8 +176,8 @@ std::optional<mx::array> Softmax::masked(const mx::array& product) {
   auto gradient = gradients_.find(other.id());
   if (gradient != gradients_.end()) {
     const auto& cast = unrepeated(factor);
-    const auto& mask = causal_.at(gradient->second.probabilities.id()).mask;
-    bool same = is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == mask.id();
+    auto of = causal_.find(gradient->second.probabilities.id());
+    bool same = of != causal_.end() && is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == of->second.mask.id();
     return same ? std::optional(other) : std::nullopt;
   }
   auto query = queries_.find(other.id());
