@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "cuda/rules/rules.hpp"
-#include "mlx/fast_primitives.h"
 
 namespace faststep::rules {
 
@@ -87,7 +86,9 @@ std::string normed_source(float eps) {
       int column = j * lanes + lane;
       float normed = xs[j] * inverse;
       if (column < COLUMNS) {
-        gx[row * COLUMNS + column] = T(inverse * (weights[j] * gs[j] - wg) - normed * wgx * inverse2);
+        float gradient = inverse * (weights[j] * gs[j] - wg) - normed * wgx * inverse2;
+        if constexpr (ADDS) { gradient += float(added_to[row * COLUMNS + column]); }
+        gx[row * COLUMNS + column] = T(gradient);
       }
       dw[j] += gs[j] * normed;
       db[j] += gs[j];
@@ -157,7 +158,7 @@ std::optional<mx::array> column_sum(const mx::array& sum) {
   return sums(sums(in, wide, parts, {parts, in.shape(-1)}, mx::float32), 1, 1, sum.shape(), sum.dtype());
 }
 
-std::optional<Arrays> layer_norm_vjp(const Arrays& gradients) {
+std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optional<mx::array>& added) {
   if (!is(gradients[0], "LayerNormVJP")) {
     return std::nullopt;
   }
@@ -181,10 +182,15 @@ std::optional<Arrays> layer_norm_vjp(const Arrays& gradients) {
       {"x", "w", "g"},
       {"gx", "sums"},
       normed_source(eps),
-      {{"COLUMNS", columns}, {"WARPS", at_once}, {"T", dtype}},
+      {{"COLUMNS", columns}, {"WARPS", at_once}, {"T", dtype}, {"ADDS", added.has_value()}},
       {parts, 1},
       {lanes, at_once}};
-  auto made = call(kernel, {x, w, g}, {x.shape(), {parts, 2 * columns}}, {dtype, mx::float32});
+  Arrays inputs{x, w, g};
+  if (added) {
+    kernel.inputs.emplace_back("added_to");
+    inputs.push_back(*added);
+  }
+  auto made = call(kernel, inputs, {x.shape(), {parts, 2 * columns}}, {dtype, mx::float32});
   auto total = made[1];
   if (parts > 1 || dtype != mx::float32) {
     total = sums(total, 1, 1, {1, 2 * columns}, dtype);

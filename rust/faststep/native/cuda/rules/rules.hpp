@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "mlx/fast.h"
+#include "mlx/fast_primitives.h" // has no guard: nobody else includes it
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 
@@ -47,7 +49,12 @@ inline const mx::array& unrepeated(const mx::array& a) {
   return is(a, "Broadcast") ? a.inputs()[0] : a;
 }
 
-// The value of a float32 scalar, if it is there.
+// The array that another one has in another shape, or the array itself.
+inline const mx::array& unshaped(const mx::array& a) {
+  return is(a, "Reshape") || is(a, "Flatten") || is(a, "Unflatten") ? unshaped(a.inputs()[0]) : a;
+}
+
+// The value of a scalar of a floating dtype, if it is there.
 std::optional<float> number(const mx::array& a);
 
 // A number in a kernel's source, to the bit.
@@ -56,8 +63,31 @@ std::string literal(float value);
 // The sum of the rows of a matrix, or of all matrices in an array, if this is one.
 std::optional<mx::array> column_sum(const mx::array& sum);
 
-// The gradients of a layer norm by its input, weight and bias, if these are they.
-std::optional<Arrays> layer_norm_vjp(const Arrays& gradients);
+// The gradients of a layer norm by its input, weight and bias, if these are they; something may be added to the first.
+std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optional<mx::array>& added);
+
+// A sum with a product of matrices as one operation; `is_alone`: whether nobody else uses an array.
+std::optional<mx::array> product_and_sum(
+    const mx::array& sum,
+    const std::function<bool(const mx::array&)>& is_alone);
+
+// Whether row i of a mask of these positions shows the columns up to i + columns - rows.
+bool shows_causal(const mx::array& mask, int rows, int columns);
+
+// Whether a mask that is added to scores hides all but these.
+bool adds_causal(const mx::array& mask, int rows, int columns);
+
+// MLX's own attention in half precision, and its gradient, with such a mask: the same without one.
+class CausalAttention {
+ public:
+  std::optional<Arrays> rewritten(const Arrays& outputs);
+
+ private:
+  std::optional<Arrays> attention(const Arrays& outputs);
+  std::optional<Arrays> gradient(const mx::array& gradient);
+
+  std::unordered_map<std::uintptr_t, mx::array> gradients_; // that wait for their cotangent, by the output
+};
 
 // Heads and positions of attention change places before a product and behind it: each is copied once.
 class Heads {

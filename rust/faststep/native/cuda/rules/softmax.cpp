@@ -65,20 +65,6 @@ constexpr const char* gradient_source = R"(
   }
 )";
 
-// The numbers from `first` on, along this axis of a matrix.
-bool counts(const mx::array& a, size_t axis, int first) {
-  const auto& line = unrepeated(a);
-  if (!is(line, "ExpandDims") || line.ndim() != 2 || line.shape(1 - axis) != 1) {
-    return false;
-  }
-  const auto& range = line.inputs()[0];
-  if (!is(range, "Arange")) {
-    return false;
-  }
-  auto [start, stop, step] = static_cast<const mx::Arange&>(range.primitive()).state();
-  return start == first && step == 1;
-}
-
 // Rows of a warp each.
 mx::array by_row(const char* name, const char* source, const Arrays& inputs, int queries) {
   const auto& x = inputs[0];
@@ -124,22 +110,30 @@ std::optional<mx::array> Softmax::rewritten(const mx::array& a) {
   return is(a, "Matmul") ? product(a) : std::nullopt;
 }
 
-// softmax(where(i + columns - rows >= j, scores, lowest))
+// softmax(where(i + columns - rows >= j, scores, lowest)), or of scores and lowest values in the places of the others
 std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
-  const auto& selected = softmax.inputs()[0];
-  if (!is(selected, "Select") || softmax.dtype() != mx::float32 || softmax.ndim() < 2 || softmax.size() == 0) {
+  const auto& masked = softmax.inputs()[0];
+  if (softmax.dtype() != mx::float32 || softmax.ndim() < 2 || softmax.size() == 0) {
     return std::nullopt;
   }
-  const auto& mask = unrepeated(selected.inputs()[0]);
-  auto lowest = number(selected.inputs()[2]);
   int rows = softmax.shape(-2), columns = softmax.shape(-1);
-  bool known = lowest && *lowest == std::numeric_limits<float>::lowest() && is(mask, "GreaterEqual") &&
-      mask.shape() == mx::Shape{rows, columns} && rows <= columns && counts(mask.inputs()[0], 0, columns - rows) &&
-      counts(mask.inputs()[1], 1, 0);
-  const auto& scores = selected.inputs()[1];
-  if (!known || scores.shape() != softmax.shape()) {
+  std::optional<std::pair<mx::array, mx::array>> found; // scores and mask
+  if (is(masked, "Select")) {
+    auto lowest = number(masked.inputs()[2]);
+    if (lowest && *lowest <= std::numeric_limits<float>::lowest() && shows_causal(masked.inputs()[0], rows, columns)) {
+      found.emplace(masked.inputs()[1], unrepeated(masked.inputs()[0]));
+    }
+  } else if (is(masked, "Add")) {
+    for (int side : {0, 1}) {
+      if (adds_causal(masked.inputs()[side], rows, columns)) {
+        found.emplace(masked.inputs()[1 - side], masked.inputs()[side]);
+      }
+    }
+  }
+  if (!found || found->first.shape() != softmax.shape()) {
     return std::nullopt;
   }
+  const auto& [scores, mask] = *found;
   auto made = fits(softmax) ? by_row("causal_softmax", softmax_source, {scores}, rows) : softmax;
   causal_.emplace(made.id(), Causal{scores, mask});
   return made;
