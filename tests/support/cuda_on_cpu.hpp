@@ -33,6 +33,26 @@ using Strides = std::array<int64_t, 8>;
 
 inline Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+template <typename T, int N>
+struct alignas(sizeof(T) * N) AlignedVector {
+  T val[N];
+  T& operator[](int i) {
+    return val[i];
+  }
+};
+
+template <int N, typename T>
+AlignedVector<T, N> load_vector(const T* from, uint32_t offset) {
+  AlignedVector<T, N> made;
+  std::copy_n(from + offset * N, N, made.val);
+  return made;
+}
+
+template <int N, typename T>
+void store_vector(T* to, uint32_t offset, const AlignedVector<T, N>& from) {
+  std::copy_n(from.val, N, to + offset * N);
+}
+
 namespace on_cpu {
 
 constexpr int lanes = 32;
@@ -57,9 +77,12 @@ inline Barrier block;
 inline ucontext_t scheduler;
 inline std::function<void()> kernel;
 
+inline int self() {
+  return threadIdx.y * blockDim.x + threadIdx.x;
+}
+
 inline void yield() {
-  int self = threadIdx.x;
-  swapcontext(&threads[self]->context, &scheduler);
+  swapcontext(&threads[self()]->context, &scheduler);
 }
 
 inline void wait(Barrier& barrier) {
@@ -74,16 +97,17 @@ inline void wait(Barrier& barrier) {
 }
 
 inline Warp& warp() {
-  return warps[threadIdx.x / lanes];
+  return warps[self() / lanes];
 }
 
 inline void begin() {
   kernel();
-  threads[threadIdx.x]->done = true;
+  threads[self()]->done = true;
 }
 
-inline void run(Dim3 grid, int count, std::function<void()> source) {
-  gridDim = grid, blockDim = {count, 1, 1}, kernel = std::move(source);
+inline void run(Dim3 grid, Dim3 each, std::function<void()> source) {
+  int count = each.x * each.y;
+  gridDim = grid, blockDim = each, kernel = std::move(source);
   for (int i = 0; i < grid.x * grid.y; ++i) {
     blockIdx = {i % grid.x, i / grid.x, 0};
     threads.clear();
@@ -100,7 +124,7 @@ inline void run(Dim3 grid, int count, std::function<void()> source) {
       left = false;
       for (int t = 0; t < count; ++t) {
         if (!threads[t]->done) {
-          threadIdx = {t, 0, 0};
+          threadIdx = {t % each.x, t / each.x, 0};
           left = true;
           swapcontext(&scheduler, &threads[t]->context);
         }
@@ -125,7 +149,7 @@ inline void __syncthreads() {
 
 inline float __shfl_xor_sync(unsigned, float x, int other) {
   auto& warp = on_cpu::warp();
-  int lane = threadIdx.x % on_cpu::lanes;
+  int lane = on_cpu::self() % on_cpu::lanes;
   warp.values[lane] = x;
   on_cpu::wait(warp.barrier);
   x = warp.values[lane ^ other];
@@ -148,7 +172,7 @@ inline float faststep_tf32(float x) {
 // PTX's mma.m16n8k8, as its ISA says which lane has what.
 inline void faststep_multiply(float (&sums)[4], const float (&a)[4], const float (&b)[2]) {
   auto& warp = on_cpu::warp();
-  int lane = threadIdx.x % on_cpu::lanes, group = lane / 4, member = lane % 4;
+  int lane = on_cpu::self() % on_cpu::lanes, group = lane / 4, member = lane % 4;
   for (int i = 0; i < 4; ++i) {
     warp.left[lane][i] = on_cpu::without_last_bits(a[i]);
   }

@@ -81,6 +81,9 @@ class Kernels : public Rewrite {
     heads_.read_by(out);
     auto made = column_sum(out);
     if (!made) {
+      made = layer_norm(out);
+    }
+    if (!made) {
       made = heads_.rewritten(out);
     }
     if (!made) {

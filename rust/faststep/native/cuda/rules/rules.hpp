@@ -22,6 +22,9 @@ namespace mx = mlx::core;
 
 using Arrays = std::vector<mx::array>;
 
+inline constexpr int lanes = 32; // of a warp
+inline constexpr int warps = 8; // of a block
+
 // A kernel with its launch: `blocks` of `threads` each; its source sees the inputs and outputs by these names.
 struct Kernel {
   std::string name;
@@ -44,6 +47,15 @@ inline bool is(const mx::array& a, std::string_view primitive) {
   return a.has_primitive() && a.primitive().name() == primitive;
 }
 
+// Whether kernels here compute with it.
+inline bool is_known(mx::Dtype dtype) {
+  return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
+}
+
+inline int divided(int64_t a, int64_t b) {
+  return static_cast<int>((a + b - 1) / b);
+}
+
 // The array that another one repeats along some axes, or the array itself.
 inline const mx::array& unrepeated(const mx::array& a) {
   return is(a, "Broadcast") ? a.inputs()[0] : a;
@@ -62,6 +74,12 @@ std::string literal(float value);
 
 // The sum of the rows of a matrix, or of all matrices in an array, if this is one.
 std::optional<mx::array> column_sum(const mx::array& sum);
+
+// The sum of the rows of a float32 matrix, by one kernel.
+mx::array sum_of_few(const mx::array& x, mx::Shape shape, mx::Dtype dtype);
+
+// A layer norm, if this is one.
+std::optional<mx::array> layer_norm(const mx::array& normed);
 
 // The gradients of a layer norm by its input, weight and bias, if these are they; something may be added to the first.
 std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optional<mx::array>& added);

@@ -90,8 +90,7 @@ mx::array by_row(const char* name, const char* source, const Arrays& inputs, int
 }
 
 bool fits(const mx::array& a) {
-  bool known = a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
-  return known && a.ndim() > 0 && a.size() > 0 && a.shape(-1) <= max_columns &&
+  return is_known(a.dtype()) && a.ndim() > 0 && a.size() > 0 && a.shape(-1) <= max_columns &&
       a.size() / a.shape(-1) <= max_rows;
 }
 

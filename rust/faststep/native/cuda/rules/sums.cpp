@@ -28,8 +28,7 @@ std::optional<mx::array> addend(const mx::array& a, const mx::array& product) {
 std::optional<mx::array> product_and_sum(
     const mx::array& sum,
     const std::function<bool(const mx::array&)>& is_alone) {
-  bool known = sum.dtype() == mx::float32 || sum.dtype() == mx::float16 || sum.dtype() == mx::bfloat16;
-  if (!is(sum, "Add") || !known || sum.ndim() < 2) {
+  if (!is(sum, "Add") || !is_known(sum.dtype()) || sum.ndim() < 2) {
     return std::nullopt;
   }
   for (int side : {1, 0}) {

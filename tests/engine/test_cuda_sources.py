@@ -1,0 +1,161 @@
+"""The source of CUDA kernels, run on the CPU, beside NumPy in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "rust" / "faststep" / "native" / "cuda" / "rules"
+EMULATOR = ROOT / "tests" / "support" / "cuda_on_cpu.hpp"
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+Arrays = Mapping[str, np.ndarray]
+Launch = tuple[int, int]
+
+
+def run(folder: Path, source: str, constants: str, arrays: Arrays, blocks: Launch, threads: Launch) -> None:
+    """Run a kernel over float32 arrays, which it sees by name, shape and strides, and writes to."""
+    code = [f'#include "{EMULATOR}"', constants, 'extern "C" {']
+    code += [f"float *{name}; Shape {name}_shape; Strides {name}_strides;" for name in arrays]
+    grid, block = (f"{{{x}, {y}, 1}}" for x, y in (blocks, threads))
+    code += [f"void run() {{ on_cpu::run({grid}, {block}, [] {{", source, "}); }", "}"]
+    path = folder / f"kernel{len(list(folder.iterdir()))}.cpp"
+    path.write_text("\n".join(code))
+    command = [str(COMPILER), "-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-narrowing"]
+    subprocess.run([*command, "-o", str(path.with_suffix(".so")), str(path)], check=True)
+    native = ctypes.CDLL(str(path.with_suffix(".so")))
+    for name, array in arrays.items():
+        ctypes.c_void_p.in_dll(native, name).value = array.ctypes.data
+        (ctypes.c_int32 * 8).in_dll(native, f"{name}_shape")[: array.ndim] = list(array.shape)
+        strides = [each // array.itemsize for each in array.strides]
+        (ctypes.c_int64 * 8).in_dll(native, f"{name}_strides")[: array.ndim] = strides
+    native.run()
+
+
+def sources(file: str) -> dict[str, str]:
+    """Return the kernels' sources in a file, by name."""
+    return dict(re.findall(r'(\w+)_source = R"\(\n(.*?)\n\)";', (RULES / file).read_text(), re.DOTALL))
+
+
+def empty(*shape: int) -> np.ndarray:
+    """Return an array of what no kernel writes."""
+    return np.full(shape, np.nan, np.float32)
+
+
+def drawn(*shape: int, seed: int = 7) -> np.ndarray:
+    """Return normally distributed numbers."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
+
+
+def off(got: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the largest error, in units of the largest value."""
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sizes of an attention, and how its kernels compute."""
+
+    length: int
+    width: int
+    causal: bool = True
+    exact: bool = False
+    batch: int = 1
+    heads: int = 2
+    gap: int = 0  # elements between two positions of the queries: rows that do not begin at 16 bytes
+
+
+ATTENTIONS = {
+    "one tile": Attention(64, 64),
+    "odd length": Attention(77, 32),
+    "several tiles": Attention(200, 16),
+    "no mask": Attention(131, 24, causal=False),
+    "exact": Attention(90, 40, exact=True, batch=2),
+    "exact, no mask": Attention(45, 64, exact=True, causal=False),
+    "rows anywhere": Attention(70, 8, gap=3),
+}
+
+
+def attention(case: Attention, scale: float, *inputs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return output and gradients, of arrays [batch, heads, positions, width] in float64."""
+    q, k, v, g = inputs
+    scores = scale * q @ k.swapaxes(-1, -2)
+    if case.causal:
+        scores = np.where(np.tri(case.length, dtype=bool), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = g @ v.swapaxes(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+    return p @ v, scale * ds @ k, scale * ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ g
+
+
+@pytest.mark.parametrize("case", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_in_tiles(case: Attention, tmp_path: Path) -> None:
+    scale = case.width**-0.5
+    shape = (case.batch, case.length, case.heads, case.width)  # as projections lie
+    queries = drawn(*shape[:3], case.width + case.gap)[..., : case.width]
+    others = {name: drawn(*shape, seed=i) for i, name in enumerate(("keys", "values", "cotangent"))}
+    rows = (case.batch * case.heads, case.length)
+    held = {"queries": queries, **others, "normalizers": empty(*rows), "dots": empty(*rows)}
+    held |= {name: empty(*shape) for name in ("out", "dq", "dk", "dv")}
+    by_heads = {name: array.transpose(0, 2, 1, 3) if array.ndim == 4 else array for name, array in held.items()}
+    constants = f"constexpr int WIDTH = {case.width}; constexpr float scale = {scale!r}f;"
+    constants += f"constexpr bool CAUSAL = {int(case.causal)}, EXACT = {int(case.exact)};"
+    parts = sources("attention_tiles.hpp")
+    for name in ("tiles_forward", "tiles_queries", "tiles_keys"):
+        blocks = case.batch * case.heads, -(-case.length // 64)
+        run(tmp_path, parts["tiles"] + parts[name], constants, by_heads, blocks, (128, 1))
+    exact = {name: array.astype(np.float64) for name, array in by_heads.items()}
+    wanted = attention(case, scale, *(exact[name] for name in ("queries", "keys", "values", "cotangent")))
+    for name, value in zip(("out", "dq", "dk", "dv"), wanted, strict=True):
+        assert off(by_heads[name], value) < (2e-6 if case.exact else 2e-3), name
+
+
+LAYER_NORMS = {"one row": (1, 320), "rows left over": (11, 384), "odd threads": (9, 772)}
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("shape", LAYER_NORMS.values(), ids=LAYER_NORMS)
+def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_path: Path) -> None:
+    rows, columns = shape
+    eps, parts = 1e-5, 2
+    x, g, before = (drawn(*shape, seed=i) for i in range(3))
+    x += 3  # a mean
+    w, b = drawn(columns, seed=3), drawn(columns, seed=4)
+    normed, gx, sums = empty(*shape), empty(*shape), empty(parts, 2, columns)
+    named = sources("layer_norm.cpp")
+    constants = f"using T = float; constexpr int COLUMNS = {columns}; constexpr float eps = {eps!r}f;"
+    forward = {"x": x, "w": w, "b": b, "normed": normed}
+    run(tmp_path, named["norm"], constants + "constexpr int WIDE = 4;", forward, (-(-rows // 8), 1), (32, 8))
+    arrays = {"x": x, "w": w, "g": g, "added_to": before, "gx": gx, "sums": sums}
+    constants += f"constexpr bool ADDS = {int(added)};"
+    large = constants + "constexpr int ROWS = 4;"
+    threads = -(-columns // 128) * 32, 1
+    run(tmp_path, named["norm_gradients"], large, arrays, (parts, 1), threads)
+
+    exact = x.astype(np.float64)
+    centered = exact - exact.mean(-1, keepdims=True)
+    inverse = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+    hat, wg = centered * inverse, w * g.astype(np.float64)
+    wanted = inverse * (wg - wg.mean(-1, keepdims=True) - hat * (wg * hat).mean(-1, keepdims=True))
+
+    def check() -> None:
+        assert off(gx, wanted + before * added) < 1e-6
+        assert off(sums.astype(np.float64).sum(0), np.stack([(g * hat).sum(0), g.astype(np.float64).sum(0)])) < 1e-6
+
+    assert off(normed, hat * w + b) < 1e-6
+    check()
+    gx[:], sums[:] = np.nan, np.nan
+    few = constants + "constexpr int WARPS = 8;"
+    run(tmp_path, named["norm_few_gradients"], few, arrays, (parts, 1), (32, 8))
+    check()
