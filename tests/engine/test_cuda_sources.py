@@ -20,17 +20,27 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 Arrays = Mapping[str, np.ndarray]
-Launch = tuple[int, int]
 
 
-def run(folder: Path, source: str, constants: str, arrays: Arrays, blocks: Launch, threads: Launch) -> None:
-    """Run a kernel over float32 arrays, which it sees by name, shape and strides, and writes to."""
-    code = [f'#include "{EMULATOR}"', constants, 'extern "C" {']
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: its source, constants that it sees, how it is launched."""
+
+    source: str
+    constants: str
+    blocks: tuple[int, int]
+    threads: tuple[int, int]
+
+
+def compiled(folder: Path, arrays: Arrays, **kernels: Kernel) -> ctypes.CDLL:
+    """Compile kernels for the CPU; each is a function that runs over these float32 arrays, which it sees by name."""
+    code = [f'#include "{EMULATOR}"', 'extern "C" {']
     code += [f"float *{name}; Shape {name}_shape; Strides {name}_strides;" for name in arrays]
-    grid, block = (f"{{{x}, {y}, 1}}" for x, y in (blocks, threads))
-    code += [f"void run() {{ on_cpu::run({grid}, {block}, [] {{", source, "}); }", "}"]
-    path = folder / f"kernel{len(list(folder.iterdir()))}.cpp"
-    path.write_text("\n".join(code))
+    for name, kernel in kernels.items():
+        grid, block = (f"{{{x}, {y}, 1}}" for x, y in (kernel.blocks, kernel.threads))
+        code += [f"void run_{name}() {{ on_cpu::run({grid}, {block}, [] {{", kernel.constants, kernel.source, "}); }"]
+    path = folder / "kernels.cpp"
+    path.write_text("\n".join([*code, "}"]))
     command = [str(COMPILER), "-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-narrowing"]
     subprocess.run([*command, "-o", str(path.with_suffix(".so")), str(path)], check=True)
     native = ctypes.CDLL(str(path.with_suffix(".so")))
@@ -39,7 +49,7 @@ def run(folder: Path, source: str, constants: str, arrays: Arrays, blocks: Launc
         (ctypes.c_int32 * 8).in_dll(native, f"{name}_shape")[: array.ndim] = list(array.shape)
         strides = [each // array.itemsize for each in array.strides]
         (ctypes.c_int64 * 8).in_dll(native, f"{name}_strides")[: array.ndim] = strides
-    native.run()
+    return native
 
 
 def sources(file: str) -> dict[str, str]:
@@ -112,20 +122,21 @@ def test_attention_in_tiles(case: Attention, tmp_path: Path) -> None:
     constants = f"constexpr int WIDTH = {case.width}; constexpr float scale = {scale!r}f;"
     constants += f"constexpr bool CAUSAL = {int(case.causal)}, EXACT = {int(case.exact)};"
     parts = sources("attention_tiles.hpp")
-    for name in ("tiles_forward", "tiles_queries", "tiles_keys"):
-        blocks = case.batch * case.heads, -(-case.length // 64)
-        run(tmp_path, parts["tiles"] + parts[name], constants, by_heads, blocks, (128, 1))
+    blocks = case.batch * case.heads, -(-case.length // 64)
+    kernels = {
+        name: Kernel(parts["tiles"] + parts[f"tiles_{name}"], constants, blocks, (128, 1))
+        for name in ("forward", "queries", "keys")
+    }
+    native = compiled(tmp_path, by_heads, **kernels)
+    native.run_forward(), native.run_queries(), native.run_keys()
     exact = {name: array.astype(np.float64) for name, array in by_heads.items()}
     wanted = attention(case, scale, *(exact[name] for name in ("queries", "keys", "values", "cotangent")))
     for name, value in zip(("out", "dq", "dk", "dv"), wanted, strict=True):
         assert off(by_heads[name], value) < (2e-6 if case.exact else 2e-3), name
 
 
-LAYER_NORMS = {"one row": (1, 320), "rows left over": (11, 384), "odd threads": (9, 772)}
-
-
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
-@pytest.mark.parametrize("shape", LAYER_NORMS.values(), ids=LAYER_NORMS)
+@pytest.mark.parametrize("shape", [(1, 320), (11, 384), (9, 772)], ids=["one row", "rows left over", "odd threads"])
 def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_path: Path) -> None:
     rows, columns = shape
     eps, parts = 1e-5, 2
@@ -133,29 +144,37 @@ def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_p
     x += 3  # a mean
     w, b = drawn(columns, seed=3), drawn(columns, seed=4)
     normed, gx, sums = empty(*shape), empty(*shape), empty(parts, 2, columns)
-    named = sources("layer_norm.cpp")
-    constants = f"using T = float; constexpr int COLUMNS = {columns}; constexpr float eps = {eps!r}f;"
-    forward = {"x": x, "w": w, "b": b, "normed": normed}
-    run(tmp_path, named["norm"], constants + "constexpr int WIDE = 4;", forward, (-(-rows // 8), 1), (32, 8))
-    arrays = {"x": x, "w": w, "g": g, "added_to": before, "gx": gx, "sums": sums}
-    constants += f"constexpr bool ADDS = {int(added)};"
-    large = constants + "constexpr int ROWS = 4;"
-    threads = -(-columns // 128) * 32, 1
-    run(tmp_path, named["norm_gradients"], large, arrays, (parts, 1), threads)
-
+    arrays = {"x": x, "w": w, "b": b, "normed": normed, "g": g, "added_to": before, "gx": gx, "sums": sums}
+    source = sources("layer_norm.cpp")
+    constants = f"using T = float; constexpr int COLUMNS = {columns}, WIDE = 4, ROWS = 4, WARPS = 8;"
+    constants += f"constexpr float eps = {eps!r}f; constexpr bool ADDS = {int(added)};"
+    native = compiled(
+        tmp_path,
+        arrays,
+        forward=Kernel(source["norm"], constants, (-(-rows // 8), 1), (32, 8)),
+        backward=Kernel(source["norm_gradients"], constants, (parts, 1), (-(-columns // 128) * 32, 1)),
+        backward_few=Kernel(source["norm_few_gradients"], constants, (parts, 1), (32, 8)),
+    )
     exact = x.astype(np.float64)
     centered = exact - exact.mean(-1, keepdims=True)
     inverse = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
     hat, wg = centered * inverse, w * g.astype(np.float64)
-    wanted = inverse * (wg - wg.mean(-1, keepdims=True) - hat * (wg * hat).mean(-1, keepdims=True))
-
-    def check() -> None:
-        assert off(gx, wanted + before * added) < 1e-6
+    wanted = inverse * (wg - wg.mean(-1, keepdims=True) - hat * (wg * hat).mean(-1, keepdims=True)) + before * added
+    native.run_forward()
+    assert off(normed, hat * w + b) < 1e-6
+    for backward in (native.run_backward, native.run_backward_few):
+        gx[:], sums[:] = np.nan, np.nan
+        backward()
+        assert off(gx, wanted) < 1e-6
         assert off(sums.astype(np.float64).sum(0), np.stack([(g * hat).sum(0), g.astype(np.float64).sum(0)])) < 1e-6
 
-    assert off(normed, hat * w + b) < 1e-6
-    check()
-    gx[:], sums[:] = np.nan, np.nan
-    few = constants + "constexpr int WARPS = 8;"
-    run(tmp_path, named["norm_few_gradients"], few, arrays, (parts, 1), (32, 8))
-    check()
+
+@pytest.mark.parametrize("wide", [1, 4])
+def test_sums_of_columns(wide: int, tmp_path: Path) -> None:
+    x, out = drawn(3, 31, 200), empty(3, 200)
+    constants = f"using IN = float; using OUT = float; constexpr int WIDE = {wide}, WARPS = 8;"
+    constants += "constexpr int x_ndim = 3;"
+    blocks = -(-200 // (32 * wide)), len(out)
+    kernel = Kernel(sources("columns.cpp")["sums"], constants, blocks, (32, 8))
+    compiled(tmp_path, {"x": x, "out": out}, sum=kernel).run_sum()
+    assert off(out.astype(np.float64).sum(0), x.astype(np.float64).sum((0, 1))) < 1e-6

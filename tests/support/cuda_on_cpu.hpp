@@ -108,13 +108,17 @@ inline void begin() {
 inline void run(Dim3 grid, Dim3 each, std::function<void()> source) {
   int count = each.x * each.y;
   gridDim = grid, blockDim = each, kernel = std::move(source);
+  threads.clear();
+  for (int t = 0; t < count; ++t) {
+    threads.push_back(std::make_unique<Thread>());
+  }
   for (int i = 0; i < grid.x * grid.y; ++i) {
     blockIdx = {i % grid.x, i / grid.x, 0};
-    threads.clear();
     warps.assign(count / lanes, {});
     block = {count};
-    for (int t = 0; t < count; ++t) {
-      auto& thread = *threads.emplace_back(std::make_unique<Thread>());
+    for (auto& one : threads) {
+      auto& thread = *one;
+      thread.done = false;
       getcontext(&thread.context);
       thread.context.uc_stack = {thread.stack.data(), 0, thread.stack.size()};
       thread.context.uc_link = &scheduler;
