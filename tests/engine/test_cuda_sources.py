@@ -1,4 +1,4 @@
-"""The source of CUDA kernels, run on the CPU, beside NumPy in float64."""
+"""What CUDA's rules do, without a GPU: kernels' sources run on the CPU beside float64, and rewritten graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from support.places import ROOT, TESTS
 
-ROOT = Path(__file__).parents[2]
-RULES = ROOT / "rust" / "faststep" / "native" / "cuda" / "rules"
-EMULATOR = ROOT / "tests" / "support" / "cuda_on_cpu.hpp"
+NATIVE = ROOT / "rust" / "faststep" / "native"
+RULES = NATIVE / "cuda" / "rules"
+EMULATOR = TESTS / "support" / "cuda_on_cpu.hpp"
+MLX = Path(mx.__file__).parent
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -178,3 +181,14 @@ def test_sums_of_columns(wide: int, tmp_path: Path) -> None:
     kernel = Kernel(sources("columns.cpp")["sums"], constants, blocks, (32, 8))
     compiled(tmp_path, {"x": x, "out": out}, sum=kernel).run_sum()
     assert off(out.astype(np.float64).sum(0), x.astype(np.float64).sum((0, 1))) < 1e-6
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="needs MLX's CPU, whose operations stand in for kernels")
+def test_a_rewritten_graph_gives_what_it_gave(tmp_path: Path) -> None:
+    program = tmp_path / "rules"
+    folders = [f"-I{NATIVE}", f"-I{NATIVE / 'cuda' / 'declared'}", "-isystem", str(MLX / "include")]
+    library = [f"-L{MLX / 'lib'}", "-lmlx", f"-Wl,-rpath,{MLX / 'lib'}"]
+    source = TESTS / "support" / "programs" / "rules.cpp"
+    subprocess.run([str(COMPILER), "-std=c++20", *folders, str(source), *library, "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

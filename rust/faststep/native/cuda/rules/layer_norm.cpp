@@ -208,7 +208,7 @@ constexpr const char* norm_gradients_source = R"(
   }
 )";
 
-std::string with(float eps, const char* source) {
+std::string with(float eps, const std::string& source) {
   return "  constexpr float eps = " + literal(eps) + ";\n" + source;
 }
 
@@ -268,18 +268,19 @@ std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optiona
     kernel.inputs.emplace_back("added_to");
     inputs.push_back(as_rows(*added));
   }
+  std::string nothing = added ? "" : "  const T* added_to = nullptr;\n";
   int parts = 1;
   if (is_large) {
     int groups = divided(rows, rows_at_once);
     parts = divided(groups, divided(groups, large_blocks)); // as many for each block
     kernel.name += "_large";
-    kernel.source = with(eps, norm_gradients_source);
+    kernel.source = with(eps, nothing + norm_gradients_source);
     kernel.constants.emplace_back("ROWS", rows_at_once);
     kernel.threads = {divided(columns / quad, lanes) * lanes, 1};
   } else {
     int at_once = rows <= 32 && columns <= few_columns ? 2 * warps : warps;
     parts = rows <= 2 * at_once ? 1 : std::min(divided(rows, at_once), few_blocks);
-    kernel.source = with(eps, norm_few_gradients_source);
+    kernel.source = with(eps, nothing + norm_few_gradients_source);
     kernel.constants.emplace_back("WARPS", at_once);
     kernel.threads = {lanes, at_once};
   }
