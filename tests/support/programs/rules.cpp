@@ -1,12 +1,14 @@
 // Graphs rewritten by the rules for CUDA, on a CPU: MLX's own operations stand in for the kernels, and what comes out is
-// what the graph gave before.
+// what the graph gave before. With a folder as its argument, the program writes the source of each kernel there.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -30,8 +32,8 @@ CustomKernelFunction stand_in(
     const std::vector<std::string>& inputs,
     const std::vector<std::string>& outputs,
     const std::string& source,
-    const std::string& header,
-    bool contiguous);
+    const std::string& functions = "",
+    bool contiguous = true);
 
 array stand_in_attention(
     const array& queries,
@@ -52,6 +54,8 @@ array stand_in_attention(
 #define cuda_kernel stand_in
 #define device_info stand_in_info
 #include "cuda/rules/kernels.cpp"
+
+#include "cuda/cross_entropy.cpp"
 
 #include "cuda/rules/attention.cpp"
 #define scaled_dot_product_attention stand_in_attention
@@ -83,6 +87,55 @@ namespace {
 
 std::multiset<std::string> used;
 bool is_differentiated = false;
+
+std::string folder; // for sources
+
+std::string cuda_name(mx::Dtype dtype) {
+  static const std::map<mx::Dtype::Val, std::string> names{
+      {mx::Dtype::Val::float32, "float"},
+      {mx::Dtype::Val::bfloat16, "__nv_bfloat16"},
+      {mx::Dtype::Val::float16, "__half"},
+      {mx::Dtype::Val::int32, "int32_t"}};
+  return names.at(dtype.val());
+}
+
+// Writes a kernel as MLX's cuda_kernel has it compiled.
+void keep(
+    const std::string& name,
+    const std::vector<std::string>& inputs,
+    const Arrays& given,
+    const std::vector<std::string>& outputs,
+    const std::vector<mx::Dtype>& dtypes,
+    const std::vector<std::pair<std::string, mx::fast::TemplateArg>>& constants,
+    const std::string& source,
+    const std::string& functions) {
+  std::ostringstream to;
+  to << "#include \"mlx/backend/cuda/device/utils.cuh\"\n" << functions << "\nnamespace mlx::core::cu {\n__global__ void ";
+  to << name << "(\n";
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    to << "const " << cuda_name(given[i].dtype()) << "* " << inputs[i] << ",\n";
+    for (auto [part, type] : {std::pair{"_shape", "Shape"}, {"_strides", "Strides"}, {"_ndim", "int"}}) {
+      if (given[i].ndim() > 0 && source.find(inputs[i] + part) != std::string::npos) {
+        to << "const __grid_constant__ " << type << " " << inputs[i] << part << ",\n";
+      }
+    }
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    to << cuda_name(dtypes[i]) << "* " << outputs[i] << (i + 1 < outputs.size() ? ",\n" : ") {\n");
+  }
+  for (const auto& [constant, value] : constants) {
+    if (const auto* number = std::get_if<int>(&value)) {
+      to << "constexpr int " << constant << " = " << *number << ";\n";
+    } else if (const auto* flag = std::get_if<bool>(&value)) {
+      to << "constexpr bool " << constant << " = " << *flag << ";\n";
+    } else {
+      to << "using " << constant << " = " << cuda_name(std::get<mx::Dtype>(value)) << ";\n";
+    }
+  }
+  to << source << "\n}\n}\n";
+  auto number = std::to_string(std::hash<std::string>{}(to.str()));
+  std::ofstream(folder + "/" + name + "-" + number.substr(0, 6) + ".cu") << to.str();
+}
 
 mx::array by_heads(const mx::array& a) {
   return mx::transpose(a, {0, 2, 1, 3});
@@ -198,9 +251,9 @@ const std::unordered_map<std::string, std::variant<std::string, size_t>>& mx::st
 mx::fast::CustomKernelFunction mx::fast::stand_in(
     const std::string& name,
     const std::vector<std::string>& inputs,
-    const std::vector<std::string>&,
+    const std::vector<std::string>& outputs,
     const std::string& source,
-    const std::string&,
+    const std::string& functions,
     bool) {
   return [=](const Arrays& given,
              const std::vector<mx::Shape>& shapes,
@@ -210,6 +263,9 @@ mx::fast::CustomKernelFunction mx::fast::stand_in(
              const std::vector<std::pair<std::string, TemplateArg>>& templates,
              auto&&...) {
     auto plain = name.substr(std::strlen("faststep_"));
+    if (!folder.empty()) {
+      keep(plain, inputs, given, outputs, dtypes, templates, source, functions);
+    }
     std::map<std::string, int> constants;
     for (const auto& [constant, value] : templates) {
       if (const auto* number = std::get_if<int>(&value)) {
@@ -300,10 +356,12 @@ Arrays layer(const Case& of) {
 }
 
 // A norm, its gradients, and what is added to the first of them: before it is computed, behind it, or to both twice.
-Arrays normed(int rows, int columns, bool rewritten, int added) {
-  auto x = mx::sin(drawn({2, rows, columns}, 0)), w = drawn({columns}, 1), b = drawn({columns}, 2);
-  mx::eval(x, w, b);
-  auto y = mx::sin(x), g = mx::sin(drawn({2, rows, columns}, 3));
+Arrays normed(int rows, int columns, mx::Dtype dtype, bool rewritten, int added) {
+  auto given = [&](mx::Shape shape, int seed) { return mx::astype(drawn(std::move(shape), seed), dtype); };
+  auto x = given({2, rows, columns}, 0), w = given({columns}, 1), b = given({columns}, 2), g = given({2, rows, columns}, 3);
+  mx::eval(x, w, b, g);
+  auto y = mx::sin(x);
+  g = mx::sin(g);
   auto norm = [](const Arrays& a) -> Arrays { return {mx::fast::layer_norm(a[0], a[1], a[2], 1e-5f)}; };
   auto cpu = mx::default_stream(mx::Device::cpu);
   Arrays out, gradients;
@@ -344,7 +402,8 @@ bool is_right(
     Arrays wanted,
     const Arrays& roots,
     const std::multiset<std::string>& kernels,
-    const std::function<bool(const std::set<std::string>&)>& are_left) {
+    const std::function<bool(const std::set<std::string>&)>& are_left,
+    float near = 1e-5f) {
   mx::eval(wanted);
   faststep::rules::Kernels rules;
   rules.look(roots);
@@ -358,7 +417,7 @@ bool is_right(
   bool right = true;
   for (size_t i = 0; i < got.size(); ++i) {
     auto off = (mx::max(mx::abs(got[i] - wanted[i])) / mx::max(mx::abs(wanted[i]))).item<float>();
-    if (!(off < 1e-5f) || got[i].shape() != wanted[i].shape()) {
+    if (!(off < near) || got[i].shape() != wanted[i].shape()) {
       std::printf("%s: result %zu is off by %g\n", name.c_str(), i, off);
       right = false;
     }
@@ -384,13 +443,21 @@ bool is_right(const Case& of) {
   });
 }
 
-bool is_right(int rows, int columns, int added, std::multiset<std::string> kernels) {
+bool is_right(int rows, int columns, mx::Dtype dtype, int added, std::multiset<std::string> kernels) {
   auto name = "norm of " + std::to_string(rows) + " x " + std::to_string(columns) + ", " + std::to_string(added);
   kernels.insert("layer_norm");
+  bool half = dtype != mx::float32;
+  if (half) {
+    kernels.insert("columns_1"); // rounds what the blocks have summed up
+  }
+  auto adds = [&](const auto& left) { return bool(left.count("Add")) == (added != 0); };
   return is_right(
-      name, normed(rows, columns, false, added), normed(rows, columns, true, added), kernels, [&](const auto& left) {
-        return bool(left.count("Add")) == (added != 0);
-      });
+      name,
+      normed(rows, columns, dtype, false, added),
+      normed(rows, columns, dtype, true, added),
+      kernels,
+      adds,
+      half ? 2e-2f : 1e-5f);
 }
 
 // MLX's own attention with a mask in an array, and its gradient, become those of causal attention.
@@ -523,8 +590,9 @@ bool mx::fast::LayerNormVJP::is_equivalent(const Primitive&) const {
   return false;
 }
 
-int main() {
+int main(int count, char** arguments) {
   mx::set_default_device(mx::Device::cpu);
+  folder = count > 1 ? arguments[1] : "";
   std::multiset<std::string> few{"attention_forward", "attention_backward"};
   std::multiset<std::string> tiles{"attention_tiles", "attention_tiles_queries", "attention_tiles_keys"};
   std::multiset<std::string> many = tiles, some = few;
@@ -545,9 +613,17 @@ int main() {
   right &= is_attention_right(false);
   right &= is_attention_right(true);
   for (int added : {0, 1, 2}) {
-    right &= is_right(5, 64, added, {"layer_norm_vjp"});
-    right &= is_right(100, 64, added, {"layer_norm_vjp", "columns_1"});
-    right &= is_right(100, 320, added, {"layer_norm_vjp_large", "columns_1"});
+    right &= is_right(5, 64, mx::float32, added, {"layer_norm_vjp"});
+    right &= is_right(100, 64, mx::float32, added, {"layer_norm_vjp", "columns_1"});
+    right &= is_right(100, 320, mx::float32, added, {"layer_norm_vjp_large", "columns_1"});
+    right &= is_right(5, 64, mx::float16, added, {"layer_norm_vjp"});
+    right &= is_right(100, 1024, mx::bfloat16, added, {"layer_norm_vjp_large"});
+  }
+  for (auto dtype : {mx::float32, mx::bfloat16}) { // sources only
+    faststep::Logits logits{mx::zeros({8, 64}, dtype), 57};
+    auto targets = mx::zeros({8}, mx::int32);
+    auto losses = faststep::cross_entropy(logits, targets, mx::Device::cpu);
+    faststep::cross_entropy_vjp(logits, targets, losses, losses, dtype, mx::Device::cpu);
   }
   return right ? 0 : 1;
 }
