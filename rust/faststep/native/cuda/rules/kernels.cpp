@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <sstream>
-#include <unordered_set>
+#include <unordered_map>
 
 #include "graph/graph.hpp"
 #include "graph/rewrite.hpp"
@@ -72,7 +72,7 @@ class Kernels : public Rewrite {
       auto added = added_to(outputs[0]);
       auto made = layer_norm_vjp(outputs, added);
       if (made && added) {
-        sums_.insert((*made)[0].id());
+        sums_.emplace((*made)[0].id(), users(outputs[0]).last->id());
         hold((*made)[0]);
       }
       return made.value_or(outputs);
@@ -114,7 +114,8 @@ class Kernels : public Rewrite {
   std::optional<mx::array> sum(const mx::array& a) const {
     if (is(a, "Add")) {
       for (const auto& in : a.inputs()) {
-        if (sums_.contains(in.id())) {
+        auto found = sums_.find(in.id());
+        if (found != sums_.end() && found->second == a.id()) {
           return in;
         }
       }
@@ -122,7 +123,7 @@ class Kernels : public Rewrite {
     return product_and_sum(a, [this](const mx::array& in) { return is_used_once(in); });
   }
 
-  std::unordered_set<std::uintptr_t> sums_; // what somebody adds to them is in them already
+  std::unordered_map<std::uintptr_t, std::uintptr_t> sums_; // that have been computed, by the array that is one
   CausalAttention attention_;
   Heads heads_;
   Softmax softmax_{heads_};
