@@ -460,6 +460,62 @@ bool is_right(int rows, int columns, mx::Dtype dtype, int added, std::multiset<s
       half ? 2e-2f : 1e-5f);
 }
 
+// Loss and gradients of an encoder's layer, its norms behind the sums or before what is added.
+Arrays encoder(bool rewritten, bool norms_first, int n) {
+  int dims = heads * width;
+  auto cpu = mx::default_stream(mx::Device::cpu);
+  auto never = [](const Arrays&) -> Arrays { std::abort(); };
+  auto norm = [&](const mx::array& x, const mx::array& w, const mx::array& b) {
+    if (!rewritten) {
+      return mx::fast::layer_norm(x, w, b, 1e-5f);
+    }
+    return mx::array(x.shape(), x.dtype(), std::make_shared<mx::fast::LayerNorm>(cpu, never, 1e-5f), {x, w, b});
+  };
+  auto linear = [](const mx::array& x, const mx::array& w, const mx::array& b) {
+    return mx::addmm(b, x, mx::transpose(w));
+  };
+  auto loss = [&](const Arrays& in) -> Arrays {
+    auto attention = [&](const mx::array& x) {
+      auto project = [&](const mx::array& w) {
+        return by_heads(mx::unflatten(mx::matmul(x, mx::transpose(w)), -1, {heads, width}));
+      };
+      auto q = project(in[1]), k = project(in[2]), v = project(in[3]);
+      auto y = mx::fast::scaled_dot_product_attention(q, k, v, 0.25f, "causal");
+      return mx::matmul(mx::flatten(by_heads(y), -2, -1), mx::transpose(in[4]));
+    };
+    auto mlp = [&](const mx::array& x) {
+      auto h = linear(x, in[5], in[6]);
+      h = h * (mx::array(1.0f) + mx::erf(h / mx::array(1.4142135f))) / mx::array(2.0f);
+      return linear(h, in[7], in[8]);
+    };
+    auto x = in[0];
+    for (int i = 0; i < 2; ++i) {
+      if (norms_first) {
+        x = x + attention(norm(x, in[9], in[10]));
+        x = x + mlp(norm(x, in[11], in[12]));
+      } else {
+        x = norm(x + attention(x), in[9], in[10]);
+        x = norm(x + mlp(x), in[11], in[12]);
+      }
+    }
+    return {mx::mean(mx::square(norm(x, in[13], in[14]) - mx::array(0.5f)))};
+  };
+  Arrays inputs{drawn({batch, n, dims}, 0)};
+  for (int i = 1; i < 5; ++i) {
+    inputs.push_back(drawn({dims, dims}, i) * mx::array(0.3f));
+  }
+  for (const auto& shape : {mx::Shape{2 * dims, dims}, {2 * dims}, {dims, 2 * dims}, {dims}}) {
+    inputs.push_back(drawn(shape, static_cast<int>(inputs.size())) * mx::array(0.3f));
+  }
+  while (inputs.size() < 15) {
+    inputs.push_back(drawn({dims}, static_cast<int>(inputs.size())));
+  }
+  mx::eval(inputs);
+  auto [out, gradients] = mx::vjp(loss, inputs, {mx::array(1.0f)});
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
 // MLX's own attention with a mask in an array, and its gradient, become those of causal attention.
 bool is_attention_right(bool differentiated) {
   int n = 8;
@@ -512,6 +568,34 @@ bool is_attention_right(bool differentiated) {
     std::printf("attention with a mask in an array, differentiated: %d\n", differentiated);
   }
   return right;
+}
+
+bool is_encoder_right(int n, bool norms_first) {
+  std::multiset<std::string> kernels;
+  auto add = [&](int times, const char* name) {
+    for (int i = 0; i < times; ++i) {
+      kernels.insert(name);
+    }
+  };
+  constexpr int layers = 2, norms = 2 * layers + 1, biases = 2 * layers;
+  bool few = n <= 32;
+  add(norms, "layer_norm");
+  add(norms, "layer_norm_vjp");
+  add(few ? norms : norms + biases, "columns_1");
+  add(few ? 0 : biases, "columns_4");
+  for (const char* name : {"attention_forward", "attention_backward"}) {
+    add(few ? layers : 0, name);
+  }
+  for (const char* name : {"attention_tiles", "attention_tiles_queries", "attention_tiles_keys"}) {
+    add(few ? 0 : layers, name);
+  }
+  return is_right(
+      norms_first ? "norms first" : "norms behind",
+      encoder(false, norms_first, n),
+      encoder(true, norms_first, n),
+      kernels,
+      [](const auto& left) { return !left.count("Softmax"); },
+      1e-4f);
 }
 
 } // namespace
@@ -579,8 +663,22 @@ bool mx::fast::ScaledDotProductAttentionVJP::is_equivalent(const Primitive&) con
   return false;
 }
 void mx::fast::LayerNorm::eval_gpu(const Arrays&, Arrays&) {}
-Arrays mx::fast::LayerNorm::vjp(const Arrays&, const Arrays&, const std::vector<int>&, const Arrays&) {
-  return {};
+// as MLX has it
+Arrays mx::fast::LayerNorm::vjp(
+    const Arrays& primals,
+    const Arrays& cotangents,
+    const std::vector<int>& arguments,
+    const Arrays&) {
+  auto made = array::make_arrays(
+      {primals[0].shape(), primals[1].shape(), primals[2].shape()},
+      {primals[0].dtype(), primals[1].dtype(), primals[2].dtype()},
+      std::make_shared<LayerNormVJP>(stream(), fallback_, eps_),
+      {primals[0], primals[1], primals[2], cotangents[0]});
+  Arrays wanted;
+  for (int each : arguments) {
+    wanted.push_back(made[each]);
+  }
+  return wanted;
 }
 bool mx::fast::LayerNorm::is_equivalent(const Primitive&) const {
   return false;
@@ -609,6 +707,11 @@ int main(int count, char** arguments) {
            {"more than a warp keeps", 1030, "causal", many},
        }) {
     right &= is_right(each);
+  }
+  for (bool first : {false, true}) {
+    for (int n : {20, 40}) {
+      right &= is_encoder_right(n, first);
+    }
   }
   right &= is_attention_right(false);
   right &= is_attention_right(true);
