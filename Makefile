@@ -16,13 +16,19 @@ export CARGO_TARGET_DIR ?= $(CURDIR)/target
 export VIRTUAL_ENV := $(CURDIR)/.venv
 export PATH := $(BIN):$(HOME)/.cargo/bin:$(PATH)
 export FASTSTEP_SYMBOLS := 1
+# Paths of this machine are kept out of every build as out of a wheel, which is then the build that is tested (scripts/wheels.py).
+PATHS := $(HOME)=home $(or $(CARGO_HOME),$(HOME)/.cargo)=cargo $(CURDIR)=faststep
+export RUSTFLAGS := $(PATHS:%=--remap-path-prefix=%)
+export CFLAGS := $(PATHS:%=-ffile-prefix-map=%)
+export CXXFLAGS := $(CFLAGS)
 unexport PYTHONPATH PYTHONHOME
 
 # Rust's test programs have no run path to libmlx: the environment differs from machine to machine.
 mlx_lib = $$($(PYO3_PYTHON) -c "import importlib.util as u; print(u.find_spec('mlx').submodule_search_locations[0])")/lib
 WITH_MLX = LD_LIBRARY_PATH="$(mlx_lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 # `make --keep-going`: the tests after one that fails, too.
-RUST_TESTS = --release --locked --workspace $(if $(findstring k,$(firstword -$(MAKEFLAGS))),--no-fail-fast)
+KEEP_GOING = $(if $(findstring k,$(firstword -$(MAKEFLAGS))),--keep-going)
+RUST_TESTS = --release --locked --workspace $(if $(KEEP_GOING),--no-fail-fast)
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 	$(shell find rust -type f -not -path '*/tests/*' -not -path '*/benches/*')
@@ -39,7 +45,7 @@ COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tes
 	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py reach.py state.py state_refused.py threads.py) \
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
-.PHONY: help dev build fmt lint types test test-rust test-python test-gpu coverage test-consumer test-install \
+.PHONY: help dev build fmt format lint types test test-beside test-rust test-python test-gpu coverage test-consumer test-install \
 	test-mlx-rs deny fuzz bench docs wheels run run-rust all
 
 help: ## Print this list
@@ -76,18 +82,29 @@ fmt: $(STAMPS)/machine-test $(STAMPS)/requirements ## Format Python and Rust
 	ruff format .
 	cargo fmt --all
 
-lint: $(STAMPS)/machine-test $(STAMPS)/requirements ## ruff, rustfmt and clippy; changes nothing
+lint: format ## ruff, rustfmt and clippy; changes nothing
+	cargo clippy --release --locked --workspace --all-targets -- --deny warnings
+
+format: $(STAMPS)/machine-test $(STAMPS)/requirements
 	ruff check .
 	ruff format --check .
 	cargo fmt --all --check
-	cargo clippy --release --locked --workspace --all-targets -- --deny warnings
 
 types: $(STAMPS)/built ## mypy, and the stub of the extension module against the module
 	mypy
 	python -m mypy.stubtest faststep._core
 
-test: $(STAMPS)/machine-test lint types test-rust test-python test-consumer test-install deny ## All that CI checks
+# Two at a time: a compiler waits for itself half of the time, and the tests of Python, the longer ones, for nobody.
+test: $(STAMPS)/machine-test format $(STAMPS)/built ## All that CI checks
+	@$(MAKE) --no-print-directory --jobs=2 test-python test-beside
 	@echo "make test: all passed"
+
+# Without make's own limit of processes, which cargo would share with the tests.
+test-beside:
+	@echo "make: lint types test-rust test-consumer test-install deny beside the tests of Python: target/beside.log"
+	@MAKEFLAGS= $(MAKE) $(KEEP_GOING) lint types test-rust test-consumer test-install deny > target/beside.log 2>&1 || \
+		{ cat target/beside.log; exit 1; }
+	@grep -E "^test result|Summary|passed|no issues|make " target/beside.log
 
 test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests of the Rust crates
 	@if cargo nextest --version > /dev/null 2>&1; then \
@@ -95,7 +112,7 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 	else $(WITH_MLX) cargo test $(RUST_TESTS); fi
 
 test-python: $(STAMPS)/built $(STAMPS)/data ## pytest, with the examples of README and docstrings
-	python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/package/test_install.py
+	MAKEFLAGS= python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/package/test_install.py
 
 test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; writes docs/gpu_tests.md
 	python scripts/test_gpu.py
@@ -139,8 +156,8 @@ docs: $(STAMPS)/built ## Write docs/config.md from the config's models, and draw
 	python scripts/config_reference.py
 	python scripts/architecture.py
 
-wheels: ## One wheel for each Python 3.10+ on PATH, into dist
-	$(PYTHON) scripts/wheels.py
+wheels: $(STAMPS)/requirements ## One wheel for each Python 3.10+ on PATH, into dist
+	python scripts/wheels.py
 
 run: ## Train a small GPT on real text (examples/char_gpt.py); without Rust by a wheel in dist that fits
 	@$(PREPARE) run

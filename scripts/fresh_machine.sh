@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries the checkout on a fresh machine: makes a minimal Debian with python3, make, git and nothing else, copies what git knows of
+# Tries the checkout on a fresh machine: makes a minimal Debian or Ubuntu with python3, make, git and nothing else, copies what git knows of
 # the checkout into it, and runs there what a newcomer types.
 #
 # Usage: fresh_machine.sh SUITE [TARGET]   (as root; SUITE: bookworm, trixie, jammy, noble ...; TARGET: run, test, or failures)
@@ -24,7 +24,10 @@ make_root() {
     if [ ! -d "$pristine" ]; then
         command -v debootstrap > /dev/null || { echo "debootstrap is missing: apt-get install debootstrap" >&2 && exit 1; }
         rm -rf "$pristine.part"
-        debootstrap --variant=minbase --include=ca-certificates,python3,make,git "$suite" "$pristine.part" ${MIRROR:+"$MIRROR"}
+        local from=(${MIRROR:+"$MIRROR"})
+        # a release younger than this machine's debootstrap: Ubuntu's are all made as its first ones
+        [ -e "/usr/share/debootstrap/scripts/$suite" ] || from=("${MIRROR:-http://archive.ubuntu.com/ubuntu}" gutsy)
+        debootstrap --variant=minbase --include=ca-certificates,python3,make,git "$suite" "$pristine.part" "${from[@]}"
         add_updates
         mv "$pristine.part" "$pristine"
     fi
@@ -98,11 +101,10 @@ failures() {
 
     echo "== a half-made .venv is made anew"
     inside "$(as_somebody "mkdir -p .venv/bin && ln -s /usr/bin/python3 .venv/bin/python")"
-    inside "apt-get install -qq -y --no-install-recommends rustc-web cargo-web > /dev/null 2>&1 && apt-get purge -qq -y rustc > /dev/null 2>&1"
-    inside "$(as_somebody "python3 scripts/prepare.py build && .venv/bin/python -m pip --version")"
+    inside "YES=1 python3 scripts/prepare.py build && .venv/bin/python -m pip --version"
 
     echo "== a wheel that fits, without Rust and compiler"
-    inside "apt-get purge -qq -y rustc-web cargo-web g++ > /dev/null 2>&1; rm -rf .venv"
+    inside "for name in rustc cargo rustc-web cargo-web rustup g++; do apt-get purge -qq -y \$name > /dev/null 2>&1 || true; done; rm -rf .venv"
     if ls "$checkout"/dist/*-"$(inside 'python3 -c "import sys; print(\"cp%d%d\" % sys.version_info[:2])"')"-*.whl > /dev/null 2>&1; then
         mkdir -p "$try$home/dist"
         cp "$checkout"/dist/*.whl "$try$home/dist"

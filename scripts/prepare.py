@@ -6,7 +6,8 @@ build: Python with venv and headers, a C++ compiler, Rust, disk space.
 test:  the same, clippy and rustfmt.
 run:   as build. Where Rust is missing or nothing has been built yet, a wheel in dist that fits is installed instead.
 
-Missing programs come from the system's package manager, where this is root or may ask for sudo; Rust from rustup too.
+Missing programs come from the system's package manager, where this is root or may ask for sudo; Rust from rustup too,
+which is a package of Debian 13 and Ubuntu 24.04 and later ones.
 Otherwise this ends at once, and says which commands to type. It needs Python's standard library, not even venv.
 """
 
@@ -175,18 +176,19 @@ def rust(target: str) -> Missing | None:
 def missing_rust(what: str, target: str, oldest: tuple[int, ...]) -> Missing:
     """Return how Rust is installed: by a package that is new enough, or by rustup."""
     tools = target == "test"
-    channel = re.findall(
-        r'^channel = "(.*)"', (ROOT / "rust-toolchain.toml").read_text(encoding="utf-8"), re.MULTILINE
-    )[0]
+    channel = setting("rust-toolchain.toml", "channel")
+    components = " --component clippy --component rustfmt" if tools else ""
+    # a distribution's rustup fails to update itself
+    toolchain = f"rustup toolchain install {channel} --profile minimal --no-self-update{components}"
     if shutil.which("rustup"):
-        components = " --component clippy --component rustfmt" if tools else ""
-        return Missing(what, "", (f"rustup toolchain install {channel} --profile minimal{components}",))
+        return Missing(what, "", (toolchain,))
     for names in DEBIAN_RUST if MANAGER == "apt-get" else ():
         if apt_version(names[0]) >= oldest:
             return Missing(what, " ".join(names if tools else names[:2]))
+    if MANAGER == "apt-get" and apt_version("rustup"):
+        return Missing(what, "rustup", (toolchain,))
     if package("rust"):
         return Missing(what, f"{package('rust')} {package('rust tools')}" if tools else package("rust"))
-    components = " --component clippy --component rustfmt" if tools else ""
     return Missing(what, "" if shutil.which("curl") else package("curl"), (f"{RUSTUP}{channel}{components}",))
 
 

@@ -3,8 +3,8 @@
 Usage: wheels.py [PYTHON...]   (without names: python3.10 to python3.14)
 
 The wheels hold no libmlx and no path of this machine, and their libraries no symbols: those lie in
-target/wheels/symbols (docs/building.md). Each interpreter gets its own environment below target/wheels with the build
-requirements of pyproject.toml.
+target/wheels/symbols (docs/building.md). For the interpreter of .venv nothing is compiled that `make build` has
+compiled; each other one gets its own environment below target/wheels with the build requirements of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "target" / "wheels"
 DIST = ROOT / "dist"
+VENV = ROOT / ".venv"
 SYMBOLS = WORK / "symbols"
 NAMES = [f"python3.{minor}" for minor in range(10, 15)]
 GLIBC = 35  # 2.35, as the wheels of MLX
-LARGEST = 4_000_000  # bytes of a stripped library; one with its symbols has 30 million
+LARGEST = 4_000_000  # bytes of a stripped library; one with its symbols has 25 million
 
 
 def main(names: list[str]) -> None:
     """Build what can be built and print one line for each interpreter."""
     missing = []
     built = []
-    run(["cargo", "fetch", "--quiet", "--locked"])  # a registry's directory is known once something lies in it
     for name in names:
         if reason := why_missing(name):
             missing.append(f"{name}: {reason}")
@@ -61,12 +61,9 @@ def why_missing(name: str) -> str | None:
 
 def build(name: str) -> Path:
     """Build the wheel of one interpreter and return it."""
-    environment = WORK / name
+    WORK.mkdir(parents=True, exist_ok=True)
+    environment = VENV if Path(shutil.which(name) or "").parent == VENV / "bin" else new_environment(name)
     python = environment / "bin" / "python"
-    requirements = WORK / "requirements.txt"
-    run([name, "-m", "venv", str(environment)])
-    requirements.write_text(run([str(python), str(ROOT / "scripts" / "requirements.py")], stdout=subprocess.PIPE))
-    run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)])
     with tempfile.TemporaryDirectory(dir=WORK) as out:
         command = [str(environment / "bin" / "maturin"), "build", "--release", "--locked", "--out", out]
         linux = sys.platform.startswith("linux")
@@ -77,6 +74,17 @@ def build(name: str) -> Path:
             part(wheel)
         DIST.mkdir(exist_ok=True)
         return Path(shutil.move(wheel, DIST / wheel.name))
+
+
+def new_environment(name: str) -> Path:
+    """Return an environment of an interpreter, with what a build needs."""
+    environment = WORK / name
+    python = environment / "bin" / "python"
+    requirements = WORK / "requirements.txt"
+    run([name, "-m", "venv", str(environment)])
+    requirements.write_text(run([str(python), str(ROOT / "scripts" / "requirements.py")], stdout=subprocess.PIPE))
+    run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)])
+    return environment
 
 
 def part(wheel: Path) -> None:
@@ -108,30 +116,34 @@ def record_line(name: str, content: bytes) -> bytes:
 
 def machine_paths() -> dict[str, str]:
     """Return the directories of this machine, outermost first, and what stands for each in a wheel."""
-    home = Path.home()
-    cargo = Path(os.environ.get("CARGO_HOME", home / ".cargo"))
-    registries = {str(path): "crates" for path in (cargo / "registry" / "src").glob("*")}
-    return {str(home): "home", str(cargo): "cargo", **registries, str(ROOT): "faststep"}
+    home = os.environ["HOME"]
+    return {home: "home", os.environ.get("CARGO_HOME") or f"{home}/.cargo": "cargo", str(ROOT): "faststep"}
 
 
-def build_environment(python: Path) -> dict[str, str]:
-    """Return the variables of a build that keeps the machine's paths out of the library."""
-    flags = [f"--remap-path-prefix={path}={name}" for path, name in machine_paths().items()]
-    prefixes = " ".join(f"-ffile-prefix-map={path}={name}" for path, name in machine_paths().items())
+def path_flags() -> dict[str, str]:
+    """Return the variables that keep the machine's paths out of a library, which the Makefile sets for all builds."""
+    paths = [f"{path}={name}" for path, name in machine_paths().items()]
+    prefixes = " ".join(f"-ffile-prefix-map={path}" for path in paths)
     return {
-        "PYO3_PYTHON": str(python),
-        "VIRTUAL_ENV": str(python.parents[1]),
-        "FASTSTEP_SYMBOLS": "1",  # `part` takes them out
-        "CARGO_TARGET_DIR": str(WORK / "build"),
-        "CARGO_ENCODED_RUSTFLAGS": "\x1f".join(flags),
+        "RUSTFLAGS": " ".join(f"--remap-path-prefix={path}" for path in paths),
         "CFLAGS": prefixes,
         "CXXFLAGS": prefixes,
     }
 
 
+def build_environment(python: Path) -> dict[str, str]:
+    """Return the variables of the build with that interpreter."""
+    return path_flags() | {
+        "PYO3_PYTHON": str(python),
+        "VIRTUAL_ENV": str(python.parents[1]),
+        "FASTSTEP_SYMBOLS": "1",  # `part` takes them out
+        "CARGO_TARGET_DIR": os.environ.get("CARGO_TARGET_DIR", str(ROOT / "target")),
+    }
+
+
 def check(wheel: Path) -> None:
     """Refuse a wheel with a copy of a library, a path of this machine, symbols, or what is newer than its tag says."""
-    paths = [path.encode() + b"/" for path in (*machine_paths(), tempfile.gettempdir(), "registry/src")]
+    paths = [path.encode() + b"/" for path in (*machine_paths(), tempfile.gettempdir())]
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             content = archive.read(name)

@@ -18,6 +18,10 @@ fn main() {
     println!("cargo:rerun-if-changed=native");
     println!("cargo:rerun-if-env-changed=PYO3_PYTHON");
     println!("cargo:rerun-if-env-changed=PYTHONPATH");
+    link();
+    if cfg!(clippy) {
+        return; // which links nothing
+    }
     let nanobind = python("import nanobind, os; print(os.path.dirname(nanobind.__file__))");
     let headers = python("import sysconfig; print(sysconfig.get_paths()['include'])");
     println!("cargo:rerun-if-changed={}", nanobind.join("src").display());
@@ -35,17 +39,24 @@ fn main() {
         .include(headers)
         .file(nanobind.join("src/nb_combined.cpp"))
         .file("native/bridge.cpp");
+    if env::var_os("DEBUG").is_some_and(|debug| debug == "true") {
+        build.flag("-g1"); // line tables, as in the engine
+    }
     for dir in env::split_paths(&env::var_os("DEP_MLX_INCLUDE").unwrap_or_default()) {
         build.flag("-isystem").flag(dir);
     }
     build.compile("faststep_bridge");
+}
+
+/// Tells the linker where libmlx lies beside an installed module, and whether the module keeps its symbols.
+fn link() {
     // of the system that is built for: `cfg!` is about the one that builds
     let here = match env::var("CARGO_CFG_TARGET_OS").as_deref() {
         Ok("macos") => "@loader_path",
         _ => "$ORIGIN",
     };
     println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,{here}/../mlx/lib");
-    // `make` and scripts/wheels.py ask for the symbols: 30 MB that `pip install .` need not bring
+    // `make` and scripts/wheels.py ask for the symbols: 22 MB that `pip install .` need not bring
     println!("cargo:rerun-if-env-changed=FASTSTEP_SYMBOLS");
     if here == "$ORIGIN" && env::var_os("FASTSTEP_SYMBOLS").is_none() {
         println!("cargo:rustc-cdylib-link-arg=-Wl,--strip-all");

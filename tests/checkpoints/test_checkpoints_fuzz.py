@@ -128,6 +128,7 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore::faststep.checkpoints.CheckpointWarning")
 @settings(max_examples=INPUTS, deadline=None, database=None, suppress_health_check=list(HealthCheck))

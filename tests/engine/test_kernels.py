@@ -235,6 +235,7 @@ for name in ("mlp-adamw", "mlp-adamax", "mlp-muon", "gpt-adafactor", "bf16-sgd-m
 """
 
 
+@pytest.mark.slow
 def test_steps_have_the_bits_of_mlx_s_own_kernels(child: Child, tmp_path: Path) -> None:
     for setting in "01":
         child(f"import sys; sys.argv = ['', {str(tmp_path / setting)!r}]\n{STEPS}", FASTSTEP_KERNELS=setting)

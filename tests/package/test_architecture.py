@@ -38,6 +38,12 @@ def test_the_picture_is_up_to_date(architecture: Any) -> None:
     assert (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8") == drawn, REMEDY
 
 
+def test_the_page_has_the_numbers_of_the_picture(architecture: Any) -> None:
+    page = " ".join((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split())
+    for part in architecture.parts():
+        assert f"{part.name} {len(part.arrows)} and {sum(map(len, part.arrows.values()))}" in page
+
+
 def test_a_circle_and_a_stale_picture_are_seen(
     architecture: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

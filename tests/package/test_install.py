@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 from support.places import ROOT
 
-TARGET = ROOT / "target" / "install"
+# Compiled once more than for `make build`, because MLX lies elsewhere; not optimized: it is about what is installed.
+OWN = ("faststep-python", "mlx-faststep", "mlx-rs", "mlx-sys")
 OTHER_MLX = "0.32.3"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX brings its back end")
@@ -39,8 +40,9 @@ def run(*command: str | Path, fails: bool = False) -> str:
     """Run a command outside the checkout with nothing of our environment, and return what it says."""
     ours = ("PYTHONPATH", "PYO3_PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "FASTSTEP_SYMBOLS")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment["CARGO_TARGET_DIR"] = str(TARGET)
-    environment["CARGO_PROFILE_RELEASE_OPT_LEVEL"] = "0"  # `make wheels` optimizes; here it is about what is installed
+    environment["CARGO_TARGET_DIR"] = os.environ.get("CARGO_TARGET_DIR", str(ROOT / "target"))
+    unoptimized = [f"--config profile.release.package.{name}.opt-level=0" for name in OWN]
+    environment["MATURIN_PEP517_ARGS"] = " ".join(unoptimized)
     done = subprocess.run(
         [str(part) for part in command], cwd="/", env=environment, capture_output=True, text=True, check=False
     )
@@ -82,6 +84,14 @@ def wheel(wheels: ModuleType) -> Path:
     """A wheel as `make wheels` builds it, of this interpreter."""
     wheels.main([f"python{sys.version_info.major}.{sys.version_info.minor}"])
     return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def test_make_builds_with_the_flags_of_a_wheel(wheels: ModuleType) -> None:
+    names = list(wheels.path_flags())
+    show = "include Makefile\nshow: ; @printf '%s\\n' " + " ".join(f'"$${name}"' for name in names)
+    make = ["make", "--silent", "--no-print-directory", "--file", "-", "show"]
+    said = subprocess.run(make, cwd=ROOT, input=show + "\n", capture_output=True, text=True, check=True).stdout
+    assert dict(zip(names, said.splitlines(), strict=True)) == wheels.path_flags()
 
 
 def test_a_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:

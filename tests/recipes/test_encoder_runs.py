@@ -28,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_page_leads_to_a_run(place: Path) -> None:
     for name in ("masked_lm", "classify"):
         log = read_log(place / "runs" / "encoder" / name)

@@ -15,6 +15,7 @@ SHORT = ["--set", "train.steps=8", "--set", "train.log_every=2", "--set", "train
 TEXTS = {"docs/a.md": b"certain words " * 20, "b.py": b"x = 1\n" * 40, "tests/c.py": bytes(range(64)) * 4}
 
 
+@pytest.mark.slow
 def test_the_page_leads_to_a_run(tmp_path: Path) -> None:
     copy_examples(tmp_path)
     found = commands("weighted_lm.md")

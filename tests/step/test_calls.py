@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step, StepOutput, fast_step
-from support.helpers import Row, Tree, assert_close, flat, plain_step, snapshot
+from support.helpers import LossFn, Row, Tree, assert_close, flat, plain_step, snapshot
 from support.models import cross_entropy
 
 ROW = Row("mlp", "adamw")
@@ -217,3 +218,87 @@ def test_equal_outputs_are_native_and_those_of_the_plain_loop(returned: str) -> 
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert step.stats.mode == "native"
+
+
+def counted(model: nn.Module, x: mx.array, y: mx.array, metrics: dict[str, Any], losses: list[Any]) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    metrics["loss"] += np.array(loss).item() * len(x)
+    losses.append(loss)
+    return loss
+
+
+def gathered(model: nn.Module, x: mx.array, y: mx.array, metrics: dict[str, Any], losses: list[Any]) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    metrics["loss"] += loss
+    losses.append(loss)
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [counted, gathered])
+@pytest.mark.parametrize("kind", [lambda: collections.defaultdict(float), lambda: {"loss": 0.0}])
+def test_what_a_loss_gathers_in_its_arguments_is_the_callers(loss_fn: LossFn, kind: Callable[[], Any]) -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    theirs, mine = (kind(), list[Any]()), (kind(), list[Any]())
+    first, *others = batches = ROW.case.batches(3)
+    with pytest.warns(RuntimeWarning, match="reads the value|writes into a dict or list"):
+        step(*first, *mine)
+    for batch in others:
+        step(*batch, *mine)
+    for batch in batches:
+        take(*batch, *theirs)
+    np.testing.assert_allclose(float(mine[0]["loss"]), float(theirs[0]["loss"]), rtol=1e-5)
+    np.testing.assert_allclose([float(loss) for loss in mine[1]], [float(loss) for loss in theirs[1]], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+
+
+def test_a_loss_may_take_its_batch_apart(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, mx.array]) -> mx.array:
+        labels = batch.pop("y")
+        batch["x"] = batch["x"] * 2
+        batch["mask"] = mx.ones_like(labels)
+        return (nn.losses.cross_entropy(model(batch["x"]), labels) * batch["mask"]).mean()
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for _ in range(3):
+        x, y = next(data)
+        take({"x": x, "y": y})
+        step({"x": x, "y": y})
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])
+def test_a_scalar_of_numpy_is_a_number(kind: Callable[[float], Any], data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, factor: Any) -> mx.array:
+        return cross_entropy(model, x, y) * factor
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number in range(6):
+        batch, factor = next(data), kind(number % 3)
+        (loss, _), out = take(*batch, factor), step(*batch, factor)
+        np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+        assert out.loss.dtype == loss.dtype
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) <= 3
+
+
+def test_texts_that_change_are_no_new_traces_unless_they_decide_something(
+    data: Iterator[tuple[mx.array, mx.array]],
+) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any], kind: str) -> mx.array:
+        assert all(batch["texts"])
+        loss = nn.losses.cross_entropy(model(batch["x"]), batch["y"])
+        return loss.sum() if kind == "sum" else loss.mean()
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number in range(8):
+        x, y = next(data)
+        batch = {"x": x, "y": y, "texts": [f"{number}.{each}" for each in range(2)]}
+        for side in (take, step):
+            side(batch, "sum" if number in (3, 5) else "mean")
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) == 2

@@ -71,7 +71,8 @@ assert_close(state, snapshot(*reference), {tolerance})
 
 @pytest.mark.parametrize(("model", "accumulate"), [("mlp", 1), ("tied", 1), ("mlp", 3)])
 def test_ctrl_c_at_any_moment_leaves_whole_updates(child: Child, model: str, accumulate: int) -> None:
-    tolerance = 0 if accumulate == 1 else 1e-4  # a window is a sum by three
+    exact = accumulate == 1 and not (model == "tied" and mx.default_device() == mx.gpu)  # there scatters add atomically
+    tolerance = 0 if exact else 1e-4  # a window is a sum by three
     child(TRAIN.format(model=model, accumulate=accumulate, seed=accumulate, tolerance=tolerance))
 
 
@@ -154,7 +155,7 @@ def test_a_step_without_memory_is_completed_when_there_is_some() -> None:
             if fails and i == 2:
                 held = mx.zeros((room * 3 // 4, 1 << 20))
                 mx.eval(held)
-                with pytest.raises(RuntimeError, match=r"malloc|out of memory"):
+                with pytest.raises(RuntimeError, match=r"(?s)no memory.*(malloc|out of memory).*next call"):
                     step(*batch)
                 del held
                 mx.clear_cache()

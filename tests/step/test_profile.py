@@ -97,7 +97,8 @@ def test_memory_is_told_by_what_it_is_for(options: dict[str, Any]) -> None:
     found.measure(x)
     planned, peak = step.memory_plan(x), found.peak()
     assert peak is not None
-    assert 0.9 * planned.steady_peak <= peak.held.in_use <= planned.steady_peak
+    rounding = 1024 if mx.cuda.is_available() else 0  # there a scalar lives until MLX's worker thread lets it go
+    assert 0.9 * planned.steady_peak <= peak.held.in_use <= planned.steady_peak + rounding
     parameters = sum(each.nbytes for _, each in tree_flatten(model.trainable_parameters()))
     most = {kind: max(getattr(each.held, kind) for each in found.operations) for kind in Held._fields}
     assert parameters <= most["parameters"] <= 2.1 * parameters

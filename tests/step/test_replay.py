@@ -504,6 +504,7 @@ def test_kernels_are_kept_for_the_next_process(child: Child, tmp_path: Path) -> 
     assert len(files) == int(first[0]) > 0
     assert not [file for file in cache.rglob("*") if file.name.startswith("tmp_")]
     assert int(second[0]) == 0
-    assert int(mlx_s[0]) == int(first[0]) <= len(list(own.glob("*.ptx")))
+    assert int(mlx_s[0]) == int(first[0])
+    assert list(own.glob("*.ptx"))  # those of MLX: it keeps no kernels of others
     files[0].write_bytes(files[0].read_bytes()[:-100])  # as a disk that was full leaves it
     assert child(KERNELS, **kept).stdout.split(maxsplit=1) == ["1", first[1]]

@@ -79,6 +79,7 @@ def new(tree: Tree, optimizer: str) -> tuple[nn.Module, optim.Optimizer]:
     return model, OPTIMIZERS[optimizer]()
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(TREES, st.sampled_from(list(OPTIMIZERS)))
 def test_any_tree_of_parameters_has_the_bits_of_the_compiled_reference(tree: Tree, optimizer: str) -> None:

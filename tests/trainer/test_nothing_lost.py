@@ -314,6 +314,7 @@ class Rows:
 """
 
 
+@pytest.mark.slow
 def test_data_that_draw_random_numbers_resume_exactly_or_are_refused(config: Path, tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
     ours, own = {"use": "draws.py:Rows"}, {"use": "draws.py:Rows", "own": True}

@@ -328,10 +328,12 @@ def test_rows_of_arrays(tmp_path: Path) -> None:
     assert recipes.Arrays(tmp_path / "a.npz", names=["y"])[3][0] == 3
     np.savez(tmp_path / "b.npz", x=x, y=y[:3])
     (tmp_path / "c.npz").write_bytes(b"PK nothing")
+    np.savez(tmp_path / "e.npz", x=x[:0], y=y[:0])
     for file, options, message in (
         ("a.npz", {"names": ["z"]}, r"has no z; there are x, y"),
         ("b.npz", {}, "expected arrays of one length"),
         ("a.npz", {"start": 6}, "expected rows from 6"),
+        ("e.npz", {}, "expected at least one item"),
         ("c.npz", {}, "cannot be read"),
         ("d.npz", {}, "cannot be read"),
         ("d.safetensors", {}, "cannot be read"),

@@ -91,7 +91,20 @@ def fast_step(
         >>> loss.shape, optimizer.step.item()
         ((), 3)
     """
-    options = Options.among(locals())
+    options = Options(
+        max_grad_norm,
+        max_grad_value,
+        weighted,
+        nonfinite,
+        max_loss,
+        compute_dtype,
+        ema_decay,
+        compile,
+        replay,
+        in_flight,
+        max_traces,
+        clear_cache_every,
+    )
     accumulate = whole_number("accumulate", accumulate, 1)
     key = (id(model), id(optimizer), options)
     try:

@@ -91,12 +91,37 @@ def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, 
     if split(before, "optimizer")[0].keys() != arrays.keys():
         template = _initialised(step, before, arrays)
     wanted, others = split(template, "optimizer")
+    if any(not type(each).__module__.startswith("mlx.") for each in _members(optimizer)):
+        late = {name: leaf for name, leaf in (values | arrays).items() if name not in wanted | others}
+        template = _with(_copied(template), late)
+        wanted, others = split(template, "optimizer")
     differences(path, "optimizer", wanted, arrays, _same_kind)
     if values.keys() != others.keys():
         raise CheckpointError(f"{path}: optimizer: expected the values {sorted(others)}, found {sorted(values)}")
     found = values | arrays
     after = tree_map_with_path(lambda name, _: found[name], template)
     return (lambda: setattr(optimizer, "state", after), lambda: setattr(optimizer, "state", before))
+
+
+def _members(optimizer: Any) -> list[Any]:
+    """Return the optimizer, and those that it delegates to."""
+    within = optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else []
+    return [optimizer, *(member for each in within for member in _members(each))]
+
+
+def _with(tree: Any, leaves: dict[str, Any]) -> Any:
+    """Put in what an optimizer of a user's own makes at its first update, where there is a dict for it."""
+    for name, leaf in leaves.items():
+        *parts, last = name.split(".")
+        at = tree
+        for part in parts:
+            within = at if isinstance(at, dict) else {str(index): each for index, each in enumerate(at)}
+            at = within.get(part, ())
+            if not isinstance(at, dict | list | tuple):
+                break
+        if isinstance(at, dict):
+            at[last] = leaf
+    return tree
 
 
 def _initialised(step: Step, before: Any, found: Arrays) -> Any:

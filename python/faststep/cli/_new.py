@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import os
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,8 @@ def new(
         raise Exit(f"{folder}: the project cannot be written: {error.strerror}", FAILED) from None
     typer.echo(f"{folder}: {', '.join(texts)}")
     go = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(os.fspath(folder))}"]
-    for line in [*go, "faststep train config.yaml", "python -m pytest"]:
+    test = "python -m pytest" if find_spec("pytest") else "python -m pytest    # pip install pytest"
+    for line in [*go, "faststep train config.yaml", test]:
         typer.echo(f"    {line}")
 
 

@@ -16,7 +16,7 @@ from faststep.doctor._line import Line, size, write
 
 _PROBE = Path(__file__).with_name("_probe.py")
 _SECONDS = 300.0  # for a child: on a GPU the first kernels are compiled for a minute
-_LEAST_SPEED = 10.0  # GFLOP/s of a CPU, which MLX's own BLAS does not reach
+_LEAST_SPEED = 10.0  # GFLOP/s of a CPU with OpenBLAS; MLX's own BLAS has a few
 _STAGES = {
     "load_mlx": "import of MLX",
     "load_faststep": "import of faststep",
@@ -178,15 +178,16 @@ def _blas(speed: dict[str, Any], on_cpu: bool) -> Line:
     if not _machine.LINUX:
         return Line("BLAS", "ok", found)
     library, threads = speed["library"], speed["threads"]
-    name = Path(library).name if library else "MLX's own BLAS"
-    text = f"{name}: {found}"
-    if library and threads > 1:
+    if library is None:
+        remedy = "unset FASTSTEP_BLAS" if os.environ.get("FASTSTEP_BLAS") == "0" else 'pip install "mlx-faststep[cpu]"'
+        return Line("BLAS", "warning", f"MLX's own: {found}", remedy + ", which brings OpenBLAS")
+    text = f"{Path(library).name}: {found}"
+    if threads > 1:
         alone, _ = _probe("--speed", OPENBLAS_NUM_THREADS="1")
         text += f" with {threads} threads, {alone.get('speed', {}).get('gigaflops', float('nan')):,.0f} with one"
         if alone.get("speed", {}).get("gigaflops", 0.0) > 1.2 * speed["gigaflops"]:
             remedy = "the machine is busy, or has fewer cores than it says: set OPENBLAS_NUM_THREADS=1"
             return Line("BLAS", "warning", text, remedy)
     if speed["gigaflops"] < _LEAST_SPEED:
-        remedy = "unset FASTSTEP_BLAS" if os.environ.get("FASTSTEP_BLAS") == "0" else 'pip install "mlx-faststep[cpu]"'
-        return Line("BLAS", "warning", text, remedy + ", which brings OpenBLAS")
+        return Line("BLAS", "warning", text, "the machine is busy, or slow: run this again when it is idle")
     return Line("BLAS", "ok", text)

@@ -67,10 +67,10 @@ def speed() -> None:
 
 
 def blas_library() -> str | None:
-    """Return the OpenBLAS that this process has loaded."""
+    """Return the OpenBLAS that MLX computes with; NumPy has one of its own, for itself."""
     try:
         with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
-            return next((line.split()[-1] for line in maps if "openblas" in line), None)
+            return next((line.split()[-1] for line in maps if "/scipy_openblas32/" in line), None)
     except OSError:
         return None
 

@@ -127,6 +127,8 @@ class Arrays(Sequence[Sample]):
         if len(set(lengths.values())) != 1:
             raise ValueError(f"names: expected arrays of one length, {file} has {lengths}")
         self.arrays = [each[start:stop] for each in chosen.values()]
+        if not max(lengths.values()):
+            raise ValueError(f"file: expected at least one item, {file} has none")
         if not len(self.arrays[0]):
             raise ValueError(f"start: expected rows from {start} to {stop}, {file} has {max(lengths.values())}")
 

@@ -177,6 +177,8 @@ int faststep_order(const void* const* gradients, size_t count);
 int faststep_straight(const void* gradient, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
 int faststep_fuse(const void* const* arrays, size_t count);
+// Put casts that fused kernels read into the kernels that compute these arrays.
+int faststep_fuse_casts(const void* const* arrays, size_t count);
 // Number the kernels that compute each of the arrays from those that are known: arrays of the same kernels share a number.
 int faststep_kinds(
     const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds);
@@ -235,35 +237,43 @@ int faststep_ask_kernels(const void* const* arrays, size_t count);
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares);
 // Sums of the squares of an array, a float32 vector. Not applicable where the default device is not CUDA, or MLX is as fast.
 int faststep_squares(const void* array, void** squares);
+// From sums of squares, float32 vectors, their root; the factor that brings it to a limit where it is larger; and whether it
+// is finite, and a loss, a float32 scalar, is and is at most another limit: three scalars. Not applicable but on CUDA.
+int faststep_norm(const void* const* squares, size_t count, const void* loss, const float* limits, void** made);
 // On CUDA: operations of a lazy graph that have kernels of our own are computed by these: what stands for each of these arrays.
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 
 // --- cuda/replay/
 
-// A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those.
+// A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those, and
+// `fed` those that get other values before a launch; `inputs` are all whose values may be others then.
 int faststep_replay_new(
     const void* const* results,
     size_t n_results,
     const void* const* from,
     const void* const* into,
     size_t n_carried,
+    const void* const* fed,
+    size_t n_fed,
+    const void* const* inputs,
+    size_t n_inputs,
     void** capture);
 // Record it once, when nobody else holds `from`. `learns` is another one of the same graph, made anew, of no use any more
 // then. The message of a failure says why it cannot be captured.
 int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info);
 // Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
-// Copies arrays, lazy ones too, into static ones and replays. `launched`: copies of these of the results, each of at most 8
-// bytes; one without a value where there are none. `done` gets the event of the launch.
+// Copies arrays, lazy ones too, into static ones and replays. `launched`: an array without a value, to wait for, then copies of the
+// results of at most 8 bytes, in their order, of which there is room for so many, and `given` are. `done` gets the event.
 int faststep_replay_launch(
     void* capture,
     const void* const* from,
     const void* const* into,
     size_t count,
-    const size_t* results,
-    size_t n_results,
     const void* done,
-    void** launched);
+    void** launched,
+    size_t room,
+    size_t* given);
 // A lazy copy of a static array, which any thread may evaluate: behind the event of `done`, a true scalar.
 int faststep_replay_shown(const void* place, const void* done, void** shown);
 // Make the stream of those copies the thread's default one; `index`: below 0, or that of the stream to go back to, and then
@@ -276,6 +286,10 @@ int faststep_replay_untouched(
     const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept;
 // Copies arrays into static ones.
 int faststep_replay_copy(const void* const* from, const void* const* into, size_t count);
+// Return whether a lazy array gets memory of its own when it is computed, as far as its operation tells.
+int faststep_replay_is_own(const void* array) noexcept;
+// Arrays of at most 8 bytes get memory that no host touches, until it is called once more with what it has written.
+int faststep_replay_scalars_apart(void** apart);
 // Waits for it, and frees it.
 void faststep_replay_free(void* capture) noexcept;
 

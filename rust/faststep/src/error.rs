@@ -26,6 +26,12 @@ pub enum Error {
     )]
     Device(Exception),
 
+    /// A step found no memory: what it computes waits, and the next call completes it.
+    #[error(
+        "a step found no memory: {}. Nothing is lost: free memory, and the next call completes the step first", .0.what()
+    )]
+    Memory(Exception),
+
     /// There is nothing to train.
     #[error("the model has no trainable parameters: unfreeze what is to be trained")]
     NoParameters,

@@ -173,6 +173,25 @@ fn a_window_is_one_update() {
 }
 
 #[test]
+fn an_open_window_can_get_another_length() {
+    let mut changed = step(Options::default().accumulate(3));
+    let mut plain = step(Options::default().accumulate(2));
+    changed.step(&batch(0)).unwrap();
+    changed.set_accumulate(2).unwrap();
+    assert!(changed.step(&batch(1)).unwrap().updated().unwrap());
+    losses(&mut plain, 0..2);
+    assert_eq!(values(&changed.model()), values(&plain.model()));
+    assert!(matches!(changed.set_accumulate(0), Err(Error::Invalid(_))));
+    assert_eq!(changed.options().accumulate, 2);
+    losses(&mut changed, 2..4); // two in a window of two: none is open
+    changed.step(&batch(4)).unwrap();
+    changed.set_accumulate(1).unwrap();
+    assert!(changed.step(&batch(5)).unwrap().updated().unwrap());
+    losses(&mut plain, 2..6);
+    assert_eq!(values(&changed.model()), values(&plain.model()));
+}
+
+#[test]
 fn sums_belong_to_their_window() {
     let sgd = Optimizers::new(Optimizer::sgd(0.0), 1.0);
     let options = Options::default().accumulate(2);

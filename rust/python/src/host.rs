@@ -64,6 +64,8 @@ pub struct Current {
     pub graph: Option<Graph>,
     /// Constants of the graph that somebody else holds too.
     pub held: Vec<Array>,
+    /// True if the optimizer has changed more than the arrays of its state.
+    pub loose: bool,
     /// Arrays that the loss reaches and changes in place, by number.
     pub in_place: Vec<usize>,
     /// Reason for which the trace ended early.

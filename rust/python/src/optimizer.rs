@@ -10,7 +10,7 @@ use pyo3::{
     exceptions::PyTypeError,
     intern,
     prelude::*,
-    types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple},
+    types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple, PyType},
 };
 
 use crate::{
@@ -18,11 +18,27 @@ use crate::{
     tree::{walk::Scope, Tree},
 };
 
+fn is_class_of_mlx(class: &Bound<'_, PyType>) -> bool {
+    let module = class.module().ok();
+    module.is_some_and(|module| module.to_str().ok() == Some("mlx.optimizers.optimizers"))
+}
+
 // the name of an optimizer's class, where it is one of MLX's own
 fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
     let class = optimizer.get_type();
-    let module = class.module().ok()?;
-    let own = module.to_str().ok()? == "mlx.optimizers.optimizers";
+    let of_mlx = |object: &Bound<'_, PyAny>| {
+        let module = object.getattr(intern!(object.py(), "__module__"));
+        module.is_ok_and(|module| module.eq("mlx.optimizers.optimizers").unwrap_or(false))
+    };
+    let attributes = optimizer
+        .getattr(intern!(optimizer.py(), "__dict__"))
+        .ok()?;
+    let methods = ["update", "apply_gradients", "apply_single", "init_single"];
+    let own = is_class_of_mlx(&class)
+        && methods.iter().all(|name| {
+            let replaced = attributes.contains(name).unwrap_or(true);
+            !replaced && class.getattr(*name).is_ok_and(|method| of_mlx(&method))
+        });
     own.then(|| class.name().ok()?.extract().ok()).flatten()
 }
 
@@ -133,8 +149,13 @@ impl Attributes for Fields<'_, '_> {
 
 /// The optimizers that a `MultiOptimizer` delegates to.
 pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
-    let children = optimizer.getattr_opt(intern!(optimizer.py(), "optimizers"));
-    children.ok()??.cast_into().ok()
+    let name = intern!(optimizer.py(), "optimizers");
+    if is_class_of_mlx(&optimizer.get_type()) {
+        // looked for where it is: the error of an attribute that is missing takes a microsecond
+        let attributes = bridge::attributes(optimizer)?;
+        return attributes.get_item(name).ok()??.cast_into().ok();
+    }
+    optimizer.getattr_opt(name).ok()??.cast_into().ok()
 }
 
 /// The optimizer and, of a `MultiOptimizer`, those in it.
@@ -283,6 +304,15 @@ impl<'py> HostSchedules<'py> {
                 },
             )?;
             schedulers.set_item(name, held)?;
+        }
+        Ok(())
+    }
+
+    /// Put the schedules back that `hold` replaced.
+    pub fn let_go(&self) -> PyResult<()> {
+        for (optimizer, name, schedule) in &self.found {
+            let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;
+            schedulers.set_item(name, schedule)?;
         }
         Ok(())
     }

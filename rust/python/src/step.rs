@@ -71,6 +71,7 @@ struct Inner {
     compiled: bool,
     /// Uncompiled run of a batch because a buffer became another: 0 never, 1 under way, 2 done.
     became: u8,
+    becomes: String, // why it is under way
     checked: bool,
     host: Rc<PythonHost>,
     traces: Traces,
@@ -136,6 +137,7 @@ impl Step {
             inner: ThreadBound(RefCell::new(Inner {
                 compiled: options.compile,
                 became: 0,
+                becomes: String::new(),
                 options,
                 checked: false,
                 host: Rc::new(PythonHost::default()),

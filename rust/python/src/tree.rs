@@ -15,10 +15,13 @@ use faststep::engine::Tensor;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
     prelude::*,
-    types::{PyCFunction, PyFloat, PyInt, PyType},
+    types::{PyCFunction, PyFloat, PyInt, PyString, PyType},
 };
 
-use crate::mlx::{bridge, classes::is_numpy};
+use crate::mlx::{
+    bridge,
+    classes::{is_numpy, is_numpy_number},
+};
 use paths::Paths;
 use slot::{Place, Slot};
 use static_value::{equal, is_plain, Static};
@@ -30,7 +33,19 @@ enum Item {
     Key(Py<PyAny>),
     Array,
     Static(Static),
-    Object, // a number, or an argument with attributes of its own: `reach` looks at it
+    Object, // a number, a text, or an argument with attributes of its own: `reach` looks at it
+}
+
+impl Item {
+    fn equals(&self, other: &Self, py: Python<'_>) -> bool {
+        match (self, other) {
+            (Self::Open(a, n), Self::Open(b, m)) => a == b && n == m,
+            (Self::Key(a), Self::Key(b)) => equal(a.bind(py), b.bind(py)),
+            (Self::Array, Self::Array) | (Self::Object, Self::Object) => true,
+            (Self::Static(a), Self::Static(b)) => a.equals(b, py),
+            _ => false,
+        }
+    }
 }
 
 /// The arguments of a call.
@@ -197,13 +212,24 @@ impl Tree {
         self.tensors == other.tensors
             && self.aliases == other.aliases
             && self.items.len() == other.items.len()
-            && self.items.iter().zip(&other.items).all(|pair| match pair {
-                (Item::Open(a, n), Item::Open(b, m)) => a == b && n == m,
-                (Item::Key(a), Item::Key(b)) => equal(a.bind(py), b.bind(py)),
-                (Item::Array, Item::Array) | (Item::Object, Item::Object) => true,
-                (Item::Static(a), Item::Static(b)) => a.equals(b, py),
-                _ => false,
-            })
+            && self
+                .items
+                .iter()
+                .zip(&other.items)
+                .all(|(a, b)| a.equals(b, py))
+    }
+
+    /// The path to the first place where the other one has another key, value or container; arrays may be others.
+    pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
+        let mut paths = Paths::default();
+        for (item, other) in self.items.iter().zip(&other.items) {
+            if !item.equals(other, py) {
+                return Some(paths.next_path());
+            }
+            paths.step(item, py);
+        }
+        let same = self.items.len() == other.items.len() && self.aliases == other.aliases;
+        (!same).then(|| paths.next_path())
     }
 
     /// The path to each array: keys and indices from the root.
@@ -282,7 +308,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
-        if self.scope == Scope::Arguments && is_number(object) {
+        if self.scope == Scope::Arguments && is_value(object) {
             self.objects.push(object.clone());
             self.tree.items.push(Item::Object);
             return Some(());
@@ -319,9 +345,12 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 }
 
-// a number that may change from call to call
-fn is_number(object: &Bound<'_, PyAny>) -> bool {
-    object.is_exact_instance_of::<PyFloat>() || object.is_exact_instance_of::<PyInt>()
+// a number or a text that may change from call to call
+fn is_value(object: &Bound<'_, PyAny>) -> bool {
+    object.is_exact_instance_of::<PyFloat>()
+        || object.is_exact_instance_of::<PyInt>()
+        || object.is_exact_instance_of::<PyString>()
+        || is_numpy_number(object)
 }
 
 // argument values beside arrays and numbers that compare by identity: classes, enums, dtypes, C functions

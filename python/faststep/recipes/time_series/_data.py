@@ -48,7 +48,10 @@ class Series(Sequence[Item]):
         if series.ndim != 3 or series.dtype.kind != "f":
             raise ValueError(f"file: expected series of floating point with 3 axes, got {series.dtype} {series.shape}")
         if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= len(answers):
-            raise ValueError(f"answers: expected a text for each label from 0 on, got {len(answers)} texts")
+            there = f"{labels.min()} to {labels.max()}" if labels.dtype.kind in "iu" else str(labels.dtype)
+            raise ValueError(
+                f"answers: expected a text for each label from 0 on, got {len(answers)} texts and labels of {there}"
+            )
         self._series = as_nlc(series.astype(np.float32), channels, layout)
         self.channels = self._series.shape[2]
         texts = [np.frombuffer(each.encode(), dtype=np.uint8) for each in answers]

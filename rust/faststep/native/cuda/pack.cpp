@@ -45,20 +45,37 @@ std::string source(int slots) {
   }
   float sum = 0;
   if (!transposed) {
-    int begin = at * side * side, size = rows * cols;
+    int begin = at * side * side, size = rows * cols, thread = threadIdx.y * 32 + threadIdx.x;
     int end = size - begin < side * side ? size : begin + side * side;
-    for (int i = begin + threadIdx.y * 32 + threadIdx.x; i < end; i += 256) {
-      T value = part[i];
-      to[i] = value;
-      sum += float(value) * float(value);
+    auto odd = (reinterpret_cast<size_t>(part + begin) | reinterpret_cast<size_t>(to + begin)) % 16;
+    if (end - begin == side * side && odd == 0) { // all is read before anything is written
+      constexpr int width = 16 / sizeof(T), each = side * side / (256 * width);
+      uint4 values[each];
+      #pragma unroll
+      for (int k = 0; k < each; ++k) { values[k] = reinterpret_cast<const uint4*>(part + begin)[k * 256 + thread]; }
+      #pragma unroll
+      for (int k = 0; k < each; ++k) {
+        reinterpret_cast<uint4*>(to + begin)[k * 256 + thread] = values[k];
+        const T* elements = reinterpret_cast<const T*>(&values[k]);
+        #pragma unroll
+        for (int i = 0; i < width; ++i) { sum += float(elements[i]) * float(elements[i]); }
+      }
+    } else {
+      for (int i = begin + thread; i < end; i += 256) {
+        T value = part[i];
+        to[i] = value;
+        sum += float(value) * float(value);
+      }
     }
   } else { // it lies there as [cols, rows]
     int across = (cols + side - 1) / side;
     int row = at / across * side, col = at % across * side;
+    #pragma unroll
     for (int i = threadIdx.y; i < side; i += 8) {
+      #pragma unroll
       for (int j = threadIdx.x; j < side; j += 32) {
         if (col + i < cols && row + j < rows) {
-          tile[i][j] = part[(col + i) * rows + row + j];
+          tile[i][j] = __ldg(part + (col + i) * rows + row + j); // nobody writes there: loads need not wait for stores
         }
       }
     }
@@ -108,6 +125,37 @@ constexpr const char* squares_source = R"(
     squares[blockIdx.x] = sum;
   }
 )";
+
+// One block: the norm from sums of squares, the factor that clips to it, and whether norm and loss are numbers within limits.
+std::string norm_source(size_t slots) {
+  std::ostringstream out;
+  out << R"(
+  __shared__ float sums[32];
+  float sum = 0;
+  auto add = [&](const float* from, int size) {
+    for (int i = threadIdx.x; i < size; i += blockDim.x) { sum += from[i]; }
+  };
+)";
+  for (size_t i = 0; i < slots; ++i) {
+    out << "  add(p" << i << ", p" << i << "_shape[0]);\n";
+  }
+  out << R"(
+  for (int step = 16; step > 0; step /= 2) { sum += __shfl_down_sync(0xffffffff, sum, step); }
+  if (threadIdx.x % 32 == 0) { sums[threadIdx.x / 32] = sum; }
+  __syncthreads();
+  if (threadIdx.x >= 32) { return; }
+  sum = threadIdx.x < blockDim.x / 32 ? sums[threadIdx.x] : 0.0f;
+  for (int step = 16; step > 0; step /= 2) { sum += __shfl_down_sync(0xffffffff, sum, step); }
+  if (threadIdx.x == 0) {
+    constexpr float largest = 3.402823466e38f;
+    float root = sqrtf(sum), factor = limits[0] / (root + 1e-6f), value = loss[0];
+    norm[0] = root;
+    scale[0] = factor > 1.0f ? 1.0f : factor; // a NaN stays
+    good[0] = value <= limits[1] && value >= -largest && root <= largest;
+  }
+)";
+  return out.str();
+}
 
 int tiles(int n) {
   return (n + side - 1) / side;
@@ -187,6 +235,40 @@ int faststep_squares(const void* array, void** squares) {
         mx::Device::gpu);
     faststep::is_determined_by_inputs(made[0]);
     *squares = faststep::owned(made[0]);
+    return faststep::done;
+  });
+}
+
+int faststep_norm(const void* const* squares, size_t count, const void* loss, const float* limits, void** made) {
+  return faststep::guarded([&] {
+    constexpr size_t most = 16; // each number of them is a kernel
+    auto inputs = faststep::list(squares, count);
+    auto fits = [](const mx::array& sums) { return sums.dtype() == mx::float32 && sums.ndim() == 1; };
+    if (!faststep_is_cuda() || count == 0 || count > most || !std::all_of(inputs.begin(), inputs.end(), fits)) {
+      return faststep::not_applicable;
+    }
+    std::vector<std::string> names;
+    for (size_t i = 0; i < count; ++i) {
+      names.push_back(std::string("p").append(std::to_string(i)));
+    }
+    names.insert(names.end(), {"loss", "limits"});
+    inputs.push_back(faststep::at(loss));
+    const float padded[]{limits[0], limits[1], 0, 0}; // MLX keeps 8 bytes on pages of the host
+    inputs.push_back(mx::array(padded, {4}, mx::float32));
+    auto kernel = mx::fast::cuda_kernel(
+        "faststep_norm_" + std::to_string(count), names, {"norm", "scale", "good"}, norm_source(count));
+    auto outputs = kernel(
+        inputs,
+        {mx::Shape{}, mx::Shape{}, mx::Shape{}},
+        {mx::float32, mx::float32, mx::bool_},
+        {1024, 1, 1},
+        {1024, 1, 1},
+        {},
+        std::nullopt,
+        false,
+        mx::Device::gpu);
+    faststep::is_determined_by_inputs(outputs[0]);
+    std::transform(outputs.begin(), outputs.end(), made, faststep::owned);
     return faststep::done;
   });
 }

@@ -170,8 +170,7 @@ impl Engine {
         let Err(error) = sent else {
             return Ok(());
         };
-        let no_memory = ["malloc", "out of memory"];
-        if !no_memory.iter().any(|words| error.what().contains(words)) {
+        if !finds_no_memory(&error) {
             return Err(self.lost(error, owner));
         }
         self.failed = true;
@@ -217,10 +216,22 @@ impl Engine {
             return Ok(());
         }
         let arrays = self.shared.iter().chain(&self.parameters);
-        evaluate(arrays.chain(&self.state), owner).map_err(Error::Device)?;
+        evaluate(arrays.chain(&self.state), owner).map_err(|error| {
+            if finds_no_memory(&error) {
+                Error::Memory(error)
+            } else {
+                Error::Device(error)
+            }
+        })?;
         self.failed = false;
         Ok(())
     }
+}
+
+fn finds_no_memory(error: &Exception) -> bool {
+    ["malloc", "out of memory"]
+        .iter()
+        .any(|words| error.what().contains(words))
 }
 
 pub(super) fn evaluate<'a>(

@@ -317,6 +317,7 @@ impl Engine {
 // the graph of a trace
 pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> Result<Outputs> {
     let outputs = trace.call(inputs)?;
+    fuse::casts(outputs.update()).map_err(Error::Trace)?;
     fuse::in_place(outputs.update()).map_err(Error::Trace)?;
     Ok(outputs)
 }

@@ -177,6 +177,7 @@ extern "C" {
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_straight(gradient: Handle, straight: *mut New) -> c_int;
     pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_fuse_casts(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_kinds(
         arrays: Handles,
         count: usize,
@@ -246,6 +247,13 @@ extern "C" {
         squares: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_squares(array: Handle, squares: *mut New) -> c_int;
+    pub(crate) fn faststep_norm(
+        squares: Handles,
+        count: usize,
+        loss: Handle,
+        limits: *const f32,
+        made: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int;
 
     pub(crate) fn faststep_replay_new(
@@ -254,6 +262,10 @@ extern "C" {
         from: Handles,
         into: Handles,
         n_carried: usize,
+        fed: Handles,
+        n_fed: usize,
+        inputs: Handles,
+        n_inputs: usize,
         capture: *mut *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_replay_record(
@@ -267,10 +279,10 @@ extern "C" {
         from: Handles,
         into: Handles,
         count: usize,
-        results: *const usize,
-        n_results: usize,
         done: Handle,
         launched: *mut New,
+        room: usize,
+        given: *mut usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_shown(place: Handle, done: Handle, shown: *mut New) -> c_int;
     pub(crate) fn faststep_replay_share_stream(index: *mut c_int) -> c_int;
@@ -282,6 +294,8 @@ extern "C" {
         count: usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_copy(from: Handles, into: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_replay_is_own(array: Handle) -> c_int;
+    pub(crate) fn faststep_replay_scalars_apart(apart: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_replay_free(capture: *mut c_void);
 
     pub(crate) fn faststep_simulator_device(device: *mut Device, memory: *mut usize) -> c_int;

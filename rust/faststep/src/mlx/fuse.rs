@@ -6,7 +6,18 @@
 
 use mlx_rs::{error::Result, Array};
 
-use super::ffi::{check, faststep_fuse, faststep_kinds, handles};
+use super::ffi::{check, faststep_fuse, faststep_fuse_casts, faststep_kinds, handles};
+
+/// Let the fused kernels that compute these arrays cast their inputs themselves, where that makes them larger: where MLX has a
+/// kernel of its own for it, because it would be too deep in theirs (`native/graph/casts.cpp`).
+///
+/// # Errors
+/// When there is no memory for the graph.
+pub(crate) fn casts<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
+    let handles = handles(arrays);
+    // SAFETY: as in `in_place`.
+    check(unsafe { faststep_fuse_casts(handles.as_ptr(), handles.len()) })
+}
 
 /// Let the fused kernels that compute these arrays take over the memory of inputs that nobody else holds when they run.
 ///
@@ -44,9 +55,12 @@ pub(crate) fn kinds<'a>(
 
 #[cfg(test)]
 mod tests {
-    use mlx_rs::{memory, transforms::compile::compile, transforms::eval};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    use mlx_rs::{memory, transforms::compile::compile, transforms::eval, Dtype};
 
     use super::*;
+    use crate::mlx::array;
 
     const SIZE: i32 = 1 << 20;
     const ORDERS: [[usize; 3]; 6] = [
@@ -64,6 +78,13 @@ mod tests {
         let v = m.multiply(&inputs[2])?;
         let w = v.subtract(&inputs[0])?;
         Ok(vec![m, v, w])
+    }
+
+    /// One test at a time: MLX counts the memory of the whole process.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    fn alone() -> MutexGuard<'static, ()> {
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn inputs() -> Result<Vec<Array>> {
@@ -86,6 +107,7 @@ mod tests {
 
     #[test]
     fn outputs_mean_the_same_in_whatever_order_they_are_computed() -> Result<()> {
+        let _alone = alone();
         for order in ORDERS {
             let outputs = lazy(&inputs()?)?;
             for at in order {
@@ -104,8 +126,39 @@ mod tests {
         Ok(())
     }
 
+    // as an update in half precision ends: one operation more than MLX fuses
+    fn deep(inputs: &[Array]) -> Result<Vec<Array>> {
+        let scaled = inputs[0].multiply(&inputs[1])?;
+        let mut x = scaled.as_dtype(Dtype::Bfloat16)?;
+        for _ in 0..9 {
+            x = x.add(&inputs[2])?;
+        }
+        Ok(vec![x])
+    }
+
+    #[test]
+    fn casts_are_part_of_the_kernel_that_reads_them() -> Result<()> {
+        let _alone = alone();
+        let row: Vec<f32> = (0_i16..4096).map(|i| f32::from(i) / 512.0).collect();
+        let row = Array::from_slice(&row, &[4096]).as_dtype(Dtype::Bfloat16)?;
+        let given = [row.clone(), Array::from_f32(0.3), row];
+        eval(&given)?;
+        let mut traced = compile(deep, false);
+        let wanted = traced(&given)?;
+        let before = array::operations(&wanted[0]);
+        for _ in 0..2 {
+            let got = traced(&given)?;
+            casts(&got)?;
+            assert!(array::operations(&got[0]) < before);
+            let same = got[0].eq(&wanted[0])?.all(None)?;
+            assert!(same.item_exact::<bool>());
+        }
+        Ok(())
+    }
+
     #[test]
     fn what_somebody_holds_keeps_its_value() -> Result<()> {
+        let _alone = alone();
         for held in 0..3 {
             let given = inputs()?;
             let kept = given[held].clone();
@@ -120,6 +173,7 @@ mod tests {
 
     #[test]
     fn nothing_is_allocated() -> Result<()> {
+        let _alone = alone();
         let outputs = lazy(&inputs()?)?;
         let before = memory::active_memory()?;
         memory::reset_peak_memory()?;

@@ -9,8 +9,9 @@ use std::ptr;
 use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
-    check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_order, faststep_pack,
-    faststep_squares, faststep_straight, faststep_sum_of_squares, handle, handles, made, owned,
+    check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm, faststep_order,
+    faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares, handle, handles,
+    is_done, made, owned,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -94,6 +95,33 @@ pub(crate) fn squares(parts: &[&Array]) -> Result<Option<Array>> {
 pub(crate) fn squares_of(array: &Array) -> Result<Option<Array>> {
     // SAFETY: a live array.
     made(|squares| unsafe { faststep_squares(handle(array), squares) })
+}
+
+/// A norm from sums of squares, the factor that brings it to at most the first limit, and whether it is finite and the loss a
+/// number that is at most the second one: three scalars (lazily), where one kernel gives them, on CUDA.
+///
+/// # Errors
+/// When MLX refuses the kernel.
+pub(crate) fn norm(
+    squares: &[&Array],
+    loss: &Array,
+    limits: [f32; 2],
+) -> Result<Option<[Array; 3]>> {
+    let squares = handles(squares.iter().copied());
+    let mut made = [ptr::null_mut(); 3];
+    // SAFETY: live arrays and the number of the list, two limits, and room for three arrays; a function that is done has
+    // written new ones.
+    unsafe {
+        let (list, count) = (squares.as_ptr(), squares.len());
+        let done = faststep_norm(
+            list,
+            count,
+            handle(loss),
+            limits.as_ptr(),
+            made.as_mut_ptr(),
+        );
+        Ok(is_done(done)?.then(|| made.map(|new| owned(new))))
+    }
 }
 
 /// Join arrays by one kernel of CUDA, and sum their squares on its way.

@@ -13,16 +13,13 @@ use std::{
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_valid,
-    faststep_replay_launch, faststep_replay_new, faststep_replay_record,
-    faststep_replay_share_stream, faststep_replay_shown, faststep_replay_untouched,
-    faststep_replay_wait, handle, handles, owned,
+    check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_own,
+    faststep_replay_is_valid, faststep_replay_launch, faststep_replay_new, faststep_replay_record,
+    faststep_replay_scalars_apart, faststep_replay_share_stream, faststep_replay_shown,
+    faststep_replay_untouched, faststep_replay_wait, handle, handles, owned,
 };
 
 pub(crate) use super::ffi::CaptureInfo;
-
-/// The bytes of a result that a launch copies itself (`native/cuda/replay/scalars.hpp`).
-pub(crate) const SMALL: usize = 8;
 
 /// A lazy graph to be captured.
 pub(crate) struct Computed {
@@ -30,12 +27,25 @@ pub(crate) struct Computed {
     pub results: Vec<Array>,
     /// Values, each with the array whose memory it goes to.
     pub carried: Vec<(Array, Array)>,
+    /// Static arrays that get other values before a launch.
+    pub fed: Vec<Array>,
+    /// All arrays whose values may be others then.
+    pub inputs: Vec<Array>,
+}
+
+/// What a launch gives.
+pub(crate) struct Launched {
+    /// An array without a value, to wait for.
+    pub ticket: Array,
+    /// Copies of the first of the results that are scalars (`native/cuda/replay/feed.hpp`), in their order.
+    pub small: Vec<Array>,
 }
 
 /// A CUDA graph with its memory.
 #[derive(Debug)]
 pub(crate) struct Capture {
     graph: *mut c_void,
+    results: usize,
     /// Its contents.
     pub info: CaptureInfo,
 }
@@ -60,6 +70,7 @@ impl Capture {
     fn of(graph: Computed) -> Result<Self> {
         let results = handles(&graph.results);
         let (from, into): (Vec<_>, Vec<_>) = graph.carried.into_iter().unzip();
+        let (fed, inputs) = (handles(&graph.fed), handles(&graph.inputs));
         let mut graph = ptr::null_mut();
         // SAFETY: live arrays and the number of each list.
         check(unsafe {
@@ -70,12 +81,17 @@ impl Capture {
                 from.as_ptr(),
                 into.as_ptr(),
                 from.len(),
+                fed.as_ptr(),
+                fed.len(),
+                inputs.as_ptr(),
+                inputs.len(),
                 &raw mut graph,
             )
         })?;
         drop(from); // the capture is the only one to hold them
         Ok(Self {
             graph,
+            results: results.len(),
             info: CaptureInfo::default(),
         })
     }
@@ -86,21 +102,14 @@ impl Capture {
         unsafe { faststep_replay_is_valid(self.graph) != 0 }
     }
 
-    /// Copy the first of each pair into the second, which is static, and replay. Returns copies of these of the
-    /// results, none of which is larger than [`SMALL`], and something else to wait for where there are none. `done`
-    /// gets the event.
+    /// Copy the first of each pair into the second, which is static, and replay. `done` gets the event.
     ///
     /// # Errors
     /// Of the driver, and of what the first of each pair is computed from.
-    pub fn launch(
-        &self,
-        copies: &[(Array, Array)],
-        results: &[usize],
-        done: &Array,
-    ) -> Result<Vec<Array>> {
+    pub fn launch(&self, copies: &[(Array, Array)], done: &Array) -> Result<Launched> {
         let from = handles(copies.iter().map(|(from, _)| from));
         let into = handles(copies.iter().map(|(_, into)| into));
-        let mut launched = vec![ptr::null_mut(); results.len().max(1)];
+        let (mut launched, mut given) = (vec![ptr::null_mut(); 1 + self.results], 0);
         // SAFETY: a capture, live arrays and the number of each list; there is room for as many arrays as are written.
         unsafe {
             check(faststep_replay_launch(
@@ -108,12 +117,15 @@ impl Capture {
                 from.as_ptr(),
                 into.as_ptr(),
                 from.len(),
-                results.as_ptr(),
-                results.len(),
                 handle(done),
                 launched.as_mut_ptr(),
+                launched.len(),
+                &raw mut given,
             ))?;
-            Ok(launched.into_iter().map(|array| owned(array)).collect())
+            Ok(Launched {
+                ticket: owned(launched[0]),
+                small: launched[1..given].iter().map(|&new| owned(new)).collect(),
+            })
         }
     }
 }
@@ -123,6 +135,12 @@ impl Drop for Capture {
         // SAFETY: made by `record`, freed once.
         unsafe { faststep_replay_free(self.graph) }
     }
+}
+
+/// Return whether a lazy array gets memory of its own when it is computed, as far as its operation tells.
+pub(crate) fn is_own(array: &Array) -> bool {
+    // SAFETY: a live array.
+    unsafe { faststep_replay_is_own(handle(array)) != 0 }
 }
 
 /// Copy the first of each pair, which is evaluated, into the second, which is static.
@@ -180,6 +198,29 @@ pub(crate) fn is_untouched<'a>(
                 arrays.len(),
             ) != 0
         }
+}
+
+/// Arrays of at most 8 bytes that are evaluated get memory that no host touches, as long as it lives.
+pub(crate) struct ScalarsApart(*mut c_void);
+
+impl ScalarsApart {
+    /// From now on.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn begin() -> Result<Self> {
+        let mut apart = ptr::null_mut();
+        // SAFETY: room for a pointer.
+        check(unsafe { faststep_replay_scalars_apart(&raw mut apart) })?;
+        Ok(Self(apart))
+    }
+}
+
+impl Drop for ScalarsApart {
+    fn drop(&mut self) {
+        // SAFETY: made by `begin`, ended once.
+        let _ = unsafe { faststep_replay_scalars_apart(&raw mut self.0) };
+    }
 }
 
 /// The thread's lazy operations are on the stream of the copies that are shown, as long as it lives.

@@ -133,7 +133,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         self.engine
             .synchronize(&mut ())
             .or_else(|error| match error {
-                Error::Device(_) => Ok(()), // the lost arrays are replaced now
+                Error::Device(_) | Error::Memory(_) => Ok(()), // the lost arrays are replaced now
                 other => Err(other),
             })?;
         eval(

@@ -1,5 +1,5 @@
 //! Clipping by the global norm of the gradients, and by value.
-use mlx_rs::{error::Result, ops, Array};
+use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use crate::{
     layout::precision,
@@ -37,6 +37,28 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
         .map(Ok)
         .reduce(|total, part| total?.add(part?));
     total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
+}
+
+/// The norm of gradients, the factor that clips them, and whether norm and loss are finite and the loss at most `max_loss`,
+/// where one kernel gives all three: from sums of squares that are there, on CUDA. As [`global_norm`] and [`scale`] give them,
+/// but for the order of the norm's summation.
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn checked(
+    squares: &[Option<Array>],
+    loss: &Array,
+    max_norm: Option<f64>,
+    max_loss: f32,
+) -> Result<Option<[Array; 3]>> {
+    let squares: Option<Vec<&Array>> = squares.iter().map(Option::as_ref).collect();
+    let Some(squares) = squares.filter(|_| join::is_cuda()) else {
+        return Ok(None);
+    };
+    #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+    let max_norm = max_norm.map_or(f32::INFINITY, |max_norm| max_norm as f32);
+    let loss = loss.as_dtype(Dtype::Float32)?;
+    join::norm(&squares, &loss, [max_norm, max_loss])
 }
 
 // sums of squares of gradients that share a dtype

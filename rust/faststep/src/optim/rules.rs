@@ -28,6 +28,10 @@ pub struct UpdateOutput {
     pub parameters: Vec<Array>,
     /// The state arrays that changed, with their index.
     pub state: Vec<(usize, Array)>,
+    /// Arrays that the optimizer keeps beyond its state and that have to be evaluated with the step.
+    pub kept: Vec<Array>,
+    /// The random key, where the update drew from it.
+    pub key: Option<Array>,
 }
 
 /// The learning rate of a rule's schedule after so many updates, by the rule's number and that of the updates; `None` where
@@ -201,6 +205,8 @@ impl Rules {
         Ok(UpdateOutput {
             parameters,
             state: new_state,
+            kept: Vec::new(),
+            key: None,
         })
     }
 

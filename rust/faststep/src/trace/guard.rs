@@ -9,6 +9,13 @@ pub struct Guard {
 }
 
 impl Guard {
+    /// The largest loss that is good.
+    #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+    pub(crate) fn limit(self) -> f32 {
+        let limit = self.max_loss.map_or(f32::MAX, |limit| limit as f32);
+        limit.min(f32::MAX)
+    }
+
     /// Build the flag of a good step, a bool scalar: loss and norm are finite and the loss is not above its limit.
     ///
     /// A gradient so large that its square overflows float32 counts as infinite.
@@ -16,11 +23,7 @@ impl Guard {
     /// # Errors
     /// When MLX refuses an operation.
     pub fn good(&self, loss: &Array, norm: &Array) -> Result<Array> {
-        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
-        let limit = self
-            .max_loss
-            .map_or(f32::MAX, |limit| limit as f32)
-            .min(f32::MAX);
+        let limit = self.limit();
         // A barrier: otherwise the divisor of the loss is a constant in the kernel's source, and each number of tokens
         // compiles another kernel (half a second of g++).
         let loss = loss.as_dtype(Dtype::Float32)?.contiguous()?;

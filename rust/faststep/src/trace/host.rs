@@ -62,6 +62,8 @@ pub struct UpdateCall<'a> {
     pub parameters: &'a [Array],
     /// The optimizer's arrays.
     pub state: &'a [Array],
+    /// The random key behind the loss; `None` in the update by a window.
+    pub key: Option<&'a Array>,
 }
 
 /// The owner of the model, loss and optimizer that are traced. Called while tracing only.

@@ -65,20 +65,19 @@ impl Outputs {
         values.chain(others).chain(&self.key)
     }
 
-    // the same outputs, made of other arrays
+    // the same outputs, made of other arrays, in the order of `given_out`
     pub(crate) fn map_given_out(&self, mut f: impl FnMut(&Array) -> Result<Array>) -> Result<Self> {
-        let others = self
-            .others
-            .iter()
-            .map(|(index, array)| Ok((*index, f(array)?)));
-        let others = others.collect::<Result<_>>()?;
         Ok(Self {
             loss: self.loss.as_ref().map(&mut f).transpose()?,
             aux: self.aux.iter().map(&mut f).collect::<Result<_>>()?,
             norm: self.norm.as_ref().map(&mut f).transpose()?,
             skipped: self.skipped.as_ref().map(&mut f).transpose()?,
+            others: {
+                let others = self.others.iter();
+                let others = others.map(|(index, array)| Ok((*index, f(array)?)));
+                others.collect::<Result<_>>()?
+            },
             key: self.key.as_ref().map(&mut f).transpose()?,
-            others,
             idle: self.idle.clone(),
             ..Self::default()
         })

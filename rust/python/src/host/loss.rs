@@ -11,7 +11,7 @@ use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
     reach::stop::Stop,
-    tree::{paths::dotted, rebuild::rebuild, slot::Slot, walk::Scope, Tree},
+    tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// Parsed return value of a loss function.
@@ -164,10 +164,16 @@ impl Current {
 
     fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<Read, Stop> {
         let mut tracers = batch.iter();
-        let arguments = rebuild(self.arguments.bind(py), &mut |_| {
-            let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
-            bridge::wrap(py, tracer)
-        })?;
+        let own = self.arguments.bind(py).as_any();
+        let arguments = if self.compiled || self.mixed {
+            rebuild(own, &mut |_| {
+                let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
+                bridge::wrap(py, tracer)
+            })?
+        } else {
+            own.clone() // what the loss does to containers is the user's to see
+        };
+        let before = Snapshot::take(&arguments)?;
         let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
         let positional = arguments
             .get_item(0)?
@@ -184,6 +190,11 @@ impl Current {
             .bind(py)
             .call(PyTuple::new(py, all)?, Some(&named))
             .map_err(|error| stop(py, error))?;
+        if self.compiled && before.has_gathered()? {
+            return Err(Stop::Untraceable(
+                "it writes into a dict or list among its arguments".into(),
+            ));
+        }
         self.read_loss(&returned)
     }
 

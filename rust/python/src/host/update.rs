@@ -1,7 +1,9 @@
 //! One update by the optimizer's own code, with tracers in place of the arrays.
-use faststep::engine::{UpdateCall, UpdateOutput};
+use std::collections::HashMap;
+
+use faststep::engine::{Role, UpdateCall, UpdateOutput};
 use mlx_rs::Array;
-use pyo3::{exceptions::PyRuntimeError, intern, prelude::*};
+use pyo3::{exceptions::PyValueError, intern, prelude::*};
 
 use super::{expected, stop, Current};
 use crate::{
@@ -11,6 +13,15 @@ use crate::{
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
+/// The optimizer and the model's parameters before an update.
+struct Before<'py> {
+    state: Tree,
+    slots: Vec<Slot<'py>>,
+    model: Tree,
+    parameters: Vec<(usize, Slot<'py>)>, // by their numbers
+    others: Vec<Option<usize>>,          // the identities of the model's other arrays
+}
+
 impl Current {
     pub(super) fn update(
         &mut self,
@@ -18,75 +29,175 @@ impl Current {
         call: UpdateCall,
     ) -> Result<UpdateOutput, Stop> {
         let optimizer = self.optimizer.bind(py).clone();
-        let (_, slots) = Tree::record(&optimizer, Scope::Whole)?;
+        let keys = self.key_list.bind(py).clone();
+        let (state, slots) = Tree::record(&optimizer, Scope::Whole)?;
+        let (model, parameters, others) = self.in_model(py)?;
+        let before = Before {
+            state,
+            slots,
+            model,
+            parameters,
+            others,
+        };
         let snapshot = Snapshot::take(&optimizer)?;
-        let outcome = self.traced_update(py, &optimizer, call, &slots);
-        snapshot.restore()?;
+        let model = Snapshot::take(self.model.bind(py))?;
+        let key = keys.get_item(0)?;
+        let outcome = self.traced_update(py, &optimizer, call, &before);
+        keys.set_item(0, key)?;
+        if outcome.is_err() || self.compiled {
+            model.restore()?;
+        } else {
+            for (_, slot) in &before.parameters {
+                slot.place.set(&slot.object)?;
+            }
+        }
+        if outcome.is_err() || !self.loose {
+            snapshot.restore()?;
+        } else {
+            for slot in &before.slots {
+                slot.place.set(&slot.object)?;
+            }
+        }
         outcome
     }
 
-    fn traced_update<'py>(
+    // the model, the slots of its parameters by number, and the identities of its other arrays
+    #[allow(clippy::type_complexity)]
+    fn in_model<'py>(
         &self,
+        py: Python<'py>,
+    ) -> PyResult<(Tree, Vec<(usize, Slot<'py>)>, Vec<Option<usize>>)> {
+        let (tree, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
+        let numbers = self.roles.iter().filter_map(|(role, path)| match role {
+            Role::Parameter(number) => Some((path, *number)),
+            Role::Other(_) => None,
+        });
+        let numbers: HashMap<_, _> = numbers.collect();
+        let (mut parameters, mut others) = (Vec::new(), Vec::new());
+        for (path, slot) in tree.paths(py).iter().zip(slots) {
+            match numbers.get(path) {
+                Some(&number) => parameters.push((number, slot)),
+                None => others.push(bridge::id(&slot.object)),
+            }
+        }
+        Ok((tree, parameters, others))
+    }
+
+    fn traced_update<'py>(
+        &mut self,
         py: Python<'py>,
         optimizer: &Bound<'py, PyAny>,
         call: UpdateCall,
-        slots: &[Slot<'py>],
+        before: &Before<'py>,
     ) -> Result<UpdateOutput, Stop> {
-        for (slot, tracer) in slots.iter().zip(call.state) {
+        for (slot, tracer) in before.slots.iter().zip(call.state) {
             slot.place.set(&bridge::wrap(py, tracer)?)?;
         }
-        HostSchedules::of(optimizer).hold()?;
-        let trainable = self.trainable.bind(py);
-        let fill = |arrays: &[Array]| {
-            let mut arrays = arrays.iter();
-            rebuild(trainable, &mut |_| {
-                let array = arrays
-                    .next()
-                    .ok_or_else(|| expected("as many arrays as parameters"))?;
-                bridge::wrap(py, array)
-            })
-        };
-        let updated = optimizer
-            .call_method1(
-                intern!(py, "apply_gradients"),
-                (fill(call.gradients)?, fill(call.parameters)?),
-            )
-            .map_err(|error| stop(py, error))?;
-        let mut state = Vec::new();
-        for (index, (slot, tracer)) in slots.iter().zip(call.state).enumerate() {
-            let now = slot.place.get()?.and_then(|object| bridge::get(&object));
-            let now = now.ok_or_else(|| {
-                Stop::Untraceable("the optimizer removes an array from its state".into())
-            })?;
-            if faststep::engine::array::id(&now) != faststep::engine::array::id(tracer) {
-                state.push((index, now));
-            }
+        for (number, slot) in &before.parameters {
+            slot.place
+                .set(&bridge::wrap(py, &call.parameters[*number])?)?;
         }
+        let keys = self.key_list.bind(py).clone();
+        if let Some(key) = call.key {
+            keys.set_item(0, bridge::wrap(py, key)?)?;
+        }
+        let first = bridge::id(&keys.get_item(0)?);
+        let mut gradients = call.gradients.iter();
+        let gradients = rebuild(self.trainable.bind(py), &mut |_| {
+            let array = gradients
+                .next()
+                .ok_or_else(|| expected("as many arrays as parameters"))?;
+            bridge::wrap(py, array)
+        })?;
+        let schedules = HostSchedules::of(optimizer);
+        schedules.hold()?;
+        let model = self.model.bind(py);
+        let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
+        schedules.let_go()?;
+        updated.map_err(|error| stop(py, error))?;
+
+        let key = keys.get_item(0)?;
+        let drawn = bridge::id(&key) != first;
+        if drawn && call.key.is_none() {
+            return Err(Stop::Raised(PyValueError::new_err(format!(
+                "the optimizer ({}) draws random numbers in its update, which a window cannot repeat: expected accumulate=1",
+                optimizer.get_type().fully_qualified_name()?
+            ))));
+        }
+        let (state, kept) = self.left_in_state(py, optimizer, call.state, before)?;
         Ok(UpdateOutput {
-            parameters: self.in_order(py, &updated)?,
+            parameters: self.updated(py, optimizer, call.parameters.len(), before)?,
             state,
+            kept,
+            key: bridge::get(&key).filter(|_| drawn),
         })
     }
 
-    // the optimizer's tree of new parameters, in the order of the model's
-    fn in_order(&self, py: Python<'_>, updated: &Bound<'_, PyAny>) -> Result<Vec<Array>, Stop> {
-        let wanted = Tree::record(self.trainable.bind(py), Scope::Whole)?
-            .0
-            .paths(py);
-        let (tree, slots) = Tree::record(updated, Scope::Whole)?;
-        let found = tree.paths(py);
-        let find = |path: &Vec<String>| {
-            let at = found.iter().position(|other| other == path)?;
-            bridge::get(&slots[at].object)
-        };
-        let arrays = wanted.iter().map(|path| {
-            find(path).ok_or_else(|| {
-                Stop::Raised(PyRuntimeError::new_err(format!(
-                    "the optimizer returned no parameter for {}",
-                    dotted(path)
-                )))
-            })
-        });
-        arrays.collect()
+    // what the update left in the optimizer: new values of its arrays, and arrays that it did not have
+    #[allow(clippy::type_complexity)]
+    fn left_in_state<'py>(
+        &mut self,
+        py: Python<'py>,
+        optimizer: &Bound<'py, PyAny>,
+        state: &[Array],
+        before: &Before<'py>,
+    ) -> Result<(Vec<(usize, Array)>, Vec<Array>), Stop> {
+        let (after, slots) = Tree::record(optimizer, Scope::Whole)?;
+        if let Some(path) = before.state.difference(&after, py) {
+            if self.compiled {
+                return Err(Stop::Becomes(format!(
+                    "the optimizer ({}) changes more than arrays when it updates: {}. What changes with each update \
+                     has to be an mx.array that its init_single makes",
+                    optimizer.get_type().fully_qualified_name()?,
+                    dotted(&path).trim_start_matches('_')
+                )));
+            }
+            self.loose = true;
+        }
+        let (known, places) = (before.state.paths(py), after.paths(py));
+        let mut numbers: HashMap<_, _> = known.iter().zip(0..state.len()).collect();
+        let (mut new, mut kept) = (Vec::new(), Vec::new());
+        for (path, slot) in places.iter().zip(&slots) {
+            let Some(now) = bridge::get(&slot.object) else {
+                continue;
+            };
+            match numbers.remove(path) {
+                Some(number) => {
+                    let old = faststep::engine::array::id(&state[number]);
+                    if faststep::engine::array::id(&now) != old {
+                        new.push((number, now));
+                    }
+                }
+                None => kept.push(now),
+            }
+        }
+        new.sort_by_key(|(number, _)| *number);
+        Ok((new, kept))
+    }
+
+    // the model's parameters as the update left them
+    fn updated<'py>(
+        &self,
+        py: Python<'py>,
+        optimizer: &Bound<'py, PyAny>,
+        count: usize,
+        before: &Before<'py>,
+    ) -> Result<Vec<Array>, Stop> {
+        let (model, parameters, others) = self.in_model(py)?;
+        if self.compiled
+            && (others != before.others || before.model.difference(&model, py).is_some())
+        {
+            return Err(Stop::Untraceable(format!(
+                "the optimizer ({}) changes more of the model than its parameters",
+                optimizer.get_type().fully_qualified_name()?
+            )));
+        }
+        let mut arrays = vec![None; count];
+        for (number, slot) in parameters {
+            arrays[number] = bridge::get(&slot.object);
+        }
+        let lost = || expected("an update that leaves the model its parameters");
+        let arrays: Option<Vec<Array>> = arrays.into_iter().collect();
+        arrays.ok_or_else(|| Stop::Raised(lost()))
     }
 }

@@ -24,17 +24,21 @@ pub struct Arguments<'py> {
     pub loss_fn: Bound<'py, PyAny>,
     /// The positional arguments and a dict of the named ones.
     pub passed: Bound<'py, PyTuple>,
+    /// The same with the user's own containers and NumPy arrays.
+    pub own: Bound<'py, PyTuple>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (model, optimizer, loss_fn, passed) = object.extract()?;
+        let (model, optimizer, loss_fn, passed): (_, _, _, Bound<'py, PyTuple>) =
+            object.extract()?;
         Ok(Self {
             model,
             optimizer,
             loss_fn,
+            own: passed.clone(),
             passed,
         })
     }

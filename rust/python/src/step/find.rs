@@ -1,7 +1,7 @@
 //! Choice of the traces of a call: by its arguments, by the objects that the loss reads, and by the loss's graph.
 use std::{cell::Cell, rc::Rc};
 
-use faststep::engine::{Graph, Part, Recipe, Task, Trace};
+use faststep::engine::{Graph, Part, Recipe, Rule, Task, Trace};
 use mlx_rs::error::Result as MlxResult;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -35,7 +35,12 @@ impl Inner {
             let places = store.engine.as_ref().ok_or_else(missing)?.places();
             let front = CallKey {
                 model: store.signature()?.id,
-                options: if updates { store.options_id() } else { 0 },
+                // uncompiled, the optimizer's own code reads its numbers at each update
+                options: if updates && (self.compiled || !matches!(rule, Rule::Host)) {
+                    store.options_id()
+                } else {
+                    0
+                },
                 reached: Vec::new(),
                 batch: Rc::default(),
             };

@@ -10,6 +10,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::{Arguments, Batch},
+    flags::{is_true, read},
     trace_cache::warn,
     Inner,
 };
@@ -18,7 +19,7 @@ use crate::{
     mlx::{bridge, errors::to_python},
     reach::{stop::Stop, Looked},
     store::{owner::Holder, ModelSignature, Prepared, Store},
-    tree::{paths::dotted, Tree},
+    tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// MLX's error texts for a kernel that it cannot compile, and the explanation for the user.
@@ -88,6 +89,9 @@ impl Inner {
                         self.seconds.trace += seconds;
                     }
                     self.note_mode(store, &user.optimizer)?;
+                    if self.compiled && task.updates() {
+                        self.became = 0;
+                    }
                     self.compile_again();
                     return Ok((output, new));
                 }
@@ -101,7 +105,11 @@ impl Inner {
                     return Err(PyRuntimeError::new_err(why));
                 }
                 // running statistics of BatchNorm in half precision become float32 at the first batch
-                Stop::Becomes(_) if self.became == 0 => self.became = 1,
+                // and many an optimizer makes a part of its state at its first update
+                Stop::Becomes(why) if self.became == 0 => {
+                    self.became = 1;
+                    self.becomes = why;
+                }
                 Stop::Untraceable(why) | Stop::Becomes(why) => self.fall_back(user.py(), why)?,
             }
             self.compiled = false;
@@ -135,7 +143,7 @@ impl Inner {
             (false, _) => "traced",
         };
         if std::mem::replace(&mut self.mode, mode) == mode
-            && (mode != "plain" || self.reason.is_some())
+            && (mode != "plain" || (self.reason.is_some() && self.reason == self.fallen))
         {
             return Ok(());
         }
@@ -146,6 +154,7 @@ impl Inner {
             _ => self
                 .fallen
                 .clone()
+                .or_else(|| (self.became == 1).then(|| self.becomes.clone()))
                 .or_else(|| Some("MLX has been told not to compile".into())),
         };
         Ok(())
@@ -184,12 +193,29 @@ impl Inner {
         let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let name = |tensor: usize| dotted(signature.path(tensor));
+        let host = matches!(store.rule, Some(Rule::Host)) && !self.compiled && task.updates();
+        let optimizer = host
+            .then(|| Uncompiled::take(&user.optimizer))
+            .transpose()?;
         let outcome = engine.call(task, traces, call, &name, &mut holder);
         let done = matches!(outcome, Ok(_) | Err(Error::Nonfinite(_)));
         store.clock.enter(Stage::Objects);
         let shown = holder.show(engine, done && task != Task::Gradients);
+        let loose = self
+            .host
+            .current
+            .borrow()
+            .as_ref()
+            .is_some_and(|it| it.loose);
         let stop = self.leave_host(user, given, &signature);
         shown?;
+        if let (Some(optimizer), true) = (optimizer, loose) {
+            let state = store
+                .engine
+                .as_ref()
+                .map_or(&[][..], |engine| engine.state());
+            optimizer.settle(&user.optimizer, state, &outcome)?;
+        }
         match (outcome, stop?) {
             (Ok(output), _) => Ok(output),
             (Err(_), Some(stop)) => Err(stop),
@@ -221,7 +247,11 @@ impl Inner {
             loss_fn: user.loss_fn.clone().unbind(),
             weighted: self.options.weighted,
             mixed: self.options.compute_dtype.is_some(),
-            arguments: user.passed.clone().unbind(),
+            arguments: if self.compiled || self.options.compute_dtype.is_some() {
+                user.passed.clone().unbind()
+            } else {
+                user.own.clone().unbind()
+            },
             key_list: store.key_list.clone_ref(py),
             roles: signature.roles.clone(),
             trainable: signature.trainable.clone_ref(py),
@@ -234,6 +264,7 @@ impl Inner {
             tracers: Vec::new(),
             graph: None,
             held: Vec::new(),
+            loose: false,
             in_place: Vec::new(),
             stop: None,
             template: None,
@@ -271,6 +302,52 @@ impl Inner {
             self.template = Some(template);
         }
         Ok(current.stop)
+    }
+}
+
+/// An optimizer before an uncompiled update by its own code.
+struct Uncompiled<'py> {
+    tree: Tree,
+    snapshot: Snapshot<'py>,
+}
+
+impl<'py> Uncompiled<'py> {
+    fn take(optimizer: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let mut snapshot = Snapshot::take(optimizer)?;
+        snapshot.let_go(optimizer.py())?;
+        let (tree, _) = Tree::record(optimizer, Scope::Whole)?;
+        Ok(Self { tree, snapshot })
+    }
+
+    // after an update that changed numbers or containers: keep them, or take them back where the update was none
+    fn settle(
+        self,
+        optimizer: &Bound<'py, PyAny>,
+        state: &[Array],
+        outcome: &Result<Output, Error>,
+    ) -> PyResult<()> {
+        let py = optimizer.py();
+        let missed = match outcome {
+            Ok(output) => output.last().skipped.as_ref(),
+            Err(_) => return self.snapshot.restore(),
+        };
+        if let Some(missed) = missed {
+            if read(is_true(py, missed))? {
+                return self.snapshot.restore();
+            }
+        }
+        // containers may be others now
+        let paths = self.tree.paths(py);
+        let (after, slots) = Tree::record(optimizer, Scope::Whole)?;
+        for (path, slot) in after.paths(py).iter().zip(&slots) {
+            let known = paths.iter().position(|known| known == path);
+            if let Some(array) = known.and_then(|known| state.get(known)) {
+                if !slot.holds(array) {
+                    slot.show(array)?;
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -29,11 +29,15 @@ pub fn rebuild_where<'py>(
         if !dict.is_exact_instance_of::<PyDict>() && is_module(object) {
             return Ok(object.clone());
         }
-        let copy = PyDict::new(py);
+        let copy = if dict.is_exact_instance_of::<PyDict>() {
+            PyDict::new(py).into_any()
+        } else {
+            py.import("copy")?.call_method1("copy", (object,))? // a defaultdict makes what is missing
+        };
         for (key, value) in dict.iter() {
             copy.set_item(key, rebuild_where(&value, wanted, next)?)?;
         }
-        return Ok(copy.into_any());
+        return Ok(copy);
     }
     if let Ok(list) = object.cast::<PyList>() {
         let items = list.iter().map(|item| rebuild_where(&item, wanted, next));

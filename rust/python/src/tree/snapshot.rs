@@ -15,6 +15,7 @@ use crate::mlx::bridge;
 pub struct Snapshot<'py> {
     dicts: Vec<(Bound<'py, PyDict>, Bound<'py, PyDict>)>,
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
+    hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
     error: Option<PyErr>,
 }
 
@@ -53,8 +54,72 @@ impl<'py> Snapshot<'py> {
         Ok(false)
     }
 
+    /// Return whether something is gathered in a container: a list has grown, what was no array has been replaced, or a
+    /// key has been added to a dict that makes what is missing. What is taken out, and new keys of other dicts, do not count.
+    pub fn has_gathered(&self) -> PyResult<bool> {
+        for (dict, copy) in &self.dicts {
+            let makes = dict.get_type().hasattr("__missing__")?;
+            for (key, value) in dict.iter() {
+                let gathered = match copy.get_item(&key)? {
+                    Some(before) => !before.is(&value) && !has_array(&before, 0),
+                    None => makes,
+                };
+                if gathered {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(self
+            .lists
+            .iter()
+            .any(|(list, copy)| list.len() > copy.len()))
+    }
+
+    /// Hold the arrays no more: `restore` leaves those that stand in their places then.
+    pub fn let_go(&mut self, py: Python<'py>) -> PyResult<()> {
+        let hole = py.get_type::<PyAny>().call0()?;
+        for (_, copy) in &self.dicts {
+            for (key, value) in copy.copy()?.iter() {
+                if bridge::is_array(&value) {
+                    copy.set_item(key, &hole)?;
+                }
+            }
+        }
+        for (_, copy) in &self.lists {
+            for (at, value) in copy.iter().enumerate() {
+                if bridge::is_array(&value) {
+                    copy.set_item(at, &hole)?;
+                }
+            }
+        }
+        self.hole = Some(hole);
+        Ok(())
+    }
+
+    // put what stands in the containers now into the holes
+    fn fill(&self) -> PyResult<()> {
+        let Some(hole) = &self.hole else {
+            return Ok(());
+        };
+        for (dict, copy) in &self.dicts {
+            for (key, value) in copy.copy()?.iter().filter(|(_, value)| value.is(hole)) {
+                match dict.get_item(&key)? {
+                    Some(now) => copy.set_item(key, now)?,
+                    None => drop((copy.del_item(key)?, value)),
+                }
+            }
+        }
+        for (list, copy) in &self.lists {
+            for (at, _) in copy.iter().enumerate().filter(|(_, value)| value.is(hole)) {
+                copy.set_item(at, list.get_item(at)?)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Put everything back.
     pub fn restore(&self) -> PyResult<()> {
+        self.fill()?;
         for (dict, copy) in &self.dicts {
             dict.clear();
             dict.update(copy.as_mapping())?;

@@ -150,10 +150,7 @@ fn walk_attributes<'py>(
     depth: usize,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
-    let attributes = object
-        .getattr(pyo3::intern!(object.py(), "__dict__"))
-        .ok()?;
-    let attributes = attributes.cast::<PyDict>().ok()?;
+    let attributes = &bridge::attributes(object)?;
     if !is_optimizer(object) {
         visitor.open(Kind::Attributes, attributes.as_any(), attributes.len())?;
         return walk_items(attributes, depth, visitor);

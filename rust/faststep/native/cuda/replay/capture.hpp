@@ -8,9 +8,11 @@
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
+#include <unordered_set>
 #include <vector>
 
 #include "cuda.h"
+#include "cuda/replay/encoder.hpp"
 #include "ffi.hpp"
 #include "mlx/mlx.h"
 
@@ -25,11 +27,18 @@ struct Refused : std::runtime_error {
 
 struct Learnt;
 class Block;
+class Feed;
 
 class Capture {
  public:
-  // `results` keep their memory. When a replay is done, the value of each of `from` is in the memory of `into`.
-  Capture(std::vector<mx::array> results, std::vector<mx::array> from, std::vector<mx::array> into);
+  // `results` keep their memory. When a replay is done, the value of each of `from` is in the memory of `into`. `fed`: static
+  // arrays that get other values before a launch; `inputs`: all arrays whose values may be others then.
+  Capture(
+      std::vector<mx::array> results,
+      std::vector<mx::array> from,
+      std::vector<mx::array> into,
+      std::vector<mx::array> fed,
+      const std::vector<mx::array>& inputs);
   ~Capture();
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
@@ -41,10 +50,14 @@ class Capture {
   void record(const Learnt& learnt);
   // Whether the memory that the graph reads lies where it did: MLX moves what a host reads.
   bool is_valid() const;
-  // Copy arrays into static ones, launch the graph, and copy some of the results, each of which is a scalar (scalars.hpp)
-  // at most: arrays that MLX has evaluated, behind everything that the stream had to do. There is always one of them.
-  std::vector<mx::array> launch(
-      std::vector<mx::array> from, std::vector<mx::array> into, const std::vector<size_t>& results);
+  // What both passes feed the graph with.
+  void begin();
+  void share(Capture& other);
+  // Compute small operations on what is the same in every launch, once.
+  void fold();
+  // Copy arrays into static ones and launch the graph, behind everything that the stream had to do. An array without a
+  // value to wait for, and the small results (feed.hpp), copied, in their order, with the same event.
+  std::vector<mx::array> launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into);
 
   CaptureInfo info{};
 
@@ -53,7 +66,10 @@ class Capture {
     std::shared_ptr<mx::array::Data> data;
     void* memory;
   };
-  std::vector<mx::array> results_, from_, into_;
+  std::vector<mx::array> results_, from_, into_, fed_;
+  std::unordered_set<const mx::array::Data*> inputs_;
+  bool failed_ = false;
+  std::shared_ptr<Feed> feed_;
   mx::Stream stream_;
   CUstream queue_ = nullptr;
   CUcontext context_ = nullptr;
@@ -62,10 +78,12 @@ class Capture {
   std::vector<Fixed> fixed_; // what the graph reads and others may hold
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
   friend class Recorder;
-  friend class Launch;
 };
 
-// Copies evaluated arrays into static ones.
+// Copies evaluated arrays into static ones, which stay until that is done.
 void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into, mx::Stream stream);
+
+// Submits what the encoder has to do, behind what these evaluated arrays wait for.
+void settle(const std::vector<mx::array>& arrays, Encoder& encoder, mx::Stream stream);
 
 } // namespace faststep::replay

@@ -42,6 +42,7 @@ Driver load_driver() {
   find(all.cuGraphKernelNodeSetParams, "cuGraphKernelNodeSetParams_v2");
   FIND(cuGraphLaunch);
   FIND(cuGraphUpload);
+  FIND(cuMemFreeHost);
   FIND(cuMemHostAlloc);
   FIND(cuMemcpyAsync);
   FIND(cuStreamSynchronize);

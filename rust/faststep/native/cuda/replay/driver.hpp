@@ -57,6 +57,7 @@ struct Driver {
   CUresult (*cuGraphKernelNodeSetParams)(CUgraphNode, const KernelNode*);
   CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
   CUresult (*cuGraphUpload)(CUgraphExec, CUstream);
+  CUresult (*cuMemFreeHost)(void*);
   CUresult (*cuMemHostAlloc)(void**, size_t, unsigned flags);
   CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
   CUresult (*cuStreamSynchronize)(CUstream);

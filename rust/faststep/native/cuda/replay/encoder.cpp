@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cuda/replay/driver.hpp"
+#include "cuda/replay/scalars.hpp"
 #include "mlx/memory.h"
 
 namespace faststep::replay {
@@ -64,7 +65,11 @@ void check_members(Encoder& encoder, mx::Stream stream) {
   }
   auto& memory = allocator();
   std::lock_guard lock(memory.mutex_);
-  if (memory.active_memory_ != mx::get_active_memory() || memory.buffer_cache_.cache_size() != mx::get_cache_memory()) {
+  const auto& scalars = memory.scalar_pool_;
+  constexpr ptrdiff_t most = 1 << 20; // blocks
+  bool pooled = scalars.next_free_ == nullptr ||
+      (scalars.next_free_ >= scalars.buffer_ && scalars.next_free_ - scalars.buffer_ < most);
+  if (!pooled || memory.active_memory_ != mx::get_active_memory() || memory.buffer_cache_.cache_size() != mx::get_cache_memory()) {
     throw std::runtime_error("MLX's allocator is not the one that replay was written for");
   }
 }
@@ -121,6 +126,28 @@ std::vector<mx::cu::CudaBuffer*> take_from_cache(std::vector<mx::cu::CudaBuffer*
     }
   }
   return buffers;
+}
+
+ScalarsApart::ScalarsApart() {
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  while (auto* buffer = memory.buffer_cache_.reuse_from_cache(scalar_bytes)) {
+    cached_.push_back(buffer);
+  }
+  free_ = std::exchange(memory.scalar_pool_.next_free_, nullptr);
+}
+
+ScalarsApart::~ScalarsApart() {
+  auto& memory = allocator();
+  std::lock_guard lock(memory.mutex_);
+  auto** last = &memory.scalar_pool_.next_free_; // of those that have come back since
+  while (*last != nullptr) {
+    last = &(*last)->next;
+  }
+  *last = free_;
+  for (auto* buffer : cached_) {
+    memory.buffer_cache_.recycle_to_cache(buffer);
+  }
 }
 
 void commit(Encoder& encoder) {

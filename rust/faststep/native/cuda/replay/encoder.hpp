@@ -61,6 +61,20 @@ void put_into_cache(mx::cu::CudaBuffer* buffer);
 // not count any more, and null for the others.
 std::vector<mx::cu::CudaBuffer*> take_from_cache(std::vector<mx::cu::CudaBuffer*> buffers);
 
+// While it lives, arrays of at most 8 bytes get memory that no host has touched: those in MLX's pool for them lie on pages of
+// the host, from where each kernel fetches them anew.
+class ScalarsApart {
+ public:
+  ScalarsApart();
+  ~ScalarsApart();
+  ScalarsApart(const ScalarsApart&) = delete;
+  ScalarsApart& operator=(const ScalarsApart&) = delete;
+
+ private:
+  std::vector<mx::cu::CudaBuffer*> cached_;
+  decltype(mx::cu::SmallSizePool::next_free_) free_;
+};
+
 // While it lives, what primitives encode on a stream is collected and never submitted. The encoder has to be idle.
 class Recording {
  public:

@@ -1,39 +1,31 @@
-// A capture is launched as an operation of MLX: what it reads is evaluated before it, and what it gives has events, as all
-// arrays have.
+// A capture is launched as an operation of MLX, whose event is that of all that it gives.
+#include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <iterator>
 
 #include "cuda/replay/capture.hpp"
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
-#include "cuda/replay/scalars.hpp"
+#include "cuda/replay/feed.hpp"
 #include "status.hpp"
 
 namespace faststep::replay {
 
-class Launch : public mx::Primitive {
+// It has no inputs, and one output without memory: for those MLX would have a thread of its own wait.
+class Launch : public mx::UnaryPrimitive {
  public:
-  Launch(mx::Stream stream, const Capture& capture, std::vector<mx::array> into, std::vector<mx::array> results)
-      : Primitive(stream), capture_(capture), into_(std::move(into)), results_(std::move(results)) {}
+  Launch(mx::Stream stream, std::function<void(Encoder&)> launch) : UnaryPrimitive(stream), launch_(std::move(launch)) {}
 
-  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+  void eval_cpu(const std::vector<mx::array>&, mx::array&) override {
     throw std::logic_error("a capture is launched on a GPU");
   }
 
   // An error is kept for whoever launches: MLX would leave events behind that nobody signals.
-  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    auto& encoder = encoder_of(stream());
-    for (auto& out : outputs) {
-      out.set_data(scalar());
-      encoder.add_temporary(out);
-    }
+  void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
+    // nor does it get memory, which a thread would wait to free
     try {
-      copy(inputs, into_, stream());
-      check(driver().cuGraphLaunch(capture_.exec_, capture_.queue_), "cuGraphLaunch");
-      for (size_t i = 0; i < results_.size(); ++i) {
-        auto from = device_pointer(address_of(results_[i])), to = device_pointer(address_of(outputs[i]));
-        check(driver().cuMemcpyAsync(to, from, outputs[i].nbytes(), capture_.queue_), "cuMemcpyAsync");
-      }
+      launch_(encoder_of(stream()));
     } catch (...) {
       error = std::current_exception();
     }
@@ -46,29 +38,41 @@ class Launch : public mx::Primitive {
   std::exception_ptr error;
 
  private:
-  const Capture& capture_;
-  std::vector<mx::array> into_, results_;
+  std::function<void(Encoder&)> launch_;
 };
 
-std::vector<mx::array> Capture::launch(
-    std::vector<mx::array> from, std::vector<mx::array> into, const std::vector<size_t>& results) {
-  std::vector<mx::array> copied;
-  std::vector<mx::Shape> shapes;
-  std::vector<mx::Dtype> dtypes;
-  for (auto i : results) {
-    copied.push_back(results_.at(i));
-    shapes.push_back(copied.back().shape());
-    dtypes.push_back(copied.back().dtype());
+std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
+  std::vector<mx::array> lazy, fed, fed_into, copied, copied_into, given;
+  auto is_lazy = [](const mx::array& array) { return array.status() == mx::array::Status::unscheduled; };
+  std::copy_if(from.begin(), from.end(), std::back_inserter(lazy), is_lazy);
+  if (!lazy.empty()) {
+    mx::async_eval(lazy);
   }
-  if (results.empty()) { // nothing but the event
-    shapes.emplace_back();
-    dtypes.push_back(mx::bool_);
+  for (size_t i = 0; i < from.size(); ++i) {
+    bool feeds = feed_->takes(from[i], into[i]);
+    (feeds ? fed : copied).push_back(from[i]);
+    (feeds ? fed_into : copied_into).push_back(into[i]);
   }
-  auto launch = std::make_shared<Launch>(stream_, *this, std::move(into), std::move(copied));
-  auto outputs = mx::array::make_arrays(std::move(shapes), dtypes, launch, std::move(from));
+  auto launch = std::make_shared<Launch>(stream_, [&](Encoder& encoder) {
+    settle(fed, encoder, stream_);
+    if (!copied.empty()) {
+      copy(copied, copied_into, stream_);
+    }
+    given = feed_->next(fed, fed_into, queue_);
+    failed_ = true; // the graph may have read what it is fed with already
+    check(driver().cuGraphLaunch(exec_, queue_), "cuGraphLaunch");
+    failed_ = false;
+    feed_->launched();
+  });
+  std::vector<mx::array> outputs{mx::array(mx::Shape{}, mx::bool_, launch, {})};
   mx::async_eval(outputs);
   if (launch->error) {
     std::rethrow_exception(launch->error);
+  }
+  for (auto& result : given) {
+    result.set_status(mx::array::Status::evaluated);
+    result.attach_event(outputs[0].event());
+    outputs.push_back(std::move(result));
   }
   return outputs;
 }
@@ -93,17 +97,16 @@ int faststep_replay_launch(
     const void* const* from,
     const void* const* into,
     size_t count,
-    const size_t* results,
-    size_t n_results,
     const void* done,
-    void** launched) {
+    void** launched,
+    size_t room,
+    size_t* given) {
   return faststep::guarded([&] {
-    auto outputs = static_cast<Capture*>(capture)->launch(
-        faststep::list(from, count), faststep::list(into, count), {results, results + n_results});
+    auto outputs =
+        static_cast<Capture*>(capture)->launch(faststep::list(from, count), faststep::list(into, count));
     at(done).attach_event(outputs[0].event());
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      launched[i] = faststep::owned(outputs[i]);
-    }
+    *given = std::min(room, outputs.size());
+    std::transform(outputs.begin(), outputs.begin() + *given, launched, faststep::owned);
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -181,6 +182,20 @@ Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double f
   }
   best.least = least;
   return best;
+}
+
+std::vector<std::vector<size_t>> direct(std::vector<std::vector<size_t>> before) {
+  Ancestors ancestors(before);
+  for (auto& all : before) {
+    std::sort(all.begin(), all.end());
+    all.erase(std::unique(all.begin(), all.end()), all.end());
+    std::vector<size_t> needed;
+    std::copy_if(all.begin(), all.end(), std::back_inserter(needed), [&](size_t b) {
+      return std::none_of(all.begin(), all.end(), [&](size_t other) { return ancestors.has(other, b); });
+    });
+    all = std::move(needed);
+  }
+  return before;
 }
 
 std::vector<size_t> Hazards::add(const std::vector<Address>& reads, const std::vector<Address>& writes) {

@@ -36,6 +36,10 @@ using Sizes = std::vector<size_t>;
 // The places of buffers, each of which is written before it is read, in a block of at most `factor` times the least bytes.
 Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double factor);
 
+// The same order with as few dependencies as say it: without those on an operation that another one waits for anyway. Each
+// operation waits for ones before it; none twice in what is returned.
+std::vector<std::vector<size_t>> direct(std::vector<std::vector<size_t>> before);
+
 // The operations that have to be done before another one: who wrote what it reads, and who reads or wrote what it writes.
 class Hazards {
  public:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <string_view>
@@ -18,8 +19,10 @@ namespace {
 // Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
-// The memory of a block, at most so many times the least that a plan takes.
-constexpr double factor = 1.1;
+// The memory of a block, at most so many times the least that a plan takes: more where all of it is little, so that more
+// operations run side by side (engine/replay/mod.rs has the same numbers).
+constexpr double factor = 1.1, factor_of_little = 8;
+constexpr size_t little = size_t{64} << 20;
 
 } // namespace
 
@@ -60,7 +63,8 @@ Learnt Recorder::learn() {
       reads.insert(reads.end(), alike.begin(), alike.end());
     }
   }
-  plan = replay::plan(operations, sizes, factor);
+  auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
+  plan = replay::plan(operations, sizes, all <= little ? factor_of_little : factor);
   return std::move(learning_);
 }
 
@@ -92,12 +96,14 @@ void Recorder::run() {
   auto tape = this->tape();
   try {
     count(tape);
+    feed([](const Capture& capture) { return capture.feed_->encode_in(); });
     while (!tape.empty()) {
       auto array = std::move(tape.back());
       tape.pop_back();
       evaluate(std::move(array));
     }
     carry();
+    feed([](const Capture& capture) { return capture.feed_->encode_out(capture.results_); });
   } catch (...) {
     if (block_ != nullptr) {
       block_->end(); // while all that lies in it is still there
@@ -431,6 +437,13 @@ void Recorder::copy(const mx::array& from, const mx::array& into) {
   add(begin, {from.data_shared_ptr()}, {into.data_shared_ptr()});
 }
 
+// A kernel that brings what changes from launch to launch.
+void Recorder::feed(Feed::Encoded (*encode)(const Capture&)) {
+  auto begin = recording_.nodes();
+  auto [reads, writes] = encode(capture_);
+  add(begin, reads, writes);
+}
+
 // The dependencies of the nodes: within an operation those that MLX gives them, between operations those of the plan.
 void Recorder::connect() {
   const auto& driver = replay::driver();
@@ -465,6 +478,11 @@ void Recorder::connect() {
     from.push_back(nodes[a]);
     to.push_back(nodes[b]);
   }
+  std::vector<std::vector<size_t>> waits;
+  for (auto& unit : units_) {
+    waits.push_back(std::move(unit.before));
+  }
+  waits = direct(std::move(waits));
   for (size_t u = 0; u < units_.size(); ++u) {
     std::vector<CUgraphNode> begins, before;
     for (auto i = units_[u].begin; i < units_[u].end; ++i) {
@@ -475,10 +493,7 @@ void Recorder::connect() {
         ends[u].push_back(nodes[i]);
       }
     }
-    auto& waits = units_[u].before;
-    std::sort(waits.begin(), waits.end());
-    waits.erase(std::unique(waits.begin(), waits.end()), waits.end());
-    for (auto b : waits) {
+    for (auto b : waits[u]) {
       before.insert(before.end(), ends[b].begin(), ends[b].end());
     }
     if (begins.size() > 1 && before.size() > 1) {

@@ -10,11 +10,10 @@
 #include "cuda/replay/block.hpp"
 #include "cuda/replay/capture.hpp"
 #include "cuda/replay/encoder.hpp"
+#include "cuda/replay/feed.hpp"
 #include "cuda/replay/plan.hpp"
 
 namespace faststep::replay {
-
-using Data = std::shared_ptr<mx::array::Data>;
 
 // An operation's nodes, the last one excluded, and the operations that it waits for.
 struct Unit {
@@ -65,6 +64,7 @@ class Recorder {
   bool write_in_place(size_t i);
   bool replace_pointer(size_t node, void* from, void* into) const;
   void copy(const mx::array& from, const mx::array& into);
+  void feed(Feed::Encoded (*encode)(const Capture&));
   void connect();
 
   Capture& capture_;

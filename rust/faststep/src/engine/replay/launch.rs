@@ -8,9 +8,12 @@ use crate::{
     engine::{evaluate::OnDevice, Call, Engine, Owner},
     error::{Error, Result},
     evaluation::Evaluate,
-    mlx::{array, replay::SMALL},
+    mlx::{array, replay::Launched},
     trace::{Captured, Given, Outputs},
 };
+
+/// The most bytes of a result that a launch copies itself (`native/cuda/replay/scalars.hpp`), as far as there is room.
+pub(super) const SMALL: usize = 8;
 
 /// A part of a step that is launched again.
 pub(in crate::engine) struct Launch {
@@ -133,16 +136,13 @@ impl Resident {
     // returns what to wait for
     fn launch(&self, launch: &mut Launch, copies: &[(Array, Array)]) -> MlxResult<Array> {
         let Launch { captured, call, .. } = launch;
-        let results: Vec<&Array> = captured.outputs.given_out().collect();
-        let is_small = |index: &usize| results[*index].nbytes() <= SMALL;
-        let small: Vec<usize> = (0..results.len()).filter(is_small).collect();
-        let launched = captured.graph.launch(copies, &small, &self.done)?;
-        let ticket = launched[0].clone();
-
-        let (mut small, mut large) = (launched.into_iter(), Vec::new());
+        let Launched { ticket, small } = captured.graph.launch(copies, &self.done)?;
+        let (mut small, mut large) = (small.into_iter(), Vec::new());
         let outputs = captured.outputs.map_given_out(|result| {
             if result.nbytes() <= SMALL {
-                return small.next().ok_or_else(|| "a result is missing".into());
+                if let Some(copy) = small.next() {
+                    return Ok(copy);
+                }
             }
             large.push(copied(result)?);
             Ok(large[large.len() - 1].clone())

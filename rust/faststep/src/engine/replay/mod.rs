@@ -15,7 +15,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 
 use super::{evaluate::evaluate, Call, Engine, Owner};
 use crate::{
-    mlx::{array, join, memory},
+    mlx::{array, join, memory, replay::ScalarsApart},
     trace::{Captured, Given, Outputs, Part, Replay, Trace},
 };
 use resident::copied;
@@ -31,11 +31,16 @@ const SHARE: usize = 2;
 const RESERVE: usize = 32;
 /// An array of the model of which there is no second copy: from so many bytes on.
 const LARGE: usize = 1 << 20;
-/// Memory that a capture takes beyond that of a step that MLX evaluates: one part in so many of it.
+/// Memory that a capture takes beyond that of a step that MLX evaluates: one part in so many of it; of a step that takes
+/// little, up to so many times as much, but not more than this (`native/cuda/replay/recorder.cpp`).
 const BEYOND: usize = 10;
+const LITTLE: (usize, usize) = (8, 64 << 20);
+/// And so many bytes: the places of small arrays are rounded up.
+const ROUNDING: usize = 1 << 16;
 
 fn captured(bytes: usize) -> usize {
-    bytes + bytes / BEYOND
+    let (times, most) = LITTLE;
+    (bytes + bytes / BEYOND).max((times * bytes).min(most)) + ROUNDING
 }
 
 fn reserve() -> usize {
@@ -215,7 +220,9 @@ impl Engine {
                 Given::Copied { array, last: None }
             });
         }
+        let apart = ScalarsApart::begin()?;
         evaluate(given.iter().map(Given::array), owner)?;
+        drop(apart);
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };

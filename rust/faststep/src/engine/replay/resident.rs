@@ -6,7 +6,7 @@ use crate::{
     error::{Error, Result},
     mlx::{
         array, memory,
-        replay::{self, SharedStream},
+        replay::{self, ScalarsApart, SharedStream},
     },
 };
 
@@ -177,7 +177,9 @@ impl Engine {
         }
         self.give_back();
         let arrays = values.iter().map(copied).collect::<MlxResult<Vec<_>>>()?;
+        let apart = ScalarsApart::begin()?;
         evaluate(&arrays, owner)?;
+        drop(apart);
         self.residents += 1;
         self.resident = Some(Resident::new(self.residents, arrays)?);
         Ok(())

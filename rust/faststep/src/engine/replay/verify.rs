@@ -6,16 +6,16 @@ use mlx_rs::{
     ops, Array, Dtype,
 };
 
-use super::{resident::copied, Rehearsal};
+use super::{launch::SMALL, resident::copied, Rehearsal};
 use crate::{
     engine::{evaluate::evaluate, Engine, Owner},
     error::{unread, Result},
     layout::precision,
     mlx::{
-        memory,
-        replay::{Capture, Computed},
+        fuse, memory,
+        replay::{is_own, Capture, Computed},
     },
-    trace::{Captured, Outputs, Trace},
+    trace::{Captured, Given, Outputs, Trace},
 };
 
 /// The difference from MLX's update that is tolerated: relative to the update, and to the value.
@@ -81,6 +81,7 @@ impl Engine {
             if !traced.kept.is_empty() {
                 return Err("the model keeps arrays that a step computes".into());
             }
+            fuse::casts(traced.update())?;
             let mut carried = Vec::new();
             for (value, place) in std::mem::take(&mut traced.parameters).iter().zip(&arrays) {
                 carried.push((value.contiguous()?, place.clone()));
@@ -91,14 +92,26 @@ impl Engine {
             }
             written = state.into_iter().map(|(index, _)| index).collect();
             // memory of its own for each output: what it is now may be what the step writes over
-            outputs = traced.map_given_out(copied)?;
+            outputs = traced.map_given_out(|array| {
+                if array.nbytes() <= SMALL && is_own(array) {
+                    return Ok(array.clone()); // copied out by the launch
+                }
+                copied(array)
+            })?;
             let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
             let others = outputs.others.iter().map(|(at, value)| (*at, value));
             for (at, value) in others.chain(key) {
                 carried.push((value.clone(), given[at].array().clone()));
             }
             let results = outputs.given_out().cloned().collect();
-            Ok(Computed { results, carried })
+            let is_fed = |it: &&Given| !matches!(it, Given::Fixed(_));
+            let fed = given.iter().filter(is_fed).map(|it| it.array().clone());
+            Ok(Computed {
+                results,
+                carried,
+                fed: fed.collect(),
+                inputs: inputs.clone(),
+            })
         };
 
         let values = self.values();
@@ -106,7 +119,7 @@ impl Engine {
         owner.unlocked(&mut memory::synchronize);
         let graph = Capture::record(&mut computed)?;
         let results: Vec<Array> = outputs.given_out().cloned().collect();
-        graph.launch(&[], &[], &done)?;
+        graph.launch(&[], &done)?;
         let differences = distances(&values, &arrays, owner)?;
         for (i, ((update, _), (difference, size))) in
             updates.into_iter().zip(differences).enumerate()

@@ -9,7 +9,7 @@ use mlx_rs::{
 };
 
 use crate::{
-    layout::pack,
+    layout::pack::{self, Packed},
     layout::precision,
     mlx::ops::choose,
     optim::clip,
@@ -78,12 +78,25 @@ impl<'a> Body<'a> {
         let mut outputs = made.outputs;
         let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
-        let clips = self.recipe.options.max_grad_norm.is_some();
-        let norm = self.norm(inputs, &gradients, &packed, clips)?;
-        let good = self.good(&outputs, norm.as_ref(), made.weight.as_ref())?;
+        let max_norm = self.recipe.options.max_grad_norm;
+        let weight = made.weight.as_ref();
+        let checked = self.checked(inputs, &outputs, &packed)?;
+        let (norm, scale, good) = if let Some([norm, scale, good]) = checked {
+            let good = self.recipe.options.guard().map(|_| match weight {
+                Some(weight) => Guard::any(&good, weight),
+                None => Ok(good),
+            });
+            (Some(norm), max_norm.map(|_| scale), good.transpose()?)
+        } else {
+            let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some())?;
+            let scale = norm.as_ref().zip(max_norm);
+            let scale = scale.map(|(norm, max_norm)| clip::scale(norm, max_norm));
+            let good = self.good(&outputs, norm.as_ref(), weight)?;
+            (norm, scale.transpose()?, good)
+        };
         let mut clipped = gradients;
-        if let (Some(max_norm), Some(norm)) = (self.recipe.options.max_grad_norm, &norm) {
-            clipped = clip::by(&clipped, &clip::scale(norm, max_norm)?)?;
+        if let Some(scale) = scale {
+            clipped = clip::by(&clipped, &scale)?;
         }
         if let Some(max_value) = self.recipe.options.max_grad_value {
             clipped = clip::by_value(&clipped, max_value)?;
@@ -100,6 +113,27 @@ impl<'a> Body<'a> {
         outputs.norm = norm;
         outputs.gradients = packed.buffers;
         Ok(outputs)
+    }
+
+    // the norm, the factor that clips to it, and the flag of a good step, where one kernel gives all three
+    fn checked(
+        &self,
+        inputs: &Inputs,
+        outputs: &Outputs,
+        packed: &Packed,
+    ) -> Result<Option<[Array; 3]>> {
+        let (clips, guard) = (
+            self.recipe.options.max_grad_norm,
+            self.recipe.options.guard(),
+        );
+        let is_needed = clips.is_some() || guard.is_some();
+        match &outputs.loss {
+            Some(loss) if is_needed && self.scale(inputs).is_none() => {
+                let limit = guard.unwrap_or_default().limit();
+                clip::checked(&packed.squares, loss, clips, limit)
+            }
+            _ => Ok(None),
+        }
     }
 
     fn good(

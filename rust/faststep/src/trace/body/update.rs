@@ -20,9 +20,14 @@ impl Body<'_> {
         outputs: &mut Outputs,
     ) -> Result<()> {
         let weights = self.weights(inputs, rebound)?;
-        let updated = self.updated(inputs, rule, gradients, &weights, good)?;
+        let key = outputs.key.as_ref().or(inputs.rest.first());
+        let updated = self.updated(inputs, rule, (gradients, &weights), key, good)?;
         let mut new = updated.parameters;
         outputs.state.extend(updated.state);
+        outputs.kept.extend(updated.kept);
+        if updated.key.is_some() {
+            outputs.key = updated.key;
+        }
         if !rebound.is_empty() {
             // a skipped step restores the values from before the loss
             let before = self.weights(inputs, &[])?;
@@ -63,8 +68,8 @@ impl Body<'_> {
         &self,
         inputs: &Inputs,
         rule: &Rule,
-        gradients: &[Array],
-        weights: &[Array],
+        (gradients, weights): (&[Array], &[Array]),
+        key: Option<&Array>,
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
         let state = &inputs.state[..self.recipe.places.optimizer];
@@ -85,6 +90,7 @@ impl Body<'_> {
             gradients,
             parameters: weights,
             state,
+            key,
         })?;
         for (new, old) in output.parameters.iter_mut().zip(weights) {
             *new = choose(good, new.clone(), old)?;

@@ -1,0 +1,312 @@
+"""Optimizers of a user's own: what they keep beside arrays, what they draw, which of MLX's methods they replace."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from faststep import Step
+from faststep.checkpoints import Checkpoints
+from mlx.utils import tree_map
+from support.helpers import Row, Tree, assert_close, flat, plain_step, random_key, snapshot, to_numpy
+from support.models import cross_entropy
+
+ROW, STILL = Row("conv", "adamw"), Row("mlp", "adamw")  # the first one draws random numbers
+STEPS = 6
+State = dict[str, Any]
+
+
+class Own(optim.Optimizer):
+    """Descent that keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._maybe_schedule("learning_rate", 1e-2)
+
+    def init_single(self, parameter: mx.array, state: State) -> None:
+        """Start with an average of zeros."""
+        state["average"] = mx.zeros_like(parameter)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Go along the gradient."""
+        return parameter - self.learning_rate.astype(gradient.dtype) * gradient
+
+
+class Late(Own):
+    """Makes a part of its state at the first update, which it counts in a number (ADOPT, MADGRAD)."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Average from the first gradient on, towards the first parameter."""
+        if state.get("begun", 0) == 0:
+            state.update(begun=1, first=parameter, square=gradient.square())
+            return parameter
+        state["square"] = 0.9 * state["square"] + 0.1 * gradient.square()
+        moved = super().apply_single(gradient / (state["square"].sqrt() + 1e-3), parameter, state)
+        return 0.9 * moved + 0.1 * state["first"]
+
+
+class Counting(Own):
+    """Counts its updates in a number of each parameter (Shampoo, QHAdam)."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Average every second gradient."""
+        state["updates"] = state.get("updates", 0) + 1
+        if state["updates"] % 2:
+            state["average"] = 0.5 * state["average"] + gradient
+        return super().apply_single(state["average"], parameter, state)
+
+
+class Attribute(Own):
+    """Counts its updates in an attribute."""
+
+    calls = 0
+
+    def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Go slower and slower."""
+        self.calls = self.calls + 1
+        return super().apply_gradients(tree_map(lambda g: g / self.calls, gradients), parameters)
+
+
+class Containers(Own):
+    """Keeps its arrays in lists and tuples that it makes anew."""
+
+    def init_single(self, parameter: mx.array, state: State) -> None:
+        """Start with zeros."""
+        state["list"], state["tuple"] = [mx.zeros_like(parameter)], (mx.zeros_like(parameter),)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Average twice."""
+        state["list"] = [0.5 * state["list"][0] + gradient]
+        state["tuple"] = (0.5 * state["tuple"][0] + state["list"][0],)
+        return super().apply_single(state["tuple"][0], parameter, state)
+
+
+class Lists(Containers):
+    """Keeps its arrays in lists that it makes anew."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Average."""
+        state["list"] = [0.5 * state["list"][0] + gradient]
+        return Own.apply_single(self, state["list"][0], parameter, state)
+
+
+class Noisy(Own):
+    """Draws noise (Kron, Langevin dynamics)."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Add noise."""
+        return super().apply_single(gradient + mx.random.normal(gradient.shape), parameter, state)
+
+
+class Pulled(optim.AdamW):
+    """Replaces ``update``: parameters are pulled back to an average of theirs (Lookahead)."""
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        """Update, then average."""
+        before = model.trainable_parameters()
+        super().update(model, gradients)
+        model.update(tree_map(lambda new, old: 0.5 * (new + old), model.trainable_parameters(), before))
+
+
+def replaced(learning_rate: float = 1e-2) -> optim.Optimizer:
+    """Make one of MLX's, of which a method has been replaced."""
+    optimizer = optim.AdamW(learning_rate)
+    theirs = optimizer.apply_single
+
+    def apply_single(self: optim.Optimizer, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        updated: mx.array = theirs(mx.clip(gradient, -0.01, 0.01), parameter, state)
+        return updated
+
+    optimizer.apply_single = types.MethodType(apply_single, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def pulled() -> optim.Optimizer:
+    """Make one with its own ``update``."""
+    return Pulled(1e-2)
+
+
+PLAIN = {"counting": Counting, "attribute": Attribute, "containers": Containers}
+TRACED = {"late": Late, "lists": Lists, "noisy": Noisy, "pulled": pulled, "replaced": replaced}
+Make = Callable[[], optim.Optimizer]
+
+
+def arrays(model: nn.Module, optimizer: optim.Optimizer) -> State:
+    """Return all parameters and the whole state, arrays as NumPy's."""
+    found = flat({"model": model.parameters(), "state": optimizer.state})
+    return {name: to_numpy(each) if isinstance(each, mx.array) else each for name, each in found.items()}
+
+
+def same(ours: State, theirs: State) -> None:
+    assert ours.keys() == theirs.keys()
+    numbers = [name for name, each in theirs.items() if isinstance(each, int | float)]
+    assert {name: ours[name] for name in numbers} == {name: theirs[name] for name in numbers}
+    assert_close(*({name: each for name, each in side.items() if name not in numbers} for side in (ours, theirs)), 1e-5)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *TRACED])
+def test_an_optimizer_of_ones_own_does_what_it_does_in_the_plain_loop(name: str) -> None:
+    make: Make = (PLAIN | TRACED)[name]
+    reference, ours = (ROW.new()[0], make()), (ROW.new()[0], make())
+    take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
+    keys = []
+    for side in (take, step):
+        mx.random.seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if name in PLAIN else "error")
+            losses = [side(*batch) for batch in ROW.case.batches(STEPS)]
+        assert len(losses) == STEPS
+        keys.append(random_key())
+    same(arrays(*ours), arrays(*reference))
+    assert mx.array_equal(*keys)
+    assert step.stats.mode == ("plain" if name in PLAIN else "traced")
+
+
+@pytest.mark.parametrize(("name", "named"), [("counting", "updates"), ("attribute", "calls"), ("containers", "tuple")])
+def test_the_warning_names_what_changes(name: str, named: str) -> None:
+    step = Step(ROW.new()[0], PLAIN[name](), cross_entropy)
+    first, second, third = ROW.case.batches(3)
+    step(*first)  # it might be for the first update alone
+    with pytest.warns(RuntimeWarning, match=rf"{PLAIN[name].__name__}\) changes more than arrays .*{named}"):
+        step(*second)
+    step(*third)
+    assert named in (step.stats.reason or "")
+    assert len(step.stats.traces) <= 3
+
+
+@pytest.mark.parametrize("name", ["late", "counting"])
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_a_step_that_is_skipped_changes_no_number(name: str) -> None:
+    make: Make = (PLAIN | TRACED)[name]
+    reference, ours = (STILL.new()[0], make()), (STILL.new()[0], make())
+    take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
+    for number, (x, y) in enumerate(STILL.case.batches(STEPS)):
+        if number in (0, 3):
+            before = arrays(*ours)
+            assert bool(step(x * float("nan"), y).skipped)
+            if number:
+                same(arrays(*ours), before)
+        step(x, y)
+        take(x, y)
+    same(arrays(*ours), arrays(*reference))
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_an_error_in_an_uncompiled_update_changes_no_number() -> None:
+    class Failing(Counting):
+        """Fails when it is told to, half way through."""
+
+        fails = False
+
+        def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+            """Fail at a vector."""
+            updated = super().apply_single(gradient, parameter, state)
+            if self.fails and parameter.ndim == 1:
+                raise KeyError("no vectors")
+            return updated
+
+    ours, batches = (ROW.new()[0], Failing()), ROW.case.batches(4)
+    step = Step(*ours, cross_entropy)
+    for batch in batches[:3]:
+        step(*batch)
+    before = arrays(*ours)
+    ours[1].fails = True
+    with pytest.raises(KeyError, match="no vectors"):
+        step(*batches[3])
+    same(arrays(*ours), before)
+    ours[1].fails = False
+    assert bool(step(*batches[3]).updated)
+
+
+def test_what_is_unfrozen_later_begins_late_too() -> None:
+    reference, ours = (STILL.new()[0], Late()), (STILL.new()[0], Late())
+    take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
+    modes = []
+    for number, batch in enumerate(STILL.case.batches(STEPS)):
+        for model in (reference[0], ours[0]):
+            if number in (0, 3):
+                last = [module for _, module in model.named_modules() if "weight" in module][-1]
+                (last.freeze if number == 0 else last.unfreeze)()
+        for optimizer in (reference[1], ours[1]):
+            if number == 3:  # MLX has `init` called by hand for what is new
+                optimizer._initialized = False
+        take(*batch)
+        step(*batch)
+        modes.append(step.stats.mode)
+    same(arrays(*ours), arrays(*reference))
+    assert modes == ["plain", "traced", "traced"] * 2
+
+
+def test_noise_in_the_update_of_a_window_is_refused_with_words() -> None:
+    ours = (ROW.new()[0], Noisy())
+    step, batches = Step(*ours, cross_entropy, accumulate=2), ROW.case.batches(2)
+    step(*batches[0])
+    with pytest.raises(ValueError, match=r"Noisy\) draws random numbers in its update.*accumulate=1"):
+        step(*batches[1])
+
+
+def test_an_optimizer_that_writes_into_the_models_buffers_is_not_compiled() -> None:
+    class Marking(optim.SGD):
+        """Scales the model's first frozen array."""
+
+        def update(self, model: nn.Module, gradients: Tree) -> None:
+            """Update, and write."""
+            super().update(model, gradients)
+            model.scale = model.scale * 0.5
+
+    class Scaled(nn.Module):
+        """A linear layer with a frozen factor."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 2), mx.array(1.0)
+            self.freeze(keys=["scale"], recurse=False)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            """Scale what the layer gives."""
+            y: mx.array = self.layer(x) * self.scale
+            return y
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return model(x).square().mean()
+
+    mx.random.seed(1)
+    theirs, ours = Scaled(), Scaled()
+    ours.update(theirs.parameters())
+    reference, pair = (theirs, Marking(0.1)), (ours, Marking(0.1))
+    take, step = plain_step(*reference, loss_fn), Step(*pair, loss_fn)
+    x = mx.random.normal((8, 4))
+    with pytest.warns(RuntimeWarning, match="changes more of the model than its parameters"):
+        step(x)
+    for _ in range(2):
+        step(x)
+    for _ in range(3):
+        take(x)
+    assert_close(snapshot(*pair), snapshot(*reference), 1e-6)
+    assert ours.scale.item() == 0.125
+
+
+@pytest.mark.parametrize("name", ["late", "counting", "lists"])
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_a_checkpoint_has_what_it_made_at_the_first_update(name: str, tmp_path: Path) -> None:
+    make: Make = (PLAIN | TRACED)[name]
+    ours, again, batches = (STILL.new()[0], make()), (STILL.new()[0], make()), STILL.case.batches(STEPS)
+    step = Step(*ours, cross_entropy)
+    for batch in batches[:3]:
+        step(*batch)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(step, number=3)
+    for batch in batches[3:]:
+        step(*batch)
+    other = Step(*again, cross_entropy)
+    assert Checkpoints(tmp_path).restore(other)
+    for batch in batches[3:]:
+        other(*batch)
+    same(arrays(*again), arrays(*ours))
