@@ -142,7 +142,9 @@ def test_a_step_is_as_near_to_float64_as_plain_mlx(case: Case) -> None:
     got = [(out.loss.item(), out.grad_norm.item()) for out in (step(*batch) for batch in batches)]  # type: ignore[union-attr]
     off = np.abs(np.array(got) / wanted - 1)
     half = case.dtype != mx.float32
-    assert (off <= 3 * near.max(axis=0) + (1e-3 if half else 1e-6)).all(), (off, near)
+    # of two numbers plain MLX's may be near by luck, of all elements below it is not
+    luck = 1e-3 if half else 1e-4 if os.environ.get("MLX_ENABLE_TF32") != "0" else 1e-6
+    assert (off <= 3 * near.max(axis=0) + luck).all(), (off, near)
     ends = {name: arrays(model) for name, model in {"exact": exact, "plain": plain, "ours": ours}.items()}
     for name, value in ends["exact"].items():
         rounding = np.abs(value).max() * (2**-8 if half else 2**-23)
