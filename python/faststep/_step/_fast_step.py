@@ -31,7 +31,7 @@ def fast_step(
     compute_dtype: mx.Dtype | None = None,
     ema_decay: float | None = None,
     compile: bool = True,
-    replay: Replay = False,
+    replay: Replay = "auto",
     in_flight: int = 2,
     max_traces: int = 64,
     clear_cache_every: int = 0,

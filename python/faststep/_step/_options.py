@@ -30,7 +30,7 @@ class Options(NamedTuple):
     compute_dtype: mx.Dtype | None = None
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
     compile: bool = True
-    replay: Replay = False
+    replay: Replay = "auto"
     in_flight: Annotated[int, Range(0)] = 2
     max_traces: Annotated[int, Range(2)] = 64
     clear_cache_every: Annotated[int, Range(0)] = 0

@@ -69,7 +69,7 @@ class Step:
         compute_dtype: mx.Dtype | None = None,
         ema_decay: float | None = None,
         compile: bool = True,
-        replay: Replay = False,
+        replay: Replay = "auto",
         in_flight: int = 2,
         max_traces: int = 64,
         cache_limit: int | None = None,
@@ -105,7 +105,7 @@ class Step:
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
             compile: Compile the step. Without, the loss function is called at every step.
-            replay: Experimental. Launch a step again as one CUDA graph, where MLX computes by CUDA. "auto": a trace
+            replay: Launch a step again as one CUDA graph, where MLX computes by CUDA. "auto" (the default): a trace
                 that MLX has evaluated a few times is captured where that takes no more than half of the free memory,
                 compared with MLX's evaluation of one step, and launched from then on where both agree; where not, MLX
                 goes on. True: as soon as a step's memory has been measured, with a warning where it cannot be. False:

@@ -45,9 +45,9 @@ impl std::fmt::Display for Nonfinite {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Replay {
     /// MLX evaluates every step.
-    #[default]
     Never,
     /// A trace that has been evaluated a few times.
+    #[default]
     Auto,
     /// A trace as soon as the memory that it takes has been measured.
     Always,
@@ -104,7 +104,7 @@ impl Default for Options {
             compute_dtype: None,
             ema_decay: None,
             compile: true,
-            replay: Replay::Never,
+            replay: Replay::Auto,
             in_flight: 2,
             max_traces: 64,
             cache_limit: None,
