@@ -26,7 +26,7 @@ import mlx.optimizers as optim
 from cases import Run
 from faststep import recipes
 from mlx.utils import tree_flatten
-from ways import COMPILED, FAST, PLAIN, REPLAYED, WAYS
+from ways import COMPILED, EVALUATED, FAST, PLAIN, WAYS
 
 CHUNKED = f"{FAST}, logits in chunks"
 Batch = tuple[mx.array, ...]
@@ -172,7 +172,7 @@ def child(name: str, way: str, steps: int) -> dict[str, Any]:
 def compare(name: str, rounds: int, steps: int) -> list[str]:
     """Measure a system all ways; return the lines of its table."""
     system = SYSTEMS[name]
-    ways = [PLAIN, COMPILED, FAST, *([CHUNKED] if system.chunks else []), *([REPLAYED] if REPLAYED in WAYS else [])]
+    ways = [PLAIN, COMPILED, FAST, *([CHUNKED] if system.chunks else []), *([EVALUATED] if EVALUATED in WAYS else [])]
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for number in range(rounds):
         at = number % len(ways)

@@ -15,7 +15,7 @@ import numpy as np
 from cases import Case, gpt
 from machine import ROOT
 from samples import measure_alone
-from ways import FAST, REPLAYED, WAYS
+from ways import EVALUATED, FAST, WAYS
 
 CASE = gpt(layers=4, width=128, heads=4, batch=32, seq=128)
 STEPS = 2000
@@ -44,7 +44,7 @@ def losses(way: str, case: Case, steps: int, after: Callable[[], None]) -> list[
 
 def measure(steps: int, after: Callable[[], None]) -> dict[str, Any]:
     """Train both ways; return losses at some steps, and the largest difference between each of them and the last."""
-    ways = {way: losses(way, CASE, steps, after) for way in (FAST, REPLAYED)}
+    ways = {way: losses(way, CASE, steps, after) for way in (EVALUATED, FAST)}
     differences = np.abs(np.subtract(*ways.values())).reshape(-1, EVERY)
     return {
         "title": f"{CASE.title}, on bytes of the documentation",
@@ -55,7 +55,7 @@ def measure(steps: int, after: Callable[[], None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if REPLAYED in WAYS:
+    if EVALUATED in WAYS:
         measure_alone("replay", "losses", "Losses with and without replay.", measure, rounds=STEPS, gpu=True)
     else:
         print("replay: nothing to measure without an NVIDIA GPU")

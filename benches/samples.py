@@ -58,10 +58,17 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path) -> list[dict[str, Any]]:
-    """Return the newest sample of each part and device, in the order of these names."""
-    samples = sorted((read(file) for file in folder.glob("*.json")), key=lambda sample: str(sample["date"]))
-    found = {(sample["part"], sample["machine"]["device"]): sample for sample in samples}
-    return [found[name] for name in sorted(found)]
+    """Return the newest results of each case of a part on a device, by sample, in the order of parts and devices."""
+    samples = [read(file) for file in folder.glob("*.json")]
+    known: set[tuple[str, str, str]] = set()
+    found = []
+    for sample in sorted(samples, key=lambda sample: str(sample["date"]), reverse=True):
+        of = sample["part"], sample["machine"]["device"]
+        results = {case: result for case, result in sample["results"].items() if (*of, case) not in known}
+        known |= {(*of, case) for case in results}
+        if results:
+            found.append(sample | {"results": results})
+    return sorted(found, key=lambda sample: (sample["part"], sample["machine"]["device"]))
 
 
 def device_slug(sample: dict[str, Any]) -> str:
