@@ -12,8 +12,8 @@ STEP = """All ways take their turns in rotating order, on the same batches from 
 clipped to norm 1.0, parameters, optimizer state and random state evaluated; `fast_step` with its defaults, so that a
 step that is not finite would be left out, and on CUDA replayed as one CUDA graph (samples before 2026-11-23: not yet).
 Times are milliseconds a step: the median, and in brackets the quartiles over the rounds. A ratio is a way's time over
-`fast_step`'s in the same round: above 1, `fast_step` is faster. Peak memory is MLX's own (`mx.get_peak_memory`), each way
-alone in a process, once the first steps are done. On a CPU all ways have our OpenBLAS, and the kernels that MLX's
+`fast_step`'s in the same round: above 1, `fast_step` is faster. Peak memory is MLX's own (`mx.get_peak_memory`), each
+way alone in a process, once the first steps are done. On a CPU all ways have our OpenBLAS, and the kernels that MLX's
 compilation makes as `faststep` has them made, for the processor; those with MLX's own kernels are in another process
 (`FASTSTEP_KERNELS=0`), which takes its turns in the same rounds.
 """
