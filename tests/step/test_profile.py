@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -84,6 +85,7 @@ def test_the_operations_are_those_of_forward_backward_and_update() -> None:
     "options", [{}, {"accumulate": 2}, {"nonfinite": "raise"}, {"compute_dtype": mx.bfloat16}], ids=str
 )
 def test_memory_is_told_by_what_it_is_for(options: dict[str, Any]) -> None:
+    gc.collect()  # arrays of other tests would count while the step is measured, and not in the plan
     mx.random.seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm(256), nn.relu, nn.Linear(256, 64), nn.Linear(64, 4))
     model.layers[4].freeze()
@@ -97,8 +99,8 @@ def test_memory_is_told_by_what_it_is_for(options: dict[str, Any]) -> None:
     found.measure(x)
     planned, peak = step.memory_plan(x), found.peak()
     assert peak is not None
-    rounding = 1024 if mx.cuda.is_available() else 0  # there a scalar lives until MLX's worker thread lets it go
-    assert 0.9 * planned.steady_peak <= peak.held.in_use <= planned.steady_peak + rounding
+    scalars = 1024  # of which some live until a thread of MLX's lets them go
+    assert 0.9 * planned.steady_peak <= peak.held.in_use <= planned.steady_peak + scalars
     parameters = sum(each.nbytes for _, each in tree_flatten(model.trainable_parameters()))
     most = {kind: max(getattr(each.held, kind) for each in found.operations) for kind in Held._fields}
     assert parameters <= most["parameters"] <= 2.1 * parameters
