@@ -8,9 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, StepOutput, fast_step
+from faststep._step._fast_step import _programs
+from faststep._step._options import Options
 from support.helpers import LossFn, Row, Tree, assert_close, flat, plain_step, snapshot
 from support.models import cross_entropy
 
@@ -302,3 +305,26 @@ def test_texts_that_change_are_no_new_traces_unless_they_decide_something(
             side(batch, "sum" if number in (3, 5) else "mean")
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert len(step.stats.traces) == 2
+
+
+def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
+    given: dict[str, Any] = {
+        "max_grad_norm": 0.5,
+        "max_grad_value": 0.25,
+        "weighted": True,
+        "nonfinite": "raise",
+        "max_loss": 1e3,
+        "compute_dtype": mx.bfloat16,
+        "ema_decay": 0.75,
+        "compile": False,
+        "replay": False,
+        "in_flight": 1,
+        "max_traces": 7,
+        "clear_cache_every": 5,
+    }
+    assert given.keys() == set(Options._fields)
+    assert all(repr(given[name]) != repr(default) for name, default in Options._field_defaults.items())
+    model, optimizer = nn.Linear(2, 1), optim.SGD(0.1)
+    fast_step(model, optimizer, lambda model, x: (model(x).sum(), mx.array(1.0)), mx.ones((3, 2)), **given)
+    kept = [options for _, its_optimizer, options in _programs if its_optimizer == id(optimizer)]
+    assert kept == [Options(**given)]
