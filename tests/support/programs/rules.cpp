@@ -76,6 +76,7 @@ using Arrays = std::vector<mx::array>;
 namespace faststep {
 
 void is_determined_by_inputs(const mx::array&) {}
+void may_write_over_first_input(const mx::array&) {}
 
 void set_last_error(const char* message) noexcept {
   std::printf("%s\n", message);
@@ -282,7 +283,7 @@ mx::fast::CustomKernelFunction mx::fast::stand_in(
       void eval_cpu(const Arrays& in, Arrays& out) override {
         auto made = work(in);
         for (size_t i = 0; i < out.size(); ++i) {
-          auto whole = mx::contiguous(made[i]);
+          auto whole = mx::contiguous(mx::astype(made[i], out[i].dtype()));
           whole.eval();
           out[i].copy_shared_buffer(whole);
         }
@@ -313,14 +314,51 @@ constexpr int batch = 2, heads = 3, width = 16;
 struct Case {
   const char* name;
   int positions;
-  const char* mask; // "causal", "array", ""
+  const char* mask; // "causal", "", or what additive_mask knows
   std::multiset<std::string> kernels;
+  const char* twist = nullptr; // of an attention that is written out
+  int queries = 0; // the last ones only
 };
 
 mx::array drawn(mx::Shape shape, int seed) {
   auto made = mx::random::normal(shape, mx::float32, mx::random::key(seed));
   made.eval();
   return made;
+}
+
+// What is added to scores: lowest values in the places of those that a causal mask hides, or something that looks like it.
+mx::array additive_mask(const std::string& name, int n) {
+  auto i = mx::arange(n), lowest = mx::array(std::numeric_limits<float>::lowest());
+  auto rows = mx::expand_dims(i, 1), columns = mx::expand_dims(i, 0);
+  auto hidden = rows < columns;
+  if (name == "future") {
+    hidden = columns < rows;
+  } else if (name == "one row") {
+    hidden = mx::expand_dims(mx::arange(1), 1) < mx::broadcast_to(columns, {n, n});
+  } else if (name == "shifted") {
+    hidden = mx::expand_dims(mx::arange(1, n + 1), 1) < columns;
+  } else if (name == "coarse") { // neighbours are one number
+    auto j = mx::arange(0.0, n, 1.0, mx::bfloat16);
+    hidden = mx::expand_dims(j, 1) < mx::expand_dims(j, 0);
+  } else if (name == "soft") {
+    lowest = mx::array(-10.0f);
+  }
+  return mx::astype(hidden, mx::float32) * lowest;
+}
+
+// Attention as a user writes it, whose scores or probabilities something else uses, too.
+mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, const std::string& twist) {
+  int n = q.shape(2), of = k.shape(2);
+  auto scores = mx::matmul(mx::array(0.25f) * q, turned(k));
+  auto rows = mx::expand_dims(mx::arange(of - n, of), 1), columns = mx::expand_dims(mx::arange(of), 0);
+  auto masked = mx::where(rows >= columns, scores, mx::array(-INFINITY));
+  auto p = mx::softmax(masked, -1, true);
+  auto weights = twist == "dropout" ? p * mx::cos(mx::stop_gradient(p)) : p;
+  auto out = mx::matmul(weights, v);
+  if (twist == "scores") {
+    return out + mx::mean(mx::sin(scores));
+  }
+  return twist == "probabilities" ? out + mx::mean(mx::square(p)) : out;
 }
 
 // Loss and gradients of a layer with attention, a product that is added to, and a bias.
@@ -332,13 +370,19 @@ Arrays layer(const Case& of) {
       return by_heads(mx::unflatten(y, -1, {heads, width}));
     };
     auto q = project(in[1]), k = project(in[2]), v = project(in[3]);
+    std::string name = of.mask;
     std::optional<mx::array> mask;
-    if (std::string(of.mask) == "array") {
-      auto i = mx::arange(n);
-      auto less = mx::expand_dims(i, 1) < mx::expand_dims(i, 0);
-      mask = mx::astype(less, mx::float32) * mx::array(std::numeric_limits<float>::lowest());
+    if (!name.empty() && name != "causal" && of.twist == nullptr) {
+      mask = additive_mask(name, n);
     }
-    auto y = mx::fast::scaled_dot_product_attention(q, k, v, 0.25f, of.mask, mask);
+    if (of.queries > 0) {
+      q = mx::slice(q, {0, 0, n - of.queries, 0}, q.shape());
+    }
+    auto y = of.twist ? attention(q, k, v, of.twist)
+                      : mx::fast::scaled_dot_product_attention(q, k, v, 0.25f, mask ? "array" : name, mask);
+    if (of.queries > 0) {
+      y = mx::pad(y, {{0, 0}, {0, 0}, {n - of.queries, 0}, {0, 0}});
+    }
     auto out = mx::matmul(mx::flatten(by_heads(y), -2, -1), mx::transpose(in[4]));
     auto summed = mx::tanh(in[0] + out);
     auto biased = mx::addmm(in[5], mx::reshape(summed, {batch * n, dims}), mx::transpose(in[4]));
@@ -416,7 +460,8 @@ bool is_right(
   mx::eval(got);
   bool right = true;
   for (size_t i = 0; i < got.size(); ++i) {
-    auto off = (mx::max(mx::abs(got[i] - wanted[i])) / mx::max(mx::abs(wanted[i]))).item<float>();
+    auto largest = [](const mx::array& a) { return mx::max(mx::abs(mx::astype(a, mx::float32))).item<float>(); };
+    auto off = largest(got[i] - wanted[i]) / std::max(largest(wanted[i]), 1e-6f);
     if (!(off < near) || got[i].shape() != wanted[i].shape()) {
       std::printf("%s: result %zu is off by %g\n", name.c_str(), i, off);
       right = false;
@@ -438,8 +483,9 @@ bool is_right(
 }
 
 bool is_right(const Case& of) {
-  return is_right(of.name, layer(of), layer(of), of.kernels, [](const auto& left) {
-    return !left.count("Softmax") && !left.count("Select") && left.count("AddMM");
+  bool whole = of.kernels.count("attention_tiles") || of.kernels.count("attention_forward");
+  return is_right(of.name, layer(of), layer(of), of.kernels, [whole](const auto& left) {
+    return !whole || (!left.count("Softmax") && !left.count("Select") && left.count("AddMM"));
   });
 }
 
@@ -696,6 +742,17 @@ int main(int count, char** arguments) {
   std::multiset<std::string> many = tiles, some = few;
   many.insert("columns_4");
   many.insert("columns_1");
+  auto with_heads = [](std::multiset<std::string> others, int count) {
+    others.insert({"columns_4", "columns_1", "softmax_vjp"});
+    for (int i = 0; i < count; ++i) {
+      others.insert("heads");
+    }
+    return others;
+  };
+  auto plain = with_heads({}, 8), by_row = with_heads({"causal_softmax"}, 8), of_last = with_heads({"causal_softmax"}, 4);
+  auto kept = tiles; // what is used is computed beside
+  kept.insert("causal_softmax");
+  kept = with_heads(kept, 6);
   bool right = true;
   for (const auto& each : std::vector<Case>{
            {"few positions", 20, "causal", some},
@@ -705,6 +762,16 @@ int main(int count, char** arguments) {
            {"many positions, mask in an array", 40, "array", many},
            {"many positions, no mask", 40, "", many},
            {"more than a warp keeps", 1030, "causal", many},
+           {"future", 40, "future", plain},
+           {"one row", 40, "one row", plain},
+           {"shifted", 40, "shifted", plain},
+           {"soft", 40, "soft", plain},
+           {"neighbours are one number", 300, "coarse", plain},
+           {"written out", 40, "causal", many, ""},
+           {"dropout", 40, "causal", by_row, "dropout"},
+           {"scores are used", 40, "causal", kept, "scores"},
+           {"probabilities are used", 40, "causal", kept, "probabilities"},
+           {"the last queries", 40, "causal", of_last, "", 24},
        }) {
     right &= is_right(each);
   }

@@ -67,6 +67,7 @@ constexpr const char* backward = R"(
   float cotangent = cotangents[blockIdx.x], normalizer = losses[blockIdx.x] + float(row[nearest]);
   O* to = gradient + size_t(blockIdx.x) * LENGTH;
   alignas(16) O made[width];
+  __syncthreads(); // the gradient may lie where the logits do
   for (int i = threadIdx.x; i < LENGTH / width; i += blockDim.x) {
     *reinterpret_cast<uint4*>(in) = reinterpret_cast<const uint4*>(row)[i];
     for (int k = 0; k < width; ++k) {
@@ -123,7 +124,7 @@ mx::array cross_entropy_vjp(
     const mx::array& cotangents,
     mx::Dtype dtype,
     mx::StreamOrDevice stream) {
-  return run(
+  auto made = run(
       "faststep_cross_entropy_vjp",
       backward,
       logits,
@@ -133,6 +134,10 @@ mx::array cross_entropy_vjp(
       logits.whole.shape(),
       dtype,
       stream);
+  if (dtype == logits.whole.dtype()) {
+    may_write_over_first_input(made);
+  }
+  return made;
 }
 
 } // namespace faststep

@@ -48,16 +48,24 @@ bool passes_on(const mx::Primitive& primitive) {
   return name == "CustomTransforms" || name == "Depends";
 }
 
-// The primitives of which is_determined_by_inputs has told.
-std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>>& determined() {
-  static thread_local std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>> primitives;
-  return primitives;
-}
+// Primitives of which something has been told.
+class Told {
+ public:
+  void add(const mx::array& array) {
+    std::erase_if(primitives_, [](const auto& item) { return item.second.expired(); });
+    primitives_.insert_or_assign(&array.primitive(), array.primitive_ptr());
+  }
 
-bool is_determined(const mx::Primitive& primitive) {
-  auto found = determined().find(&primitive);
-  return found != determined().end() && !found->second.expired();
-}
+  bool has(const mx::Primitive& primitive) const {
+    auto found = primitives_.find(&primitive);
+    return found != primitives_.end() && !found->second.expired();
+  }
+
+ private:
+  std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>> primitives_;
+};
+
+thread_local Told determined, written_over;
 
 bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (&a == &b) {
@@ -66,7 +74,7 @@ bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (typeid(a) != typeid(b)) {
     return false;
   }
-  return a.is_equivalent(b) || passes_on(a) || (is_determined(a) && is_determined(b));
+  return a.is_equivalent(b) || passes_on(a) || (determined.has(a) && determined.has(b));
 }
 
 bool same_value(const mx::array& a, const mx::array& b) {
@@ -86,9 +94,15 @@ long holders(const mx::array& array) {
 } // namespace
 
 void is_determined_by_inputs(const mx::array& array) {
-  auto& primitives = determined();
-  std::erase_if(primitives, [](const auto& item) { return item.second.expired(); });
-  primitives.emplace(&array.primitive(), array.primitive_ptr());
+  determined.add(array);
+}
+
+void may_write_over_first_input(const mx::array& array) {
+  written_over.add(array);
+}
+
+bool writes_over_first_input(const mx::Primitive& primitive) {
+  return written_over.has(primitive);
 }
 
 class Graph {

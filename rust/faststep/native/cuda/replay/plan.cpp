@@ -125,7 +125,7 @@ class Sharing {
 };
 
 // Each buffer as low as may be: beside those that it must not share bytes with.
-Plan place(
+Plan placed(
     const std::vector<Life>& lives, const std::vector<size_t>& order, const Sharing& sharing, size_t buffers, size_t apart) {
   Plan plan;
   plan.offsets.resize(buffers);
@@ -156,14 +156,25 @@ Plan place(
 
 } // namespace
 
-Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double factor) {
+Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Over>& over, double factor) {
+  std::vector<size_t> place(sizes.size());
+  std::iota(place.begin(), place.end(), 0);
+  for (auto [buffer, other] : over) {
+    place[buffer] = place[other]; // which has its own already
+    sizes[buffer] = 0;
+  }
+  for (auto& operation : operations) {
+    for (auto* buffers : {&operation.reads, &operation.writes}) {
+      std::transform(buffers->begin(), buffers->end(), buffers->begin(), [&](size_t buffer) { return place[buffer]; });
+    }
+  }
   auto all = lives(operations, sizes);
   auto tried = orders(all);
   Sharing sharing(all, Ancestors(dependencies(operations)));
   auto smallest = [&](size_t apart) {
-    auto best = place(all, tried[0], sharing, sizes.size(), apart);
+    auto best = placed(all, tried[0], sharing, sizes.size(), apart);
     for (size_t i = 1; i < tried.size(); ++i) {
-      auto other = place(all, tried[i], sharing, sizes.size(), apart);
+      auto other = placed(all, tried[i], sharing, sizes.size(), apart);
       if (other.bytes < best.bytes) {
         best = std::move(other);
       }
@@ -181,6 +192,9 @@ Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double f
     }
   }
   best.least = least;
+  for (auto [buffer, other] : over) {
+    best.offsets[buffer] = best.offsets[place[other]];
+  }
   return best;
 }
 

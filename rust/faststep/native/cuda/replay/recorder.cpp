@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "cuda/replay/driver.hpp"
+#include "graph/graph.hpp"
 #include "lazy.hpp"
 #include "walk.hpp"
 
@@ -38,7 +39,7 @@ Recorder::Recorder(Capture& capture, Encoder& encoder, const Learnt* learnt, Blo
 
 Learnt Recorder::learn() {
   run();
-  auto& [operations, sizes, made, plan] = learning_;
+  auto& [operations, sizes, made, over, plan] = learning_;
   operations.emplace_back();
   for (const auto& result : capture_.results_) {
     operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
@@ -64,7 +65,7 @@ Learnt Recorder::learn() {
     }
   }
   auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
-  plan = replay::plan(operations, sizes, all <= little ? factor_of_little : factor);
+  plan = replay::plan(operations, sizes, over, all <= little ? factor_of_little : factor);
   return std::move(learning_);
 }
 
@@ -186,7 +187,11 @@ void Recorder::evaluate(Evaluation& evaluation) {
   ++evaluations_;
   auto begin = recording_.nodes();
   outputs = array.outputs();
-  array.primitive().eval_gpu(array.inputs(), outputs);
+  if (std::string_view(array.primitive().name()) == "Contiguous" && array.inputs()[0].flags().row_contiguous) {
+    outputs[0].copy_shared_buffer(array.inputs()[0]); // MLX copies what lies in a larger buffer
+  } else {
+    array.primitive().eval_gpu(array.inputs(), outputs);
+  }
   // not before: an array whose memory somebody holds is not taken over
   for (const auto& in : array.inputs()) {
     if (in.data_shared_ptr()) {
@@ -211,6 +216,7 @@ void Recorder::evaluate(Evaluation& evaluation) {
   if (recording_.nodes() > begin) {
     add(begin, reads, writes);
     remember(array, outputs);
+    write_over(array, outputs[0]);
   }
   outputs.clear();
   array.detach();
@@ -249,6 +255,24 @@ void Recorder::take(const std::vector<Data>& writes) {
       throw Refused("other work has taken memory while the step was captured");
     }
     hazards_.take(buffer->data, buffer->size);
+  }
+}
+
+// An output that takes the place of an input which nobody reads any more.
+void Recorder::write_over(const mx::array& array, const mx::array& out) {
+  if (learnt_ != nullptr || !writes_over_first_input(array.primitive()) || learning_.made.back().size() != 1) {
+    return;
+  }
+  const auto& in = array.inputs()[0];
+  auto is_whole = [](const mx::array& a) { return a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size(); };
+  auto holds = [&in](const mx::array& other) { return other.data_shared_ptr() == in.data_shared_ptr(); };
+  const auto &results = capture_.results_, &carried = capture_.from_;
+  bool used = reads_[memory_of(*in.data_shared_ptr())] > 0 || std::any_of(results.begin(), results.end(), holds) ||
+      std::any_of(carried.begin(), carried.end(), holds);
+  auto number = id(in.data_shared_ptr()), other = id(out.data_shared_ptr());
+  auto bytes = learning_.sizes[number];
+  if (!used && in.nbytes() == out.nbytes() && is_whole(in) && is_whole(out) && bytes > 0 && bytes >= learning_.sizes[other]) {
+    learning_.over.emplace_back(other, number);
   }
 }
 

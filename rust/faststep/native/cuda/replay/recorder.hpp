@@ -37,6 +37,7 @@ struct Learnt {
   std::vector<Operation> operations;
   Sizes sizes;
   std::vector<std::vector<size_t>> made;
+  std::vector<Over> over;
   Plan plan;
 };
 
@@ -55,6 +56,7 @@ class Recorder {
   void evaluate(mx::array array);
   void evaluate(Evaluation& evaluation);
   void take(const std::vector<Data>& writes);
+  void write_over(const mx::array& array, const mx::array& out);
   void add(size_t begin, const std::vector<Data>& reads, const std::vector<Data>& writes);
   size_t id(const Data& data);
   void let_go(std::vector<Data> all);

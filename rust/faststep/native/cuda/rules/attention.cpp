@@ -176,7 +176,7 @@ std::optional<mx::array> Softmax::attention(const mx::array& product) {
   auto found = causal_.find(p.id());
   bool is_causal = found != causal_.end();
   const auto& scores = is_causal ? found->second.scores : p.inputs()[0];
-  if (!is(scores, "Matmul") || p.dtype() != mx::float32 || p.ndim() != 4 || p.shape(-1) != p.shape(-2)) {
+  if (!is(scores, "Matmul") || p.dtype() != mx::float32 || p.ndim() != 4 || p.shape(-1) != p.shape(-2) || p.size() == 0) {
     return std::nullopt;
   }
   const auto &scaled = scores.inputs()[0], &keys_swapped = scores.inputs()[1];

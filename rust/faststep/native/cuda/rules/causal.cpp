@@ -9,14 +9,15 @@ namespace {
 
 constexpr float hidden = -1e9f; // an exponential of less, beside any score that a model trains with, is zero
 
-// The numbers from `first` on, along this axis of a matrix.
+// The numbers from `first` on, along this axis of a matrix; of a dtype that has them all.
 bool counts(const mx::array& a, size_t axis, int first) {
   const auto& line = unrepeated(a);
-  if (!is(line, "ExpandDims") || line.ndim() != 2 || line.shape(1 - axis) != 1) {
+  if (!is(line, "ExpandDims") || line.ndim() != 2 || line.shape(1 - axis) != 1 || line.shape(axis) != a.shape(axis)) {
     return false;
   }
   const auto& range = line.inputs()[0];
-  if (!is(range, "Arange")) {
+  bool exact = range.dtype() == mx::int32 || range.dtype() == mx::uint32 || range.dtype() == mx::int64;
+  if (!is(range, "Arange") || !exact) {
     return false;
   }
   auto [start, stop, step] = static_cast<const mx::Arange&>(range.primitive()).state();

@@ -170,7 +170,8 @@ std::optional<mx::array> Softmax::masked(const mx::array& product) {
   if (gradient != gradients_.end()) {
     const auto& cast = unrepeated(factor);
     auto of = causal_.find(gradient->second.probabilities.id());
-    bool same = of != causal_.end() && is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == of->second.mask.id();
+    bool same = of != causal_.end() && is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == of->second.mask.id() &&
+        of->second.mask.dtype() == mx::bool_; // what is added has no gradient of the scores' own
     return same ? std::optional(other) : std::nullopt;
   }
   auto query = queries_.find(other.id());
