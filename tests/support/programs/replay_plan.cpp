@@ -15,10 +15,10 @@
 using faststep::replay::direct;
 using faststep::replay::Hazards;
 using faststep::replay::Operation;
-using faststep::replay::Over;
 using faststep::replay::plan;
 using faststep::replay::Plan;
 using faststep::replay::Sizes;
+using faststep::replay::Within;
 
 namespace {
 
@@ -139,16 +139,16 @@ bool is_serial(int shared, int count, int* redirected, size_t* spared) {
 struct Program {
   std::vector<Operation> operations;
   Sizes sizes;
-  std::vector<Over> over;
+  std::vector<Within> within;
 
   Plan planned(double factor) const {
-    return plan(operations, sizes, over, factor);
+    return plan(operations, sizes, within, factor);
   }
 };
 
 // A program like a training step: layers forward, whose values are read again backward, in the opposite order; beside each
-// layer backward a gradient that stays, and now and then a buffer that only one operation needs, or one that takes the place of
-// what is read for the last time.
+// layer backward a gradient that stays, and now and then a buffer that only one operation needs, or one within which
+// lies what is read for the last time: all of it, or the parts that are joined to it.
 Program step(int layers, int width, bool takes) {
   Program made;
   auto buffer = [&](size_t bytes) {
@@ -174,13 +174,32 @@ Program step(int layers, int width, bool takes) {
     if (below(2) == 0) { // in place
       add({stay.back()}, {stay.back()});
     }
-    bool over = takes && below(2) == 0;
-    auto last = below(2) == 0 ? value : values[i];
-    auto next = buffer(over ? 1 + size() % made.sizes[last] : size());
-    if (over) {
-      made.over.emplace_back(next, last);
+    if (takes && below(2) == 0) {
+      auto last = below(2) == 0 ? value : values[i];
+      auto gap = size();
+      auto next = buffer(gap + made.sizes[last] + size());
+      made.within.push_back({last, next, gap});
+      value = add({value, values[i]}, {next});
+    } else {
+      value = add({value, values[i]}, {buffer(size())});
     }
-    value = add({value, values[i]}, {next});
+  }
+  if (takes) { // what has been made once for each layer lies side by side
+    std::vector<size_t> parts;
+    size_t end = 0;
+    for (auto each : stay) {
+      if (below(3) > 0) {
+        parts.push_back(each);
+        end += made.sizes[each];
+      }
+    }
+    auto whole = buffer(end + 1);
+    for (size_t begin = 0; auto each : parts) {
+      made.within.push_back({each, whole, begin});
+      begin += made.sizes[each];
+    }
+    std::erase_if(stay, [&](size_t each) { return std::count(parts.begin(), parts.end(), each) > 0; });
+    stay.push_back(add(parts, {whole}));
   }
   stay.push_back(value);
   made.operations.push_back({stay, {}});
@@ -191,8 +210,8 @@ Program step(int layers, int width, bool takes) {
 size_t live(const Program& program) {
   std::vector<size_t> place(program.sizes.size());
   std::iota(place.begin(), place.end(), 0);
-  for (auto [buffer, other] : program.over) {
-    place[buffer] = place[other];
+  for (auto inner = program.within.rbegin(); inner != program.within.rend(); ++inner) {
+    place[inner->buffer] = place[inner->other];
   }
   std::vector<size_t> first(program.sizes.size(), SIZE_MAX), last(program.sizes.size());
   for (size_t i = 0; i < program.operations.size(); ++i) {
@@ -207,7 +226,7 @@ size_t live(const Program& program) {
   for (size_t i = 0; i < program.operations.size(); ++i) {
     size_t sum = 0;
     for (size_t buffer = 0; buffer < program.sizes.size(); ++buffer) {
-      sum += first[buffer] <= i && i <= last[buffer] ? program.sizes[buffer] : 0;
+      sum += place[buffer] == buffer && first[buffer] <= i && i <= last[buffer] ? program.sizes[buffer] : 0;
     }
     most = std::max(most, sum);
   }
@@ -240,7 +259,7 @@ std::vector<std::vector<size_t>> waits(const Program& program, const Plan& plan,
 // Every byte that an operation writes depends on every byte that it reads: in any order that is allowed, what stays is what it
 // is where each buffer has memory of its own.
 bool is_safe(const Program& program, const Plan& plan) {
-  const auto& [operations, sizes, over] = program;
+  const auto& [operations, sizes, within] = program;
   std::vector<char> block(plan.bytes);
   auto before = waits(program, plan, block.data());
   std::vector<std::vector<uint64_t>> own(sizes.size());
@@ -332,7 +351,7 @@ bool is_planned(int* beside) {
     return false;
   }
   auto in_free = pairs(program, free), in_apart = pairs(program, apart);
-  if (program.over.empty() ? in_free != in_apart : in_free > in_apart) { // who writes over a buffer waits for its readers
+  if (program.within.empty() ? in_free != in_apart : in_free > in_apart) { // who writes over a buffer waits for its readers
     std::printf("operations wait for each other without need\n");
     return false;
   }
@@ -342,6 +361,7 @@ bool is_planned(int* beside) {
 
 // A large step: its block is hardly larger than what is there at once.
 bool is_dense() {
+  engine.seed(7);
   auto program = step(150, 1000, false);
   auto found = program.planned(1.1);
   auto most = static_cast<double>(live(program));

@@ -76,7 +76,7 @@ using Arrays = std::vector<mx::array>;
 namespace faststep {
 
 void is_determined_by_inputs(const mx::array&) {}
-void may_write_over_first_input(const mx::array&) {}
+void may_lie_within(const mx::array&, std::vector<Place>) {}
 
 void set_last_error(const char* message) noexcept {
   std::printf("%s\n", message);

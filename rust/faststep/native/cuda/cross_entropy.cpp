@@ -135,7 +135,7 @@ mx::array cross_entropy_vjp(
       dtype,
       stream);
   if (dtype == logits.whole.dtype()) {
-    may_write_over_first_input(made);
+    may_lie_within(made, {{0, 0}});
   }
   return made;
 }

@@ -1,6 +1,9 @@
 // What graph.cpp is told by whoever adds operations to a trace.
 #pragma once
 
+#include <cstddef>
+#include <vector>
+
 #include "mlx/mlx.h"
 
 namespace faststep {
@@ -9,8 +12,13 @@ namespace faststep {
 // equivalent, and a user's may differ in what cannot be seen.
 void is_determined_by_inputs(const mlx::core::array& array);
 
-// The array may be written over the operation's first input: its kernel reads there nothing that another thread writes.
-void may_write_over_first_input(const mlx::core::array& array);
-bool writes_over_first_input(const mlx::core::Primitive& primitive);
+// An input that may lie where a part of an operation's first output will: so many bytes behind its beginning.
+struct Place {
+  size_t input, offset;
+};
+
+// The operation's kernel writes nothing there that another thread of it may still read.
+void may_lie_within(const mlx::core::array& array, std::vector<Place> inputs);
+const std::vector<Place>& may_lie_within(const mlx::core::Primitive& primitive);
 
 } // namespace faststep

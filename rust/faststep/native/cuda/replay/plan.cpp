@@ -156,12 +156,12 @@ Plan placed(
 
 } // namespace
 
-Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Over>& over, double factor) {
+Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor) {
   std::vector<size_t> place(sizes.size());
   std::iota(place.begin(), place.end(), 0);
-  for (auto [buffer, other] : over) {
-    place[buffer] = place[other]; // which has its own already
-    sizes[buffer] = 0;
+  for (auto inner = within.rbegin(); inner != within.rend(); ++inner) { // what lies in another one that does so itself, later
+    place[inner->buffer] = place[inner->other];
+    sizes[inner->buffer] = 0;
   }
   for (auto& operation : operations) {
     for (auto* buffers : {&operation.reads, &operation.writes}) {
@@ -192,8 +192,8 @@ Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Over
     }
   }
   best.least = least;
-  for (auto [buffer, other] : over) {
-    best.offsets[buffer] = best.offsets[place[other]];
+  for (auto inner = within.rbegin(); inner != within.rend(); ++inner) {
+    best.offsets[inner->buffer] = best.offsets[inner->other] + inner->offset;
   }
   return best;
 }

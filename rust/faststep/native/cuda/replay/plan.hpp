@@ -13,7 +13,6 @@
 #include <map>
 #include <optional>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace faststep::replay {
@@ -34,11 +33,14 @@ struct Plan {
 // A buffer: its bytes; none: it is not in the block. Those that are there before the step, or stay, are not in it either.
 using Sizes = std::vector<size_t>;
 
-// A buffer and another one, at least as large, whose place it takes: the operation that makes it is the last to read that.
-using Over = std::pair<size_t, size_t>;
+// A buffer that lies in another one, so many bytes behind its beginning. The operation that makes that one is the last to read
+// this one.
+struct Within {
+  size_t buffer, other, offset;
+};
 
 // The places of buffers, each of which is written before it is read, in a block of at most `factor` times the least bytes.
-Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Over>& over, double factor);
+Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor);
 
 // The same order with as few dependencies as say it: without those on an operation that another one waits for anyway. Each
 // operation waits for ones before it; none twice in what is returned.

@@ -20,10 +20,18 @@ namespace {
 // Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
+// Buffers are multiples of a page of MLX's allocator, and kernels may want them to begin at multiples of the other number.
+constexpr size_t page = 16384, alignment = 256;
+
 // The memory of a block, at most so many times the least that a plan takes: more where all of it is little, so that more
 // operations run side by side (engine/replay/mod.rs has the same numbers).
 constexpr double factor = 1.1, factor_of_little = 8;
 constexpr size_t little = size_t{64} << 20;
+
+// Whether an array is all that lies in its memory, as far as it knows.
+bool is_whole(const mx::array& a) {
+  return a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size();
+}
 
 } // namespace
 
@@ -39,7 +47,7 @@ Recorder::Recorder(Capture& capture, Encoder& encoder, const Learnt* learnt, Blo
 
 Learnt Recorder::learn() {
   run();
-  auto& [operations, sizes, made, over, plan] = learning_;
+  auto& [operations, sizes, made, within, plan] = learning_;
   operations.emplace_back();
   for (const auto& result : capture_.results_) {
     operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
@@ -65,7 +73,7 @@ Learnt Recorder::learn() {
     }
   }
   auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
-  plan = replay::plan(operations, sizes, over, all <= little ? factor_of_little : factor);
+  plan = replay::plan(operations, sizes, within, all <= little ? factor_of_little : factor);
   return std::move(learning_);
 }
 
@@ -213,10 +221,15 @@ void Recorder::evaluate(Evaluation& evaluation) {
   writes.insert(writes.end(), temporaries.begin(), temporaries.end());
   temporaries.clear();
   take(writes);
+  for (const auto& out : outputs) {
+    if (learnt_ == nullptr && out.data_shared_ptr() && is_whole(out)) {
+      made_whole_.emplace(id(out.data_shared_ptr()), out.nbytes()); // who comes first has made it
+    }
+  }
   if (recording_.nodes() > begin) {
     add(begin, reads, writes);
     remember(array, outputs);
-    write_over(array, outputs[0]);
+    lay_within(array, outputs[0]);
   }
   outputs.clear();
   array.detach();
@@ -258,21 +271,31 @@ void Recorder::take(const std::vector<Data>& writes) {
   }
 }
 
-// An output that takes the place of an input which nobody reads any more.
-void Recorder::write_over(const mx::array& array, const mx::array& out) {
-  if (learnt_ != nullptr || !writes_over_first_input(array.primitive()) || learning_.made.back().size() != 1) {
+// Inputs that are made where an output is to be, if nobody else reads them any more.
+void Recorder::lay_within(const mx::array& array, const mx::array& out) {
+  if (learnt_ != nullptr || !is_whole(out)) {
     return;
   }
-  const auto& in = array.inputs()[0];
-  auto is_whole = [](const mx::array& a) { return a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size(); };
-  auto holds = [&in](const mx::array& other) { return other.data_shared_ptr() == in.data_shared_ptr(); };
-  const auto &results = capture_.results_, &carried = capture_.from_;
-  bool used = reads_[memory_of(*in.data_shared_ptr())] > 0 || std::any_of(results.begin(), results.end(), holds) ||
-      std::any_of(carried.begin(), carried.end(), holds);
-  auto number = id(in.data_shared_ptr()), other = id(out.data_shared_ptr());
-  auto bytes = learning_.sizes[number];
-  if (!used && in.nbytes() == out.nbytes() && is_whole(in) && is_whole(out) && bytes > 0 && bytes >= learning_.sizes[other]) {
-    learning_.over.emplace_back(other, number);
+  auto& sizes = learning_.sizes;
+  auto other = id(out.data_shared_ptr());
+  for (auto [number, offset] : may_lie_within(array.primitive())) {
+    const auto& in = array.inputs()[number];
+    const auto& data = in.data_shared_ptr();
+    auto holds = [&data](const mx::array& each) { return each.data_shared_ptr() == data; };
+    const auto &results = capture_.results_, &carried = capture_.from_;
+    bool used = reads_[memory_of(*data)] > 0 || std::any_of(results.begin(), results.end(), holds) ||
+        std::any_of(carried.begin(), carried.end(), holds);
+    auto buffer = id(data);
+    auto bytes = std::min(sizes[buffer], (in.nbytes() + page - 1) / page * page); // it may have got a larger one
+    auto made = made_whole_.find(buffer);
+    bool own = made != made_whole_.end() && made->second == in.nbytes(); // it is no part of what has been made
+    bool alone = bytes == in.nbytes() || in.nbytes() == out.nbytes(); // no other one lies in its last page
+    bool fits = bytes > 0 && offset % alignment == 0 && offset + bytes <= sizes[other] && buffer != other;
+    if (!used && own && is_whole(in) && alone && fits && !lies_within_.contains(buffer)) {
+      sizes[buffer] = bytes;
+      learning_.within.push_back({buffer, other, offset});
+      lies_within_.insert(buffer);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -37,7 +38,7 @@ struct Learnt {
   std::vector<Operation> operations;
   Sizes sizes;
   std::vector<std::vector<size_t>> made;
-  std::vector<Over> over;
+  std::vector<Within> within;
   Plan plan;
 };
 
@@ -56,7 +57,7 @@ class Recorder {
   void evaluate(mx::array array);
   void evaluate(Evaluation& evaluation);
   void take(const std::vector<Data>& writes);
-  void write_over(const mx::array& array, const mx::array& out);
+  void lay_within(const mx::array& array, const mx::array& out);
   void add(size_t begin, const std::vector<Data>& reads, const std::vector<Data>& writes);
   size_t id(const Data& data);
   void let_go(std::vector<Data> all);
@@ -78,6 +79,8 @@ class Recorder {
   Hazards hazards_;
   std::vector<Unit> units_;
   std::unordered_map<mx::array::Data*, std::pair<size_t, std::weak_ptr<mx::array::Data>>> ids_; // of buffers, as they are learnt
+  std::unordered_map<size_t, size_t> made_whole_; // bytes of the arrays that buffers were made for
+  std::unordered_set<size_t> lies_within_; // buffers, in other ones
   std::unordered_map<void*, Kernel> kernels_; // by what they wrote
   std::unordered_map<void*, int> reads_; // that are still to come, by memory
   std::unordered_map<std::uintptr_t, int> consumers_; // by array
