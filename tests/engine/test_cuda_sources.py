@@ -172,6 +172,16 @@ def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_p
         assert off(sums.astype(np.float64).sum(0), np.stack([(g * hat).sum(0), g.astype(np.float64).sum(0)])) < 1e-6
 
 
+def test_the_gradient_of_relu_and_of_the_bias_before_it(tmp_path: Path) -> None:
+    y, g, gx, parts = np.maximum(drawn(70, 200), 0), drawn(70, 200, seed=1), empty(70, 200), empty(3, 200)
+    y[3, 5], y[4, 6] = np.nan, -0.0
+    constants = "using T = float; constexpr int WIDE = 4, WARPS = 8;"
+    kernel = Kernel(sources("relu.cpp")["relu_vjp"], constants, (2, len(parts)), (32, 8))
+    compiled(tmp_path, {"y": y, "g": g, "gx": gx, "parts": parts}, vjp=kernel).run_vjp()
+    assert np.array_equal(gx, g * (y > 0))
+    assert off(parts.astype(np.float64).sum(0), gx.astype(np.float64).sum(0)) < 1e-6
+
+
 @pytest.mark.parametrize("wide", [1, 4])
 def test_sums_of_columns(wide: int, tmp_path: Path) -> None:
     x, out = drawn(3, 31, 200), empty(3, 200)

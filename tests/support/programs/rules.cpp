@@ -64,6 +64,7 @@ array stand_in_attention(
 #include "cuda/rules/columns.cpp"
 #include "cuda/rules/heads.cpp"
 #include "cuda/rules/layer_norm.cpp"
+#include "cuda/rules/relu.cpp"
 #include "cuda/rules/softmax.cpp"
 #include "cuda/rules/sums.cpp"
 #undef gpu
@@ -233,6 +234,12 @@ Arrays computed(
     }
     auto nothing = mx::zeros({shapes[0][0] - 1, x.shape(-1)});
     return {mx::concatenate({mx::expand_dims(sum, 0), nothing}, 0)};
+  }
+  if (name == "relu_vjp") {
+    const auto& g = in.at("g");
+    auto gradient = g * mx::astype(in.at("y") > mx::array(0.0f), g.dtype());
+    auto nothing = mx::zeros({shapes[1][0] - 1, g.shape(1)});
+    return {gradient, mx::concatenate({mx::sum(gradient, 0, true), nothing}, 0)};
   }
   if (name.starts_with("layer_norm")) {
     return norm_of(in, std::strtof(source.c_str() + source.find("eps = ") + std::strlen("eps = "), nullptr), shapes);
@@ -507,7 +514,7 @@ bool is_right(int rows, int columns, mx::Dtype dtype, int added, std::multiset<s
 }
 
 // Loss and gradients of an encoder's layer, its norms behind the sums or before what is added.
-Arrays encoder(bool rewritten, bool norms_first, int n) {
+Arrays encoder(bool rewritten, bool norms_first, bool relu, int n) {
   int dims = heads * width;
   auto cpu = mx::default_stream(mx::Device::cpu);
   auto never = [](const Arrays&) -> Arrays { std::abort(); };
@@ -531,7 +538,7 @@ Arrays encoder(bool rewritten, bool norms_first, int n) {
     };
     auto mlp = [&](const mx::array& x) {
       auto h = linear(x, in[5], in[6]);
-      h = h * (mx::array(1.0f) + mx::erf(h / mx::array(1.4142135f))) / mx::array(2.0f);
+      h = relu ? mx::maximum(h, mx::array(0.0f)) : h * (mx::array(1.0f) + mx::erf(h / mx::array(1.4142135f))) / mx::array(2.0f);
       return linear(h, in[7], in[8]);
     };
     auto x = in[0];
@@ -616,7 +623,7 @@ bool is_attention_right(bool differentiated) {
   return right;
 }
 
-bool is_encoder_right(int n, bool norms_first) {
+bool is_encoder_right(int n, bool norms_first, bool relu) {
   std::multiset<std::string> kernels;
   auto add = [&](int times, const char* name) {
     for (int i = 0; i < times; ++i) {
@@ -628,7 +635,8 @@ bool is_encoder_right(int n, bool norms_first) {
   add(norms, "layer_norm");
   add(norms, "layer_norm_vjp");
   add(few ? norms : norms + biases, "columns_1");
-  add(few ? 0 : biases, "columns_4");
+  add(few ? 0 : relu ? biases - layers : biases, "columns_4");
+  add(relu && !few ? layers : 0, "relu_vjp");
   for (const char* name : {"attention_forward", "attention_backward"}) {
     add(few ? layers : 0, name);
   }
@@ -637,8 +645,8 @@ bool is_encoder_right(int n, bool norms_first) {
   }
   return is_right(
       norms_first ? "norms first" : "norms behind",
-      encoder(false, norms_first, n),
-      encoder(true, norms_first, n),
+      encoder(false, norms_first, relu, n),
+      encoder(true, norms_first, relu, n),
       kernels,
       [](const auto& left) { return !left.count("Softmax"); },
       1e-4f);
@@ -777,7 +785,8 @@ int main(int count, char** arguments) {
   }
   for (bool first : {false, true}) {
     for (int n : {20, 40}) {
-      right &= is_encoder_right(n, first);
+      right &= is_encoder_right(n, first, false);
+      right &= is_encoder_right(n, first, true);
     }
   }
   right &= is_attention_right(false);

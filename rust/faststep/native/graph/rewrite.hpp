@@ -33,7 +33,7 @@ class Rewrite {
       for (const auto& input : a.inputs()) {
         auto& users = users_[input.id()];
         ++users.count;
-        users.last = a;
+        users.all.push_back(a);
         path.push_back(input);
       }
     }
@@ -67,7 +67,7 @@ class Rewrite {
   // Operations that use an array, as the graph was.
   struct Users {
     size_t count = 0; // the caller of the rewrite counts, too
-    std::optional<mlx::core::array> last; // what one of them makes
+    std::vector<mlx::core::array> all; // what they make
   };
 
   Users users(const mlx::core::array& original) const {
@@ -75,10 +75,10 @@ class Rewrite {
     return found == users_.end() ? Users{} : found->second;
   }
 
-  // Whether one operation alone uses the array that this one has taken the place of.
-  bool is_used_once(const mlx::core::array& place) const {
+  // How many operations use the arrays that this one has taken the place of.
+  size_t uses(const mlx::core::array& place) const {
     auto found = uses_.find(place.id());
-    return found != uses_.end() && found->second == 1;
+    return found == uses_.end() ? 0 : found->second;
   }
 
   // The array that takes the place of another one, if that has been reached.

@@ -62,19 +62,30 @@ mx::array sum_of_few(const mx::array& x, mx::Shape shape, mx::Dtype dtype) {
   return sums(x, 1, 1, x.shape(0) > most_warps ? most_warps : warps, std::move(shape), dtype);
 }
 
-std::optional<mx::array> column_sum(const mx::array& sum) {
+int parts_of_rows(int64_t rows, int across) {
+  return std::clamp(divided(wanted_blocks, across), 1, divided(rows, 4 * warps));
+}
+
+bool sums_rows(const mx::array& sum) {
   if (!is(sum, "Sum") || !is_known(sum.dtype()) || sum.inputs()[0].dtype() != sum.dtype()) {
-    return std::nullopt;
+    return false;
   }
-  const auto& in = sum.inputs()[0];
   auto axes = static_cast<const mx::Reduce&>(sum.primitive()).state().second;
-  bool leading = axes.size() + 1 == in.ndim();
+  bool leading = axes.size() + 1 == sum.inputs()[0].ndim();
   for (size_t i = 0; i < axes.size(); ++i) {
     leading &= axes[i] == static_cast<int>(i);
   }
+  return leading;
+}
+
+std::optional<mx::array> column_sum(const mx::array& sum) {
+  if (!sums_rows(sum)) {
+    return std::nullopt;
+  }
+  const auto& in = sum.inputs()[0];
   int wide = static_cast<int>(16 / in.itemsize());
   bool lies_together = !is(in, "Broadcast") && !is(in, "Transpose") && !is(in, "Slice");
-  if (!leading || !lies_together || in.shape(-1) % wide != 0 || in.size() == 0) {
+  if (!lies_together || in.shape(-1) % wide != 0 || in.size() == 0) {
     return std::nullopt;
   }
   auto rows = static_cast<int64_t>(in.size() / in.shape(-1));
@@ -82,7 +93,7 @@ std::optional<mx::array> column_sum(const mx::array& sum) {
     return std::nullopt;
   }
   auto across = divided(in.shape(-1), lanes * wide);
-  auto parts = std::clamp(divided(wanted_blocks, across), 1, divided(rows, 4 * warps));
+  auto parts = parts_of_rows(rows, across);
   if (parts == 1) {
     return sums(in, wide, 1, warps, sum.shape(), sum.dtype());
   }

@@ -72,14 +72,17 @@ class Kernels : public Rewrite {
       auto added = added_to(outputs[0]);
       auto made = layer_norm_vjp(outputs, added);
       if (made && added) {
-        sums_.emplace((*made)[0].id(), users(outputs[0]).last->id());
+        sums_.emplace((*made)[0].id(), users(outputs[0]).all[0].id());
         hold((*made)[0]);
       }
       return made.value_or(outputs);
     }
     auto out = outputs[0];
     heads_.read_by(out);
-    auto made = column_sum(out);
+    auto made = relu_.rewritten(out, {[this](const mx::array& a) { return uses(a); }, is_summed(outputs[0])});
+    if (!made) {
+      made = column_sum(out);
+    }
     if (!made) {
       made = layer_norm(out);
     }
@@ -98,12 +101,22 @@ class Kernels : public Rewrite {
     return {made.value_or(out)};
   }
 
+  // Whether the rows of an array, in another shape or not, are summed up.
+  bool is_summed(const mx::array& original) const {
+    auto all = users(original).all;
+    return std::any_of(all.begin(), all.end(), [this](const mx::array& user) {
+      bool shapes = unshaped(user).id() != user.id() && user.ndim() > 0 && user.shape(-1) == user.inputs()[0].shape(-1);
+      return sums_rows(user) || (shapes && is_summed(user));
+    });
+  }
+
   // What is there already and is added to an array that nobody else uses.
   std::optional<mx::array> added_to(const mx::array& original) const {
-    auto [count, user] = users(original);
-    if (count != 1 || !user || !is(*user, "Add") || user->primitive().stream().device != mx::Device::gpu) {
+    auto [count, all] = users(original);
+    if (count != 1 || all.size() != 1 || !is(all[0], "Add") || all[0].primitive().stream().device != mx::Device::gpu) {
       return std::nullopt;
     }
+    const auto* user = &all[0];
     const auto& in = user->inputs();
     auto other = place_of(in[0].id() == original.id() ? in[1] : in[0]);
     bool same = other && other->shape() == original.shape() && other->dtype() == original.dtype() &&
@@ -120,11 +133,12 @@ class Kernels : public Rewrite {
         }
       }
     }
-    return product_and_sum(a, [this](const mx::array& in) { return is_used_once(in); });
+    return product_and_sum(a, [this](const mx::array& in) { return uses(in) == 1; });
   }
 
   std::unordered_map<std::uintptr_t, std::uintptr_t> sums_; // that have been computed, by the array that is one
   CausalAttention attention_;
+  Relu relu_;
   Heads heads_;
   Softmax softmax_{heads_};
 };

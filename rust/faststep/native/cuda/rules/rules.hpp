@@ -72,6 +72,12 @@ std::optional<float> number(const mx::array& a);
 // A number in a kernel's source, to the bit.
 std::string literal(float value);
 
+// Blocks that share so many rows, where so many lie side by side.
+int parts_of_rows(int64_t rows, int across);
+
+// Whether this is the sum of the rows of a matrix, or of all matrices in an array.
+bool sums_rows(const mx::array& sum);
+
 // The sum of the rows of a matrix, or of all matrices in an array, if this is one.
 std::optional<mx::array> column_sum(const mx::array& sum);
 
@@ -105,6 +111,28 @@ class CausalAttention {
   std::optional<Arrays> gradient(const mx::array& gradient);
 
   std::unordered_map<std::uintptr_t, mx::array> gradients_; // that wait for their cotangent, by the output
+};
+
+// The gradient of max(x, 0), with that of a bias before it.
+class Relu {
+ public:
+  // Who reads arrays: how many read one that has taken another one's place, and whether the rows of the one that is looked at
+  // are summed up.
+  struct Uses {
+    std::function<size_t(const mx::array&)> count;
+    bool is_summed;
+  };
+
+  // The array that takes another one's place, whose inputs have been replaced already.
+  std::optional<mx::array> rewritten(const mx::array& a, const Uses& uses);
+
+ private:
+  std::optional<mx::array> gradient(const mx::array& product, const Uses& uses);
+  std::optional<mx::array> sum(const mx::array& sum) const;
+
+  std::unordered_map<std::uintptr_t, mx::array> outputs_; // by what went in
+  std::unordered_map<std::uintptr_t, mx::array> masks_; // the output, by where it is positive
+  std::unordered_map<std::uintptr_t, mx::array> sums_; // of some rows each, by the gradient
 };
 
 // Heads and positions of attention change places before a product and behind it: each is copied once.
