@@ -163,6 +163,42 @@ def test_a_step_is_as_near_to_float64_as_plain_mlx(case: Case) -> None:
     assert sum(each.startswith("AddMM ") for each in shown) >= 3 * case.layers
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("replay", [False, True], ids=["evaluated", "replayed"])
+def test_relu_and_the_bias_before_it(replay: bool, dtype: mx.Dtype) -> None:
+    def new_model() -> nn.Module:
+        mx.random.seed(5)
+        model = nn.Sequential(nn.Linear(96, 128), nn.relu, nn.Linear(128, 128), nn.relu, nn.Linear(128, 8))
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+        return model
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.mean(mx.square(model(x) - 1).astype(mx.float32))
+
+    x = mx.random.normal((3, 70, 96), key=mx.random.key(2)).astype(dtype)
+    plain, ours, optimizer = new_model(), new_model(), sgd()
+    step = Step(ours, sgd(), loss_fn, replay=replay)
+    for _ in range(4):
+        loss, grads = nn.value_and_grad(plain, loss_fn)(plain, x)
+        optimizer.update(plain, grads)
+        mx.eval(plain.parameters(), optimizer.state)
+        out = step(x)
+        assert abs(out.loss.item() - loss.item()) <= (1e-2 if dtype == mx.bfloat16 else 1e-4) * loss.item()  # type: ignore[union-attr]
+    near = 2**-6 if dtype == mx.bfloat16 else 1e-4
+    wanted = arrays(plain)
+    for name, value in arrays(ours).items():
+        assert np.abs(value - wanted[name]).max() <= near * np.abs(wanted[name]).max(), name
+    if not replay:
+        with profile(step) as found:
+            pass
+        found.measure(x)
+        shown = [f"{each.name} {each.output}" for each in found.operations]
+        assert not [each for each in shown if re.match(r"Sum \w+ \((1,)*128\)", each)], shown
+    else:
+        assert "not replayed" not in str([trace.replay for trace in step.stats.traces])
+
+
 def test_the_same_where_products_are_in_tf32() -> None:
     environment = os.environ | {"MLX_ENABLE_TF32": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", __file__]
