@@ -95,6 +95,7 @@ ATTENTIONS = {
     "no mask": Attention(131, 24, causal=False),
     "exact": Attention(90, 40, exact=True, batch=2),
     "exact, no mask": Attention(45, 64, exact=True, causal=False),
+    "exact, many": Attention(500, 8, exact=True, causal=False, heads=1),
     "rows anywhere": Attention(70, 8, gap=3),
 }
 
@@ -135,7 +136,7 @@ def test_attention_in_tiles(case: Attention, tmp_path: Path) -> None:
     exact = {name: array.astype(np.float64) for name, array in by_heads.items()}
     wanted = attention(case, scale, *(exact[name] for name in ("queries", "keys", "values", "cotangent")))
     for name, value in zip(("out", "dq", "dk", "dv"), wanted, strict=True):
-        assert off(by_heads[name], value) < (2e-6 if case.exact else 2e-3), name
+        assert off(by_heads[name], value) < (1e-6 if case.exact else 2e-3), name
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
@@ -146,16 +147,17 @@ def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_p
     x, g, before = (drawn(*shape, seed=i) for i in range(3))
     x += 3  # a mean
     w, b = drawn(columns, seed=3), drawn(columns, seed=4)
-    normed, gx, sums = empty(*shape), empty(*shape), empty(parts, 2, columns)
-    arrays = {"x": x, "w": w, "b": b, "normed": normed, "g": g, "added_to": before, "gx": gx, "sums": sums}
+    normed, gx, sums, stats = empty(*shape), empty(*shape), empty(parts, 2, columns), empty(rows, 2)
+    arrays = {"x": x, "w": w, "b": b, "normed": normed, "g": g, "added_to": before, "gx": gx, "sums": sums, "rows": stats}
     source = sources("layer_norm.cpp")
-    constants = f"using T = float; constexpr int COLUMNS = {columns}, WIDE = 4, ROWS = 4, WARPS = 8;"
+    constants = f"using T = float; constexpr int COLUMNS = {columns}, WIDE = 4, WARPS = 8;"
     constants += f"constexpr float eps = {eps!r}f; constexpr bool ADDS = {int(added)};"
     native = compiled(
         tmp_path,
         arrays,
         forward=Kernel(source["norm"], constants, (-(-rows // 8), 1), (32, 8)),
-        backward=Kernel(source["norm_gradients"], constants, (parts, 1), (-(-columns // 128) * 32, 1)),
+        backward_rows=Kernel(source["norm_gradient"], constants, (-(-rows // 4), 1), (32, 4)),
+        backward_sums=Kernel(source["norm_sums"], constants, (-(-columns // 128), parts), (32, 8)),
         backward_few=Kernel(source["norm_few_gradients"], constants, (parts, 1), (32, 8)),
     )
     exact = x.astype(np.float64)
@@ -165,9 +167,10 @@ def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_p
     wanted = inverse * (wg - wg.mean(-1, keepdims=True) - hat * (wg * hat).mean(-1, keepdims=True)) + before * added
     native.run_forward()
     assert off(normed, hat * w + b) < 1e-6
-    for backward in (native.run_backward, native.run_backward_few):
+    for kernels in ((native.run_backward_rows, native.run_backward_sums), (native.run_backward_few,)):
         gx[:], sums[:] = np.nan, np.nan
-        backward()
+        for kernel in kernels:
+            kernel()
         assert off(gx, wanted) < 1e-6
         assert off(sums.astype(np.float64).sum(0), np.stack([(g * hat).sum(0), g.astype(np.float64).sum(0)])) < 1e-6
 

@@ -69,7 +69,7 @@ CASES = {
     "odd": Case(96, 2, 3, 45, (*SOFTMAX, PRODUCTS, NORMED, COLUMNS)),
     "wide": Case(768, 12, 2, 40, (*SOFTMAX, PRODUCTS, NORMED, COLUMNS)),
     "wider than a warp keeps": Case(1056, 4, 2, 40, (*SOFTMAX, COLUMNS)),
-    "few positions": Case(64, 4, 2, 16, (*SOFTMAX, NORMED, PRODUCTS)),
+    "few positions": Case(64, 4, 2, 20, (*SOFTMAX, NORMED, PRODUCTS)),
     "one head": Case(32, 1, 2, 12, (*SOFTMAX, NORMED, PRODUCTS)),
     "mask in an array": Case(64, 4, 2, 72, (*SOFTMAX, PRODUCTS, NORMED, COLUMNS), mask=ARRAY),
     "mask in an array, bfloat16": Case(64, 2, 2, 128, (NORMED, COLUMNS), mask=ARRAY, dtype=mx.bfloat16),
@@ -159,8 +159,6 @@ def test_a_step_is_as_near_to_float64_as_plain_mlx(case: Case) -> None:
     if PRODUCTS in gone or case.mask == ARRAY:
         gone.append(rf".* \((\d+,){{2}}{case.seq},{case.seq}\)")  # scores, masks
     assert not [each for each in shown for pattern in gone if re.match(pattern, each)]
-    # linear layers with a bias, and what is added to the product behind the attention
-    assert sum(each.startswith("AddMM ") for each in shown) >= 3 * case.layers
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])

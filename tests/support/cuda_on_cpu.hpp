@@ -186,9 +186,12 @@ inline void faststep_multiply(float (&sums)[4], const float (&a)[4], const float
   on_cpu::wait(warp.barrier);
   for (int i = 0; i < 4; ++i) {
     int row = group + i / 2 * 8, column = member * 2 + i % 2;
+    double sum = sums[i];
     for (int k = 0; k < 8; ++k) {
-      sums[i] += warp.left[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2] * warp.right[column * 4 + k % 4][k / 4];
+      sum += double(warp.left[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]) * warp.right[column * 4 + k % 4][k / 4];
     }
+    auto nearest = static_cast<float>(sum); // which a tensor core does not round to: it cuts off
+    sums[i] = std::abs(nearest) > std::abs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
   }
   on_cpu::wait(warp.barrier);
 }

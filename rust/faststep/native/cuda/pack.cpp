@@ -133,6 +133,7 @@ std::string norm_source(size_t slots) {
   __shared__ float sums[32];
   float sum = 0;
   auto add = [&](const float* from, int size) {
+    #pragma unroll 8
     for (int i = threadIdx.x; i < size; i += blockDim.x) { sum += from[i]; }
   };
 )";

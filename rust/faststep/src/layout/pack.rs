@@ -20,9 +20,12 @@ pub struct Packed {
 pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     let cuda = join::is_cuda();
     let straight = !cuda || kernels::wanted();
-    let gradients = gradients.iter().map(|gradient| match straight {
-        true => join::straight(gradient),
-        false => Ok(gradient.clone()),
+    let gradients = gradients.iter().map(|gradient| {
+        if straight {
+            join::straight(gradient)
+        } else {
+            Ok(gradient.clone())
+        }
     });
     let gradients = gradients.collect::<Result<Vec<_>>>()?;
     join::order(&gradients)?;

@@ -42,9 +42,12 @@ inline constexpr const char* tiles_source = R"(
       for (int i = 0; i < 4; ++i) { a1[i] = faststep_tf32(a[i]), a2[i] = faststep_tf32(a[i] - a1[i]); }
       #pragma unroll
       for (int i = 0; i < 2; ++i) { b1[i] = faststep_tf32(b[i]), b2[i] = faststep_tf32(b[i] - b1[i]); }
-      faststep_multiply(sums, a1, b2);
-      faststep_multiply(sums, a2, b1);
-      faststep_multiply(sums, a1, b1);
+      float part[4] = {}; // tensor cores cut off what they add up: over many columns all sums would be too small
+      faststep_multiply(part, a1, b2);
+      faststep_multiply(part, a2, b1);
+      faststep_multiply(part, a1, b1);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) { sums[i] += part[i]; }
     } else {
       faststep_multiply(sums, a, b);
     }

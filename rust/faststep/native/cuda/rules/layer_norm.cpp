@@ -1,7 +1,8 @@
 // Layer norms and their gradients, in float32 whatever the dtype.
 //
 // MLX reads a row three times, and its gradients by weight and bias are sums over an array that it writes for them. Here a
-// row stays in registers, and a block sums up what its rows give.
+// row stays in registers. Only the gradient by the input is waited for: where there are many rows, a kernel of its own sums up
+// the others meanwhile.
 #include <algorithm>
 
 #include "cuda/rules/rules.hpp"
@@ -12,9 +13,8 @@ namespace {
 
 constexpr int max_normed = 1024; // of which a warp keeps its share in registers
 constexpr int few_columns = 256;
-constexpr int quad = 4, max_threads = 512; // elements of a thread, of a block that has a row
-constexpr int rows_at_once = 4;
-constexpr int few_blocks = 264, large_blocks = 528; // two and four for each multiprocessor of a large device
+constexpr int few_warps = 4; // of a block, where a warp has a row
+constexpr int few_blocks = 264; // two for each multiprocessor of a large device
 
 // A warp has a row, and each lane WIDE columns, 32 times as many behind those as many again.
 constexpr const char* norm_source = R"(
@@ -118,93 +118,93 @@ constexpr const char* norm_few_gradients_source = R"(
   }
 )";
 
-// A block has ROWS rows at a time, a thread of it four columns.
-constexpr const char* norm_gradients_source = R"(
-  constexpr int lanes = 32, wide = 4, warps = (COLUMNS / wide + lanes - 1) / lanes;
-  alignas(16) __shared__ float first[warps][ROWS], second[warps][3 * ROWS];
-  int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes, column = threadIdx.x * wide;
-  int64_t rows = x_shape[0];
-  bool active = column < COLUMNS;
-  float weights[wide] = {}, dw[wide] = {}, db[wide] = {};
-  if (active) {
-    auto values = load_vector<wide>(w + column, 0);
-    for (int i = 0; i < wide; ++i) { weights[i] = float(values[i]); }
-  }
-  // sums over the block; between two that take place in the same room there is another one
-  auto add = [&](auto& sums, auto room) {
-    constexpr int count = sizeof(sums) / sizeof(float);
-    #pragma unroll
-    for (int n = 0; n < count; ++n) {
-      for (int step = 16; step > 0; step /= 2) { sums[n] += __shfl_xor_sync(0xffffffff, sums[n], step); }
-    }
-    if (lane == 0) {
+// A warp has a row, as the norm itself; what the gradients by weight and bias need of it is written beside.
+constexpr const char* norm_gradient_source = R"(
+  constexpr int lanes = 32, each = (COLUMNS + lanes * WIDE - 1) / (lanes * WIDE);
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= x_shape[0]) { return; }
+  auto added = [](float value) {
+    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
+    return value;
+  };
+  float xs[each][WIDE], gs[each][WIDE], sum = 0, xx = 0, wg = 0, wgx = 0;
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    int column = (j * lanes + threadIdx.x) * WIDE;
+    if (column < COLUMNS) {
+      auto values = load_vector<WIDE>(x + row * COLUMNS + column, 0);
+      auto gradients = load_vector<WIDE>(g + row * COLUMNS + column, 0);
+      auto weights = load_vector<WIDE>(w + column, 0);
       #pragma unroll
-      for (int n = 0; n < count; ++n) { room[warp][n] = sums[n]; }
+      for (int i = 0; i < WIDE; ++i) {
+        xs[j][i] = float(values[i]), gs[j][i] = float(weights[i]) * float(gradients[i]);
+        sum += xs[j][i], wg += gs[j][i];
+      }
+    }
+  }
+  float mean = added(sum) / COLUMNS;
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    if ((j * lanes + threadIdx.x) * WIDE < COLUMNS) {
+      #pragma unroll
+      for (int i = 0; i < WIDE; ++i) {
+        xs[j][i] -= mean;
+        xx += xs[j][i] * xs[j][i], wgx += gs[j][i] * xs[j][i];
+      }
+    }
+  }
+  wg = added(wg) / COLUMNS;
+  wgx = added(wgx) / COLUMNS;
+  float inverse2 = 1 / (added(xx) / COLUMNS + eps), inverse = sqrtf(inverse2);
+  #pragma unroll
+  for (int j = 0; j < each; ++j) {
+    int column = (j * lanes + threadIdx.x) * WIDE;
+    if (column < COLUMNS) {
+      AlignedVector<T, WIDE> made, before;
+      if constexpr (ADDS) { before = load_vector<WIDE>(added_to + row * COLUMNS + column, 0); }
+      #pragma unroll
+      for (int i = 0; i < WIDE; ++i) {
+        float gradient = inverse * (gs[j][i] - wg) - xs[j][i] * inverse * wgx * inverse2;
+        if constexpr (ADDS) { gradient += float(before[i]); }
+        made[i] = T(gradient);
+      }
+      store_vector<WIDE>(gx + row * COLUMNS + column, 0, made);
+    }
+  }
+  if (threadIdx.x == 0) { rows[row * 2] = mean, rows[row * 2 + 1] = inverse; }
+)";
+
+// Each lane has WIDE columns, each warp every so many rows: sums of the gradients by weight, and behind them by bias.
+constexpr const char* norm_sums_source = R"(
+  constexpr int lanes = 32;
+  __shared__ float shared[WARPS][lanes * WIDE];
+  int first = blockIdx.x * lanes * WIDE, column = first + threadIdx.x * WIDE;
+  int64_t count = x_shape[0];
+  float dw[WIDE] = {}, db[WIDE] = {};
+  if (column < COLUMNS) {
+    #pragma unroll 4
+    for (int64_t row = blockIdx.y * WARPS + threadIdx.y; row < count; row += gridDim.y * WARPS) {
+      auto values = load_vector<WIDE>(x + row * COLUMNS + column, 0);
+      auto gradients = load_vector<WIDE>(g + row * COLUMNS + column, 0);
+      float mean = rows[row * 2], inverse = rows[row * 2 + 1];
+      #pragma unroll
+      for (int i = 0; i < WIDE; ++i) {
+        dw[i] += float(gradients[i]) * ((float(values[i]) - mean) * inverse);
+        db[i] += float(gradients[i]);
+      }
+    }
+  }
+  #pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    #pragma unroll
+    for (int i = 0; i < WIDE; ++i) { shared[threadIdx.y][threadIdx.x * WIDE + i] = part == 0 ? dw[i] : db[i]; }
+    __syncthreads();
+    for (int i = threadIdx.y * lanes + threadIdx.x; i < lanes * WIDE; i += WARPS * lanes) {
+      float sum = 0;
+      for (int k = 0; k < WARPS; ++k) { sum += shared[k][i]; }
+      if (first + i < COLUMNS) { sums[(int64_t(blockIdx.y) * 2 + part) * COLUMNS + first + i] = sum; }
     }
     __syncthreads();
-    #pragma unroll
-    for (int n = 0; n < count; n += 4) {
-      float4 total = *reinterpret_cast<const float4*>(&room[0][n]);
-      for (int k = 1; k < warps; ++k) {
-        float4 more = *reinterpret_cast<const float4*>(&room[k][n]);
-        total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-      }
-      sums[n] = total.x, sums[n + 1] = total.y, sums[n + 2] = total.z, sums[n + 3] = total.w;
-    }
-  };
-  for (int64_t row = int64_t(blockIdx.x) * ROWS; row < rows; row += int64_t(gridDim.x) * ROWS) {
-    float xs[ROWS][wide] = {}, gs[ROWS][wide] = {}, means[ROWS] = {};
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      if (active && row + r < rows) {
-        auto values = load_vector<wide>(x + (row + r) * COLUMNS + column, 0);
-        auto gradients = load_vector<wide>(g + (row + r) * COLUMNS + column, 0);
-        #pragma unroll
-        for (int i = 0; i < wide; ++i) {
-          xs[r][i] = float(values[i]), gs[r][i] = float(gradients[i]);
-          means[r] += xs[r][i];
-        }
-      }
-    }
-    add(means, first);
-    float all[3 * ROWS] = {}; // of each row the squares, w g and w g x
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      #pragma unroll
-      for (int i = 0; i < wide; ++i) {
-        xs[r][i] = active ? xs[r][i] - means[r] / COLUMNS : 0.0f;
-        float both = weights[i] * gs[r][i];
-        all[r] += xs[r][i] * xs[r][i];
-        all[ROWS + r] += both;
-        all[2 * ROWS + r] += both * xs[r][i];
-      }
-    }
-    add(all, second);
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      float inverse2 = 1 / (all[r] / COLUMNS + eps), inverse = sqrtf(inverse2);
-      float wg = all[ROWS + r] / COLUMNS, wgx = all[2 * ROWS + r] / COLUMNS;
-      if (active && row + r < rows) {
-        int64_t at = (row + r) * COLUMNS + column;
-        AlignedVector<T, wide> made, before;
-        if constexpr (ADDS) { before = load_vector<wide>(added_to + at, 0); }
-        #pragma unroll
-        for (int i = 0; i < wide; ++i) {
-          float normed = xs[r][i] * inverse;
-          float gradient = inverse * (weights[i] * gs[r][i] - wg) - normed * wgx * inverse2;
-          if constexpr (ADDS) { gradient += float(before[i]); }
-          made[i] = T(gradient);
-          dw[i] += gs[r][i] * normed;
-          db[i] += gs[r][i];
-        }
-        store_vector<wide>(gx + at, 0, made);
-      }
-    }
-  }
-  if (active) {
-    float* to = sums + int64_t(blockIdx.x) * 2 * COLUMNS + column;
-    *reinterpret_cast<float4*>(to) = {dw[0], dw[1], dw[2], dw[3]};
-    *reinterpret_cast<float4*>(to + COLUMNS) = {db[0], db[1], db[2], db[3]};
   }
 )";
 
@@ -254,14 +254,15 @@ std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optiona
   const auto& in = gradients[0].inputs();
   const auto &x = in[0], &w = in[1], &g = in[3];
   auto dtype = x.dtype();
-  int columns = x.shape(-1);
-  bool is_large = columns > few_columns && columns % quad == 0 && columns <= quad * max_threads;
-  if (!fits(x, w, in[2]) || g.dtype() != dtype || (!is_large && columns > max_normed)) {
+  int columns = x.shape(-1), wide = static_cast<int>(16 / x.itemsize());
+  if (!fits(x, w, in[2]) || g.dtype() != dtype || columns > max_normed) {
     return std::nullopt;
   }
   auto eps = static_cast<const mx::fast::LayerNormVJP&>(gradients[0].primitive()).state().second;
-  Arrays inputs{as_rows(x), w, as_rows(g)};
-  int rows = inputs[0].shape(0);
+  auto rows_of_x = as_rows(x), rows_of_g = as_rows(g);
+  int rows = rows_of_x.shape(0), parts = 1;
+  bool is_large = columns > few_columns && columns % wide == 0;
+  Arrays inputs{rows_of_x, w, rows_of_g};
   Kernel kernel{"layer_norm_vjp", {"x", "w", "g"}, {"gx", "sums"}, "", {{"COLUMNS", columns}, {"T", dtype}}, {}, {}};
   kernel.constants.emplace_back("ADDS", added.has_value());
   if (added) {
@@ -269,23 +270,35 @@ std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optiona
     inputs.push_back(as_rows(*added));
   }
   std::string nothing = added ? "" : "  const T* added_to = nullptr;\n";
-  int parts = 1;
-  if (is_large) {
-    int groups = divided(rows, rows_at_once);
-    parts = divided(groups, divided(groups, large_blocks)); // as many for each block
-    kernel.name += "_large";
-    kernel.source = with(eps, nothing + norm_gradients_source);
-    kernel.constants.emplace_back("ROWS", rows_at_once);
-    kernel.threads = {divided(columns / quad, lanes) * lanes, 1};
+  Arrays made; // the gradient of the input, and sums of those by weight and bias
+  if (is_large) { // two kernels: nobody waits for the second
+    kernel.name += "_rows";
+    kernel.outputs[1] = "rows";
+    kernel.source = with(eps, nothing + norm_gradient_source);
+    kernel.constants.emplace_back("WIDE", wide);
+    kernel.blocks = {divided(rows, few_warps), 1};
+    kernel.threads = {lanes, few_warps};
+    made = call(kernel, inputs, {rows_of_x.shape(), {rows, 2}}, {dtype, mx::float32});
+    int across = divided(columns, lanes * wide);
+    parts = parts_of_rows(rows, across);
+    Kernel sums{
+        "layer_norm_vjp_sums",
+        {"x", "g", "rows"},
+        {"sums"},
+        norm_sums_source,
+        {{"COLUMNS", columns}, {"T", dtype}, {"WIDE", wide}, {"WARPS", warps}},
+        {across, parts},
+        {lanes, warps}};
+    made[1] = call(sums, {rows_of_x, rows_of_g, made[1]}, {{parts, 2 * columns}}, {mx::float32})[0];
   } else {
     int at_once = rows <= 32 && columns <= few_columns ? 2 * warps : warps;
     parts = rows <= 2 * at_once ? 1 : std::min(divided(rows, at_once), few_blocks);
     kernel.source = with(eps, nothing + norm_few_gradients_source);
     kernel.constants.emplace_back("WARPS", at_once);
+    kernel.blocks = {parts, 1};
     kernel.threads = {lanes, at_once};
+    made = call(kernel, inputs, {rows_of_x.shape(), {parts, 2 * columns}}, {dtype, mx::float32});
   }
-  kernel.blocks = {parts, 1};
-  auto made = call(kernel, inputs, {inputs[0].shape(), {parts, 2 * columns}}, {dtype, mx::float32});
   auto total = made[1];
   if (parts > 1 || dtype != mx::float32) {
     total = sum_of_few(total, {1, 2 * columns}, dtype);

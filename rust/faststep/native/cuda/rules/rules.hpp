@@ -90,11 +90,6 @@ std::optional<mx::array> layer_norm(const mx::array& normed);
 // The gradients of a layer norm by its input, weight and bias, if these are they; something may be added to the first.
 std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optional<mx::array>& added);
 
-// A sum with a product of matrices as one operation; `is_alone`: whether nobody else uses an array.
-std::optional<mx::array> product_and_sum(
-    const mx::array& sum,
-    const std::function<bool(const mx::array&)>& is_alone);
-
 // Whether row i of a mask of these positions shows the columns up to i + columns - rows.
 bool shows_causal(const mx::array& mask, int rows, int columns);
 
