@@ -95,7 +95,7 @@ ATTENTIONS = {
     "no mask": Attention(131, 24, causal=False),
     "exact": Attention(90, 40, exact=True, batch=2),
     "exact, no mask": Attention(45, 64, exact=True, causal=False),
-    "exact, many": Attention(500, 8, exact=True, causal=False, heads=1),
+    "exact, many": Attention(330, 8, exact=True, causal=False, heads=1),
     "rows anywhere": Attention(70, 8, gap=3),
 }
 

@@ -148,7 +148,7 @@ def test_a_step_is_as_near_to_float64_as_plain_mlx(case: Case) -> None:
     ends = {name: arrays(model) for name, model in {"exact": exact, "plain": plain, "ours": ours}.items()}
     for name, value in ends["exact"].items():
         rounding = np.abs(value).max() * (2**-8 if half else 2**-23)
-        allowed = 2 * np.abs(ends["plain"][name] - value).max() + rounding
+        allowed = 3 * np.abs(ends["plain"][name] - value).max() + rounding
         assert np.abs(ends["ours"][name] - value).max() <= allowed, name
     with profile(step) as found:
         pass

@@ -281,6 +281,18 @@ void Hazards::take(Address address, size_t bytes) {
   uses_[address] = {std::nullopt, std::move(users)};
 }
 
+std::vector<size_t> Hazards::users(Address address) const {
+  auto found = uses_.find(address);
+  if (found == uses_.end()) {
+    return {};
+  }
+  auto all = found->second.readers;
+  if (found->second.writer) {
+    all.push_back(*found->second.writer);
+  }
+  return all;
+}
+
 bool Hazards::may_redirect(size_t number, Address from, Address into) const {
   auto made = uses_.find(from);
   if (made == uses_.end() || made->second.writer != number || !made->second.readers.empty() || from == into) {

@@ -59,6 +59,9 @@ class Hazards {
   // of them.
   void take(Address address, size_t bytes);
 
+  // All that have used a buffer's memory up to now: it is free when they are done.
+  std::vector<size_t> users(Address address) const;
+
   // Whether an operation, the only one to have used `from`, may write `into` in its place: not where another operation has
   // used either since.
   bool may_redirect(size_t number, Address from, Address into) const;

@@ -396,7 +396,16 @@ void Recorder::add(size_t begin, const std::vector<Data>& reads, const std::vect
     }
     return addresses;
   };
-  units_.push_back({begin, recording_.nodes(), hazards_.add(addresses(reads), addresses(writes))});
+  std::vector<Room> rooms;
+  for (const auto& data : writes) {
+    auto* buffer = buffer_of(*data);
+    if (buffer != nullptr && buffer->data != nullptr) {
+      auto from = device_pointer(buffer->data);
+      rooms.push_back({from, from + buffer->size, hazards_.users(buffer->data)});
+    }
+  }
+  auto before = hazards_.add(addresses(reads), addresses(writes));
+  units_.push_back({begin, recording_.nodes(), std::move(before), std::move(rooms)});
   if (learnt_ == nullptr) {
     auto& operation = learning_.operations.emplace_back();
     std::transform(reads.begin(), reads.end(), std::back_inserter(operation.reads), [this](auto& it) { return id(it); });
@@ -548,6 +557,12 @@ void Recorder::connect() {
       check(driver.cuGraphAddEmptyNode(&all, graph, before.data(), before.size()), "cuGraphAddEmptyNode");
       before = {all};
     }
+    if (units_[u].end - units_[u].begin == 1) { // no other node uses that memory before
+      for (auto [a, b] : fill_early(nodes[units_[u].begin], units_[u], ends)) {
+        from.push_back(a);
+        to.push_back(b);
+      }
+    }
     for (auto b : begins) {
       for (auto a : before) {
         from.push_back(a);
@@ -562,6 +577,52 @@ void Recorder::connect() {
   capture_.info.edges = from.size();
   check(driver.cuGraphInstantiateWithFlags(&capture_.exec_, graph, 0), "cuGraphInstantiate");
   check(driver.cuGraphUpload(capture_.exec_, capture_.queue_), "cuGraphUpload");
+}
+
+// cuBLAS has its workspace filled with zeros before a product, which then waits for that and not only for its factors. It is
+// done beside the operations before it here, as soon as the workspace is free. Returns what waits for what because of that.
+std::vector<std::pair<CUgraphNode, CUgraphNode>> Recorder::fill_early(
+    CUgraphNode node, const Unit& unit, const std::vector<Nodes>& ends) {
+  const auto& driver = replay::driver();
+  auto is_of = [&](CUgraphNode each, int wanted) {
+    int type = -1;
+    return driver.cuGraphNodeGetType(each, &type) == CUDA_SUCCESS && type == wanted;
+  };
+  std::vector<std::pair<CUgraphNode, CUgraphNode>> edges;
+  CUgraph child = nullptr;
+  size_t count = 0;
+  if (!is_of(node, child_node) || driver.cuGraphChildGraphNodeGetGraph(node, &child) != CUDA_SUCCESS ||
+      driver.cuGraphGetNodes(child, nullptr, &count) != CUDA_SUCCESS || count < 2) {
+    return edges;
+  }
+  Nodes inner(count);
+  check(driver.cuGraphGetNodes(child, inner.data(), &count), "cuGraphGetNodes");
+  for (auto each : inner) {
+    Fill fill;
+    size_t waits = 1;
+    if (!is_of(each, fill_node) || driver.cuGraphNodeGetDependencies(each, nullptr, &waits) != CUDA_SUCCESS || waits > 0 ||
+        driver.cuGraphMemsetNodeGetParams(each, &fill) != CUDA_SUCCESS || edges.size() + 1 == count) {
+      continue;
+    }
+    auto bytes = fill.height > 1 ? fill.pitch * fill.height : fill.width * fill.elementSize;
+    auto room = std::find_if(unit.rooms.begin(), unit.rooms.end(), [&](const Room& has) {
+      return has.begin <= fill.dst && fill.dst + bytes <= has.end;
+    });
+    if (room == unit.rooms.end()) {
+      continue;
+    }
+    Nodes before;
+    for (auto user : room->users) {
+      before.insert(before.end(), ends[user].begin(), ends[user].end());
+    }
+    CUgraphNode early = nullptr;
+    check(
+        driver.cuGraphAddMemsetNode(&early, recording_.graph(), before.data(), before.size(), &fill, capture_.context_),
+        "cuGraphAddMemsetNode");
+    check(driver.cuGraphDestroyNode(each), "cuGraphDestroyNode");
+    edges.emplace_back(early, node);
+  }
+  return edges;
 }
 
 } // namespace faststep::replay

@@ -16,10 +16,17 @@
 
 namespace faststep::replay {
 
+// Memory that an operation writes, and the operations that have used it before.
+struct Room {
+  CUdeviceptr begin, end;
+  std::vector<size_t> users;
+};
+
 // An operation's nodes, the last one excluded, and the operations that it waits for.
 struct Unit {
   size_t begin, end;
   std::vector<size_t> before;
+  std::vector<Room> rooms;
 };
 
 // A fused kernel that has just written its outputs element by element.
@@ -69,6 +76,8 @@ class Recorder {
   void copy(const mx::array& from, const mx::array& into);
   void feed(Feed::Encoded (*encode)(const Capture&));
   void connect();
+  using Nodes = std::vector<CUgraphNode>;
+  std::vector<std::pair<CUgraphNode, CUgraphNode>> fill_early(CUgraphNode node, const Unit& unit, const std::vector<Nodes>& ends);
 
   Capture& capture_;
   Recording recording_;
