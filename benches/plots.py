@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,16 +80,20 @@ def run(title: str, ways: dict[str, Any], file: Path) -> None:
 
 
 def losses(result: dict[str, Any], file: Path) -> None:
-    """Plot the losses of two ways over the steps of a run, and below how far they are apart."""
+    """Plot the losses of some ways over the steps of a run, and below how far they are from those of the first."""
     figure = Figure(figsize=(8, 6), layout="constrained")
-    figure.suptitle(result["title"])
+    figure.suptitle(textwrap.fill(result["title"], 80), fontsize="medium")
     above, below = figure.subplots(2, 1, sharex=True)
-    for (way, values), width in zip(result["losses"].items(), (3, 1.2), strict=True):
-        above.plot(result["step"], values, color=COLOURS[COMPILED if width > 2 else FAST], linewidth=width, label=way)
+    colours = dict(zip(result["losses"], (COLOURS[COMPILED], COLOURS[FAST], COLOURS[FLUSHED]), strict=False))
+    for (way, values), width in zip(result["losses"].items(), (4, 1.5, 0.8), strict=False):
+        above.plot(result["step"], values, color=colours[way], linewidth=width, label=way)
     above.set(ylabel="loss, nats")
     above.legend(frameon=False)
-    below.plot(result["step"], result["difference"], color=COLOURS[FLUSHED])
-    below.set(xlabel="step", ylabel="largest difference", ylim=(0, max(1e-9, 1.1 * max(result["difference"]))))
+    for way, values in result["difference"].items():
+        below.plot(result["step"], values, color=colours[way], linewidth=1, label=f"{way}, from the first")
+    below.set(xlabel="step", ylabel="largest difference")
+    below.set_ylim(bottom=0)
+    below.legend(frameon=False)
     save(figure, file)
 
 

@@ -15,8 +15,8 @@ Growth is that of the resident memory over the second half of the run, by least 
 gradient fade to denormal numbers after some 800 steps, with which a CPU computes slowly.
 """
 
-REPLAY = """One training on real text, twice over the same batches: each step evaluated by MLX, and replayed as one CUDA
-graph.
+REPLAY = """One training on real text over the same batches: each step evaluated by MLX, replayed as one CUDA graph, and
+evaluated once more. A GPU adds in another order each time, so two runs of one way part too.
 """
 
 
@@ -37,8 +37,8 @@ def replay(result: dict[str, Any], plot: Path) -> list[str]:
     """Lay out the losses of one training, evaluated and replayed."""
     plots.losses(result, plot)
     ends = ", ".join(f"{values[-1]:.4f} ({way})" for way, values in result["losses"].items())
-    apart = f"the largest difference {max(result['difference']):.1g}"
-    text = f"{result['step'][-1]:,} steps; the last losses are {ends}, {apart}."
+    apart = ", ".join(f"{max(values):.1g} ({way})" for way, values in result["difference"].items())
+    text = f"{result['step'][-1]:,} steps; the last losses are {ends}; the largest differences from the first {apart}."
     return [f"![{result['title']}](plots/{plot.name})", "", text, ""]
 
 

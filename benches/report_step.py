@@ -57,10 +57,13 @@ def row(result: dict[str, Any], way: str) -> list[str]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Say what the table's numbers rest on."""
+    apart = result.get("loss differences from float32")
+    what = "of the first losses from those of gradients in float32" if apart else "between the first losses"
+    each = "; " + ", ".join(f"{way} {gap:.1e}" for way, gap in apart.items()) if apart else ""
     lines = [
         f"Rounds: {len(result['ms'][FAST])}, steps of each way in a round: {result['steps in a block']}; parameters "
-        f"{megabytes(result['parameters'])} MB; largest difference between the losses of the first steps "
-        f"{result['largest loss difference']:.1e} ({BOUND}: compiled gradients, no update).",
+        f"{megabytes(result['parameters'])} MB; largest difference {what} "
+        f"{result['largest loss difference']:.1e}{each} ({BOUND}: compiled gradients, no update).",
         "",
     ]
     return lines + (torch_notes(result["PyTorch"]) if "PyTorch" in result else [])

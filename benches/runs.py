@@ -1,6 +1,7 @@
 """Watch long runs: memory, traces and the time of a step, each way alone in a process of its own (Linux).
 
-``shapes``: 2,000 batches of different shapes, so that every step is traced. ``steps``: 20,000 steps of one shape.
+``shapes``: 2,000 batches of different shapes, so that every step is traced. ``again``: 40 shapes that come back, each
+captured where steps are replayed. ``steps``: 20,000 steps of one shape.
 ``faded``: rows of an embedding that no token reads behind the 100th step, whose moments fade away::
 
     python benches/runs.py                  # all
@@ -72,6 +73,16 @@ RUNS = {
         ),
         steps=2000,
         shapes=every_shape(batches=8, lengths=250),
+    ),
+    "again": LongRun(
+        Case(
+            "2,000 steps of 40 shapes: GPT, 2 layers x 32, batches of 1 to 8, sequences of 1 to 5",
+            GPT,
+            {"layers": 2, "width": 32, "heads": 2, "seq": 5, "vocab": 64},
+            batch=8,
+        ),
+        steps=2000,
+        shapes=every_shape(batches=8, lengths=5),
     ),
     "steps": LongRun(
         Case("20,000 steps: MLP, 2 layers x 32, batch 8", MLP, {"layers": 2, "width": 32}, batch=8), steps=20_000

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from cases import Run
 from faststep import fast_step
+from mlx.utils import tree_map
 
 StepFn = Callable[..., mx.array]
 IN_FLIGHT = 2  # as many as fast_step allows
@@ -22,6 +23,22 @@ def plain(run: Run) -> StepFn:
 
     def step(*batch: mx.array) -> mx.array:
         loss = update(run, *batch)
+        mx.eval(loss, run.model.state, run.optimizer.state)
+        return loss
+
+    return step
+
+
+def widened(run: Run) -> StepFn:
+    """Take the plain step with the loss and its gradients in float32, from weights that stay in their own dtype."""
+
+    def step(*batch: mx.array) -> mx.array:
+        weights = run.model.parameters()
+        run.model.update(tree_map(lambda a: a.astype(mx.float32), weights))
+        loss, grads = nn.value_and_grad(run.model, run.loss_fn)(run.model, *batch)
+        run.model.update(weights)
+        grads, _ = optim.clip_grad_norm(grads, run.max_grad_norm or float("inf"))
+        run.optimizer.update(run.model, tree_map(lambda g, w: g.astype(w.dtype), grads, weights))
         mx.eval(loss, run.model.state, run.optimizer.state)
         return loss
 

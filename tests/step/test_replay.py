@@ -71,6 +71,38 @@ def test_a_replayed_run_is_the_ordinary_one(row: Row) -> None:
     assert_close(got, wanted, row.case.tolerance)
 
 
+class Selective(nn.Module):
+    """A selective state space (Gu and Dao, 2023), its scan one step after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.rate = nn.Linear(64, 34, bias=False), nn.Linear(2, 64)
+        self.decay = mx.broadcast_to(mx.log(mx.arange(1.0, 17.0)), (64, 16))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, seq, 64] to the same."""
+        rate, b, c = mx.split(self.project(x), [2, 18], axis=-1)
+        rate = mx.logaddexp(self.rate(rate), 0.0)  # its gradient needs what a product with a workspace gave
+        decays = mx.exp(-rate[..., None] * mx.exp(self.decay))
+        inputs = (rate * x)[..., None] * b[:, :, None]
+        state, states = mx.zeros((x.shape[0], 64, 16)), []
+        for t in range(x.shape[1]):
+            state = decays[:, t] * state + inputs[:, t]
+            states.append(state)
+        return (mx.stack(states, axis=1) @ c[..., None]).squeeze(-1) + x
+
+
+def test_memory_is_not_given_away_while_a_gradient_needs_it() -> None:
+    ends = []
+    for replay in (False, True):
+        mx.random.seed(5)
+        model, x = Selective(), mx.random.normal((4, 32, 64))
+        step = Step(model, optim.Adam(1e-3), lambda model, x: model(x).square().mean(), replay=replay)
+        ends.append([step(x).loss.item() for _ in range(STEPS)])
+    assert is_captured(step), replayed(step)
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-4)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "user"])
 @pytest.mark.parametrize(
     "options",

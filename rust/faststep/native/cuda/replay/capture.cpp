@@ -19,19 +19,20 @@ namespace faststep::replay {
 
 namespace {
 
-// While it lives, MLX keeps everything that is freed.
-class KeepAll {
+constexpr size_t all = size_t{1} << 60;
+
+// While it lives, MLX keeps at most so many bytes of what is freed, whatever memory is in use.
+class Keep {
  public:
-  KeepAll() : cache_(mx::set_cache_limit(all)), memory_(mx::set_memory_limit(all)) {}
-  ~KeepAll() {
+  explicit Keep(size_t bytes) : cache_(mx::set_cache_limit(bytes)), memory_(mx::set_memory_limit(all)) {}
+  ~Keep() {
     mx::set_cache_limit(cache_);
     mx::set_memory_limit(memory_);
   }
-  KeepAll(const KeepAll&) = delete;
-  KeepAll& operator=(const KeepAll&) = delete;
+  Keep(const Keep&) = delete;
+  Keep& operator=(const Keep&) = delete;
 
  private:
-  static constexpr size_t all = size_t{1} << 60;
   size_t cache_, memory_;
 };
 
@@ -126,7 +127,7 @@ Learnt Capture::learn() {
   mx::synchronize(stream_);
   check(driver().cuCtxGetCurrent(&context_), "cuCtxGetCurrent");
   mx::clear_cache();
-  KeepAll keep;
+  Keep none(0); // a buffer that is used again may be larger than what is asked for
   return Recorder(*this, encoder, nullptr, nullptr).learn();
 }
 
@@ -136,7 +137,7 @@ void Capture::record(const Learnt& learnt) {
   mx::synchronize(stream_);
   check(driver().cuCtxGetCurrent(&context_), "cuCtxGetCurrent");
   mx::clear_cache();
-  KeepAll keep;
+  Keep everything(all);
   block_ = std::make_unique<Block>(encoder, stream_, learnt.plan.bytes);
   {
     ScalarsApart apart;

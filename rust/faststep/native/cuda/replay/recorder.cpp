@@ -261,13 +261,28 @@ void Recorder::take(const std::vector<Data>& writes) {
   if (!block_->is_taken()) {
     throw Refused("a step that takes other memory when it is gone through again");
   }
-  for (auto* buffer : block_->taken()) {
-    auto has = [buffer](const Data& data) { return buffer_of(*data) == buffer; };
-    if (std::none_of(writes.begin(), writes.end(), has)) {
-      block_->keep(); // whoever has it may use it
-      throw Refused("other work has taken memory while the step was captured");
+  auto rest = block_->taken();
+  std::vector<size_t> sizes; // of what has been taken, in the order of what is written
+  for (const auto& data : writes) {
+    auto* buffer = buffer_of(*data);
+    if (std::erase(rest, buffer) > 0) {
+      hazards_.take(buffer->data, buffer->size);
+      sizes.push_back(buffer->size);
     }
-    hazards_.take(buffer->data, buffer->size);
+  }
+  if (!rest.empty()) {
+    block_->keep(); // whoever has it may use it
+    throw Refused("other work has taken memory while the step was captured");
+  }
+  // Buffers of one size may have each other's places; one of another size would be written over too early.
+  std::vector<size_t> planned;
+  for (auto buffer : learnt_->made[evaluations_ - 1]) {
+    if (learnt_->sizes[buffer] > 0) {
+      planned.push_back(learnt_->sizes[buffer]);
+    }
+  }
+  if (sizes != planned) {
+    throw Refused("a step that takes its memory in another order when it is gone through again");
   }
 }
 
