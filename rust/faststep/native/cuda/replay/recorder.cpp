@@ -20,8 +20,8 @@ namespace {
 // Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
-// Buffers are multiples of a page of MLX's allocator, and kernels may want them to begin at multiples of the other number.
-constexpr size_t page = 16384, alignment = 256;
+// Kernels may want a buffer to begin at a multiple of so many bytes.
+constexpr size_t alignment = 256;
 
 // The memory of a block, at most so many times the least that a plan takes: more where all of it is little, so that more
 // operations run side by side (engine/replay/mod.rs has the same numbers).
@@ -291,7 +291,7 @@ void Recorder::lay_within(const mx::array& array, const mx::array& out) {
   if (learnt_ != nullptr || !is_whole(out)) {
     return;
   }
-  auto& sizes = learning_.sizes;
+  const auto& sizes = learning_.sizes;
   auto other = id(out.data_shared_ptr());
   for (auto [number, offset] : may_lie_within(array.primitive())) {
     const auto& in = array.inputs()[number];
@@ -301,13 +301,12 @@ void Recorder::lay_within(const mx::array& array, const mx::array& out) {
     bool used = reads_[memory_of(*data)] > 0 || std::any_of(results.begin(), results.end(), holds) ||
         std::any_of(carried.begin(), carried.end(), holds);
     auto buffer = id(data);
-    auto bytes = std::min(sizes[buffer], (in.nbytes() + page - 1) / page * page); // it may have got a larger one
+    auto bytes = sizes[buffer];
     auto made = made_whole_.find(buffer);
     bool own = made != made_whole_.end() && made->second == in.nbytes(); // it is no part of what has been made
-    bool alone = bytes == in.nbytes() || in.nbytes() == out.nbytes(); // no other one lies in its last page
+    bool alone = bytes == in.nbytes() || in.nbytes() == out.nbytes(); // no other one lies behind it in its last page
     bool fits = bytes > 0 && offset % alignment == 0 && offset + bytes <= sizes[other] && buffer != other;
     if (!used && own && is_whole(in) && alone && fits && !lies_within_.contains(buffer)) {
-      sizes[buffer] = bytes;
       learning_.within.push_back({buffer, other, offset});
       lies_within_.insert(buffer);
     }
