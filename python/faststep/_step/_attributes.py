@@ -20,7 +20,7 @@ _IN_PLACE = (np.ndarray, set, collections.deque)
 class Attributes:
     """An optimizer's attributes as they were when its step was made, from which those that training changes differ.
 
-    Arrays count as changed. Of optimizers within another, but for those of a `MultiOptimizer`, the `state` is an attribute.
+    Arrays count as changed. The `state` of an optimizer within another is one, where that is no `MultiOptimizer`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -31,10 +31,16 @@ class Attributes:
         return {name: value for name, value in _named(optimizer) if not _same(self._begun.get(name, self), value)}
 
     def put(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
-        """Give an optimizer these attributes; numbers beside them, and what training has made, are as they were before."""
+        """Give an optimizer these attributes; numbers beside them, and what training has made, are as they were before.
+
+        Raises:
+            ValueError: One is of an optimizer that is not within this one.
+        """
         owners = dict(_owners(optimizer))
         for name in self.changed(optimizer).keys() | values.keys():
             path, _, attribute = name.rpartition(".")
+            if path not in owners:
+                raise ValueError(f"attributes: expected those of {type(optimizer).__name__}, got {name!r}")
             begun = self._begun.get(name, self)
             if name in values:
                 setattr(owners[path], attribute, values[name])

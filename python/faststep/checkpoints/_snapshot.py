@@ -77,8 +77,8 @@ def _attributes(step: Step) -> tuple[dict[str, Any], Arrays]:
             attributes[name] = _encoded(value, f"@{name}", arrays)
         except TypeError as error:
             warnings.warn(
-                f"the optimizer's attribute {name} has changed and is not in the checkpoint: expected numbers, texts and "
-                f"mx.arrays, in dicts with texts as keys, lists and tuples, got {error}. Keep it in the optimizer's state",
+                f"the optimizer's attribute {name} has changed and is not in the checkpoint: expected numbers, texts "
+                f"and mx.arrays, in dicts with texts as keys, lists and tuples, got {error}. Keep it in one of these",
                 CheckpointWarning,
                 stacklevel=4,
             )
