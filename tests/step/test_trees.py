@@ -236,3 +236,23 @@ def test_a_part_trains_that_has_a_private_or_a_frozen_name_too(
     assert mx.array_equal(before, ours.part().weight)
     if not options:
         assert step.stats.mode == ("native" if optimizer == "adam" else "traced")
+
+
+def test_a_part_may_lead_back_to_the_whole() -> None:
+    def make() -> nn.Module:
+        mx.random.seed(2)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+        for part in (model.layers[0], model.layers[1]):
+            object.__setattr__(part, "parent", model)  # which MLX takes for no part
+        return model
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return model.layers[0].parent(x).square().mean()
+
+    reference, ours = (make(), optim.AdamW(0.1)), (make(), optim.AdamW(0.1))
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for x in mx.random.normal((4, 8, 4)):
+        take(x)
+        step(x)
+    assert step.stats.mode == "native"
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)

@@ -8,6 +8,7 @@ mod node;
 mod reached;
 mod seen;
 pub mod stop;
+pub mod suspect;
 
 use std::{cell::RefCell, rc::Rc};
 
