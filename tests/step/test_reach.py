@@ -112,6 +112,12 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
         "in a tuple, in place": lambda: agent.fixed[0].__setitem__(..., 7.0),
         "NumPy, in place": lambda: agent.arrays["noise"].__setitem__(0, 3.0),
     }
+
+    def scaled(x: mx.array) -> mx.array:
+        factors: Any = scaled
+        return factors.weight * x + factors.parts["shift"] * factors.scale
+
+    vars(scaled).update(weight=mx.ones(4), parts={"shift": mx.array(1.0)}, scale=1.0)
     closure = [
         lambda: generator.layers[0].update({"bias": generator.layers[0].bias + 1}),
         generator.eval,
@@ -140,6 +146,15 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
         "partial": (
             lambda model, x: part(model, x),
             [lambda: part.args[0].__imul__(2.0), lambda: part.args[0].__imul__(2.0)],
+        ),
+        "function's attributes": (
+            lambda model, x: mx.square(model(scaled(x))).mean(),
+            [
+                lambda: setattr(scaled, "weight", 2.0 * mx.ones(4)),
+                lambda: setattr(scaled, "scale", 3.0),
+                lambda: setattr(scaled, "scale", 4.0),
+                lambda: vars(scaled)["parts"].update(shift=mx.array(5.0)),
+            ],
         ),
         "namespace": (
             by_namespace,
@@ -356,6 +371,10 @@ def own_changes(kind: str) -> tuple[nn.Module, Callable[..., mx.array]]:
         if kind == "an attribute":
             agent.beta *= 0.9
             return agent.beta
+        if kind == "a function's attribute":
+            taken_by: Any = factor
+            taken_by.taken.append(0)
+            return 1.0 / len(taken_by.taken)
         takes: dict[str, Callable[[], float]] = {
             "numpy's generator": generator.random,
             "numpy's old generator": old.rand,
@@ -369,17 +388,17 @@ def own_changes(kind: str) -> tuple[nn.Module, Callable[..., mx.array]]:
         }
         return takes.get(kind, lambda: 1.0)()
 
+    vars(factor)["taken"] = []
     return model, lambda model, x: (model(x) * factor()).square().mean()
 
 
-OWN_CHANGES = (
-    "a number of the model, a number in a closure, a global, an attribute, numpy's generator, numpy's old generator, "
-    "numpy's global generator, a random.Random, the random module, an iterator, itertools, a generator, a list"
-).split(", ")
+OWN_CHANGES = """a number of the model, a number in a closure, a global, an attribute, a function's attribute, a list,
+numpy's generator, numpy's old generator, numpy's global generator, a random.Random, the random module, an iterator,
+itertools, a generator"""
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", OWN_CHANGES)
+@pytest.mark.parametrize("kind", OWN_CHANGES.replace("\n", " ").split(", "))
 def test_a_loss_that_depends_on_how_often_it_is_called_is_called_at_every_step(kind: str, accumulate: int) -> None:
     results: list[Any] = []
     batches = [mx.random.normal((8, 4), key=mx.random.key(number)) for number in range(6)]

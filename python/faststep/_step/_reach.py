@@ -83,7 +83,7 @@ class Positions:
         return sorted({name for (name, before), (_, now) in pairs if before != now})
 
     def _now(self) -> list[tuple[str, Any]]:
-        processes = [("Python's random", random.getstate())]
+        processes: list[tuple[str, Any]] = [("Python's random", random.getstate())]
         if "numpy.random" in sys.modules:
             processes.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
         return processes + [(_generator_name(each), _position(each)) for each in self._objects]
@@ -333,6 +333,8 @@ class _Search:
                 self.add(at, ATTRIBUTE, name, value)
         if _is_library(function):
             return
+        if vars(function):
+            self.filtered.append(at)
         names, attributes, dynamic = _named(function.__code__)
         self.attributes |= attributes
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename

@@ -356,7 +356,7 @@ impl Looked {
             if let Expect::Container(..) | Expect::Contents(..) = &node.expect {
                 snapshot.note(object)?;
             }
-            if let Expect::Container(_, _, Some(_)) | Expect::Object(..) = &node.expect {
+            if node.opens || matches!(node.expect, Expect::Object(..)) {
                 if let Some(dict) = attributes_of(object) {
                     snapshot.note(dict.as_any())?;
                 }

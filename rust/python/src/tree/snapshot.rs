@@ -112,12 +112,12 @@ impl<'py> Snapshot<'py> {
         }
         let mut lists = Vec::new();
         for (list, copy) in &self.lists {
-            let pairs = || list.iter().zip(copy.iter());
-            if list.len() != copy.len() || pairs().any(|(new, old)| differs(Some(&old), Some(&new)))
-            {
-                if !has_array(list.as_any(), 0) && !has_array(copy.as_any(), 0) {
-                    lists.push((list.clone(), copy.clone()));
-                }
+            let mut pairs = list.iter().zip(copy.iter());
+            let other =
+                list.len() != copy.len() || pairs.any(|(new, old)| differs(Some(&old), Some(&new)));
+            let arrays = || has_array(list.as_any(), 0) || has_array(copy.as_any(), 0);
+            if other && !arrays() {
+                lists.push((list.clone(), copy.clone()));
             }
         }
         Ok((items, lists))
