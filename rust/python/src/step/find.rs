@@ -90,7 +90,7 @@ impl Inner {
         };
         let mut key = key(store, part, 0)?;
         let mut sketch = |inner: &mut Self, given: &mut Given| {
-            key.front.reached = given.looked.program.tensors().to_vec();
+            key.front.reached = given.looked.program.tensors().clone();
             inner.sketch(store, user, given, &key)
         };
         let first = sketch(self, given);
@@ -134,7 +134,7 @@ impl Inner {
         let looked = given.looked.clone();
         let mut key = key;
         if self.compiled {
-            key.front.reached = looked.program.tensors().to_vec();
+            key.front.reached = looked.program.tensors().clone();
         }
         key.front.batch = given.tree.clone();
         given.constants.clear();
@@ -296,7 +296,7 @@ fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
     let front = CallKey {
         model: store.signature()?.id,
         options,
-        reached: Vec::new(),
+        reached: Rc::default(),
         batch: Rc::default(),
     };
     Ok(Key {
