@@ -34,8 +34,9 @@ class Step:
 
     The loss function is called while the step is traced, which is once for each signature of the batch; afterwards the
     trace is replayed natively. What Python code in it does beside computing arrays (printing, counting) happens then
-    only. Model, optimizer and `mx.random.state` are current after every call, and what is changed in them between calls
-    is seen.
+    only; where the result depends on it (it draws from `numpy.random`, counts its calls, takes from an iterator), the
+    step runs uncompiled from the second call on, after one `RuntimeWarning`. Model, optimizer and `mx.random.state` are
+    current after every call, and what is changed in them between calls is seen.
 
     A loss function that cannot be traced or compiled is called a second time and runs uncompiled from then on, after
     one `RuntimeWarning` that says why; what its Python code does beside computing has then happened twice. One

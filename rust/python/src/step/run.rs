@@ -83,9 +83,9 @@ impl Inner {
         let started = Instant::now();
         self.check_compiler(user.py())?;
         if let Some(why) = self.suspected(store, user, given, task)? {
-            self.fall_back(user.py(), why)?;
             self.compiled = false;
             self.traces.clear();
+            self.fall_back(user.py(), why)?; // which may raise: the next call is uncompiled all the same
         }
         loop {
             let found = self.find(store, user, given, task);
