@@ -13,7 +13,10 @@ import dis
 import enum
 import functools
 import gc
+import operator
 import os
+import random
+import sys
 import sysconfig
 import types
 import warnings
@@ -66,6 +69,56 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
     return search.kept()
 
 
+class Positions:
+    """Where random generators and iterators stand: those of the process, of the model, and that a loss reaches."""
+
+    def __init__(self, model: nn.Module, reached: list[Any]) -> None:
+        of_model = (value for module in model.modules() for value in vars(module).values())
+        self._objects = [each for each in (*of_model, *reached) if _moves(each)]
+        self._before = self._now()
+
+    def moved(self) -> list[str]:
+        """Return the names of those that have moved since."""
+        pairs = zip(self._before, self._now(), strict=True)
+        return sorted({name for (name, before), (_, now) in pairs if before != now})
+
+    def _now(self) -> list[tuple[str, Any]]:
+        processes: list[tuple[str, Any]] = [("Python's random", random.getstate())]
+        if "numpy.random" in sys.modules:
+            processes.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
+        return processes + [(_generator_name(each), _position(each)) for each in self._objects]
+
+
+def _moves(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return True
+    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator | np.random.RandomState):
+        return True
+    return hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
+
+
+def _generator_name(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+
+
+def _position(value: Any) -> Any:
+    """Return what changes in a generator or an iterator when something is taken from it, as far as that can be seen."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        values = frame.f_locals.values() if frame else ()
+        return frame and frame.f_lasti, [each if isinstance(each, _PLAIN) else _position(each) for each in values]
+    if hasattr(type(value), "__next__"):
+        shown = repr(value) if type(value).__module__ == "itertools" else None
+        return operator.length_hint(value, -1), shown, id(value)
+    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if "numpy.random" in sys.modules and isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return id(value)
+
+
 def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any) -> str:
     """Describe an array that a loss function uses from an unwatched place, for a warning.
 
@@ -112,8 +165,6 @@ def _is_standard(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_standard_module(name: str) -> bool:
-    import sys
-
     file = getattr(sys.modules.get(name), "__file__", None)
     return name in sys.builtin_module_names or (file is not None and _is_standard(file))
 
@@ -282,6 +333,8 @@ class _Search:
                 self.add(at, ATTRIBUTE, name, value)
         if _is_library(function):
             return
+        if vars(function):
+            self.filtered.append(at)
         names, attributes, dynamic = _named(function.__code__)
         self.attributes |= attributes
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename

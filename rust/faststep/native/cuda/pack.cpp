@@ -55,7 +55,7 @@ std::string source(int slots) {
       for (int k = 0; k < each; ++k) { values[k] = reinterpret_cast<const uint4*>(part + begin)[k * 256 + thread]; }
       #pragma unroll
       for (int k = 0; k < each; ++k) {
-        reinterpret_cast<uint4*>(to + begin)[k * 256 + thread] = values[k];
+        if (part != to) { reinterpret_cast<uint4*>(to + begin)[k * 256 + thread] = values[k]; } // a part may lie there already
         const T* elements = reinterpret_cast<const T*>(&values[k]);
         #pragma unroll
         for (int i = 0; i < width; ++i) { sum += float(elements[i]) * float(elements[i]); }
@@ -63,7 +63,7 @@ std::string source(int slots) {
     } else {
       for (int i = begin + thread; i < end; i += 256) {
         T value = part[i];
-        to[i] = value;
+        if (part != to) { to[i] = value; }
         sum += float(value) * float(value);
       }
     }
@@ -133,6 +133,7 @@ std::string norm_source(size_t slots) {
   __shared__ float sums[32];
   float sum = 0;
   auto add = [&](const float* from, int size) {
+    #pragma unroll 8
     for (int i = threadIdx.x; i < size; i += blockDim.x) { sum += from[i]; }
   };
 )";
@@ -172,6 +173,7 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
     std::vector<std::string> names;
     std::vector<mx::array> inputs;
     std::vector<int> table;
+    std::vector<faststep::Place> within;
     int blocks = 0, offset = 0, first = 0;
     auto at = [&](size_t i) -> const mx::array& { return faststep::at(parts[i]); };
     for (size_t i = 0; i < count; ++i) {
@@ -181,6 +183,9 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
       inputs.push_back(stored ? *stored : part);
       int rows = stored ? part.shape(0) : 1, cols = stored ? part.shape(1) : size;
       table.insert(table.end(), {blocks, rows, cols, stored != nullptr, offset});
+      if (!stored) {
+        within.push_back({i, static_cast<size_t>(offset) * part.itemsize()});
+      }
       blocks += stored ? tiles(rows) * tiles(cols) : (size + side * side - 1) / (side * side);
       offset += size;
       first += part.shape(0);
@@ -208,6 +213,7 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
         false,
         mx::Device::gpu);
     faststep::is_determined_by_inputs(made[0]);
+    faststep::may_lie_within(made[0], std::move(within));
     *flat = faststep::owned(made[0]);
     *squares = faststep::owned(made[1]);
   });

@@ -48,16 +48,26 @@ bool passes_on(const mx::Primitive& primitive) {
   return name == "CustomTransforms" || name == "Depends";
 }
 
-// The primitives of which is_determined_by_inputs has told.
-std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>>& determined() {
-  static thread_local std::unordered_map<const mx::Primitive*, std::weak_ptr<mx::Primitive>> primitives;
-  return primitives;
-}
+// What has been told of primitives.
+template <typename T>
+class Told {
+ public:
+  void add(const mx::array& array, T what) {
+    std::erase_if(all_, [](const auto& item) { return item.second.first.expired(); });
+    all_.insert_or_assign(&array.primitive(), std::pair{std::weak_ptr(array.primitive_ptr()), std::move(what)});
+  }
 
-bool is_determined(const mx::Primitive& primitive) {
-  auto found = determined().find(&primitive);
-  return found != determined().end() && !found->second.expired();
-}
+  const T* find(const mx::Primitive& primitive) const {
+    auto found = all_.find(&primitive);
+    return found != all_.end() && !found->second.first.expired() ? &found->second.second : nullptr;
+  }
+
+ private:
+  std::unordered_map<const mx::Primitive*, std::pair<std::weak_ptr<mx::Primitive>, T>> all_;
+};
+
+thread_local Told<bool> determined;
+thread_local Told<std::vector<Place>> within;
 
 bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (&a == &b) {
@@ -66,7 +76,7 @@ bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (typeid(a) != typeid(b)) {
     return false;
   }
-  return a.is_equivalent(b) || passes_on(a) || (is_determined(a) && is_determined(b));
+  return a.is_equivalent(b) || passes_on(a) || (determined.find(a) && determined.find(b));
 }
 
 bool same_value(const mx::array& a, const mx::array& b) {
@@ -86,9 +96,17 @@ long holders(const mx::array& array) {
 } // namespace
 
 void is_determined_by_inputs(const mx::array& array) {
-  auto& primitives = determined();
-  std::erase_if(primitives, [](const auto& item) { return item.second.expired(); });
-  primitives.emplace(&array.primitive(), array.primitive_ptr());
+  determined.add(array, true);
+}
+
+void may_lie_within(const mx::array& array, std::vector<Place> inputs) {
+  within.add(array, std::move(inputs));
+}
+
+const std::vector<Place>& may_lie_within(const mx::Primitive& primitive) {
+  static const std::vector<Place> none;
+  const auto* found = within.find(primitive);
+  return found ? *found : none;
 }
 
 class Graph {

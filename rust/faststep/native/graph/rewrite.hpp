@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,28 @@ namespace faststep {
 class Rewrite {
  public:
   virtual ~Rewrite() = default;
+
+  // Learn who uses which array, where a rule asks for it: before the first of these arrays is run.
+  void look(const std::vector<mlx::core::array>& roots) {
+    std::unordered_set<std::uintptr_t> seen;
+    auto path = roots;
+    for (const auto& root : roots) {
+      ++users_[root.id()].count;
+    }
+    while (!path.empty()) {
+      auto a = path.back();
+      path.pop_back();
+      if (!is_pending(a) || !seen.insert(a.outputs()[0].id()).second) {
+        continue;
+      }
+      for (const auto& input : a.inputs()) {
+        auto& users = users_[input.id()];
+        ++users.count;
+        users.all.push_back(a);
+        path.push_back(input);
+      }
+    }
+  }
 
   // The array that takes an array's place.
   mlx::core::array run(const mlx::core::array& root) {
@@ -39,6 +63,29 @@ class Rewrite {
 
   // The arrays that take the place of an operation's outputs, whose inputs have been replaced.
   virtual std::vector<mlx::core::array> operation(const std::vector<mlx::core::array>& outputs) = 0;
+
+  // Operations that use an array, as the graph was.
+  struct Users {
+    size_t count = 0; // the caller of the rewrite counts, too
+    std::vector<mlx::core::array> all; // what they make
+  };
+
+  Users users(const mlx::core::array& original) const {
+    auto found = users_.find(original.id());
+    return found == users_.end() ? Users{} : found->second;
+  }
+
+  // How many operations use the arrays that this one has taken the place of.
+  size_t uses(const mlx::core::array& place) const {
+    auto found = uses_.find(place.id());
+    return found == uses_.end() ? 0 : found->second;
+  }
+
+  // The array that takes the place of another one, if that has been reached.
+  std::optional<mlx::core::array> place_of(const mlx::core::array& original) const {
+    auto found = known_.find(original.id());
+    return found == known_.end() ? std::nullopt : std::optional(found->second);
+  }
 
   // Keeps an array for as long as this lives: an id is that of another array once the first is gone.
   void hold(const mlx::core::array& a) {
@@ -71,11 +118,14 @@ class Rewrite {
   void know(const std::vector<mlx::core::array>& arrays, const std::vector<mlx::core::array>& places) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       known_.emplace(arrays[i].id(), places[i]);
+      uses_[places[i].id()] += users(arrays[i]).count;
       hold(arrays[i]);
     }
   }
 
   std::unordered_map<std::uintptr_t, mlx::core::array> known_;
+  std::unordered_map<std::uintptr_t, Users> users_; // by the array as it was
+  std::unordered_map<std::uintptr_t, size_t> uses_; // by the array in its place
   std::vector<mlx::core::array> held_;
 };
 

@@ -2,7 +2,7 @@
 use mlx_rs::{error::Result, Array};
 
 use super::layout::Layout;
-use crate::mlx::{array, join};
+use crate::mlx::{array, join, kernels};
 
 /// Gradients by buffer, and sums of their squares where they came for free, a float32 vector for each buffer.
 #[derive(Debug)]
@@ -19,7 +19,14 @@ pub struct Packed {
 /// When the arrays are not of the layout's shapes.
 pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
     let cuda = join::is_cuda();
-    let gradients = gradients.iter().map(join::straight);
+    let straight = !cuda || kernels::wanted();
+    let gradients = gradients.iter().map(|gradient| {
+        if straight {
+            join::straight(gradient)
+        } else {
+            Ok(gradient.clone())
+        }
+    });
     let gradients = gradients.collect::<Result<Vec<_>>>()?;
     join::order(&gradients)?;
     let mut packed = Packed {

@@ -151,7 +151,8 @@ pub struct Node {
     pub how: How,
     key: Option<Py<PyAny>>,
     index: usize,
-    opens: bool, // its instance dict is looked at
+    /// True if its instance dict is looked at.
+    pub opens: bool,
     /// Comparison that it has to pass.
     pub expect: Expect,
 }

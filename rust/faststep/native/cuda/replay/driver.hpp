@@ -36,6 +36,17 @@ struct KernelNode {
   CUcontext ctx = nullptr;
 };
 
+// A node that fills memory, as CUDA_MEMSET_NODE_PARAMS describes it.
+struct Fill {
+  CUdeviceptr dst = 0;
+  size_t pitch = 0;
+  unsigned value = 0, elementSize = 0;
+  size_t width = 0, height = 0;
+};
+
+// Some values of CUgraphNodeType.
+inline constexpr int fill_node = 2, child_node = 4;
+
 struct Driver {
   CUresult (*cuCtxGetCurrent)(CUcontext*);
   CUresult (*cuCtxSetCurrent)(CUcontext);
@@ -48,14 +59,20 @@ struct Driver {
   CUresult (*cuGraphAddEmptyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t);
   CUresult (*cuGraphAddEventRecordNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, CUevent);
   CUresult (*cuGraphAddMemcpyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, const Copy*, CUcontext);
+  CUresult (*cuGraphAddMemsetNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, const Fill*, CUcontext);
+  CUresult (*cuGraphChildGraphNodeGetGraph)(CUgraphNode, CUgraph*);
   CUresult (*cuGraphCreate)(CUgraph*, unsigned);
   CUresult (*cuGraphDestroy)(CUgraph);
+  CUresult (*cuGraphDestroyNode)(CUgraphNode);
   CUresult (*cuGraphExecDestroy)(CUgraphExec);
   CUresult (*cuGraphGetNodes)(CUgraph, CUgraphNode*, size_t*);
   CUresult (*cuGraphInstantiateWithFlags)(CUgraphExec*, CUgraph, unsigned long long);
   CUresult (*cuGraphKernelNodeGetParams)(CUgraphNode, KernelNode*);
   CUresult (*cuGraphKernelNodeSetParams)(CUgraphNode, const KernelNode*);
   CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
+  CUresult (*cuGraphMemsetNodeGetParams)(CUgraphNode, Fill*);
+  CUresult (*cuGraphNodeGetDependencies)(CUgraphNode, CUgraphNode*, size_t*);
+  CUresult (*cuGraphNodeGetType)(CUgraphNode, int*);
   CUresult (*cuGraphUpload)(CUgraphExec, CUstream);
   CUresult (*cuMemFreeHost)(void*);
   CUresult (*cuMemHostAlloc)(void**, size_t, unsigned flags);

@@ -125,7 +125,7 @@ class Sharing {
 };
 
 // Each buffer as low as may be: beside those that it must not share bytes with.
-Plan place(
+Plan placed(
     const std::vector<Life>& lives, const std::vector<size_t>& order, const Sharing& sharing, size_t buffers, size_t apart) {
   Plan plan;
   plan.offsets.resize(buffers);
@@ -156,14 +156,25 @@ Plan place(
 
 } // namespace
 
-Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double factor) {
+Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor) {
+  std::vector<size_t> place(sizes.size());
+  std::iota(place.begin(), place.end(), 0);
+  for (auto inner = within.rbegin(); inner != within.rend(); ++inner) { // what lies in another one that does so itself, later
+    place[inner->buffer] = place[inner->other];
+    sizes[inner->buffer] = 0;
+  }
+  for (auto& operation : operations) {
+    for (auto* buffers : {&operation.reads, &operation.writes}) {
+      std::transform(buffers->begin(), buffers->end(), buffers->begin(), [&](size_t buffer) { return place[buffer]; });
+    }
+  }
   auto all = lives(operations, sizes);
   auto tried = orders(all);
   Sharing sharing(all, Ancestors(dependencies(operations)));
   auto smallest = [&](size_t apart) {
-    auto best = place(all, tried[0], sharing, sizes.size(), apart);
+    auto best = placed(all, tried[0], sharing, sizes.size(), apart);
     for (size_t i = 1; i < tried.size(); ++i) {
-      auto other = place(all, tried[i], sharing, sizes.size(), apart);
+      auto other = placed(all, tried[i], sharing, sizes.size(), apart);
       if (other.bytes < best.bytes) {
         best = std::move(other);
       }
@@ -181,6 +192,9 @@ Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double f
     }
   }
   best.least = least;
+  for (auto inner = within.rbegin(); inner != within.rend(); ++inner) {
+    best.offsets[inner->buffer] = best.offsets[inner->other] + inner->offset;
+  }
   return best;
 }
 
@@ -265,6 +279,18 @@ void Hazards::take(Address address, size_t bytes) {
   users.erase(std::unique(users.begin(), users.end()), users.end());
   taken_[begin] = end;
   uses_[address] = {std::nullopt, std::move(users)};
+}
+
+std::vector<size_t> Hazards::users(Address address) const {
+  auto found = uses_.find(address);
+  if (found == uses_.end()) {
+    return {};
+  }
+  auto all = found->second.readers;
+  if (found->second.writer) {
+    all.push_back(*found->second.writer);
+  }
+  return all;
 }
 
 bool Hazards::may_redirect(size_t number, Address from, Address into) const {

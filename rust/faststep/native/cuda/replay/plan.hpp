@@ -33,8 +33,14 @@ struct Plan {
 // A buffer: its bytes; none: it is not in the block. Those that are there before the step, or stay, are not in it either.
 using Sizes = std::vector<size_t>;
 
+// A buffer that lies in another one, so many bytes behind its beginning. The operation that makes that one is the last to read
+// this one.
+struct Within {
+  size_t buffer, other, offset;
+};
+
 // The places of buffers, each of which is written before it is read, in a block of at most `factor` times the least bytes.
-Plan plan(const std::vector<Operation>& operations, const Sizes& sizes, double factor);
+Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor);
 
 // The same order with as few dependencies as say it: without those on an operation that another one waits for anyway. Each
 // operation waits for ones before it; none twice in what is returned.
@@ -52,6 +58,9 @@ class Hazards {
   // So many bytes from an address on are another buffer's from now on: whoever writes it first waits for all that used any
   // of them.
   void take(Address address, size_t bytes);
+
+  // All that have used a buffer's memory up to now: it is free when they are done.
+  std::vector<size_t> users(Address address) const;
 
   // Whether an operation, the only one to have used `from`, may write `into` in its place: not where another operation has
   // used either since.

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "cuda/replay/driver.hpp"
+#include "graph/graph.hpp"
 #include "lazy.hpp"
 #include "walk.hpp"
 
@@ -19,10 +20,18 @@ namespace {
 // Smaller buffers have memory of their own: they are not worth a wait.
 constexpr size_t small = 16384;
 
+// Kernels may want a buffer to begin at a multiple of so many bytes.
+constexpr size_t alignment = 256;
+
 // The memory of a block, at most so many times the least that a plan takes: more where all of it is little, so that more
 // operations run side by side (engine/replay/mod.rs has the same numbers).
 constexpr double factor = 1.1, factor_of_little = 8;
 constexpr size_t little = size_t{64} << 20;
+
+// Whether an array is all that lies in its memory, as far as it knows.
+bool is_whole(const mx::array& a) {
+  return a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size();
+}
 
 } // namespace
 
@@ -38,7 +47,7 @@ Recorder::Recorder(Capture& capture, Encoder& encoder, const Learnt* learnt, Blo
 
 Learnt Recorder::learn() {
   run();
-  auto& [operations, sizes, made, plan] = learning_;
+  auto& [operations, sizes, made, within, plan] = learning_;
   operations.emplace_back();
   for (const auto& result : capture_.results_) {
     operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
@@ -64,7 +73,7 @@ Learnt Recorder::learn() {
     }
   }
   auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
-  plan = replay::plan(operations, sizes, all <= little ? factor_of_little : factor);
+  plan = replay::plan(operations, sizes, within, all <= little ? factor_of_little : factor);
   return std::move(learning_);
 }
 
@@ -186,7 +195,11 @@ void Recorder::evaluate(Evaluation& evaluation) {
   ++evaluations_;
   auto begin = recording_.nodes();
   outputs = array.outputs();
-  array.primitive().eval_gpu(array.inputs(), outputs);
+  if (std::string_view(array.primitive().name()) == "Contiguous" && array.inputs()[0].flags().row_contiguous) {
+    outputs[0].copy_shared_buffer(array.inputs()[0]); // MLX copies what lies in a larger buffer
+  } else {
+    array.primitive().eval_gpu(array.inputs(), outputs);
+  }
   // not before: an array whose memory somebody holds is not taken over
   for (const auto& in : array.inputs()) {
     if (in.data_shared_ptr()) {
@@ -208,9 +221,15 @@ void Recorder::evaluate(Evaluation& evaluation) {
   writes.insert(writes.end(), temporaries.begin(), temporaries.end());
   temporaries.clear();
   take(writes);
+  for (const auto& out : outputs) {
+    if (learnt_ == nullptr && out.data_shared_ptr() && is_whole(out)) {
+      made_whole_.emplace(id(out.data_shared_ptr()), out.nbytes()); // who comes first has made it
+    }
+  }
   if (recording_.nodes() > begin) {
     add(begin, reads, writes);
     remember(array, outputs);
+    lay_within(array, outputs[0]);
   }
   outputs.clear();
   array.detach();
@@ -264,6 +283,33 @@ void Recorder::take(const std::vector<Data>& writes) {
   }
   if (sizes != planned) {
     throw Refused("a step that takes its memory in another order when it is gone through again");
+  }
+}
+
+// Inputs that are made where an output is to be, if nobody else reads them any more.
+void Recorder::lay_within(const mx::array& array, const mx::array& out) {
+  if (learnt_ != nullptr || !is_whole(out)) {
+    return;
+  }
+  const auto& sizes = learning_.sizes;
+  auto other = id(out.data_shared_ptr());
+  for (auto [number, offset] : may_lie_within(array.primitive())) {
+    const auto& in = array.inputs()[number];
+    const auto& data = in.data_shared_ptr();
+    auto holds = [&data](const mx::array& each) { return each.data_shared_ptr() == data; };
+    const auto &results = capture_.results_, &carried = capture_.from_;
+    bool used = reads_[memory_of(*data)] > 0 || std::any_of(results.begin(), results.end(), holds) ||
+        std::any_of(carried.begin(), carried.end(), holds);
+    auto buffer = id(data);
+    auto bytes = sizes[buffer];
+    auto made = made_whole_.find(buffer);
+    bool own = made != made_whole_.end() && made->second == in.nbytes(); // it is no part of what has been made
+    bool alone = bytes == in.nbytes() || in.nbytes() == out.nbytes(); // no other one lies behind it in its last page
+    bool fits = bytes > 0 && offset % alignment == 0 && offset + bytes <= sizes[other] && buffer != other;
+    if (!used && own && is_whole(in) && alone && fits && !lies_within_.contains(buffer)) {
+      learning_.within.push_back({buffer, other, offset});
+      lies_within_.insert(buffer);
+    }
   }
 }
 
@@ -364,7 +410,16 @@ void Recorder::add(size_t begin, const std::vector<Data>& reads, const std::vect
     }
     return addresses;
   };
-  units_.push_back({begin, recording_.nodes(), hazards_.add(addresses(reads), addresses(writes))});
+  std::vector<Room> rooms;
+  for (const auto& data : writes) {
+    auto* buffer = buffer_of(*data);
+    if (buffer != nullptr && buffer->data != nullptr) {
+      auto from = device_pointer(buffer->data);
+      rooms.push_back({from, from + buffer->size, hazards_.users(buffer->data)});
+    }
+  }
+  auto before = hazards_.add(addresses(reads), addresses(writes));
+  units_.push_back({begin, recording_.nodes(), std::move(before), std::move(rooms)});
   if (learnt_ == nullptr) {
     auto& operation = learning_.operations.emplace_back();
     std::transform(reads.begin(), reads.end(), std::back_inserter(operation.reads), [this](auto& it) { return id(it); });
@@ -516,6 +571,12 @@ void Recorder::connect() {
       check(driver.cuGraphAddEmptyNode(&all, graph, before.data(), before.size()), "cuGraphAddEmptyNode");
       before = {all};
     }
+    if (units_[u].end - units_[u].begin == 1) { // no other node uses that memory before
+      for (auto [a, b] : fill_early(nodes[units_[u].begin], units_[u], ends)) {
+        from.push_back(a);
+        to.push_back(b);
+      }
+    }
     for (auto b : begins) {
       for (auto a : before) {
         from.push_back(a);
@@ -530,6 +591,52 @@ void Recorder::connect() {
   capture_.info.edges = from.size();
   check(driver.cuGraphInstantiateWithFlags(&capture_.exec_, graph, 0), "cuGraphInstantiate");
   check(driver.cuGraphUpload(capture_.exec_, capture_.queue_), "cuGraphUpload");
+}
+
+// cuBLAS has its workspace filled with zeros before a product, which then waits for that and not only for its factors. It is
+// done beside the operations before it here, as soon as the workspace is free. Returns what waits for what because of that.
+std::vector<std::pair<CUgraphNode, CUgraphNode>> Recorder::fill_early(
+    CUgraphNode node, const Unit& unit, const std::vector<Nodes>& ends) {
+  const auto& driver = replay::driver();
+  auto is_of = [&](CUgraphNode each, int wanted) {
+    int type = -1;
+    return driver.cuGraphNodeGetType(each, &type) == CUDA_SUCCESS && type == wanted;
+  };
+  std::vector<std::pair<CUgraphNode, CUgraphNode>> edges;
+  CUgraph child = nullptr;
+  size_t count = 0;
+  if (!is_of(node, child_node) || driver.cuGraphChildGraphNodeGetGraph(node, &child) != CUDA_SUCCESS ||
+      driver.cuGraphGetNodes(child, nullptr, &count) != CUDA_SUCCESS || count < 2) {
+    return edges;
+  }
+  Nodes inner(count);
+  check(driver.cuGraphGetNodes(child, inner.data(), &count), "cuGraphGetNodes");
+  for (auto each : inner) {
+    Fill fill;
+    size_t waits = 1;
+    if (!is_of(each, fill_node) || driver.cuGraphNodeGetDependencies(each, nullptr, &waits) != CUDA_SUCCESS || waits > 0 ||
+        driver.cuGraphMemsetNodeGetParams(each, &fill) != CUDA_SUCCESS || edges.size() + 1 == count) {
+      continue;
+    }
+    auto bytes = fill.height > 1 ? fill.pitch * fill.height : fill.width * fill.elementSize;
+    auto room = std::find_if(unit.rooms.begin(), unit.rooms.end(), [&](const Room& has) {
+      return has.begin <= fill.dst && fill.dst + bytes <= has.end;
+    });
+    if (room == unit.rooms.end()) {
+      continue;
+    }
+    Nodes before;
+    for (auto user : room->users) {
+      before.insert(before.end(), ends[user].begin(), ends[user].end());
+    }
+    CUgraphNode early = nullptr;
+    check(
+        driver.cuGraphAddMemsetNode(&early, recording_.graph(), before.data(), before.size(), &fill, capture_.context_),
+        "cuGraphAddMemsetNode");
+    check(driver.cuGraphDestroyNode(each), "cuGraphDestroyNode");
+    edges.emplace_back(early, node);
+  }
+  return edges;
 }
 
 } // namespace faststep::replay

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -15,10 +16,17 @@
 
 namespace faststep::replay {
 
+// Memory that an operation writes, and the operations that have used it before.
+struct Room {
+  CUdeviceptr begin, end;
+  std::vector<size_t> users;
+};
+
 // An operation's nodes, the last one excluded, and the operations that it waits for.
 struct Unit {
   size_t begin, end;
   std::vector<size_t> before;
+  std::vector<Room> rooms;
 };
 
 // A fused kernel that has just written its outputs element by element.
@@ -37,6 +45,7 @@ struct Learnt {
   std::vector<Operation> operations;
   Sizes sizes;
   std::vector<std::vector<size_t>> made;
+  std::vector<Within> within;
   Plan plan;
 };
 
@@ -55,6 +64,7 @@ class Recorder {
   void evaluate(mx::array array);
   void evaluate(Evaluation& evaluation);
   void take(const std::vector<Data>& writes);
+  void lay_within(const mx::array& array, const mx::array& out);
   void add(size_t begin, const std::vector<Data>& reads, const std::vector<Data>& writes);
   size_t id(const Data& data);
   void let_go(std::vector<Data> all);
@@ -66,6 +76,8 @@ class Recorder {
   void copy(const mx::array& from, const mx::array& into);
   void feed(Feed::Encoded (*encode)(const Capture&));
   void connect();
+  using Nodes = std::vector<CUgraphNode>;
+  std::vector<std::pair<CUgraphNode, CUgraphNode>> fill_early(CUgraphNode node, const Unit& unit, const std::vector<Nodes>& ends);
 
   Capture& capture_;
   Recording recording_;
@@ -76,6 +88,8 @@ class Recorder {
   Hazards hazards_;
   std::vector<Unit> units_;
   std::unordered_map<mx::array::Data*, std::pair<size_t, std::weak_ptr<mx::array::Data>>> ids_; // of buffers, as they are learnt
+  std::unordered_map<size_t, size_t> made_whole_; // bytes of the arrays that buffers were made for
+  std::unordered_set<size_t> lies_within_; // buffers, in other ones
   std::unordered_map<void*, Kernel> kernels_; // by what they wrote
   std::unordered_map<void*, int> reads_; // that are still to come, by memory
   std::unordered_map<std::uintptr_t, int> consumers_; // by array

@@ -1,15 +1,21 @@
-// Causal attention over few positions in float32, and its gradient: two kernels in place of some twenty, which take
-// longer to begin than to run. Queries, keys and values are read where they lie.
+// Attention in float32, and its gradient: over few positions two kernels in place of some twenty, which take longer to
+// begin than to run; over more of them three, which keep no scores. Queries, keys and values are read where they lie.
+#include <algorithm>
+#include <cstdlib>
+
+#include "cuda/rules/attention_tiles.hpp"
 #include "cuda/rules/rules.hpp"
+#include "mlx/device.h"
 
 namespace faststep::rules {
 
 namespace {
 
 // A block has the attention of one head over few positions: scores and probabilities in shared memory.
-constexpr int max_positions = 32, max_dimensions = 64;
+constexpr int few_positions = 32;
+constexpr int max_dimensions = 64; // of which a warp keeps its share in registers
 
-constexpr const char* attention_source = R"(
+constexpr const char* few_source = R"(
   constexpr int threads = 256;
   __shared__ float q[LENGTH][WIDTH + 1], k[LENGTH][WIDTH + 1], v[LENGTH][WIDTH + 1], p[LENGTH][LENGTH + 1];
   int heads = queries_shape[1], batch = blockIdx.x / heads, head = blockIdx.x % heads, thread = threadIdx.x;
@@ -49,7 +55,7 @@ constexpr const char* attention_source = R"(
   __syncthreads();
 )";
 
-constexpr const char* forward_source = R"(
+constexpr const char* few_forward_source = R"(
   for (int i = thread; i < LENGTH * WIDTH; i += threads) {
     int row = i / WIDTH, d = i % WIDTH;
     float sum = 0;
@@ -58,7 +64,7 @@ constexpr const char* forward_source = R"(
   }
 )";
 
-constexpr const char* backward_source = R"(
+constexpr const char* few_backward_source = R"(
   __shared__ float g[LENGTH][WIDTH + 1], s[LENGTH][LENGTH + 1];
   read(g, cotangent, cotangent_strides, 1.0f);
   __syncthreads();
@@ -114,12 +120,32 @@ bool are_swapped(const mx::array& a, const mx::array& b) {
   return (of_a && of_a->id() == b.id()) || (of_b && of_b->id() == a.id());
 }
 
+// Whether MLX's products in float32 are in TF32 (mlx/utils.h has it, but libmlx does not export what it calls).
+bool is_tf32() {
+  static const bool set = [] {
+    const char* value = std::getenv("MLX_ENABLE_TF32");
+    return value == nullptr || std::atoi(value) != 0;
+  }();
+  return set;
+}
+
+// Whether kernels of tiles take attention over these queries, keys and values, all of one shape.
+bool fits_tiles(const mx::array& a) {
+  static const bool has_tensor_cores = [] {
+    const auto& known = mx::device_info(mx::Device::gpu);
+    auto major = known.find("compute_capability_major");
+    return major != known.end() && std::get<size_t>(major->second) >= 8;
+  }();
+  constexpr int heads = 1 << 20, positions = 1 << 20; // fewer blocks than CUDA takes
+  return has_tensor_cores && a.shape(3) % 8 == 0 && a.shape(2) <= positions && a.shape(0) * int64_t{a.shape(1)} <= heads;
+}
+
 } // namespace
 
-// The products of attention over few positions, and those of its gradient.
+// The products of attention, and those of its gradient.
 std::optional<mx::array> Softmax::product(const mx::array& product) {
   const auto &left = product.inputs()[0], &right = product.inputs()[1];
-  if (causal_.contains(left.id())) {
+  if (causal_.contains(left.id()) || is(left, "Softmax")) {
     return attention(product);
   }
   auto of = [&](const mx::array& gradient) {
@@ -144,10 +170,13 @@ std::optional<mx::array> Softmax::product(const mx::array& product) {
   return gradient_of(found->second, right)[2];
 }
 
-// softmax(mask(scale queries keys^T)) values
+// softmax(mask(scale queries keys^T)) values, or without a mask
 std::optional<mx::array> Softmax::attention(const mx::array& product) {
-  const auto &p = product.inputs()[0], &values = product.inputs()[1], &scores = causal_.at(p.id()).scores;
-  if (!is(scores, "Matmul") || p.ndim() != 4 || p.shape(-1) != p.shape(-2) || p.shape(-1) > max_positions) {
+  const auto &p = product.inputs()[0], &values = product.inputs()[1];
+  auto found = causal_.find(p.id());
+  bool is_causal = found != causal_.end();
+  const auto& scores = is_causal ? found->second.scores : p.inputs()[0];
+  if (!is(scores, "Matmul") || p.dtype() != mx::float32 || p.ndim() != 4 || p.shape(-1) != p.shape(-2) || p.size() == 0) {
     return std::nullopt;
   }
   const auto &scaled = scores.inputs()[0], &keys_swapped = scores.inputs()[1];
@@ -162,8 +191,13 @@ std::optional<mx::array> Softmax::attention(const mx::array& product) {
       values.shape(-1) > max_dimensions) {
     return std::nullopt;
   }
-  Attention attention{p, queries, from, into, scaled, keys_swapped, values, *scale};
-  auto out = run(attention, "forward", forward_source, {"out"}, {})[0];
+  bool is_few = is_causal && p.shape(-1) <= few_positions;
+  if (!is_few && !fits_tiles(queries)) {
+    return std::nullopt;
+  }
+  Attention attention{p, queries, from, into, scaled, keys_swapped, values, *scale, is_causal, is_few, {}};
+  attention.made = is_few ? few(attention, {}) : tiles(attention);
+  auto out = attention.made[0];
   attentions_.emplace(p.id(), std::move(attention));
   return out;
 }
@@ -179,24 +213,35 @@ const Arrays& Softmax::gradient_of(const Attention& attention, const mx::array& 
   std::pair at{attention.probabilities.id(), cotangent.id()};
   auto found = backward_.find(at);
   if (found == backward_.end()) {
-    found = backward_.emplace(at, run(attention, "backward", backward_source, {"dq", "dk", "dv"}, cotangent)).first;
+    const auto& original = heads_.original(cotangent);
+    auto made = attention.is_few ? few(attention, original) : tiles(attention, original);
+    found = backward_.emplace(at, std::move(made)).first;
   }
   return found->second;
 }
 
-// Arrays of [batch, heads, positions, dimensions], which lie position by position.
-Arrays Softmax::run(
-    const Attention& attention,
-    const char* name,
-    const char* source,
-    std::vector<std::string> outputs,
-    const std::optional<mx::array>& cotangent) const {
-  auto shape = attention.values.shape();
+namespace {
+
+// An array of positions by heads, as one of heads by positions and back.
+mx::array moved(const mx::array& a) {
+  return mx::transpose(a, {0, 2, 1, 3}, mx::Device::gpu);
+}
+
+mx::Shape positions_by_heads(const mx::array& a) {
+  return {a.shape(0), a.shape(2), a.shape(1), a.shape(3)};
+}
+
+} // namespace
+
+// The output, or the gradients of queries, keys and values by its cotangent.
+Arrays Softmax::few(const Attention& attention, const std::optional<mx::array>& cotangent) const {
+  const auto& shape = attention.values.shape();
   Kernel kernel{
-      std::string("attention_") + name,
+      cotangent ? "attention_backward" : "attention_forward",
       {"queries", "keys", "values"},
-      std::move(outputs),
-      "  constexpr float scale = " + literal(attention.scale) + ";\n" + attention_source + source,
+      cotangent ? std::vector<std::string>{"dq", "dk", "dv"} : std::vector<std::string>{"out"},
+      "  constexpr float scale = " + literal(attention.scale) + ";\n" + few_source +
+          (cotangent ? few_backward_source : few_forward_source),
       {{"LENGTH", shape[2]}, {"WIDTH", shape[3]}},
       {shape[0] * shape[1], 1},
       {256, 1},
@@ -204,15 +249,69 @@ Arrays Softmax::run(
   Arrays inputs{attention.queries, attention.keys, attention.values};
   if (cotangent) {
     kernel.inputs.emplace_back("cotangent");
-    inputs.push_back(heads_.original(*cotangent));
+    inputs.push_back(*cotangent);
   }
-  mx::Shape lies{shape[0], shape[2], shape[1], shape[3]};
   auto n = kernel.outputs.size();
-  auto made = call(kernel, inputs, std::vector(n, lies), std::vector(n, mx::float32));
-  for (auto& array : made) {
-    array = mx::transpose(array, {0, 2, 1, 3}, mx::Device::gpu);
-  }
+  auto made = call(kernel, inputs, std::vector(n, positions_by_heads(attention.values)), std::vector(n, mx::float32));
+  std::transform(made.begin(), made.end(), made.begin(), moved);
   return made;
+}
+
+namespace {
+
+Kernel of_tiles(const Softmax::Attention& attention, const char* name, const char* source) {
+  const auto& shape = attention.values.shape();
+  return {
+      std::string("attention_") + name,
+      {},
+      {},
+      "  constexpr float scale = " + literal(attention.scale) + ";\n" + tiles_source + source,
+      {{"WIDTH", shape[3]}, {"CAUSAL", attention.is_causal}, {"EXACT", !is_tf32()}},
+      {shape[0] * shape[1], (shape[2] + tile_rows - 1) / tile_rows},
+      {tile_threads, 1},
+      false,
+      tensor_cores_source};
+}
+
+} // namespace
+
+// The output, and each position's normalizer.
+Arrays Softmax::tiles(const Attention& attention) {
+  auto kernel = of_tiles(attention, "tiles", tiles_forward_source);
+  kernel.inputs = {"queries", "keys", "values"};
+  kernel.outputs = {"out", "normalizers"};
+  const auto& shape = attention.values.shape();
+  auto made = call(
+      kernel,
+      {attention.queries, attention.keys, attention.values},
+      {positions_by_heads(attention.values), {shape[0], shape[1], shape[2]}},
+      {mx::float32, mx::float32});
+  made[0] = moved(made[0]);
+  return made;
+}
+
+// The gradients of queries, keys and values.
+Arrays Softmax::tiles(const Attention& attention, const mx::array& cotangent) {
+  auto of_queries = of_tiles(attention, "tiles_queries", tiles_queries_source);
+  of_queries.inputs = {"queries", "keys", "values", "cotangent", "out", "normalizers"};
+  of_queries.outputs = {"dq", "dots"};
+  Arrays inputs{attention.queries, attention.keys, attention.values, cotangent};
+  const auto &out = attention.made[0], &normalizers = attention.made[1];
+  auto shape = positions_by_heads(attention.values);
+  auto first = call(
+      of_queries,
+      {inputs[0], inputs[1], inputs[2], inputs[3], out, normalizers},
+      {shape, normalizers.shape()},
+      {mx::float32, mx::float32});
+  auto of_keys = of_tiles(attention, "tiles_keys", tiles_keys_source);
+  of_keys.inputs = {"queries", "keys", "values", "cotangent", "normalizers", "dots"};
+  of_keys.outputs = {"dk", "dv"};
+  auto second = call(
+      of_keys,
+      {inputs[0], inputs[1], inputs[2], inputs[3], normalizers, first[1]},
+      {shape, shape},
+      {mx::float32, mx::float32});
+  return {moved(first[0]), moved(second[0]), moved(second[1])};
 }
 
 } // namespace faststep::rules

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <sstream>
+#include <unordered_map>
 
 #include "graph/graph.hpp"
 #include "graph/rewrite.hpp"
@@ -21,7 +22,7 @@ Arrays call(
     const std::vector<mx::Shape>& shapes,
     std::vector<mx::Dtype> dtypes) {
   auto made = mx::fast::cuda_kernel(
-      "faststep_" + kernel.name, kernel.inputs, kernel.outputs, kernel.source, "", kernel.contiguous)(
+      "faststep_" + kernel.name, kernel.inputs, kernel.outputs, kernel.source, kernel.functions, kernel.contiguous)(
       inputs,
       shapes,
       std::move(dtypes),
@@ -38,7 +39,16 @@ Arrays call(
 std::optional<float> number(const mx::array& a) {
   const auto& scalar = unrepeated(a);
   bool readable = !scalar.has_primitive() && scalar.is_available() && scalar.size() == 1;
-  return readable && scalar.dtype() == mx::float32 ? std::optional(*scalar.data<float>()) : std::nullopt;
+  if (!readable) {
+    return std::nullopt;
+  }
+  if (scalar.dtype() == mx::bfloat16) {
+    return static_cast<float>(*scalar.data<mx::bfloat16_t>());
+  }
+  if (scalar.dtype() == mx::float16) {
+    return static_cast<float>(*scalar.data<mx::float16_t>());
+  }
+  return scalar.dtype() == mx::float32 ? std::optional(*scalar.data<float>()) : std::nullopt;
 }
 
 std::string literal(float value) {
@@ -54,17 +64,36 @@ class Kernels : public Rewrite {
     if (outputs[0].primitive().stream().device != mx::Device::gpu) {
       return outputs;
     }
+    if (auto attention = attention_.rewritten(outputs)) {
+      hold((*attention)[0]);
+      return *attention;
+    }
     if (outputs.size() > 1) {
-      return layer_norm_vjp(outputs).value_or(outputs);
+      auto added = added_to(outputs[0]);
+      auto made = layer_norm_vjp(outputs, added);
+      if (made && added) {
+        sums_.emplace((*made)[0].id(), users(outputs[0]).all[0].id());
+        hold((*made)[0]);
+      }
+      return made.value_or(outputs);
     }
     auto out = outputs[0];
     heads_.read_by(out);
-    auto made = column_sum(out);
+    auto made = relu_.rewritten(out, {[this](const mx::array& a) { return uses(a); }, is_summed(outputs[0])});
+    if (!made) {
+      made = column_sum(out);
+    }
+    if (!made) {
+      made = layer_norm(out);
+    }
     if (!made) {
       made = heads_.rewritten(out);
     }
     if (!made) {
       made = softmax_.rewritten(out);
+    }
+    if (!made) {
+      made = sum(out);
     }
     if (made) {
       hold(*made); // rules know arrays by their ids
@@ -72,6 +101,44 @@ class Kernels : public Rewrite {
     return {made.value_or(out)};
   }
 
+  // Whether the rows of an array, in another shape or not, are summed up.
+  bool is_summed(const mx::array& original) const {
+    auto all = users(original).all;
+    return std::any_of(all.begin(), all.end(), [this](const mx::array& user) {
+      bool shapes = unshaped(user).id() != user.id() && user.ndim() > 0 && user.shape(-1) == user.inputs()[0].shape(-1);
+      return sums_rows(user) || (shapes && is_summed(user));
+    });
+  }
+
+  // What is there already and is added to an array that nobody else uses.
+  std::optional<mx::array> added_to(const mx::array& original) const {
+    auto [count, all] = users(original);
+    if (count != 1 || all.size() != 1 || !is(all[0], "Add") || all[0].primitive().stream().device != mx::Device::gpu) {
+      return std::nullopt;
+    }
+    const auto* user = &all[0];
+    const auto& in = user->inputs();
+    auto other = place_of(in[0].id() == original.id() ? in[1] : in[0]);
+    bool same = other && other->shape() == original.shape() && other->dtype() == original.dtype() &&
+        user->shape() == original.shape() && user->dtype() == original.dtype();
+    return same ? other : std::nullopt;
+  }
+
+  std::optional<mx::array> sum(const mx::array& a) const {
+    if (is(a, "Add")) {
+      for (const auto& in : a.inputs()) {
+        auto found = sums_.find(in.id());
+        if (found != sums_.end() && found->second == a.id()) {
+          return in;
+        }
+      }
+    }
+    return std::nullopt;
+  }
+
+  std::unordered_map<std::uintptr_t, std::uintptr_t> sums_; // that have been computed, by the array that is one
+  CausalAttention attention_;
+  Relu relu_;
   Heads heads_;
   Softmax softmax_{heads_};
 };
@@ -83,9 +150,13 @@ class Kernels : public Rewrite {
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten) {
   return faststep::guarded([&] {
     faststep::rules::Kernels kernels;
-    std::vector<faststep::mx::array> all;
+    std::vector<faststep::mx::array> roots, all;
     for (size_t i = 0; i < count; ++i) {
-      all.push_back(kernels.run(faststep::at(arrays[i])));
+      roots.push_back(faststep::at(arrays[i]));
+    }
+    kernels.look(roots);
+    for (const auto& root : roots) {
+      all.push_back(kernels.run(root));
     }
     std::transform(all.begin(), all.end(), rewritten, faststep::owned);
   });

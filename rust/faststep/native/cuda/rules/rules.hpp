@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "mlx/fast.h"
+#include "mlx/fast_primitives.h" // has no guard: nobody else includes it
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 
@@ -20,6 +22,9 @@ namespace mx = mlx::core;
 
 using Arrays = std::vector<mx::array>;
 
+inline constexpr int lanes = 32; // of a warp
+inline constexpr int warps = 8; // of a block
+
 // A kernel with its launch: `blocks` of `threads` each; its source sees the inputs and outputs by these names.
 struct Kernel {
   std::string name;
@@ -28,6 +33,7 @@ struct Kernel {
   std::vector<std::pair<std::string, mx::fast::TemplateArg>> constants;
   std::pair<int, int> blocks, threads;
   bool contiguous = true; // whether inputs are copied that do not lie row after row
+  std::string functions = {}; // that the source calls
 };
 
 // Its outputs, of these shapes and dtypes.
@@ -41,22 +47,88 @@ inline bool is(const mx::array& a, std::string_view primitive) {
   return a.has_primitive() && a.primitive().name() == primitive;
 }
 
+// Whether kernels here compute with it.
+inline bool is_known(mx::Dtype dtype) {
+  return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
+}
+
+inline int divided(int64_t a, int64_t b) {
+  return static_cast<int>((a + b - 1) / b);
+}
+
 // The array that another one repeats along some axes, or the array itself.
 inline const mx::array& unrepeated(const mx::array& a) {
   return is(a, "Broadcast") ? a.inputs()[0] : a;
 }
 
-// The value of a float32 scalar, if it is there.
+// The array that another one has in another shape, or the array itself.
+inline const mx::array& unshaped(const mx::array& a) {
+  return is(a, "Reshape") || is(a, "Flatten") || is(a, "Unflatten") ? unshaped(a.inputs()[0]) : a;
+}
+
+// The value of a scalar of a floating dtype, if it is there.
 std::optional<float> number(const mx::array& a);
 
 // A number in a kernel's source, to the bit.
 std::string literal(float value);
 
+// Blocks that share so many rows, where so many lie side by side.
+int parts_of_rows(int64_t rows, int across);
+
+// Whether this is the sum of the rows of a matrix, or of all matrices in an array.
+bool sums_rows(const mx::array& sum);
+
 // The sum of the rows of a matrix, or of all matrices in an array, if this is one.
 std::optional<mx::array> column_sum(const mx::array& sum);
 
-// The gradients of a layer norm by its input, weight and bias, if these are they.
-std::optional<Arrays> layer_norm_vjp(const Arrays& gradients);
+// The sum of the rows of a float32 matrix, by one kernel.
+mx::array sum_of_few(const mx::array& x, mx::Shape shape, mx::Dtype dtype);
+
+// A layer norm, if this is one.
+std::optional<mx::array> layer_norm(const mx::array& normed);
+
+// The gradients of a layer norm by its input, weight and bias, if these are they; something may be added to the first.
+std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optional<mx::array>& added);
+
+// Whether row i of a mask of these positions shows the columns up to i + columns - rows.
+bool shows_causal(const mx::array& mask, int rows, int columns);
+
+// Whether a mask that is added to scores hides all but these.
+bool adds_causal(const mx::array& mask, int rows, int columns);
+
+// MLX's own attention in half precision, and its gradient, with such a mask: the same without one.
+class CausalAttention {
+ public:
+  std::optional<Arrays> rewritten(const Arrays& outputs);
+
+ private:
+  std::optional<Arrays> attention(const Arrays& outputs);
+  std::optional<Arrays> gradient(const mx::array& gradient);
+
+  std::unordered_map<std::uintptr_t, mx::array> gradients_; // that wait for their cotangent, by the output
+};
+
+// The gradient of max(x, 0), with that of a bias before it.
+class Relu {
+ public:
+  // Who reads arrays: how many read one that has taken another one's place, and whether the rows of the one that is looked at
+  // are summed up.
+  struct Uses {
+    std::function<size_t(const mx::array&)> count;
+    bool is_summed;
+  };
+
+  // The array that takes another one's place, whose inputs have been replaced already.
+  std::optional<mx::array> rewritten(const mx::array& a, const Uses& uses);
+
+ private:
+  std::optional<mx::array> gradient(const mx::array& product, const Uses& uses);
+  std::optional<mx::array> sum(const mx::array& sum) const;
+
+  std::unordered_map<std::uintptr_t, mx::array> outputs_; // by what went in
+  std::unordered_map<std::uintptr_t, mx::array> masks_; // the output, by where it is positive
+  std::unordered_map<std::uintptr_t, mx::array> sums_; // of some rows each, by the gradient
+};
 
 // Heads and positions of attention change places before a product and behind it: each is copied once.
 class Heads {
@@ -74,13 +146,21 @@ class Heads {
   std::unordered_map<std::uintptr_t, mx::array> moved_, originals_;
 };
 
-// Softmax along the last axis, causal attention in float32 and the gradients of both.
+// Softmax along the last axis, attention in float32 and the gradients of both.
 class Softmax {
  public:
   explicit Softmax(const Heads& heads) : heads_(heads) {}
 
   // The array that takes another one's place, whose inputs have been replaced already.
   std::optional<mx::array> rewritten(const mx::array& a);
+
+  struct Attention {
+    mx::array probabilities, queries, keys, values;
+    mx::array scaled, keys_swapped, values_read; // by the products
+    float scale;
+    bool is_causal, is_few; // in positions
+    Arrays made; // the output, and what its gradient is computed from
+  };
 
  private:
   // Scores of which row i sees the columns up to i + columns - rows, and the mask that says so.
@@ -90,13 +170,6 @@ class Softmax {
   struct Gradient {
     mx::array probabilities, cotangent;
   };
-  // Attention over few positions.
-  struct Attention {
-    mx::array probabilities, queries, keys, values;
-    mx::array scaled, keys_swapped, values_read; // by the products
-    float scale;
-  };
-
   std::optional<mx::array> causal(const mx::array& softmax);
   std::optional<mx::array> gradient(const mx::array& difference);
   std::optional<mx::array> masked(const mx::array& product);
@@ -104,12 +177,9 @@ class Softmax {
   std::optional<mx::array> attention(const mx::array& product);
   const Arrays* backward(const Attention& attention, const mx::array& cotangent);
   const Arrays& gradient_of(const Attention& attention, const mx::array& cotangent);
-  Arrays run(
-      const Attention& attention,
-      const char* name,
-      const char* source,
-      std::vector<std::string> outputs,
-      const std::optional<mx::array>& cotangent) const;
+  Arrays few(const Attention& attention, const std::optional<mx::array>& cotangent) const;
+  static Arrays tiles(const Attention& attention);
+  static Arrays tiles(const Attention& attention, const mx::array& cotangent);
 
   using Id = std::uintptr_t;
   const Heads& heads_;

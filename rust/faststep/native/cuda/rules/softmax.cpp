@@ -65,20 +65,6 @@ constexpr const char* gradient_source = R"(
   }
 )";
 
-// The numbers from `first` on, along this axis of a matrix.
-bool counts(const mx::array& a, size_t axis, int first) {
-  const auto& line = unrepeated(a);
-  if (!is(line, "ExpandDims") || line.ndim() != 2 || line.shape(1 - axis) != 1) {
-    return false;
-  }
-  const auto& range = line.inputs()[0];
-  if (!is(range, "Arange")) {
-    return false;
-  }
-  auto [start, stop, step] = static_cast<const mx::Arange&>(range.primitive()).state();
-  return start == first && step == 1;
-}
-
 // Rows of a warp each.
 mx::array by_row(const char* name, const char* source, const Arrays& inputs, int queries) {
   const auto& x = inputs[0];
@@ -104,8 +90,7 @@ mx::array by_row(const char* name, const char* source, const Arrays& inputs, int
 }
 
 bool fits(const mx::array& a) {
-  bool known = a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
-  return known && a.ndim() > 0 && a.size() > 0 && a.shape(-1) <= max_columns &&
+  return is_known(a.dtype()) && a.ndim() > 0 && a.size() > 0 && a.shape(-1) <= max_columns &&
       a.size() / a.shape(-1) <= max_rows;
 }
 
@@ -124,23 +109,31 @@ std::optional<mx::array> Softmax::rewritten(const mx::array& a) {
   return is(a, "Matmul") ? product(a) : std::nullopt;
 }
 
-// softmax(where(i + columns - rows >= j, scores, lowest))
+// softmax(where(i + columns - rows >= j, scores, lowest)), or of scores and lowest values in the places of the others
 std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
-  const auto& selected = softmax.inputs()[0];
-  if (!is(selected, "Select") || softmax.dtype() != mx::float32 || !fits(softmax) || softmax.ndim() < 2) {
+  const auto& masked = softmax.inputs()[0];
+  if (softmax.dtype() != mx::float32 || softmax.ndim() < 2 || softmax.size() == 0) {
     return std::nullopt;
   }
-  const auto& mask = unrepeated(selected.inputs()[0]);
-  auto lowest = number(selected.inputs()[2]);
   int rows = softmax.shape(-2), columns = softmax.shape(-1);
-  bool known = lowest && *lowest == std::numeric_limits<float>::lowest() && is(mask, "GreaterEqual") &&
-      mask.shape() == mx::Shape{rows, columns} && rows <= columns && counts(mask.inputs()[0], 0, columns - rows) &&
-      counts(mask.inputs()[1], 1, 0);
-  const auto& scores = selected.inputs()[1];
-  if (!known || scores.shape() != softmax.shape()) {
+  std::optional<std::pair<mx::array, mx::array>> found; // scores and mask
+  if (is(masked, "Select")) {
+    auto lowest = number(masked.inputs()[2]);
+    if (lowest && *lowest <= std::numeric_limits<float>::lowest() && shows_causal(masked.inputs()[0], rows, columns)) {
+      found.emplace(masked.inputs()[1], unrepeated(masked.inputs()[0]));
+    }
+  } else if (is(masked, "Add")) {
+    for (int side : {0, 1}) {
+      if (adds_causal(masked.inputs()[side], rows, columns)) {
+        found.emplace(masked.inputs()[1 - side], masked.inputs()[side]);
+      }
+    }
+  }
+  if (!found || found->first.shape() != softmax.shape()) {
     return std::nullopt;
   }
-  auto made = by_row("causal_softmax", softmax_source, {scores}, rows);
+  const auto& [scores, mask] = *found;
+  auto made = fits(softmax) ? by_row("causal_softmax", softmax_source, {scores}, rows) : softmax;
   causal_.emplace(made.id(), Causal{scores, mask});
   return made;
 }
@@ -148,7 +141,7 @@ std::optional<mx::array> Softmax::causal(const mx::array& softmax) {
 // p c - p sum(p c): the gradient of p = softmax(x), where c is that of p
 std::optional<mx::array> Softmax::gradient(const mx::array& difference) {
   const auto &whole = difference.inputs()[0], &part = difference.inputs()[1];
-  if (!is(whole, "Multiply") || !is(part, "Multiply") || !fits(difference)) {
+  if (!is(whole, "Multiply") || !is(part, "Multiply")) {
     return std::nullopt;
   }
   const auto &p = whole.inputs()[0], &cotangent = whole.inputs()[1], &sum = unrepeated(part.inputs()[1]);
@@ -156,15 +149,15 @@ std::optional<mx::array> Softmax::gradient(const mx::array& difference) {
     return std::nullopt;
   }
   auto axes = static_cast<const mx::Reduce&>(sum.primitive()).state().second;
-  auto found = causal_.find(p.id());
-  bool last = axes.size() == 1 && axes[0] == static_cast<int>(whole.ndim()) - 1;
-  if (!last || (found == causal_.end() && !is(p, "Softmax")) || cotangent.dtype() != p.dtype() ||
-      cotangent.shape() != p.shape()) {
+  bool is_causal = causal_.contains(p.id()), last = axes.size() == 1 && axes[0] == static_cast<int>(whole.ndim()) - 1;
+  if (!last || !(is_causal || is(p, "Softmax")) || cotangent.dtype() != p.dtype() || cotangent.shape() != p.shape()) {
     return std::nullopt;
   }
-  bool is_causal = found != causal_.end();
-  auto made = by_row("softmax_vjp", gradient_source, {p, cotangent}, is_causal ? p.shape(-2) : 0);
-  if (is_causal) {
+  auto made = difference;
+  if (fits(difference)) {
+    made = by_row("softmax_vjp", gradient_source, {p, cotangent}, is_causal ? p.shape(-2) : 0);
+  }
+  if (is_causal || attentions_.contains(p.id())) {
     gradients_.emplace(made.id(), Gradient{p, cotangent});
   }
   return made;
@@ -176,8 +169,9 @@ std::optional<mx::array> Softmax::masked(const mx::array& product) {
   auto gradient = gradients_.find(other.id());
   if (gradient != gradients_.end()) {
     const auto& cast = unrepeated(factor);
-    const auto& mask = causal_.at(gradient->second.probabilities.id()).mask;
-    bool same = is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == mask.id();
+    auto of = causal_.find(gradient->second.probabilities.id());
+    bool same = of != causal_.end() && is(cast, "AsType") && unrepeated(cast.inputs()[0]).id() == of->second.mask.id() &&
+        of->second.mask.dtype() == mx::bool_; // what is added has no gradient of the scores' own
     return same ? std::optional(other) : std::nullopt;
   }
   auto query = queries_.find(other.id());
