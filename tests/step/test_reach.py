@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import random
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -421,6 +422,35 @@ def test_a_loss_that_depends_on_how_often_it_is_called_is_called_at_every_step(k
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
     assert_close(results[1][1], results[0][1], 1e-5)
     assert step.stats.mode == "plain"
+
+
+def test_what_another_thread_draws_is_not_drawn_by_the_loss() -> None:
+    drawn, done, first = threading.Event(), threading.Event(), [True]
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+            np.random.rand()
+            drawn.set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if first:
+            first.clear()
+            drawn.clear()
+            assert drawn.wait(60)
+        return model(x).square().mean()
+
+    step, thread = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), threading.Thread(target=draw)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                step(mx.ones((3, 4)))
+    finally:
+        done.set()
+        thread.join()
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
 
 
 def test_a_loss_that_counts_what_does_not_matter_is_traced_once() -> None:

@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import sysconfig
+import time
 import types
 import warnings
 import weakref
@@ -73,8 +74,9 @@ class Positions:
     """Where random generators and iterators stand: those of the process, of the model, and that a loss reaches."""
 
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
-        of_model = (value for module in model.modules() for value in vars(module).values())
-        self._objects = [each for each in (*of_model, *reached) if _moves(each)]
+        wholes = [model, *(each for each in reached if isinstance(each, nn.Module))]
+        within = (value for whole in wholes for module in whole.modules() for value in vars(module).values())
+        self._objects = [each for each in (*within, *reached) if _moves(each)]
         self._before = self._now()
 
     def moved(self) -> list[str]:
@@ -82,11 +84,46 @@ class Positions:
         pairs = zip(self._before, self._now(), strict=True)
         return sorted({name for (name, before), (_, now) in pairs if before != now})
 
+    def shared(self) -> bool:
+        """Return whether only generators of the process have moved, from which another thread may have drawn."""
+        pairs = zip(self._before[-len(self._objects) :], self._now()[-len(self._objects) :], strict=True)
+        return not self._objects or all(before == now for before, now in pairs)
+
     def _now(self) -> list[tuple[str, Any]]:
-        processes: list[tuple[str, Any]] = [("Python's random", random.getstate())]
-        if "numpy.random" in sys.modules:
-            processes.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
-        return processes + [(_generator_name(each), _position(each)) for each in self._objects]
+        return _of_process() + [(_generator_name(each), _position(each)) for each in self._objects]
+
+
+class HeldBack:
+    """The process's random generators while other threads, which may draw from them too, are held back.
+
+    Tells whether a loss draws that is called several times, and restores what it has drawn.
+    """
+
+    def __init__(self) -> None:
+        self._interval, self._python = sys.getswitchinterval(), random.getstate()
+        self._numpy = np.random.get_state(legacy=False) if "numpy.random" in sys.modules else None
+        sys.setswitchinterval(0.1)
+        time.sleep(0.02)  # threads that wait already do so for the interval from before
+        self._last = _of_process()
+
+    def moved(self) -> bool:
+        """Return whether a generator has moved since the last call."""
+        before, self._last = self._last, _of_process()
+        return before != self._last
+
+    def release(self) -> None:
+        """Restore the generators, and let the threads go."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            np.random.set_state(self._numpy)
+        sys.setswitchinterval(self._interval)
+
+
+def _of_process() -> list[tuple[str, Any]]:
+    states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
+    if "numpy.random" in sys.modules:
+        states.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
+    return states
 
 
 def _moves(value: Any) -> bool:
