@@ -114,6 +114,8 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
         "NumPy, in place": lambda: agent.arrays["noise"].__setitem__(0, 3.0),
     }
 
+    last = collections.deque([1.0, 2.0], maxlen=3)
+
     def scaled(x: mx.array) -> mx.array:
         factors: Any = scaled
         return factors.weight * x + factors.parts["shift"] * factors.scale
@@ -156,6 +158,10 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
                 lambda: setattr(scaled, "scale", 4.0),
                 lambda: vars(scaled)["parts"].update(shift=mx.array(5.0)),
             ],
+        ),
+        "deque": (
+            lambda model, x: mx.square(model(x)).mean() * sum(last) / len(last),
+            [lambda: last.append(4.0), lambda: last.append(5.0), lambda: last.appendleft(7.0), last.pop],
         ),
         "namespace": (
             by_namespace,

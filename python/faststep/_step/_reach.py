@@ -247,6 +247,12 @@ def _containers(root: Any) -> set[int]:
     return found
 
 
+def _is_numbers(value: Any) -> bool:
+    """Return whether it is a `deque` without arrays or objects in it: the last rewards, say."""
+    short = type(value) is collections.deque and len(value) <= _MAX_ITEMS
+    return short and all(isinstance(each, _PLAIN) for each in value)
+
+
 def _has_attributes(value: Any) -> bool:
     if isinstance(value, _RECORDS):
         return True
@@ -307,7 +313,7 @@ class _Search:
             return SAME, self.seen[id(value)]
         if isinstance(value, mx.array):
             return ARRAY, None
-        if isinstance(value, np.ndarray | set | frozenset):
+        if isinstance(value, np.ndarray | set | frozenset) or _is_numbers(value):
             return CONTENTS, type(value)
         if _is(value, types.FunctionType):
             return FUNCTION, value.__code__
