@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import random
+import sys
 import threading
 import types
 import warnings
@@ -115,6 +116,15 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
     }
 
     last = collections.deque([1.0, 2.0], maxlen=3)
+    constants = types.ModuleType("constants_of_a_loss")
+    vars(constants).update(scale=1.0, weight=mx.ones(4))
+    sys.modules[constants.__name__] = constants
+
+    def by_import(model: nn.Module, x: mx.array) -> mx.array:
+        import constants_of_a_loss  # type: ignore[import-not-found]
+        from constants_of_a_loss import scale
+
+        return mx.square(model(x * constants_of_a_loss.weight)).mean() * scale
 
     def scaled(x: mx.array) -> mx.array:
         factors: Any = scaled
@@ -157,6 +167,14 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
                 lambda: setattr(scaled, "scale", 3.0),
                 lambda: setattr(scaled, "scale", 4.0),
                 lambda: vars(scaled)["parts"].update(shift=mx.array(5.0)),
+            ],
+        ),
+        "import": (
+            by_import,
+            [
+                lambda: vars(constants).update(scale=3.0),
+                lambda: vars(constants).update(scale=4.0),
+                lambda: vars(constants).update(weight=mx.array([1.0, 2.0, 3.0, 4.0])),
             ],
         ),
         "deque": (

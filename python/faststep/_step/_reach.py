@@ -30,7 +30,7 @@ import mlx.nn as nn
 import numpy as np
 
 # Ways from a parent's object to a node's; reach/node.rs has the same numbers.
-ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT = range(11)
+ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES = range(12)
 # Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
@@ -40,7 +40,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.ge
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 _RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD")
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
 
@@ -211,24 +211,27 @@ def _is_library_class(cls: type) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Return the globals and the attributes that code names, and whether it may read any attribute."""
-    names, attributes = set(), set()
+def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str], bool]:
+    """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
+    names, attributes, modules = set(), set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(instruction.argval)
         elif instruction.opname in _READS:
             attributes.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            modules |= {instruction.argval, instruction.argval.split(".")[0]}
     dynamic = bool(_DYNAMIC & (names | attributes))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner_names, inner_attributes, inner_dynamic = _named(constant)
+            inner_names, inner_attributes, inner_modules, inner_dynamic = _named(constant)
             names |= inner_names
             attributes |= inner_attributes
+            modules |= inner_modules
             dynamic |= inner_dynamic
         elif isinstance(constant, str) and constant.isidentifier():
             attributes.add(constant)
-    return frozenset(names), frozenset(attributes), dynamic
+    return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
 
 
 def _containers(root: Any) -> set[int]:
@@ -378,12 +381,14 @@ class _Search:
             return
         if vars(function):
             self.filtered.append(at)
-        names, attributes, dynamic = _named(function.__code__)
+        names, attributes, modules, dynamic = _named(function.__code__)
         self.attributes |= attributes
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
         for name in sorted(names):
             if name in function.__globals__ and not name.startswith("@"):  # such names are pytest's, of asserts
                 self.add(at, GLOBAL, name, function.__globals__[name])
+        for name in sorted(modules & sys.modules.keys()):
+            self.add(at, MODULES, name, sys.modules[name])
 
     def follow_container(self, at: int, value: Any) -> None:
         """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""
