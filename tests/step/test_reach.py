@@ -116,6 +116,8 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
     }
 
     last = collections.deque([1.0, 2.0], maxlen=3)
+    local = threading.local()
+    local.scale = 1.0
     constants = types.ModuleType("constants_of_a_loss")
     vars(constants).update(scale=1.0, weight=mx.ones(4))
     sys.modules[constants.__name__] = constants
@@ -168,6 +170,10 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
                 lambda: setattr(scaled, "scale", 4.0),
                 lambda: vars(scaled)["parts"].update(shift=mx.array(5.0)),
             ],
+        ),
+        "thread's own": (
+            lambda model, x: mx.square(model(x)).mean() * local.scale,
+            [lambda: setattr(local, "scale", 3.0), lambda: setattr(local, "scale", 4.0)],
         ),
         "import": (
             by_import,

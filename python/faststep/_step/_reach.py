@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import sysconfig
+import threading
 import time
 import types
 import warnings
@@ -39,7 +40,7 @@ Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, mx.Dtype, enum.Enum)
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
-_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
