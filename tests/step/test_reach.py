@@ -6,6 +6,8 @@ import collections
 import functools
 import itertools
 import random
+import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -113,6 +115,19 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
         "NumPy, in place": lambda: agent.arrays["noise"].__setitem__(0, 3.0),
     }
 
+    last = collections.deque([1.0, 2.0], maxlen=3)
+    local = threading.local()
+    local.scale = 1.0
+    constants = types.ModuleType("constants_of_a_loss")
+    vars(constants).update(scale=1.0, weight=mx.ones(4))
+    sys.modules[constants.__name__] = constants
+
+    def by_import(model: nn.Module, x: mx.array) -> mx.array:
+        import constants_of_a_loss  # type: ignore[import-not-found]
+        from constants_of_a_loss import scale
+
+        return mx.square(model(x * constants_of_a_loss.weight)).mean() * scale
+
     def scaled(x: mx.array) -> mx.array:
         factors: Any = scaled
         return factors.weight * x + factors.parts["shift"] * factors.scale
@@ -155,6 +170,22 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
                 lambda: setattr(scaled, "scale", 4.0),
                 lambda: vars(scaled)["parts"].update(shift=mx.array(5.0)),
             ],
+        ),
+        "thread's own": (
+            lambda model, x: mx.square(model(x)).mean() * local.scale,
+            [lambda: setattr(local, "scale", 3.0), lambda: setattr(local, "scale", 4.0)],
+        ),
+        "import": (
+            by_import,
+            [
+                lambda: vars(constants).update(scale=3.0),
+                lambda: vars(constants).update(scale=4.0),
+                lambda: vars(constants).update(weight=mx.array([1.0, 2.0, 3.0, 4.0])),
+            ],
+        ),
+        "deque": (
+            lambda model, x: mx.square(model(x)).mean() * sum(last) / len(last),
+            [lambda: last.append(4.0), lambda: last.append(5.0), lambda: last.appendleft(7.0), last.pop],
         ),
         "namespace": (
             by_namespace,
@@ -421,6 +452,35 @@ def test_a_loss_that_depends_on_how_often_it_is_called_is_called_at_every_step(k
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
     assert_close(results[1][1], results[0][1], 1e-5)
     assert step.stats.mode == "plain"
+
+
+def test_what_another_thread_draws_is_not_drawn_by_the_loss() -> None:
+    drawn, done, first = threading.Event(), threading.Event(), [True]
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+            np.random.rand()
+            drawn.set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if first:
+            first.clear()
+            drawn.clear()
+            assert drawn.wait(60)
+        return model(x).square().mean()
+
+    step, thread = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), threading.Thread(target=draw)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                step(mx.ones((3, 4)))
+    finally:
+        done.set()
+        thread.join()
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
 
 
 def test_a_loss_that_counts_what_does_not_matter_is_traced_once() -> None:

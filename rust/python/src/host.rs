@@ -141,6 +141,7 @@ impl PythonHost {
                     if let Some(positions) = &positions {
                         current.suspect = Suspect {
                             drawn: positions.moved()?,
+                            shared: positions.shared()?,
                             model: suspect::changes(&snapshot, false)?,
                             reached: reached.changes(py)?,
                         };

@@ -54,6 +54,8 @@ impl Change {
 pub struct Suspect {
     /// Generators and iterators that it has taken from, as a user knows them.
     pub drawn: Vec<String>,
+    /// True if these are the process's, from which another thread may have drawn.
+    pub shared: bool,
     /// Changes to the model, which have been taken back.
     pub model: Vec<Change>,
     /// Changes to what the loss reaches, which stay.
@@ -63,7 +65,12 @@ pub struct Suspect {
 impl Suspect {
     /// Return whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.drawn.is_empty() && self.model.is_empty() && self.reached.is_empty()
+        self.drawn.is_empty() && self.is_unchanged()
+    }
+
+    /// Return whether nothing has changed that is no generator.
+    pub fn is_unchanged(&self) -> bool {
+        self.model.is_empty() && self.reached.is_empty()
     }
 
     /// Show the model as the loss has left it, or what it reaches as it was before; a second time the other way round.
@@ -91,6 +98,27 @@ impl Suspect {
     }
 }
 
+/// Number of calls of a loss, each of which draws where the loss does.
+const CALLS: usize = 3;
+
+/// Return whether a loss draws from the process's random generators, with other threads held back.
+pub fn draws(py: Python<'_>, mut call: impl FnMut()) -> PyResult<bool> {
+    let held = py
+        .import("faststep._step._reach")?
+        .getattr("HeldBack")?
+        .call0()?;
+    let mut draws = Ok(true);
+    for _ in 0..CALLS {
+        call();
+        draws = held.call_method0("moved")?.extract();
+        if !matches!(draws, Ok(true)) {
+            break;
+        }
+    }
+    held.call_method0("release")?;
+    draws
+}
+
 /// The positions of random generators and iterators before a loss is called.
 pub struct Positions<'py>(Bound<'py, PyAny>);
 
@@ -101,6 +129,11 @@ impl<'py> Positions<'py> {
         let objects = PyList::new(py, looked.all(py))?;
         let positions = py.import("faststep._step._reach")?.getattr("Positions")?;
         Ok(Self(positions.call1((model, objects))?))
+    }
+
+    /// Return whether only the process's have moved.
+    pub fn shared(&self) -> PyResult<bool> {
+        self.0.call_method0("shared")?.extract()
     }
 
     /// The names of those that have moved since.

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     mlx::errors::{mlx, to_python},
-    reach::{stop::Stop, Seen},
+    reach::{stop::Stop, suspect::draws, Seen},
     store::Store,
     tree::Tree,
 };
@@ -73,14 +73,6 @@ impl Inner {
             return Ok(None);
         };
         self.checks += 1;
-        if !suspect.drawn.is_empty() {
-            suspect.swap(py, true)?;
-            let drawn = suspect.drawn.join(", ");
-            return Ok(Some(format!(
-                "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an \
-                 argument what is drawn"
-            )));
-        }
         let rule = store.rule.clone();
         let parts = rule.map(|rule| task.parts(&rule)).into_iter().flatten();
         let mut parts = parts.filter(|part| !matches!(part, Part::Update(_)));
@@ -93,6 +85,19 @@ impl Inner {
             key.front.reached = given.looked.program.tensors().clone();
             inner.sketch(store, user, given, &key)
         };
+        let drawn = !suspect.drawn.is_empty()
+            && (!suspect.shared || draws(py, || drop(sketch(self, given)))?);
+        if drawn {
+            suspect.swap(py, true)?;
+            let drawn = suspect.drawn.join(", ");
+            return Ok(Some(format!(
+                "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an \
+                 argument what is drawn"
+            )));
+        }
+        if suspect.is_unchanged() {
+            return Ok(None);
+        }
         let first = sketch(self, given);
         suspect.swap(py, true)?;
         suspect.swap(py, false)?;
