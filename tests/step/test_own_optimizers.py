@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import types
 import warnings
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 from faststep import Step
-from faststep.checkpoints import Checkpoints
+from faststep.checkpoints import Checkpoints, CheckpointWarning
 from mlx.utils import tree_map
 from support.helpers import Row, Tree, assert_close, flat, plain_step, random_key, snapshot, to_numpy
 from support.models import cross_entropy
@@ -133,6 +135,43 @@ def pulled() -> optim.Optimizer:
     return Pulled(1e-2)
 
 
+class Averaging(Own):
+    """Keeps arrays and counts in attributes that it makes as it goes (Nadam, Lookahead)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.bounds = mx.array(1.0), [0.5, 2.0]
+
+    def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Go along an average of the gradients."""
+        self.product = self.product * 0.9
+        self.means = tree_map(
+            lambda g, m: 0.5 * m + g, gradients, getattr(self, "means", tree_map(mx.zeros_like, gradients))
+        )
+        self.bounds[0] *= 0.5
+        scaled = tree_map(lambda m: mx.clip(m / (1 - self.product), -self.bounds[0], self.bounds[1]), self.means)
+        return super().apply_gradients(scaled, parameters)
+
+
+class Wrapped(Own):
+    """Delegates to another optimizer, which it holds (SAM, Lookahead)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.updates = optim.Adam(1e-2), 0
+
+    def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Count, and delegate."""
+        self.updates += 1
+        return self.base.apply_gradients(tree_map(lambda g: g / self.updates, gradients), parameters)
+
+
+def several() -> optim.Optimizer:
+    """Make one of two, of which one counts."""
+    return optim.MultiOptimizer([Attribute(), optim.Adam(1e-2)], [lambda name, _: "weight" in name])
+
+
+KEEPING = {"averaging": Averaging, "wrapped": Wrapped, "several": several}
 PLAIN = {"counting": Counting, "attribute": Attribute, "containers": Containers}
 TRACED = {"late": Late, "lists": Lists, "noisy": Noisy, "pulled": pulled, "replaced": replaced}
 Make = Callable[[], optim.Optimizer]
@@ -293,10 +332,10 @@ def test_an_optimizer_that_writes_into_the_models_buffers_is_not_compiled() -> N
     assert ours.scale.item() == 0.125
 
 
-@pytest.mark.parametrize("name", ["late", "counting", "lists"])
+@pytest.mark.parametrize("name", ["late", "counting", "lists", "attribute", "averaging", "wrapped", "several"])
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_a_checkpoint_has_what_it_made_at_the_first_update(name: str, tmp_path: Path) -> None:
-    make: Make = (PLAIN | TRACED)[name]
+    make: Make = (PLAIN | TRACED | KEEPING)[name]
     ours, again, batches = (STILL.new()[0], make()), (STILL.new()[0], make()), STILL.case.batches(STEPS)
     step = Step(*ours, cross_entropy)
     for batch in batches[:3]:
@@ -310,3 +349,33 @@ def test_a_checkpoint_has_what_it_made_at_the_first_update(name: str, tmp_path: 
     for batch in batches[3:]:
         other(*batch)
     same(arrays(*again), arrays(*ours))
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_an_attribute_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    class Remembering(Attribute):
+        """Keeps its last counts in what is no plain JSON."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.still = collections.deque([0], maxlen=2), np.zeros(3)
+
+        def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+            """Note the count."""
+            self.last.append(self.calls)
+            return super().apply_gradients(gradients, parameters)
+
+    step = Step(STILL.new()[0], Remembering(), cross_entropy)
+    step.optimizer.init(step.model.trainable_parameters())
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(step, number=0)
+        for number, batch in enumerate(STILL.case.batches(2)):
+            step(*batch)
+            with pytest.warns(CheckpointWarning, match=r"attribute last .*collections\.deque") as caught:
+                checkpoints.save(step, number=1 + number)
+            assert len(caught) == 1
+    other = Step(STILL.new()[0], Remembering(), cross_entropy)
+    Checkpoints(tmp_path).restore(other)
+    assert other.attributes == {"calls": 2}
+    Checkpoints(tmp_path).restore(other, which=0)
+    assert other.attributes == {}

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import random
+import sys
+import threading
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,6 +20,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
+from support.helpers import assert_close, plain_step, snapshot
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
 TEMPERATURE = 1.0
@@ -108,6 +114,25 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
         "in a tuple, in place": lambda: agent.fixed[0].__setitem__(..., 7.0),
         "NumPy, in place": lambda: agent.arrays["noise"].__setitem__(0, 3.0),
     }
+
+    last = collections.deque([1.0, 2.0], maxlen=3)
+    local = threading.local()
+    local.scale = 1.0
+    constants = types.ModuleType("constants_of_a_loss")
+    vars(constants).update(scale=1.0, weight=mx.ones(4))
+    sys.modules[constants.__name__] = constants
+
+    def by_import(model: nn.Module, x: mx.array) -> mx.array:
+        import constants_of_a_loss  # type: ignore[import-not-found]
+        from constants_of_a_loss import scale
+
+        return mx.square(model(x * constants_of_a_loss.weight)).mean() * scale
+
+    def scaled(x: mx.array) -> mx.array:
+        factors: Any = scaled
+        return factors.weight * x + factors.parts["shift"] * factors.scale
+
+    vars(scaled).update(weight=mx.ones(4), parts={"shift": mx.array(1.0)}, scale=1.0)
     closure = [
         lambda: generator.layers[0].update({"bias": generator.layers[0].bias + 1}),
         generator.eval,
@@ -136,6 +161,31 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
         "partial": (
             lambda model, x: part(model, x),
             [lambda: part.args[0].__imul__(2.0), lambda: part.args[0].__imul__(2.0)],
+        ),
+        "function's attributes": (
+            lambda model, x: mx.square(model(scaled(x))).mean(),
+            [
+                lambda: setattr(scaled, "weight", 2.0 * mx.ones(4)),
+                lambda: setattr(scaled, "scale", 3.0),
+                lambda: setattr(scaled, "scale", 4.0),
+                lambda: vars(scaled)["parts"].update(shift=mx.array(5.0)),
+            ],
+        ),
+        "thread's own": (
+            lambda model, x: mx.square(model(x)).mean() * local.scale,
+            [lambda: setattr(local, "scale", 3.0), lambda: setattr(local, "scale", 4.0)],
+        ),
+        "import": (
+            by_import,
+            [
+                lambda: vars(constants).update(scale=3.0),
+                lambda: vars(constants).update(scale=4.0),
+                lambda: vars(constants).update(weight=mx.array([1.0, 2.0, 3.0, 4.0])),
+            ],
+        ),
+        "deque": (
+            lambda model, x: mx.square(model(x)).mean() * sum(last) / len(last),
+            [lambda: last.append(4.0), lambda: last.append(5.0), lambda: last.appendleft(7.0), last.pop],
         ),
         "namespace": (
             by_namespace,
@@ -311,6 +361,141 @@ def test_what_the_loss_changes_itself_makes_no_traces() -> None:
         step(mx.ones((length, 4)))
     assert counting.seen == [1, 2, 3]
     assert (counting.calls, step.stats.traced) == (3, 3)
+
+
+class Warming(nn.Module):
+    """Counts its calls in a number, and weighs what it gives by it (annealed penalties)."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.layer, self.calls, self.matters = nn.Linear(4, 2), 0, matters
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, 4] to [batch, 2]."""
+        self.calls += 1
+        y: mx.array = self.layer(x) * (0.5**self.calls if self.matters else 1.0)
+        return y
+
+
+_calls = 0
+
+
+def own_changes(kind: str) -> tuple[nn.Module, Callable[..., mx.array]]:
+    """Make a loss that changes what it depends on, or takes from what it does not restore."""
+    model: nn.Module = Warming(matters=True) if kind == "a number of the model" else nn.Linear(4, 2)
+    generator, own, old = np.random.default_rng(1), random.Random(1), np.random.RandomState(1)
+    numbers, listed, taken = iter(range(1, 100)), [0.5 * each for each in range(1, 100)], itertools.count(1)
+    made, cell, agent = (0.5 * each for each in range(1, 100)), 0, types.SimpleNamespace(beta=1.0)
+    random.seed(1)
+    np.random.seed(1)
+    globals()["_calls"] = 0
+
+    def factor() -> float:
+        nonlocal cell
+        global _calls
+        if kind == "a number in a closure":
+            cell += 1
+            return 1.0 / cell
+        if kind == "a global":
+            _calls += 1
+            return 1.0 / _calls
+        if kind == "an attribute":
+            agent.beta *= 0.9
+            return agent.beta
+        if kind == "a function's attribute":
+            taken_by: Any = factor
+            taken_by.taken.append(0)
+            return 1.0 / len(taken_by.taken)
+        takes: dict[str, Callable[[], float]] = {
+            "numpy's generator": generator.random,
+            "numpy's old generator": old.rand,
+            "numpy's global generator": np.random.rand,
+            "a random.Random": own.random,
+            "the random module": random.random,
+            "an iterator": lambda: float(next(numbers)),
+            "itertools": lambda: float(next(taken)),
+            "a generator": lambda: next(made),
+            "a list": lambda: listed.pop(),
+        }
+        return takes.get(kind, lambda: 1.0)()
+
+    vars(factor)["taken"] = []
+    return model, lambda model, x: (model(x) * factor()).square().mean()
+
+
+OWN_CHANGES = """a number of the model, a number in a closure, a global, an attribute, a function's attribute, a list,
+numpy's generator, numpy's old generator, numpy's global generator, a random.Random, the random module, an iterator,
+itertools, a generator"""
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", OWN_CHANGES.replace("\n", " ").split(", "))
+def test_a_loss_that_depends_on_how_often_it_is_called_is_called_at_every_step(kind: str, accumulate: int) -> None:
+    results: list[Any] = []
+    batches = [mx.random.normal((8, 4), key=mx.random.key(number)) for number in range(6)]
+    for ours in (False, True):
+        mx.random.seed(3)
+        model, loss_fn = own_changes(kind)
+        optimizer = optim.SGD(0.1, momentum=0.9)
+        if not ours:
+            take = plain_step(model, optimizer, loss_fn, accumulate=accumulate)
+            results.append(([float(take(x)[0]) for x in batches], snapshot(model, optimizer)))
+            continue
+        step = Step(model, optimizer, loss_fn, accumulate=accumulate)
+        first = step(batches[0]).loss.item()
+        with pytest.warns(RuntimeWarning, match="as it is called|what it changes itself"):
+            second = step(batches[1]).loss.item()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            losses = [first, second, *(step(x).loss.item() for x in batches[2:])]
+        results.append((losses, snapshot(model, optimizer)))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    assert_close(results[1][1], results[0][1], 1e-5)
+    assert step.stats.mode == "plain"
+
+
+def test_what_another_thread_draws_is_not_drawn_by_the_loss() -> None:
+    drawn, done, first = threading.Event(), threading.Event(), [True]
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+            np.random.rand()
+            drawn.set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if first:
+            first.clear()
+            drawn.clear()
+            assert drawn.wait(60)
+        return model(x).square().mean()
+
+    step, thread = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), threading.Thread(target=draw)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                step(mx.ones((3, 4)))
+    finally:
+        done.set()
+        thread.join()
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+
+
+def test_a_loss_that_counts_what_does_not_matter_is_traced_once() -> None:
+    history: list[int] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        history.append(1)
+        return model(x).square().mean()
+
+    model = Warming(matters=False)
+    step = Step(model, optim.SGD(0.1), loss_fn)
+    for _ in range(5):
+        step(mx.ones((3, 4)))
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+    assert (model.calls, history) == (0, [1])
 
 
 def test_what_a_loss_writes_into_what_it_reaches_is_written_at_every_step() -> None:

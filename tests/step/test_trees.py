@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +14,7 @@ from faststep import Step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
-from support.helpers import Row, SignedDescent, Tree, assert_close, compiled_step, flat, snapshot
+from support.helpers import Row, SignedDescent, Tree, assert_close, compiled_step, flat, plain_step, snapshot
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
@@ -161,3 +162,97 @@ def test_what_a_checkpointed_module_is_given_while_gradients_are_taken_does_not_
     for _ in range(4):
         step(*batch)
         mx.eval(model.parameters())
+
+
+class Named(nn.Module):
+    """Two layers and a normalisation, one of the layers under several names: `named` puts it there."""
+
+    def __init__(self, named: Callable[[nn.Module, nn.Module], None]) -> None:
+        super().__init__()
+        layer = nn.Linear(4, 4)
+        layer.norm = nn.BatchNorm(4)
+        named(self, layer)
+        self.head = nn.Linear(4, 1)
+        self.part = lambda: layer
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, 4] to [batch, 1]."""
+        layer = self.part()
+        y: mx.array = self.head(nn.tanh(layer.norm(layer(x))))
+        return y
+
+
+def listed(model: nn.Module, layer: nn.Module) -> None:
+    """Keep it in a private list, then under a public name (ports of PyTorch's `add_module`)."""
+    model._layers, model.layer_0 = [layer], layer
+
+
+def listed_behind(model: nn.Module, layer: nn.Module) -> None:
+    """Keep it under a public name, then in a private dict."""
+    model.layer_0, model._layers = layer, {"layer_0": layer}
+
+
+def listed_between(model: nn.Module, layer: nn.Module) -> None:
+    """Keep it under two public names, and in private lists before, between and behind."""
+    model._a, model.b, model._c, model.d, model._e = [layer], layer, [layer], [layer], [layer]
+
+
+def frozen_first(model: nn.Module, layer: nn.Module) -> None:
+    """Freeze one of two names, as `freeze(keys=...)` does."""
+    model.a, model.b = layer, layer
+    model.freeze(keys=["a"], recurse=False)
+
+
+def frozen_last(model: nn.Module, layer: nn.Module) -> None:
+    """Freeze the other."""
+    model.a, model.b = layer, layer
+    model.freeze(keys=["b"], recurse=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": False}, {"accumulate": 2, "max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("optimizer", ["adam", "user"])
+@pytest.mark.parametrize("named", [listed, listed_behind, listed_between, frozen_first, frozen_last])
+def test_a_part_trains_that_has_a_private_or_a_frozen_name_too(
+    named: Callable[[nn.Module, nn.Module], None], optimizer: str, options: dict[str, Any]
+) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return (model(x) - x.sum(axis=-1, keepdims=True)).square().mean()
+
+    mx.random.seed(4)
+    reference, ours = Named(named), Named(named)
+    ours.update(reference.parameters())
+    theirs, own = OPTIMIZERS[optimizer](), OPTIMIZERS[optimizer]()
+    within = {name: value for name, value in options.items() if name != "compile"}
+    take, step = plain_step(reference, theirs, loss_fn, **within), Step(ours, own, loss_fn, **options)
+    before = mx.array(ours.part().weight)
+    for x in mx.random.normal((6, 8, 4)):
+        take(x)
+        step(x)
+    assert_close(snapshot(ours, own), snapshot(reference, theirs), 1e-5)
+    assert not mx.array_equal(before, ours.part().weight)
+    step.optimizer.learning_rate = 0.0
+    ours.part().weight = before  # seen under each of its names
+    step(x)
+    assert mx.array_equal(before, ours.part().weight)
+    if not options:
+        assert step.stats.mode == ("native" if optimizer == "adam" else "traced")
+
+
+def test_a_part_may_lead_back_to_the_whole() -> None:
+    def make() -> nn.Module:
+        mx.random.seed(2)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+        for part in (model.layers[0], model.layers[1]):
+            object.__setattr__(part, "parent", model)  # which MLX takes for no part
+        return model
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return model.layers[0].parent(x).square().mean()
+
+    reference, ours = (make(), optim.AdamW(0.1)), (make(), optim.AdamW(0.1))
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for x in mx.random.normal((4, 8, 4)):
+        take(x)
+        step(x)
+    assert step.stats.mode == "native"
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)

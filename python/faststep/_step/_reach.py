@@ -13,8 +13,13 @@ import dis
 import enum
 import functools
 import gc
+import operator
 import os
+import random
+import sys
 import sysconfig
+import threading
+import time
 import types
 import warnings
 import weakref
@@ -26,7 +31,7 @@ import mlx.nn as nn
 import numpy as np
 
 # Ways from a parent's object to a node's; reach/node.rs has the same numbers.
-ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT = range(11)
+ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES = range(12)
 # Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
@@ -35,8 +40,8 @@ Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, mx.Dtype, enum.Enum)
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
-_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD")
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
 
@@ -64,6 +69,92 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
             stacklevel=3,  # between the user and this is Step.__call__ or fast_step
         )
     return search.kept()
+
+
+class Positions:
+    """Where random generators and iterators stand: those of the process, of the model, and that a loss reaches."""
+
+    def __init__(self, model: nn.Module, reached: list[Any]) -> None:
+        wholes = [model, *(each for each in reached if isinstance(each, nn.Module))]
+        within = (value for whole in wholes for module in whole.modules() for value in vars(module).values())
+        self._objects = [each for each in (*within, *reached) if _moves(each)]
+        self._before = self._now()
+
+    def moved(self) -> list[str]:
+        """Return the names of those that have moved since."""
+        pairs = zip(self._before, self._now(), strict=True)
+        return sorted({name for (name, before), (_, now) in pairs if before != now})
+
+    def shared(self) -> bool:
+        """Return whether only generators of the process have moved, from which another thread may have drawn."""
+        pairs = zip(self._before[-len(self._objects) :], self._now()[-len(self._objects) :], strict=True)
+        return not self._objects or all(before == now for before, now in pairs)
+
+    def _now(self) -> list[tuple[str, Any]]:
+        return _of_process() + [(_generator_name(each), _position(each)) for each in self._objects]
+
+
+class HeldBack:
+    """The process's random generators while other threads, which may draw from them too, are held back.
+
+    Tells whether a loss draws that is called several times, and restores what it has drawn.
+    """
+
+    def __init__(self) -> None:
+        self._interval, self._python = sys.getswitchinterval(), random.getstate()
+        self._numpy = np.random.get_state(legacy=False) if "numpy.random" in sys.modules else None
+        sys.setswitchinterval(0.1)
+        time.sleep(0.02)  # threads that wait already do so for the interval from before
+        self._last = _of_process()
+
+    def moved(self) -> bool:
+        """Return whether a generator has moved since the last call."""
+        before, self._last = self._last, _of_process()
+        return before != self._last
+
+    def release(self) -> None:
+        """Restore the generators, and let the threads go."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            np.random.set_state(self._numpy)
+        sys.setswitchinterval(self._interval)
+
+
+def _of_process() -> list[tuple[str, Any]]:
+    states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
+    if "numpy.random" in sys.modules:
+        states.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
+    return states
+
+
+def _moves(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return True
+    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator | np.random.RandomState):
+        return True
+    return hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
+
+
+def _generator_name(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+
+
+def _position(value: Any) -> Any:
+    """Return what changes in a generator or an iterator when something is taken from it, as far as that can be seen."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        values = frame.f_locals.values() if frame else ()
+        return frame and frame.f_lasti, [each if isinstance(each, _PLAIN) else _position(each) for each in values]
+    if hasattr(type(value), "__next__"):
+        shown = repr(value) if type(value).__module__ == "itertools" else None
+        return operator.length_hint(value, -1), shown, id(value)
+    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if "numpy.random" in sys.modules and isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return id(value)
 
 
 def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any) -> str:
@@ -112,8 +203,6 @@ def _is_standard(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_standard_module(name: str) -> bool:
-    import sys
-
     file = getattr(sys.modules.get(name), "__file__", None)
     return name in sys.builtin_module_names or (file is not None and _is_standard(file))
 
@@ -123,24 +212,27 @@ def _is_library_class(cls: type) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Return the globals and the attributes that code names, and whether it may read any attribute."""
-    names, attributes = set(), set()
+def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str], bool]:
+    """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
+    names, attributes, modules = set(), set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(instruction.argval)
         elif instruction.opname in _READS:
             attributes.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            modules |= {instruction.argval, instruction.argval.split(".")[0]}
     dynamic = bool(_DYNAMIC & (names | attributes))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner_names, inner_attributes, inner_dynamic = _named(constant)
+            inner_names, inner_attributes, inner_modules, inner_dynamic = _named(constant)
             names |= inner_names
             attributes |= inner_attributes
+            modules |= inner_modules
             dynamic |= inner_dynamic
         elif isinstance(constant, str) and constant.isidentifier():
             attributes.add(constant)
-    return frozenset(names), frozenset(attributes), dynamic
+    return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
 
 
 def _containers(root: Any) -> set[int]:
@@ -157,6 +249,12 @@ def _containers(root: Any) -> set[int]:
         elif isinstance(value, tuple):
             todo.extend(value)
     return found
+
+
+def _is_numbers(value: Any) -> bool:
+    """Return whether it is a `deque` without arrays or objects in it: the last rewards, say."""
+    short = type(value) is collections.deque and len(value) <= _MAX_ITEMS
+    return short and all(isinstance(each, _PLAIN) for each in value)
 
 
 def _has_attributes(value: Any) -> bool:
@@ -219,7 +317,7 @@ class _Search:
             return SAME, self.seen[id(value)]
         if isinstance(value, mx.array):
             return ARRAY, None
-        if isinstance(value, np.ndarray | set | frozenset):
+        if isinstance(value, np.ndarray | set | frozenset) or _is_numbers(value):
             return CONTENTS, type(value)
         if _is(value, types.FunctionType):
             return FUNCTION, value.__code__
@@ -282,12 +380,16 @@ class _Search:
                 self.add(at, ATTRIBUTE, name, value)
         if _is_library(function):
             return
-        names, attributes, dynamic = _named(function.__code__)
+        if vars(function):
+            self.filtered.append(at)
+        names, attributes, modules, dynamic = _named(function.__code__)
         self.attributes |= attributes
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
         for name in sorted(names):
             if name in function.__globals__ and not name.startswith("@"):  # such names are pytest's, of asserts
                 self.add(at, GLOBAL, name, function.__globals__[name])
+        for name in sorted(modules & sys.modules.keys()):
+            self.add(at, MODULES, name, sys.modules[name])
 
     def follow_container(self, at: int, value: Any) -> None:
         """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""

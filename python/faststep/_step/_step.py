@@ -13,6 +13,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from faststep._step import _state
+from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
@@ -33,8 +34,9 @@ class Step:
 
     The loss function is called while the step is traced, which is once for each signature of the batch; afterwards the
     trace is replayed natively. What Python code in it does beside computing arrays (printing, counting) happens then
-    only. Model, optimizer and `mx.random.state` are current after every call, and what is changed in them between calls
-    is seen.
+    only; where the result depends on it (it draws from `numpy.random`, counts its calls, takes from an iterator), the
+    step runs uncompiled from the second call on, after one `RuntimeWarning`. Model, optimizer and `mx.random.state` are
+    current after every call, and what is changed in them between calls is seen.
 
     A loss function that cannot be traced or compiled is called a second time and runs uncompiled from then on, after
     one `RuntimeWarning` that says why; what its Python code does beside computing has then happened twice. One
@@ -131,6 +133,7 @@ class Step:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._weighted = weighted
         self._program = Program(model, optimizer, options)
+        self._attributes = Attributes(optimizer)
         self.accumulate = accumulate
         if cache_limit is not None:
             mx.set_cache_limit(whole_number("cache_limit", cache_limit, 0))
@@ -191,6 +194,18 @@ class Step:
     def options(self) -> Options:
         """The options that the step was made with, beside `accumulate`."""
         return self._program.options
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the optimizer keeps in attributes beside its `state`: those that have changed since the step was made.
+
+        A counter, or an average, of a user's own class; a checkpoint has them. Set, they are given to the optimizer.
+        """
+        return self._attributes.changed(self.optimizer)
+
+    @attributes.setter
+    def attributes(self, values: dict[str, Any]) -> None:
+        self._attributes.put(self.optimizer, values)
 
     @contextlib.contextmanager
     def average(self) -> Iterator[nn.Module]:

@@ -15,7 +15,7 @@ from faststep._step import Step, like, shows_average
 from faststep.checkpoints._errors import CheckpointError
 from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP
 from faststep.checkpoints._manifest import Contents, read_manifest, read_tensors, read_training
-from faststep.checkpoints._snapshot import Arrays, Stateful, split
+from faststep.checkpoints._snapshot import Arrays, Stateful, decoded, split
 
 MOST_DIFFERENCES = 10
 Change = tuple[Callable[[], object], Callable[[], object]]  # a function that makes it, and one that takes it back
@@ -36,10 +36,14 @@ def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, 
     manifest = read_manifest(path)
     training = read_training(path, manifest)
     read = {name: read_tensors(path, name, manifest) for name in (MODEL, OPTIMIZER, STEP)}
+    state, attributes = Arrays(), Arrays()
+    for name, array in read[OPTIMIZER][0].items():
+        (attributes if name.startswith("@") else state)[name] = array
     changes = [
         *_loader_changes(path, loader, training),
         _model_change(path, step, read[MODEL][0]),
-        _optimizer_change(path, step, read[OPTIMIZER][0], training["values"]),
+        _optimizer_change(path, step, state, training["values"]),
+        _attributes_change(path, step, training.get("attributes", {}), attributes),
         *_step_changes(path, step, read[STEP]),
         *_random_changes(path, training),
     ]
@@ -101,6 +105,15 @@ def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, 
     found = values | arrays
     after = tree_map_with_path(lambda name, _: found[name], template)
     return (lambda: setattr(optimizer, "state", after), lambda: setattr(optimizer, "state", before))
+
+
+def _attributes_change(path: Path, step: Step, values: dict[str, Any], arrays: Arrays) -> Change:
+    before = step.attributes
+    try:
+        after = {name: decoded(value, arrays) for name, value in values.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected the optimizer's attributes, found others ({error!r})") from error
+    return (lambda: setattr(step, "attributes", after), lambda: setattr(step, "attributes", before))
 
 
 def _members(optimizer: Any) -> list[Any]:

@@ -12,4 +12,4 @@ class Damaged(CheckpointError):
 
 
 class CheckpointWarning(RuntimeWarning):
-    """A damaged checkpoint was passed over, or an old one could not be removed."""
+    """A damaged checkpoint was passed over, an old one could not be removed, or a value is not in a checkpoint."""

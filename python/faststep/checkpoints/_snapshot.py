@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from faststep import _random
 from faststep._native import versions
 from faststep._step import Step, shows_average
 from faststep.checkpoints import _tensors
-from faststep.checkpoints._errors import CheckpointError
+from faststep.checkpoints._errors import CheckpointError, CheckpointWarning
 from faststep.checkpoints._folder import MODEL, OPTIMIZER, STEP
 
 Arrays = dict[str, mx.array]
@@ -67,6 +68,51 @@ def split(tree: Any, what: str) -> tuple[Arrays, dict[str, Any]]:
     return arrays, values
 
 
+def _attributes(step: Step) -> tuple[dict[str, Any], Arrays]:
+    """Return what the optimizer keeps in attributes, as plain JSON and the arrays that it names."""
+    attributes, held = dict[str, Any](), Arrays()
+    for name, value in step.attributes.items():
+        arrays = Arrays()
+        try:
+            attributes[name] = _encoded(value, f"@{name}", arrays)
+        except TypeError as error:
+            warnings.warn(
+                f"the optimizer's attribute {name} has changed and is not in the checkpoint: expected numbers, texts "
+                f"and mx.arrays, in dicts with texts as keys, lists and tuples, got {error}. Keep it in one of these",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        held |= arrays if name in attributes else {}
+    return attributes, held
+
+
+def _encoded(value: Any, name: str, arrays: Arrays) -> Any:
+    if isinstance(value, mx.array):
+        arrays[name] = value
+        return {"array": name}
+    if type(value) in (list, tuple):
+        parts = [_encoded(each, f"{name}.{number}", arrays) for number, each in enumerate(value)]
+        return {type(value).__name__: parts}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encoded(each, f"{name}.{key}", arrays) for key, each in value.items()}}
+    if type(value) not in (type(None), bool, int, float, str):
+        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
+    return value
+
+
+def decoded(value: Any, arrays: Arrays) -> Any:
+    """Return the value of an attribute as a checkpoint has it."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "array":
+        return arrays[inner]
+    if kind == "dict":
+        return {key: decoded(each, arrays) for key, each in inner.items()}
+    parts = [decoded(each, arrays) for each in inner]
+    return tuple(parts) if kind == "tuple" else parts
+
+
 def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, Any], metric: float | None) -> Snapshot:
     """Take the snapshot; it waits for the steps in flight.
 
@@ -80,6 +126,7 @@ def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, An
     if others:
         raise CheckpointError(f"model: expected arrays as parameters, got {sorted(others)}")
     state, values = split(step.optimizer.state, "optimizer")
+    attributes, held = _attributes(step)
     texts = {name: str(count) for name, count in (counts | {"random": _random.mlx_seed()}).items()}
     now = time.time()
     training = {
@@ -89,11 +136,12 @@ def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, An
         "loader": None if loader is None else loader.state,
         "random": _random.states(),
         "values": values,
+        "attributes": attributes,
         "versions": versions(),
     }
     tensors = {
         MODEL: (_own(parameters, "model"), {"format": "mlx"}),
-        OPTIMIZER: (_own(state, "optimizer"), {"format": "mlx"}),
+        OPTIMIZER: (_own(state | held, "optimizer"), {"format": "mlx"}),
         STEP: (_own(kept, "step"), texts),
     }
     mx.eval([arrays for arrays, _ in tensors.values()])

@@ -183,6 +183,14 @@ int faststep_fuse_casts(const void* const* arrays, size_t count);
 int faststep_kinds(
     const void* const* arrays, size_t count, const void* const* known, size_t known_count, size_t* kinds);
 
+// The graph of a compiled trace, from inputs without values to outputs, to be made over others; how many outputs it has.
+int faststep_tape_new(
+    const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** tape);
+void faststep_tape_free(void* tape) noexcept;
+size_t faststep_tape_size(const void* tape) noexcept;
+// Its outputs over these inputs; not applicable where MLX would trace anew, or not compile.
+int faststep_tape_build(const void* tape, const void* const* inputs, size_t count, void** outputs);
+
 // The graph from inputs to outputs, as it is before MLX's compiler rewrites it.
 int faststep_graph_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph);

@@ -21,7 +21,11 @@ use pyo3::{
 use crate::{
     mlx::bridge,
     optimizer::{leaves, traceable_rate},
-    reach::{stop::Stop, Looked, Reached},
+    reach::{
+        stop::Stop,
+        suspect::{self, Positions, Suspect},
+        Looked, Reached,
+    },
     tree::{snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -68,6 +72,8 @@ pub struct Current {
     pub loose: bool,
     /// Arrays that the loss reaches and changes in place, by number.
     pub in_place: Vec<usize>,
+    /// What the loss has changed itself, where a trace has been made.
+    pub suspect: Suspect,
     /// Reason for which the trace ended early.
     pub stop: Option<Stop>,
     /// Structure that the loss returned, with holes for its arrays.
@@ -108,15 +114,19 @@ impl PythonHost {
         key: &Array,
         work: &mut dyn FnMut() -> MlxResult<()>,
     ) -> Result<MlxResult<Left>, Stop> {
-        let (model, keys, restore, sketch, reached) = {
+        let (model, keys, restore, sketch, positions, reached) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             let looked = current.looked.clone();
+            let watches = current.compiled && !current.sketch;
+            let positions = watches.then(|| Positions::of(current.model.bind(py), &looked));
+            let positions = positions.transpose()?;
             let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
             current.tracers = reached.constants(others).to_vec();
             let (model, keys) = (current.model.bind(py), current.key_list.bind(py));
             let (restore, sketch) = (current.restore, current.sketch);
-            (model.clone(), keys.clone(), restore, sketch, reached)
+            let (model, keys) = (model.clone(), keys.clone());
+            (model, keys, restore, sketch, positions, reached)
         };
         let (before, slots) = Tree::record(&model, Scope::Whole)?;
         let snapshot = Snapshot::take(&model)?;
@@ -128,6 +138,14 @@ impl PythonHost {
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
                     current.in_place = reached.read(py, &mut left)?;
+                    if let Some(positions) = &positions {
+                        current.suspect = Suspect {
+                            drawn: positions.moved()?,
+                            shared: positions.shared()?,
+                            model: suspect::changes(&snapshot, false)?,
+                            reached: reached.changes(py)?,
+                        };
+                    }
                     Ok(Ok(left))
                 })
             }

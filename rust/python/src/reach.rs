@@ -8,6 +8,7 @@ mod node;
 mod reached;
 mod seen;
 pub mod stop;
+pub mod suspect;
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -34,7 +35,7 @@ pub struct Program {
     pub id: usize,
     nodes: Vec<Node>,
     rows: Vec<Row>,
-    tensors: Vec<Tensor>,                // of the arrays
+    tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
     held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
@@ -42,7 +43,7 @@ pub struct Program {
 
 impl Program {
     /// Shape and dtype of each array.
-    pub fn tensors(&self) -> &[Tensor] {
+    pub fn tensors(&self) -> &Rc<Vec<Tensor>> {
         &self.tensors
     }
 
@@ -125,7 +126,7 @@ impl Reach {
             id: self.made,
             rows: Row::all(&found.nodes, py),
             nodes: found.nodes,
-            tensors: found.tensors,
+            tensors: Rc::new(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
             ids: RefCell::default(),
             held: RefCell::default(),

@@ -31,7 +31,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::{
     host::PythonHost,
     mlx::{bridge, errors::to_python, gil::Waiting},
-    reach::Reach,
+    reach::{suspect::Suspect, Reach},
     store::{
         registry::{self, Shared},
         Store,
@@ -88,6 +88,8 @@ struct Inner {
     reason: Option<String>,
     /// Reason why the step runs uncompiled.
     fallen: Option<String>,
+    suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
+    checks: usize,
     /// Warning about the trace that has just been made.
     unwatched: Option<String>,
     warned: bool,
@@ -153,6 +155,8 @@ impl Step {
                 mode: "native",
                 reason: None,
                 fallen: None,
+                suspect: None,
+                checks: 0,
                 unwatched: None,
                 warned: false,
                 told: None,

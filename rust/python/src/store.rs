@@ -56,19 +56,17 @@ impl ModelSignature {
             .collect()
     }
 
-    /// Parameters that are at a later place in the model too, and the last parameter there, whose update counts; `None`
-    /// where a place is trained and another that is the same is not.
-    pub fn doubles(&self) -> Option<Vec<(usize, usize)>> {
+    /// Parameters that are at a later place in the model too, and the last parameter there, whose update counts.
+    pub fn doubles(&self) -> Vec<(usize, usize)> {
         let roles = self.tree.doubles().iter();
-        let mut roles = roles.map(|&(slot, last)| (&self.roles[slot].0, &self.roles[last].0));
-        roles.try_fold(Vec::new(), |mut doubles, roles| {
-            match roles {
-                (Role::Parameter(slot), Role::Parameter(last)) => doubles.push((*slot, *last)),
-                (Role::Other(_), Role::Other(_)) => {}
-                _ => return None,
+        let roles = roles.map(|&(slot, last)| (self.roles[slot].0, self.roles[last].0));
+        let doubles = roles.filter_map(|roles| match roles {
+            (Role::Parameter(slot), Role::Parameter(last)) => {
+                (slot != last).then_some((slot, last))
             }
-            Some(doubles)
-        })
+            _ => None,
+        });
+        doubles.collect()
     }
 
     /// The identities of the arrays that belong to it.

@@ -168,7 +168,7 @@ impl Tree {
             slots: Vec::with_capacity(self.tensors.len()),
             containers: Vec::new(),
         };
-        walk(root.clone(), Place::Tuple, 0, &mut checker)?;
+        walk(root.clone(), Place::Tuple, &mut checker)?;
         if checker.at != self.items.len() {
             return None;
         }
@@ -269,7 +269,7 @@ struct Recorder<'py> {
 
 impl<'py> Recorder<'py> {
     fn run(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
-        match walk(root.clone(), Place::Tuple, 0, self) {
+        match walk(root.clone(), Place::Tuple, self) {
             Some(()) => Ok(()),
             None => Err(self.error.take().unwrap_or_else(|| {
                 PyRecursionError::new_err(format!(

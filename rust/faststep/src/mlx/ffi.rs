@@ -185,6 +185,21 @@ extern "C" {
         known_count: usize,
         kinds: *mut usize,
     ) -> c_int;
+    pub(crate) fn faststep_tape_new(
+        inputs: Handles,
+        n_inputs: usize,
+        outputs: Handles,
+        n_outputs: usize,
+        tape: *mut *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_tape_free(tape: *mut c_void);
+    pub(crate) fn faststep_tape_size(tape: *const c_void) -> usize;
+    pub(crate) fn faststep_tape_build(
+        tape: *const c_void,
+        inputs: Handles,
+        count: usize,
+        outputs: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_graph_new(
         inputs: Handles,
         n_inputs: usize,

@@ -24,7 +24,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     evaluation::Evaluated,
-    mlx::{array, quantized},
+    mlx::{array, quantized, tape::Tape},
 };
 
 type Function = Box<dyn FnMut(&[Array]) -> MlxResult<Vec<Array>>>;
@@ -37,6 +37,7 @@ pub struct Trace {
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
+    tape: Option<Tape>, // of what MLX has compiled, from the second call on
     pub(crate) evaluated: Evaluated,
     pub(crate) operations: usize, // of its graph, and whether they exchange arrays with other ranks; known once evaluated
     pub(crate) collective: bool,
@@ -101,6 +102,7 @@ impl Trace {
             traced,
             error,
             eager: !compiled,
+            tape: None,
             evaluated: Evaluated::default(),
             operations: 0,
             collective: false,
@@ -138,6 +140,16 @@ impl Trace {
     /// # Errors
     /// [`Error::Trace`] of the body, [`Error::Compile`] behind a body that succeeded.
     pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<Outputs> {
+        let again = self.tape.as_ref().map(|tape| tape.build(inputs));
+        let outputs = match again.transpose().map_err(Error::Trace)?.flatten() {
+            Some(outputs) => outputs,
+            None => self.compiled(inputs)?,
+        };
+        Outputs::split(outputs, self.counts.borrow().clone()).map_err(Error::Trace)
+    }
+
+    // the outputs by MLX's compilation, which calls the body for inputs like which there have been none
+    fn compiled(&mut self, inputs: &[Array]) -> Result<Vec<Array>> {
         self.traced.set(0);
         let outputs = (self.function)(inputs);
         let outputs = outputs.map_err(|error| match self.error.take() {
@@ -147,7 +159,9 @@ impl Trace {
         if self.traced.get() != 0 {
             // a compiled call passes tracers to the body, an eager call the input arrays themselves
             self.eager = inputs.first().map(array::id) == Some(self.traced.get());
+        } else if !self.eager {
+            self.tape = Some(Tape::of(&mut self.function, inputs).map_err(Error::Compile)?);
         }
-        Outputs::split(outputs, self.counts.borrow().clone()).map_err(Error::Trace)
+        Ok(outputs)
     }
 }

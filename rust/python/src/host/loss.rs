@@ -76,7 +76,11 @@ impl Current {
         };
         for (number, (slot, (role, path))) in slots.iter().zip(roles.iter()).enumerate() {
             if let Role::Parameter(index) = role {
-                let shown = tracer(roles[tree.last_place(number)].0);
+                let last = tree.last_place(number);
+                if last != number && roles[last].0 == *role {
+                    continue; // another name of the same
+                }
+                let shown = tracer(roles[last].0);
                 let rebound = self.rebound(slot, shown, *role, path)?;
                 output.parameters.extend(rebound.map(|now| (*index, now)));
             }

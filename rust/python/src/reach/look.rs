@@ -298,6 +298,41 @@ impl Looked {
         at.map(|(at, _)| self.program.name(py, at))
     }
 
+    /// The objects of the nodes that are no values.
+    pub fn all<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let objects = self.objects.iter().flatten();
+        objects.map(|object| object.bind(py).clone()).collect()
+    }
+
+    /// The object that stands at a node now.
+    pub fn at<'py>(&self, py: Python<'py>, node: usize) -> Option<Bound<'py, PyAny>> {
+        self.program.nodes[node].find(&self.bound(py), &[])
+    }
+
+    /// Put another object at a node.
+    pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<()> {
+        let objects = self.bound(object.py());
+        self.program.nodes[node].put(&objects, object)?;
+        Ok(())
+    }
+
+    /// Values in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
+    pub fn changed<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
+        let objects = self.bound(py);
+        let nodes = self.program.nodes.iter().enumerate();
+        let changed = nodes.filter_map(|(at, node)| {
+            let (Expect::Value(_, number), How::Cell | How::Global | How::Class | How::Attribute) =
+                (&node.expect, node.how)
+            else {
+                return None;
+            };
+            let before = self.values[*number].bind(py);
+            let now = node.find(&objects, &[])?;
+            (!equal(before, &now) && !bridge::is_array(&now)).then(|| (at, before.clone()))
+        });
+        changed.collect()
+    }
+
     /// Put another object at a spot.
     pub fn put<'py>(&self, spot: &Spot<'py>, object: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Some(place) = &spot.place {
@@ -321,7 +356,7 @@ impl Looked {
             if let Expect::Container(..) | Expect::Contents(..) = &node.expect {
                 snapshot.note(object)?;
             }
-            if let Expect::Container(_, _, Some(_)) | Expect::Object(..) = &node.expect {
+            if node.opens || matches!(node.expect, Expect::Object(..)) {
                 if let Some(dict) = attributes_of(object) {
                     snapshot.note(dict.as_any())?;
                 }

@@ -40,9 +40,11 @@ pub enum How {
     Class,
     /// An object that the parent refers to, by its number in the garbage collector's order.
     Referent,
+    /// A Python module that the parent imports, by name.
+    Modules,
 }
 
-const HOW: [How; 11] = [
+const HOW: [How; 12] = [
     How::Root,
     How::Item,
     How::Index,
@@ -54,6 +56,7 @@ const HOW: [How; 11] = [
     How::Base,
     How::Class,
     How::Referent,
+    How::Modules,
 ];
 
 /// Comparison that an object has to pass.
@@ -151,7 +154,8 @@ pub struct Node {
     pub how: How,
     key: Option<Py<PyAny>>,
     index: usize,
-    opens: bool, // its instance dict is looked at
+    /// True if its instance dict is looked at.
+    pub opens: bool,
     /// Comparison that it has to pass.
     pub expect: Expect,
 }
@@ -355,6 +359,14 @@ impl Node {
                 .ok()?
                 .get_item(key()?)
                 .ok(),
+            How::Modules => {
+                let modules = py
+                    .import("sys")
+                    .ok()?
+                    .getattr(intern!(py, "modules"))
+                    .ok()?;
+                modules.get_item(key()?).ok()
+            }
             How::Referent => {
                 let gc = py.import("gc").ok()?;
                 let referents = gc.call_method1("get_referents", (parent,)).ok()?;
@@ -455,7 +467,7 @@ impl Node {
             How::Attribute if text == "__self__" => "self".into(),
             How::Attribute | How::Instance | How::Class => format!("{parent}.{text}"),
             How::Cell => format!("closure[{}] of {parent}", self.index),
-            How::Global => text,
+            How::Global | How::Modules => text,
             How::Type | How::Base | How::Referent => parent,
         }
     }

@@ -5,7 +5,12 @@ use faststep::engine::Left;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use super::{look::Spot, stop::Stop, Looked};
+use super::{
+    look::Spot,
+    stop::Stop,
+    suspect::{self, Change},
+    Looked,
+};
 use crate::{mlx::bridge, tree::snapshot::Snapshot};
 
 /// The objects of the arrays that a loss reaches hold tracers while this is in use.
@@ -111,6 +116,19 @@ impl<'py> Reached<'py> {
             return Err(Stop::Untraceable(what.into()));
         }
         Ok(in_place)
+    }
+
+    /// What the loss has changed that is no array, with what was there before.
+    pub fn changes(&self, py: Python<'py>) -> PyResult<Vec<Change>> {
+        let Some(traced) = &self.traced else {
+            return Ok(Vec::new());
+        };
+        let mut changes = suspect::changes(&traced.snapshot, true)?;
+        let nodes = self.looked.changed(py).into_iter();
+        changes.extend(
+            nodes.map(|(node, before)| Change::Node(self.looked.clone(), node, before.unbind())),
+        );
+        Ok(changes)
     }
 
     /// Put the arrays back, and after a loss that cannot be traced whatever else it has changed.

@@ -113,7 +113,7 @@ impl Alarms {
         };
         if !engine.idle().is_empty() && !told.idle {
             let signature = store.signature()?;
-            let (paths, doubles) = (signature.paths(), signature.doubles().unwrap_or_default());
+            let (paths, doubles) = (signature.paths(), signature.doubles());
             let is_double = |tensor| doubles.iter().any(|&(double, _)| double == tensor);
             let idle = engine.idle().iter().filter(|&&tensor| !is_double(tensor));
             let idle: Vec<String> = idle.map(|&tensor| dotted(&paths[tensor])).collect();

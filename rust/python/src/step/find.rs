@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     mlx::errors::{mlx, to_python},
-    reach::{stop::Stop, Seen},
+    reach::{stop::Stop, suspect::draws, Seen},
     store::Store,
     tree::Tree,
 };
@@ -32,23 +32,13 @@ impl Inner {
         for part in task.parts(&rule) {
             let updates = matches!(part, Part::Whole(_) | Part::Update(_));
             let has_loss = !matches!(part, Part::Update(_));
-            let places = store.engine.as_ref().ok_or_else(missing)?.places();
-            let front = CallKey {
-                model: store.signature()?.id,
-                // uncompiled, the optimizer's own code reads its numbers at each update
-                options: if updates && (self.compiled || !matches!(rule, Rule::Host)) {
-                    store.options_id()
-                } else {
-                    0
-                },
-                reached: Vec::new(),
-                batch: Rc::default(),
-            };
-            let key = Key {
-                part,
-                places,
-                front,
-            };
+            // uncompiled, the optimizer's own code reads its numbers at each update
+            let options = updates && (self.compiled || !matches!(rule, Rule::Host));
+            let options = if options { store.options_id() } else { 0 };
+            let mut key = key(store, part, options)?;
+            if !self.compiled {
+                key.front.model = store.others.len(); // the loss reads the model's numbers at each call
+            }
             if has_loss {
                 self.find_loss(store, user, given, key)?;
                 continue;
@@ -69,6 +59,73 @@ impl Inner {
         Ok(())
     }
 
+    // before the first step by a trace of a loss that changes something itself: the reason why that cannot be repeated
+    pub(super) fn suspected(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        task: Task,
+    ) -> PyResult<Option<String>> {
+        let py = user.py();
+        let eager = self.traces.last().is_none_or(|last| last.trace.is_eager());
+        let Some(mut suspect) = self.suspect.take().filter(|_| self.compiled && !eager) else {
+            return Ok(None);
+        };
+        self.checks += 1;
+        let rule = store.rule.clone();
+        let parts = rule.map(|rule| task.parts(&rule)).into_iter().flatten();
+        let mut parts = parts.filter(|part| !matches!(part, Part::Update(_)));
+        let Some(part) = parts.next() else {
+            self.suspect = Some(suspect);
+            return Ok(None);
+        };
+        let mut key = key(store, part, 0)?;
+        let mut sketch = |inner: &mut Self, given: &mut Given| {
+            key.front.reached = given.looked.program.tensors().clone();
+            inner.sketch(store, user, given, &key)
+        };
+        let drawn = !suspect.drawn.is_empty()
+            && (!suspect.shared || draws(py, || drop(sketch(self, given)))?);
+        if drawn {
+            suspect.swap(py, true)?;
+            let drawn = suspect.drawn.join(", ");
+            return Ok(Some(format!(
+                "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an \
+                 argument what is drawn"
+            )));
+        }
+        if suspect.is_unchanged() {
+            return Ok(None);
+        }
+        let first = sketch(self, given);
+        suspect.swap(py, true)?;
+        suspect.swap(py, false)?;
+        let roots = given.roots.iter().map(|root| root.bind(py).clone());
+        let looked = self.reach.look(&roots.collect::<Vec<_>>(), &user.optimizer);
+        let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
+        let second = now.map(|now| (sketch(self, given), now));
+        suspect.swap(py, false)?;
+        let (second, now) = second?;
+        given.looked = now;
+        let same = match (first, second) {
+            (Ok((first, _)), Ok((second, _))) => {
+                let differences = first.differences(&second).map_err(mlx)?;
+                differences.is_some_and(|differences| differences.is_empty())
+            }
+            (Err(Stop::Becomes(_)), _) | (_, Err(Stop::Becomes(_))) => true,
+            _ => false,
+        };
+        if same {
+            suspect.swap(py, true)?;
+            return Ok(None);
+        }
+        Ok(Some(format!(
+            "its result depends on what it changes itself ({}): keep that in an mx.array, or change it outside of the loss",
+            suspect.names(py)
+        )))
+    }
+
     // find a trace that matches the arrays and the numbers that the loss reaches: one that is known to hold for these numbers,
     // or one whose graph differs from the current graph only in constants that are inputs
     fn find_loss(
@@ -82,7 +139,7 @@ impl Inner {
         let looked = given.looked.clone();
         let mut key = key;
         if self.compiled {
-            key.front.reached = looked.program.tensors().to_vec();
+            key.front.reached = looked.program.tensors().clone();
         }
         key.front.batch = given.tree.clone();
         given.constants.clear();
@@ -236,6 +293,22 @@ impl Inner {
         let engine = store.engine.as_ref().ok_or_else(missing)?;
         Ok(engine.recipe(key.part.clone(), *self.options, others))
     }
+}
+
+// the key of a part, of any arguments
+fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
+    let missing = || PyRuntimeError::new_err("the step has not been prepared");
+    let front = CallKey {
+        model: store.signature()?.id,
+        options,
+        reached: Rc::default(),
+        batch: Rc::default(),
+    };
+    Ok(Key {
+        part,
+        places: store.engine.as_ref().ok_or_else(missing)?.places(),
+        front,
+    })
 }
 
 // the name of an argument, from its index among the watched objects

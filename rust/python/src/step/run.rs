@@ -17,7 +17,7 @@ use super::{
 use crate::{
     host::Current,
     mlx::{bridge, errors::to_python},
-    reach::{stop::Stop, Looked},
+    reach::{stop::Stop, suspect::Suspect, Looked},
     store::{owner::Holder, ModelSignature, Prepared, Store},
     tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
 };
@@ -41,6 +41,9 @@ const NO_KERNEL: [(&str, &str); 4] = [
         "the compiler of CUDA failed on one of MLX's kernels",
     ),
 ];
+
+/// The most traces of which a loss that changes numbers itself is looked at once more.
+const MAX_CHECKS: usize = 4;
 
 /// Inputs of a trace from one call, beside the model's own arrays.
 pub(super) struct Given {
@@ -79,6 +82,11 @@ impl Inner {
     ) -> PyResult<(T, bool)> {
         let started = Instant::now();
         self.check_compiler(user.py())?;
+        if let Some(why) = self.suspected(store, user, given, task)? {
+            self.compiled = false;
+            self.traces.clear();
+            self.fall_back(user.py(), why)?; // which may raise: the next call is uncompiled all the same
+        }
         loop {
             let found = self.find(store, user, given, task);
             let stop = match found.and_then(|()| attempt(self, store, given)) {
@@ -266,6 +274,7 @@ impl Inner {
             held: Vec::new(),
             loose: false,
             in_place: Vec::new(),
+            suspect: Suspect::default(),
             stop: None,
             template: None,
         }));
@@ -292,6 +301,9 @@ impl Inner {
         let Some(current) = self.host.current.take() else {
             return Ok(None);
         };
+        if !current.suspect.is_empty() && self.checks < MAX_CHECKS {
+            self.suspect = Some(current.suspect);
+        }
         if let Some(template) = current.template {
             if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
                 last.kept.graph = current.graph;

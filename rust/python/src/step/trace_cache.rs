@@ -19,7 +19,7 @@ const MANY: usize = 16;
 #[derive(Clone)]
 pub struct CallKey {
     /// Shape and dtype of each array that the loss reaches beside the model.
-    pub reached: Vec<Tensor>,
+    pub reached: Rc<Vec<Tensor>>,
     /// The model's signature.
     pub model: usize,
     /// The optimizer's options.

@@ -111,9 +111,7 @@ impl Store {
         signature: &ModelSignature,
         trainable: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Native>> {
-        let Some(doubles) = signature.doubles() else {
-            return Ok(None);
-        };
+        let doubles = signature.doubles();
         let given = (signature.paths(), signature.tensors());
         Native::find(optimizer, given, &doubles, trainable, self.mixed)
     }
@@ -126,13 +124,7 @@ impl Store {
             return Ok(format!("there are parameters of {:?}", tensor.dtype));
         }
         let class = optimizer.get_type().fully_qualified_name()?;
-        let doubles = signature.doubles();
-        let Some(doubles) = doubles else {
-            return Ok(
-                "a parameter stands in the model twice, and one of its places is frozen".into(),
-            );
-        };
-        if !doubles.is_empty() && children(optimizer).is_some() {
+        if !signature.doubles().is_empty() && children(optimizer).is_some() {
             return Ok(format!(
                 "parameters stand in the model twice, and the optimizer ({class}) is several"
             ));

@@ -1,5 +1,8 @@
 //! Comparison of model and optimizer with the last step, apart from the values of their arrays.
-use std::{collections::HashSet, rc::Rc};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+};
 
 use faststep::engine::{Role, Rule};
 use mlx_rs::Array;
@@ -72,17 +75,25 @@ impl Store {
         let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
         let trainable_paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
         let trainable_paths: HashSet<_> = trainable_paths.into_iter().collect();
-        let (mut parameters, mut others) = (Vec::new(), 0);
-        let mut roles = Vec::new();
-        for (slot, path) in tree.paths(py).into_iter().enumerate() {
-            if trainable_paths.contains(&path) {
-                roles.push((Role::Parameter(parameters.len()), path));
-                parameters.push(slot);
-            } else {
-                roles.push((Role::Other(others), path));
-                others += 1;
-            }
-        }
+        let paths = tree.paths(py);
+        let last: HashMap<usize, usize> = tree.doubles().iter().copied().collect();
+        let last = |slot: usize| last.get(&slot).copied().unwrap_or(slot);
+        let trained = (0..paths.len()).filter(|&slot| trainable_paths.contains(&paths[slot]));
+        let parameters: Vec<usize> = trained.collect();
+        let own: HashMap<usize, usize> = parameters.iter().copied().zip(0..).collect();
+        // a place that is trained under one of its names is that parameter under the others: a private one, a frozen one
+        let same = parameters.iter().map(|&slot| last(slot)).zip(0..);
+        let same: HashMap<usize, usize> = same.collect();
+        let mut others = 0..;
+        let mut role = |slot: usize| match own.get(&slot).or_else(|| same.get(&last(slot))) {
+            Some(&parameter) => Role::Parameter(parameter),
+            None => Role::Other(others.next().unwrap_or_default()),
+        };
+        let roles: Vec<_> = paths
+            .into_iter()
+            .enumerate()
+            .map(|(slot, path)| (role(slot), path))
+            .collect();
         self.next_id += 1;
         Ok(ModelSignature {
             id: self.next_id,

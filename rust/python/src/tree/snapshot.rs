@@ -6,9 +6,20 @@ use pyo3::{
 
 use super::{
     slot::Place,
+    static_value::{equal, is_plain},
     walk::{walk, Kind, Visitor, MAX_DEPTH},
 };
 use crate::mlx::bridge;
+
+/// A dict, a key in it, and the value there before and now.
+pub type Item<'py> = (
+    Bound<'py, PyDict>,
+    Bound<'py, PyAny>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+);
+/// A list, and its contents before.
+pub type List<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
 
 /// The contents of every container of a tree, to be put back.
 #[derive(Default)]
@@ -29,7 +40,7 @@ impl<'py> Snapshot<'py> {
 
     /// Note the contents of another root and of everything in it too.
     pub fn note_all(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
-        walk(root.clone(), Place::Tuple, 0, self);
+        walk(root.clone(), Place::Tuple, self);
         self.error.take().map_or(Ok(()), Err)
     }
 
@@ -73,6 +84,43 @@ impl<'py> Snapshot<'py> {
             .lists
             .iter()
             .any(|(list, copy)| list.len() > copy.len()))
+    }
+
+    /// What has changed and is no array: items of dicts with their old and new values, and lists with their old contents.
+    pub fn differences(&self) -> PyResult<(Vec<Item<'py>>, Vec<List<'py>>)> {
+        let same = |a: &Bound<'py, PyAny>, b: &Bound<'py, PyAny>| {
+            a.is(b) || (is_plain(a) && is_plain(b) && equal(a, b))
+        };
+        let differs = |old: Option<&Bound<'py, PyAny>>, new: Option<&Bound<'py, PyAny>>| {
+            let arrays = old.is_some_and(|old| has_array(old, 0))
+                || new.is_some_and(|new| has_array(new, 0));
+            !arrays && !matches!((old, new), (Some(old), Some(new)) if same(old, new))
+        };
+        let mut items = Vec::new();
+        for (dict, copy) in &self.dicts {
+            for (key, old) in copy.iter() {
+                let new = dict.get_item(&key)?;
+                if differs(Some(&old), new.as_ref()) {
+                    items.push((dict.clone(), key, Some(old), new));
+                }
+            }
+            for (key, new) in dict.iter() {
+                if copy.get_item(&key)?.is_none() && differs(None, Some(&new)) {
+                    items.push((dict.clone(), key, None, Some(new)));
+                }
+            }
+        }
+        let mut lists = Vec::new();
+        for (list, copy) in &self.lists {
+            let mut pairs = list.iter().zip(copy.iter());
+            let other =
+                list.len() != copy.len() || pairs.any(|(new, old)| differs(Some(&old), Some(&new)));
+            let arrays = || has_array(list.as_any(), 0) || has_array(copy.as_any(), 0);
+            if other && !arrays() {
+                lists.push((list.clone(), copy.clone()));
+            }
+        }
+        Ok((items, lists))
     }
 
     /// Hold the arrays no more: `restore` leaves those that stand in their places then.

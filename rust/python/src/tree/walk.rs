@@ -67,13 +67,50 @@ pub trait Visitor<'py> {
     }
 }
 
+/// The containers around an object, of which modules are known: an attribute may lead back to one.
+#[derive(Clone, Copy, Default)]
+struct Around<'a> {
+    depth: usize,
+    module: Option<(usize, &'a Self)>,
+}
+
+impl<'a> Around<'a> {
+    fn deeper(self) -> Self {
+        Self {
+            depth: self.depth + 1,
+            ..self
+        }
+    }
+
+    fn within(&'a self, module: &Bound<'_, PyAny>) -> Self {
+        Self {
+            depth: self.depth,
+            module: Some((module.as_ptr().addr(), self)),
+        }
+    }
+
+    fn has(&self, object: &Bound<'_, PyAny>) -> bool {
+        self.module
+            .is_some_and(|(module, around)| module == object.as_ptr().addr() || around.has(object))
+    }
+}
+
+/// Walk an object and everything in it.
 pub fn walk<'py>(
     object: Bound<'py, PyAny>,
     place: Place<'py>,
-    depth: usize,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
-    if depth > MAX_DEPTH {
+    enter(object, place, Around::default(), visitor)
+}
+
+fn enter<'py>(
+    object: Bound<'py, PyAny>,
+    place: Place<'py>,
+    around: Around<'_>,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    if around.depth > MAX_DEPTH {
         return None;
     }
     if bridge::is_array(&object) {
@@ -84,35 +121,44 @@ pub fn walk<'py>(
         if module && visitor.takes_arguments() {
             return visitor.leaf(&object);
         }
-        let kind = if module { Kind::Module } else { Kind::Dict };
-        visitor.open(kind, &object, dict.len())?;
-        walk_items(dict, depth, visitor)?;
-        if module {
-            walk_attributes(&object, depth, visitor)?;
+        if !module {
+            visitor.open(Kind::Dict, &object, dict.len())?;
+            return walk_items(dict, around, visitor);
         }
-        return Some(());
+        if around.has(&object) {
+            return visitor.leaf(&object);
+        }
+        visitor.open(Kind::Module, &object, dict.len())?;
+        let around = around.within(&object);
+        walk_items(dict, around, visitor)?;
+        return walk_attributes(&object, around, visitor);
     }
     if let Ok(list) = object.cast::<PyList>() {
         visitor.open(Kind::List, &object, list.len())?;
         for (index, item) in list.iter().enumerate() {
-            walk(item, Place::List(list.clone(), index), depth + 1, visitor)?;
+            enter(
+                item,
+                Place::List(list.clone(), index),
+                around.deeper(),
+                visitor,
+            )?;
         }
         return Some(());
     }
     if let Ok(tuple) = object.cast::<PyTuple>() {
         visitor.open(Kind::Tuple, &object, tuple.len())?;
         for item in tuple.iter() {
-            walk(item, Place::Tuple, depth + 1, visitor)?;
+            enter(item, Place::Tuple, around.deeper(), visitor)?;
         }
         return Some(());
     }
     if is_optimizer(&object) {
         visitor.open(Kind::Optimizer, &object, 0)?;
-        return walk_attributes(&object, depth, visitor);
+        return walk_attributes(&object, around, visitor);
     }
     if visitor.takes_arguments() {
         if let Some(fields) = fields(&object) {
-            return walk_fields(&object, &fields, depth, visitor);
+            return walk_fields(&object, &fields, around, visitor);
         }
     }
     visitor.leaf(&object)
@@ -121,39 +167,49 @@ pub fn walk<'py>(
 fn walk_fields<'py>(
     object: &Bound<'py, PyAny>,
     fields: &[Bound<'py, PyString>],
-    depth: usize,
+    around: Around<'_>,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
     visitor.open(Kind::Dataclass, object, fields.len() + 1)?;
     visitor.leaf(object.get_type().as_any())?;
     for name in fields {
         visitor.key(name.as_any())?;
-        walk(object.getattr(name).ok()?, Place::Tuple, depth + 1, visitor)?;
+        enter(
+            object.getattr(name).ok()?,
+            Place::Tuple,
+            around.deeper(),
+            visitor,
+        )?;
     }
     Some(())
 }
 
 fn walk_items<'py>(
     dict: &Bound<'py, PyDict>,
-    depth: usize,
+    around: Around<'_>,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
     for (key, value) in dict.iter() {
         visitor.key(&key)?;
-        walk(value, Place::Dict(dict.clone(), key), depth + 1, visitor)?;
+        enter(
+            value,
+            Place::Dict(dict.clone(), key),
+            around.deeper(),
+            visitor,
+        )?;
     }
     Some(())
 }
 
 fn walk_attributes<'py>(
     object: &Bound<'py, PyAny>,
-    depth: usize,
+    around: Around<'_>,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
     let attributes = &bridge::attributes(object)?;
     if !is_optimizer(object) {
         visitor.open(Kind::Attributes, attributes.as_any(), attributes.len())?;
-        return walk_items(attributes, depth, visitor);
+        return walk_items(attributes, around, visitor);
     }
     let kept = attributes.iter().filter(|(key, _)| {
         let key = key.cast::<PyString>().ok();
@@ -164,7 +220,7 @@ fn walk_attributes<'py>(
     for (key, value) in kept {
         visitor.key(&key)?;
         let place = Place::Dict(attributes.clone(), key);
-        walk(value, place, depth + 1, visitor)?;
+        enter(value, place, around.deeper(), visitor)?;
     }
     Some(())
 }

@@ -1,0 +1,161 @@
+//! What a loss has changed itself while it was traced, by which a trace may depend on how often the loss is called.
+use std::rc::Rc;
+
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyList},
+};
+
+use super::Looked;
+use crate::tree::snapshot::Snapshot;
+
+/// A value that is no array, and what stood in its place before the loss was called, or behind it.
+pub enum Change {
+    /// Under a key of a dict; none: the key was not there.
+    Item(Py<PyDict>, Py<PyAny>, Option<Py<PyAny>>),
+    /// The contents of a list.
+    List(Py<PyList>, Py<PyList>),
+    /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
+    Node(Rc<Looked>, usize, Py<PyAny>),
+}
+
+impl Change {
+    /// Put the one in the place of the other.
+    fn swap(&mut self, py: Python<'_>) -> PyResult<()> {
+        match self {
+            Self::Item(dict, key, other) => {
+                let dict = dict.bind(py);
+                let now = dict.get_item(&*key)?.map(Bound::unbind);
+                match std::mem::replace(other, now) {
+                    Some(value) => dict.set_item(&*key, value),
+                    None => dict.del_item(&*key),
+                }
+            }
+            Self::List(list, other) => {
+                let list = list.bind(py);
+                let now = list.get_slice(0, list.len()).unbind();
+                let other = std::mem::replace(other, now);
+                list.set_slice(0, list.len(), other.bind(py))
+            }
+            Self::Node(looked, node, other) => {
+                let Some(now) = looked.at(py, *node) else {
+                    return Ok(());
+                };
+                looked.put_at(*node, other.bind(py))?;
+                *other = now.unbind();
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Reasons to look once more at whether a loss gives the same graph when it is called again.
+#[derive(Default)]
+pub struct Suspect {
+    /// Generators and iterators that it has taken from, as a user knows them.
+    pub drawn: Vec<String>,
+    /// True if these are the process's, from which another thread may have drawn.
+    pub shared: bool,
+    /// Changes to the model, which have been taken back.
+    pub model: Vec<Change>,
+    /// Changes to what the loss reaches, which stay.
+    pub reached: Vec<Change>,
+}
+
+impl Suspect {
+    /// Return whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.drawn.is_empty() && self.is_unchanged()
+    }
+
+    /// Return whether nothing has changed that is no generator.
+    pub fn is_unchanged(&self) -> bool {
+        self.model.is_empty() && self.reached.is_empty()
+    }
+
+    /// Show the model as the loss has left it, or what it reaches as it was before; a second time the other way round.
+    pub fn swap(&mut self, py: Python<'_>, model: bool) -> PyResult<()> {
+        let changes = if model {
+            &mut self.model
+        } else {
+            &mut self.reached
+        };
+        changes.iter_mut().try_for_each(|change| change.swap(py))
+    }
+
+    /// The keys that have changed, for a message.
+    pub fn names(&self, py: Python<'_>) -> String {
+        let names = self.model.iter().chain(&self.reached);
+        let names = names.map(|change| match change {
+            Change::Item(_, key, _) => key.bind(py).to_string(),
+            Change::List(..) => "a list".into(),
+            Change::Node(looked, node, _) => looked.program.name(py, *node),
+        });
+        let mut names: Vec<String> = names.collect();
+        names.dedup();
+        names.truncate(3);
+        names.join(", ")
+    }
+}
+
+/// Number of calls of a loss, each of which draws where the loss does.
+const CALLS: usize = 3;
+
+/// Return whether a loss draws from the process's random generators, with other threads held back.
+pub fn draws(py: Python<'_>, mut call: impl FnMut()) -> PyResult<bool> {
+    let held = py
+        .import("faststep._step._reach")?
+        .getattr("HeldBack")?
+        .call0()?;
+    let mut draws = Ok(true);
+    for _ in 0..CALLS {
+        call();
+        draws = held.call_method0("moved")?.extract();
+        if !matches!(draws, Ok(true)) {
+            break;
+        }
+    }
+    held.call_method0("release")?;
+    draws
+}
+
+/// The positions of random generators and iterators before a loss is called.
+pub struct Positions<'py>(Bound<'py, PyAny>);
+
+impl<'py> Positions<'py> {
+    /// Of those of the process, of the model, and among what the loss reaches.
+    pub fn of(model: &Bound<'py, PyAny>, looked: &Looked) -> PyResult<Self> {
+        let py = model.py();
+        let objects = PyList::new(py, looked.all(py))?;
+        let positions = py.import("faststep._step._reach")?.getattr("Positions")?;
+        Ok(Self(positions.call1((model, objects))?))
+    }
+
+    /// Return whether only the process's have moved.
+    pub fn shared(&self) -> PyResult<bool> {
+        self.0.call_method0("shared")?.extract()
+    }
+
+    /// The names of those that have moved since.
+    pub fn moved(&self) -> PyResult<Vec<String>> {
+        self.0.call_method0("moved")?.extract()
+    }
+}
+
+/// What has changed in the containers of a snapshot: with what stood there before, or with what stands there now.
+pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
+    let (items, lists) = snapshot.differences()?;
+    let items = items.into_iter().map(|(dict, key, old, new)| {
+        let other = if before { old } else { new };
+        Change::Item(dict.unbind(), key.unbind(), other.map(Bound::unbind))
+    });
+    let lists = lists.into_iter().map(|(list, old)| {
+        let other = if before {
+            old
+        } else {
+            list.get_slice(0, list.len())
+        };
+        Change::List(list.unbind(), other.unbind())
+    });
+    Ok(items.chain(lists).collect())
+}
