@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -113,3 +114,19 @@ def test_logits_in_half_precision_have_no_copy_in_float32() -> None:
     plain = peak(lambda: grads(x))
     step = Step(model, optim.SGD(0.1), upcast, in_flight=1)
     assert peak(lambda: step(x).loss) < plain - 4 * x.size * VOCABULARY
+
+
+def test_a_captured_gradient_lies_where_the_logits_did() -> None:
+    model, classes, rows = nn.Linear(64, 4099, bias=False), 4099, 16384
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return nn.losses.cross_entropy(model(x), y, reduction="mean")
+
+    step = Step(model, optim.SGD(0.1), loss_fn, replay=True)
+    x, y = mx.random.normal((rows, 64)), mx.random.randint(0, classes, (rows,))
+    for _ in range(3):
+        step(x, y)
+    (trace,) = step.stats.traces
+    found = re.fullmatch(r"captured .* (\d+) bytes", str(trace.replay))
+    assert found, trace.replay
+    assert int(found[1]) < 1.5 * 4 * rows * classes
