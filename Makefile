@@ -17,10 +17,13 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 export PATH := $(BIN):$(HOME)/.cargo/bin:$(PATH)
 export FASTSTEP_SYMBOLS := 1
 # Paths of this machine are kept out of every build as out of a wheel, which is then the build that is tested (scripts/wheels.py).
+# Your own flags come after these: once, in a make that another one calls, or there would be two builds.
 PATHS := $(HOME)=home $(or $(CARGO_HOME),$(HOME)/.cargo)=cargo $(CURDIR)=faststep
-export RUSTFLAGS := $(PATHS:%=--remap-path-prefix=%)
-export CFLAGS := $(PATHS:%=-ffile-prefix-map=%)
-export CXXFLAGS := $(CFLAGS)
+with_yours = $(strip $1 $(filter-out $1,$2))
+override RUSTFLAGS := $(call with_yours,$(PATHS:%=--remap-path-prefix=%),$(RUSTFLAGS))
+override CFLAGS := $(call with_yours,$(PATHS:%=-ffile-prefix-map=%),$(CFLAGS))
+override CXXFLAGS := $(call with_yours,$(PATHS:%=-ffile-prefix-map=%),$(CXXFLAGS))
+export RUSTFLAGS CFLAGS CXXFLAGS
 unexport PYTHONPATH PYTHONHOME
 
 # Rust's test programs have no run path to libmlx: the environment differs from machine to machine.

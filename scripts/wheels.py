@@ -121,14 +121,17 @@ def machine_paths() -> dict[str, str]:
 
 
 def path_flags() -> dict[str, str]:
-    """Return the variables that keep the machine's paths out of a library, which the Makefile sets for all builds."""
-    paths = [f"{path}={name}" for path, name in machine_paths().items()]
-    prefixes = " ".join(f"-ffile-prefix-map={path}" for path in paths)
-    return {
-        "RUSTFLAGS": " ".join(f"--remap-path-prefix={path}" for path in paths),
-        "CFLAGS": prefixes,
-        "CXXFLAGS": prefixes,
-    }
+    """Return the variables that keep the machine's paths out of a library, which the Makefile sets for all builds.
+
+    The user's own flags come after these.
+    """
+    options = {"RUSTFLAGS": "--remap-path-prefix", "CFLAGS": "-ffile-prefix-map", "CXXFLAGS": "-ffile-prefix-map"}
+    flags = {}
+    for variable, option in options.items():
+        paths = [f"{option}={path}={name}" for path, name in machine_paths().items()]
+        yours = [flag for flag in os.environ.get(variable, "").split() if flag not in paths]
+        flags[variable] = " ".join(paths + yours)
+    return flags
 
 
 def build_environment(python: Path) -> dict[str, str]:

@@ -87,8 +87,15 @@ def wheel(wheels: ModuleType) -> Path:
     return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
-def test_make_builds_with_the_flags_of_a_wheel(wheels: ModuleType) -> None:
+@pytest.mark.parametrize("yours", ["", "-g -O1"])
+def test_make_builds_with_the_flags_of_a_wheel(wheels: ModuleType, yours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(wheels.path_flags())
+    for name in names:
+        monkeypatch.setenv(name, yours)
+    for name, flags in wheels.path_flags().items():
+        assert flags.endswith(yours)
+        monkeypatch.setenv(name, flags)  # as in a build that make has begun
+        assert wheels.path_flags()[name] == flags
     show = "include Makefile\nshow: ; @printf '%s\\n' " + " ".join(f'"$${name}"' for name in names)
     make = ["make", "--silent", "--no-print-directory", "--file", "-", "show"]
     said = subprocess.run(make, cwd=ROOT, input=show + "\n", capture_output=True, text=True, check=True).stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -182,6 +183,106 @@ def resnet20(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
     return Resnet20(), (mx.random.normal((batch, 32, 32, 3)), mx.random.randint(0, 10, (batch,)))
 
 
+class Images(nn.Module):
+    """Convolutions and what comes after each of them, ending in logits (mlx-examples' cifar) where there is a head."""
+
+    def __init__(self, *layers: Callable[[mx.array], mx.array], head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.head = list(layers), head
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, height, width, channels] to images, or to logits [batch, 10]."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.flatten(1)) if self.head else x
+
+
+def images(batch: int, size: int, channels: int) -> mx.array:
+    """Draw images."""
+    return mx.random.normal((batch, size, size, channels))
+
+
+def one_convolution(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make a single convolution and a batch for it: what it unfolds is most of its memory."""
+    model = Images(nn.Conv2d(16, 32, 3, padding=1), nn.relu, nn.AvgPool2d(32), head=nn.Linear(32, 10))
+    return model, (images(batch, 32, 16), mx.random.randint(0, 10, (batch,)))
+
+
+def small_cifar(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make convolutions with pooling and a batch for them."""
+    sizes = [3, 16, 32, 32]
+    layers = [(nn.Conv2d(*pair, 3, padding=1), nn.relu, nn.MaxPool2d(2, 2)) for pair in itertools.pairwise(sizes)]
+    model = Images(*itertools.chain(*layers), head=nn.Linear(512, 10))
+    return model, (images(batch, 32, 3), mx.random.randint(0, 10, (batch,)))
+
+
+def autoencoder(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make an autoencoder with transposed convolutions and a batch for it."""
+    down = [nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.relu, nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.relu]
+    up = [nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1), nn.relu]
+    return Images(*down, *up, nn.ConvTranspose2d(16, 1, 4, stride=2, padding=1)), (images(batch, 28, 1),)
+
+
+class Variational(nn.Module):
+    """Images encoded as normal distributions, and decoded by upsampling and convolutions (Kingma & Welling, 2014)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        down = [nn.Conv2d(*pair, 3, stride=2, padding=1) for pair in itertools.pairwise([1, width, 2 * width])]
+        up = [nn.Conv2d(*pair, 3, padding=1) for pair in itertools.pairwise([2 * width, width, 1])]
+        norms = [nn.BatchNorm(width), nn.BatchNorm(2 * width)]
+        self.down, self.norms, self.up, self.norm = down, norms, up, nn.BatchNorm(width)
+        self.coded, self.decoded = nn.Linear(512 * width, 16), nn.Linear(8, 512 * width)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, 64, 64, 1] to the same, by way of 8 normal numbers."""
+        for convolution, norm in zip(self.down, self.norms, strict=True):
+            x = nn.leaky_relu(norm(convolution(x)))
+        mean, spread = self.coded(x.flatten(1)).split(2, axis=1)
+        z = self.decoded(mean + mx.exp(spread) * mx.random.normal(mean.shape))
+        x = self.norm(self.up[0](self.enlarged(z.reshape(-1, 16, 16, z.shape[1] // 256))))
+        return mx.sigmoid(self.up[1](self.enlarged(nn.leaky_relu(x))))
+
+    @staticmethod
+    def enlarged(x: mx.array) -> mx.array:
+        """Map [batch, height, width, channels] to twice the height and width."""
+        batch, height, width, channels = x.shape
+        x = mx.broadcast_to(x[:, :, None, :, None], (batch, height, 2, width, 2, channels))
+        return x.reshape(batch, 2 * height, 2 * width, channels)
+
+
+def variational(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make a variational autoencoder and a batch for it."""
+    return Variational(16), (images(batch, 64, 1),)
+
+
+class Unet(nn.Module):
+    """Convolutions at two sizes, of which the larger goes past the smaller one (Ronneberger et al., 2015)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = [(1, width), (width, 2 * width), (2 * width, width)]
+        self.blocks = [[nn.Conv2d(*pair, 3, padding=1), nn.GroupNorm(4, pair[1])] for pair in sizes]
+        self.up, self.out = nn.ConvTranspose2d(2 * width, width, 2, stride=2), nn.Conv2d(width, 1, 1)
+        self.smaller = nn.MaxPool2d(2, 2)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, height, width, 1] to the same."""
+        past = self.block(0, x)
+        x = self.up(self.block(1, self.smaller(past)))
+        return self.out(self.block(2, mx.concatenate([x, past], axis=-1)))
+
+    def block(self, number: int, x: mx.array) -> mx.array:
+        """Apply a convolution, its norm, ReLU."""
+        convolution, norm = self.blocks[number]
+        return nn.relu(norm(convolution(x)))
+
+
+def unet(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make a U-Net and a batch for it."""
+    return Unet(16), (images(batch, 64, 1),)
+
+
 class Keywords(nn.Module):
     """Normed after attention and MLP, over the frames of a word: the keyword transformer (Berg et al., 2021)."""
 
@@ -205,6 +306,11 @@ def keywords(width: int, layers: int, batch: int) -> tuple[nn.Module, tuple[mx.a
 def cross_entropy(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """Return the mean loss."""
     return nn.losses.cross_entropy(model(x).astype(mx.float32), y, reduction="mean")
+
+
+def reconstruction(model: nn.Module, x: mx.array) -> mx.array:
+    """Return the mean squared error of what a model makes of images."""
+    return nn.losses.mse_loss(model(x), x)
 
 
 def checkpointed(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
@@ -253,6 +359,11 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "gpt-checkpoint": ("transformer(256, 128, 3, (16, 128), checkpoint=True)", ADAMW, "cross_entropy", ""),
     "blocks": (BLOCKS, "optim.SGD(1e-2)", "cross_entropy", ""),
     "resnet20": ("resnet20(8)", ADAMW, "cross_entropy", ""),
+    "one-convolution": ("one_convolution(16)", "optim.SGD(1e-2)", "cross_entropy", ""),
+    "cifar": ("small_cifar(16)", ADAMW, "cross_entropy", "max_grad_norm=1.0"),
+    "autoencoder": ("autoencoder(16)", ADAMW, "reconstruction", ""),
+    "variational": ("variational(4)", ADAMW, "reconstruction", ""),
+    "unet": ("unet(2)", ADAMW, "reconstruction", "in_flight=1"),
     "keywords": ("keywords(64, 6, 8)", "optim.SGD(1e-2)", "cross_entropy", "max_grad_norm=1.0"),
     "gpt-tied": ("transformer(16000, 128, 1, (2, 64), head=False)", "optim.Lion(1e-4)", "cross_entropy", ""),
     "lora": ("adapted(1024, 4, 256)", ADAMW, "cross_entropy", "max_grad_norm=1.0"),

@@ -4,79 +4,21 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
-import textwrap
-import traceback
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import recipes
-from faststep.config import Built, ConfigError, build, load
+from faststep.config import ConfigError, build, load
 from faststep.report import read_log
 from faststep.training import Trainer
 from mlx.utils import tree_flatten
+from support.configs import GPT, MLP, config, make, refusal, train, trainable
 from support.places import ROOT
 
 EXAMPLE = ROOT / "examples" / "char_gpt.yaml"
-GPT = """\
-model: {use: gpt, layers: 2, width: 64, heads: 4, context: 16}
-loss: {use: next_token}
-data:
-  train: {use: bytes, context: 16}
-  batch_size: 4
-optimizer: {use: AdamW, learning_rate: 1e-2}
-train: {steps: 3}
-"""
-MLP = """\
-model: {use: mlp, sizes: [8, 16, 3], dropout: 0.1}
-loss: {use: cross_entropy}
-data:
-  train: {use: arrays, file: rows.npz, names: [x, label]}
-  batch_size: 4
-optimizer: {use: AdamW, learning_rate: 1e-2}
-train: {steps: 3}
-"""
-
-
-def config(folder: Path, text: str, *overrides: str, **files: str) -> Any:
-    """Load a config from a folder that has the data, and files of the user's."""
-    for name, code in files.items():
-        (folder / f"{name}.py").write_text(textwrap.dedent(code), encoding="utf-8")
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(40, 8)).astype(np.float32)
-    np.savez(folder / "rows.npz", x=x, y=x[:, :3] * 2, label=rng.integers(3, size=40))
-    (folder / "c.yaml").write_text(text, encoding="utf-8")
-    return load(folder / "c.yaml", overrides)
-
-
-def make(folder: Path, text: str, *overrides: str, **files: str) -> Built:
-    """Build such a config."""
-    return build(config(folder, text, *overrides, **files))
-
-
-def refusal(folder: Path, text: str, *overrides: str, **files: str) -> str:
-    """Return what is said of a config that cannot be built."""
-    with pytest.raises(ConfigError) as caught:
-        make(folder, text, *overrides, **files)
-    return str(caught.value)
-
-
-def train(built: Built, steps: int = 3) -> list[float]:
-    """Take some steps and return their losses."""
-    taken = []
-    for batch, _ in zip(built.loader, range(steps), strict=False):
-        out = built.step(**batch) if isinstance(batch, dict) else built.step(*batch)
-        taken.append(float(out.loss))
-    return taken
-
-
-def trainable(built: Built) -> set[str]:
-    """Return the paths of what trains."""
-    return set(dict(tree_flatten(built.step.model.trainable_parameters())))
 
 
 @pytest.mark.parametrize(
@@ -264,173 +206,6 @@ def test_what_few_bits_leave_can_be_frozen(tmp_path: Path) -> None:
     text = MLP.replace("[8, 16, 3]", "[32, 32, 3]").replace("rows.npz, names: [x, label]", "rows.npz")
     assert trainable(make(tmp_path, text, "quantize={group_size: 32}")) == {"layers.0.bias", "layers.1.bias"}
     assert trainable(make(tmp_path, text, "quantize={group_size: 32}", "frozen=['*.0.bias']")) == {"layers.1.bias"}
-
-
-USER = """
-    from pathlib import Path
-    import mlx.nn as nn
-    import neighbour
-
-    class Model(nn.Module):
-        def __init__(self, width: int, inner: nn.Module | None = None):
-            super().__init__()
-            self.inner, self.out = inner or nn.Identity(), nn.Linear(8, width)
-        def __call__(self, x):
-            return self.out(self.inner(x))
-
-    def loss_fn(model, x, y, power=2):
-        return ((model(x) - y).abs() ** power).mean()
-
-    def make_loss(factor: float = 1.0):
-        return lambda model, x, y: factor * loss_fn(model, x, y)
-
-    def data(folder: Path, rows: int = 20):
-        assert isinstance(folder, Path) and folder.is_absolute()
-        return neighbour.rows(rows)
-
-    ready = [(row[0], row[1]) for row in neighbour.rows(6)]
-
-    class Endless:
-        def __iter__(self):
-            while True:
-                yield from neighbour.rows(3)
-
-    class Callback:
-        def __init__(self, every: int):
-            self.every = every
-
-    class Logger:
-        def __init__(self, channel: str):
-            self.channel, self.records = channel, []
-
-        def log(self, record):
-            self.records.append(record["kind"])
-
-        def close(self):
-            self.records.append("closed")
-
-    def broken():
-        return {}["not there"]
-
-    def no_model():
-        return 3
-"""
-NEIGHBOUR = """
-    import numpy as np
-    def rows(count):
-        x = np.random.default_rng(0).normal(size=(count, 8)).astype(np.float32)
-        return [(each, each[:3]) for each in x]
-"""
-USERS = """\
-model: {use: user.py:Model, width: 3}
-loss: {use: user.py:loss_fn}
-data:
-  train: {use: user.py:data, folder: here}
-  batch_size: 4
-optimizer: {use: SGD, learning_rate: 1e-2}
-train: {steps: 3}
-callbacks: [{use: user.py:Callback, every: 3}]
-loggers: [{use: user.py:Logger, channel: runs}]
-"""
-OWN_FILES = {"user": USER, "neighbour": NEIGHBOUR}
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Any:
-    """Forget the users' modules, whose folders are gone after a test."""
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and "pytest-of" in str(sys.modules[name].__file__):
-            del sys.modules[name]
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=1",
-        "loss={use: user.py:loss_fn, power: 3}",
-        "loss={use: user.py:make_loss}",
-        "loss={use: user.py:make_loss, factor: 2}",
-        "data.train={use: user.py:ready}",
-        "data.train={use: user.py:Endless}",
-        "data.train={use: user.py:data, folder: x, rows: 12}",
-        "model.inner={use: mlp, sizes: [8, 8]}",
-        "model={use: user.py:Model, width: 3, inner: {use: user.py:Model, width: 8}}",
-        "optimizer={use: 'mlx.optimizers:Lion', learning_rate: 0.1}",
-    ],
-)
-def test_the_users_own(tmp_path: Path, override: str) -> None:
-    path = list(sys.path)
-    built = make(tmp_path, USERS, override, **OWN_FILES)
-    assert len(train(built)) >= 2
-    assert built.callbacks[0].every == 3
-    assert sys.path == path
-
-
-def test_the_users_loggers_are_made_when_they_are_wanted(tmp_path: Path) -> None:
-    built = make(tmp_path, USERS, **OWN_FILES)
-    (logger,) = [make_logger() for make_logger in built.loggers]
-    assert (logger.channel, logger.records) == ("runs", [])
-    (neither,) = make(tmp_path, USERS, "loggers=[{use: user.py:Callback, every: 3}]", **OWN_FILES).loggers
-    with pytest.raises(ConfigError, match=r"loggers\.0\.use: expected a logger with log\(record\) and close\(\), got"):
-        neither()
-
-
-def test_a_loss_with_arguments_is_what_it_says(tmp_path: Path) -> None:
-    losses = [
-        train(make(tmp_path, USERS, f"loss={loss}", **OWN_FILES), 1)[0]
-        for loss in (
-            "{use: user.py:loss_fn}",
-            "{use: user.py:make_loss, factor: 2}",
-            "{use: user.py:loss_fn, power: 2}",
-        )
-    ]
-    assert losses == [losses[0], pytest.approx(2 * losses[0]), losses[0]]
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("model.use=user.py:Modle", "model.use: user.py: unknown name 'Modle': did you mean 'Model'?"),
-        ("model.use=usr.py:Model", "model.use: expected a file, got "),
-        ("model.use=nowhere:Model", "model.use: expected a module that can be imported, got 'nowhere'"),
-        ("model.use=':Model'", "model.use: expected module:attribute or file.py:attribute"),
-        ("model.widht=3", "model.widht: unknown key 'widht': did you mean 'width'?"),
-        ("model={use: user.py:Model}", "model.width: missing"),
-        ("model.width=x", "model.width: expected a whole number, got 'x'"),
-        ("model={use: user.py:no_model}", "model.use: expected an mlx.nn.Module, got int"),
-        ("loss={use: user.py:loss_fn, powr: 2}", "loss.powr: unknown key 'powr': did you mean 'power'?"),
-        ("data.train={use: user.py:ready, rows: 3}", "takes no arguments"),
-        ("callbacks.0.evry=3", "callbacks.0.evry: unknown key 'evry': did you mean 'every'?"),
-        ("loggers.0.chanel=3", "loggers.0.chanel: unknown key 'chanel': did you mean 'channel'?"),
-        ("loggers=[{use: csv}]", "loggers.0.use: unknown logger 'csv': there are none (the user's own are module"),
-        ("model.inner={use: mpl}", "model.inner.use: unknown model 'mpl': did you mean 'mlp'?"),
-    ],
-)
-def test_mistakes_about_the_users_own(tmp_path: Path, override: str, expected: str) -> None:
-    message = refusal(tmp_path, USERS, override, **OWN_FILES)
-    assert expected in message
-    assert "override" in message
-
-
-def test_errors_of_the_users_code_pass_with_their_traceback(tmp_path: Path) -> None:
-    built = config(tmp_path, USERS, "model={use: user.py:broken}", **OWN_FILES)
-    with pytest.raises(KeyError, match="not there") as caught:
-        build(built)
-    assert "user.py" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    for code, kind in (("1 / 0", ZeroDivisionError), ("import not_installed", ModuleNotFoundError), ("(", SyntaxError)):
-        (tmp_path / "bad.py").write_text(code, encoding="utf-8")
-        with pytest.raises(kind):
-            build(config(tmp_path, USERS, "model={use: bad.py:Model}", **OWN_FILES))
-
-
-def test_a_run_that_is_resolved_finds_its_files_from_anywhere(tmp_path: Path) -> None:
-    first = config(tmp_path, USERS, **OWN_FILES)
-    elsewhere = tmp_path / "runs" / "x"
-    elsewhere.mkdir(parents=True)
-    (elsewhere / "config.yaml").write_text(first.text(), encoding="utf-8")
-    assert train(build(load(elsewhere / "config.yaml"))) == train(build(first))
 
 
 IN_EPOCHS = {

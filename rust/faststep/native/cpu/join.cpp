@@ -10,6 +10,7 @@
 #include "mlx/primitives.h"
 #include "cpu/copy.hpp"
 #include "cpu/on_cpu.hpp"
+#include "cpu/pace.hpp"
 #include "status.hpp"
 
 namespace mx = mlx::core;
@@ -27,6 +28,9 @@ class Join : public OnCpu {
   using OnCpu::OnCpu;
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    if (out.nbytes() >= faststep::paced_bytes) {
+      faststep::pace(stream());
+    }
     out.set_data(mx::allocator::malloc(out.nbytes()));
     auto& encoder = mx::cpu::get_command_encoder(stream());
     encoder.dispatch([parts = parts_of(inputs), to = out.data<char>(), itemsize = out.itemsize()] {
@@ -58,26 +62,6 @@ class Contiguous : public OnCpu {
 
   const char* name() const override {
     return "Contiguous";
-  }
-};
-
-// From so many bytes on, what has been joined is waited for.
-constexpr size_t wait_bytes = 128 << 10;
-
-// Passes an array on when the worker has computed all that it has been handed so far. MLX hands it about a hundred
-// operations at once; what they read would still be held while the update allocates: the tensors that have been joined, and
-// the old parameters, over which the update could not write the new ones.
-class Wait : public OnCpu {
- public:
-  using OnCpu::OnCpu;
-
-  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
-    mx::synchronize(stream());
-    out.copy_shared_buffer(inputs[0]);
-  }
-
-  const char* name() const override {
-    return "Wait";
   }
 };
 
@@ -122,11 +106,7 @@ int faststep_join(const void* const* parts, size_t count, void** out) {
     }
     auto dtype = inputs[0].dtype();
     auto stream = mx::default_stream(mx::Device::cpu);
-    mx::array joined(shape, dtype, std::make_shared<Join>(stream), std::move(inputs));
-    if (joined.nbytes() >= wait_bytes) {
-      joined = mx::array(std::move(shape), dtype, std::make_shared<Wait>(stream), {joined});
-    }
-    *out = faststep::owned(std::move(joined));
+    *out = faststep::owned(mx::array(std::move(shape), dtype, std::make_shared<Join>(stream), std::move(inputs)));
     return done;
   });
 }

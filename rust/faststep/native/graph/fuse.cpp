@@ -57,8 +57,10 @@ class Inputs : public mx::UnaryPrimitive {
   // from the array, or the back end would hold on to those that the kernel writes over, until it has done so
   void take(mx::array& out) {
     out.set_data(nothing());
-    arrays = std::move(out.inputs());
-    out.inputs().clear();
+    if (!out.inputs().empty()) { // otherwise it has them: MLX has thrown the error of an operation before, and evaluates it again
+      arrays = std::move(out.inputs());
+      out.inputs().clear();
+    }
   }
 };
 
@@ -138,14 +140,18 @@ class Fused : public mx::Primitive {
       : Primitive(kernel->stream()), kernel(std::move(kernel)), inputs_(std::move(inputs)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    Flushing flushing(stream());
-    kernel->eval_cpu(inputs_->arrays, outputs);
-    keep(inputs[0], outputs);
+    if (!handed_over_) {
+      Flushing flushing(stream());
+      kernel->eval_cpu(inputs_->arrays, outputs);
+      keep(inputs[0], outputs);
+    }
   }
 
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    kernel->eval_gpu(inputs_->arrays, outputs);
-    keep(inputs[0], outputs);
+    if (!handed_over_) {
+      kernel->eval_gpu(inputs_->arrays, outputs);
+      keep(inputs[0], outputs);
+    }
   }
 
   const char* name() const override {
@@ -167,9 +173,13 @@ class Fused : public mx::Primitive {
     }
     input.set_data({mx::allocator::Buffer(nullptr), [kept = std::move(kept)](mx::allocator::Buffer) {}});
     inputs_->arrays.clear();
+    handed_over_ = true;
   }
 
   std::shared_ptr<Inputs> inputs_;
+  // MLX throws the error of an operation before when it is handed the next thing to do, this kernel's inputs to keep maybe: it
+  // evaluates this array again then, of which the kernel has been handed over, and may have written over its inputs.
+  bool handed_over_ = false;
 };
 
 bool is_kernel(const mx::array& array) {

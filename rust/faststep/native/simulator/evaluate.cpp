@@ -4,6 +4,7 @@
 #include <string_view>
 #include <utility>
 
+#include "cpu/pace.hpp"
 #include "simulator/simulator.hpp"
 #include "walk.hpp"
 
@@ -70,10 +71,11 @@ size_t Simulator::evaluate(const Arrays& arrays) {
 }
 
 void Simulator::evaluate(Op& op, const Node& last) {
-  if (op.primitive->name() == std::string_view("Wait")) { // cpu/join.cpp
+  std::string_view name = op.primitive->name();
+  if (name == "Wait") { // cpu/pace.cpp
     queue_.wait(queue_.finish());
   }
-  if (op.primitive->name() == std::string_view("Pace")) { // order.cpp
+  if (name == "Pace" || (name == "Join" && last.face.nbytes() >= paced_bytes)) {
     queue_.wait(std::exchange(paced_, queue_.finish()));
   }
   auto work = run(memory, op);

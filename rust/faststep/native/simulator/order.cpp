@@ -4,9 +4,9 @@
 // gradients of the layer behind it, where these are smaller than what they are made of. Values stay what they are.
 //
 // MLX hands the CPU's worker about fifty operations before it waits for one, and allocates what they write. Large ones are
-// handed over in portions: a portion when the one before the last is done, so that the worker always has work.
+// handed over in portions: a portion when the one before the last is done, so that the worker always has work; one that takes
+// much, as an unfolded image does, when all before it is done.
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -15,15 +15,15 @@
 #include <numeric>
 #include <optional>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
-#include "cpu/on_cpu.hpp"
+#include "cpu/pace.hpp"
 #include "graph/transposed.hpp"
 #include "simulator/rules.hpp"
 #include "status.hpp"
@@ -38,38 +38,10 @@ constexpr size_t least_bytes = 128 << 10;
 // An operation more in so many bytes of activations costs nothing that can be measured.
 constexpr size_t portion = 2 << 20;
 
+// Bytes that take a worker so long to fill that it may wait for more to do: two such portions are not under way at once.
+constexpr size_t large_portion = 4 * portion;
+
 constexpr int nobody = -1;
-
-// Number of times that arrays have been passed on, by the thread that hands over and by the worker.
-struct Progress {
-  size_t dispatched = 0;
-  std::atomic<size_t> done = 0;
-};
-
-// Passes an array on; waits until the worker has come to where it was passed on the last time.
-class Pace : public faststep::OnCpu {
- public:
-  Pace(mx::Stream stream, std::shared_ptr<Progress> progress) : OnCpu(stream), progress_(std::move(progress)) {}
-
-  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
-    out.copy_shared_buffer(inputs[0]);
-    auto before = progress_->dispatched++;
-    mx::cpu::get_command_encoder(stream()).dispatch([progress = progress_, mine = before + 1] {
-      progress->done = mine;
-      progress->done.notify_all();
-    });
-    for (size_t done = progress_->done; done < before; done = progress_->done) {
-      progress_->done.wait(done);
-    }
-  }
-
-  const char* name() const override {
-    return "Pace";
-  }
-
- private:
-  std::shared_ptr<Progress> progress_;
-};
 
 // A primitive with its arrays. Each comes after those that it reads.
 struct Op {
@@ -101,18 +73,13 @@ struct Op {
   }
 };
 
-// Return whether the trace computes it. Uncompiled, nothing is: others may hold what would be rewritten.
-bool is_computed(const mx::array& array) {
-  return array.has_primitive() && array.is_tracer();
-}
-
 // The ops behind some gradients.
 class Graph {
  public:
   explicit Graph(const std::vector<mx::array>& gradients) {
     for (const auto& gradient : gradients) {
+      add(gradient);
       if (is_computed(gradient)) {
-        add(gradient);
         roots_.insert(by_id_.at(gradient.id()));
       }
     }
@@ -148,31 +115,59 @@ class Graph {
 
   // Everything large is handed over in portions.
   void pace() {
-    std::vector<size_t> order(ops_.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [this](size_t a, size_t b) { return ops_[a].level < ops_[b].level; });
+    auto order = by_turn();
     auto stream = mx::default_stream(mx::Device::cpu);
-    auto progress = std::make_shared<Progress>();
-    size_t sum = 0;
+    std::vector<size_t> first, bytes{0}; // of each portion, after one that begins with the step
     for (auto at : order) {
-      auto& op = ops_[at];
-      sum += memory(op);
-      bool can_wait = op.owner == nobody && !op.inputs.empty() && !op.is_elementwise();
-      if (sum < portion || !can_wait || op.outputs[0].primitive().stream() != stream) {
-        continue;
+      const auto& op = ops_[at];
+      bool can_wait = !op.inputs.empty() && !op.is_elementwise() && op.outputs[0].primitive().stream() == stream;
+      if (can_wait && bytes.back() + memory(op) >= portion) {
+        first.push_back(at);
+        bytes.push_back(0);
       }
-      sum = 0;
+      bytes.back() += memory(op);
+    }
+    for (size_t i = 0; i < first.size(); ++i) {
+      auto& op = ops_[first[i]];
       const auto& inputs = op.outputs[0].inputs();
-      auto in = *std::find_if(inputs.begin(), inputs.end(), is_computed);
-      replace(op, in, mx::array(in.shape(), in.dtype(), std::make_shared<Pace>(stream, progress), {in}));
+      auto in = *std::find_if(inputs.begin(), inputs.end(), [this](const mx::array& in) { return is_computed(in); });
+      bool large = bytes[i] + bytes[i + 1] >= large_portion;
+      auto pace = large ? faststep::waited(stream) : faststep::paced(stream);
+      replace(op, in, mx::array(in.shape(), in.dtype(), std::move(pace), {in}));
     }
   }
 
  private:
+  // List the ops about as they are computed: those of a gradient when it is asked for, or last.
+  std::vector<size_t> by_turn() const {
+    std::vector<size_t> turn(ops_.size()), order(ops_.size());
+    for (size_t i = ops_.size(); i-- > 0;) {
+      const auto& op = ops_[i];
+      if (op.owner == nobody) {
+        turn[i] = op.level;
+      } else if (op.done) {
+        turn[i] = ops_[*op.ready].level;
+      } else {
+        turn[i] = op.readers.empty() ? ops_.size() : turn[op.readers[0]];
+      }
+    }
+    std::iota(order.begin(), order.end(), 0);
+    auto key = [&](size_t i) { return std::tuple(turn[i], ops_[i].owner != nobody, ops_[i].level); };
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return key(a) < key(b); });
+    return order;
+  }
+
+  // Return whether it gives elements that are seen more than once a place each.
+  static bool is_unfolded(const Op& op) {
+    auto is_named = [](const mx::array& a, std::string_view name) { return a.has_primitive() && a.primitive().name() == name; };
+    const auto& in = op.outputs[0].inputs()[0];
+    return op.name() == "Reshape" && (is_named(in, "AsStrided") || is_named(in, "Broadcast"));
+  }
+
   // Return the bytes that computing the op allocates. A convolution unfolds its input.
   size_t memory(const Op& op) const {
     if (faststep::simulator::is_view(op.name())) {
-      return 0;
+      return is_unfolded(op) ? op.bytes() : 0;
     }
     auto is_fused = [this](size_t reader) { return ops_[reader].is_elementwise(); };
     if (op.is_elementwise() && std::all_of(op.readers.begin(), op.readers.end(), is_fused)) {
@@ -194,23 +189,26 @@ class Graph {
     }
   }
 
+  // Return whether the trace computes it. Uncompiled, nothing is: others may hold what would be rewritten.
+  bool is_computed(const mx::array& array) const {
+    return by_id_.contains(array.id());
+  }
+
   // depth first, without recursion: a graph can be deeper than the stack
   void add(const mx::array& root) {
-    std::vector<mx::array> todo{root};
-    while (!todo.empty()) {
-      auto next = todo.back();
-      auto is_new = [this](const mx::array& in) { return is_computed(in) && !by_id_.contains(in.id()); };
-      auto before = todo.size();
-      if (!by_id_.contains(next.id())) {
-        std::copy_if(next.inputs().begin(), next.inputs().end(), std::back_inserter(todo), is_new);
-      }
-      if (todo.size() > before) {
+    std::vector<std::pair<mx::array, size_t>> path{{root, 0}};
+    while (!path.empty()) {
+      auto& [array, next] = path.back();
+      if (seen_.contains(array.id()) || !array.has_primitive() || next == array.inputs().size()) {
+        auto depends = [this](const mx::array& in) { return in.is_tracer() || is_computed(in); };
+        if (seen_.insert(array.id()).second && std::any_of(array.inputs().begin(), array.inputs().end(), depends)) {
+          add_op(array);
+        }
+        path.pop_back();
         continue;
       }
-      todo.pop_back();
-      if (!by_id_.contains(next.id())) {
-        add_op(next);
-      }
+      auto in = array.inputs()[next++];
+      path.emplace_back(std::move(in), 0); // the references above are gone
     }
   }
 
@@ -224,6 +222,7 @@ class Graph {
       }
     }
     for (const auto& out : op.outputs) {
+      seen_.insert(out.id());
       by_id_[out.id()] = ops_.size();
     }
     ops_.push_back(std::move(op));
@@ -292,6 +291,7 @@ class Graph {
       if (std::any_of(inputs.begin(), inputs.end(), is_read)) {
         if (late == late_.end()) {
           late = late_.emplace(array.id(), mx::depends({array}, arrays)[0]).first;
+          by_id_.emplace(late->second.id(), by_id_.at(array.id()));
         }
         replace(ops_[reader], array, late->second);
       }
@@ -300,6 +300,7 @@ class Graph {
 
   std::vector<Op> ops_;
   std::unordered_set<size_t> roots_;
+  std::unordered_set<std::uintptr_t> seen_;
   std::unordered_map<std::uintptr_t, size_t> by_id_;
   std::unordered_map<std::uintptr_t, mx::array> late_; // the array that is read in the place of one, by its id
 };

@@ -148,9 +148,11 @@ void pace(Site& site) {
   share(site.out(), site.in(0));
 }
 
-// Passes its input on (cpu/join.cpp).
+// Passes its inputs on (cpu/pace.cpp).
 void wait(Site& site) {
-  share(site.out(), site.in(0));
+  for (size_t i = 0; i < site.op.outputs.size(); ++i) {
+    share(site.out(i), site.in(i));
+  }
   site.work.kernels = 0;
 }
 

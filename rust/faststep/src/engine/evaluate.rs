@@ -10,7 +10,7 @@ use mlx_rs::{
 use super::{Engine, Owner, Stage};
 use crate::{
     error::{Error, Result},
-    evaluation::{Evaluate, Schedule},
+    evaluation::{Evaluate, HandOver, Schedule},
     mlx::{
         array,
         memory::{self, MemoryLimit},
@@ -91,10 +91,10 @@ impl Evaluate for OnDevice<'_> {
         tried.map_err(Error::FirstEvaluation)
     }
 
-    fn submit(&mut self, work: &mut Work, limit: Option<usize>) -> Result<Option<Array>> {
+    fn submit(&mut self, work: &mut Work, way: HandOver) -> Result<Option<Array>> {
         let changed = self.engine.install(work);
         self.engine
-            .dispatch(&work.outputs, &changed, limit, self.owner)?;
+            .dispatch(&work.outputs, &changed, way, self.owner)?;
         Ok(work.outputs.marker().cloned())
     }
 }
@@ -155,13 +155,22 @@ impl Engine {
         &mut self,
         outputs: &Outputs,
         changed: &[usize],
-        limit: Option<usize>,
+        way: HandOver,
         owner: &mut dyn Owner,
     ) -> Result<()> {
         let started = Instant::now();
         let mut sent = Ok(());
         owner.unlocked(&mut || {
-            let _limited = MemoryLimit::to(limit);
+            let _limited = match way {
+                HandOver::ByBuffer => {
+                    sent = self.fresh.iter().try_for_each(|array| eval([array]));
+                    None
+                }
+                HandOver::Whole(limit) => MemoryLimit::to(limit),
+            };
+            if sent.is_err() {
+                return;
+            }
             let arrays = outputs.before_update().chain(&self.fresh);
             sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
         });

@@ -17,6 +17,15 @@ pub(crate) struct Evaluated {
     pub bytes: Option<usize>,
 }
 
+/// The way in which a part is handed over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum HandOver {
+    /// The update buffer by buffer, the first time: the state of one is made when the gradient of the one before is gone.
+    ByBuffer,
+    /// All at once, at this limit of the memory in use.
+    Whole(Option<usize>),
+}
+
 /// Evaluates the parts of a step, whose graphs are built.
 pub(crate) trait Evaluate {
     /// One part: its inputs and its outputs.
@@ -45,11 +54,11 @@ pub(crate) trait Evaluate {
     /// Gradients that are no output are let go of in between.
     fn try_out(&mut self, work: &mut Self::Work) -> Result<(), Self::Error>;
 
-    /// Let go of the arrays that the part replaces, hand it over, at this limit of the memory in use, and take up its
-    /// outputs; what to wait for, if there is anything to be done.
+    /// Let go of the arrays that the part replaces, hand it over, and take up its outputs; what to wait for, if there is
+    /// anything to be done.
     fn submit(
         &mut self,
         work: &mut Self::Work,
-        limit: Option<usize>,
+        way: HandOver,
     ) -> Result<Option<Self::Ticket>, Self::Error>;
 }

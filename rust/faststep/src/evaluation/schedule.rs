@@ -1,7 +1,7 @@
 //! The order in which the parts of steps are evaluated, and the steps in flight.
 use std::collections::VecDeque;
 
-use super::{budget::MemoryBudget, Evaluate, Evaluated};
+use super::{budget::MemoryBudget, Evaluate, Evaluated, HandOver};
 
 /// A step that may not be done yet.
 #[derive(Debug)]
@@ -57,13 +57,19 @@ impl<T> Schedule<T> {
         if updates {
             evaluator.release(work)?;
         }
-        if !evaluated.warm {
+        let first = !evaluated.warm;
+        if first {
             evaluator.try_out(work)?;
             evaluated.warm = true;
         }
         let limit = self.make_room(evaluator, evaluated.bytes)?;
+        let way = if first {
+            HandOver::ByBuffer
+        } else {
+            HandOver::Whole(limit)
+        };
         let before = measured.then(|| evaluator.active());
-        match evaluator.submit(work, limit) {
+        match evaluator.submit(work, way) {
             Ok(ticket) => self.last = ticket,
             Err(error) => {
                 self.flights.clear();

@@ -18,10 +18,11 @@ struct Limits {
     members: usize,   // or once it holds this many tensors
 }
 
-/// A CPU joins arrays element by element: from about this size on that costs more than a kernel more.
+/// A CPU joins arrays element by element: from about this size on that costs more than a kernel more. What is shared stays in
+/// its cache from the join to the update, and is made in small pieces the first time.
 const CPU: Limits = Limits {
     own_bytes: 128 << 10,
-    shared_bytes: 16 << 20,
+    shared_bytes: 1 << 20,
     members: usize::MAX,
 };
 

@@ -50,6 +50,11 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
         packed.buffers.push(flat);
         packed.squares.push(squares);
     }
+    let shared: Vec<usize> = layout.shared().collect();
+    let waited = join::wait(shared.iter().map(|&i| packed.buffers[i].clone()).collect())?;
+    for (buffer, flat) in shared.into_iter().zip(waited) {
+        packed.buffers[buffer] = flat;
+    }
     Ok(packed)
 }
 

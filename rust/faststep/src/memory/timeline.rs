@@ -11,7 +11,7 @@ use super::{
     simulator::{Device, Held, Kind, Reading, Simulator, Slot},
 };
 use crate::{
-    evaluation::{Evaluate, Evaluated, Schedule},
+    evaluation::{Evaluate, Evaluated, HandOver, Schedule},
     layout::pack::taken_over,
     mlx::array,
     trace::trial,
@@ -133,13 +133,17 @@ impl<'a> Evaluate for Simulated<'a> {
         self.simulator.eval(&trial(part.outputs, self.plan.inputs)?)
     }
 
-    fn submit(
-        &mut self,
-        part: &mut PlannedPart<'a>,
-        limit: Option<usize>,
-    ) -> Result<Option<usize>> {
-        self.simulator.limit(limit);
+    fn submit(&mut self, part: &mut PlannedPart<'a>, way: HandOver) -> Result<Option<usize>> {
         self.let_go(part)?;
+        match way {
+            HandOver::ByBuffer => {
+                self.simulator.limit(None);
+                for array in &part.outputs.parameters {
+                    self.simulator.eval(&[array])?;
+                }
+            }
+            HandOver::Whole(limit) => self.simulator.limit(limit),
+        }
         let mut asked = outputs(part);
         if !part.keep_gradients {
             let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();

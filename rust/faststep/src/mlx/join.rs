@@ -10,8 +10,8 @@ use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
     check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm, faststep_order,
-    faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares, handle, handles,
-    is_done, made, owned,
+    faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares, faststep_wait,
+    handle, handles, is_done, made, owned,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -65,6 +65,25 @@ pub(crate) fn join(parts: &[&Array]) -> Result<Array> {
     // SAFETY: live arrays and their number.
     let made = made(|joined| unsafe { faststep_join(handles.as_ptr(), handles.len(), joined) })?;
     made.map_or_else(|| ops::concatenate(parts, 0), Ok)
+}
+
+/// The same arrays (lazily), on a CPU behind all that has been handed to its worker: what they were joined from is free then,
+/// and so are the parameters over which the update writes.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn wait(arrays: Vec<Array>) -> Result<Vec<Array>> {
+    let handles = handles(&arrays);
+    let mut waited = vec![ptr::null_mut(); arrays.len()];
+    // SAFETY: live arrays and their number, and as much room; a function that is done has written new ones.
+    unsafe {
+        let done = faststep_wait(handles.as_ptr(), handles.len(), waited.as_mut_ptr());
+        Ok(if is_done(done)? {
+            waited.into_iter().map(|new| owned(new)).collect()
+        } else {
+            arrays
+        })
+    }
 }
 
 /// The sum of the squares of arrays, a float32 scalar (lazily), where one task gives it: of float32, on a CPU.

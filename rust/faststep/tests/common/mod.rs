@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use faststep::Step;
+use faststep::{Optimizer, Optimizers, Step};
 use mlx_rs::{
     error::Exception,
     macros::ModuleParameters,
@@ -87,4 +87,14 @@ pub fn values(model: &Mlp) -> Vec<f32> {
                 .unwrap()
         })
         .collect()
+}
+
+/// The optimizer of most tests.
+pub fn adamw() -> Optimizers {
+    Optimizers::new(Optimizer::adamw(0.01), 1e-2)
+}
+
+/// Whether two arrays have the same values.
+pub fn equal(a: &Array, b: &Array) -> bool {
+    a.eq_values(b).unwrap()
 }

@@ -7,7 +7,7 @@ use super::resident::{copied, Resident};
 use crate::{
     engine::{evaluate::OnDevice, Call, Engine, Owner},
     error::{Error, Result},
-    evaluation::Evaluate,
+    evaluation::{Evaluate, HandOver},
     mlx::{array, replay::Launched},
     trace::{Captured, Given, Outputs},
 };
@@ -58,7 +58,7 @@ impl Evaluate for OnGraph<'_, '_> {
         Ok(()) // the capture has been verified
     }
 
-    fn submit(&mut self, launch: &mut Launch, _: Option<usize>) -> Result<Option<Array>> {
+    fn submit(&mut self, launch: &mut Launch, _: HandOver) -> Result<Option<Array>> {
         let started = Instant::now();
         let OnDevice { engine, owner } = &mut *self.0;
         let launched = engine.launch(launch, *owner);

@@ -1,0 +1,26 @@
+// The thread that hands operations to the CPU's worker waits for it, so that less memory is under way (pace.cpp).
+#pragma once
+
+#include <memory>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace faststep {
+
+namespace mx = mlx::core;
+
+// From so many bytes on, what has been joined is waited for.
+inline constexpr size_t wait_bytes = 128 << 10;
+
+// A join of so many bytes begins when the one before the last is done: what has been joined takes no memory twice.
+inline constexpr size_t paced_bytes = 512 << 10;
+
+// Wait until the worker has come to where the calling thread has called this the last time: it always has work.
+void pace(mx::Stream stream);
+
+// "Pace": passes an array on, paced. "Wait": passes arrays on when the worker has computed all that it has been handed.
+std::shared_ptr<mx::Primitive> paced(mx::Stream stream);
+std::shared_ptr<mx::Primitive> waited(mx::Stream stream);
+
+} // namespace faststep
