@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -118,7 +119,9 @@ def test_the_plan_s_trace_is_the_first_step_s() -> None:
 
     model, batch = mlp(32, 64, 8)
     step = Step(model, optim.Adam(1e-3), loss_fn)
-    assert step.memory_plan(*batch) == step.memory_plan(*batch)
+    first, second = step.memory_plan(*batch), step.memory_plan(*batch)
+    assert abs(first.cache - second.cache) < 256  # scalars that the first plan has left in MLX's cache
+    assert replace(first, cache=0) == replace(second, cache=0)
     assert step.stats.steps == 0
     step(*batch)
     step.memory_plan(*batch)

@@ -3,7 +3,7 @@
 
 use std::{ffi::c_void, ptr};
 
-use mlx_rs::{error::Result, ops::zeros_like, Array};
+use mlx_rs::{error::Result, stop_gradient, Array};
 
 use super::ffi::{
     check, faststep_tape_build, faststep_tape_free, faststep_tape_new, faststep_tape_size, handles,
@@ -23,11 +23,9 @@ impl Tape {
         function: &mut dyn FnMut(&[Array]) -> Result<Vec<Array>>,
         inputs: &[Array],
     ) -> Result<Self> {
-        // never evaluated
-        let inputs = inputs
-            .iter()
-            .map(zeros_like)
-            .collect::<Result<Vec<Array>>>()?;
+        // others of their forms, which are never evaluated
+        let inputs = inputs.iter().map(stop_gradient);
+        let inputs = inputs.collect::<Result<Vec<Array>>>()?;
         let outputs = function(&inputs)?;
         let (inputs, outputs) = (handles(&inputs), handles(&outputs));
         let mut tape = ptr::null_mut();
