@@ -76,7 +76,7 @@ struct Op {
 // The ops behind some gradients.
 class Graph {
  public:
-  explicit Graph(const std::vector<mx::array>& gradients) {
+  Graph(const std::vector<mx::array>& gradients, bool is_whole) : is_whole_(is_whole) {
     for (const auto& gradient : gradients) {
       add(gradient);
       if (is_computed(gradient)) {
@@ -199,9 +199,12 @@ class Graph {
     std::vector<std::pair<mx::array, size_t>> path{{root, 0}};
     while (!path.empty()) {
       auto& [array, next] = path.back();
-      if (seen_.contains(array.id()) || !array.has_primitive() || next == array.inputs().size()) {
+      bool is_left_out = !array.has_primitive() || !(is_whole_ || array.is_tracer());
+      if (seen_.contains(array.id()) || is_left_out || next == array.inputs().size()) {
         auto depends = [this](const mx::array& in) { return in.is_tracer() || is_computed(in); };
-        if (seen_.insert(array.id()).second && std::any_of(array.inputs().begin(), array.inputs().end(), depends)) {
+        const auto& inputs = array.inputs();
+        bool is_traced = is_whole_ ? std::any_of(inputs.begin(), inputs.end(), depends) : array.is_tracer();
+        if (seen_.insert(array.id()).second && !is_left_out && is_traced) {
           add_op(array);
         }
         path.pop_back();
@@ -298,6 +301,7 @@ class Graph {
     }
   }
 
+  bool is_whole_; // or it is what MLX still marks as traced when it has differentiated: the backward pass
   std::vector<Op> ops_;
   std::unordered_set<size_t> roots_;
   std::unordered_set<std::uintptr_t> seen_;
@@ -315,9 +319,10 @@ int faststep_order(const void* const* gradients, size_t count) {
       const auto* turned = faststep::transposed(gradient);
       all.push_back(turned ? *turned : gradient);
     }
-    Graph graph(all);
+    bool is_on_cpu = mx::default_device() == mx::Device::cpu;
+    Graph graph(all, is_on_cpu);
     graph.put_in_order();
-    if (mx::default_device() == mx::Device::cpu) {
+    if (is_on_cpu) {
       graph.pace();
     }
   });

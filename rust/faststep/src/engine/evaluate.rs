@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, HandOver, Schedule},
     mlx::{
-        array,
+        array, join,
         memory::{self, MemoryLimit},
     },
     trace::{trial, Outputs},
@@ -162,11 +162,11 @@ impl Engine {
         let mut sent = Ok(());
         owner.unlocked(&mut || {
             let _limited = match way {
-                HandOver::ByBuffer => {
+                HandOver::First(_) if !join::is_cuda() => {
                     sent = self.fresh.iter().try_for_each(|array| eval([array]));
                     None
                 }
-                HandOver::Whole(limit) => MemoryLimit::to(limit),
+                HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit),
             };
             if sent.is_err() {
                 return;

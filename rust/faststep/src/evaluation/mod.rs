@@ -20,8 +20,9 @@ pub(crate) struct Evaluated {
 /// The way in which a part is handed over.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum HandOver {
-    /// The update buffer by buffer, the first time: the state of one is made when the gradient of the one before is gone.
-    ByBuffer,
+    /// The first time, on a CPU the update buffer by buffer: the state of one is made when the gradient of the one before is
+    /// gone. Elsewhere as below.
+    First(Option<usize>),
     /// All at once, at this limit of the memory in use.
     Whole(Option<usize>),
 }

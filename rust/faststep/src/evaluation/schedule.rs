@@ -64,7 +64,7 @@ impl<T> Schedule<T> {
         }
         let limit = self.make_room(evaluator, evaluated.bytes)?;
         let way = if first {
-            HandOver::ByBuffer
+            HandOver::First(limit)
         } else {
             HandOver::Whole(limit)
         };

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     evaluation::{Evaluate, Evaluated, HandOver, Schedule},
     layout::pack::taken_over,
-    mlx::array,
+    mlx::{array, join},
     trace::trial,
 };
 
@@ -136,13 +136,13 @@ impl<'a> Evaluate for Simulated<'a> {
     fn submit(&mut self, part: &mut PlannedPart<'a>, way: HandOver) -> Result<Option<usize>> {
         self.let_go(part)?;
         match way {
-            HandOver::ByBuffer => {
+            HandOver::First(_) if !join::is_cuda() => {
                 self.simulator.limit(None);
                 for array in &part.outputs.parameters {
                     self.simulator.eval(&[array])?;
                 }
             }
-            HandOver::Whole(limit) => self.simulator.limit(limit),
+            HandOver::First(limit) | HandOver::Whole(limit) => self.simulator.limit(limit),
         }
         let mut asked = outputs(part);
         if !part.keep_gradients {
