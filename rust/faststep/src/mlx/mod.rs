@@ -3,8 +3,8 @@
 //! All unsafe code of the crate is here and in `memory/simulator.rs`. Uses `error`.
 //!
 //! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
-//! `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write over their inputs; `blas`,
-//! `openblas` and `kernels` are what it is computed by.
+//! `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write
+//! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by.
 pub mod array;
 pub mod blas;
 pub(crate) mod ffi;
