@@ -47,7 +47,7 @@ MEASURE = """
     one = mx.array(1.0)
 
     def take(steps):
-        # the worker has 30 ms, or 0.3 s, and no bytes to do first: it is behind, however slowly a step is traced and fed
+        # the worker has 30 ms, or 0.3 s, and no bytes to do first: it is behind, however slowly it is fed
         mx.async_eval(mx.broadcast_to(one, (100_000 if steps == 1 else 10_000, 1_000)).sum())
         for _ in range(steps):
             step(*batch)
