@@ -23,7 +23,7 @@ enum Status : int {
   failed = -1, // faststep_last_error says why
 };
 
-// A product with quantized weights: `rows` of `inner` numbers each, `matrices` of them, times packed weights.
+// A product with quantized weights: matrices of `rows` of `inner` numbers each, times packed weights.
 struct QuantizedProduct {
   size_t dtype; // 0: float32, 1: float16, 2: bfloat16
   size_t mode; // of mlx::core::QuantizationMode
@@ -168,11 +168,6 @@ void faststep_labels_clear() noexcept;
 
 // Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
-// On CUDA: products of odd dimensions of a lazy graph are padded for cuBLAS, and a cross entropy reads half precision itself:
-// what stands for each of these arrays.
-int faststep_align(const void* const* arrays, size_t count, void** aligned);
-// Put the operations of a trace that makes these gradients in order; values are the same.
-int faststep_order(const void* const* gradients, size_t count);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is.
 int faststep_straight(const void* gradient, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
@@ -251,7 +246,11 @@ int faststep_squares(const void* array, void** squares);
 // From sums of squares, float32 vectors, their root; the factor that brings it to a limit where it is larger; and whether it
 // is finite, and a loss, a float32 scalar, is and is at most another limit: three scalars. Not applicable but on CUDA.
 int faststep_norm(const void* const* squares, size_t count, const void* loss, const float* limits, void** made);
-// On CUDA: operations of a lazy graph that have kernels of our own are computed by these: what stands for each of these arrays.
+// On CUDA: products of odd dimensions of a lazy graph are padded for cuBLAS, and a cross entropy reads half precision itself:
+// the replacement of each of these arrays.
+int faststep_align(const void* const* arrays, size_t count, void** aligned);
+// On CUDA: operations of a lazy graph that have kernels of our own are computed by these: the replacement of each of these
+// arrays.
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 
 // --- cuda/replay/
@@ -306,6 +305,8 @@ void faststep_replay_free(void* capture) noexcept;
 
 // --- simulator/
 
+// Put the operations of a trace that makes these gradients in order; values are the same.
+int faststep_order(const void* const* gradients, size_t count);
 // The default device, and how much memory it has, in bytes, 0 where that is not known.
 int faststep_simulator_device(faststep::simulator::Device* device, size_t* memory);
 int faststep_simulator_new(const faststep::simulator::Device* device, void** simulator);

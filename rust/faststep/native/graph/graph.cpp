@@ -48,7 +48,7 @@ bool passes_on(const mx::Primitive& primitive) {
   return name == "CustomTransforms" || name == "Depends";
 }
 
-// What has been told of primitives.
+// Facts about primitives, each kept as long as its primitive.
 template <typename T>
 class Told {
  public:
@@ -121,23 +121,23 @@ class Graph {
     seen_.clear();
   }
 
-  // 0: other operations. 1: the same, with the same constants but for those that are added to `varying`.
-  int compare(const Graph& other, std::vector<uint32_t>& varying) const {
+  // Whether the operations are the same. Constants that differ then are added to `varying`.
+  bool compare(const Graph& other, std::vector<uint32_t>& varying) const {
     if (nodes_.size() != other.nodes_.size() || outputs_ != other.outputs_) {
-      return 0;
+      return false;
     }
     for (uint32_t i = 0; i < nodes_.size(); ++i) {
       const auto &a = nodes_[i], &b = other.nodes_[i];
       bool form = a.inputs == b.inputs && a.result == b.result && a.dtype == b.dtype && a.shape == b.shape &&
           a.input == b.input && (a.primitive == nullptr) == (b.primitive == nullptr);
       if (!form || (a.primitive && !same_primitive(*a.primitive, *b.primitive))) {
-        return 0;
+        return false;
       }
       if (is_leaf(a) && !same_value(constants_.at(i), other.constants_.at(i))) {
         varying.push_back(i);
       }
     }
-    return 1;
+    return true;
   }
 
   const mx::array* constant(uint32_t at) const {
@@ -233,8 +233,8 @@ class Graph {
 
 namespace {
 
-// Has whatever is computed from `constants` be computed from `inputs`, one for each.
-void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id, const mx::array*>& inputs) {
+// Have the operations behind `outputs` read other arrays in the place of those with these ids.
+void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id, const mx::array*>& others) {
   std::unordered_set<Id> seen;
   std::vector<mx::array> todo(outputs.begin(), outputs.end());
   while (!todo.empty()) {
@@ -246,7 +246,7 @@ void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id,
     for (auto& result : array.outputs()) {
       seen.insert(result.id());
       for (auto& in : result.inputs()) {
-        if (auto found = inputs.find(in.id()); found != inputs.end()) {
+        if (auto found = others.find(in.id()); found != others.end()) {
           in = *found->second;
         } else if (result.id() == array.id()) {
           todo.push_back(in);

@@ -1,6 +1,7 @@
 // A lazy graph made anew from what it begins with, operation by operation.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "mlx/mlx.h"
+#include "status.hpp"
 
 namespace faststep {
 
@@ -53,6 +55,15 @@ class Rewrite {
       path.pop_back();
     }
     return known_.at(root.id());
+  }
+
+  // Those that take the places of several, which then belong to the caller.
+  void run(const void* const* roots, size_t count, void** places) {
+    std::vector<mlx::core::array> all;
+    for (size_t i = 0; i < count; ++i) {
+      all.push_back(run(at(roots[i])));
+    }
+    std::transform(all.begin(), all.end(), places, owned);
   }
 
  protected:

@@ -224,11 +224,7 @@ impl Inner {
                 .map_or(&[][..], |engine| engine.state());
             optimizer.settle(&user.optimizer, state, &outcome)?;
         }
-        match (outcome, stop?) {
-            (Ok(output), _) => Ok(output),
-            (Err(_), Some(stop)) => Err(stop),
-            (Err(error), None) => Err(from_device(&error)),
-        }
+        finished(outcome, stop?)
     }
 
     pub(super) fn varying(&self) -> Vec<u32> {
@@ -378,8 +374,13 @@ fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<
     text.extract().map(Some)
 }
 
+// the result of the engine's call; where it failed, why tracing stopped comes before the error
+pub(super) fn finished<T>(outcome: Result<T, Error>, stop: Option<Stop>) -> Result<T, Stop> {
+    outcome.map_err(|error| stop.unwrap_or_else(|| from_device(&error)))
+}
+
 // a loss that MLX cannot compile, or a kernel that the compiler refuses (a full disk, say): nothing has changed yet
-pub(super) fn from_device(error: &Error) -> Stop {
+fn from_device(error: &Error) -> Stop {
     match error {
         Error::Compile(e) => {
             Stop::Untraceable(format!("MLX's compilation fails on it ({})", e.what()))
