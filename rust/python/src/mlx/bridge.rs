@@ -115,6 +115,24 @@ fn closure_cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound
     closure?.cast::<PyTuple>().ok()?.get_item(index).ok()
 }
 
+/// The value of a context variable; none where it has none, or is no such variable.
+pub fn context_value<'py>(variable: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+    let mut value = std::ptr::null_mut();
+    // SAFETY: a context variable; the value is a new reference, or null where there is none.
+    unsafe {
+        if pyo3::ffi::PyContextVar_CheckExact(variable.as_ptr()) == 0 {
+            return None;
+        }
+        let variable_ptr = variable.as_ptr();
+        let found = pyo3::ffi::PyContextVar_Get(variable_ptr, std::ptr::null_mut(), &raw mut value);
+        if found != 0 {
+            drop(PyErr::take(variable.py()));
+            return None;
+        }
+        Bound::from_owned_ptr_or_opt(variable.py(), value)
+    }
+}
+
 /// The globals of a function.
 pub fn globals<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDict>> {
     if !is_function(function) {

@@ -2,10 +2,13 @@
 use std::rc::Rc;
 
 use mlx_rs::Array;
-use pyo3::prelude::*;
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyFrozenSet, PyList, PyTuple},
+};
 
 use super::{
-    node::{attributes_of, contents, Expect, How, Met, Row},
+    node::{attributes_of, contents, refill, Expect, Met, Row},
     seen::equal,
     Program,
 };
@@ -290,7 +293,8 @@ impl Looked {
     pub fn value_that_is_array(&self, py: Python<'_>) -> Option<String> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
-        let mut values = nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..)));
+        let mut values =
+            nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Absent));
         let at = values.find(|(_, node)| {
             let now = node.find(&objects, &[]);
             now.is_some_and(|now| bridge::is_array(&now))
@@ -316,16 +320,52 @@ impl Looked {
         Ok(())
     }
 
+    /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
+    pub fn copies<'py>(&self, py: Python<'py>) -> PyResult<Vec<(usize, Bound<'py, PyAny>)>> {
+        let mut copies = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Contents(..), Some(object)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let noted = object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>();
+            let fixed =
+                object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
+            if !noted && !fixed {
+                copies.push((at, object.call_method0("copy")?));
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Return whether the contents at a node are those of the last look.
+    pub fn has_contents(&self, py: Python<'_>, node: usize) -> PyResult<bool> {
+        match (&self.program.nodes[node].expect, self.object(node, py)) {
+            (Expect::Contents(_, number), Some(object)) => {
+                Ok(equal(self.values[*number].bind(py), &contents(object)?))
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// Give the object at a node the contents of a copy.
+    pub fn refill(&self, node: usize, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+        match self.object(node, copy.py()) {
+            Some(object) => refill(object, copy),
+            None => Ok(()),
+        }
+    }
+
     /// Values in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
     pub fn changed<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
         let changed = nodes.filter_map(|(at, node)| {
-            let (Expect::Value(_, number), How::Cell | How::Global | How::Class | How::Attribute) =
-                (&node.expect, node.how)
-            else {
+            let Expect::Value(_, number) = &node.expect else {
                 return None;
             };
+            if !node.how.stands_alone() {
+                return None;
+            }
             let before = self.values[*number].bind(py);
             let now = node.find(&objects, &[])?;
             (!equal(before, &now) && !bridge::is_array(&now)).then(|| (at, before.clone()))
@@ -372,7 +412,7 @@ impl Looked {
             let Some(object) = self.object(at, py) else {
                 continue;
             };
-            if let How::Cell | How::Global | How::Class | How::Attribute = node.how {
+            if node.how.stands_alone() {
                 let now = node.find(&objects, &[]);
                 if !now.is_some_and(|now| now.is(object)) {
                     node.put(&objects, object)?;

@@ -4,7 +4,7 @@ use pyo3::{
     exceptions::PyRuntimeError,
     intern,
     prelude::*,
-    types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
+    types::{PyDict, PyList, PySet, PyTuple, PyType, PyWeakrefReference},
 };
 
 use crate::{
@@ -42,9 +42,21 @@ pub enum How {
     Referent,
     /// A Python module that the parent imports, by name.
     Modules,
+    /// The value of a context variable.
+    Context,
 }
 
-const HOW: [How; 12] = [
+impl How {
+    /// Return whether it is a place of its own, and not in a dict or list whose contents are noted as a whole.
+    pub fn stands_alone(self) -> bool {
+        matches!(
+            self,
+            Self::Cell | Self::Global | Self::Class | Self::Attribute | Self::Context
+        )
+    }
+}
+
+const HOW: [How; 13] = [
     How::Root,
     How::Item,
     How::Index,
@@ -57,6 +69,7 @@ const HOW: [How; 12] = [
     How::Class,
     How::Referent,
     How::Modules,
+    How::Context,
 ];
 
 /// Comparison that an object has to pass.
@@ -347,6 +360,7 @@ impl Node {
             How::Item | How::Instance => self.dict(objects)?.get_item(key()?).ok()?,
             How::Cell => bridge::cell(parent, self.index),
             How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
+            How::Context => bridge::context_value(parent),
             How::Type => Some(parent.get_type().into_any()),
             How::Base => parent
                 .cast::<PyType>()
@@ -392,6 +406,10 @@ impl Node {
         object: &Bound<'py, PyAny>,
     ) -> PyResult<bool> {
         let parent = self.parent.and_then(|parent| objects.get(parent)?.as_ref());
+        if let (Some(met), How::Context) = (parent, self.how) {
+            let set = intern!(met.object.py(), "set");
+            return met.object.call_method1(set, (object,)).map(|_| true);
+        }
         let (Some(Met { object: parent, .. }), Some(key)) = (parent, &self.key) else {
             return Ok(false);
         };
@@ -468,9 +486,24 @@ impl Node {
             How::Attribute | How::Instance | How::Class => format!("{parent}.{text}"),
             How::Cell => format!("closure[{}] of {parent}", self.index),
             How::Global | How::Modules => text,
-            How::Type | How::Base | How::Referent => parent,
+            How::Type | How::Base | How::Referent | How::Context => parent,
         }
     }
+}
+
+/// Give an object that is changed in place, no dict or list, the contents of a copy.
+pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = object.py();
+    if is_numpy(object) {
+        return object.set_item(py.Ellipsis(), copy);
+    }
+    object.call_method0(intern!(py, "clear"))?;
+    let add = if object.is_instance_of::<PySet>() {
+        "update"
+    } else {
+        "extend"
+    };
+    object.call_method1(add, (copy,)).map(drop)
 }
 
 /// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.
