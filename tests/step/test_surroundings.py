@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import datetime
+import gc
 import logging
 import os
 import random
@@ -219,6 +220,26 @@ def test_a_loss_that_reads_a_clock_or_a_file_to_no_effect_is_told_of_it_once(tmp
             warnings.simplefilter("error")
             step(x)
         assert (step.stats.mode, step.stats.traced) == ("native", 1)
+
+
+def test_what_python_calls_as_it_collects_garbage_is_not_read_by_the_loss() -> None:
+    seconds: list[float] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        gc.collect()
+        return squares(model, x)
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        seconds.append(time.perf_counter())
+
+    step, x = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), mx.ones((3, 4))
+    gc.callbacks.append(note)
+    try:
+        step(x)
+    finally:
+        gc.callbacks.remove(note)
+    assert seconds
+    step(x)  # a warning is an error in these tests
 
 
 def test_a_log_reads_the_clock_without_a_word(tmp_path: Path) -> None:

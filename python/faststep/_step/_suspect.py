@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import operator
 import os
 import random
@@ -76,8 +77,14 @@ def _seeds_freely(frame: types.FrameType) -> bool:
 
 
 def _place(frame: types.FrameType | None) -> str | None:
-    """Return the line from which the standard library is called; none where that only writes a log or a warning."""
+    """Return the line from which the standard library is called; none where that only writes a log or a warning.
+
+    None also where Python calls it by itself, as it collects garbage.
+    """
+    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
+        if frame.f_code in collecting:
+            return None
         if frame.f_globals.get("__name__", "").split(".")[0] in _SILENT:
             return None
         if not is_standard(frame.f_code.co_filename):
