@@ -10,7 +10,10 @@ mod seen;
 pub mod stop;
 pub mod suspect;
 
-use std::{cell::RefCell, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
 
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
@@ -33,6 +36,7 @@ const MAX_TRIES: usize = 3;
 pub struct Program {
     /// Tells programs apart.
     pub id: usize,
+    model: Cell<usize>, // the signature of the model with which it was made; 0: not known yet
     nodes: Vec<Node>,
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
@@ -61,9 +65,26 @@ pub struct Reach {
     programs: Vec<Rc<Program>>, // most recent last
     made: usize,
     change: Option<String>,
+    model: usize, // the model's signature, at the last call until it is known
+    known: bool,
 }
 
 impl Reach {
+    /// Begin a call, at which the model may be another than at the last one.
+    pub fn begin(&mut self) {
+        self.known = false;
+    }
+
+    /// Note the signature of the call's model. Returns whether what has been looked at is for another one.
+    pub fn settle(&mut self, model: usize, looked: &Looked) -> bool {
+        (self.model, self.known) = (model, true);
+        let made = &looked.program.model;
+        if made.get() == 0 {
+            made.set(model);
+        }
+        made.get() != model
+    }
+
     /// Look at what the loss reaches now.
     ///
     /// `roots`: the loss function, the model, then objects among the arguments. `owned`: the optimizer.
@@ -74,6 +95,9 @@ impl Reach {
     ) -> PyResult<Looked> {
         let mut change = None;
         for at in (0..self.programs.len()).rev() {
+            if self.programs[at].model.get() != self.model {
+                continue; // the modules of a model lead elsewhere when they are others
+            }
             match self.programs[at].look(roots)? {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
@@ -124,6 +148,7 @@ impl Reach {
         self.made += 1;
         Ok(Program {
             id: self.made,
+            model: Cell::new(if self.known { self.model } else { 0 }),
             rows: Row::all(&found.nodes, py),
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),

@@ -2,6 +2,7 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
+pub mod identity;
 pub mod paths;
 pub mod rebuild;
 pub mod slot;
@@ -22,6 +23,7 @@ use crate::mlx::{
     bridge,
     classes::{is_numpy, is_numpy_number},
 };
+use identity::Class;
 use paths::Paths;
 use slot::{Place, Slot};
 use static_value::{equal, is_plain, Static};
@@ -29,7 +31,7 @@ use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
 enum Item {
-    Open(Kind, usize),
+    Open(Kind, usize, Option<Class>), // its length, and its class where that decides what it does
     Key(Py<PyAny>),
     Array,
     Static(Static),
@@ -39,7 +41,13 @@ enum Item {
 impl Item {
     fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         match (self, other) {
-            (Self::Open(a, n), Self::Open(b, m)) => a == b && n == m,
+            (Self::Open(a, n, class), Self::Open(b, m, other)) => {
+                let same = match (class, other) {
+                    (Some(class), Some(other)) => class.equals(other, py),
+                    _ => class.is_none() && other.is_none(),
+                };
+                a == b && n == m && same
+            }
             (Self::Key(a), Self::Key(b)) => equal(a.bind(py), b.bind(py)),
             (Self::Array, Self::Array) | (Self::Object, Self::Object) => true,
             (Self::Static(a), Self::Static(b)) => a.equals(b, py),
@@ -287,7 +295,9 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             return None;
         }
         self.containers.push(container.as_ptr() as usize);
-        self.tree.items.push(Item::Open(kind, len));
+        let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
+        let class = has_class.then(|| Class::of_class(&container.get_type()));
+        self.tree.items.push(Item::Open(kind, len, class));
         Some(())
     }
 
@@ -385,7 +395,13 @@ impl Checker<'_, '_> {
 impl<'py> Visitor<'py> for Checker<'_, 'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
         self.containers.push(container.as_ptr() as usize);
-        matches!(self.next()?, Item::Open(k, n) if *k == kind && *n == len).then_some(())
+        let Item::Open(known, number, class) = self.next()? else {
+            return None;
+        };
+        let same = class
+            .as_ref()
+            .is_none_or(|class| class.is(container.get_type().as_any()));
+        (*known == kind && *number == len && same).then_some(())
     }
 
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()> {

@@ -9,7 +9,12 @@ use pyo3::{
 
 use crate::{
     mlx::{bridge, classes::is_numpy, numpy},
-    tree::{static_value::is_plain, walk::Scope, Tree},
+    tree::{
+        identity::{Class, Weak},
+        static_value::is_plain,
+        walk::Scope,
+        Tree,
+    },
 };
 
 /// Bytes of a NumPy array from which on a hash is compared.
@@ -97,46 +102,6 @@ pub enum Expect {
     Absent,
     /// A module that looks like this, and the number of its first array.
     Module(Box<Tree>, usize),
-}
-
-/// An object, without keeping it alive where that can be.
-#[derive(Debug)]
-pub enum Weak {
-    /// By a weak reference.
-    Weak(Py<PyWeakrefReference>),
-    /// An object without weak references.
-    Strong(Py<PyAny>),
-}
-
-/// A class, which is not kept alive either.
-pub type Class = Weak;
-
-impl Weak {
-    fn of(object: &Bound<'_, PyAny>) -> Self {
-        match PyWeakrefReference::new(object) {
-            Ok(weak) => Self::Weak(weak.unbind()),
-            Err(_) => Self::Strong(object.clone().unbind()),
-        }
-    }
-
-    // a class that is a module attribute lives as long as the process; a class made by a function may refer to a model
-    fn of_class(class: &Bound<'_, PyType>) -> Self {
-        let made = class.qualname().map(|name| name.to_string());
-        if made.is_ok_and(|name| !name.contains("<locals>")) {
-            return Self::Strong(class.clone().into_any().unbind());
-        }
-        Self::of(class.as_any())
-    }
-
-    fn is(&self, object: &Bound<'_, PyAny>) -> bool {
-        match self {
-            Self::Weak(weak) => weak
-                .bind(object.py())
-                .upgrade()
-                .is_some_and(|mine| mine.is(object)),
-            Self::Strong(mine) => mine.is(object),
-        }
-    }
 }
 
 /// An object that has been found, and its instance dict where others are found in that.

@@ -82,6 +82,11 @@ impl Inner {
     ) -> PyResult<(T, bool)> {
         let started = Instant::now();
         self.check_compiler(user.py())?;
+        if self.reach.settle(store.signature()?.id, &given.looked) {
+            let roots = given.roots.iter().map(|root| root.bind(user.py()).clone());
+            let roots: Vec<_> = roots.collect();
+            given.looked = Rc::new(self.reach.look(&roots, &user.optimizer)?);
+        }
         if let Some(why) = self.suspected(store, user, given, task)? {
             self.compiled = false;
             self.traces.clear();
