@@ -15,10 +15,9 @@ use std::{
     rc::Rc,
 };
 
-use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
 
-use faststep::engine::Tensor;
+use faststep::engine::{HeldArrays, Tensor};
 
 use look::Look;
 pub use look::Looked;
@@ -42,7 +41,7 @@ pub struct Program {
     tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
-    held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
+    held: RefCell<Rc<HeldArrays>>, // the arrays at the last look
 }
 
 impl Program {

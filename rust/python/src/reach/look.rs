@@ -1,7 +1,6 @@
 //! Comparison of the objects that a loss reads with those of the last call.
 use std::rc::Rc;
 
-use mlx_rs::Array;
 use pyo3::{
     prelude::*,
     types::{PyDict, PyFrozenSet, PyList, PyTuple},
@@ -16,7 +15,7 @@ use crate::{
     mlx::bridge,
     tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
 };
-use faststep::engine::Tensor;
+use faststep::engine::{HeldArrays, Tensor};
 
 /// Result of comparing a program's nodes.
 pub enum Look<'py> {
@@ -154,12 +153,10 @@ impl Program {
             return false;
         };
         let mut held = self.held.borrow_mut();
-        let held = Rc::make_mut(&mut held);
-        if at < held.len() {
-            (held[at], ids[at]) = (array, id);
-        } else {
-            held.push(array);
-            ids.push(id);
+        Rc::make_mut(&mut held).set(at, array);
+        match ids.get_mut(at) {
+            Some(place) => *place = id,
+            None => ids.push(id),
         }
         true
     }
@@ -193,7 +190,7 @@ pub struct Looked {
     pub program: Rc<Program>,
     objects: Vec<Option<Py<PyAny>>>, // of each node that is no value
     /// The arrays.
-    pub arrays: Rc<Vec<Array>>,
+    pub arrays: Rc<HeldArrays>,
     /// Numbers, strings, and the contents of what is changed in place.
     pub values: Rc<Vec<Py<PyAny>>>,
 }

@@ -283,10 +283,13 @@ impl Inner {
             stop: None,
             template: None,
         }));
-        let mut others = store.others.clone();
+        let mut others = vec![store.others.clone()];
         if self.compiled {
-            others.extend_from_slice(&given.looked.arrays);
-            others.extend_from_slice(&given.constants[..varying.len()]);
+            others.push(given.looked.arrays.clone());
+            if !varying.is_empty() {
+                let constants = given.constants[..varying.len()].to_vec();
+                others.push(Rc::new(constants.into()));
+            }
         }
         Ok(Call {
             others,
