@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import sys
 import threading
 import types
@@ -403,3 +404,40 @@ def test_a_new_closure_in_every_step_is_one_trace() -> None:
     assert step is not None
     assert step.stats.traced == 1
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+
+
+def test_an_array_that_has_been_replaced_is_let_go_of_at_the_next_step() -> None:
+    class Teacher:
+        def __init__(self) -> None:
+            self.table, self.net = mx.ones((512, 1024)), nn.Linear(4, 2)
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            return mx.square(model(x) - self.net(x)).mean() * self.table[0, 0]
+
+    def used() -> int:
+        mx.synchronize()
+        gc.collect()
+        return mx.get_active_memory()
+
+    teacher, x = Teacher(), mx.ones((3, 4))
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), teacher.loss)
+    for _ in range(3):
+        step(x)
+    before = used()
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(teacher, "table", mx.ones((512, 1024))),
+        lambda: setattr(teacher, "table", mx.full((1024, 512), 2.0)),  # another form, another trace
+        lambda: setattr(teacher, "table", mx.full((512, 1024), 3.0)),
+        lambda: setattr(teacher, "net", nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 2))),  # leads elsewhere
+        lambda: setattr(teacher, "net", nn.Linear(4, 2)),
+    ]
+    for change in [*changes, *changes]:
+        change()
+        mx.eval(teacher.table, teacher.net.parameters())
+        for _ in range(2):
+            step(x)
+        small = len(teacher.net.children()) == 0
+        assert used() - before < (1 << 16 if small else 1 << 17)
+    teacher.table = mx.array([[1.0]])
+    step(x)
+    assert before - used() > 1 << 20

@@ -100,6 +100,9 @@ impl Reach {
             match self.programs[at].look(roots)? {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
+                    if at < self.programs.len() {
+                        self.let_go();
+                    }
                     self.programs.push(program.clone());
                     return Ok(Looked::new(program, objects, values));
                 }
@@ -121,11 +124,20 @@ impl Reach {
             }
         };
         let program = Rc::new(program);
+        self.let_go();
         self.programs.push(program.clone());
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
         }
         Ok(Looked::new(program, objects, values))
+    }
+
+    // hold no arrays for programs that are not looked through
+    fn let_go(&self) {
+        for program in &self.programs {
+            program.ids.borrow_mut().clear();
+            program.held.replace(Rc::default());
+        }
     }
 
     /// Return the change that made the last program necessary, where there was one before it.
