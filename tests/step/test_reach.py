@@ -441,3 +441,59 @@ def test_an_array_that_has_been_replaced_is_let_go_of_at_the_next_step() -> None
     teacher.table = mx.array([[1.0]])
     step(x)
     assert before - used() > 1 << 20
+
+
+def test_each_array_of_many_is_seen_to_change() -> None:
+    listed = [mx.array([float(i)]) for i in range(40)]
+    table = {f"weight{i}": mx.array([float(i)]) for i in range(40)}
+    teacher = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    settings = types.SimpleNamespace(**{f"value{i}": mx.array([float(i)]) for i in range(10)})
+    frozen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    frozen.freeze()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        values = [
+            *listed,
+            *(table[f"weight{i}"] for i in range(40)),
+            *(getattr(settings, f"value{i}") for i in range(10)),
+        ]
+        joined = mx.concatenate([mx.array(value).reshape(-1) for value in values])
+        return mx.square(model(x) - teacher(x) - frozen(x)).mean() + mx.cumsum(joined).mean()
+
+    step, x = Step(nn.Linear(4, 4), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+
+    def check() -> None:
+        for _ in range(2):
+            wanted = loss_fn(step.model, x).item()
+            assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+    check()
+    changes: list[Callable[[], object]] = [
+        lambda: listed.__setitem__(7, mx.array([70.0])),
+        lambda: listed[39].__iadd__(3.0),
+        lambda: table.update(weight3=mx.array([-3.0]), weight39=mx.array([1.0])),
+        lambda: table["weight20"].__setitem__(0, 200.0),
+        lambda: setattr(settings, "value9", mx.array([9.5])),
+        lambda: settings.value0.__setitem__(0, 5.0),
+        lambda: setattr(teacher.layers[4], "weight", mx.ones((4, 4))),
+        lambda: teacher.layers[9].bias.__setitem__(2, 3.0),
+        lambda: setattr(frozen.layers[1], "bias", mx.ones(4)),
+        lambda: teacher.layers[0].update({"bias": mx.ones(4)}),
+        lambda: teacher.layers.append(nn.Tanh()),
+        lambda: teacher.layers.__setitem__(10, nn.Sigmoid()),
+        lambda: teacher.layers.__setitem__(3, teacher.layers[2]),
+        lambda: setattr(teacher.layers[3], "weight", 0.5 * mx.ones((4, 4))),
+        lambda: listed.reverse(),
+        lambda: listed.__setitem__(0, 4.0),  # a number
+        lambda: listed.__setitem__(0, mx.array([5.0])),
+        lambda: listed.append(mx.array([1.0])),
+        lambda: listed.__setitem__(1, listed[2]),  # one array twice
+        lambda: listed[1].__iadd__(2.0),
+        lambda: table.update(weight5=table["weight6"]),
+        lambda: table["weight6"].__iadd__(2.0),
+        lambda: listed.__setitem__(5, mx.array([[1.0], [2.0]])),  # another shape
+    ]
+    for change in changes:
+        change()
+        check()
+    assert step.stats.mode == "native"

@@ -2,6 +2,7 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
+mod glance;
 pub mod identity;
 pub mod paths;
 pub mod rebuild;
@@ -22,6 +23,7 @@ use pyo3::{
 use crate::mlx::{
     bridge,
     classes::{is_numpy, is_numpy_number},
+    glance::Glance,
 };
 use identity::Class;
 use paths::Paths;
@@ -75,6 +77,7 @@ pub struct Tree {
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
     containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
+    glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
 }
 
@@ -186,8 +189,29 @@ impl Tree {
                 return None;
             }
             *containers = checker.containers;
+            self.glance.take();
         }
         Some(checker.slots)
+    }
+
+    /// Return whether `root` is what was checked last and `known` are its arrays, where a glance can tell: most often.
+    pub fn is_same(&self, root: &Bound<'_, PyAny>, known: &[usize]) -> bool {
+        let glance = self.glance.borrow();
+        glance
+            .as_ref()
+            .is_some_and(|glance| glance.meets(root, known))
+    }
+
+    /// As [`Tree::check`] of all arrays, so that the next look may be a glance.
+    pub fn check_whole<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        known: &[usize],
+    ) -> Option<Vec<Slot<'py>>> {
+        let slots = self.check(root, Scope::Whole, known)?;
+        let mut glance = self.glance.borrow_mut();
+        glance.get_or_insert_with(|| glance::written(&self.items, root).unwrap_or_default());
+        Some(slots)
     }
 
     /// The identities of the arrays that belong to the signature, because they stand in a tuple.

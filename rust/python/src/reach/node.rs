@@ -138,18 +138,29 @@ pub struct Node {
     pub expect: Expect,
 }
 
-/// Values that are next to each other in a dict, and among the nodes.
+/// Values, or arrays, that are next to each other in a dict or a list, and among the nodes.
 #[derive(Debug)]
 pub struct Row {
     /// The first of their nodes.
     pub first: usize,
-    /// The number of the first among the values.
-    pub value: usize,
-    /// Their keys.
-    pub keys: Vec<Py<PyAny>>,
+    /// The number of the first among the values, or among the arrays.
+    pub number: usize,
+    /// Where they stand.
+    pub places: Places,
+    /// True of arrays.
+    pub arrays: bool,
 }
 
-/// Fewer values than these are looked up one by one.
+/// Places in a container.
+#[derive(Debug)]
+pub enum Places {
+    /// Keys of a dict.
+    Keys(Vec<Py<PyAny>>),
+    /// So many indices of a list, from the first on.
+    Indices(usize, usize),
+}
+
+/// Fewer than these are looked up one by one.
 const MIN_ROW: usize = 4;
 
 impl Row {
@@ -157,29 +168,54 @@ impl Row {
     pub fn all(nodes: &[Node], py: Python<'_>) -> Vec<Self> {
         let mut rows: Vec<Self> = Vec::new();
         let mut last: Option<(usize, &Node)> = None;
+        let mut arrays = 0; // before the node
         for (at, node) in nodes.iter().enumerate() {
-            let (Expect::Value(_, value), How::Item | How::Instance, Some(key)) =
-                (&node.expect, node.how, &node.key)
-            else {
-                continue;
+            let (is_array, number) = match &node.expect {
+                Expect::Value(_, number) => (false, *number),
+                Expect::Array => (true, arrays),
+                _ => {
+                    arrays += node.arrays();
+                    continue;
+                }
             };
-            let goes_on = last.is_some_and(|(before, last)| {
+            arrays += node.arrays();
+            let places = match (node.how, &node.key) {
+                (How::Item | How::Instance, Some(key)) => Places::Keys(vec![key.clone_ref(py)]),
+                (How::Index, _) if is_array => Places::Indices(node.index, 1),
+                _ => continue,
+            };
+            let before = last.replace((at, node));
+            let goes_on = before.is_some_and(|(before, last)| {
                 before + 1 == at && last.parent == node.parent && last.how == node.how
             });
-            last = Some((at, node));
-            if !goes_on {
-                rows.push(Self {
+            let row = rows
+                .last_mut()
+                .filter(|row| goes_on && row.arrays == is_array);
+            match (row.map(|row| &mut row.places), places) {
+                (Some(Places::Keys(keys)), Places::Keys(key)) => keys.extend(key),
+                (Some(Places::Indices(first, count)), Places::Indices(index, _))
+                    if *first + *count == index =>
+                {
+                    *count += 1;
+                }
+                (_, places) => rows.push(Self {
                     first: at,
-                    value: *value,
-                    keys: Vec::new(),
-                });
-            }
-            if let Some(row) = rows.last_mut() {
-                row.keys.push(key.clone_ref(py));
+                    number,
+                    places,
+                    arrays: is_array,
+                }),
             }
         }
-        rows.retain(|row| row.keys.len() >= MIN_ROW);
+        rows.retain(|row| row.len() >= MIN_ROW);
         rows
+    }
+
+    /// The number of them.
+    pub fn len(&self) -> usize {
+        match &self.places {
+            Places::Keys(keys) => keys.len(),
+            Places::Indices(_, count) => *count,
+        }
     }
 }
 
@@ -308,10 +344,14 @@ impl Node {
         objects: &[Option<Met<'py>>],
         roots: &[Bound<'py, PyAny>],
     ) -> Option<Bound<'py, PyAny>> {
-        let Some(parent) = self.parent else {
-            return roots.get(self.index).cloned();
-        };
-        let met = objects.get(parent)?.as_ref()?;
+        match self.parent {
+            Some(parent) => self.find_in(objects.get(parent)?.as_ref()?),
+            None => roots.get(self.index).cloned(),
+        }
+    }
+
+    /// The object that is there now, from that of its parent.
+    pub fn find_in<'py>(&self, met: &Met<'py>) -> Option<Bound<'py, PyAny>> {
         let parent = &met.object;
         let py = parent.py();
         let key = || self.key.as_ref().map(|key| key.bind(py));
@@ -322,7 +362,7 @@ impl Node {
                 Err(_) => parent.cast::<PyTuple>().ok()?.get_item(self.index).ok(),
             },
             How::Attribute => parent.getattr(key()?.cast().ok()?).ok(),
-            How::Item | How::Instance => self.dict(objects)?.get_item(key()?).ok()?,
+            How::Item | How::Instance => self.dict_of(met)?.get_item(key()?).ok()?,
             How::Cell => bridge::cell(parent, self.index),
             How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
             How::Context => bridge::context_value(parent),
@@ -354,14 +394,32 @@ impl Node {
         }
     }
 
+    /// The number of its arrays.
+    pub fn arrays(&self) -> usize {
+        match &self.expect {
+            Expect::Array => 1,
+            Expect::Module(tree, _) => tree.tensors().len(),
+            _ => 0,
+        }
+    }
+
     /// The dict in which the object is looked up by its key.
     pub fn dict<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyDict>> {
-        let met = objects.get(self.parent?)?.as_ref()?;
+        self.dict_of(objects.get(self.parent?)?.as_ref()?)
+    }
+
+    fn dict_of<'a, 'py>(&self, met: &'a Met<'py>) -> Option<&'a Bound<'py, PyDict>> {
         match self.how {
             How::Item => met.object.cast::<PyDict>().ok(),
             How::Instance => met.attributes.as_ref(),
             _ => None,
         }
+    }
+
+    /// The list in which the object stands.
+    pub fn list<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyList>> {
+        let met = objects.get(self.parent?)?.as_ref()?;
+        met.object.cast::<PyList>().ok()
     }
 
     /// Put another object there; whether that can be.
