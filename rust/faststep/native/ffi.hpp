@@ -183,8 +183,10 @@ int faststep_tape_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** tape);
 void faststep_tape_free(void* tape) noexcept;
 size_t faststep_tape_size(const void* tape) noexcept;
-// Its outputs over these inputs; not applicable where MLX would trace anew, or not compile.
-int faststep_tape_build(const void* tape, const void* const* inputs, size_t count, void** outputs);
+// Its outputs over these inputs, of which those from known to known_end are known to have its inputs' shapes and dtypes; not
+// applicable where MLX would trace anew, or not compile.
+int faststep_tape_build(
+    const void* tape, const void* const* inputs, size_t count, size_t known, size_t known_end, void** outputs);
 
 // The graph from inputs to outputs, as it is before MLX's compiler rewrites it.
 int faststep_graph_new(

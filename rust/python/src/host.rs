@@ -131,7 +131,14 @@ impl PythonHost {
         let (before, slots) = Tree::record(&model, Scope::Whole)?;
         let snapshot = Snapshot::take(&model)?;
         let old_key = keys.get_item(0)?;
-        let outcome = match work() {
+        if let Some(positions) = &positions {
+            positions.begin()?;
+        }
+        let done = work();
+        if let Some(positions) = &positions {
+            positions.end()?;
+        }
+        let outcome = match done {
             Ok(()) => {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
@@ -142,6 +149,7 @@ impl PythonHost {
                         current.suspect = Suspect {
                             drawn: positions.moved()?,
                             shared: positions.shared()?,
+                            read: positions.read()?,
                             model: suspect::changes(&snapshot, false)?,
                             reached: reached.changes(py)?,
                         };

@@ -10,12 +10,14 @@ mod seen;
 pub mod stop;
 pub mod suspect;
 
-use std::{cell::RefCell, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
 
-use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
 
-use faststep::engine::Tensor;
+use faststep::engine::{HeldArrays, Tensor};
 
 use look::Look;
 pub use look::Looked;
@@ -33,12 +35,13 @@ const MAX_TRIES: usize = 3;
 pub struct Program {
     /// Tells programs apart.
     pub id: usize,
+    model: Cell<usize>, // the signature of the model with which it was made; 0: not known yet
     nodes: Vec<Node>,
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
-    held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
+    held: RefCell<Rc<HeldArrays>>, // the arrays at the last look
 }
 
 impl Program {
@@ -61,9 +64,26 @@ pub struct Reach {
     programs: Vec<Rc<Program>>, // most recent last
     made: usize,
     change: Option<String>,
+    model: usize, // the model's signature, at the last call until it is known
+    known: bool,
 }
 
 impl Reach {
+    /// Begin a call, at which the model may be another than at the last one.
+    pub fn begin(&mut self) {
+        self.known = false;
+    }
+
+    /// Note the signature of the call's model. Returns whether what has been looked at is for another one.
+    pub fn settle(&mut self, model: usize, looked: &Looked) -> bool {
+        (self.model, self.known) = (model, true);
+        let made = &looked.program.model;
+        if made.get() == 0 {
+            made.set(model);
+        }
+        made.get() != model
+    }
+
     /// Look at what the loss reaches now.
     ///
     /// `roots`: the loss function, the model, then objects among the arguments. `owned`: the optimizer.
@@ -74,9 +94,15 @@ impl Reach {
     ) -> PyResult<Looked> {
         let mut change = None;
         for at in (0..self.programs.len()).rev() {
+            if self.programs[at].model.get() != self.model {
+                continue; // the modules of a model lead elsewhere when they are others
+            }
             match self.programs[at].look(roots)? {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
+                    if at < self.programs.len() {
+                        self.let_go();
+                    }
                     self.programs.push(program.clone());
                     return Ok(Looked::new(program, objects, values));
                 }
@@ -98,11 +124,20 @@ impl Reach {
             }
         };
         let program = Rc::new(program);
+        self.let_go();
         self.programs.push(program.clone());
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
         }
         Ok(Looked::new(program, objects, values))
+    }
+
+    // hold no arrays for programs that are not looked through
+    fn let_go(&self) {
+        for program in &self.programs {
+            program.ids.borrow_mut().clear();
+            program.held.replace(Rc::default());
+        }
     }
 
     /// Return the change that made the last program necessary, where there was one before it.
@@ -124,6 +159,7 @@ impl Reach {
         self.made += 1;
         Ok(Program {
             id: self.made,
+            model: Cell::new(if self.known { self.model } else { 0 }),
             rows: Row::all(&found.nodes, py),
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),

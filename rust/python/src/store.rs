@@ -14,8 +14,7 @@ mod values;
 
 use std::{rc::Rc, sync::Arc, thread::ThreadId};
 
-use faststep::engine::{Engine, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
-use mlx_rs::Array;
+use faststep::engine::{Engine, HeldArrays, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
     prelude::*,
@@ -108,7 +107,7 @@ pub struct Store {
     options: Vec<(usize, Tree)>, // most recent last
     next_id: usize,
     /// The values of the model's other arrays.
-    pub others: Vec<Array>,
+    pub others: Rc<HeldArrays>,
     /// Parameters and state, once a step has begun.
     pub engine: Option<Engine>,
     /// The dicts of a natively updated optimizer.
@@ -151,7 +150,7 @@ impl Store {
             current: None,
             options: Vec::new(),
             next_id: 0,
-            others: Vec::new(),
+            others: Rc::default(),
             engine: None,
             moments: None,
             clock: Arc::default(),

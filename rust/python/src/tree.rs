@@ -2,6 +2,8 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
+mod glance;
+pub mod identity;
 pub mod paths;
 pub mod rebuild;
 pub mod slot;
@@ -21,7 +23,9 @@ use pyo3::{
 use crate::mlx::{
     bridge,
     classes::{is_numpy, is_numpy_number},
+    glance::Glance,
 };
+use identity::Class;
 use paths::Paths;
 use slot::{Place, Slot};
 use static_value::{equal, is_plain, Static};
@@ -29,7 +33,7 @@ use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
 enum Item {
-    Open(Kind, usize),
+    Open(Kind, usize, Option<Class>), // its length, and its class where that decides what it does
     Key(Py<PyAny>),
     Array,
     Static(Static),
@@ -39,7 +43,13 @@ enum Item {
 impl Item {
     fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         match (self, other) {
-            (Self::Open(a, n), Self::Open(b, m)) => a == b && n == m,
+            (Self::Open(a, n, class), Self::Open(b, m, other)) => {
+                let same = match (class, other) {
+                    (Some(class), Some(other)) => class.equals(other, py),
+                    _ => class.is_none() && other.is_none(),
+                };
+                a == b && n == m && same
+            }
             (Self::Key(a), Self::Key(b)) => equal(a.bind(py), b.bind(py)),
             (Self::Array, Self::Array) | (Self::Object, Self::Object) => true,
             (Self::Static(a), Self::Static(b)) => a.equals(b, py),
@@ -67,6 +77,7 @@ pub struct Tree {
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
     containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
+    glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
 }
 
@@ -178,8 +189,29 @@ impl Tree {
                 return None;
             }
             *containers = checker.containers;
+            self.glance.take();
         }
         Some(checker.slots)
+    }
+
+    /// Return whether `root` is what was checked last and `known` are its arrays, where a glance can tell: most often.
+    pub fn is_same(&self, root: &Bound<'_, PyAny>, known: &[usize]) -> bool {
+        let glance = self.glance.borrow();
+        glance
+            .as_ref()
+            .is_some_and(|glance| glance.meets(root, known))
+    }
+
+    /// As [`Tree::check`] of all arrays, so that the next look may be a glance.
+    pub fn check_whole<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        known: &[usize],
+    ) -> Option<Vec<Slot<'py>>> {
+        let slots = self.check(root, Scope::Whole, known)?;
+        let mut glance = self.glance.borrow_mut();
+        glance.get_or_insert_with(|| glance::written(&self.items, root).unwrap_or_default());
+        Some(slots)
     }
 
     /// The identities of the arrays that belong to the signature, because they stand in a tuple.
@@ -287,7 +319,9 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             return None;
         }
         self.containers.push(container.as_ptr() as usize);
-        self.tree.items.push(Item::Open(kind, len));
+        let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
+        let class = has_class.then(|| Class::of_class(&container.get_type()));
+        self.tree.items.push(Item::Open(kind, len, class));
         Some(())
     }
 
@@ -385,7 +419,13 @@ impl Checker<'_, '_> {
 impl<'py> Visitor<'py> for Checker<'_, 'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
         self.containers.push(container.as_ptr() as usize);
-        matches!(self.next()?, Item::Open(k, n) if *k == kind && *n == len).then_some(())
+        let Item::Open(known, number, class) = self.next()? else {
+            return None;
+        };
+        let same = class
+            .as_ref()
+            .is_none_or(|class| class.is(container.get_type().as_any()));
+        (*known == kind && *number == len && same).then_some(())
     }
 
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()> {

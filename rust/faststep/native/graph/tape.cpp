@@ -36,7 +36,9 @@ mx::Stream stream() {
 class Tape {
  public:
   // Of the graph from inputs, which are all different and without values, to outputs.
-  Tape(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs) : stream_(stream()) {
+  Tape(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs)
+      : stream_(stream()), probe_(mx::Shape{}, mx::float32, nullptr, {}) {
+    probe_.set_tracer(true);
     std::unordered_map<std::uintptr_t, uint32_t> given;
     for (uint32_t i = 0; i < inputs.size(); ++i) {
       given.emplace(inputs[i].id(), i);
@@ -51,12 +53,19 @@ class Tape {
     }
   }
 
-  // Whether the graph is that of these inputs.
-  bool fits(const void* const* inputs, size_t count) const {
+  // Whether the graph is that of these inputs, of which some are known to have the shapes and dtypes of its own.
+  bool fits(const void* const* inputs, size_t count, size_t known, size_t known_end) const {
     if (count != forms_.size() || !(stream() == stream_) || !compiles()) {
       return false;
     }
+    bool traces = probe_.is_tracer(); // whether any array may be one
     for (size_t i = 0; i < count; ++i) {
+      if (i == known && !traces) {
+        i = known_end;
+        if (i == count) {
+          break;
+        }
+      }
       const auto& input = at(inputs[i]);
       if (input.shape() != forms_[i].first || input.dtype() != forms_[i].second || input.is_tracer()) {
         return false;
@@ -158,6 +167,7 @@ class Tape {
   }
 
   mx::Stream stream_;
+  mx::array probe_; // without a value: what is marked as a tracer is one inside of a transformation only
   std::vector<std::pair<mx::Shape, mx::Dtype>> forms_;
   std::vector<Step> steps_;
   std::vector<mx::array> constants_;
@@ -182,10 +192,11 @@ size_t faststep_tape_size(const void* tape) noexcept {
   return static_cast<const faststep::Tape*>(tape)->size();
 }
 
-int faststep_tape_build(const void* tape, const void* const* inputs, size_t count, void** outputs) {
+int faststep_tape_build(
+    const void* tape, const void* const* inputs, size_t count, size_t known, size_t known_end, void** outputs) {
   return faststep::guarded([&] {
     const auto& it = *static_cast<const faststep::Tape*>(tape);
-    if (!it.fits(inputs, count)) {
+    if (!it.fits(inputs, count, known, known_end)) {
       return faststep::not_applicable;
     }
     it.build(inputs, outputs);

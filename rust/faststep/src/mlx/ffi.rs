@@ -198,6 +198,8 @@ extern "C" {
         tape: *const c_void,
         inputs: Handles,
         count: usize,
+        known: usize,
+        known_end: usize,
         outputs: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_graph_new(

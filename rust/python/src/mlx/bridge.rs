@@ -12,7 +12,7 @@ use mlx_rs::Array;
 use pyo3::{
     ffi::PyObject,
     prelude::*,
-    types::{PyDict, PyTuple, PyType},
+    types::{PyDict, PyList, PyTuple, PyType},
 };
 
 extern "C" {
@@ -23,6 +23,24 @@ extern "C" {
     fn faststep_bridge_wrap(array: *const c_void) -> *mut PyObject;
     fn faststep_bridge_assign(object: *mut PyObject, array: *const c_void);
     fn faststep_array_id(array: *const c_void) -> usize;
+    fn faststep_bridge_list_holds(
+        list: *mut PyObject,
+        first: usize,
+        ids: *const usize,
+        count: usize,
+    ) -> usize;
+    fn faststep_bridge_dict_holds(
+        dict: *mut PyObject,
+        keys: *const *mut PyObject,
+        ids: *const usize,
+        count: usize,
+    ) -> usize;
+}
+
+/// Return the number of items of a list, from the first one on, that are arrays with these identities.
+pub fn list_holds(list: &Bound<'_, PyList>, first: usize, ids: &[usize]) -> usize {
+    // SAFETY: a live list; a list of numbers and its length.
+    unsafe { faststep_bridge_list_holds(list.as_ptr(), first, ids.as_ptr(), ids.len()) }
 }
 
 /// Join the domain of `mlx.core`. To be called once, before anything else of this module.
@@ -44,6 +62,13 @@ pub fn is_array(object: &Bound<'_, PyAny>) -> bool {
 pub fn id(object: &Bound<'_, PyAny>) -> Option<usize> {
     // SAFETY: `borrow` only sees arrays, and what it returns lives as long as the object.
     is_array(object).then(|| unsafe { faststep_array_id(faststep_bridge_borrow(object.as_ptr())) })
+}
+
+/// Return the number of keys, from the first on and in the order of a dict, at which arrays with these identities stand.
+pub fn dict_holds(dict: &Bound<'_, PyDict>, keys: &[Py<PyAny>], ids: &[usize]) -> usize {
+    let count = keys.len().min(ids.len());
+    // SAFETY: a live dict; live keys, each of which is one pointer, and as many numbers.
+    unsafe { faststep_bridge_dict_holds(dict.as_ptr(), keys.as_ptr().cast(), ids.as_ptr(), count) }
 }
 
 /// Return whether an object's class is this one or derived from it. `isinstance` asks the class, which takes ten times as long
@@ -113,6 +138,24 @@ fn closure_cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound
         )
     };
     closure?.cast::<PyTuple>().ok()?.get_item(index).ok()
+}
+
+/// The value of a context variable; none where it has none, or is no such variable.
+pub fn context_value<'py>(variable: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+    let mut value = std::ptr::null_mut();
+    // SAFETY: a context variable; the value is a new reference, or null where there is none.
+    unsafe {
+        if pyo3::ffi::PyContextVar_CheckExact(variable.as_ptr()) == 0 {
+            return None;
+        }
+        let variable_ptr = variable.as_ptr();
+        let found = pyo3::ffi::PyContextVar_Get(variable_ptr, std::ptr::null_mut(), &raw mut value);
+        if found != 0 {
+            drop(PyErr::take(variable.py()));
+            return None;
+        }
+        Bound::from_owned_ptr_or_opt(variable.py(), value)
+    }
 }
 
 /// The globals of a function.

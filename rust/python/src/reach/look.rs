@@ -1,11 +1,13 @@
 //! Comparison of the objects that a loss reads with those of the last call.
 use std::rc::Rc;
 
-use mlx_rs::Array;
-use pyo3::prelude::*;
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyFrozenSet, PyList, PyTuple},
+};
 
 use super::{
-    node::{attributes_of, contents, Expect, How, Met, Row},
+    node::{attributes_of, contents, refill, Expect, Met, Places, Row},
     seen::equal,
     Program,
 };
@@ -13,7 +15,7 @@ use crate::{
     mlx::bridge,
     tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
 };
-use faststep::engine::Tensor;
+use faststep::engine::{HeldArrays, Tensor};
 
 /// Result of comparing a program's nodes.
 pub enum Look<'py> {
@@ -55,6 +57,9 @@ impl Program {
             if let Some(row) = rows.next_if(|row| row.first == at) {
                 let met = self.look_at_row(row, &objects, &mut values);
                 objects.resize_with(at + met, || None);
+                if row.arrays {
+                    number += met;
+                }
                 if met > 0 {
                     continue;
                 }
@@ -84,12 +89,17 @@ impl Program {
                 Expect::Module(tree, first) => {
                     let ids = self.ids.borrow();
                     let known = ids.get(*first..).unwrap_or_default();
-                    let slots = tree.check(&met.object, Scope::Whole, known);
+                    let known = &known[..known.len().min(tree.tensors().len())];
+                    if tree.is_same(&met.object, known) {
+                        number += known.len();
+                        objects.push(Some(met));
+                        continue;
+                    }
+                    let slots = tree.check_whole(&met.object, known);
                     drop(ids);
                     slots.is_some_and(|slots| {
-                        slots
-                            .iter()
-                            .all(|slot| self.holds(&mut number, &slot.object))
+                        let mut slots = slots.iter();
+                        slots.all(|slot| self.holds(&mut number, &slot.object))
                     })
                 }
                 Expect::Contents(_, number) => {
@@ -116,21 +126,35 @@ impl Program {
         Ok(Look::Same(objects, values))
     }
 
-    // the number of values of a row, from the first on, that still are numbers and strings
+    // the number of values of a row, from the first on, that still are numbers and strings; or of arrays that are the same
     fn look_at_row(
         &self,
         row: &Row,
         objects: &[Option<Met<'_>>],
         values: &mut Values<'_>,
     ) -> usize {
-        let Some(dict) = self.nodes[row.first].dict(objects) else {
+        let first = &self.nodes[row.first];
+        if row.arrays {
+            let ids = self.ids.borrow();
+            let known = ids.get(row.number..).unwrap_or_default();
+            let known = &known[..known.len().min(row.len())];
+            return match &row.places {
+                Places::Indices(index, _) => first
+                    .list(objects)
+                    .map_or(0, |list| bridge::list_holds(list, *index, known)),
+                Places::Keys(keys) => first
+                    .dict(objects)
+                    .map_or(0, |dict| bridge::dict_holds(dict, keys, known)),
+            };
+        }
+        let (Places::Keys(keys), Some(dict)) = (&row.places, first.dict(objects)) else {
             return 0;
         };
-        let known = &values.last[row.value..][..row.keys.len()];
-        bridge::walk(dict, &row.keys, known, |at, object| {
+        let known = &values.last[row.number..][..keys.len()];
+        bridge::walk(dict, keys, known, |at, object| {
             let fits = self.nodes[row.first + at].fits_value(&object);
             if fits {
-                values.meet(row.value + at, object);
+                values.meet(row.number + at, object);
             }
             fits
         })
@@ -151,12 +175,10 @@ impl Program {
             return false;
         };
         let mut held = self.held.borrow_mut();
-        let held = Rc::make_mut(&mut held);
-        if at < held.len() {
-            (held[at], ids[at]) = (array, id);
-        } else {
-            held.push(array);
-            ids.push(id);
+        Rc::make_mut(&mut held).set(at, array);
+        match ids.get_mut(at) {
+            Some(place) => *place = id,
+            None => ids.push(id),
         }
         true
     }
@@ -164,14 +186,7 @@ impl Program {
     // the index of each array's node
     fn arrays(&self) -> Vec<usize> {
         let nodes = self.nodes.iter().enumerate();
-        let arrays = nodes.flat_map(|(at, node)| {
-            let count = match &node.expect {
-                Expect::Array => 1,
-                Expect::Module(tree, _) => tree.tensors().len(),
-                _ => 0,
-            };
-            std::iter::repeat_n(at, count)
-        });
+        let arrays = nodes.flat_map(|(at, node)| std::iter::repeat_n(at, node.arrays()));
         arrays.collect()
     }
 }
@@ -188,9 +203,9 @@ pub struct Spot<'py> {
 pub struct Looked {
     /// The program that was looked through.
     pub program: Rc<Program>,
-    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value
+    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value and, where it is a row's, no array
     /// The arrays.
-    pub arrays: Rc<Vec<Array>>,
+    pub arrays: Rc<HeldArrays>,
     /// Numbers, strings, and the contents of what is changed in place.
     pub values: Rc<Vec<Py<PyAny>>>,
 }
@@ -211,12 +226,21 @@ impl Looked {
         }
     }
 
-    fn object<'a, 'py>(&'a self, node: usize, py: Python<'py>) -> Option<&'a Bound<'py, PyAny>> {
-        let object = match &self.program.nodes[node].expect {
+    fn object<'py>(&self, node: usize, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let it = &self.program.nodes[node];
+        let object = match &it.expect {
             Expect::Value(_, number) => self.values.get(*number),
             _ => self.objects[node].as_ref(),
         };
-        object.map(|object| object.bind(py))
+        match (object, &it.expect) {
+            (Some(object), _) => Some(object.bind(py).clone()),
+            (None, Expect::Array) => {
+                let parent = it.parent?;
+                let object = self.objects[parent].as_ref()?.bind(py).clone();
+                it.find_in(&Met::new(object, &self.program.nodes[parent])?)
+            }
+            (None, _) => None,
+        }
     }
 
     fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
@@ -239,7 +263,7 @@ impl Looked {
                     node: at,
                 }),
                 Expect::Module(..) => {
-                    let (_, inner) = Tree::record(object, Scope::Whole)?;
+                    let (_, inner) = Tree::record(&object, Scope::Whole)?;
                     spots.extend(inner.into_iter().map(|slot| Spot {
                         object: slot.object,
                         place: Some(slot.place),
@@ -290,7 +314,8 @@ impl Looked {
     pub fn value_that_is_array(&self, py: Python<'_>) -> Option<String> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
-        let mut values = nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..)));
+        let mut values =
+            nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Absent));
         let at = values.find(|(_, node)| {
             let now = node.find(&objects, &[]);
             now.is_some_and(|now| bridge::is_array(&now))
@@ -316,16 +341,52 @@ impl Looked {
         Ok(())
     }
 
+    /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
+    pub fn copies<'py>(&self, py: Python<'py>) -> PyResult<Vec<(usize, Bound<'py, PyAny>)>> {
+        let mut copies = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Contents(..), Some(object)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let noted = object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>();
+            let fixed =
+                object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
+            if !noted && !fixed {
+                copies.push((at, object.call_method0("copy")?));
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Return whether the contents at a node are those of the last look.
+    pub fn has_contents(&self, py: Python<'_>, node: usize) -> PyResult<bool> {
+        match (&self.program.nodes[node].expect, self.object(node, py)) {
+            (Expect::Contents(_, number), Some(object)) => {
+                Ok(equal(self.values[*number].bind(py), &contents(&object)?))
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// Give the object at a node the contents of a copy.
+    pub fn refill(&self, node: usize, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+        match self.object(node, copy.py()) {
+            Some(object) => refill(&object, copy),
+            None => Ok(()),
+        }
+    }
+
     /// Values in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
     pub fn changed<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
         let changed = nodes.filter_map(|(at, node)| {
-            let (Expect::Value(_, number), How::Cell | How::Global | How::Class | How::Attribute) =
-                (&node.expect, node.how)
-            else {
+            let Expect::Value(_, number) = &node.expect else {
                 return None;
             };
+            if !node.how.stands_alone() {
+                return None;
+            }
             let before = self.values[*number].bind(py);
             let now = node.find(&objects, &[])?;
             (!equal(before, &now) && !bridge::is_array(&now)).then(|| (at, before.clone()))
@@ -351,13 +412,13 @@ impl Looked {
                 continue;
             };
             if let Expect::Module(..) = &node.expect {
-                snapshot.note_all(object)?;
+                snapshot.note_all(&object)?;
             }
             if let Expect::Container(..) | Expect::Contents(..) = &node.expect {
-                snapshot.note(object)?;
+                snapshot.note(&object)?;
             }
             if node.opens || matches!(node.expect, Expect::Object(..)) {
-                if let Some(dict) = attributes_of(object) {
+                if let Some(dict) = attributes_of(&object) {
                     snapshot.note(dict.as_any())?;
                 }
             }
@@ -372,10 +433,10 @@ impl Looked {
             let Some(object) = self.object(at, py) else {
                 continue;
             };
-            if let How::Cell | How::Global | How::Class | How::Attribute = node.how {
+            if node.how.stands_alone() {
                 let now = node.find(&objects, &[]);
-                if !now.is_some_and(|now| now.is(object)) {
-                    node.put(&objects, object)?;
+                if !now.is_some_and(|now| now.is(&object)) {
+                    node.put(&objects, &object)?;
                 }
             }
         }

@@ -25,6 +25,7 @@ struct Traced<'py> {
     spots: Vec<Spot<'py>>,
     tracers: Vec<Array>,
     first: usize, // the number of the first among all other arrays
+    copies: Vec<(usize, Bound<'py, PyAny>)>, // of what is changed in place and is no container, by node
     snapshot: Snapshot<'py>,
 }
 
@@ -46,6 +47,7 @@ impl<'py> Reached<'py> {
         let traced = Traced {
             spots: looked.spots(py)?,
             snapshot: looked.snapshot(py)?,
+            copies: looked.copies(py)?,
             first,
             tracers: others[first..][..looked.arrays.len()].to_vec(),
         };
@@ -128,6 +130,12 @@ impl<'py> Reached<'py> {
         changes.extend(
             nodes.map(|(node, before)| Change::Node(self.looked.clone(), node, before.unbind())),
         );
+        for (node, copy) in &traced.copies {
+            if !self.looked.has_contents(py, *node)? {
+                let copy = copy.clone().unbind();
+                changes.push(Change::Contents(self.looked.clone(), *node, copy));
+            }
+        }
         Ok(changes)
     }
 
@@ -143,6 +151,11 @@ impl<'py> Reached<'py> {
             return Ok(());
         }
         traced.snapshot.restore()?;
+        for (node, copy) in &traced.copies {
+            if !self.looked.has_contents(py, *node)? {
+                self.looked.refill(*node, copy)?;
+            }
+        }
         self.looked.put_back(py)
     }
 }

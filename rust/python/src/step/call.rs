@@ -183,6 +183,7 @@ impl Inner {
         let batch = user.batch()?;
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);
+        self.reach.begin();
         let looked = self.reach.look(&roots, &user.optimizer)?;
         Ok(Given::new(batch, looked, roots))
     }

@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use super::{
     arguments::Arguments,
     run::Given,
-    trace_cache::{equals, holds, CallKey, Entry, Key},
+    trace_cache::{equals, holds, warn, CallKey, Entry, Key},
     Inner,
 };
 use crate::{
@@ -95,7 +95,7 @@ impl Inner {
                  argument what is drawn"
             )));
         }
-        if suspect.is_unchanged() {
+        if suspect.is_unchanged() && suspect.read.is_empty() {
             return Ok(None);
         }
         let first = sketch(self, given);
@@ -116,14 +116,30 @@ impl Inner {
             (Err(Stop::Becomes(_)), _) | (_, Err(Stop::Becomes(_))) => true,
             _ => false,
         };
+        let read = suspect.read.join(", ");
         if same {
             suspect.swap(py, true)?;
+            if !read.is_empty() {
+                let message = format!(
+                    "the loss reads {read} as it is called, which is only while it is traced: what it decides by that stays \
+                     as it is. Pass as an argument what is to be seen at every step"
+                );
+                warn(py, &message)?;
+            }
             return Ok(None);
         }
-        Ok(Some(format!(
-            "its result depends on what it changes itself ({}): keep that in an mx.array, or change it outside of the loss",
-            suspect.names(py)
-        )))
+        let names = suspect.names(py);
+        let (mut changes, mut remedies) = (Vec::new(), Vec::new());
+        if !names.is_empty() {
+            changes.push(format!("what it changes itself ({names})"));
+            remedies.push("keep that in an mx.array, or change it outside of the loss");
+        }
+        if !read.is_empty() {
+            changes.push(format!("{read}, read as it is called"));
+            remedies.push("pass as an argument what is read");
+        }
+        let (changes, remedies) = (changes.join(" or on "), remedies.join("; "));
+        Ok(Some(format!("its result depends on {changes}: {remedies}")))
     }
 
     // find a trace that matches the arrays and the numbers that the loss reaches: one that is known to hold for these numbers,

@@ -82,6 +82,11 @@ impl Inner {
     ) -> PyResult<(T, bool)> {
         let started = Instant::now();
         self.check_compiler(user.py())?;
+        if self.reach.settle(store.signature()?.id, &given.looked) {
+            let roots = given.roots.iter().map(|root| root.bind(user.py()).clone());
+            let roots: Vec<_> = roots.collect();
+            given.looked = Rc::new(self.reach.look(&roots, &user.optimizer)?);
+        }
         if let Some(why) = self.suspected(store, user, given, task)? {
             self.compiled = false;
             self.traces.clear();
@@ -274,10 +279,13 @@ impl Inner {
             stop: None,
             template: None,
         }));
-        let mut others = store.others.clone();
+        let mut others = vec![store.others.clone()];
         if self.compiled {
-            others.extend_from_slice(&given.looked.arrays);
-            others.extend_from_slice(&given.constants[..varying.len()]);
+            others.push(given.looked.arrays.clone());
+            if !varying.is_empty() {
+                let constants = given.constants[..varying.len()].to_vec();
+                others.push(Rc::new(constants.into()));
+            }
         }
         Ok(Call {
             others,

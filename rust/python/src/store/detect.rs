@@ -115,7 +115,7 @@ impl Store {
                 self.forget()?;
             }
         }
-        self.others.clear();
+        self.others = Rc::default();
         self.current = Some(signature);
         Ok(())
     }
