@@ -18,6 +18,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "graph/visit.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -116,7 +117,7 @@ class Graph {
       inputs_.emplace(inputs[i].id(), i);
     }
     for (const auto& output : outputs) {
-      outputs_.push_back(visit(output));
+      outputs_.push_back(number(output));
     }
     seen_.clear();
   }
@@ -186,31 +187,23 @@ class Graph {
   }
 
  private:
-  uint32_t visit(const mx::array& root) {
-    std::vector<std::pair<mx::array, size_t>> stack{{root, 0}};
-    while (!stack.empty()) {
-      auto& [array, next] = stack.back();
-      if (seen_.contains(array.id())) {
-        stack.pop_back();
-        continue;
-      }
-      bool input = inputs_.contains(array.id());
-      if (!input && array.has_primitive() && next < array.inputs().size()) {
-        auto child = array.inputs()[next++];
-        stack.emplace_back(std::move(child), 0);
-        continue;
-      }
-      add(array, input);
-      stack.pop_back();
-    }
+  // The number of an array, behind those of the arrays that it is computed from.
+  uint32_t number(const mx::array& root) {
+    auto is_new = [this](const mx::array& a) {
+      return !seen_.contains(a.id()) && !inputs_.contains(a.id()) && a.has_primitive();
+    };
+    visit(root, is_new, [this](const mx::array& a) { add(a); });
     return seen_.at(root.id());
   }
 
-  void add(const mx::array& array, bool input) {
+  void add(const mx::array& array) {
     auto at = static_cast<uint32_t>(nodes_.size());
+    if (!seen_.emplace(array.id(), at).second) {
+      return;
+    }
     Node node{nullptr, {}, 0, array.dtype(), array.shape(), -1};
-    if (input) {
-      node.input = static_cast<int64_t>(inputs_.at(array.id()));
+    if (auto input = inputs_.find(array.id()); input != inputs_.end()) {
+      node.input = static_cast<int64_t>(input->second);
     } else if (array.has_primitive()) {
       node.primitive = array.primitive_ptr();
       node.result = array.siblings().empty() ? 0 : static_cast<uint32_t>(array.sibling_position());
@@ -221,7 +214,6 @@ class Graph {
       constants_.emplace(at, array);
     }
     nodes_.push_back(std::move(node));
-    seen_.emplace(array.id(), at);
   }
 
   std::vector<Node> nodes_;

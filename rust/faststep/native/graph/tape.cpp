@@ -14,6 +14,7 @@
 #include "mlx/compile.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "graph/visit.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -45,8 +46,9 @@ class Tape {
       forms_.emplace_back(inputs[i].shape(), inputs[i].dtype());
     }
     Numbers numbers;
+    auto is_new = [&](const mx::array& a) { return !numbers.contains(a.id()) && !given.contains(a.id()) && is_operation(a); };
     for (const auto& output : outputs) {
-      visit(output, given, numbers);
+      visit(output, is_new, [&](const mx::array& a) { add(a, given, numbers); });
     }
     for (const auto& output : outputs) {
       outputs_.push_back(numbers.at(output.id()));
@@ -119,29 +121,15 @@ class Tape {
     uint32_t constant = none;
   };
 
-  void visit(const mx::array& root, const Numbers& given, Numbers& numbers) {
-    std::vector<std::pair<mx::array, size_t>> path{{root, 0}};
-    while (!path.empty()) {
-      auto& [array, next] = path.back();
-      bool leaf = given.contains(array.id()) || !is_operation(array);
-      if (!numbers.contains(array.id()) && !leaf && next < array.inputs().size()) {
-        auto input = array.inputs()[next++];
-        path.emplace_back(std::move(input), 0); // the references above are gone
-        continue;
-      }
-      if (!numbers.contains(array.id())) {
-        add(array, given, numbers);
-      }
-      path.pop_back();
-    }
-  }
-
   // What is read from a file is there after the first evaluation.
   static bool is_operation(const mx::array& array) {
     return array.has_primitive() && std::string_view(array.primitive().name()) != "Load";
   }
 
   void add(const mx::array& array, const Numbers& given, Numbers& numbers) {
+    if (numbers.contains(array.id())) {
+      return;
+    }
     Step step;
     auto outputs = std::vector<mx::array>{array};
     if (auto found = given.find(array.id()); found != given.end()) {
