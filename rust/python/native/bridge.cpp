@@ -52,11 +52,16 @@ struct Expected {
 // A walk through containers, in which no reference is counted: no code of Python's runs meanwhile, but for sets of strings.
 class Glance {
  public:
-  Glance(const Expected* next, size_t count, const uintptr_t* ids, size_t arrays)
-      : next_(next), end_(next + count), ids_(ids), ids_end_(ids + arrays) {}
+  // Where met is not null, it gets the array objects, with a reference to each.
+  Glance(const Expected* next, size_t count, const uintptr_t* ids, size_t arrays, PyObject** met)
+      : next_(next), end_(next + count), ids_(ids), ids_end_(ids + arrays), met_(met), met_first_(met) {}
 
   bool sees_all(PyObject* root) {
-    return sees(root) && next_ == end_ && ids_ == ids_end_;
+    bool all = sees(root) && next_ == end_ && ids_ == ids_end_;
+    while (!all && met_ != met_first_) {
+      Py_DECREF(*--met_);
+    }
+    return all;
   }
 
  private:
@@ -67,7 +72,7 @@ class Glance {
     const auto& it = *next_++;
     switch (it.kind) {
       case Kind::array:
-        return ids_ != ids_end_ && holds(object, *ids_++);
+        return ids_ != ids_end_ && holds(object, *ids_++) && keeps(object);
       case Kind::value:
         return address(object) == it.object;
       case Kind::weak:
@@ -87,6 +92,13 @@ class Glance {
       default:
         return false;
     }
+  }
+
+  bool keeps(PyObject* object) {
+    if (met_ != nullptr) {
+      *met_++ = Py_NewRef(object);
+    }
+    return true;
   }
 
   static bool is(PyObject* object, const Expected& it) {
@@ -154,6 +166,8 @@ class Glance {
   const Expected* end_;
   const uintptr_t* ids_;
   const uintptr_t* ids_end_;
+  PyObject** met_;
+  PyObject** met_first_;
 };
 
 } // namespace
@@ -203,10 +217,10 @@ PyObject* faststep_bridge_wrap(const void* array) {
   }
 }
 
-// Whether a walk meets what is expected, and arrays with these identities.
+// Whether a walk meets what is expected, and arrays with these identities; the array objects, new references, where asked for.
 int faststep_bridge_glance(
-    PyObject* root, const Expected* expected, size_t count, const uintptr_t* ids, size_t arrays) {
-  return Glance(expected, count, ids, arrays).sees_all(root);
+    PyObject* root, const Expected* expected, size_t count, const uintptr_t* ids, size_t arrays, PyObject** met) {
+  return Glance(expected, count, ids, arrays, met).sees_all(root);
 }
 
 // The number of items of a list, from the first one on, that are arrays with these identities.

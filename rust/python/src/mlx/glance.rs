@@ -14,6 +14,7 @@ extern "C" {
         count: usize,
         ids: *const usize,
         arrays: usize,
+        met: *mut *mut PyObject,
     ) -> i32;
 }
 
@@ -138,8 +139,27 @@ impl Glance {
 
     /// Return whether a walk from `root` meets all of this, and arrays of these identities.
     pub fn meets(&self, root: &Bound<'_, PyAny>, ids: &[usize]) -> bool {
+        self.walk(root, ids, std::ptr::null_mut())
+    }
+
+    /// The array objects that a walk from `root` meets, where they have these identities and all else is met too.
+    pub fn arrays<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        ids: &[usize],
+    ) -> Option<impl Iterator<Item = Bound<'py, PyAny>>> {
+        let mut met = vec![std::ptr::null_mut(); ids.len()];
+        let py = root.py();
+        // SAFETY: each is a new reference, which ends here.
+        let own = move |object| unsafe { Bound::from_owned_ptr(py, object) };
+        self.walk(root, ids, met.as_mut_ptr())
+            .then(|| met.into_iter().map(own))
+    }
+
+    // `met` is null, or has room for as many objects as there are identities
+    fn walk(&self, root: &Bound<'_, PyAny>, ids: &[usize], met: *mut *mut PyObject) -> bool {
         // SAFETY: a live object, and two lists with their lengths. Keys, values, sets and references are held; of containers and
-        // classes addresses are compared.
+        // classes addresses are compared. As many objects are written as there are identities, or none.
         unsafe {
             faststep_bridge_glance(
                 root.as_ptr(),
@@ -147,6 +167,7 @@ impl Glance {
                 self.expected.len(),
                 ids.as_ptr(),
                 ids.len(),
+                met,
             ) != 0
         }
     }
