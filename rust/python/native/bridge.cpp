@@ -43,13 +43,13 @@ enum Kind : size_t { array, value, weak, strings, key, list, tuple, dict, module
 // An object that a walk is to meet: bridge.rs has the same.
 struct Expected {
   size_t kind;
-  Py_ssize_t size; // of a container
-  uintptr_t object; // itself, a weak reference to it, or a set that is equal
+  Py_ssize_t size; // of a container, or of a set
+  uintptr_t object; // itself, or a weak reference to it
   uintptr_t type; // of a container
   uintptr_t type_reference; // a weak reference to the type, or 0 where somebody holds that
 };
 
-// A walk through containers, in which no reference is counted: no code of Python's runs meanwhile, but for sets of strings.
+// A walk through containers, in which no reference is counted: no code of Python's runs meanwhile: sets are of strings.
 class Glance {
  public:
   // Where met is not null, it gets the array objects, with a reference to each.
@@ -78,7 +78,7 @@ class Glance {
       case Kind::weak:
         return referent(it.object) == object;
       case Kind::strings:
-        return is_set(object, at(it.object));
+        return is_set_of(object, it.size);
       case Kind::list:
         return is(object, it) && PyList_GET_SIZE(object) == it.size &&
             sees_each(reinterpret_cast<PyListObject*>(object)->ob_item, it.size);
@@ -106,18 +106,21 @@ class Glance {
         (it.type_reference == 0 || address(referent(it.type_reference)) == it.type);
   }
 
-  static bool is_set(PyObject* object, PyObject* known) {
-    if (!PySet_CheckExact(object) || PySet_GET_SIZE(object) != PySet_GET_SIZE(known)) {
+  // Whether it is a set of the next strings.
+  bool is_set_of(PyObject* object, Py_ssize_t size) {
+    if (!PySet_CheckExact(object) || PySet_GET_SIZE(object) != size || end_ - next_ < size) {
       return false;
     }
-    if (PySet_GET_SIZE(object) == 0) {
-      return true;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      int has = PySet_Contains(object, at((next_++)->object));
+      if (has < 0) {
+        PyErr_Clear();
+      }
+      if (has != 1) {
+        return false;
+      }
     }
-    int same = PyObject_RichCompareBool(object, known, Py_EQ);
-    if (same < 0) {
-      PyErr_Clear();
-    }
-    return same == 1;
+    return true;
   }
 
   bool sees_each(PyObject* const* items, Py_ssize_t size) {
