@@ -43,20 +43,25 @@ enum Kind : size_t { array, value, weak, strings, key, list, tuple, dict, module
 // An object that a walk is to meet: bridge.rs has the same.
 struct Expected {
   size_t kind;
-  Py_ssize_t size; // of a container
-  uintptr_t object; // itself, a weak reference to it, or a set that is equal
+  Py_ssize_t size; // of a container, or of a set
+  uintptr_t object; // itself, or a weak reference to it
   uintptr_t type; // of a container
   uintptr_t type_reference; // a weak reference to the type, or 0 where somebody holds that
 };
 
-// A walk through containers, in which no reference is counted: no code of Python's runs meanwhile, but for sets of strings.
+// A walk through containers, in which no reference is counted: no code of Python's runs meanwhile: sets are of strings.
 class Glance {
  public:
-  Glance(const Expected* next, size_t count, const uintptr_t* ids, size_t arrays)
-      : next_(next), end_(next + count), ids_(ids), ids_end_(ids + arrays) {}
+  // Where met is not null, it gets the array objects, with a reference to each.
+  Glance(const Expected* next, size_t count, const uintptr_t* ids, size_t arrays, PyObject** met)
+      : next_(next), end_(next + count), ids_(ids), ids_end_(ids + arrays), met_(met), met_first_(met) {}
 
   bool sees_all(PyObject* root) {
-    return sees(root) && next_ == end_ && ids_ == ids_end_;
+    bool all = sees(root) && next_ == end_ && ids_ == ids_end_;
+    while (!all && met_ != met_first_) {
+      Py_DECREF(*--met_);
+    }
+    return all;
   }
 
  private:
@@ -67,13 +72,13 @@ class Glance {
     const auto& it = *next_++;
     switch (it.kind) {
       case Kind::array:
-        return ids_ != ids_end_ && holds(object, *ids_++);
+        return ids_ != ids_end_ && holds(object, *ids_++) && keeps(object);
       case Kind::value:
         return address(object) == it.object;
       case Kind::weak:
         return referent(it.object) == object;
       case Kind::strings:
-        return is_set(object, at(it.object));
+        return is_set_of(object, it.size);
       case Kind::list:
         return is(object, it) && PyList_GET_SIZE(object) == it.size &&
             sees_each(reinterpret_cast<PyListObject*>(object)->ob_item, it.size);
@@ -89,23 +94,33 @@ class Glance {
     }
   }
 
+  bool keeps(PyObject* object) {
+    if (met_ != nullptr) {
+      *met_++ = Py_NewRef(object);
+    }
+    return true;
+  }
+
   static bool is(PyObject* object, const Expected& it) {
     return address(object) == it.object && address(Py_TYPE(object)) == it.type &&
         (it.type_reference == 0 || address(referent(it.type_reference)) == it.type);
   }
 
-  static bool is_set(PyObject* object, PyObject* known) {
-    if (!PySet_CheckExact(object) || PySet_GET_SIZE(object) != PySet_GET_SIZE(known)) {
+  // Whether it is a set of the next strings.
+  bool is_set_of(PyObject* object, Py_ssize_t size) {
+    if (!PySet_CheckExact(object) || PySet_GET_SIZE(object) != size || end_ - next_ < size) {
       return false;
     }
-    if (PySet_GET_SIZE(object) == 0) {
-      return true;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      int has = PySet_Contains(object, at((next_++)->object));
+      if (has < 0) {
+        PyErr_Clear();
+      }
+      if (has != 1) {
+        return false;
+      }
     }
-    int same = PyObject_RichCompareBool(object, known, Py_EQ);
-    if (same < 0) {
-      PyErr_Clear();
-    }
-    return same == 1;
+    return true;
   }
 
   bool sees_each(PyObject* const* items, Py_ssize_t size) {
@@ -154,6 +169,8 @@ class Glance {
   const Expected* end_;
   const uintptr_t* ids_;
   const uintptr_t* ids_end_;
+  PyObject** met_;
+  PyObject** met_first_;
 };
 
 } // namespace
@@ -203,10 +220,10 @@ PyObject* faststep_bridge_wrap(const void* array) {
   }
 }
 
-// Whether a walk meets what is expected, and arrays with these identities.
+// Whether a walk meets what is expected, and arrays with these identities; the array objects, new references, where asked for.
 int faststep_bridge_glance(
-    PyObject* root, const Expected* expected, size_t count, const uintptr_t* ids, size_t arrays) {
-  return Glance(expected, count, ids, arrays).sees_all(root);
+    PyObject* root, const Expected* expected, size_t count, const uintptr_t* ids, size_t arrays, PyObject** met) {
+  return Glance(expected, count, ids, arrays, met).sees_all(root);
 }
 
 // The number of items of a list, from the first one on, that are arrays with these identities.

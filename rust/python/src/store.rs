@@ -206,7 +206,7 @@ impl Store {
         optimizer: &Bound<'py, PyAny>,
         needs: Needs,
     ) -> PyResult<Prepared<'py>> {
-        let slots = self.look_at_model(model)?;
+        let (slots, same) = self.look_at_model(model)?;
         if std::mem::replace(&mut self.mixed, needs.masters) != needs.masters {
             let engine = self.engine.as_ref();
             if engine.is_some_and(|engine| engine.layout().halves().next().is_some()) {
@@ -222,7 +222,8 @@ impl Store {
             undo = Some(self.adopt(model, optimizer, &slots, needs)?);
             self.state_slots(optimizer)?
         };
-        let packed = self.take_values(&slots, &state, undo.is_some())? || undo.is_some();
+        let to_take = if same { &[] } else { &slots[..] };
+        let packed = self.take_values(to_take, &state, undo.is_some())? || undo.is_some();
         if let Some(engine) = &mut self.engine {
             engine.need(needs).map_err(|error| to_python(&error))?;
         }

@@ -11,7 +11,7 @@ pub mod snapshot;
 pub mod static_value;
 pub mod walk;
 
-use std::cell::RefCell;
+use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::Tensor;
 use pyo3::{
@@ -27,7 +27,7 @@ use crate::mlx::{
 };
 use identity::Class;
 use paths::Paths;
-use slot::{Place, Slot};
+use slot::{Place, Places, Slot};
 use static_value::{equal, is_plain, Static};
 use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
@@ -100,7 +100,7 @@ fn doubles(slots: &[Slot<'_>]) -> Vec<(usize, usize)> {
                 places.push((dict.as_ptr().addr(), key.as_ptr().addr(), number));
             }
             Place::List(list, index) => places.push((list.as_ptr().addr(), *index, number)),
-            Place::Tuple => {}
+            Place::Tuple | Place::Nth(..) => {}
         }
     }
     places.sort_unstable();
@@ -200,6 +200,22 @@ impl Tree {
         glance
             .as_ref()
             .is_some_and(|glance| glance.meets(root, known))
+    }
+
+    /// The slots, where `root` is what was checked last and `known` are its arrays, and a glance can tell.
+    pub fn same_slots<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        known: &[usize],
+    ) -> Option<Vec<Slot<'py>>> {
+        let glance = self.glance.borrow();
+        let objects = glance.as_ref()?.arrays(root, known)?;
+        let places = Rc::new(Places::of(root.clone()));
+        let slots = objects.enumerate().map(|(number, object)| Slot {
+            place: Place::Nth(places.clone(), number),
+            object,
+        });
+        Some(slots.collect())
     }
 
     /// As [`Tree::check`] of all arrays, so that the next look may be a glance.

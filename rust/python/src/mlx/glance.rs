@@ -14,6 +14,7 @@ extern "C" {
         count: usize,
         ids: *const usize,
         arrays: usize,
+        met: *mut *mut PyObject,
     ) -> i32;
 }
 
@@ -38,8 +39,8 @@ enum Kind {
 #[derive(Clone, Copy, Debug)]
 struct Expected {
     kind: Kind,
-    size: usize,
-    object: usize, // a container, a key, a value, a weak reference to it, or an equal set
+    size: usize,   // of a container, or of a set
+    object: usize, // a container, a key, a value, or a weak reference to it
     class: usize,
     class_reference: usize, // a weak reference to the class, or 0 where that is held
 }
@@ -59,7 +60,7 @@ pub enum Container {
     Attributes,
 }
 
-/// Objects that a walk is to meet, in order. Keys, values, sets and references are held, containers and arrays are not.
+/// Objects that a walk is to meet, in order. Keys, values and references are held, containers and arrays are not.
 #[derive(Debug, Default)]
 pub struct Glance {
     expected: Vec<Expected>,
@@ -102,9 +103,15 @@ impl Glance {
         self.hold(Kind::Weak, reference.clone().into_any());
     }
 
-    /// A set that is equal to one of strings.
+    /// A set of strings.
     pub fn strings(&mut self, set: &Bound<'_, PyFrozenSet>) {
-        self.hold(Kind::Strings, set.clone().into_any());
+        self.push(Kind::Strings, 0);
+        if let Some(last) = self.expected.last_mut() {
+            last.size = set.len();
+        }
+        for each in set {
+            self.hold(Kind::Value, each);
+        }
     }
 
     /// A container by its address, of a class; `reference`: a weak one to the class, where nobody holds that.
@@ -138,8 +145,27 @@ impl Glance {
 
     /// Return whether a walk from `root` meets all of this, and arrays of these identities.
     pub fn meets(&self, root: &Bound<'_, PyAny>, ids: &[usize]) -> bool {
-        // SAFETY: a live object, and two lists with their lengths. Keys, values, sets and references are held; of containers and
-        // classes addresses are compared.
+        self.walk(root, ids, std::ptr::null_mut())
+    }
+
+    /// The array objects that a walk from `root` meets, where they have these identities and all else is met too.
+    pub fn arrays<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        ids: &[usize],
+    ) -> Option<impl Iterator<Item = Bound<'py, PyAny>>> {
+        let mut met = vec![std::ptr::null_mut(); ids.len()];
+        let py = root.py();
+        // SAFETY: each is a new reference, which ends here.
+        let own = move |object| unsafe { Bound::from_owned_ptr(py, object) };
+        self.walk(root, ids, met.as_mut_ptr())
+            .then(|| met.into_iter().map(own))
+    }
+
+    // `met` is null, or has room for as many objects as there are identities
+    fn walk(&self, root: &Bound<'_, PyAny>, ids: &[usize], met: *mut *mut PyObject) -> bool {
+        // SAFETY: a live object, and two lists with their lengths. Keys, values and references are held; of containers and
+        // classes addresses are compared. As many objects are written as there are identities, or none.
         unsafe {
             faststep_bridge_glance(
                 root.as_ptr(),
@@ -147,6 +173,7 @@ impl Glance {
                 self.expected.len(),
                 ids.as_ptr(),
                 ids.len(),
+                met,
             ) != 0
         }
     }

@@ -52,11 +52,11 @@ impl Inner {
         outcome
     }
 
-    fn measured(
+    fn measured<'py>(
         &mut self,
         store: &mut Store,
-        user: &Arguments<'_>,
-        prepared: &Prepared<'_>,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
         given: &Given,
         (task, calls): (Task, usize),
     ) -> Result<Vec<Measured>, Stop> {

@@ -117,11 +117,11 @@ impl Inner {
         }
     }
 
-    fn plan(
+    fn plan<'py>(
         &mut self,
         store: &mut Store,
-        user: &Arguments<'_>,
-        prepared: &Prepared<'_>,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
         given: &Given,
         (task, calls): (Task, usize),
     ) -> Result<Plan, Stop> {

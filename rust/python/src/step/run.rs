@@ -188,11 +188,11 @@ impl Inner {
         Ok(())
     }
 
-    pub(super) fn attempt(
+    pub(super) fn attempt<'py>(
         &mut self,
         store: &mut Store,
-        user: &Arguments<'_>,
-        prepared: &Prepared<'_>,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
         given: &Given,
         task: Task,
     ) -> Result<Output, Stop> {
