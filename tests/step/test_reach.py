@@ -248,8 +248,7 @@ def test_a_loss_may_append_to_a_long_list() -> None:
 
     step, x = Step(nn.Linear(4, 1), optim.SGD(0.1), loss_fn), mx.ones((2, 4))
     with pytest.warns(RuntimeWarning, match="stores a new array"):
-        losses = [step(x).loss.item()]
-    losses += [step(x).loss.item() for _ in range(2)]
+        losses = [step(x).loss.item() for _ in range(3)]
     assert [float(value) for value in log[5000:]] == losses
     assert step.stats.mode == "plain"
 
@@ -625,3 +624,59 @@ def test_a_new_closure_in_every_step_is_one_trace() -> None:
     assert step is not None
     assert step.stats.traced == 1
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+
+
+def test_a_model_that_is_a_part_of_what_the_loss_reaches_is_trained() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.scale = nn.Linear(4, 8), nn.Linear(8, 2), mx.ones((2,))
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.last(mx.tanh(self.first(x))) * self.scale
+
+    def run(fast: bool) -> list[Any]:
+        mx.random.seed(3)
+        whole, losses = Whole(), []
+        parts = [(whole.first, optim.Adam(1e-2)), (whole.last, optim.SGD(1e-1, momentum=0.9))]
+        steps = [
+            Step(*part, lambda _, x: mx.square(whole(x) - 1).mean())
+            if fast
+            else plain_step(*part, lambda _, x: mx.square(whole(x) - 1).mean())
+            for part in parts
+        ]
+        for number in range(8):
+            x = mx.random.normal((3, 4))
+            taken = [step(x) for step in steps]
+            losses += [(each.loss if fast else each[0]).item() for each in taken]
+            if number == 4:
+                whole.scale = whole.scale * 2
+        return losses
+
+    assert run(fast=True) == run(fast=False)
+
+
+def test_what_the_class_of_a_class_has_is_watched() -> None:
+    class Meta(type):
+        scale, weight = 1.0, mx.array(2.0)
+
+        @property
+        def shift(cls) -> float:
+            return cls._shift  # type: ignore[attr-defined,no-any-return]
+
+    class Settings(metaclass=Meta):
+        _shift = 0.5
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean() * Settings.scale * Settings.weight + Settings.shift
+
+    model, x = nn.Linear(4, 2), mx.ones((3, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for change in (
+        lambda: setattr(Meta, "scale", 3.0),
+        lambda: setattr(Meta, "weight", mx.array(5.0)),
+        lambda: setattr(Settings, "_shift", 7.0),
+    ):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+        change()
+    assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)

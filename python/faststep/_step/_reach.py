@@ -41,7 +41,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.ge
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 _RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
 
@@ -165,13 +166,7 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
         array_id: Tells which array objects have the same value.
         loss_fn: The loss function.
     """
-    wanted, places = array_id(array), []
-    for container in gc.get_objects():
-        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
-            pairs = container.items() if isinstance(container, dict) else enumerate(container)
-            for key, item in list(pairs):
-                if type(item) is mx.array and item is not array and array_id(item) == wanted:
-                    places.append(f"at {key!r} of a {type(container).__name__}")
+    places = _places([array], array_id)
     code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     place = f" ({places[0]})" if places else ""
@@ -180,6 +175,29 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
         f"not look{place}: it keeps the value that it has now. Pass it as an argument of the step, or keep it in an "
         "attribute, a global, a dict or a list that the loss names"
     )
+
+
+def kept(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> str:
+    """Describe where arrays stand that a loss has computed while it was traced, for a warning.
+
+    Args:
+        arrays: The arrays, or what they are computed into.
+        array_id: Tells which array objects have the same value.
+    """
+    places = _places(arrays, array_id)
+    return f" ({places[0]})" if places else " where the step does not look"
+
+
+def _places(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> list[str]:
+    """Return the places in containers where other objects have the value of one of these arrays."""
+    wanted, own, places = {array_id(array) for array in arrays}, {id(array) for array in arrays}, []
+    for container in gc.get_objects():
+        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, item in list(pairs):
+                if type(item) is mx.array and id(item) not in own and array_id(item) in wanted:
+                    places.append(f"at {key!r} of a {type(container).__name__}")
+    return places
 
 
 def _is(value: Any, cls: Any) -> bool:
@@ -216,9 +234,9 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
     """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
     names, attributes, modules = set(), set(), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in _NAMES:
             names.add(instruction.argval)
-        elif instruction.opname in _READS:
+        elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
@@ -324,7 +342,10 @@ class _Search:
         if isinstance(value, nn.Module):
             if id(value) in self.walked:
                 return IDENTITY, weakref.ref(value)
-            self.walked |= _containers(value)
+            containers = _containers(value)
+            if containers & self.walked:  # the model is a part of it, say: the rest is looked at by itself
+                return CONTAINER, None
+            self.walked |= containers
             return MODULE, None
         if isinstance(value, dict | list | tuple):
             if id(value) in self.walked:
@@ -408,7 +429,7 @@ class _Search:
     def follow_class(self, at: int, value: Any) -> None:
         """Add the class of an object, whose methods the code may call."""
         cls = type(value)
-        if not isinstance(value, type) and not _is_library_class(cls) and id(cls) not in self.seen:
+        if cls is not type and not _is_library_class(cls) and id(cls) not in self.seen:
             self.add(at, TYPE, None, cls)
 
     def follow_named(self, at: int, value: Any) -> None:

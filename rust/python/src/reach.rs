@@ -10,7 +10,10 @@ mod seen;
 pub mod stop;
 pub mod suspect;
 
-use std::{cell::RefCell, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
 
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
@@ -20,7 +23,7 @@ use faststep::engine::Tensor;
 use look::Look;
 pub use look::Looked;
 use node::{Node, Row};
-pub use reached::Reached;
+pub use reached::{Reached, Written};
 pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
@@ -39,6 +42,7 @@ pub struct Program {
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
     held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
+    model: Cell<Option<usize>>, // the signature that the model had at the search
 }
 
 impl Program {
@@ -72,21 +76,62 @@ impl Reach {
         roots: &[Bound<'_, PyAny>],
         owned: &Bound<'_, PyAny>,
     ) -> PyResult<Looked> {
+        match self.look_again(roots, None)? {
+            Some(looked) => Ok(looked),
+            None => self.search(roots, owned),
+        }
+    }
+
+    /// The same where the model's signature is known: a model that is made up otherwise may lead to other objects.
+    pub fn look_with(
+        &mut self,
+        looked: Rc<Looked>,
+        roots: &[Bound<'_, PyAny>],
+        owned: &Bound<'_, PyAny>,
+        model: usize,
+    ) -> PyResult<Rc<Looked>> {
+        let known = &looked.program.model;
+        if known.get().is_none_or(|known| known == model) {
+            known.set(Some(model));
+            return Ok(looked);
+        }
+        let looked = match self.look_again(roots, Some(model))? {
+            Some(looked) => looked,
+            None => self.search(roots, owned)?,
+        };
+        looked.program.model.set(Some(model));
+        Ok(Rc::new(looked))
+    }
+
+    // what a program leads to that is known, for that signature of the model
+    fn look_again(
+        &mut self,
+        roots: &[Bound<'_, PyAny>],
+        model: Option<usize>,
+    ) -> PyResult<Option<Looked>> {
         let mut change = None;
         for at in (0..self.programs.len()).rev() {
-            match self.programs[at].look(roots)? {
+            let program = &self.programs[at];
+            if model.is_some() && program.model.get() != model {
+                continue;
+            }
+            match program.look(roots)? {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
                     self.programs.push(program.clone());
-                    return Ok(Looked::new(program, objects, values));
+                    return Ok(Some(Looked::new(program, objects, values)));
                 }
                 Look::Differs(node) => {
-                    let name = || self.programs[at].name(owned.py(), node);
+                    let name = || self.programs[at].name(roots[0].py(), node);
                     change.get_or_insert_with(name);
                 }
             }
         }
         self.change = change;
+        Ok(None)
+    }
+
+    fn search(&mut self, roots: &[Bound<'_, PyAny>], owned: &Bound<'_, PyAny>) -> PyResult<Looked> {
         let (mut program, mut tries) = (self.discover(roots, owned)?, 0);
         let (objects, values) = loop {
             match program.look(roots)? {
@@ -130,6 +175,7 @@ impl Reach {
             values: RefCell::new(Rc::new(found.values)),
             ids: RefCell::default(),
             held: RefCell::default(),
+            model: Cell::default(),
         })
     }
 }

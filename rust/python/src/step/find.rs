@@ -29,6 +29,11 @@ impl Inner {
     ) -> Result<(), Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let rule = store.rule.as_ref().ok_or_else(missing)?.clone();
+        let model = store.signature()?.id;
+        let looked = given.looked.clone();
+        given.looked =
+            self.reach
+                .look_with(looked, &given.roots(user.py()), &user.optimizer, model)?;
         for part in task.parts(&rule) {
             let updates = matches!(part, Part::Whole(_) | Part::Update(_));
             let has_loss = !matches!(part, Part::Update(_));
@@ -37,7 +42,7 @@ impl Inner {
             let options = if options { store.options_id() } else { 0 };
             let mut key = key(store, part, options)?;
             if !self.compiled {
-                key.front.model = store.others.len(); // the loss reads the model's numbers at each call
+                key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
             }
             if has_loss {
                 self.find_loss(store, user, given, key)?;
@@ -101,8 +106,7 @@ impl Inner {
         let first = sketch(self, given);
         suspect.swap(py, true)?;
         suspect.swap(py, false)?;
-        let roots = given.roots.iter().map(|root| root.bind(py).clone());
-        let looked = self.reach.look(&roots.collect::<Vec<_>>(), &user.optimizer);
+        let looked = self.reach.look(&given.roots(py), &user.optimizer);
         let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
         let second = now.map(|now| (sketch(self, given), now));
         suspect.swap(py, false)?;
@@ -243,12 +247,7 @@ impl Inner {
         template: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let py = user.py();
-        let roots: Vec<_> = given
-            .roots
-            .iter()
-            .map(|root| root.bind(py).clone())
-            .collect();
-        let now = self.reach.look(&roots, &user.optimizer)?;
+        let now = self.reach.look(&given.roots(py), &user.optimizer)?;
         if let Some(last) = self.traces.last_mut() {
             if last.kept.seen(py, &given.looked).is_none() {
                 let constants = given.constants.clone();

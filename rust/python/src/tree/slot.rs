@@ -19,6 +19,15 @@ pub enum Place<'py> {
 }
 
 impl<'py> Place<'py> {
+    /// The address of the dict or list.
+    pub fn container(&self) -> usize {
+        match self {
+            Self::Dict(dict, _) => dict.as_ptr().addr(),
+            Self::List(list, _) => list.as_ptr().addr(),
+            Self::Tuple => 0,
+        }
+    }
+
     /// Put another object there.
     pub fn set(&self, object: &Bound<'py, PyAny>) -> PyResult<()> {
         match self {
