@@ -680,3 +680,52 @@ def test_what_the_class_of_a_class_has_is_watched() -> None:
         assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
         change()
     assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["method", "code", "property", "base", "library"])
+def test_another_method_of_a_class_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base(nn.Module):
+        def turn(self, x: mx.array) -> mx.array:
+            return mx.tanh(x)
+
+    class Net(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 2), 0
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.turn(self.layer(x)) * self.scale
+
+        @property
+        def scale(self) -> float:
+            return 1.0
+
+    def other(self: Any, x: mx.array) -> mx.array:
+        return mx.sin(x) * 3
+
+    def change() -> None:
+        if kind == "method":
+            Net.__call__ = lambda self, x: self.layer(x) * 5  # type: ignore[method-assign]
+        elif kind == "code":
+            Base.turn.__code__ = other.__code__
+        elif kind == "property":
+            Net.scale = property(lambda self: 7.0)  # type: ignore[assignment,method-assign]
+        elif kind == "base":
+            Base.turn = other  # type: ignore[method-assign]
+        else:
+            linear = nn.Linear.__call__
+            monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: linear(self, x) + 1)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean()
+
+    model, x = Net(), mx.ones((3, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for _ in range(3):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+        Net.counted = 1  # type: ignore[attr-defined]
+    change()
+    for _ in range(3):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+    assert step.stats.mode == "native"
+    assert len(step.stats.traces) <= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -262,6 +263,25 @@ def in_new_global(way: Callable[..., Way]) -> Iterator[Tree]:
         yield [step(x), NEW]
 
 
+def in_a_cache(way: Callable[..., Way]) -> Iterator[Tree]:
+    model, table = Layers(), {"scale": mx.array(2.0)}
+
+    @functools.lru_cache
+    def scale() -> mx.array:
+        return table["scale"] * 2
+
+    def loss(model: Layers, x: mx.array) -> mx.array:
+        return model.run(x, zeros())[0] * scale()
+
+    step = way(model, optim.Adam(1e-2), loss)
+    for number, x in enumerate(batches()):
+        if number == 5:
+            table["scale"] = mx.array([3.0]).squeeze()
+            table["other"] = mx.array(1.0)
+            scale.cache_clear()
+        yield [step(x), scale()]
+
+
 def behind_a_method(way: Callable[..., Way]) -> Iterator[Tree]:
     model, kept = Layers(), dict[str, mx.array]()
     keep = kept.__setitem__
@@ -284,6 +304,15 @@ def test_a_state_that_no_trace_can_keep_is_kept_uncompiled(run: Callable[[Callab
 
     with pytest.warns(RuntimeWarning, match=r"cannot be compiled: it (stores a new array|keeps an array)"):
         assert compare(seeded).stats.mode == "plain"
+
+
+def test_what_a_loss_caches_is_computed_outside_of_a_trace() -> None:
+    def seeded(way: Callable[..., Way]) -> Iterator[Tree]:
+        mx.random.seed(2)
+        return in_a_cache(way)
+
+    with pytest.warns(RuntimeWarning, match="takes from where the step does not look"):
+        assert compare(seeded).stats.mode == "native"
 
 
 def test_a_mask_for_each_length_costs_one_step_each() -> None:
@@ -374,3 +403,33 @@ def test_what_is_added_to_a_model_is_watched() -> None:
         assert step(x).loss.item() == pytest.approx(plain * model.settings.scale * model.tuple[0].item(), rel=1e-5)
         model.settings.scale, model.tuple = 2.0 + number, (mx.array(3.0 + number),)
     assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("kind", ["flag", "argument", "stores"])
+def test_a_number_that_makes_a_loss_untraceable_later_is_no_error(kind: str) -> None:
+    class Settings:
+        number = 0
+
+    settings, kept = Settings(), dict[str, mx.array]()
+
+    def loss(model: nn.Module, x: mx.array, number: int) -> mx.array:
+        value = mx.square(model(x)).mean()
+        if kind == "stores" and settings.number > 3:
+            kept["value"] = value
+        reads = {"flag": settings.number in (3, 4), "argument": number > 3}.get(kind, False)
+        return value * (2 if reads and value.item() > 0 else 1)
+
+    def run(way: Callable[..., Way]) -> Iterator[Tree]:
+        mx.random.seed(1)
+        kept.clear()
+        model = nn.Linear(6, 3)
+        step = way(model, optim.Adam(1e-2), loss)
+        for number in range(8):
+            settings.number = number if kind != "argument" else 0
+            yield [step(mx.random.normal((4, 6)), number if kind == "argument" else 0), dict(model), dict(kept)]
+
+    if kind == "stores":
+        assert compare(run).stats.mode == "native"
+    else:
+        with pytest.warns(RuntimeWarning, match="it reads the value of an array"):
+            assert compare(run).stats.mode == "plain"

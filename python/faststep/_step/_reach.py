@@ -45,9 +45,10 @@ _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
+_MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
 
-def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
+def discover(roots: tuple[Any, ...], owned: Any) -> tuple[list[Node], list[type]]:
     """Return what a loss function reaches.
 
     Args:
@@ -56,7 +57,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
         owned: The optimizer, which belongs to the step.
 
     Returns:
-        The nodes, each behind its parent. Roots are numbered as in `roots`.
+        The nodes, each behind its parent. Roots are numbered as in `roots`. And the classes whose methods the loss may call.
     """
     search = _Search(roots[1], owned)
     for at, root in enumerate(roots):
@@ -69,7 +70,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
             RuntimeWarning,
             stacklevel=3,  # between the user and this is Step.__call__ or fast_step
         )
-    return search.kept()
+    return search.kept(), list(search.classes.values())
 
 
 class Positions:
@@ -178,13 +179,19 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
 
 
 def kept(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> str:
-    """Describe where arrays stand that a loss has computed while it was traced, for a warning.
+    """Describe where arrays stand that a loss has computed while it was traced, for a warning; clear caches of them.
 
     Args:
         arrays: The arrays, or what they are computed into.
         array_id: Tells which array objects have the same value.
     """
-    places = _places(arrays, array_id)
+    wanted, places = {array_id(array) for array in arrays}, _places(arrays, array_id)
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper:
+            cached = (each for each in gc.get_referents(cache) if type(each) is mx.array)
+            if any(array_id(each) in wanted for each in cached):
+                cache.cache_clear()
+                places.append(f"in the cache of {getattr(cache, '__qualname__', 'a function')}")
     return f" ({places[0]})" if places else " where the step does not look"
 
 
@@ -313,6 +320,7 @@ class _Search:
         self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
         self.attributes: set[str] = set()
         self.any_attribute = False
+        self.classes: dict[int, type] = {}
 
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:
         """Add an object as a node, to be followed."""
@@ -429,6 +437,8 @@ class _Search:
     def follow_class(self, at: int, value: Any) -> None:
         """Add the class of an object, whose methods the code may call."""
         cls = type(value)
+        if isinstance(value, nn.Module) or not _is_library_class(cls):
+            self.classes |= {id(base): base for base in cls.__mro__ if base.__flags__ & _MADE_BY_PYTHON}
         if cls is not type and not _is_library_class(cls) and id(cls) not in self.seen:
             self.add(at, TYPE, None, cls)
 
@@ -436,6 +446,8 @@ class _Search:
         """Add the attributes of an object, class or Python module that the code names."""
         if isinstance(value, type):
             for number, base in enumerate(value.__mro__):
+                if not _is_library_class(base):
+                    self.classes[id(base)] = base
                 if not _is_library_class(base) and not issubclass(base, enum.Enum):
                     self.follow_base(at, number, base)
             return

@@ -250,7 +250,7 @@ impl Host for PythonHost {
     fn traced(&self, inputs: &[Array], before: &[usize], outputs: &[Array]) -> MlxResult<()> {
         let compiled = |current: &Option<Current>| {
             let current = current.as_ref();
-            current.is_some_and(|current| current.compiled && !current.sketch)
+            current.is_some_and(|current| current.compiled)
         };
         if compiled(&self.current.borrow()) {
             self.check_kept(inputs, before, outputs)?;

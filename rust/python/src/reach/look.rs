@@ -34,6 +34,8 @@ pub enum Look<'py> {
     Same(Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>),
     /// That node's object is another one.
     Differs(usize),
+    /// A class has another method.
+    Class(String),
 }
 
 // values met on a look, beside those of the last one
@@ -55,6 +57,9 @@ impl Program {
     /// Look at every node.
     pub fn look<'py>(&self, roots: &[Bound<'py, PyAny>]) -> PyResult<Look<'py>> {
         let py = roots[0].py();
+        if let Some(class) = self.classes.changed(py) {
+            return Ok(Look::Class(class));
+        }
         let mut objects: Vec<Option<Met<'py>>> = Vec::with_capacity(self.nodes.len());
         let mut number = 0; // of the next array
         let last = self.values.borrow().clone();

@@ -107,7 +107,7 @@ impl Weak {
     }
 
     // a class that is a module attribute lives as long as the process; a class made by a function may refer to a model
-    fn of_class(class: &Bound<'_, PyType>) -> Self {
+    pub fn of_class(class: &Bound<'_, PyType>) -> Self {
         let made = class.qualname().map(|name| name.to_string());
         if made.is_ok_and(|name| !name.contains("<locals>")) {
             return Self::Strong(class.clone().into_any().unbind());
@@ -115,7 +115,25 @@ impl Weak {
         Self::of(class.as_any())
     }
 
-    fn is(&self, object: &Bound<'_, PyAny>) -> bool {
+    /// A function or a descriptor, by the same rule.
+    pub fn of_code(object: &Bound<'_, PyAny>) -> Self {
+        let made = object.getattr(intern!(object.py(), "__qualname__"));
+        if made.is_ok_and(|name| !name.to_string().contains("<locals>")) {
+            return Self::Strong(object.clone().unbind());
+        }
+        Self::of(object)
+    }
+
+    /// The object, while there is one.
+    pub fn get<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        match self {
+            Self::Weak(weak) => weak.bind(py).upgrade(),
+            Self::Strong(mine) => Some(mine.bind(py).clone()),
+        }
+    }
+
+    /// Return whether it is this one.
+    pub fn is(&self, object: &Bound<'_, PyAny>) -> bool {
         match self {
             Self::Weak(weak) => weak
                 .bind(object.py())

@@ -113,11 +113,11 @@ impl Inner {
                 }
                 Err(stop) => stop,
             };
-            let new = self.traces.discard();
+            self.traces.discard();
             self.unwatched = None;
             match stop {
                 Stop::Raised(error) => return Err(error),
-                Stop::Untraceable(why) | Stop::Becomes(why) if !(self.compiled && new) => {
+                Stop::Untraceable(why) | Stop::Becomes(why) if !self.compiled => {
                     return Err(PyRuntimeError::new_err(why));
                 }
                 // running statistics of BatchNorm in half precision become float32 at the first batch, many an optimizer
