@@ -57,7 +57,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> tuple[list[Node], list[type]
         owned: The optimizer, which belongs to the step.
 
     Returns:
-        The nodes, each behind its parent. Roots are numbered as in `roots`. And the classes whose methods the loss may call.
+        The nodes, each behind its parent, roots numbered as in `roots`, and classes whose methods the loss may call.
     """
     search = _Search(roots[1], owned)
     for at, root in enumerate(roots):

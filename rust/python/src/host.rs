@@ -141,7 +141,7 @@ impl PythonHost {
                     let stored = current.compiled.then(|| snapshot.new_array(true));
                     if let Some(key) = stored.transpose()?.flatten() {
                         let what = format!("it stores a new array on the model: {key}");
-                        return Err(Stop::Becomes(what));
+                        return Err(Stop::Stores(what));
                     }
                     if let Some(positions) = &positions {
                         current.suspect = Suspect {
@@ -196,7 +196,7 @@ impl PythonHost {
                 .import("faststep._step._reach")?
                 .getattr("kept")?
                 .call1((found, py.import("faststep._core")?.getattr("array_id")?))?;
-            Err(Stop::Becomes(format!(
+            Err(Stop::Stores(format!(
                 "it keeps an array that it computes{place}"
             )))
         })

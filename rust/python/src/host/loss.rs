@@ -184,7 +184,7 @@ impl Current {
             }
             if self.compiled {
                 let what = format!("it stores a new array on the model: {}", dotted(path));
-                return Err(Stop::Becomes(what));
+                return Err(Stop::Stores(what));
             }
             kept.extend(bridge::get(&slot.object));
         }

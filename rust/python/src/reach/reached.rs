@@ -127,7 +127,7 @@ impl<'py> Reached<'py> {
             None => traced.snapshot.new_array(false)?,
         };
         if let Some(name) = name {
-            return Err(Stop::Becomes(format!("it stores a new array in {name}")));
+            return Err(Stop::Stores(format!("it stores a new array in {name}")));
         }
         left.others.sort_by_key(|(number, _)| *number);
         Ok(written)

@@ -117,7 +117,8 @@ impl Inner {
                 let differences = first.differences(&second).map_err(mlx)?;
                 differences.is_some_and(|differences| differences.is_empty())
             }
-            (Err(Stop::Becomes(_)), _) | (_, Err(Stop::Becomes(_))) => true,
+            (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
+            | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => true,
             _ => false,
         };
         if same {

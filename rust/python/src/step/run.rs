@@ -42,8 +42,8 @@ const NO_KERNEL: [(&str, &str); 4] = [
     ),
 ];
 
-/// The most batches in a row that run uncompiled before a step stays so.
-const MAX_BECOMES: usize = 8;
+/// The most batches in a row that store arrays where there were none and run uncompiled, before a step stays so.
+const MAX_STORES: usize = 8;
 
 /// The most traces of which a loss that changes numbers itself is looked at once more.
 const MAX_CHECKS: usize = 4;
@@ -117,24 +117,32 @@ impl Inner {
             self.unwatched = None;
             match stop {
                 Stop::Raised(error) => return Err(error),
-                Stop::Untraceable(why) | Stop::Becomes(why) if !self.compiled => {
+                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
+                    if !self.compiled =>
+                {
                     return Err(PyRuntimeError::new_err(why));
                 }
-                // running statistics of BatchNorm in half precision become float32 at the first batch, many an optimizer
-                // makes a part of its state at its first update, a model makes a mask for each length
-                Stop::Becomes(why)
-                    if self.became < MAX_BECOMES && (self.became == 0 || self.becomes != why) =>
+                // running statistics of BatchNorm in half precision become float32 at the first batch, and many an optimizer
+                // makes a part of its state at its first update
+                Stop::Becomes(why) if self.became == 0 => self.becomes(why),
+                // a mask for each length, say
+                Stop::Stores(why)
+                    if self.became < MAX_STORES && (self.became == 0 || self.becomes != why) =>
                 {
-                    self.became += 1;
-                    self.becomes = why;
+                    self.becomes(why);
                 }
-                Stop::Untraceable(why) | Stop::Becomes(why) => {
+                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
                     self.fall_back(user.py(), why)?;
                     self.traces.clear();
                 }
             }
             self.compiled = false;
         }
+    }
+
+    fn becomes(&mut self, why: String) {
+        self.became += 1;
+        self.becomes = why;
     }
 
     fn fall_back(&mut self, py: Python<'_>, why: String) -> PyResult<()> {
