@@ -497,3 +497,108 @@ def test_each_array_of_many_is_seen_to_change() -> None:
         change()
         check()
     assert step.stats.mode == "native"
+
+
+def test_a_model_that_is_a_part_of_what_the_loss_reaches_is_trained() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.scale = nn.Linear(4, 8), nn.Linear(8, 2), mx.ones((2,))
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.last(mx.tanh(self.first(x))) * self.scale
+
+    def run(fast: bool) -> list[Any]:
+        mx.random.seed(3)
+        whole, losses = Whole(), []
+        parts = [(whole.first, optim.Adam(1e-2)), (whole.last, optim.SGD(1e-1, momentum=0.9))]
+        steps = [
+            Step(*part, lambda _, x: mx.square(whole(x) - 1).mean())
+            if fast
+            else plain_step(*part, lambda _, x: mx.square(whole(x) - 1).mean())
+            for part in parts
+        ]
+        for number in range(8):
+            x = mx.random.normal((3, 4))
+            taken = [step(x) for step in steps]
+            losses += [(each.loss if fast else each[0]).item() for each in taken]
+            if number == 4:
+                whole.scale = whole.scale * 2
+        return losses
+
+    assert run(fast=True) == run(fast=False)
+
+
+def test_what_the_class_of_a_class_has_is_watched() -> None:
+    class Meta(type):
+        scale, weight = 1.0, mx.array(2.0)
+
+        @property
+        def shift(cls) -> float:
+            return cls._shift  # type: ignore[attr-defined,no-any-return]
+
+    class Settings(metaclass=Meta):
+        _shift = 0.5
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean() * Settings.scale * Settings.weight + Settings.shift
+
+    model, x = nn.Linear(4, 2), mx.ones((3, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for change in (
+        lambda: setattr(Meta, "scale", 3.0),
+        lambda: setattr(Meta, "weight", mx.array(5.0)),
+        lambda: setattr(Settings, "_shift", 7.0),
+    ):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+        change()
+    assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["method", "code", "property", "base", "library"])
+def test_another_method_of_a_class_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base(nn.Module):
+        def turn(self, x: mx.array) -> mx.array:
+            return mx.tanh(x)
+
+    class Net(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 2), 0
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.turn(self.layer(x)) * self.scale
+
+        @property
+        def scale(self) -> float:
+            return 1.0
+
+    def other(self: Any, x: mx.array) -> mx.array:
+        return mx.sin(x) * 3
+
+    def change() -> None:
+        if kind == "method":
+            Net.__call__ = lambda self, x: self.layer(x) * 5  # type: ignore[method-assign]
+        elif kind == "code":
+            Base.turn.__code__ = other.__code__
+        elif kind == "property":
+            Net.scale = property(lambda self: 7.0)  # type: ignore[assignment,method-assign]
+        elif kind == "base":
+            Base.turn = other  # type: ignore[method-assign]
+        else:
+            linear = nn.Linear.__call__
+            monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: linear(self, x) + 1)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean()
+
+    model, x = Net(), mx.ones((3, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for _ in range(3):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+        Net.counted = 1  # type: ignore[attr-defined]
+    change()
+    for _ in range(3):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+    assert step.stats.mode == "native"
+    assert len(step.stats.traces) <= 2

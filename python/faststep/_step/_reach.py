@@ -39,13 +39,15 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.gen
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 _RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
+_MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
 
-def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
+def discover(roots: tuple[Any, ...], owned: Any) -> tuple[list[Node], list[type]]:
     """Return what a loss function reaches.
 
     Args:
@@ -54,7 +56,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
         owned: The optimizer, which belongs to the step.
 
     Returns:
-        The nodes, each behind its parent. Roots are numbered as in `roots`.
+        The nodes, each behind its parent, roots numbered as in `roots`, and classes whose methods the loss may call.
     """
     search = _Search(roots[1], owned)
     for at, root in enumerate(roots):
@@ -67,7 +69,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
             RuntimeWarning,
             stacklevel=3,  # between the user and this is Step.__call__ or fast_step
         )
-    return search.kept()
+    return search.kept(), list(search.classes.values())
 
 
 def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any) -> str:
@@ -78,13 +80,7 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
         array_id: Tells which array objects have the same value.
         loss_fn: The loss function.
     """
-    wanted, places = array_id(array), []
-    for container in gc.get_objects():
-        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
-            pairs = container.items() if isinstance(container, dict) else enumerate(container)
-            for key, item in list(pairs):
-                if type(item) is mx.array and item is not array and array_id(item) == wanted:
-                    places.append(f"at {key!r} of a {type(container).__name__}")
+    places = _places([array], array_id)
     code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     place = f" ({places[0]})" if places else ""
@@ -93,6 +89,35 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
         f"not look{place}: it keeps the value that it has now. Pass it as an argument of the step, or keep it in an "
         "attribute, a global, a dict or a list that the loss names"
     )
+
+
+def kept(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> str:
+    """Describe where arrays stand that a loss has computed while it was traced, for a warning; clear caches of them.
+
+    Args:
+        arrays: The arrays, or what they are computed into.
+        array_id: Tells which array objects have the same value.
+    """
+    wanted, places = {array_id(array) for array in arrays}, _places(arrays, array_id)
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper:
+            cached = (each for each in gc.get_referents(cache) if type(each) is mx.array)
+            if any(array_id(each) in wanted for each in cached):
+                cache.cache_clear()
+                places.append(f"in the cache of {getattr(cache, '__qualname__', 'a function')}")
+    return f" ({places[0]})" if places else " where the step does not look"
+
+
+def _places(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> list[str]:
+    """Return the places in containers where other objects have the value of one of these arrays."""
+    wanted, own, places = {array_id(array) for array in arrays}, {id(array) for array in arrays}, []
+    for container in gc.get_objects():
+        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, item in list(pairs):
+                if type(item) is mx.array and id(item) not in own and array_id(item) in wanted:
+                    places.append(f"at {key!r} of a {type(container).__name__}")
+    return places
 
 
 def _is(value: Any, cls: Any) -> bool:
@@ -129,9 +154,9 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
     """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
     names, attributes, modules = set(), set(), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in _NAMES:
             names.add(instruction.argval)
-        elif instruction.opname in _READS:
+        elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
@@ -208,6 +233,7 @@ class _Search:
         self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
         self.attributes: set[str] = set()
         self.any_attribute = False
+        self.classes: dict[int, type] = {}
 
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:
         """Add an object as a node, to be followed."""
@@ -237,7 +263,10 @@ class _Search:
         if isinstance(value, nn.Module):
             if id(value) in self.walked:
                 return IDENTITY, weakref.ref(value)
-            self.walked |= _containers(value)
+            containers = _containers(value)
+            if containers & self.walked:  # the model is a part of it, say: the rest is looked at by itself
+                return CONTAINER, None
+            self.walked |= containers
             return MODULE, None
         if isinstance(value, dict | list | tuple):
             if id(value) in self.walked:
@@ -334,13 +363,17 @@ class _Search:
     def follow_class(self, at: int, value: Any) -> None:
         """Add the class of an object, whose methods the code may call."""
         cls = type(value)
-        if not isinstance(value, type) and not _is_library_class(cls) and id(cls) not in self.seen:
+        if isinstance(value, nn.Module) or not _is_library_class(cls):
+            self.classes |= {id(base): base for base in cls.__mro__ if base.__flags__ & _MADE_BY_PYTHON}
+        if cls is not type and not _is_library_class(cls) and id(cls) not in self.seen:
             self.add(at, TYPE, None, cls)
 
     def follow_named(self, at: int, value: Any) -> None:
         """Add the attributes of an object, class or Python module that the code names."""
         if isinstance(value, type):
             for number, base in enumerate(value.__mro__):
+                if not _is_library_class(base):
+                    self.classes[id(base)] = base
                 if not _is_library_class(base) and not issubclass(base, enum.Enum):
                     self.follow_base(at, number, base)
             return

@@ -201,6 +201,17 @@ int faststep_graph_constant(const void* graph, uint32_t number, void** constant)
 // The constants that are held outside of the graph: as many as there is room for, and how many were written.
 int faststep_graph_held(
     const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count);
+// Arrays that are computed from the inputs and held outside of the graph, and inputs of which there are more handles than
+// `before`, one number for each: as many as there is room for, and how many were written.
+int faststep_graph_kept(
+    const void* const* inputs,
+    const size_t* before,
+    size_t n_inputs,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** found,
+    size_t room,
+    size_t* count);
 // Replace constants by inputs, one for each, in what the outputs are computed from.
 int faststep_graph_replace(
     const void* graph,

@@ -3,6 +3,7 @@
 //! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
 //! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
 //! strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
+mod classes;
 mod look;
 mod node;
 mod reached;
@@ -19,10 +20,11 @@ use pyo3::{prelude::*, types::PyTuple};
 
 use faststep::engine::{HeldArrays, Tensor};
 
+use classes::Classes;
 use look::Look;
 pub use look::Looked;
 use node::{Node, Row};
-pub use reached::Reached;
+pub use reached::{Reached, Written};
 pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
@@ -36,6 +38,7 @@ pub struct Program {
     /// Tells programs apart.
     pub id: usize,
     model: Cell<usize>, // the signature of the model with which it was made; 0: not known yet
+    classes: Classes,
     nodes: Vec<Node>,
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
@@ -110,6 +113,9 @@ impl Reach {
                     let name = || self.programs[at].name(owned.py(), node);
                     change.get_or_insert_with(name);
                 }
+                Look::Class(class) => {
+                    change.get_or_insert_with(|| format!("a method of {class}"));
+                }
             }
         }
         self.change = change;
@@ -120,7 +126,9 @@ impl Reach {
                 Look::Differs(node) if tries == MAX_TRIES => {
                     return Err(node::moving(&program.name(owned.py(), node)))
                 }
-                Look::Differs(_) => (program, tries) = (self.discover(roots, owned)?, tries + 1),
+                Look::Differs(_) | Look::Class(_) => {
+                    (program, tries) = (self.discover(roots, owned)?, tries + 1);
+                }
             }
         };
         let program = Rc::new(program);
@@ -154,12 +162,14 @@ impl Reach {
         let found = py
             .import("faststep._step._reach")?
             .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
-        let nodes = found.try_iter()?.map(|node| Node::read(&node?));
+        let (nodes, classes): (Bound<'_, PyAny>, Bound<'_, PyAny>) = found.extract()?;
+        let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
         Ok(Program {
             id: self.made,
             model: Cell::new(if self.known { self.model } else { 0 }),
+            classes: Classes::of(&classes)?,
             rows: Row::all(&found.nodes, py),
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),

@@ -68,11 +68,6 @@ impl ModelSignature {
         doubles.collect()
     }
 
-    /// The identities of the arrays that belong to it.
-    pub fn constants(&self) -> Vec<usize> {
-        self.tree.constants()
-    }
-
     fn tensors(&self) -> Vec<Tensor> {
         self.parameters
             .iter()

@@ -37,7 +37,7 @@ enum Item {
     Key(Py<PyAny>),
     Array,
     Static(Static),
-    Object, // a number, a text, or an argument with attributes of its own: `reach` looks at it
+    Object, // a number, a text, an argument with attributes of its own, an array in a tuple: `reach` looks at it
 }
 
 impl Item {
@@ -230,15 +230,6 @@ impl Tree {
         Some(slots)
     }
 
-    /// The identities of the arrays that belong to the signature, because they stand in a tuple.
-    pub fn constants(&self) -> Vec<usize> {
-        let constants = self.items.iter().filter_map(|item| match item {
-            Item::Static(Static::Constant(array)) => Some(faststep::engine::array::id(array)),
-            _ => None,
-        });
-        constants.collect()
-    }
-
     /// The array slots that stand at a later place too, because an object that has them does, and the last such place.
     pub fn doubles(&self) -> &[(usize, usize)] {
         &self.doubles
@@ -310,6 +301,7 @@ struct Recorder<'py> {
     containers: Vec<usize>,
     objects: Vec<Bound<'py, PyAny>>,
     numpy: bool,
+    optimizer: bool,
     scope: Scope,
     refused: Option<Bound<'py, PyAny>>,
     error: Option<PyErr>,
@@ -334,6 +326,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             self.refused = Some(container.clone());
             return None;
         }
+        self.optimizer |= kind == Kind::Optimizer;
         self.containers.push(container.as_ptr() as usize);
         let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
         let class = has_class.then(|| Class::of_class(&container.get_type()));
@@ -348,7 +341,11 @@ impl<'py> Visitor<'py> for Recorder<'py> {
 
     fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()> {
         if matches!(place, Place::Tuple) && self.scope != Scope::Arguments {
-            return self.leaf(&object);
+            if self.optimizer {
+                return self.leaf(&object);
+            }
+            self.tree.items.push(Item::Object);
+            return Some(());
         }
         let array = bridge::get(&object)?;
         self.tree.items.push(Item::Array);
@@ -450,7 +447,11 @@ impl<'py> Visitor<'py> for Checker<'_, 'py> {
 
     fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()> {
         if matches!(place, Place::Tuple) {
-            return self.leaf(&object);
+            return match self.next()? {
+                Item::Object => Some(()),
+                Item::Static(value) => value.is(&object).then_some(()),
+                _ => None,
+            };
         }
         matches!(self.next()?, Item::Array).then_some(())?;
         let index = self.slots.len();

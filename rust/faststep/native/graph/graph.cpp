@@ -248,6 +248,77 @@ void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id,
   }
 }
 
+// Arrays between inputs and outputs that somebody holds beside the graph, who will keep a tracer when the trace is done.
+// `before`: how many handles of each input there were. Of each output there is one, and one in `outputs`.
+std::vector<mx::array> kept(
+    const std::vector<mx::array>& inputs, const size_t* before, const std::vector<mx::array>& outputs) {
+  std::unordered_map<Id, long> known;
+  std::unordered_set<Id> seen, traced;
+  std::vector<const mx::array*> order, todo;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    seen.insert(inputs[i].id());
+    known[inputs[i].id()] += 1; // in `inputs`
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (traced.insert(inputs[i].id()).second) { // one that stands there twice has been counted with both handles
+      known[inputs[i].id()] += static_cast<long>(before[i]);
+      order.push_back(&inputs[i]);
+    }
+  }
+  auto visit = [&](const mx::array& array) {
+    if (seen.insert(array.id()).second) {
+      todo.push_back(&array);
+      order.push_back(&array);
+    }
+  };
+  for (const auto& output : outputs) {
+    known[output.id()] += 2;
+    visit(output);
+  }
+  while (!todo.empty()) {
+    const auto& array = *todo.back();
+    todo.pop_back();
+    for (const auto& input : array.inputs()) {
+      known[input.id()] += 1;
+      visit(input);
+    }
+    for (const auto& sibling : array.siblings()) {
+      known[sibling.id()] += 1;
+      visit(sibling);
+    }
+  }
+  // what depends on no input can be evaluated by whoever holds it
+  std::unordered_map<Id, bool> depends;
+  for (const auto& input : inputs) {
+    depends[input.id()] = true;
+  }
+  std::vector<mx::array> found;
+  for (const auto* array : order) {
+    if (holders(*array) <= known[array->id()]) {
+      continue;
+    }
+    std::vector<std::pair<const mx::array*, size_t>> stack{{array, 0}};
+    while (!stack.empty()) {
+      auto& [at, next] = stack.back();
+      if (depends.contains(at->id())) {
+        stack.pop_back();
+      } else if (next == at->inputs().size()) {
+        bool any = std::any_of(
+            at->inputs().begin(), at->inputs().end(), [&](const auto& input) { return depends[input.id()]; });
+        depends[at->id()] = any;
+        stack.pop_back();
+      } else {
+        const auto* input = &at->inputs()[next++];
+        stack.emplace_back(input, 0);
+      }
+    }
+    if (depends[array->id()]) {
+      found.push_back(*array);
+    }
+  }
+  return found;
+}
+
 const Graph& graph_at(const void* graph) {
   return *static_cast<const Graph*>(graph);
 }
@@ -305,6 +376,22 @@ int faststep_graph_held(
     auto held = graph_at(graph).held(list);
     *count = std::min(room, held.size());
     std::transform(held.begin(), held.begin() + *count, found, [](const auto* array) { return owned(*array); });
+  });
+}
+
+int faststep_graph_kept(
+    const void* const* inputs,
+    const size_t* before,
+    size_t n_inputs,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** found,
+    size_t room,
+    size_t* count) {
+  return guarded([&] {
+    auto kept = faststep::kept(faststep::list(inputs, n_inputs), before, faststep::list(outputs, n_outputs));
+    *count = std::min(room, kept.size());
+    std::transform(kept.begin(), kept.begin() + *count, found, [](const auto& array) { return owned(array); });
   });
 }
 

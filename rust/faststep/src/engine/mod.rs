@@ -36,7 +36,12 @@ pub use crate::{
         precision, Layout, NamedAuxState, Tensor,
     },
     memory::Plan,
-    mlx::{array, blas, graph::Graph, join, measure, memory, rebind::RebindError},
+    mlx::{
+        array, blas,
+        graph::{self, Graph},
+        join, measure, memory,
+        rebind::RebindError,
+    },
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
         Call, CallTraces, Causes, Field, Guard, HeldArrays, Host, Key, Left, LossCall, LossOutput,

@@ -231,6 +231,16 @@ extern "C" {
         room: usize,
         count: *mut usize,
     ) -> c_int;
+    pub(crate) fn faststep_graph_kept(
+        inputs: Handles,
+        before: *const usize,
+        n_inputs: usize,
+        outputs: Handles,
+        n_outputs: usize,
+        found: *mut New,
+        room: usize,
+        count: *mut usize,
+    ) -> c_int;
     pub(crate) fn faststep_graph_replace(
         graph: *const c_void,
         numbers: *const u32,

@@ -9,7 +9,7 @@ use std::{
 
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
-    transforms::compile::compile,
+    transforms::{compile::compile, fallible_vjp},
     Array,
 };
 
@@ -78,10 +78,11 @@ impl Trace {
                     error.replace(Some(e)); // itself: it knows its place
                     what
                 };
+                let before: Vec<usize> = inputs.iter().map(array::holders).collect();
                 let made = Body::new(&recipe, &*host).trace(inputs);
                 let (values, made) = made.map_err(&note)?.flatten();
                 if !matches!(recipe.part, Part::Update(_)) {
-                    host.traced(inputs, &values).map_err(&note)?;
+                    host.traced(inputs, &before, &values).map_err(&note)?;
                 }
                 quantized::rewrite(inputs, &values).map_err(&note)?;
                 counts.replace(made);
@@ -169,7 +170,10 @@ impl Trace {
         self.traced.set(0);
         let outputs = (self.function)(inputs);
         let outputs = outputs.map_err(|error| match self.error.take() {
-            Some(error) => Error::Trace(error),
+            Some(error) => {
+                take_closure_error();
+                Error::Trace(error)
+            }
             None => Error::Compile(error),
         })?;
         if self.traced.get() != 0 {
@@ -180,4 +184,12 @@ impl Trace {
         }
         Ok(outputs)
     }
+}
+
+// mlx-rs keeps what a closure has returned for the next transformation that fails, and compiling does not ask for it
+fn take_closure_error() {
+    let one = Array::from_f32(1.0);
+    let fails = |_: &[Array]| Err(Exception::custom("no error"));
+    let one = std::slice::from_ref(&one);
+    let _ = fallible_vjp(fails, one, one);
 }

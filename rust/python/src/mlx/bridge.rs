@@ -6,7 +6,7 @@
 //! stable. Threads: every function wants the GIL, which its `Bound` argument proves.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
+use std::{ffi::c_void, sync::OnceLock};
 
 use mlx_rs::Array;
 use pyo3::{
@@ -111,6 +111,9 @@ pub fn refcount(object: &Bound<'_, PyAny>) -> isize {
     unsafe { pyo3::ffi::Py_REFCNT(object.as_ptr()) }
 }
 
+// of a class whose number holds, before Python 3.13
+const VALID_VERSION: std::ffi::c_ulong = 1 << 19;
+
 /// The contents of a cell of a function's closure.
 pub fn cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py, PyAny>> {
     let cell = closure_cell(function, index)?;
@@ -185,6 +188,25 @@ pub fn code<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
             pyo3::ffi::PyFunction_GetCode(function.as_ptr()),
         )
     }
+}
+
+/// A number for what is in a class, another one whenever that is changed; none where Python counts no further.
+pub fn version(class: &Bound<'_, PyType>) -> Option<u32> {
+    static ALWAYS: OnceLock<bool> = OnceLock::new();
+    let counted = || {
+        // SAFETY: a live class, whose number is read while Python's lock is held.
+        let (version, flags) = unsafe {
+            let class = class.as_type_ptr();
+            ((*class).tp_version_tag, pyo3::ffi::PyType_GetFlags(class))
+        };
+        let always = || class.py().version_info() >= (3, 13);
+        let holds = flags & VALID_VERSION != 0 || *ALWAYS.get_or_init(always);
+        (version != 0 && holds).then_some(version)
+    };
+    counted().or_else(|| {
+        let _ = class.hasattr(pyo3::intern!(class.py(), "__mro__")); // Python counts when something is looked up
+        counted()
+    })
 }
 
 /// The instance dict of an object; without a question to its class, whose `__getattr__` takes ten times as long.

@@ -1,19 +1,30 @@
 //! Comparison of the objects that a loss reads with those of the last call.
-use std::rc::Rc;
+use std::{collections::HashSet, rc::Rc};
 
+use mlx_rs::Array;
 use pyo3::{
+    exceptions::PyRuntimeError,
+    intern,
     prelude::*,
     types::{PyDict, PyFrozenSet, PyList, PyTuple},
 };
 
 use super::{
-    node::{attributes_of, contents, refill, Expect, Met, Places, Row},
+    node::{attributes_of, contents, refill, Expect, How, Met, Places, Row},
     seen::equal,
     Program,
 };
 use crate::{
-    mlx::bridge,
-    tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
+    mlx::{
+        bridge,
+        classes::{is_deque, is_module},
+    },
+    tree::{
+        slot::Place,
+        snapshot::{holds_array, Snapshot},
+        walk::Scope,
+        Tree,
+    },
 };
 use faststep::engine::{HeldArrays, Tensor};
 
@@ -23,6 +34,8 @@ pub enum Look<'py> {
     Same(Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>),
     /// That node's object is another one.
     Differs(usize),
+    /// A class has another method.
+    Class(String),
 }
 
 // values met on a look, beside those of the last one
@@ -44,6 +57,9 @@ impl Program {
     /// Look at every node.
     pub fn look<'py>(&self, roots: &[Bound<'py, PyAny>]) -> PyResult<Look<'py>> {
         let py = roots[0].py();
+        if let Some(class) = self.classes.changed(py) {
+            return Ok(Look::Class(class));
+        }
         let mut objects: Vec<Option<Met<'py>>> = Vec::with_capacity(self.nodes.len());
         let mut number = 0; // of the next array
         let last = self.values.borrow().clone();
@@ -183,6 +199,26 @@ impl Program {
         true
     }
 
+    // the number of the first array of each node, or of the next one behind it
+    fn firsts(&self) -> Vec<usize> {
+        let mut next = 0;
+        let firsts = self.nodes.iter().map(|node| {
+            let first = next;
+            next += node.arrays();
+            first
+        });
+        firsts.collect()
+    }
+
+    // the nodes that are found from one
+    fn children(&self, at: usize) -> Vec<usize> {
+        let nodes = self.nodes.iter().enumerate().skip(at + 1);
+        let children = nodes.filter(|(_, node)| {
+            node.parent == Some(at) && matches!(node.how, How::Item | How::Index)
+        });
+        children.map(|(child, _)| child).collect()
+    }
+
     // the index of each array's node
     fn arrays(&self) -> Vec<usize> {
         let nodes = self.nodes.iter().enumerate();
@@ -190,6 +226,9 @@ impl Program {
         arrays.collect()
     }
 }
+
+/// Arrays that a loss reaches, with their numbers.
+type Numbered = Vec<(usize, Array)>;
 
 /// Place of an array that a loss reaches, and its object.
 pub struct Spot<'py> {
@@ -310,17 +349,144 @@ impl Looked {
         self.program.nodes[spot.node].find(&objects, &[])
     }
 
-    /// The place of a number in which an array stands now.
-    pub fn value_that_is_array(&self, py: Python<'_>) -> Option<String> {
+    /// The place of a number or an object in which something with arrays stands now; not of what a snapshot shows.
+    pub fn new_array(&self, py: Python<'_>) -> Option<String> {
         let objects = self.bound(py);
-        let nodes = self.program.nodes.iter().enumerate();
-        let mut values =
-            nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Absent));
-        let at = values.find(|(_, node)| {
-            let now = node.find(&objects, &[]);
-            now.is_some_and(|now| bridge::is_array(&now))
+        let mut nodes = self.program.nodes.iter().enumerate();
+        let at = nodes.find(|(at, node)| {
+            let Some(now) = node.find(&objects, &[]) else {
+                return false;
+            };
+            match &node.expect {
+                Expect::Array => false,
+                Expect::Value(..) | Expect::Absent => holds_array(&now, &mut HashSet::new()),
+                _ => {
+                    node.how.stands_alone()
+                        && !self.object(*at, py).is_some_and(|before| before.is(&now))
+                        && holds_array(&now, &mut HashSet::new())
+                }
+            }
         });
         at.map(|(at, _)| self.program.name(py, at))
+    }
+
+    /// Dicts, lists and tuples in whose place the loss has put another one of the same form, by node, and the arrays in
+    /// each, by number. The old ones are put back.
+    pub fn replaced(&self, py: Python<'_>) -> PyResult<Vec<(usize, Numbered)>> {
+        let objects = self.bound(py);
+        let firsts = self.program.firsts();
+        let mut replaced = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Container(..), Some(old)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let now = node.find(&objects, &[]).filter(|now| !now.is(&old));
+            let Some(now) = now else {
+                continue;
+            };
+            let mut arrays = Vec::new();
+            if self.has_form(at, &now, &firsts, &mut arrays)
+                && !arrays.is_empty()
+                && node.put(&objects, &old)?
+            {
+                replaced.push((at, arrays));
+            }
+        }
+        Ok(replaced)
+    }
+
+    // true if an object is made up as the one of a node is, but for its arrays, which are gathered
+    fn has_form<'py>(
+        &self,
+        at: usize,
+        now: &Bound<'py, PyAny>,
+        firsts: &[usize],
+        arrays: &mut Vec<(usize, Array)>,
+    ) -> bool {
+        let py = now.py();
+        let Some(met) = Met::new(now.clone(), &self.program.nodes[at]) else {
+            return false;
+        };
+        if is_module(now) || !self.program.nodes[at].fits(&met, &[]) {
+            return false;
+        }
+        let mut objects: Vec<Option<Met<'py>>> = Vec::new();
+        objects.resize_with(at, || None);
+        objects.push(Some(met));
+        let children = self.program.children(at);
+        let whole = now.len().is_ok_and(|len| len == children.len());
+        whole
+            && children.into_iter().all(|child| {
+                let node = &self.program.nodes[child];
+                let Some(item) = node.find(&objects, &[]) else {
+                    return false;
+                };
+                match &node.expect {
+                    Expect::Array => {
+                        let array = bridge::get(&item);
+                        let fits = array.as_ref().is_some_and(|array| {
+                            self.program.tensors.get(firsts[child]) == Some(&Tensor::of(array))
+                        });
+                        arrays.extend(array.map(|array| (firsts[child], array)));
+                        fits
+                    }
+                    Expect::Container(..) => self.has_form(child, &item, firsts, arrays),
+                    Expect::Value(_, number) => equal(self.values[*number].bind(py), &item),
+                    _ => self.object(child, py).is_some_and(|old| old.is(&item)),
+                }
+            })
+    }
+
+    /// Put a copy with other arrays, by number, in the place of the dict, list or tuple of a node.
+    pub fn replace(&self, py: Python<'_>, at: usize, arrays: &[(usize, Array)]) -> PyResult<()> {
+        let objects = self.bound(py);
+        let copy = self.copy_with(py, at, &self.program.firsts(), arrays)?;
+        self.program.nodes[at].put(&objects, &copy)?;
+        Ok(())
+    }
+
+    fn copy_with<'py>(
+        &self,
+        py: Python<'py>,
+        at: usize,
+        firsts: &[usize],
+        arrays: &[(usize, Array)],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let old = self.object(at, py).ok_or_else(missing)?;
+        let mut items = Vec::new();
+        for child in self.program.children(at) {
+            let node = &self.program.nodes[child];
+            let item = match &node.expect {
+                Expect::Array => {
+                    let made = arrays.iter().find(|(number, _)| *number == firsts[child]);
+                    let made = made.map(|(_, array)| bridge::wrap(py, array)).transpose()?;
+                    made.or_else(|| self.object(child, py))
+                }
+                Expect::Container(..) => Some(self.copy_with(py, child, firsts, arrays)?),
+                _ => self.object(child, py),
+            };
+            items.push((node, item.ok_or_else(missing)?));
+        }
+        if let Ok(tuple) = old.cast::<PyTuple>() {
+            let mut all = tuple.iter().collect::<Vec<_>>();
+            for (node, item) in items {
+                all[node.index()] = item;
+            }
+            let tuple = PyTuple::new(py, all)?;
+            return match old.getattr_opt(intern!(py, "_make"))? {
+                Some(make) => make.call1((tuple,)),
+                None => Ok(tuple.into_any()),
+            };
+        }
+        let copy = py.import("copy")?.call_method1("copy", (old,))?;
+        for (node, item) in items {
+            match node.key(py) {
+                Some(key) if copy.is_instance_of::<PyDict>() => copy.set_item(key, item)?,
+                _ => copy.set_item(node.index(), item)?,
+            }
+        }
+        Ok(copy)
     }
 
     /// The objects of the nodes that are no values.
@@ -414,7 +580,9 @@ impl Looked {
             if let Expect::Module(..) = &node.expect {
                 snapshot.note_all(&object)?;
             }
-            if let Expect::Container(..) | Expect::Contents(..) = &node.expect {
+            if matches!(node.expect, Expect::Container(..) | Expect::Contents(..))
+                || is_deque(&object)
+            {
                 snapshot.note(&object)?;
             }
             if node.opens || matches!(node.expect, Expect::Object(..)) {

@@ -403,6 +403,16 @@ impl Node {
         }
     }
 
+    /// Its key in a dict.
+    pub fn key<'a, 'py>(&'a self, py: Python<'py>) -> Option<&'a Bound<'py, PyAny>> {
+        self.key.as_ref().map(|key| key.bind(py))
+    }
+
+    /// Its index in a list or tuple.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
     /// The dict in which the object is looked up by its key.
     pub fn dict<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyDict>> {
         self.dict_of(objects.get(self.parent?)?.as_ref()?)

@@ -9,6 +9,8 @@ pub enum Stop {
     Untraceable(String),
     /// The loss makes another array of a buffer, which the next trace may be for.
     Becomes(String),
+    /// The loss stores an array where there was none, and where the next trace may find it.
+    Stores(String),
 }
 
 impl From<PyErr> for Stop {

@@ -59,7 +59,7 @@ impl Inner {
             store.take_output(py, &prepared, &output.batch)?;
             if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
                 let (others, first) = (&output.batch.others, store.others.len());
-                given.looked.show(py, others, first, &last.kept.in_place)?;
+                given.looked.show(py, others, first, &last.kept.written)?;
             }
             if new {
                 store.check_layout(py)?;

@@ -37,7 +37,7 @@ impl Inner {
             let options = if options { store.options_id() } else { 0 };
             let mut key = key(store, part, options)?;
             if !self.compiled {
-                key.front.model = store.others.len(); // the loss reads the model's numbers at each call
+                key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
             }
             if has_loss {
                 self.find_loss(store, user, given, key)?;
@@ -101,8 +101,7 @@ impl Inner {
         let first = sketch(self, given);
         suspect.swap(py, true)?;
         suspect.swap(py, false)?;
-        let roots = given.roots.iter().map(|root| root.bind(py).clone());
-        let looked = self.reach.look(&roots.collect::<Vec<_>>(), &user.optimizer);
+        let looked = self.reach.look(&given.roots(py), &user.optimizer);
         let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
         let second = now.map(|now| (sketch(self, given), now));
         suspect.swap(py, false)?;
@@ -113,7 +112,8 @@ impl Inner {
                 let differences = first.differences(&second).map_err(mlx)?;
                 differences.is_some_and(|differences| differences.is_empty())
             }
-            (Err(Stop::Becomes(_)), _) | (_, Err(Stop::Becomes(_))) => true,
+            (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
+            | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => true,
             _ => false,
         };
         let read = suspect.read.join(", ");
@@ -259,12 +259,7 @@ impl Inner {
         template: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let py = user.py();
-        let roots: Vec<_> = given
-            .roots
-            .iter()
-            .map(|root| root.bind(py).clone())
-            .collect();
-        let now = self.reach.look(&roots, &user.optimizer)?;
+        let now = self.reach.look(&given.roots(py), &user.optimizer)?;
         if let Some(last) = self.traces.last_mut() {
             if last.kept.seen(py, &given.looked).is_none() {
                 let constants = given.constants.clone();

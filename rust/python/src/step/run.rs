@@ -17,8 +17,8 @@ use super::{
 use crate::{
     host::Current,
     mlx::{bridge, errors::to_python},
-    reach::{stop::Stop, suspect::Suspect, Looked},
-    store::{owner::Holder, ModelSignature, Prepared, Store},
+    reach::{stop::Stop, suspect::Suspect, Looked, Written},
+    store::{owner::Holder, Prepared, Store},
     tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -41,6 +41,9 @@ const NO_KERNEL: [(&str, &str); 4] = [
         "the compiler of CUDA failed on one of MLX's kernels",
     ),
 ];
+
+/// The most batches in a row that store arrays where there were none and run uncompiled, before a step stays so.
+const MAX_STORES: usize = 8;
 
 /// The most traces of which a loss that changes numbers itself is looked at once more.
 const MAX_CHECKS: usize = 4;
@@ -67,6 +70,11 @@ impl Given {
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
         }
+    }
+
+    pub(super) fn roots<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let roots = self.roots.iter().map(|root| root.bind(py).clone());
+        roots.collect()
     }
 }
 
@@ -110,24 +118,36 @@ impl Inner {
                 }
                 Err(stop) => stop,
             };
-            let new = self.traces.discard();
+            self.traces.discard();
             self.unwatched = None;
             match stop {
                 Stop::Raised(error) => return Err(error),
-                Stop::Untraceable(why) | Stop::Becomes(why) if !(self.compiled && new) => {
+                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
+                    if !self.compiled =>
+                {
                     return Err(PyRuntimeError::new_err(why));
                 }
-                // running statistics of BatchNorm in half precision become float32 at the first batch
-                // and many an optimizer makes a part of its state at its first update
-                Stop::Becomes(why) if self.became == 0 => {
-                    self.became = 1;
-                    self.becomes = why;
+                // running statistics of BatchNorm in half precision become float32 at the first batch, and many an optimizer
+                // makes a part of its state at its first update
+                Stop::Becomes(why) if self.became == 0 => self.becomes(why),
+                // a mask for each length, say
+                Stop::Stores(why)
+                    if self.became < MAX_STORES && (self.became == 0 || self.becomes != why) =>
+                {
+                    self.becomes(why);
                 }
-                Stop::Untraceable(why) | Stop::Becomes(why) => self.fall_back(user.py(), why)?,
+                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
+                    self.fall_back(user.py(), why)?;
+                    self.traces.clear();
+                }
             }
             self.compiled = false;
-            self.traces.clear();
         }
+    }
+
+    fn becomes(&mut self, why: String) {
+        self.became += 1;
+        self.becomes = why;
     }
 
     fn fall_back(&mut self, py: Python<'_>, why: String) -> PyResult<()> {
@@ -138,12 +158,16 @@ impl Inner {
         warn(py, &message)
     }
 
-    // compile again after a batch that ran uncompiled because the dtype of a buffer changed
+    // true while one batch runs uncompiled, and the next will not
+    fn becomes_another(&self) -> bool {
+        !self.compiled && self.options.compile && self.fallen.is_none()
+    }
+
+    // compile again after a batch that ran uncompiled because an array on the model became another
     fn compile_again(&mut self) {
-        if self.became == 1 && !self.compiled {
-            self.became = 2;
+        if self.becomes_another() {
             self.compiled = true;
-            self.traces.clear();
+            self.traces.drop_eager();
         }
     }
 
@@ -167,7 +191,7 @@ impl Inner {
             _ => self
                 .fallen
                 .clone()
-                .or_else(|| (self.became == 1).then(|| self.becomes.clone()))
+                .or_else(|| self.becomes_another().then(|| self.becomes.clone()))
                 .or_else(|| Some("MLX has been told not to compile".into())),
         };
         Ok(())
@@ -220,7 +244,7 @@ impl Inner {
             .borrow()
             .as_ref()
             .is_some_and(|it| it.loose);
-        let stop = self.leave_host(user, given, &signature);
+        let stop = self.leave_host(user, given);
         shown?;
         if let (Some(optimizer), true) = (optimizer, loose) {
             let state = store
@@ -274,7 +298,7 @@ impl Inner {
             graph: None,
             held: Vec::new(),
             loose: false,
-            in_place: Vec::new(),
+            written: Written::default(),
             suspect: Suspect::default(),
             stop: None,
             template: None,
@@ -300,7 +324,6 @@ impl Inner {
         &mut self,
         user: &Arguments<'_>,
         given: &Given,
-        signature: &ModelSignature,
     ) -> PyResult<Option<Stop>> {
         let Some(current) = self.host.current.take() else {
             return Ok(None);
@@ -311,9 +334,9 @@ impl Inner {
         if let Some(template) = current.template {
             if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
                 last.kept.graph = current.graph;
-                last.kept.in_place = current.in_place;
+                last.kept.written = current.written;
                 self.see(user, given, Some(template.clone_ref(user.py())))?;
-                self.unwatched = unwatched(user, &current.held, &signature.constants())?;
+                self.unwatched = unwatched(user, &current.held)?;
             }
             self.template = Some(template);
         }
@@ -368,11 +391,9 @@ impl<'py> Uncompiled<'py> {
 }
 
 // the warning for an array that the loss reads from a place that is not watched
-fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<Option<String>> {
+fn unwatched(user: &Arguments<'_>, held: &[Array]) -> PyResult<Option<String>> {
     let py = user.py();
-    let mut held = held.iter();
-    let Some(array) = held.find(|array| !known.contains(&faststep::engine::array::id(array)))
-    else {
+    let Some(array) = held.first() else {
         return Ok(None);
     };
     let describe = py.import("faststep._step._reach")?.getattr("unwatched")?;

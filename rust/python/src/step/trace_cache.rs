@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
 use super::arguments::Arguments;
 use crate::{
-    reach::{Looked, Seen},
+    reach::{Looked, Seen, Written},
     tree::Tree,
 };
 
@@ -63,8 +63,8 @@ pub struct Kept {
     pub varying: Vec<u32>,
     /// The numbers for which the trace holds, the last ones last.
     pub seen: Vec<Seen>,
-    /// Arrays that the loss reaches and changes in place, by number.
-    pub in_place: Vec<usize>,
+    /// What the loss writes to what it reaches.
+    pub written: Written,
 }
 
 /// Largest number of sets of numbers that a trace keeps; the one seen first goes first.
@@ -196,6 +196,11 @@ impl Traces {
     /// Drop the new traces of a call that failed. Returns whether there were any.
     pub fn discard(&mut self) -> bool {
         self.known.discard()
+    }
+
+    /// Drop those that call the loss at every step.
+    pub fn drop_eager(&mut self) {
+        self.known.retain(|entry| !entry.trace.is_eager());
     }
 
     /// Drop all.

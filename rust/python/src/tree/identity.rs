@@ -1,5 +1,6 @@
 //! Objects and classes that are compared by identity.
 use pyo3::{
+    intern,
     prelude::*,
     types::{PyType, PyWeakrefReference},
 };
@@ -32,6 +33,23 @@ impl Weak {
             return Self::Strong(class.clone().into_any().unbind());
         }
         Self::of(class.as_any())
+    }
+
+    /// A function or a descriptor, by the same rule.
+    pub fn of_code(object: &Bound<'_, PyAny>) -> Self {
+        let made = object.getattr(intern!(object.py(), "__qualname__"));
+        if made.is_ok_and(|name| !name.to_string().contains("<locals>")) {
+            return Self::Strong(object.clone().unbind());
+        }
+        Self::of(object)
+    }
+
+    /// The object, while there is one.
+    pub fn get<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        match self {
+            Self::Weak(weak) => weak.bind(py).upgrade(),
+            Self::Strong(mine) => Some(mine.bind(py).clone()),
+        }
     }
 
     /// Return whether both are one object that is still there.

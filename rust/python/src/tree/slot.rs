@@ -51,6 +51,15 @@ impl<'py> Places<'py> {
 }
 
 impl<'py> Place<'py> {
+    /// The address of the dict or list; 0 where there is none, or it has not been looked for.
+    pub fn container(&self) -> usize {
+        match self {
+            Self::Dict(dict, _) => dict.as_ptr().addr(),
+            Self::List(list, _) => list.as_ptr().addr(),
+            Self::Tuple | Self::Nth(..) => 0,
+        }
+    }
+
     /// Put another object there.
     pub fn set(&self, object: &Bound<'py, PyAny>) -> PyResult<()> {
         match self {
