@@ -18,6 +18,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
+from support.helpers import plain_step
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
 TEMPERATURE = 1.0
