@@ -11,6 +11,8 @@ pub enum Stop {
     Becomes(String),
     /// The loss stores an array where there was none, and where the next trace may find it.
     Stores(String),
+    /// There are many traces, and there may be no other batch of this kind.
+    Rare,
 }
 
 impl From<PyErr> for Stop {
