@@ -358,6 +358,25 @@ def test_a_mask_of_the_last_length_is_of_this_one() -> None:
     assert compare(run).stats.mode == "native"
 
 
+def test_a_buffer_that_grows_to_its_size_is_traced_then() -> None:
+    def run(way: Callable[..., Way]) -> Iterator[Tree]:
+        mx.random.seed(1)
+        model = nn.Linear(6, 3)
+        model._recent = None
+
+        def loss(model: nn.Module, x: mx.array) -> mx.array:
+            made = model(x)
+            last = mx.stop_gradient(made)
+            model._recent = last if model._recent is None else mx.concatenate([model._recent, last])[-16:]
+            return mx.square(made - model._recent.mean(axis=0)).mean()
+
+        step = way(model, optim.Adam(1e-2), loss)
+        for _ in range(10):
+            yield [step(mx.random.normal((4, 6))), dict(model)]
+
+    assert compare(run).stats.mode == "native"
+
+
 def test_a_trained_list_that_the_loss_replaces_is_refused() -> None:
     model = nn.Linear(6, 3)
     model.scales = [mx.ones((3,)), mx.ones((3,))]

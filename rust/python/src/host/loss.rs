@@ -12,7 +12,7 @@ use pyo3::{
 use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
-    reach::stop::Stop,
+    reach::stop::{another, Stop},
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -133,10 +133,10 @@ impl Current {
         }
         if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
             let name = dotted(path);
-            let what = format!("it assigns an array of another shape or dtype to {name}");
+            let what = another(&name, tracer, &now);
             match role {
                 Role::Parameter(_) => return Err(Stop::Untraceable(what)),
-                Role::Other(_) if self.compiled => return Err(Stop::Becomes(what)),
+                Role::Other(_) if self.compiled => return Err(Stop::Stores(what)),
                 Role::Other(_) => {}
             }
         }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use super::{
     look::Spot,
-    stop::Stop,
+    stop::{another, Stop},
     suspect::{self, Change},
     Looked,
 };
@@ -111,11 +111,7 @@ impl<'py> Reached<'py> {
                 continue;
             }
             if array.shape() != tracer.shape() || array.dtype() != tracer.dtype() {
-                let what = format!(
-                    "it assigns an array of another shape or dtype to {}",
-                    name()
-                );
-                return Err(Stop::Becomes(what));
+                return Err(Stop::Stores(another(&name(), tracer, &array)));
             }
             if same {
                 written.in_place.push(number);

@@ -184,6 +184,12 @@ impl Inner {
         let names = names.into_iter().map(|name| named(user, &given.tree, name));
         let changed = names.collect::<Vec<_>>().join(", ");
         let changed = (!changed.is_empty()).then_some(changed);
+        if self.compiled
+            && given.may_be_rare
+            && self.traces.is_rare(&key, self.options.max_traces, py)
+        {
+            return Err(Stop::Rare);
+        }
         let varying = self.shared(store, user, given, &key)?;
         let Some(varying) = varying else {
             return Ok(());
@@ -191,7 +197,8 @@ impl Inner {
         let others = store.others.len() + key.front.reached.len() + varying.len();
         let recipe = self.recipe(store, &key, others)?;
         let trace = Trace::new(recipe, self.host.clone(), self.compiled);
-        let max_traces = self.options.max_traces;
+        // one that calls the loss at every call goes when this call ends
+        let max_traces = self.options.max_traces + usize::from(!self.compiled);
         self.traces
             .add(user, key, trace, varying, changed.as_deref(), max_traces);
         Ok(())

@@ -45,6 +45,9 @@ const NO_KERNEL: [(&str, &str); 4] = [
 /// The most batches in a row that store arrays where there were none and run uncompiled, before a step stays so.
 const MAX_STORES: usize = 8;
 
+/// The reason why a batch runs uncompiled that may be the only one of its kind.
+const RARE: &str = "many traces have been made, and this is the first batch of its kind";
+
 /// The most traces of which a loss that changes numbers itself is looked at once more.
 const MAX_CHECKS: usize = 4;
 
@@ -59,6 +62,8 @@ pub(super) struct Given {
     pub(super) roots: Vec<Py<PyAny>>,
     /// The constants that the call's trace takes as inputs.
     pub(super) constants: Vec<Array>,
+    /// True if the call may run uncompiled where there is no trace for it.
+    pub(super) may_be_rare: bool,
 }
 
 impl Given {
@@ -69,6 +74,7 @@ impl Given {
             looked: Rc::new(looked),
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
+            may_be_rare: false,
         }
     }
 
@@ -136,6 +142,7 @@ impl Inner {
                 {
                     self.becomes(why);
                 }
+                Stop::Rare => self.becomes = RARE.into(),
                 Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
                     self.fall_back(user.py(), why)?;
                     self.traces.clear();
