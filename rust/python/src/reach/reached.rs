@@ -113,6 +113,15 @@ impl<'py> Reached<'py> {
             let what = format!("it stores a new array in {name}");
             return Err(Stop::Untraceable(what));
         }
+        for (node, _) in &traced.copies {
+            if self.looked.has_contents(py, *node)? {
+                continue;
+            }
+            if let Some(name) = self.looked.contents_with_array(py, *node) {
+                let what = format!("it stores a new array in {name}");
+                return Err(Stop::Untraceable(what));
+            }
+        }
         if traced.snapshot.has_new_arrays()? {
             let what = "it stores a new array in an object that it reaches";
             return Err(Stop::Untraceable(what.into()));
