@@ -232,9 +232,8 @@ def test_what_a_loss_writes_into_what_it_reaches_is_written_at_every_step() -> N
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_that_keeps_arrays_runs_plain() -> None:
-    kept: list[mx.array] = []
-
+@pytest.mark.parametrize("kept", [[], collections.deque(), collections.deque(maxlen=3)], ids=["list", "queue", "last"])
+def test_a_loss_that_keeps_arrays_runs_plain(kept: list[mx.array]) -> None:
     def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
         loss = mx.square(model(x)).mean()
         kept.append(loss)
@@ -243,6 +242,34 @@ def test_a_loss_that_keeps_arrays_runs_plain() -> None:
     step = Step(nn.Linear(4, 2), optim.SGD(1e-2), loss_fn)
     with pytest.warns(RuntimeWarning, match="it stores a new array in"):
         losses = [step(mx.ones((3, 4))).loss.item() for _ in range(3)]
-    assert [each.item() for each in kept[-3:]] == losses
+    assert [each.item() for each in list(kept)[-3:]] == losses
     assert step.stats.mode == "plain"
     assert "stores a new array" in str(step.stats.reason)
+
+
+KEPT: dict[str, Callable[[], Any]] = {
+    "a queue": lambda: collections.deque(maxlen=3),
+    "a set": set,
+    "a NumPy array": lambda: np.zeros(3),
+    "a large NumPy array": lambda: np.zeros(20_000),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_log_in_any_container_changes_nothing(kind: str) -> None:
+    kept = KEPT[kind]()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if isinstance(kept, collections.deque):
+            kept.append(x.shape[0])
+        elif isinstance(kept, set):
+            kept.add(len(kept))
+        else:
+            kept[0] += 1
+        return model(x).square().mean()
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    for _ in range(5):
+        step(mx.ones((3, 4)))  # a warning is an error in these tests
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+    assert (kept[0] if isinstance(kept, np.ndarray) else len(kept)) == 1

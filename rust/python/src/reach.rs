@@ -43,8 +43,7 @@ pub struct Program {
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
-    ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
-    held: RefCell<Rc<HeldArrays>>, // the arrays at the last look
+    held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
 }
 
 impl Program {
@@ -143,7 +142,6 @@ impl Reach {
     // hold no arrays for programs that are not looked through
     fn let_go(&self) {
         for program in &self.programs {
-            program.ids.borrow_mut().clear();
             program.held.replace(Rc::default());
         }
     }
@@ -174,7 +172,6 @@ impl Reach {
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
-            ids: RefCell::default(),
             held: RefCell::default(),
         })
     }

@@ -7,7 +7,10 @@ use std::{
 
 use mlx_rs::Array;
 
-use crate::mlx::ffi::{handles, Handle};
+use crate::mlx::{
+    array,
+    ffi::{handles, Handle},
+};
 
 static VERSIONS: AtomicU64 = AtomicU64::new(1);
 
@@ -19,6 +22,7 @@ fn new_version() -> u64 {
 #[derive(Clone, Debug, Default)]
 pub struct HeldArrays {
     arrays: Vec<Array>,
+    ids: Vec<usize>,
     version: u64,
 }
 
@@ -26,15 +30,19 @@ impl HeldArrays {
     /// Put an array at a place, or behind the last one.
     pub fn set(&mut self, index: usize, array: Array) {
         self.version = new_version();
-        match self.arrays.get_mut(index) {
-            Some(place) => *place = array,
-            None => self.arrays.push(array),
+        let id = array::id(&array);
+        if index < self.arrays.len() {
+            (self.arrays[index], self.ids[index]) = (array, id);
+        } else {
+            self.arrays.push(array);
+            self.ids.push(id);
         }
     }
 
-    /// Hold none.
-    pub fn clear(&mut self) {
-        *self = Self::default();
+    /// The identities of the arrays' values.
+    #[must_use]
+    pub fn ids(&self) -> &[usize] {
+        &self.ids
     }
 }
 
@@ -49,6 +57,7 @@ impl Deref for HeldArrays {
 impl From<Vec<Array>> for HeldArrays {
     fn from(arrays: Vec<Array>) -> Self {
         Self {
+            ids: arrays.iter().map(array::id).collect(),
             arrays,
             version: new_version(),
         }

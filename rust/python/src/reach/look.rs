@@ -103,8 +103,8 @@ impl Program {
             let same = match &node.expect {
                 Expect::Array => self.holds(&mut number, &met.object),
                 Expect::Module(tree, first) => {
-                    let ids = self.ids.borrow();
-                    let known = ids.get(*first..).unwrap_or_default();
+                    let held = self.held.borrow().clone();
+                    let known = held.ids().get(*first..).unwrap_or_default();
                     let known = &known[..known.len().min(tree.tensors().len())];
                     if tree.is_same(&met.object, known) {
                         number += known.len();
@@ -112,7 +112,7 @@ impl Program {
                         continue;
                     }
                     let slots = tree.check_whole(&met.object, known);
-                    drop(ids);
+                    drop(held);
                     slots.is_some_and(|slots| {
                         let mut slots = slots.iter();
                         slots.all(|slot| self.holds(&mut number, &slot.object))
@@ -151,8 +151,8 @@ impl Program {
     ) -> usize {
         let first = &self.nodes[row.first];
         if row.arrays {
-            let ids = self.ids.borrow();
-            let known = ids.get(row.number..).unwrap_or_default();
+            let held = self.held.borrow();
+            let known = held.ids().get(row.number..).unwrap_or_default();
             let known = &known[..known.len().min(row.len())];
             return match &row.places {
                 Places::Indices(index, _) => first
@@ -180,22 +180,17 @@ impl Program {
     fn holds(&self, number: &mut usize, object: &Bound<'_, PyAny>) -> bool {
         let at = *number;
         *number += 1;
-        let mut ids = self.ids.borrow_mut();
+        let mut held = self.held.borrow_mut();
         let id = bridge::id(object);
-        if ids.get(at).copied() == id {
+        if held.ids().get(at).copied() == id {
             return true;
         }
         let array = bridge::get(object);
         let array = array.filter(|array| self.tensors.get(at) == Some(&Tensor::of(array)));
-        let (Some(array), Some(id)) = (array, id) else {
+        let Some(array) = array else {
             return false;
         };
-        let mut held = self.held.borrow_mut();
         Rc::make_mut(&mut held).set(at, array);
-        match ids.get_mut(at) {
-            Some(place) => *place = id,
-            None => ids.push(id),
-        }
         true
     }
 
@@ -532,6 +527,14 @@ impl Looked {
             }
             _ => Ok(true),
         }
+    }
+
+    /// The place of a queue or a set in which arrays stand now.
+    pub fn contents_with_array(&self, py: Python<'_>, node: usize) -> Option<String> {
+        let object = self.object(node, py)?;
+        let mut items = object.try_iter().ok()?;
+        let has = items.any(|item| item.is_ok_and(|item| bridge::is_array(&item)));
+        has.then(|| self.program.name(py, node))
     }
 
     /// Give the object at a node the contents of a copy.

@@ -127,6 +127,15 @@ impl<'py> Reached<'py> {
         if let Some(name) = name {
             return Err(Stop::Stores(format!("it stores a new array in {name}")));
         }
+        for (node, _) in &traced.copies {
+            if self.looked.has_contents(py, *node)? {
+                continue;
+            }
+            if let Some(name) = self.looked.contents_with_array(py, *node) {
+                let what = format!("it stores a new array in {name}");
+                return Err(Stop::Untraceable(what));
+            }
+        }
         left.others.sort_by_key(|(number, _)| *number);
         Ok(written)
     }

@@ -26,7 +26,7 @@ impl Store {
         let id = |array: Option<&Array>| array.map_or(0, faststep::engine::array::id);
         let roles = current.roles.iter().map(|(role, _)| match role {
             Role::Parameter(i) => id(engine.parameters().get(*i)),
-            Role::Other(i) => id(self.others.get(*i)),
+            Role::Other(i) => self.others.ids().get(*i).copied().unwrap_or(0),
         });
         roles.collect()
     }
