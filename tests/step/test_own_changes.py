@@ -273,3 +273,27 @@ def test_a_log_in_any_container_changes_nothing(kind: str) -> None:
         step(mx.ones((3, 4)))  # a warning is an error in these tests
     assert (step.stats.mode, step.stats.traced) == ("native", 1)
     assert (kept[0] if isinstance(kept, np.ndarray) else len(kept)) == 1
+
+
+@pytest.mark.parametrize("matters", [False, True])
+def test_an_error_before_the_second_step_says_nothing_of_what_a_loss_changes(matters: bool) -> None:
+    seen: list[int] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        seen.append(x.shape[1])
+        return model(x).square().mean() * (len(seen) if matters else 1)
+
+    step, x = Step(nn.Linear(4, 2), optim.SGD(0.0), loss_fn), mx.ones((3, 4))
+    first = step(x).loss.item()
+    for _ in range(6):
+        with pytest.raises(ValueError, match=r"matmul|addmm"):
+            step(mx.ones((3, 5)))  # a warning is an error in these tests
+    before = len(seen)
+    if not matters:
+        assert [step(x).loss.item() for _ in range(2)] == [first, first]
+        assert (step.stats.mode, len(seen)) == ("native", before)
+        return
+    with pytest.warns(RuntimeWarning, match="what it changes itself"):
+        step(x)
+    assert step(x).loss.item() == pytest.approx(first * len(seen), rel=1e-5)
+    assert step.stats.mode == "plain"

@@ -79,7 +79,7 @@ impl Drop for Tape {
 
 #[cfg(test)]
 mod tests {
-    use mlx_rs::{transforms::compile::compile, transforms::eval};
+    use mlx_rs::transforms::{compile::compile, eval, value_and_grad_with_argnums};
 
     use super::*;
     use crate::mlx::array;
@@ -130,6 +130,22 @@ mod tests {
             let inputs = [other, row(1.0), row(0.0)];
             assert!(tape.build(&handles(&inputs), 1..3)?.is_none());
         }
+        Ok(())
+    }
+
+    #[test]
+    fn inside_of_a_transformation_tracers_have_none() -> Result<()> {
+        let mut compiled = compile(function, false);
+        let given = [row(1.0), row(-1.0), row(0.0)];
+        compiled(&given)?;
+        let tape = Tape::of(&mut compiled, &given)?;
+        let tracer = |inputs: &[Array]| -> Result<Vec<Array>> {
+            let traced = [inputs[0].clone(), row(1.0), row(0.0)];
+            assert!(tape.build(&handles(&traced), 0..3)?.is_none());
+            assert!(tape.build(&handles(&given), 0..3)?.is_some());
+            Ok(vec![inputs[0].sum(None)?])
+        };
+        value_and_grad_with_argnums(tracer, &[0])(&[row(2.0)])?;
         Ok(())
     }
 }

@@ -99,6 +99,11 @@ impl Inner {
             return Ok(None);
         }
         let first = sketch(self, given);
+        if let Err(Stop::Raised(_)) = &first {
+            self.checks -= 1;
+            self.suspect = Some(suspect); // of this batch nothing can be said: the step will raise too
+            return Ok(None);
+        }
         suspect.swap(py, true)?;
         suspect.swap(py, false)?;
         let looked = self.reach.look(&given.roots(py), &user.optimizer);
