@@ -418,3 +418,12 @@ def test_an_error_behind_another_one_has_its_own_text() -> None:
         Step(model, optim.SGD(0.1), raises)(x)
     with pytest.raises(ValueError, match="VJP with respect to indices"):
         Step(model, optim.SGD(0.1), indexes)(x)
+
+
+def test_an_optimizer_that_is_none_is_refused_with_what_to_do() -> None:
+    class Update:
+        def update(self, model: nn.Module, gradients: object) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"expected mlx.optimizers.Optimizer, got .*Update: derive .*Update from it"):
+        Step(nn.Linear(4, 2), Update(), cross_entropy)  # type: ignore[arg-type]
