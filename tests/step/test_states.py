@@ -452,3 +452,25 @@ def test_a_number_that_makes_a_loss_untraceable_later_is_no_error(kind: str) -> 
     else:
         with pytest.warns(RuntimeWarning, match="it reads the value of an array"):
             assert compare(run).stats.mode == "plain"
+
+
+def test_what_functions_with_gradients_of_their_own_hold_is_not_kept() -> None:
+    def bounded(x: mx.array, bound: mx.array) -> mx.array:
+        function = mx.custom_function(lambda x: mx.minimum(x, bound))
+        function.vjp(lambda primals, cotangent, _: cotangent * (primals[0] < 2 * bound))
+        out: mx.array = function(x)
+        return out
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        hidden, shift = model(x), x.mean()
+        hidden = mx.checkpoint(lambda h: mx.tanh(h) * shift)(hidden)
+        return mx.square(bounded(hidden, mx.abs(hidden).mean())).mean()
+
+    def run(way: Callable[..., Way]) -> Iterator[Tree]:
+        mx.random.seed(1)
+        model = nn.Linear(6, 3)
+        step = way(model, optim.Adam(1e-2), loss)
+        for _ in range(4):
+            yield [step(mx.random.normal((4, 6))), dict(model)]
+
+    assert compare(run).stats.mode == "native"

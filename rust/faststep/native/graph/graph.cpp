@@ -249,7 +249,8 @@ void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id,
 }
 
 // Arrays between inputs and outputs that somebody holds beside the graph, who will keep a tracer when the trace is done.
-// `before`: how many handles of each input there were. Of each output there is one, and one in `outputs`.
+// `before`: how many handles of each input there were. Of each output there is one, and one in `outputs`. None is found where
+// the graph has functions with gradients of their own: what those hold beside their arguments goes with the graph.
 std::vector<mx::array> kept(
     const std::vector<mx::array>& inputs, const size_t* before, const std::vector<mx::array>& outputs) {
   std::unordered_map<Id, long> known;
@@ -278,6 +279,9 @@ std::vector<mx::array> kept(
   while (!todo.empty()) {
     const auto& array = *todo.back();
     todo.pop_back();
+    if (array.has_primitive() && std::string_view(array.primitive().name()) == "CustomTransforms") {
+      return {};
+    }
     for (const auto& input : array.inputs()) {
       known[input.id()] += 1;
       visit(input);
