@@ -175,7 +175,7 @@ def check(wheel: Path) -> None:
             if name.endswith(".so") and len(content) > LARGEST:
                 sys.exit(f"{wheel.name}: {name} has {len(content)} bytes: its symbols were not stripped")
             said = re.search(r"manylinux_2_(\d+)", wheel.name)
-            if said and glibc(content) > int(said[1]):
+            if glibc(content) > (int(said[1]) if said else GLIBC):
                 sys.exit(f"{wheel.name}: {name} needs glibc 2.{glibc(content)}")
 
 

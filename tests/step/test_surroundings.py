@@ -168,27 +168,6 @@ READ: dict[str, Callable[[], float]] = {
 }
 
 
-@pytest.mark.parametrize("kind", READ)
-def test_a_loss_that_computes_with_the_clock_is_called_at_every_step(kind: str) -> None:
-    read, values = READ[kind], list[float]()
-
-    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        values.append(read())
-        return squares(model, x) * values[-1]
-
-    model = nn.Linear(4, 2)
-    step, x = Step(model, optim.SGD(0.0), loss_fn), mx.ones((3, 4))
-    unit = squares(model, x).item()
-    step(x)
-    with pytest.warns(RuntimeWarning, match=r"depends on .*the clock \(.*test_surroundings.py:\d+\)"):
-        losses = [step(x).loss.item()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        losses += [step(x).loss.item() for _ in range(3)]
-    assert losses == pytest.approx([unit * value for value in values[-4:]], rel=1e-4)
-    assert step.stats.mode == "plain"
-
-
 def test_a_loss_that_reads_a_clock_or_a_file_to_no_effect_is_told_of_it_once(tmp_path: Path) -> None:
     table = tmp_path / "scale"
     table.write_text("2.0")
@@ -269,22 +248,25 @@ RANDOM: dict[str, Callable[[], float]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RANDOM)
-def test_a_loss_that_draws_from_the_system_is_called_at_every_step(kind: str) -> None:
-    draw, drawn = RANDOM[kind], list[float]()
+@pytest.mark.parametrize("kind", [*READ, *RANDOM])
+def test_a_loss_that_reads_the_clock_or_draws_from_the_system_is_called_at_every_step(kind: str) -> None:
+    read, values = (READ | RANDOM)[kind], list[float]()
+    reason = r"depends on .*the clock" if kind in READ else r"takes from the system's randomness"
 
     def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        drawn.append(draw())
-        return squares(model, x) * drawn[-1]
+        values.append(read())
+        return squares(model, x) * values[-1]
 
     model = nn.Linear(4, 2)
     step, x = Step(model, optim.SGD(0.0), loss_fn), mx.ones((3, 4))
     unit = squares(model, x).item()
     step(x)
-    with pytest.warns(RuntimeWarning, match=r"takes from the system's randomness \(.*test_surroundings.py:\d+\)"):
+    with pytest.warns(RuntimeWarning, match=reason + r" \(.*test_surroundings.py:\d+\)"):
         losses = [step(x).loss.item()]
-    losses += [step(x).loss.item() for _ in range(3)]
-    assert losses == pytest.approx([unit * number for number in drawn[-4:]], rel=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses += [step(x).loss.item() for _ in range(3)]
+    assert losses == pytest.approx([unit * value for value in values[-4:]], rel=1e-4)
     assert step.stats.mode == "plain"
 
 

@@ -151,7 +151,7 @@ class Graph {
   }
 
   // Constants that somebody else holds too: there are more handles of them than the graph has.
-  std::vector<const mx::array*> held(const std::vector<mx::array>& outputs) const {
+  std::vector<mx::array> held(const std::vector<mx::array>& outputs) const {
     std::unordered_map<Id, long> edges;
     std::unordered_set<Id> seen;
     std::vector<const mx::array*> todo;
@@ -177,10 +177,10 @@ class Graph {
         }
       }
     }
-    std::vector<const mx::array*> found;
+    std::vector<mx::array> found;
     for (const auto& [at, array] : constants_) {
       if (holders(array) > edges[array.id()] + 1) { // one is `constants_`
-        found.push_back(&array);
+        found.push_back(array);
       }
     }
     return found;
@@ -266,7 +266,7 @@ std::vector<mx::array> kept(
       order.push_back(&inputs[i]);
     }
   }
-  auto visit = [&](const mx::array& array) {
+  auto meet = [&](const mx::array& array) {
     if (seen.insert(array.id()).second) {
       todo.push_back(&array);
       order.push_back(&array);
@@ -274,7 +274,7 @@ std::vector<mx::array> kept(
   };
   for (const auto& output : outputs) {
     known[output.id()] += 2;
-    visit(output);
+    meet(output);
   }
   while (!todo.empty()) {
     const auto& array = *todo.back();
@@ -284,11 +284,11 @@ std::vector<mx::array> kept(
     }
     for (const auto& input : array.inputs()) {
       known[input.id()] += 1;
-      visit(input);
+      meet(input);
     }
     for (const auto& sibling : array.siblings()) {
       known[sibling.id()] += 1;
-      visit(sibling);
+      meet(sibling);
     }
   }
   // what depends on no input can be evaluated by whoever holds it
@@ -296,31 +296,27 @@ std::vector<mx::array> kept(
   for (const auto& input : inputs) {
     depends[input.id()] = true;
   }
+  auto is_new = [&](const mx::array& a) { return !depends.contains(a.id()); };
+  auto decide = [&](const mx::array& a) {
+    const auto& of = a.inputs();
+    depends.try_emplace(a.id(), std::any_of(of.begin(), of.end(), [&](const auto& in) { return depends[in.id()]; }));
+  };
   std::vector<mx::array> found;
   for (const auto* array : order) {
-    if (holders(*array) <= known[array->id()]) {
-      continue;
-    }
-    std::vector<std::pair<const mx::array*, size_t>> stack{{array, 0}};
-    while (!stack.empty()) {
-      auto& [at, next] = stack.back();
-      if (depends.contains(at->id())) {
-        stack.pop_back();
-      } else if (next == at->inputs().size()) {
-        bool any = std::any_of(
-            at->inputs().begin(), at->inputs().end(), [&](const auto& input) { return depends[input.id()]; });
-        depends[at->id()] = any;
-        stack.pop_back();
-      } else {
-        const auto* input = &at->inputs()[next++];
-        stack.emplace_back(input, 0);
+    if (holders(*array) > known[array->id()]) {
+      visit(*array, is_new, decide);
+      if (depends[array->id()]) {
+        found.push_back(*array);
       }
-    }
-    if (depends[array->id()]) {
-      found.push_back(*array);
     }
   }
   return found;
+}
+
+// Hand out as many arrays as there is room for, and how many that are.
+void give(const std::vector<mx::array>& arrays, void** found, size_t room, size_t* count) {
+  *count = std::min(room, arrays.size());
+  std::transform(arrays.begin(), arrays.begin() + *count, found, [](const auto& array) { return owned(array); });
 }
 
 const Graph& graph_at(const void* graph) {
@@ -377,9 +373,7 @@ int faststep_graph_held(
     const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count) {
   return guarded([&] {
     auto list = faststep::list(outputs, n);
-    auto held = graph_at(graph).held(list);
-    *count = std::min(room, held.size());
-    std::transform(held.begin(), held.begin() + *count, found, [](const auto* array) { return owned(*array); });
+    faststep::give(graph_at(graph).held(list), found, room, count);
   });
 }
 
@@ -394,8 +388,7 @@ int faststep_graph_kept(
     size_t* count) {
   return guarded([&] {
     auto kept = faststep::kept(faststep::list(inputs, n_inputs), before, faststep::list(outputs, n_outputs));
-    *count = std::min(room, kept.size());
-    std::transform(kept.begin(), kept.begin() + *count, found, [](const auto& array) { return owned(array); });
+    faststep::give(kept, found, room, count);
   });
 }
 

@@ -5,7 +5,10 @@
 //! constants alive, and none of its results; it may be used on any thread that owns the arrays that are passed.
 #![allow(unsafe_code)]
 
-use std::{ffi::c_void, ptr};
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+};
 
 use mlx_rs::{
     error::{Exception, Result},
@@ -30,23 +33,34 @@ const MAX_HELD: usize = 64;
 pub fn kept(inputs: &[Array], before: &[usize], outputs: &[Array]) -> Result<Vec<Array>> {
     let n = inputs.len().min(before.len());
     let (inputs, outputs) = (handles(&inputs[..n]), handles(outputs));
-    let mut found = vec![ptr::null_mut(); MAX_HELD];
-    let mut count = 0;
-    // SAFETY: live arrays, a number for each input, and as much room as is said; so many are new arrays as are counted.
-    unsafe {
-        check(faststep_graph_kept(
+    // SAFETY: live arrays, a number for each input, and as much room as is said.
+    given_out(|found, room, count| unsafe {
+        faststep_graph_kept(
             inputs.as_ptr(),
             before.as_ptr(),
             n,
             outputs.as_ptr(),
             outputs.len(),
-            found.as_mut_ptr(),
-            MAX_HELD,
-            &raw mut count,
-        ))?;
-        found.truncate(count);
-        Ok(found.into_iter().map(|array| owned(array)).collect())
-    }
+            found,
+            room,
+            count,
+        )
+    })
+}
+
+// the arrays that a call writes to a place with so much room, and counts
+fn given_out(
+    call: impl FnOnce(*mut *mut c_void, usize, *mut usize) -> c_int,
+) -> Result<Vec<Array>> {
+    let mut found = vec![ptr::null_mut(); MAX_HELD];
+    let mut count = 0;
+    check(call(found.as_mut_ptr(), MAX_HELD, &raw mut count))?;
+    found.truncate(count);
+    // SAFETY: so many are new arrays as are counted.
+    Ok(found
+        .into_iter()
+        .map(|array| unsafe { owned(array) })
+        .collect())
 }
 
 /// The operations and constants from a trace's inputs to its outputs.
@@ -117,22 +131,11 @@ impl Graph {
     /// When there is no memory.
     pub fn held(&self, outputs: &[Array]) -> Result<Vec<Array>> {
         let outputs = handles(outputs);
-        let mut found = vec![ptr::null_mut(); MAX_HELD];
-        let mut count = 0;
-        // SAFETY: a graph, live arrays, and as much room as is said; so many are new arrays as are counted.
-        unsafe {
-            let (outputs, n) = (outputs.as_ptr(), outputs.len());
-            check(faststep_graph_held(
-                self.0,
-                outputs,
-                n,
-                found.as_mut_ptr(),
-                MAX_HELD,
-                &raw mut count,
-            ))?;
-            found.truncate(count);
-            Ok(found.into_iter().map(|array| owned(array)).collect())
-        }
+        let (outputs, n) = (outputs.as_ptr(), outputs.len());
+        // SAFETY: a graph, live arrays, and as much room as is said.
+        given_out(|found, room, count| unsafe {
+            faststep_graph_held(self.0, outputs, n, found, room, count)
+        })
     }
 
     /// Have `outputs` be computed from inputs in place of these constants, one for each.

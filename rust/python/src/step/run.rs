@@ -97,9 +97,8 @@ impl Inner {
         let started = Instant::now();
         self.check_compiler(user.py())?;
         if self.reach.settle(store.signature()?.id, &given.looked) {
-            let roots = given.roots.iter().map(|root| root.bind(user.py()).clone());
-            let roots: Vec<_> = roots.collect();
-            given.looked = Rc::new(self.reach.look(&roots, &user.optimizer)?);
+            let looked = self.reach.look(&given.roots(user.py()), &user.optimizer)?;
+            given.looked = Rc::new(looked);
         }
         if let Some(why) = self.suspected(store, user, given, task)? {
             self.compiled = false;
