@@ -29,7 +29,10 @@ __device__ __forceinline__ void faststep_multiply(float (&sums)[4], const float 
 
 // Constants: WIDTH, EXACT, CAUSAL and `scale`.
 inline constexpr const char* tiles_source = R"(
-  constexpr int threads = 128, rows = 64, pitch = WIDTH + 4, steps = WIDTH / 8;
+  constexpr int threads = 128, rows = 64, columns = 32, pitch = WIDTH + 4, steps = WIDTH / 8, tiles = columns / 8;
+  // two pairs of tiles take turns: one is computed with while the next is on its way
+  alignas(16) __shared__ float shared[4 * columns][pitch];
+  float4 one[(columns * WIDTH / 4 + threads - 1) / threads], other[(columns * WIDTH / 4 + threads - 1) / threads];
   constexpr float in_twos = scale * 1.44269504088896341f; // scores as exponents of two
   int thread = threadIdx.x, lane = thread % 32, own = thread / 32 * 16, group = lane / 4, member = lane % 4;
   int heads = queries_shape[1], length = queries_shape[2];
@@ -52,29 +55,46 @@ inline constexpr const char* tiles_source = R"(
       faststep_multiply(sums, a, b);
     }
   };
-  // `count` positions from `first` on, and zeros behind the last one
-  auto read = [&](float (*into)[pitch], const float* from, const Strides& strides, int first, int count, auto change) {
+  // `count` positions from `first` on, on their way to shared memory; behind the last one, which no sum sees, that again
+  auto fetch = [&](auto& to, const float* from, const Strides& strides, int first, int count) {
     from += batch * strides[0] + head * strides[1];
     bool wide = strides[3] == 1 && strides[2] % 4 == 0 && reinterpret_cast<size_t>(from) % 16 == 0;
-    #pragma unroll 4
-    for (int i = thread; i < count * WIDTH / 4; i += threads) {
-      int row = i / (WIDTH / 4), column = i % (WIDTH / 4) * 4;
-      float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (first + row < length) {
-        const float* at = from + (first + row) * strides[2] + column * strides[3];
-        x = wide ? *reinterpret_cast<const float4*>(at)
-                 : float4{at[0], at[strides[3]], at[2 * strides[3]], at[3 * strides[3]]};
+    auto each = [&](auto at) {
+      #pragma unroll
+      for (int n = 0; n < sizeof(to) / sizeof(to[0]); ++n) {
+        int i = n * threads + thread, row = i / (WIDTH / 4), column = i % (WIDTH / 4) * 4;
+        if (count * WIDTH / 4 % threads == 0 || row < count) {
+          to[n] = at(from + min(first + row, length - 1) * strides[2] + column * strides[3]);
+        }
       }
-      x = {change(x.x), change(x.y), change(x.z), change(x.w)};
-      *reinterpret_cast<float4*>(&into[row][column]) = x;
+    };
+    if (wide) {
+      each([](const float* at) { return *reinterpret_cast<const float4*>(at); });
+    } else {
+      each([&](const float* at) {
+        return float4{at[0], at[strides[3]], at[2 * strides[3]], at[3 * strides[3]]};
+      });
+    }
+  };
+  auto store = [&](float (*into)[pitch], const auto& from, int count, auto change) {
+    #pragma unroll
+    for (int n = 0; n < sizeof(from) / sizeof(from[0]); ++n) {
+      int i = n * threads + thread, row = i / (WIDTH / 4), column = i % (WIDTH / 4) * 4;
+      if (count * WIDTH / 4 % threads == 0 || row < count) {
+        float4 x = {change(from[n].x), change(from[n].y), change(from[n].z), change(from[n].w)};
+        *reinterpret_cast<float4*>(&into[row][column]) = x;
+      }
     }
   };
   // the rows of this warp, as left factors of products
-  auto left = [&](float (&to)[steps][4], float (*from)[pitch]) {
+  auto left = [&](float (&to)[steps][4], const auto& from, auto change) {
+    __syncthreads();
+    store(shared, from, rows, change);
+    __syncthreads();
     #pragma unroll
     for (int s = 0; s < steps; ++s) {
       #pragma unroll
-      for (int i = 0; i < 4; ++i) { to[s][i] = from[own + group + i % 2 * 8][s * 8 + member + i / 2 * 4]; }
+      for (int i = 0; i < 4; ++i) { to[s][i] = shared[own + group + i % 2 * 8][s * 8 + member + i / 2 * 4]; }
     }
   };
   // sums += left right^T
@@ -100,6 +120,7 @@ inline constexpr const char* tiles_source = R"(
       }
     }
   };
+  constexpr int pieces = (rows * WIDTH / 4 + threads - 1) / threads; // of `rows` positions that a thread has
   // of the four lanes that have a row
   auto added = [](float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
@@ -124,18 +145,21 @@ inline constexpr const char* tiles_source = R"(
 
 // `normalizers`: log2 of the sum of a row's exponentials.
 inline constexpr const char* tiles_forward_source = R"(
-  constexpr int columns = 64, tiles = columns / 8;
-  alignas(16) __shared__ float k[columns][pitch], v[columns][pitch];
   int first = (gridDim.y - 1 - blockIdx.y) * rows; // those with the most columns first
   float q[steps][4], sums[steps][4] = {}, largest[2] = {-INFINITY, -INFINITY}, totals[2] = {};
-  read(k, queries, queries_strides, first, rows, rounded);
+  float4 piece[pieces];
+  fetch(piece, queries, queries_strides, first, rows);
+  fetch(one, keys, keys_strides, 0, columns);
+  fetch(other, values, values_strides, 0, columns);
+  left(q, piece, rounded);
   __syncthreads();
-  left(q, k);
   int end = CAUSAL ? min(length, first + rows) : length;
   for (int from = 0; from < end; from += columns) {
-    __syncthreads();
-    read(k, keys, keys_strides, from, columns, rounded);
-    read(v, values, values_strides, from, columns, rounded);
+    float (*k)[pitch] = shared + from / columns % 2 * 2 * columns, (*v)[pitch] = k + columns;
+    store(k, one, columns, rounded);
+    store(v, other, columns, rounded);
+    fetch(one, keys, keys_strides, from + columns, columns);
+    fetch(other, values, values_strides, from + columns, columns);
     __syncthreads();
     float p[tiles][4] = {};
     add_scores(p, q, k);
@@ -186,23 +210,24 @@ inline constexpr const char* tiles_forward_source = R"(
 
 // `dots`: of each position's output and its cotangent, which the softmax's gradient subtracts.
 inline constexpr const char* tiles_queries_source = R"(
-  constexpr int columns = 32, tiles = columns / 8;
-  alignas(16) __shared__ float shared[2 * columns][pitch];
-  float (*k)[pitch] = shared, (*v)[pitch] = shared + columns;
   int first = (gridDim.y - 1 - blockIdx.y) * rows;
   float q[steps][4], g[steps][4], dot[2] = {}, normalizer[2] = {}, sums[steps][4] = {};
-  read(shared, out, out_strides, first, rows, [](float x) { return x; });
-  __syncthreads();
-  left(q, shared);
-  __syncthreads();
-  read(shared, cotangent, cotangent_strides, first, rows, rounded);
-  __syncthreads();
-  left(g, shared);
-  #pragma unroll
-  for (int s = 0; s < steps; ++s) {
+  {
+    float4 of_out[pieces], of_cotangent[pieces], of_queries[pieces];
+    fetch(of_out, out, out_strides, first, rows);
+    fetch(of_cotangent, cotangent, cotangent_strides, first, rows);
+    fetch(of_queries, queries, queries_strides, first, rows);
+    left(q, of_out, [](float x) { return x; });
+    left(g, of_cotangent, rounded);
     #pragma unroll
-    for (int i = 0; i < 4; ++i) { dot[i % 2] += q[s][i] * g[s][i]; }
+    for (int s = 0; s < steps; ++s) {
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) { dot[i % 2] += q[s][i] * g[s][i]; }
+    }
+    left(q, of_queries, rounded);
   }
+  fetch(one, keys, keys_strides, 0, columns);
+  fetch(other, values, values_strides, 0, columns);
   for (int i = 0; i < 2; ++i) {
     dot[i] = added(dot[i]);
     int position = first + own + group + i * 8;
@@ -213,14 +238,13 @@ inline constexpr const char* tiles_queries_source = R"(
     }
   }
   __syncthreads();
-  read(shared, queries, queries_strides, first, rows, rounded);
-  __syncthreads();
-  left(q, shared);
   int end = CAUSAL ? min(length, first + rows) : length;
   for (int from = 0; from < end; from += columns) {
-    __syncthreads();
-    read(k, keys, keys_strides, from, columns, rounded);
-    read(v, values, values_strides, from, columns, rounded);
+    float (*k)[pitch] = shared + from / columns % 2 * 2 * columns, (*v)[pitch] = k + columns;
+    store(k, one, columns, rounded);
+    store(v, other, columns, rounded);
+    fetch(one, keys, keys_strides, from + columns, columns);
+    fetch(other, values, values_strides, from + columns, columns);
     __syncthreads();
     float p[tiles][4] = {}, dp[tiles][4] = {};
     add_scores(p, q, k);
@@ -241,28 +265,40 @@ inline constexpr const char* tiles_queries_source = R"(
 
 // Scores here are transposed: a row for each key.
 inline constexpr const char* tiles_keys_source = R"(
-  constexpr int columns = 32, tiles = columns / 8;
-  alignas(16) __shared__ float shared[2 * columns][pitch];
-  __shared__ float normalizer[columns], dot[columns];
-  float (*q)[pitch] = shared, (*g)[pitch] = shared + columns;
+  __shared__ float normalizers_read[2][columns], dots_read[2][columns];
   int first = blockIdx.y * rows;
   float k[steps][4], v[steps][4], of_keys[steps][4] = {}, of_values[steps][4] = {};
-  read(shared, keys, keys_strides, first, rows, rounded);
-  __syncthreads();
-  left(k, shared);
-  __syncthreads();
-  read(shared, values, values_strides, first, rows, rounded);
-  __syncthreads();
-  left(v, shared);
-  for (int from = CAUSAL ? first : 0; from < length; from += columns) {
-    __syncthreads();
-    read(q, queries, queries_strides, from, columns, rounded);
-    read(g, cotangent, cotangent_strides, from, columns, rounded);
-    if (thread < columns) {
+  float of_normalizers = 0.0f, of_dots = 0.0f;
+  auto fetch_both = [&](int from) {
+    fetch(one, queries, queries_strides, from, columns);
+    fetch(other, cotangent, cotangent_strides, from, columns);
+    if (thread < columns && from + thread < length) {
       int64_t at = int64_t(blockIdx.x) * length + from + thread;
-      normalizer[thread] = from + thread < length ? normalizers[at] : 0.0f;
-      dot[thread] = from + thread < length ? dots[at] : 0.0f;
+      of_normalizers = normalizers[at];
+      of_dots = dots[at];
     }
+  };
+  {
+    float4 first_keys[pieces], first_values[pieces];
+    fetch(first_keys, keys, keys_strides, first, rows);
+    fetch(first_values, values, values_strides, first, rows);
+    left(k, first_keys, rounded);
+    left(v, first_values, rounded);
+  }
+  int begin = CAUSAL ? first : 0;
+  fetch_both(begin);
+  __syncthreads();
+  for (int from = begin; from < length; from += columns) {
+    int turn = from / columns % 2;
+    float (*q)[pitch] = shared + turn * 2 * columns, (*g)[pitch] = q + columns;
+    float *normalizer = normalizers_read[turn], *dot = dots_read[turn];
+    store(q, one, columns, rounded);
+    store(g, other, columns, rounded);
+    if (thread < columns) {
+      normalizer[thread] = of_normalizers;
+      dot[thread] = of_dots;
+    }
+    fetch_both(from + columns);
     __syncthreads();
     float p[tiles][4] = {}, dp[tiles][4] = {};
     add_scores(p, k, q);
