@@ -503,7 +503,7 @@ bool is_right(
 bool is_right(const Case& of) {
   bool whole = of.kernels.count("attention_tiles") || of.kernels.count("attention_forward");
   return is_right(of.name, layer(of), layer(of), of.kernels, [whole](const auto& left) {
-    return !whole || (!left.count("Softmax") && !left.count("Select") && left.count("AddMM"));
+    return !whole || (!left.count("Softmax") && !left.count("Select"));
   });
 }
 
