@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -14,15 +15,20 @@ class Peer:
 
     It prints what it has built, a line of JSON, then takes a block of steps for every line ``["way", steps]`` that it
     reads, and prints its milliseconds a step.
-
-    Attributes:
-        built: What the peer says of itself; ``built["ways"]`` has the first losses of each way, in nats.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        """Wait until all ways are built and compiled."""
+        """Take over the process, which builds its ways meanwhile."""
         self.process = process
-        self.built: dict[str, Any] = self.answer()
+
+    @functools.cached_property
+    def built(self) -> dict[str, Any]:
+        """What the peer says of itself, once all its ways are built and compiled: `built["ways"]` by way.
+
+        Each has the first losses, in nats.
+        """
+        built: dict[str, Any] = self.answer()
+        return built
 
     def run_block(self, way: str, count: int) -> float:
         """Do what ``timing.run_block`` does, there."""

@@ -50,6 +50,14 @@ def arrays(count: int) -> list[mx.array]:
     return made
 
 
+def layers(count: int) -> nn.Module:
+    """Make a frozen model of so many arrays."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count // 2)))
+    model.freeze()
+    mx.eval(model.parameters())
+    return model
+
+
 def objective(model: nn.Module, x: mx.array, reached: Any) -> mx.array:
     """Return a loss that has been given something, and makes nothing of it."""
     assert reached is not None
@@ -80,6 +88,7 @@ def measure(rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
             f"numbers in a dict x {count}": build({f"value_{i}": float(i) for i in range(count)}),
             f"attributes of an object x {count}": build(Settings(count)),
             f"arrays in a list x {count}": build(arrays(count)),
+            f"arrays of a frozen model x {count}": build(layers(count)),
             f"arrays of the model x {count}": build(0.0, held=count),
         }
     x = batch()

@@ -1,8 +1,8 @@
 """Measure the training step, side by side: plain MLX, compiled, compiled with async evaluation, and ``fast_step``.
 
 The ways take turns in one process, in rotating order, on the same batches from the same weights; every ratio is taken
-within a round, so that what disturbs the machine disturbs both sides of it. Peaks of the memory are measured in
-processes of their own::
+within a round, so that what disturbs the machine disturbs both sides of it. Peaks of the memory are measured first, in
+processes of their own: on a GPU several at once, which compile the kernels that all need::
 
     python benches/step.py                          # the cases that suit the device
     python benches/step.py --cases gpt24 --rounds 20
@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +36,12 @@ from ways import BOUND, COMPILED, FAST, PLAIN, WAYS, StepFn, widened
 TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 1e-2}  # of the largest loss
 NOISE = 1.25  # plain MLX in bfloat16 on a GPU differs from itself by so much: atomic sums
 OWN_KERNELS = {f"{way}, MLX's own kernels": way for way in (COMPILED, FAST)}  # what FASTSTEP_KERNELS=0 leaves
+GPU_PROCESSES = 5  # that share its memory
 CLIPPING = {"peak": MAX_GRAD_NORM, "peak without clipping": None}
+
+
+class Differs(Exception):
+    """The ways of a case do not compute the same."""
 
 
 def first_losses(steps: dict[str, StepFn], batches: Batches) -> dict[str, list[float]]:
@@ -49,11 +55,11 @@ def gaps(case: Case, losses: dict[str, list[float]], exact: list[float]) -> dict
     A way that never updates, or updates otherwise, gives its first loss only.
 
     Raises:
-        SystemExit: One is larger than rounding explains, and than plain MLX's: the same would not be measured.
+        Differs: One is larger than rounding explains, and than plain MLX's: the same would not be measured.
     """
     found = {name: float(np.abs(np.subtract(x, exact[: len(x)])).max()) for name, x in losses.items()}
     if not max(found.values()) <= max(TOLERANCE[case.dtype] * max(exact), NOISE * found[PLAIN]):
-        sys.exit(f"{case.title}: not measured, the losses differ from those of gradients in float32 by {found}")
+        raise Differs(f"{case.title}: not measured, the losses differ from those of gradients in float32 by {found}")
     return found
 
 
@@ -72,7 +78,7 @@ def measure(case: Case, others: Sequence[peers.Peer], rounds: int, after_round: 
     result = {"title": case.title, "parameters": parameter_bytes(case), "largest loss difference": max(apart.values())}
     if exact:
         result["loss differences from float32"] = {way: apart[way] for way in (PLAIN, COMPILED, FAST)}
-    result |= {"steps in a block": count, "ms": in_turns(blocks, rounds, after_round), "memory": {}}
+    result |= {"steps in a block": count, "ms": in_turns(blocks, rounds, after_round)}
     torch = [peer.built for peer in others if "version" in peer.built]
     return result | ({"PyTorch": torch[0]} if torch else {})
 
@@ -111,14 +117,17 @@ def start(stack: contextlib.ExitStack, name: str, torch: str | None) -> list[pee
     return started
 
 
-def peaks(name: str, progress: Progress) -> dict[str, dict[str, float]]:
-    """Measure the peak of each way, each in a process of its own, with and without clipping."""
-    todo = [(way, clipping) for way in WAYS for clipping in CLIPPING if way != BOUND or clipping == "peak"]
-    bar = progress.add_task(f"{name}, memory of each way", total=len(todo))
-    result: dict[str, dict[str, float]] = {way: {} for way in WAYS}
-    for way, clipping in todo:
-        result[way][clipping] = answer(name, way, clipping)
-        progress.advance(bar)
+def peaks(names: Sequence[str], progress: Progress) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure the peak of each way by case, each in a process of its own, with and without clipping."""
+    ways = [(way, clipping) for way in WAYS for clipping in CLIPPING if way != BOUND or clipping == "peak"]
+    bar = progress.add_task("memory of each way", total=len(names) * len(ways))
+    with futures.ThreadPoolExecutor(GPU_PROCESSES if on_gpu() else 1) as pool:
+        found = {pool.submit(answer, name, *of): (name, *of) for name in names for of in ways}
+        for _ in futures.as_completed(found):
+            progress.advance(bar)
+    result: dict[str, dict[str, dict[str, float]]] = {name: {way: {} for way in WAYS} for name in names}
+    for bytes, (name, way, clipping) in found.items():
+        result[name][way][clipping] = bytes.result()
     return result
 
 
@@ -156,17 +165,23 @@ def main() -> None:
         else:
             serve(CASES[case])
         return
-    sample = Sample("step", args)
-    with bars() as progress:
-        for name in args.cases or (ON_GPU if on_gpu() else ON_CPU):
+    sample, failed = Sample("step", args), []
+    names = args.cases or (ON_GPU if on_gpu() else ON_CPU)
+    with bars() as progress, contextlib.ExitStack() as stack:
+        others = {name: start(stack, name, args.torch) for name in names}
+        memory = peaks(names, progress)
+        for name in names:
             bar = progress.add_task(f"{name}, in turns", total=args.rounds)
-            with contextlib.ExitStack() as stack:
-                others = start(stack, name, args.torch)
-                result = measure(CASES[name], others, args.rounds, functools.partial(progress.advance, bar))
-            sample.add(name, result)
-            mx.clear_cache()  # on a GPU the next processes have to share its memory with this one
-            sample.add(name, result | {"memory": peaks(name, progress)})
+            try:
+                result = measure(CASES[name], others[name], args.rounds, functools.partial(progress.advance, bar))
+            except Differs as error:
+                failed.append(str(error))
+            else:
+                sample.add(name, result | {"memory": memory[name]})
+            mx.clear_cache()  # on a GPU the other processes share its memory with this one
     print(f"wrote {sample.file.name}")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

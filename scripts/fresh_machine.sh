@@ -24,9 +24,11 @@ make_root() {
     if [ ! -d "$pristine" ]; then
         command -v debootstrap > /dev/null || { echo "debootstrap is missing: apt-get install debootstrap" >&2 && exit 1; }
         rm -rf "$pristine.part"
-        local from=(${MIRROR:+"$MIRROR"})
-        # a release younger than this machine's debootstrap: Ubuntu's are all made as its first ones
-        [ -e "/usr/share/debootstrap/scripts/$suite" ] || from=("${MIRROR:-http://archive.ubuntu.com/ubuntu}" gutsy)
+        local from=(${MIRROR:+"$MIRROR"}) known=/usr/share/debootstrap/scripts/$suite
+        # Ubuntu's releases, and those younger than this machine's debootstrap, are all made as one of its first
+        if [ ! -e "$known" ] || [ "$(basename "$(readlink -f "$known")")" = gutsy ]; then
+            from=("${MIRROR:-http://archive.ubuntu.com/ubuntu}" gutsy)
+        fi
         debootstrap --variant=minbase --include=ca-certificates,python3,make,git "$suite" "$pristine.part" "${from[@]}"
         add_updates
         mv "$pristine.part" "$pristine"

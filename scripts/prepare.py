@@ -301,11 +301,18 @@ def fitting_wheel() -> Path | None:
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     system = {"linux": "manylinux", "darwin": "macosx"}.get(sys.platform, "none")
     pattern = f"mlx_faststep-{current}-{tag}-{tag}-{system}_*_{platform.machine()}.whl"
-    wheels = sorted((ROOT / "dist").glob(pattern), key=lambda path: path.stat().st_mtime)
+    found = platform.mac_ver()[0] if sys.platform == "darwin" else platform.libc_ver()[1]
+    fits = [path for path in (ROOT / "dist").glob(pattern) if oldest_system(path) <= version(found)]
+    wheels = sorted(fits, key=lambda path: path.stat().st_mtime)
     sources = [path for folder in ("rust", "python") for path in (ROOT / folder).rglob("*.*") if path.suffix != ".so"]
     if not wheels or (rust("run") is None and any(newer(path, wheels[-1]) for path in sources)):
         return None
     return wheels[-1]
+
+
+def oldest_system(wheel: Path) -> tuple[int, ...]:
+    """Return the oldest version of glibc or macOS that a wheel works with."""
+    return tuple(int(part) for part in re.findall(r"-(?:manylinux|macosx)_(\d+)_(\d+)_", wheel.name)[0])
 
 
 def newer(path: Path, other: Path) -> bool:

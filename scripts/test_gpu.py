@@ -24,6 +24,9 @@ import mlx.core as mx
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "step/test_replay.py",
+    "step/test_replay_failures.py",
+    "step/test_replay_held.py",
+    "step/test_replay_memory.py",
     "step/test_align.py",
     "engine/test_rewrites.py",
     "step/test_profile.py",

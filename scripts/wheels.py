@@ -26,7 +26,7 @@ DIST = ROOT / "dist"
 VENV = ROOT / ".venv"
 SYMBOLS = WORK / "symbols"
 NAMES = [f"python3.{minor}" for minor in range(10, 15)]
-GLIBC = 35  # 2.35, as the wheels of MLX
+GLIBC = 35  # 2.35, as the wheels of MLX: what is built where glibc is newer may need a newer one, and its tag says so
 LARGEST = 4_000_000  # bytes of a stripped library; one with its symbols has 25 million
 
 
@@ -41,7 +41,8 @@ def main(names: list[str]) -> None:
             built.append(build(name))
     for wheel in built:
         check(wheel)
-        print(f"built    {wheel.relative_to(ROOT)}")
+        newer = "manylinux" in wheel.name and f"manylinux_2_{GLIBC}" not in wheel.name
+        print(f"built    {wheel.relative_to(ROOT)}{', for no release: build that where glibc is older' * newer}")
     for line in missing:
         print(f"missing  {line}")
     if not built:
@@ -71,7 +72,7 @@ def build(name: str) -> Path:
         run([*command, "--interpreter", str(python)], env=os.environ | build_environment(python))
         (wheel,) = Path(out).glob("*.whl")
         if linux:
-            part(wheel)
+            wheel = part(wheel)
         DIST.mkdir(exist_ok=True)
         return Path(shutil.move(wheel, DIST / wheel.name))
 
@@ -87,12 +88,16 @@ def new_environment(name: str) -> Path:
     return environment
 
 
-def part(wheel: Path) -> None:
-    """Strip the library of a wheel and keep its symbols in a file of their own, which the library names."""
+def part(wheel: Path) -> Path:
+    """Strip the library of a wheel and keep its symbols in a file of their own, which the library names.
+
+    Returns:
+        The wheel, under another name where its library needs a newer glibc than its tag says.
+    """
     with zipfile.ZipFile(wheel) as archive:
         contents = {entry: archive.read(entry) for entry in archive.infolist()}
     (entry,) = (entry for entry in contents if entry.filename.endswith(".so"))
-    old = record_line(entry.filename, contents[entry])
+    written = {each.filename: record_line(each.filename, content) for each, content in contents.items()}
     SYMBOLS.mkdir(exist_ok=True)
     symbols = SYMBOLS / f"{Path(entry.filename).name}.debug"
     library = symbols.with_suffix("")
@@ -101,11 +106,24 @@ def part(wheel: Path) -> None:
     run(["objcopy", "--strip-all", f"--add-gnu-debuglink={symbols}", str(library)])
     contents[entry] = library.read_bytes()
     library.unlink()
-    (record,) = (entry for entry in contents if entry.filename.endswith(".dist-info/RECORD"))
-    contents[record] = contents[record].replace(old, record_line(entry.filename, contents[entry]))
+    tag, needed = f"manylinux_2_{GLIBC}", f"manylinux_2_{max(GLIBC, glibc(contents[entry]))}"
+    (tags,) = (each for each in contents if each.filename.endswith(".dist-info/WHEEL"))
+    contents[tags] = contents[tags].replace(tag.encode(), needed.encode())
+    (record,) = (each for each in contents if each.filename.endswith(".dist-info/RECORD"))
+    for each in (entry, tags):
+        now = record_line(each.filename, contents[each])
+        contents[record] = contents[record].replace(written[each.filename], now)
+    wheel.unlink()
+    wheel = wheel.with_name(wheel.name.replace(tag, needed))
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for item, content in contents.items():
             archive.writestr(item, content)
+    return wheel
+
+
+def glibc(library: bytes) -> int:
+    """Return the newest minor version of glibc that a library needs, 0 where it needs none."""
+    return max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)), default=0)
 
 
 def record_line(name: str, content: bytes) -> bytes:
@@ -156,9 +174,9 @@ def check(wheel: Path) -> None:
                 sys.exit(f"{wheel.name}: {name} holds paths of this machine: {found}")
             if name.endswith(".so") and len(content) > LARGEST:
                 sys.exit(f"{wheel.name}: {name} has {len(content)} bytes: its symbols were not stripped")
-            newest = max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)), default=0)
-            if newest > GLIBC:
-                sys.exit(f"{wheel.name}: {name} needs glibc 2.{newest}")
+            said = re.search(r"manylinux_2_(\d+)", wheel.name)
+            if said and glibc(content) > int(said[1]):
+                sys.exit(f"{wheel.name}: {name} needs glibc 2.{glibc(content)}")
 
 
 def run(command: list[str], env: dict[str, str] | None = None, stdout: int | None = None) -> str:

@@ -56,8 +56,9 @@ def compiled(folder: Path, arrays: Arrays, **kernels: Kernel) -> ctypes.CDLL:
 
 
 def sources(file: str) -> dict[str, str]:
-    """Return the kernels' sources in a file, by name."""
-    return dict(re.findall(r'(\w+)_source = R"\(\n(.*?)\n\)";', (RULES / file).read_text(), re.DOTALL))
+    """Return the kernels' sources in a file, and the pieces that files share, by name."""
+    text = (RULES / "pieces.hpp").read_text() + (RULES / file).read_text()
+    return dict(re.findall(r'(\w+)_source = R"\((\n.*?\n)\)";', text, re.DOTALL))
 
 
 def empty(*shape: int) -> np.ndarray:
@@ -151,15 +152,16 @@ def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_p
     arrays = {"x": x, "w": w, "b": b, "normed": normed, "g": g, "added_to": before, "gx": gx, "sums": sums}
     arrays["rows"] = stats
     source = sources("layer_norm.cpp")
+    opening = source["row"] + source["warp_sum"]
     constants = f"using T = float; constexpr int COLUMNS = {columns}, WIDE = 4, WARPS = 8;"
     constants += f"constexpr float eps = {eps!r}f; constexpr bool ADDS = {int(added)};"
     native = compiled(
         tmp_path,
         arrays,
-        forward=Kernel(source["norm"], constants, (-(-rows // 8), 1), (32, 8)),
-        backward_rows=Kernel(source["norm_gradient"], constants, (-(-rows // 4), 1), (32, 4)),
+        forward=Kernel(opening + source["norm"], constants, (-(-rows // 8), 1), (32, 8)),
+        backward_rows=Kernel(opening + source["norm_gradient"], constants, (-(-rows // 4), 1), (32, 4)),
         backward_sums=Kernel(source["norm_sums"], constants, (-(-columns // 128), parts), (32, 8)),
-        backward_few=Kernel(source["norm_few_gradients"], constants, (parts, 1), (32, 8)),
+        backward_few=Kernel(source["warp_sum"] + source["norm_few_gradients"], constants, (parts, 1), (32, 8)),
     )
     exact = x.astype(np.float64)
     centered = exact - exact.mean(-1, keepdims=True)
@@ -191,13 +193,14 @@ def test_small_products(shape: tuple[int, int, int], turned: tuple[bool, bool], 
 
 
 def test_the_gradient_of_relu_and_of_the_bias_before_it(tmp_path: Path) -> None:
-    y, g, gx, parts = np.maximum(drawn(70, 200), 0), drawn(70, 200, seed=1), empty(70, 200), empty(3, 200)
+    y, g, gx, out = np.maximum(drawn(70, 200), 0), drawn(70, 200, seed=1), empty(70, 200), empty(3, 200)
     y[3, 5], y[4, 6] = np.nan, -0.0
     constants = "using T = float; constexpr int WIDE = 4, WARPS = 8;"
-    kernel = Kernel(sources("relu.cpp")["relu_vjp"], constants, (2, len(parts)), (32, 8))
-    compiled(tmp_path, {"y": y, "g": g, "gx": gx, "parts": parts}, vjp=kernel).run_vjp()
+    source = sources("relu.cpp")
+    kernel = Kernel(source["relu_vjp"] + source["column_sums"], constants, (2, len(out)), (32, 8))
+    compiled(tmp_path, {"y": y, "g": g, "gx": gx, "out": out}, vjp=kernel).run_vjp()
     assert np.array_equal(gx, g * (y > 0))
-    assert off(parts.astype(np.float64).sum(0), gx.astype(np.float64).sum(0)) < 1e-6
+    assert off(out.astype(np.float64).sum(0), gx.astype(np.float64).sum(0)) < 1e-6
 
 
 @pytest.mark.parametrize("wide", [1, 4])
@@ -206,7 +209,8 @@ def test_sums_of_columns(wide: int, tmp_path: Path) -> None:
     constants = f"using IN = float; using OUT = float; constexpr int WIDE = {wide}, WARPS = 8;"
     constants += "constexpr int x_ndim = 3;"
     blocks = -(-200 // (32 * wide)), len(out)
-    kernel = Kernel(sources("columns.cpp")["sums"], constants, blocks, (32, 8))
+    source = sources("columns.cpp")
+    kernel = Kernel(source["sums"] + source["column_sums"], constants, blocks, (32, 8))
     compiled(tmp_path, {"x": x, "out": out}, sum=kernel).run_sum()
     assert off(out.astype(np.float64).sum(0), x.astype(np.float64).sum((0, 1))) < 1e-6
 

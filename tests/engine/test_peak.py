@@ -47,7 +47,7 @@ MEASURE = """
     one = mx.array(1.0)
 
     def take(steps):
-        # the worker has no bytes but 30 ms to do first: it is behind, however slowly it is fed; 0.3 s while one is traced
+        # the worker has 30 ms, or 0.3 s, and no bytes to do first: it is behind, however slowly it is fed
         mx.async_eval(mx.broadcast_to(one, (100_000 if steps == 1 else 10_000, 1_000)).sum())
         for _ in range(steps):
             step(*batch)

@@ -16,12 +16,9 @@ import numpy as np
 import pytest
 from faststep import Step, profile
 from mlx.utils import tree_flatten
+from support.cuda import NEEDS_CUDA
 
-IS_CUDA = mx.default_device() == mx.gpu and mx.cuda.is_available()
-pytestmark = [
-    pytest.mark.skipif(not IS_CUDA, reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(300),  # a first kernel of each kind costs seconds of CUDA's compiler
-]
+pytestmark = [NEEDS_CUDA, pytest.mark.timeout(300)]  # a first kernel of each kind costs seconds of CUDA's compiler
 STEPS = 2
 VOCABULARY = 72
 

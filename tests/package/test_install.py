@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -160,11 +161,31 @@ def test_a_wheel_refuses_another_mlx_and_none(wheel: Path, tmp_path: Path) -> No
 def test_wheels_with_more_than_they_should_hold_are_refused(
     wheels: ModuleType, tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
-    path = tmp_path / "some.whl"
+    path = tmp_path / "some-1.0-py3-none-manylinux_2_35_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(name, content)
     with pytest.raises(SystemExit, match=reason):
         wheels.check(path)
+
+
+@linux
+def test_a_wheel_built_where_glibc_is_newer_says_so(
+    wheel: Path, wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "SYMBOLS", tmp_path / "symbols")
+    (said,) = re.findall(r"manylinux_2_(\d+)", wheel.name)
+    old = tmp_path / wheel.name.replace(f"manylinux_2_{said}", "manylinux_2_35")
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(old, "w") as copy:
+        for name in archive.namelist():
+            content = archive.read(name).replace(f"manylinux_2_{said}".encode(), b"manylinux_2_35")
+            copy.writestr(name, content.replace(b"GLIBC_2.34", b"GLIBC_2.99"))
+    new = wheels.part(old)
+    assert new.name == old.name.replace("2_35", "2_99")
+    assert not old.exists()
+    wheels.check(new)
+    with zipfile.ZipFile(new) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        assert b"-manylinux_2_99_" in archive.read(metadata)
 
 
 def test_pip_installs_the_sdist_and_then_the_checkout(tmp_path: Path) -> None:

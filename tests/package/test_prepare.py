@@ -65,10 +65,10 @@ def test_what_is_missing_is_told_with_its_commands(
     assert not prepare.may_install([prepare.Missing("room", mendable=False)])
 
 
-def wheel(root: Path, version: str, tag: str = TAG, machine: str = platform.machine()) -> Path:
+def wheel(root: Path, version: str, tag: str = TAG, machine: str = platform.machine(), system: str = SYSTEM) -> Path:
     """Put a wheel into dist."""
     (root / "dist").mkdir(exist_ok=True)
-    path = root / "dist" / f"mlx_faststep-{version}-{tag}-{tag}-{SYSTEM}_{machine}.whl"
+    path = root / "dist" / f"mlx_faststep-{version}-{tag}-{tag}-{system}_{machine}.whl"
     path.touch()
     return path
 
@@ -77,6 +77,7 @@ def test_a_wheel_fits_this_version_python_and_system(prepare: ModuleType, tmp_pa
     version = prepare.setting("Cargo.toml", "version")
     for other in (("99.0",), (version, "cp39"), (version, TAG, "riscv64")):
         wheel(tmp_path, *other)
+    wheel(tmp_path, version, system="manylinux_2_99" if sys.platform.startswith("linux") else "macosx_99_0")
     assert prepare.fitting_wheel() is None
     fits = wheel(tmp_path, version)
     assert prepare.fitting_wheel() == fits

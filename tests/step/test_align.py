@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_flatten
+from support.cuda import NEEDS_CUDA
 
-pytestmark = pytest.mark.skipif(
-    mx.default_device() != mx.gpu or not mx.cuda.is_available(), reason="needs an NVIDIA GPU"
-)
+pytestmark = NEEDS_CUDA
 
 VOCABULARY, WIDTH = 1027, 512
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}

@@ -177,3 +177,51 @@ def test_a_tie_is_made_and_cut() -> None:
                 model.layers[1].update(copy_tree(model.layers[0].parameters()))
         np.testing.assert_allclose(step(*batch).loss, take(*batch)[0], rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+
+
+SLOPE = 1.0
+
+
+class Sloped(nn.Module):
+    """An activation whose slope is a global."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Scale."""
+        return x * SLOPE
+
+
+def test_a_layer_of_another_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for ours in (False, True):
+        monkeypatch.setitem(globals(), "SLOPE", 1.0)
+        mx.random.seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        teacher = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer, x = optim.SGD(0.1), mx.random.normal((8, 4))
+
+        def loss_fn(model: nn.Module, x: mx.array, teacher: nn.Module = teacher) -> mx.array:
+            return mx.square(model(x) - teacher(x)).mean()
+
+        step: StepFn = plain_step(model, optimizer, loss_fn)
+        if ours:
+            native = Step(model, optimizer, loss_fn)
+            step = native
+        taken = []
+        for change in (
+            lambda: None,
+            lambda model=model: model.layers.__setitem__(1, nn.Tanh()),
+            lambda teacher=teacher: teacher.layers.__setitem__(1, nn.Sigmoid()),
+            lambda model=model: model.layers.__setitem__(1, Sloped()),
+            lambda: monkeypatch.setitem(globals(), "SLOPE", 3.0),
+            lambda model=model: model.layers.__setitem__(1, nn.Tanh()),
+            model.eval,
+            lambda teacher=teacher: teacher.layers.__setitem__(1, Sloped()),
+            lambda: monkeypatch.setitem(globals(), "SLOPE", 0.5),
+            model.train,
+            lambda: monkeypatch.setitem(globals(), "SLOPE", 0.25),
+        ):
+            change()
+            taken += [step(x), step(x)]
+        losses.append([float(each.loss if ours else each[0]) for each in taken])  # type: ignore[union-attr, index]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert native.stats.mode == "native"

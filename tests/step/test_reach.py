@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
-import random
+import gc
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,7 +18,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from support.helpers import assert_close, plain_step, snapshot
+from support.helpers import plain_step
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
 TEMPERATURE = 1.0
@@ -239,21 +237,6 @@ def test_contents_that_are_changed_in_place_are_seen() -> None:
     assert step.stats.mode == "native"
 
 
-def test_a_loss_may_append_to_a_long_list() -> None:
-    log = [0.5] * 5000
-
-    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        log.append(loss := mx.square(model(x)).mean())
-        return loss
-
-    step, x = Step(nn.Linear(4, 1), optim.SGD(0.1), loss_fn), mx.ones((2, 4))
-    with pytest.warns(RuntimeWarning, match="stores a new array"):
-        losses = [step(x).loss.item()]
-    losses += [step(x).loss.item() for _ in range(2)]
-    assert [float(value) for value in log[5000:]] == losses
-    assert step.stats.mode == "plain"
-
-
 def test_what_is_too_much_to_be_watched_is_told() -> None:
     table = [[float(number)] * 4000 for number in range(20)]
     step = Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x: model(x).sum() * table[19][3999])
@@ -343,193 +326,6 @@ def test_a_number_that_changes_the_form_is_a_trace_for_each_form() -> None:
     assert step.stats.traced <= 3
 
 
-def test_what_the_loss_changes_itself_makes_no_traces() -> None:
-    class Counting:
-        calls = 0
-
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-
-        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
-            self.calls += 1
-            self.seen.append(x.shape[0])
-            return mx.square(model(x)).mean()
-
-    counting = Counting()
-    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), counting.loss)
-    for length in (1, 2, 3, 1, 2, 3, 1, 2, 3):
-        step(mx.ones((length, 4)))
-    assert counting.seen == [1, 2, 3]
-    assert (counting.calls, step.stats.traced) == (3, 3)
-
-
-class Warming(nn.Module):
-    """Counts its calls in a number, and weighs what it gives by it (annealed penalties)."""
-
-    def __init__(self, matters: bool) -> None:
-        super().__init__()
-        self.layer, self.calls, self.matters = nn.Linear(4, 2), 0, matters
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map [batch, 4] to [batch, 2]."""
-        self.calls += 1
-        y: mx.array = self.layer(x) * (0.5**self.calls if self.matters else 1.0)
-        return y
-
-
-_calls = 0
-
-
-def own_changes(kind: str) -> tuple[nn.Module, Callable[..., mx.array]]:
-    """Make a loss that changes what it depends on, or takes from what it does not restore."""
-    model: nn.Module = Warming(matters=True) if kind == "a number of the model" else nn.Linear(4, 2)
-    generator, own, old = np.random.default_rng(1), random.Random(1), np.random.RandomState(1)
-    numbers, listed, taken = iter(range(1, 100)), [0.5 * each for each in range(1, 100)], itertools.count(1)
-    made, cell, agent = (0.5 * each for each in range(1, 100)), 0, types.SimpleNamespace(beta=1.0)
-    random.seed(1)
-    np.random.seed(1)
-    globals()["_calls"] = 0
-
-    def factor() -> float:
-        nonlocal cell
-        global _calls
-        if kind == "a number in a closure":
-            cell += 1
-            return 1.0 / cell
-        if kind == "a global":
-            _calls += 1
-            return 1.0 / _calls
-        if kind == "an attribute":
-            agent.beta *= 0.9
-            return agent.beta
-        if kind == "a function's attribute":
-            taken_by: Any = factor
-            taken_by.taken.append(0)
-            return 1.0 / len(taken_by.taken)
-        takes: dict[str, Callable[[], float]] = {
-            "numpy's generator": generator.random,
-            "numpy's old generator": old.rand,
-            "numpy's global generator": np.random.rand,
-            "a random.Random": own.random,
-            "the random module": random.random,
-            "an iterator": lambda: float(next(numbers)),
-            "itertools": lambda: float(next(taken)),
-            "a generator": lambda: next(made),
-            "a list": lambda: listed.pop(),
-        }
-        return takes.get(kind, lambda: 1.0)()
-
-    vars(factor)["taken"] = []
-    return model, lambda model, x: (model(x) * factor()).square().mean()
-
-
-OWN_CHANGES = """a number of the model, a number in a closure, a global, an attribute, a function's attribute, a list,
-numpy's generator, numpy's old generator, numpy's global generator, a random.Random, the random module, an iterator,
-itertools, a generator"""
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", OWN_CHANGES.replace("\n", " ").split(", "))
-def test_a_loss_that_depends_on_how_often_it_is_called_is_called_at_every_step(kind: str, accumulate: int) -> None:
-    results: list[Any] = []
-    batches = [mx.random.normal((8, 4), key=mx.random.key(number)) for number in range(6)]
-    for ours in (False, True):
-        mx.random.seed(3)
-        model, loss_fn = own_changes(kind)
-        optimizer = optim.SGD(0.1, momentum=0.9)
-        if not ours:
-            take = plain_step(model, optimizer, loss_fn, accumulate=accumulate)
-            results.append(([float(take(x)[0]) for x in batches], snapshot(model, optimizer)))
-            continue
-        step = Step(model, optimizer, loss_fn, accumulate=accumulate)
-        first = step(batches[0]).loss.item()
-        with pytest.warns(RuntimeWarning, match="as it is called|what it changes itself"):
-            second = step(batches[1]).loss.item()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            losses = [first, second, *(step(x).loss.item() for x in batches[2:])]
-        results.append((losses, snapshot(model, optimizer)))
-    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
-    assert_close(results[1][1], results[0][1], 1e-5)
-    assert step.stats.mode == "plain"
-
-
-def test_what_another_thread_draws_is_not_drawn_by_the_loss() -> None:
-    drawn, done, first = threading.Event(), threading.Event(), [True]
-
-    def draw() -> None:
-        while not done.is_set():
-            random.random()
-            np.random.rand()
-            drawn.set()
-
-    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        if first:
-            first.clear()
-            drawn.clear()
-            assert drawn.wait(60)
-        return model(x).square().mean()
-
-    step, thread = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), threading.Thread(target=draw)
-    thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(4):
-                step(mx.ones((3, 4)))
-    finally:
-        done.set()
-        thread.join()
-    assert (step.stats.mode, step.stats.traced) == ("native", 1)
-
-
-def test_a_loss_that_counts_what_does_not_matter_is_traced_once() -> None:
-    history: list[int] = []
-
-    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        history.append(1)
-        return model(x).square().mean()
-
-    model = Warming(matters=False)
-    step = Step(model, optim.SGD(0.1), loss_fn)
-    for _ in range(5):
-        step(mx.ones((3, 4)))
-    assert (step.stats.mode, step.stats.traced) == ("native", 1)
-    assert (model.calls, history) == (0, [1])
-
-
-def test_what_a_loss_writes_into_what_it_reaches_is_written_at_every_step() -> None:
-    class Averaging:
-        def __init__(self) -> None:
-            self.rebound, self.changed = mx.zeros(2), mx.zeros(2)
-            self.norm = nn.BatchNorm(4)
-
-        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
-            y = model(self.norm(x))
-            self.rebound = 0.9 * self.rebound + 0.1 * mx.stop_gradient(y.mean(axis=0))
-            self.changed += mx.stop_gradient(y.sum(axis=0))
-            return mx.square(y - self.rebound).mean()
-
-    results = []
-    for native in (False, True):
-        mx.random.seed(1)
-        averaging, model, optimizer = Averaging(), nn.Linear(4, 2), optim.SGD(1e-1)
-        step, held = Step(model, optimizer, averaging.loss), averaging.changed
-        for number in range(5):
-            x = mx.random.normal((8, 4), key=mx.random.key(number))
-            if native:
-                step(x)
-            else:
-                loss, gradients = nn.value_and_grad(model, averaging.loss)(model, x)
-                optimizer.update(model, gradients)
-                mx.eval(model.state, optimizer.state, loss, averaging.rebound, averaging.changed)
-        assert held is averaging.changed  # `+=` changes the object that others hold
-        results.append([averaging.rebound, averaging.changed, averaging.norm.running_mean, model.weight])
-    assert step.stats.mode == "native"
-    for ours, plain in zip(*reversed(results), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
-
-
 def test_an_error_leaves_no_tracer_in_what_the_loss_reaches() -> None:
     teacher, cell = nn.Linear(4, 2), [mx.array(1.0)]
     before = mx.array(teacher.weight)
@@ -545,22 +341,6 @@ def test_an_error_leaves_no_tracer_in_what_the_loss_reaches() -> None:
         step(mx.ones((3, 4)), True)
     assert cell[0].item() == 1.0
     np.testing.assert_array_equal(teacher.weight, before)
-
-
-def test_a_loss_that_keeps_arrays_runs_plain() -> None:
-    kept: list[mx.array] = []
-
-    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        loss = mx.square(model(x)).mean()
-        kept.append(loss)
-        return loss
-
-    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), loss_fn)
-    with pytest.warns(RuntimeWarning, match="it stores a new array in"):
-        losses = [step(mx.ones((3, 4))).loss.item() for _ in range(3)]
-    assert [each.item() for each in kept[-3:]] == losses
-    assert step.stats.mode == "plain"
-    assert "stores a new array" in str(step.stats.reason)
 
 
 def test_an_array_that_nobody_can_watch_is_warned_of_once() -> None:
@@ -625,3 +405,201 @@ def test_a_new_closure_in_every_step_is_one_trace() -> None:
     assert step is not None
     assert step.stats.traced == 1
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+
+
+def test_an_array_that_has_been_replaced_is_let_go_of_at_the_next_step() -> None:
+    class Teacher:
+        def __init__(self) -> None:
+            self.table, self.net = mx.ones((512, 1024)), nn.Linear(4, 2)
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            return mx.square(model(x) - self.net(x)).mean() * self.table[0, 0]
+
+    def used() -> int:
+        mx.synchronize()
+        gc.collect()
+        return mx.get_active_memory()
+
+    teacher, x = Teacher(), mx.ones((3, 4))
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), teacher.loss)
+    for _ in range(3):
+        step(x)
+    before = used()
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(teacher, "table", mx.ones((512, 1024))),
+        lambda: setattr(teacher, "table", mx.full((1024, 512), 2.0)),  # another form, another trace
+        lambda: setattr(teacher, "table", mx.full((512, 1024), 3.0)),
+        lambda: setattr(teacher, "net", nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 2))),  # leads elsewhere
+        lambda: setattr(teacher, "net", nn.Linear(4, 2)),
+    ]
+    for change in [*changes, *changes]:
+        change()
+        mx.eval(teacher.table, teacher.net.parameters())
+        for _ in range(2):
+            step(x)
+        small = len(teacher.net.children()) == 0
+        assert used() - before < (1 << 16 if small else 1 << 17)
+    teacher.table = mx.array([[1.0]])
+    step(x)
+    assert before - used() > 1 << 20
+
+
+def test_each_array_of_many_is_seen_to_change() -> None:
+    listed = [mx.array([float(i)]) for i in range(40)]
+    table = {f"weight{i}": mx.array([float(i)]) for i in range(40)}
+    teacher = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    settings = types.SimpleNamespace(**{f"value{i}": mx.array([float(i)]) for i in range(10)})
+    frozen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    frozen.freeze()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        values = [
+            *listed,
+            *(table[f"weight{i}"] for i in range(40)),
+            *(getattr(settings, f"value{i}") for i in range(10)),
+        ]
+        joined = mx.concatenate([mx.array(value).reshape(-1) for value in values])
+        return mx.square(model(x) - teacher(x) - frozen(x)).mean() + mx.cumsum(joined).mean()
+
+    step, x = Step(nn.Linear(4, 4), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+
+    def check() -> None:
+        for _ in range(2):
+            wanted = loss_fn(step.model, x).item()
+            assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+    check()
+    changes: list[Callable[[], object]] = [
+        lambda: listed.__setitem__(7, mx.array([70.0])),
+        lambda: listed[39].__iadd__(3.0),
+        lambda: table.update(weight3=mx.array([-3.0]), weight39=mx.array([1.0])),
+        lambda: table["weight20"].__setitem__(0, 200.0),
+        lambda: setattr(settings, "value9", mx.array([9.5])),
+        lambda: settings.value0.__setitem__(0, 5.0),
+        lambda: setattr(teacher.layers[4], "weight", mx.ones((4, 4))),
+        lambda: teacher.layers[9].bias.__setitem__(2, 3.0),
+        lambda: setattr(frozen.layers[1], "bias", mx.ones(4)),
+        lambda: teacher.layers[0].update({"bias": mx.ones(4)}),
+        lambda: teacher.layers.append(nn.Tanh()),
+        lambda: teacher.layers.__setitem__(10, nn.Sigmoid()),
+        lambda: teacher.layers.__setitem__(3, teacher.layers[2]),
+        lambda: setattr(teacher.layers[3], "weight", 0.5 * mx.ones((4, 4))),
+        lambda: listed.reverse(),
+        lambda: listed.__setitem__(0, 4.0),  # a number
+        lambda: listed.__setitem__(0, mx.array([5.0])),
+        lambda: listed.append(mx.array([1.0])),
+        lambda: listed.__setitem__(1, listed[2]),  # one array twice
+        lambda: listed[1].__iadd__(2.0),
+        lambda: table.update(weight5=table["weight6"]),
+        lambda: table["weight6"].__iadd__(2.0),
+        lambda: listed.__setitem__(5, mx.array([[1.0], [2.0]])),  # another shape
+    ]
+    for change in changes:
+        change()
+        check()
+    assert step.stats.mode == "native"
+
+
+def test_a_model_that_is_a_part_of_what_the_loss_reaches_is_trained() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.scale = nn.Linear(4, 8), nn.Linear(8, 2), mx.ones((2,))
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.last(mx.tanh(self.first(x))) * self.scale
+
+    def run(fast: bool) -> list[Any]:
+        mx.random.seed(3)
+        whole, losses = Whole(), []
+        parts = [(whole.first, optim.Adam(1e-2)), (whole.last, optim.SGD(1e-1, momentum=0.9))]
+        steps = [
+            Step(*part, lambda _, x: mx.square(whole(x) - 1).mean())
+            if fast
+            else plain_step(*part, lambda _, x: mx.square(whole(x) - 1).mean())
+            for part in parts
+        ]
+        for number in range(8):
+            x = mx.random.normal((3, 4))
+            taken = [step(x) for step in steps]
+            losses += [(each.loss if fast else each[0]).item() for each in taken]
+            if number == 4:
+                whole.scale = whole.scale * 2
+        return losses
+
+    assert run(fast=True) == run(fast=False)
+
+
+def test_what_the_class_of_a_class_has_is_watched() -> None:
+    class Meta(type):
+        scale, weight = 1.0, mx.array(2.0)
+
+        @property
+        def shift(cls) -> float:
+            return cls._shift  # type: ignore[attr-defined,no-any-return]
+
+    class Settings(metaclass=Meta):
+        _shift = 0.5
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean() * Settings.scale * Settings.weight + Settings.shift
+
+    model, x = nn.Linear(4, 2), mx.ones((3, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for change in (
+        lambda: setattr(Meta, "scale", 3.0),
+        lambda: setattr(Meta, "weight", mx.array(5.0)),
+        lambda: setattr(Settings, "_shift", 7.0),
+    ):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+        change()
+    assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["method", "code", "property", "base", "library"])
+def test_another_method_of_a_class_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base(nn.Module):
+        def turn(self, x: mx.array) -> mx.array:
+            return mx.tanh(x)
+
+    class Net(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 2), 0
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.turn(self.layer(x)) * self.scale
+
+        @property
+        def scale(self) -> float:
+            return 1.0
+
+    def other(self: Any, x: mx.array) -> mx.array:
+        return mx.sin(x) * 3
+
+    def change() -> None:
+        if kind == "method":
+            Net.__call__ = lambda self, x: self.layer(x) * 5  # type: ignore[method-assign]
+        elif kind == "code":
+            Base.turn.__code__ = other.__code__
+        elif kind == "property":
+            Net.scale = property(lambda self: 7.0)  # type: ignore[assignment,method-assign]
+        elif kind == "base":
+            Base.turn = other  # type: ignore[method-assign]
+        else:
+            linear = nn.Linear.__call__
+            monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: linear(self, x) + 1)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean()
+
+    model, x = Net(), mx.ones((3, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for _ in range(3):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+        Net.counted = 1  # type: ignore[attr-defined]
+    change()
+    for _ in range(3):
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+    assert step.stats.mode == "native"
+    assert len(step.stats.traces) <= 2

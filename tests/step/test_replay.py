@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import threading
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +11,13 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from support.helpers import HOST_SCHEDULES, OPTIMIZERS, Row, assert_close, copy_tree, flat, snapshot, spoilt, to_numpy
+from support.cuda import IS_CUDA, NEEDS_CUDA, STEPS, is_captured, replayed
+from support.helpers import HOST_SCHEDULES, OPTIMIZERS, Row, assert_close, snapshot, to_numpy
 from support.models import MODELS, cross_entropy
 from support.places import Child
 from support.table import TABLE
 
-pytestmark = [
-    pytest.mark.skipif(mx.default_device() != mx.gpu or not mx.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(600),  # a first kernel of each kind costs seconds of CUDA's compiler
-]
-
-IS_CUDA = mx.default_device() == mx.gpu and mx.cuda.is_available()
-STEPS = 9  # the first evaluation, one that is measured, one more, one with the capture, and replays
+pytestmark = [NEEDS_CUDA, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
 
 SHORT = [
     *(Row("mlp", optimizer, [None, 0.05][i % 2]) for i, optimizer in enumerate(OPTIMIZERS)),
@@ -41,11 +30,6 @@ ROWS = (
 )  # elsewhere all are skipped: a few are enough to say so
 
 
-def replayed(step: Step) -> list[str]:
-    """Say of each trace how it is replayed."""
-    return [str(trace.replay) for trace in step.stats.traces]
-
-
 def trained(row: Row, replay: bool, **options: Any) -> tuple[dict[str, np.ndarray], Step]:
     """Train on a few batches; the state and all that came out, and the step."""
     pair = row.new()
@@ -56,11 +40,6 @@ def trained(row: Row, replay: bool, **options: Any) -> tuple[dict[str, np.ndarra
     state["losses"] = np.array([float(out.loss) for out in outs])
     state["norms"] = np.array([0.0 if out.grad_norm is None else float(out.grad_norm) for out in outs])
     return state, step
-
-
-def is_captured(step: Step) -> bool:
-    """Tell whether every trace has been captured."""
-    return all(text.startswith("captured") for text in replayed(step))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -124,220 +103,6 @@ def test_options_are_those_of_the_ordinary_step(options: dict[str, Any], optimiz
     assert_close(got, wanted, 5e-3 if "compute_dtype" in options else row.case.tolerance)
 
 
-def both(
-    act: Callable[[int, nn.Module, optim.Optimizer, Step, list[Any]], None],
-    model: str = "mlp",
-    optimizer: str = "adamw",
-    steps: int = 12,
-) -> Step:
-    """Train with and without replay, `act` before each step; compare what it has written down and the end."""
-    row = Row(model, optimizer, 0.05)
-    ends = []
-    for replay in (False, True):
-        pair = row.new()
-        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
-        mx.random.seed(11)
-        kept: list[Any] = []
-        for i, batch in enumerate(row.case.batches(steps)):
-            act(i, *pair, step, kept)
-            kept.append(step(*batch).loss)
-        written = {f"kept {i}": to_numpy(array) for i, array in enumerate(kept)}
-        ends.append(snapshot(*pair) | written)
-    assert_close(ends[1], ends[0], row.case.tolerance)
-    assert is_captured(step), replayed(step)
-    return step
-
-
-def test_arrays_that_the_user_holds_keep_their_values() -> None:
-    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
-        parameters = list(flat(model.parameters()).values())
-        kept.append(parameters[i % len(parameters)])  # held, and never asked for until the end
-        kept.append(parameters[0].sum() * 2)  # computed from one, lazily
-        if i % 3 == 0:
-            kept.extend(flat(optimizer.state).values())
-
-    both(act)
-
-
-def test_a_host_may_read_any_array_at_any_time() -> None:
-    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
-        for array in [*flat(model.parameters()).values(), *flat(optimizer.state).values()][i::3]:
-            kept.append(mx.array(np.array(array)))
-        if i % 4 == 3:
-            kept.append(mx.array(float(kept[-1].sum())))
-
-    both(act)
-
-
-def test_another_thread_reads_what_nobody_has_evaluated() -> None:
-    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
-        if i % 3 == 1:
-            return
-        held = [*flat(model.parameters()).values(), *flat(optimizer.state).values()][i % 2 :: 2]
-        read: list[mx.array] = []
-
-        def look() -> None:
-            read.extend(mx.array(np.array(array)) for array in held)
-            read.append(mx.array(float((held[0] * 2).sum())))
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        assert len(read) == len(held) + 1
-        kept.extend(read)
-
-    both(act, optimizer="user")
-    both(act, model="tied")
-
-
-def test_other_streams_read_what_is_replaced() -> None:
-    stream = mx.new_stream(mx.gpu)
-
-    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
-        with mx.stream(stream):
-            sums = [array.sum() for array in flat(model.parameters()).values()]
-        mx.async_eval(sums)
-        kept.extend(sums)
-
-    both(act)
-
-
-def test_everything_may_be_evaluated_and_printed_at_each_step() -> None:
-    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
-        mx.eval(model.parameters(), optimizer.state)
-        if i % 4 == 3:
-            assert str(model.layers[0].weight) == repr(mx.array(np.array(model.layers[0].weight)))
-
-    both(act)
-
-
-def test_ctrl_c_leaves_a_step_that_goes_on() -> None:
-    row = Row("mlp", "adamw", 0.05)
-    (x, y), *_ = row.case.batches(1)
-    pair = row.new()
-    step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=True)
-    for _ in range(STEPS):
-        step(x, y)
-    assert is_captured(step), replayed(step)
-    running = threading.Event()
-
-    def interrupt() -> None:
-        running.wait()
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def train() -> None:
-        while True:
-            step(x, y)
-            running.set()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    thread.join()
-    for _ in range(3):
-        step(x, y)
-    taken = step.stats.steps
-    reference = row.new()
-    ordinary = Step(*reference, row.case.loss_fn, max_grad_norm=0.05)
-    for _ in range(taken):
-        ordinary(x, y)
-    assert_close(snapshot(*pair), snapshot(*reference), row.case.tolerance)
-    assert is_captured(step), replayed(step)
-
-
-def test_a_batch_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
-    row = Row("mlp", "adamw", 0.05)
-    ends = []
-    for replay in (False, True):
-        pair = row.new()
-        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
-        for i, (x, y) in enumerate(row.case.batches(14)):
-            if i in (6, 9):
-                file = tmp_path / "batch.npy"
-                np.save(file, np.array(x))
-                lost = mx.load(str(file))
-                file.write_bytes(file.read_bytes()[:130])
-                with pytest.raises(RuntimeError):
-                    float(step(lost, y).loss)
-            step(x, y)
-        ends.append(snapshot(*pair))
-        assert not replay or is_captured(step), replayed(step)
-    assert_close(ends[1], ends[0], row.case.tolerance)
-
-
-def test_a_batch_that_fails_on_its_way_is_raised_and_training_can_go_on() -> None:
-    row = Row("mlp", "adamw", 0.05)
-    model, optimizer = row.new()
-    step = Step(model, optimizer, row.case.loss_fn, max_grad_norm=0.05, replay=True)
-    (x, y), *_ = row.case.batches(1)
-    for _ in range(STEPS):
-        step(x, y)
-    assert is_captured(step), replayed(step)
-    weights = [(name, mx.array(np.array(value))) for name, value in flat(model.parameters()).items()]
-    bad = mx.linalg.inv(mx.zeros((4, 4)), stream=mx.cpu).sum()
-
-    def go_on() -> None:
-        for batch in (x + bad, x, x, x):
-            step(batch, y)
-        step.synchronize()
-
-    with pytest.raises(RuntimeError, match="Inverse"):
-        go_on()
-    assert len(snapshot(model, optimizer)) > len(weights)  # whoever reads what is left does not hang
-    model.load_weights(weights)
-    losses = [float(step(x, y).loss) for _ in range(6)]
-    assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0]
-
-
-def test_memory_is_given_back_when_others_take_it() -> None:
-    row = Row("mlp", "adamw", 0.05)
-    batches = list(row.case.batches(24))
-    ends = []
-    for replay in (False, True):
-        pair = row.new()
-        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
-        for i, batch in enumerate(batches):
-            if i == 9 and replay:
-                assert is_captured(step), replayed(step)
-                limit = mx.set_memory_limit(mx.get_active_memory())  # as if the rest were taken
-            step(*batch)
-            if i == 9 and replay:
-                mx.set_memory_limit(limit)
-                assert replayed(step) == ["not replayed yet"]
-                assert step.stats.bytes["replay"] == 0
-        ends.append(snapshot(*pair))
-    assert is_captured(step), replayed(step)
-    assert_close(ends[1], ends[0], row.case.tolerance)
-
-
-def test_a_plan_knows_what_a_capture_takes() -> None:
-    row = Row("mlp", "adamw", 0.05)
-    batch, *_ = row.case.batches(1)
-    for replay in (False, True):
-        step = Step(*row.new(), row.case.loss_fn, max_grad_norm=0.05, replay=replay)
-        plan = step.memory_plan(*batch)
-        for _ in range(STEPS):
-            step(*batch)
-        assert (plan.replay > 0) == replay
-        assert step.stats.bytes["replay"] <= plan.replay, (step.stats.bytes, plan)
-
-
-def test_changes_between_calls_are_taken_over() -> None:
-    def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
-        if i % 3 == 2:
-            optimizer.learning_rate = optimizer.learning_rate * 0.5
-        if i in (6, 9):
-            model.update({"layers": [{"weight": model.layers[0].weight * 0.9}]})
-        if i == 8:
-            mx.random.seed(5)
-        if i == 10:
-            model.load_weights(list(flat(copy_tree(model.parameters())).items()))
-
-    both(act)
-
-
 def test_random_numbers_and_buffers_are_those_of_the_ordinary_step() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -377,21 +142,6 @@ def test_shapes_may_change_back_and_forth() -> None:
             losses.append(step(x[:n] if i % 2 else mx.contiguous(x[:n].T).T, y[:n]).loss)
         ends.append(snapshot(*pair) | {"losses": np.array([float(a) for a in losses])})
     assert len(step.stats.traces) == 3
-    assert is_captured(step), replayed(step)
-    assert_close(ends[1], ends[0], row.case.tolerance)
-
-
-def test_bad_batches_are_skipped_and_counted() -> None:
-    row = Row("mlp", "adamw", 0.05)
-    ends = []
-    for replay in (False, True):
-        pair = row.new()
-        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
-        batches = [spoilt(batch) if i in (1, 3, 7, 10) else batch for i, batch in enumerate(row.case.batches(14))]
-        skipped = [bool(step(*batch).skipped) for batch in batches]
-        assert [i for i, flag in enumerate(skipped) if flag] == [1, 3, 7, 10]
-        assert step.stats.skipped == 4
-        ends.append(snapshot(*pair))
     assert is_captured(step), replayed(step)
     assert_close(ends[1], ends[0], row.case.tolerance)
 
@@ -440,59 +190,6 @@ def test_steps_and_other_work_share_the_device() -> None:
         ends.append(snapshot(*pairs[0]) | second | {"noise": np.array(noise)})
         assert not replay or all(is_captured(step) for step in steps)
     assert_close(ends[1], ends[0], 2e-6)
-
-
-@pytest.mark.parametrize(
-    ("loss", "options", "reason"),
-    [
-        (lambda m, x, y: cross_entropy(m, x, y), {"nonfinite": "raise"}, "raise"),
-        (lambda m, x, y: cross_entropy(m, mx.add(x, 0.5, stream=mx.cpu), y), {}, "another stream"),
-        (lambda m, x, y: cross_entropy(m, mx.fft.irfft(mx.fft.rfft(x)), y), {}, "FFT"),
-    ],
-    ids=["gradients", "cpu", "fft"],
-)
-def test_what_cannot_be_replayed_goes_on_by_itself(
-    loss: Callable[..., mx.array], options: dict[str, Any], reason: str
-) -> None:
-    row = Row("mlp", "adamw")
-    pair = row.new()
-    step = Step(*pair, loss, replay=True, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in row.case.batches(9):
-            step(*batch)
-    told = [str(each.message) for each in caught]
-    assert [("not replayed as a CUDA graph" in text, reason in text) for text in told] == [(True, True)], told
-    assert [reason in text for text in replayed(step)] == [True], replayed(step)
-
-
-def test_memory_stays_flat_and_is_given_back() -> None:
-    row = Row("mlp", "adamw", 0.05)
-    pair = row.new()
-    step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=True, max_traces=4)
-    (x, y), *_ = row.case.batches(1)
-    for _ in range(100):
-        step(x, y)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    for _ in range(2000):
-        step(x, y)
-    mx.synchronize()
-    after = mx.get_active_memory()
-    assert after <= before + 16384, (before, after)  # flags that nobody has read yet
-    held = []
-    for n in range(1, 9):
-        for _ in range(6):
-            step(x[:n], y[:n])
-        mx.synchronize()
-        held.append(mx.get_active_memory())
-    assert max(held[4:]) <= 1.1 * max(held[:5]), held
-    captured = step.stats.bytes["replay"]
-    del step, pair
-    gc.collect()
-    mx.synchronize()
-    assert captured > 0
-    assert mx.get_active_memory() <= held[-1] - captured, (held, captured)
 
 
 def test_auto_captures_after_a_few_steps_and_false_never() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, fast_step
@@ -399,3 +400,32 @@ def test_no_limit_makes_an_infinite_loss_good(limit: float) -> None:
     step = Step(*ROW.new(), plus, max_loss=limit)
     assert step(rows(8), mx.array(float("inf"))).skipped
     assert not step(rows(8), mx.array(1.0)).skipped
+
+
+@pytest.mark.filterwarnings("ignore:faststep. 17 traces have been made")
+def test_kinds_of_batches_that_come_once_are_not_traced_without_end() -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x) - 1).mean()
+
+    def run(fast: bool) -> tuple[list[float], Step | None]:
+        mx.random.seed(3)
+        model, optimizer = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), optim.Adam(1e-2)
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        lengths = [*range(1, 61), *[60] * 3, *[3] * 3, *range(61, 80)]
+        batches = [mx.random.normal((length, 4)) for length in lengths]
+        return [(step(x).loss if step else take(x)[0]).item() for x in batches], step
+
+    losses, step = run(fast=True)
+    np.testing.assert_allclose(losses, run(fast=False)[0], rtol=1e-6)
+    assert step is not None
+    assert len(step.stats.traces) == 33  # the last one of the length that came back
+    step(mx.ones((60, 4)))
+    assert step.stats.mode == "native"
+    step(mx.ones((99, 4)))
+    assert (step.stats.mode, step.stats.reason) == (
+        "plain",
+        "many traces have been made, and this is the first batch of its kind",
+    )
+    step(mx.ones((99, 4)))
+    assert (step.stats.mode, step.stats.reason) == ("native", None)

@@ -8,10 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from faststep.mlx_lm import new_llama
-from mlx_lm.utils import _get_classes
 
 from support.places import ROOT
+
+_get_classes = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")._get_classes
 
 SIZES = {"vocabulary": 512, "layers": 2, "width": 64, "heads": 2, "context": 128}
 

@@ -78,7 +78,7 @@ class MemoryPlan:
 
 
 def memory_plan(plan: core.MemoryPlan) -> MemoryPlan:
-    """Make a plan of what the engine found, and warn when it does not fit; for the caller's caller."""
+    """Make a plan of what the engine found; where it does not fit, warn at the call of `Step.memory_plan`."""
     taken = MemoryPlan(**{field.name: getattr(plan, field.name) for field in fields(MemoryPlan)})
     if not taken.fits and taken.limit:
         warnings.warn(

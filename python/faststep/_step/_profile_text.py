@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from faststep._step._recording import Held, Operation, Recording
 
 _MOST = 10  # rows of a table
-_WIDTH = 44  # characters of a name
+_NAME, _KIND, _FIRST = 44, 36, 64  # characters: of a name, of one before an output, and of the column
 _MS, _MIB = 1e3, 2.0**20
 _LEAST = 1e-5  # seconds from which a rate means something
 _MEANING = {
@@ -52,7 +52,7 @@ def _operations(operations: Sequence[Operation]) -> Iterator[str]:
     total = sum(each.seconds for each in operations)
     yield f"{len(operations)} operations of one step, each alone: {total * _MS:.3f} ms, {_clock(operations)}"
     for title, key in (("kind", _kind), ("kind and output", _kind_and_output), ("module", _module)):
-        yield f"  {title:<{2 * _WIDTH - 24}}{'times':>7}{'ms':>10}{'share':>8}{'MiB':>10}{'GB/s':>8}"
+        yield f"  {title:<{_FIRST}}{'times':>7}{'ms':>10}{'share':>8}{'MiB':>10}{'GB/s':>8}"
         groups: dict[str, list[Operation]] = {}
         for each in operations:
             groups.setdefault(key(each), []).append(each)
@@ -75,7 +75,7 @@ def _row(name: str, group: Sequence[Operation], total: float) -> str:
     seconds, size = sum(each.seconds for each in group), sum(each.bytes for each in group)
     share = seconds / total if total else 0.0
     rate = f"{size / seconds / 1e9:.1f}" if seconds > _LEAST else "-"
-    name = f"  {name:<{2 * _WIDTH - 24}}"
+    name = f"  {name:<{_FIRST}}"
     return f"{name}{len(group):>7}{seconds * _MS:>10.3f}{share:>8.1%}{size / _MIB:>10.2f}{rate:>8}"
 
 
@@ -84,7 +84,7 @@ def _kind(operation: Operation) -> str:
 
 
 def _kind_and_output(operation: Operation) -> str:
-    return f"{_cut(operation.name)[: 2 * _WIDTH - 52]} {operation.output}"
+    return f"{_cut(operation.name)[:_KIND]} {operation.output}"
 
 
 def _module(operation: Operation) -> str:
@@ -92,7 +92,7 @@ def _module(operation: Operation) -> str:
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= _WIDTH else name[: _WIDTH - 3] + "..."
+    return name if len(name) <= _NAME else name[: _NAME - 3] + "..."
 
 
 def _memory(recording: Recording) -> Iterator[str]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextvars
 import dis
 import enum
 import functools
 import gc
-import operator
 import os
-import random
 import sys
 import sysconfig
 import threading
-import time
 import types
 import warnings
 import weakref
@@ -31,22 +29,25 @@ import mlx.nn as nn
 import numpy as np
 
 # Ways from a parent's object to a node's; reach/node.rs has the same numbers.
-ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES = range(12)
+ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES, CONTEXT = range(13)
 # Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
 Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, mx.Dtype, enum.Enum)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, mx.Dtype, enum.Enum)
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 _RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "STORE_ATTR", "IMPORT_FROM")
+_STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
+_MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
 
-def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
+def discover(roots: tuple[Any, ...], owned: Any) -> tuple[list[Node], list[type]]:
     """Return what a loss function reaches.
 
     Args:
@@ -55,7 +56,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
         owned: The optimizer, which belongs to the step.
 
     Returns:
-        The nodes, each behind its parent. Roots are numbered as in `roots`.
+        The nodes, each behind its parent, roots numbered as in `roots`, and classes whose methods the loss may call.
     """
     search = _Search(roots[1], owned)
     for at, root in enumerate(roots):
@@ -68,93 +69,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> list[Node]:
             RuntimeWarning,
             stacklevel=3,  # between the user and this is Step.__call__ or fast_step
         )
-    return search.kept()
-
-
-class Positions:
-    """Where random generators and iterators stand: those of the process, of the model, and that a loss reaches."""
-
-    def __init__(self, model: nn.Module, reached: list[Any]) -> None:
-        wholes = [model, *(each for each in reached if isinstance(each, nn.Module))]
-        within = (value for whole in wholes for module in whole.modules() for value in vars(module).values())
-        self._objects = [each for each in (*within, *reached) if _moves(each)]
-        self._before = self._now()
-
-    def moved(self) -> list[str]:
-        """Return the names of those that have moved since."""
-        pairs = zip(self._before, self._now(), strict=True)
-        return sorted({name for (name, before), (_, now) in pairs if before != now})
-
-    def shared(self) -> bool:
-        """Return whether only generators of the process have moved, from which another thread may have drawn."""
-        pairs = zip(self._before[-len(self._objects) :], self._now()[-len(self._objects) :], strict=True)
-        return not self._objects or all(before == now for before, now in pairs)
-
-    def _now(self) -> list[tuple[str, Any]]:
-        return _of_process() + [(_generator_name(each), _position(each)) for each in self._objects]
-
-
-class HeldBack:
-    """The process's random generators while other threads, which may draw from them too, are held back.
-
-    Tells whether a loss draws that is called several times, and restores what it has drawn.
-    """
-
-    def __init__(self) -> None:
-        self._interval, self._python = sys.getswitchinterval(), random.getstate()
-        self._numpy = np.random.get_state(legacy=False) if "numpy.random" in sys.modules else None
-        sys.setswitchinterval(0.1)
-        time.sleep(0.02)  # threads that wait already do so for the interval from before
-        self._last = _of_process()
-
-    def moved(self) -> bool:
-        """Return whether a generator has moved since the last call."""
-        before, self._last = self._last, _of_process()
-        return before != self._last
-
-    def release(self) -> None:
-        """Restore the generators, and let the threads go."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            np.random.set_state(self._numpy)
-        sys.setswitchinterval(self._interval)
-
-
-def _of_process() -> list[tuple[str, Any]]:
-    states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
-    if "numpy.random" in sys.modules:
-        states.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
-    return states
-
-
-def _moves(value: Any) -> bool:
-    if isinstance(value, random.Random):
-        return True
-    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator | np.random.RandomState):
-        return True
-    return hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
-
-
-def _generator_name(value: Any) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
-
-
-def _position(value: Any) -> Any:
-    """Return what changes in a generator or an iterator when something is taken from it, as far as that can be seen."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        values = frame.f_locals.values() if frame else ()
-        return frame and frame.f_lasti, [each if isinstance(each, _PLAIN) else _position(each) for each in values]
-    if hasattr(type(value), "__next__"):
-        shown = repr(value) if type(value).__module__ == "itertools" else None
-        return operator.length_hint(value, -1), shown, id(value)
-    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if "numpy.random" in sys.modules and isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return id(value)
+    return search.kept(), list(search.classes.values())
 
 
 def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any) -> str:
@@ -165,13 +80,7 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
         array_id: Tells which array objects have the same value.
         loss_fn: The loss function.
     """
-    wanted, places = array_id(array), []
-    for container in gc.get_objects():
-        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
-            pairs = container.items() if isinstance(container, dict) else enumerate(container)
-            for key, item in list(pairs):
-                if type(item) is mx.array and item is not array and array_id(item) == wanted:
-                    places.append(f"at {key!r} of a {type(container).__name__}")
+    places = _places([array], array_id)
     code = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     place = f" ({places[0]})" if places else ""
@@ -180,6 +89,35 @@ def unwatched(array: mx.array, array_id: Callable[[mx.array], int], loss_fn: Any
         f"not look{place}: it keeps the value that it has now. Pass it as an argument of the step, or keep it in an "
         "attribute, a global, a dict or a list that the loss names"
     )
+
+
+def kept(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> str:
+    """Describe where arrays stand that a loss has computed while it was traced, for a warning; clear caches of them.
+
+    Args:
+        arrays: The arrays, or what they are computed into.
+        array_id: Tells which array objects have the same value.
+    """
+    wanted, places = {array_id(array) for array in arrays}, _places(arrays, array_id)
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper:
+            cached = (each for each in gc.get_referents(cache) if type(each) is mx.array)
+            if any(array_id(each) in wanted for each in cached):
+                cache.cache_clear()
+                places.append(f"in the cache of {getattr(cache, '__qualname__', 'a function')}")
+    return f" ({places[0]})" if places else " where the step does not look"
+
+
+def _places(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> list[str]:
+    """Return the places in containers where other objects have the value of one of these arrays."""
+    wanted, own, places = {array_id(array) for array in arrays}, {id(array) for array in arrays}, []
+    for container in gc.get_objects():
+        if type(container) in (dict, list, tuple, collections.deque) and len(container) <= _MAX_ITEMS:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, item in list(pairs):
+                if type(item) is mx.array and id(item) not in own and array_id(item) in wanted:
+                    places.append(f"at {key!r} of a {type(container).__name__}")
+    return places
 
 
 def _is(value: Any, cls: Any) -> bool:
@@ -191,11 +129,11 @@ def _is_library(function: types.FunctionType) -> bool:
     name = function.__globals__.get("__name__")
     if isinstance(name, str) and name.split(".")[0] in _LIBRARIES:
         return True
-    return _is_standard(function.__code__.co_filename)
+    return is_standard(function.__code__.co_filename)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_standard(file: str) -> bool:
+def is_standard(file: str) -> bool:
     if file.startswith("<frozen"):
         return True
     return os.path.realpath(file).startswith(_STANDARD) and "site-packages" not in file
@@ -204,7 +142,7 @@ def _is_standard(file: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_standard_module(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
-    return name in sys.builtin_module_names or (file is not None and _is_standard(file))
+    return name in sys.builtin_module_names or (file is not None and is_standard(file))
 
 
 def _is_library_class(cls: type) -> bool:
@@ -216,9 +154,9 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
     """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
     names, attributes, modules = set(), set(), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in _NAMES:
             names.add(instruction.argval)
-        elif instruction.opname in _READS:
+        elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
@@ -254,7 +192,7 @@ def _containers(root: Any) -> set[int]:
 def _is_numbers(value: Any) -> bool:
     """Return whether it is a `deque` without arrays or objects in it: the last rewards, say."""
     short = type(value) is collections.deque and len(value) <= _MAX_ITEMS
-    return short and all(isinstance(each, _PLAIN) for each in value)
+    return short and all(isinstance(each, PLAIN) for each in value)
 
 
 def _has_attributes(value: Any) -> bool:
@@ -295,6 +233,7 @@ class _Search:
         self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
         self.attributes: set[str] = set()
         self.any_attribute = False
+        self.classes: dict[int, type] = {}
 
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:
         """Add an object as a node, to be followed."""
@@ -311,7 +250,7 @@ class _Search:
 
     def compared(self, value: Any) -> tuple[int, Any]:
         """Return what is compared in an object, and what is expected."""
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return VALUE, value
         if id(value) in self.seen:
             return SAME, self.seen[id(value)]
@@ -324,7 +263,10 @@ class _Search:
         if isinstance(value, nn.Module):
             if id(value) in self.walked:
                 return IDENTITY, weakref.ref(value)
-            self.walked |= _containers(value)
+            containers = _containers(value)
+            if containers & self.walked:  # the model is a part of it, say: the rest is looked at by itself
+                return CONTAINER, None
+            self.walked |= containers
             return MODULE, None
         if isinstance(value, dict | list | tuple):
             if id(value) in self.walked:
@@ -362,6 +304,10 @@ class _Search:
             self.filtered.append(at)
             self.follow_class(at, value)
             self.follow_named(at, value)
+        elif isinstance(value, contextvars.ContextVar):
+            self.follow_context(at, value)
+        elif isinstance(value, type(os.environ)):
+            self.add(at, INSTANCE, "_data", vars(value)["_data"])
         elif callable(value):
             getattr(value, "__dict__", None)  # which Python may make only now, as one more referent
             for number, referent in enumerate(gc.get_referents(value)):  # of mx.compile, mx.checkpoint and their kind
@@ -378,7 +324,7 @@ class _Search:
         for name in ("__defaults__", "__kwdefaults__", "__wrapped__"):
             if (value := getattr(function, name, None)) is not None:
                 self.add(at, ATTRIBUTE, name, value)
-        if _is_library(function):
+        if _is_library(function) and function not in (os.getenv, getattr(os, "getenvb", None)):
             return
         if vars(function):
             self.filtered.append(at)
@@ -400,32 +346,46 @@ class _Search:
             pairs += [(INSTANCE, *item) for item in vars(value).items()]
             self.follow_class(at, value)
         of_module = id(value) in self.walked
-        pairs.sort(key=lambda pair: not isinstance(pair[2], _PLAIN))  # numbers in one row are compared fastest
+        pairs.sort(key=lambda pair: not isinstance(pair[2], PLAIN))  # numbers in one row are compared fastest
         for how, key, item in pairs:
-            if not of_module or not (isinstance(item, (mx.array, set, *_PLAIN)) or id(item) in self.seen):
+            if not of_module or not (isinstance(item, (mx.array, set, *PLAIN)) or id(item) in self.seen):
                 self.add(at, how, key, item)
+
+    def follow_context(self, at: int, variable: contextvars.ContextVar[Any]) -> None:
+        """Add the value of a context variable, or that it has none."""
+        try:
+            self.add(at, CONTEXT, None, variable.get())
+        except LookupError:
+            self.index[at, CONTEXT, None] = len(self.nodes)
+            self.nodes.append((at, CONTEXT, None, ANYTHING, None))
+            self.objects.append(None)
 
     def follow_class(self, at: int, value: Any) -> None:
         """Add the class of an object, whose methods the code may call."""
         cls = type(value)
-        if not isinstance(value, type) and not _is_library_class(cls) and id(cls) not in self.seen:
+        if isinstance(value, nn.Module) or not _is_library_class(cls):
+            self.classes |= {id(base): base for base in cls.__mro__ if base.__flags__ & _MADE_BY_PYTHON}
+        if cls is not type and not _is_library_class(cls) and id(cls) not in self.seen:
             self.add(at, TYPE, None, cls)
 
     def follow_named(self, at: int, value: Any) -> None:
         """Add the attributes of an object, class or Python module that the code names."""
         if isinstance(value, type):
             for number, base in enumerate(value.__mro__):
+                if not _is_library_class(base):
+                    self.classes[id(base)] = base
                 if not _is_library_class(base) and not issubclass(base, enum.Enum):
                     self.follow_base(at, number, base)
             return
         values: Mapping[str, Any] = getattr(value, "__dict__", {})
         if isinstance(value, types.ModuleType):
             library = value.__name__.split(".")[0] in _LIBRARIES or _is_standard_module(value.__name__)
-            names = [] if library else [name for name in values if name in self.attributes]
+            known = _STATE.get(value.__name__, ()) if library else values
+            names = [name for name in known if name in self.attributes and name in values]
         else:
             everything = self.any_attribute or isinstance(value, _RECORDS)
             names = [name for name in values if everything or name in self.attributes]
-            names.sort(key=lambda name: not isinstance(values[name], _PLAIN))
+            names.sort(key=lambda name: not isinstance(values[name], PLAIN))
             self.follow_slots(at, value, everything)
         for name in names:
             self.add(at, INSTANCE, name, values[name])

@@ -54,7 +54,7 @@ def _wide(dtype: mx.Dtype) -> mx.Dtype:
 
 
 def flat(state: dict[str, Any], model: nn.Module) -> tuple[Kept, int, int, int]:
-    """Read such a tree for this model.
+    """Read a tree of `Step.state` for this model.
 
     Raises:
         TypeError: It is no dict.

@@ -240,10 +240,9 @@ class Step:
 
         "masters", "ema" and "window" are trees like `model.trainable_parameters()`, with what was kept for parameters
         that are frozen now, float32 where the parameters are in half precision (masters are kept for those only), and
-        there only where the step keeps them; "weight", a float32
-        scalar, and "batches", a number, tell how much is in the window; "loss_scale", a float32 scalar, goes with
-        "good_steps", an int32 scalar; "steps", "updates" and "skipped" are the counts of `stats`. Asking waits for the
-        steps in flight.
+        there only where the step keeps them; "weight", a float32 scalar, and "batches", a number, tell how much is in
+        the window; "loss_scale", a float32 scalar, goes with "good_steps", an int32 scalar; "steps", "updates" and
+        "skipped" are the counts of `stats`. Asking waits for the steps in flight.
         """
         return _state.tree(self._program.core.state(), self._program.core.stats()[:3], self.model)
 

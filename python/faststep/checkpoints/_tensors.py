@@ -106,7 +106,8 @@ def write(write: Write, arrays: dict[str, mx.array], metadata: Mapping[str, str]
 
 
 def _bytes_of(array: mx.array) -> memoryview:
-    view = memoryview(array)  # type: ignore[arg-type]
+    buffer: Any = array  # which MLX's stubs say of it from Python 3.12 on
+    view = memoryview(buffer)
     if not array.nbytes:
         return memoryview(b"")
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())

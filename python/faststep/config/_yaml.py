@@ -213,7 +213,8 @@ def override(text: str, values: Any, places: dict[Path, str]) -> None:
     for key in way:
         if isinstance(holder, dict) and holder.get(key) is None:
             holder[key] = {}
-            places[(*path, key)] = name
+            here = *path, key  # in brackets, mypy takes it for syntax of Python 3.11
+            places[here] = name
         path += (_key(holder, key, path, name),)
         holder = holder[path[-1]]
     path += (_key(holder, last, path, name),)

@@ -111,7 +111,7 @@ class Pad(ByLength):
             full = len(window) // block
             # Items that do not fill a round are taken from the end of the order, before the window is sorted.
             tail = window[full * block :]
-            sorted_rounds = _sorted(window[: full * block], lengths).reshape(full, block)
+            sorted_rounds: IntArray = _sorted(window[: full * block], lengths).reshape(full, block)
             if keys is not None:
                 sorted_rounds = sorted_rounds[keys.permutation(full)]
             order[start : start + size] = np.concatenate([sorted_rounds.reshape(-1), _sorted(tail, lengths)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -56,7 +57,7 @@ def _shares(subject: Subject) -> dict[str, float]:
 _INTEGERS = (mx.int32, mx.int64, mx.uint32, mx.int16, mx.uint16, mx.uint8)
 
 
-def _real(rows: np.ndarray) -> float:
+def _real(rows: np.ndarray[Any, Any]) -> float:
     """Return the share of the rows in front of the constant value that most of them end with; 1 where they do not."""
     last = rows[:, -1]
     values, counts = np.unique(last, return_counts=True)

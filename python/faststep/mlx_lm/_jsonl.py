@@ -13,7 +13,7 @@ from faststep.mlx_lm._folder import longest, read_config, read_tokenizer
 from faststep.mlx_lm._tokens import Encoder
 
 IGNORED = -100
-Sample = dict[str, np.ndarray]
+Sample = dict[str, np.ndarray[Any, Any]]
 
 
 class Jsonl(Sequence[Sample]):

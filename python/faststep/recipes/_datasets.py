@@ -5,14 +5,14 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from faststep.recipes._patterns import listed
 
-Sample = tuple[np.ndarray, ...]
+Sample = tuple[np.ndarray[Any, Any], ...]
 Each = TypeVar("Each")
 
 
@@ -139,7 +139,7 @@ class Arrays(Sequence[Sample]):
         return tuple(each[index] for each in self.arrays)
 
 
-def _read(file: Path) -> dict[str, np.ndarray]:
+def _read(file: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
         if file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as arrays:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from faststep.recipes._datasets import chosen, find_files
 
-Item = dict[str, np.ndarray]
+Item = dict[str, np.ndarray[Any, Any]]
 
 DOCUMENTATION = (".md", ".rst", ".txt")
 
@@ -44,7 +44,7 @@ class Sources(Sequence[Item]):
         for name, value, least in (("context", context, 2), ("every", every, 2)):
             if value < least:
                 raise ValueError(f"{name}: expected a number from {least} on, got {value}")
-        self._rows: list[tuple[np.ndarray, int, float, float]] = []
+        self._rows: list[tuple[np.ndarray[Any, Any], int, float, float]] = []
         for file in chosen(find_files(files), split, every):
             text = np.fromfile(file, dtype=np.uint8)
             about = authority(_inner(file, files)), entropy(text)
@@ -84,7 +84,7 @@ def authority(file: Path) -> float:
     return 1.0 if file.suffix in DOCUMENTATION else 0.5
 
 
-def entropy(text: np.ndarray) -> float:
+def entropy(text: np.ndarray[Any, Any]) -> float:
     """Return the entropy of bytes, in bits."""
     shares = np.bincount(text, minlength=256) / max(len(text), 1)
     return float(-sum(share * np.log2(share) for share in shares[shares > 0]))

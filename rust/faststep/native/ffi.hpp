@@ -23,7 +23,7 @@ enum Status : int {
   failed = -1, // faststep_last_error says why
 };
 
-// A product with quantized weights: `rows` of `inner` numbers each, `matrices` of them, times packed weights.
+// A product with quantized weights: matrices of `rows` of `inner` numbers each, times packed weights.
 struct QuantizedProduct {
   size_t dtype; // 0: float32, 1: float16, 2: bfloat16
   size_t mode; // of mlx::core::QuantizationMode
@@ -168,11 +168,6 @@ void faststep_labels_clear() noexcept;
 
 // Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
-// On CUDA: products of odd dimensions of a lazy graph are padded for cuBLAS, and a cross entropy reads half precision itself:
-// what stands for each of these arrays.
-int faststep_align(const void* const* arrays, size_t count, void** aligned);
-// Put the operations of a trace that makes these gradients in order; values are the same.
-int faststep_order(const void* const* gradients, size_t count);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is.
 int faststep_straight(const void* gradient, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
@@ -188,8 +183,10 @@ int faststep_tape_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** tape);
 void faststep_tape_free(void* tape) noexcept;
 size_t faststep_tape_size(const void* tape) noexcept;
-// Its outputs over these inputs; not applicable where MLX would trace anew, or not compile.
-int faststep_tape_build(const void* tape, const void* const* inputs, size_t count, void** outputs);
+// Its outputs over these inputs, of which those from known to known_end are known to have its inputs' shapes and dtypes; not
+// applicable where MLX would trace anew, or not compile.
+int faststep_tape_build(
+    const void* tape, const void* const* inputs, size_t count, size_t known, size_t known_end, void** outputs);
 
 // The graph from inputs to outputs, as it is before MLX's compiler rewrites it.
 int faststep_graph_new(
@@ -204,6 +201,17 @@ int faststep_graph_constant(const void* graph, uint32_t number, void** constant)
 // The constants that are held outside of the graph: as many as there is room for, and how many were written.
 int faststep_graph_held(
     const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count);
+// Arrays that are computed from the inputs and held outside of the graph, and inputs of which there are more handles than
+// `before`, one number for each: as many as there is room for, and how many were written.
+int faststep_graph_kept(
+    const void* const* inputs,
+    const size_t* before,
+    size_t n_inputs,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** found,
+    size_t room,
+    size_t* count);
 // Replace constants by inputs, one for each, in what the outputs are computed from.
 int faststep_graph_replace(
     const void* graph,
@@ -251,7 +259,11 @@ int faststep_squares(const void* array, void** squares);
 // From sums of squares, float32 vectors, their root; the factor that brings it to a limit where it is larger; and whether it
 // is finite, and a loss, a float32 scalar, is and is at most another limit: three scalars. Not applicable but on CUDA.
 int faststep_norm(const void* const* squares, size_t count, const void* loss, const float* limits, void** made);
-// On CUDA: operations of a lazy graph that have kernels of our own are computed by these: what stands for each of these arrays.
+// On CUDA: products of odd dimensions of a lazy graph are padded for cuBLAS, and a cross entropy reads half precision itself:
+// the replacement of each of these arrays.
+int faststep_align(const void* const* arrays, size_t count, void** aligned);
+// On CUDA: operations of a lazy graph that have kernels of our own are computed by these: the replacement of each of these
+// arrays.
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 
 // --- cuda/replay/
@@ -306,6 +318,8 @@ void faststep_replay_free(void* capture) noexcept;
 
 // --- simulator/
 
+// Put the operations of a trace that makes these gradients in order; values are the same.
+int faststep_order(const void* const* gradients, size_t count);
 // The default device, and how much memory it has, in bytes, 0 where that is not known.
 int faststep_simulator_device(faststep::simulator::Device* device, size_t* memory);
 int faststep_simulator_new(const faststep::simulator::Device* device, void** simulator);

@@ -24,7 +24,7 @@ use crate::{
     reach::{
         stop::Stop,
         suspect::{self, Positions, Suspect},
-        Looked, Reached,
+        Looked, Reached, Written,
     },
     tree::{snapshot::Snapshot, walk::Scope, Tree},
 };
@@ -70,8 +70,8 @@ pub struct Current {
     pub held: Vec<Array>,
     /// True if the optimizer has changed more than the arrays of its state.
     pub loose: bool,
-    /// Arrays that the loss reaches and changes in place, by number.
-    pub in_place: Vec<usize>,
+    /// What the loss writes to what it reaches.
+    pub written: Written,
     /// What the loss has changed itself, where a trace has been made.
     pub suspect: Suspect,
     /// Reason for which the trace ended early.
@@ -131,17 +131,30 @@ impl PythonHost {
         let (before, slots) = Tree::record(&model, Scope::Whole)?;
         let snapshot = Snapshot::take(&model)?;
         let old_key = keys.get_item(0)?;
-        let outcome = match work() {
+        if let Some(positions) = &positions {
+            positions.begin()?;
+        }
+        let done = work();
+        if let Some(positions) = &positions {
+            positions.end()?;
+        }
+        let outcome = match done {
             Ok(()) => {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
-                    current.in_place = reached.read(py, &mut left)?;
+                    current.written = reached.read(py, &mut left)?;
+                    let stored = current.compiled.then(|| snapshot.new_array(true));
+                    if let Some(key) = stored.transpose()?.flatten() {
+                        let what = format!("it stores a new array on the model: {key}");
+                        return Err(Stop::Stores(what));
+                    }
                     if let Some(positions) = &positions {
                         current.suspect = Suspect {
                             drawn: positions.moved()?,
                             shared: positions.shared()?,
+                            read: positions.read()?,
                             model: suspect::changes(&snapshot, false)?,
                             reached: reached.changes(py)?,
                         };
@@ -161,6 +174,40 @@ impl PythonHost {
         }
         keys.set_item(0, old_key)?;
         outcome
+    }
+
+    // what the loss computes and somebody keeps would never get a value
+    fn check_kept(&self, inputs: &[Array], before: &[usize], outputs: &[Array]) -> MlxResult<()> {
+        let id = faststep::engine::array::id;
+        let mut before = before.to_vec();
+        for tracer in self.current.borrow().iter().flat_map(|it| &it.tracers) {
+            let held = inputs.iter().zip(&mut before);
+            held.filter(|(input, _)| id(input) == id(tracer))
+                .for_each(|(_, count)| *count += 1);
+        }
+        let kept = || faststep::engine::graph::kept(inputs, &before, outputs);
+        if kept()?.is_empty() {
+            return Ok(());
+        }
+        let collected = Python::attach(|py| py.import("gc")?.call_method0("collect").map(|_| ()));
+        if let Err(error) = collected {
+            return self.run(|_, _| Err(error.into()));
+        }
+        let kept = kept()?;
+        if kept.is_empty() {
+            return Ok(());
+        }
+        self.run(|py, _| {
+            let found = kept.iter().map(|array| bridge::wrap(py, array));
+            let found = PyList::new(py, found.collect::<PyResult<Vec<_>>>()?)?;
+            let place = py
+                .import("faststep._step._reach")?
+                .getattr("kept")?
+                .call1((found, py.import("faststep._core")?.getattr("array_id")?))?;
+            Err(Stop::Stores(format!(
+                "it keeps an array that it computes{place}"
+            )))
+        })
     }
 
     // keep the graph of a trace, and replace its varying constants by inputs
@@ -208,7 +255,14 @@ impl Host for PythonHost {
         self.run(|py, current| current.loss(py, call))
     }
 
-    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
+    fn traced(&self, inputs: &[Array], before: &[usize], outputs: &[Array]) -> MlxResult<()> {
+        let compiled = |current: &Option<Current>| {
+            let current = current.as_ref();
+            current.is_some_and(|current| current.compiled)
+        };
+        if compiled(&self.current.borrow()) {
+            self.check_kept(inputs, before, outputs)?;
+        }
         self.note(inputs, outputs)
     }
 

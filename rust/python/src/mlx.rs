@@ -5,5 +5,6 @@ pub mod bridge;
 pub mod classes;
 pub mod errors;
 pub mod gil;
+pub mod glance;
 pub mod numpy;
 pub mod random;

@@ -3,6 +3,7 @@
 //! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
 //! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
 //! strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
+mod classes;
 mod look;
 mod node;
 mod reached;
@@ -10,17 +11,20 @@ mod seen;
 pub mod stop;
 pub mod suspect;
 
-use std::{cell::RefCell, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
 
-use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
 
-use faststep::engine::Tensor;
+use faststep::engine::{HeldArrays, Tensor};
 
+use classes::Classes;
 use look::Look;
 pub use look::Looked;
 use node::{Node, Row};
-pub use reached::Reached;
+pub use reached::{Reached, Written};
 pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
@@ -33,12 +37,13 @@ const MAX_TRIES: usize = 3;
 pub struct Program {
     /// Tells programs apart.
     pub id: usize,
+    model: Cell<usize>, // the signature of the model with which it was made; 0: not known yet
+    classes: Classes,
     nodes: Vec<Node>,
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
-    ids: RefCell<Vec<usize>>, // of the arrays at the last look: those have the noted shapes and dtypes
-    held: RefCell<Rc<Vec<Array>>>, // the arrays at the last look
+    held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
 }
 
 impl Program {
@@ -61,9 +66,26 @@ pub struct Reach {
     programs: Vec<Rc<Program>>, // most recent last
     made: usize,
     change: Option<String>,
+    model: usize, // the model's signature, at the last call until it is known
+    known: bool,
 }
 
 impl Reach {
+    /// Begin a call, at which the model may be another than at the last one.
+    pub fn begin(&mut self) {
+        self.known = false;
+    }
+
+    /// Note the signature of the call's model. Returns whether what has been looked at is for another one.
+    pub fn settle(&mut self, model: usize, looked: &Looked) -> bool {
+        (self.model, self.known) = (model, true);
+        let made = &looked.program.model;
+        if made.get() == 0 {
+            made.set(model);
+        }
+        made.get() != model
+    }
+
     /// Look at what the loss reaches now.
     ///
     /// `roots`: the loss function, the model, then objects among the arguments. `owned`: the optimizer.
@@ -74,15 +96,24 @@ impl Reach {
     ) -> PyResult<Looked> {
         let mut change = None;
         for at in (0..self.programs.len()).rev() {
+            if self.programs[at].model.get() != self.model {
+                continue; // the modules of a model lead elsewhere when they are others
+            }
             match self.programs[at].look(roots)? {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
+                    if at < self.programs.len() {
+                        self.let_go();
+                    }
                     self.programs.push(program.clone());
                     return Ok(Looked::new(program, objects, values));
                 }
                 Look::Differs(node) => {
                     let name = || self.programs[at].name(owned.py(), node);
                     change.get_or_insert_with(name);
+                }
+                Look::Class(class) => {
+                    change.get_or_insert_with(|| format!("a method of {class}"));
                 }
             }
         }
@@ -94,15 +125,25 @@ impl Reach {
                 Look::Differs(node) if tries == MAX_TRIES => {
                     return Err(node::moving(&program.name(owned.py(), node)))
                 }
-                Look::Differs(_) => (program, tries) = (self.discover(roots, owned)?, tries + 1),
+                Look::Differs(_) | Look::Class(_) => {
+                    (program, tries) = (self.discover(roots, owned)?, tries + 1);
+                }
             }
         };
         let program = Rc::new(program);
+        self.let_go();
         self.programs.push(program.clone());
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
         }
         Ok(Looked::new(program, objects, values))
+    }
+
+    // hold no arrays for programs that are not looked through
+    fn let_go(&self) {
+        for program in &self.programs {
+            program.held.replace(Rc::default());
+        }
     }
 
     /// Return the change that made the last program necessary, where there was one before it.
@@ -119,16 +160,18 @@ impl Reach {
         let found = py
             .import("faststep._step._reach")?
             .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
-        let nodes = found.try_iter()?.map(|node| Node::read(&node?));
+        let (nodes, classes): (Bound<'_, PyAny>, Bound<'_, PyAny>) = found.extract()?;
+        let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
         Ok(Program {
             id: self.made,
+            model: Cell::new(if self.known { self.model } else { 0 }),
+            classes: Classes::of(&classes)?,
             rows: Row::all(&found.nodes, py),
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
-            ids: RefCell::default(),
             held: RefCell::default(),
         })
     }

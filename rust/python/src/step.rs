@@ -69,9 +69,9 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 struct Inner {
     options: Options,
     compiled: bool,
-    /// Uncompiled run of a batch because a buffer became another: 0 never, 1 under way, 2 done.
-    became: u8,
-    becomes: String, // why it is under way
+    /// Number of batches in a row that ran uncompiled because an array on the model became another, or was new.
+    became: usize,
+    becomes: String, // why the last one did
     checked: bool,
     host: Rc<PythonHost>,
     traces: Traces,

@@ -14,8 +14,7 @@ mod values;
 
 use std::{rc::Rc, sync::Arc, thread::ThreadId};
 
-use faststep::engine::{Engine, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
-use mlx_rs::Array;
+use faststep::engine::{Engine, HeldArrays, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
     prelude::*,
@@ -69,11 +68,6 @@ impl ModelSignature {
         doubles.collect()
     }
 
-    /// The identities of the arrays that belong to it.
-    pub fn constants(&self) -> Vec<usize> {
-        self.tree.constants()
-    }
-
     fn tensors(&self) -> Vec<Tensor> {
         self.parameters
             .iter()
@@ -108,7 +102,7 @@ pub struct Store {
     options: Vec<(usize, Tree)>, // most recent last
     next_id: usize,
     /// The values of the model's other arrays.
-    pub others: Vec<Array>,
+    pub others: Rc<HeldArrays>,
     /// Parameters and state, once a step has begun.
     pub engine: Option<Engine>,
     /// The dicts of a natively updated optimizer.
@@ -137,7 +131,8 @@ impl Store {
         }
         if !crate::mlx::classes::is_optimizer(optimizer) {
             let message = format!(
-                "optimizer: expected mlx.optimizers.Optimizer, got {}",
+                "optimizer: expected mlx.optimizers.Optimizer, got {0}: derive {0} from it, with an init_single and an \
+                 apply_single, or step with one of MLX's own",
                 class_name(optimizer)?
             );
             return Err(PyTypeError::new_err(message));
@@ -151,7 +146,7 @@ impl Store {
             current: None,
             options: Vec::new(),
             next_id: 0,
-            others: Vec::new(),
+            others: Rc::default(),
             engine: None,
             moments: None,
             clock: Arc::default(),
@@ -207,7 +202,7 @@ impl Store {
         optimizer: &Bound<'py, PyAny>,
         needs: Needs,
     ) -> PyResult<Prepared<'py>> {
-        let slots = self.look_at_model(model)?;
+        let (slots, same) = self.look_at_model(model)?;
         if std::mem::replace(&mut self.mixed, needs.masters) != needs.masters {
             let engine = self.engine.as_ref();
             if engine.is_some_and(|engine| engine.layout().halves().next().is_some()) {
@@ -223,7 +218,8 @@ impl Store {
             undo = Some(self.adopt(model, optimizer, &slots, needs)?);
             self.state_slots(optimizer)?
         };
-        let packed = self.take_values(&slots, &state, undo.is_some())? || undo.is_some();
+        let to_take = if same { &[] } else { &slots[..] };
+        let packed = self.take_values(to_take, &state, undo.is_some())? || undo.is_some();
         if let Some(engine) = &mut self.engine {
             engine.need(needs).map_err(|error| to_python(&error))?;
         }

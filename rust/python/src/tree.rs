@@ -2,6 +2,8 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
+mod glance;
+pub mod identity;
 pub mod paths;
 pub mod rebuild;
 pub mod slot;
@@ -9,7 +11,7 @@ pub mod snapshot;
 pub mod static_value;
 pub mod walk;
 
-use std::cell::RefCell;
+use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::Tensor;
 use pyo3::{
@@ -21,25 +23,33 @@ use pyo3::{
 use crate::mlx::{
     bridge,
     classes::{is_numpy, is_numpy_number},
+    glance::Glance,
 };
+use identity::Class;
 use paths::Paths;
-use slot::{Place, Slot};
+use slot::{Place, Places, Slot};
 use static_value::{equal, is_plain, Static};
 use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
 enum Item {
-    Open(Kind, usize),
+    Open(Kind, usize, Option<Class>), // its length, and its class where that decides what it does
     Key(Py<PyAny>),
     Array,
     Static(Static),
-    Object, // a number, a text, or an argument with attributes of its own: `reach` looks at it
+    Object, // a number, a text, an argument with attributes of its own, an array in a tuple: `reach` looks at it
 }
 
 impl Item {
     fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         match (self, other) {
-            (Self::Open(a, n), Self::Open(b, m)) => a == b && n == m,
+            (Self::Open(a, n, class), Self::Open(b, m, other)) => {
+                let same = match (class, other) {
+                    (Some(class), Some(other)) => class.equals(other, py),
+                    _ => class.is_none() && other.is_none(),
+                };
+                a == b && n == m && same
+            }
             (Self::Key(a), Self::Key(b)) => equal(a.bind(py), b.bind(py)),
             (Self::Array, Self::Array) | (Self::Object, Self::Object) => true,
             (Self::Static(a), Self::Static(b)) => a.equals(b, py),
@@ -67,6 +77,7 @@ pub struct Tree {
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
     containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
+    glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
 }
 
@@ -89,7 +100,7 @@ fn doubles(slots: &[Slot<'_>]) -> Vec<(usize, usize)> {
                 places.push((dict.as_ptr().addr(), key.as_ptr().addr(), number));
             }
             Place::List(list, index) => places.push((list.as_ptr().addr(), *index, number)),
-            Place::Tuple => {}
+            Place::Tuple | Place::Nth(..) => {}
         }
     }
     places.sort_unstable();
@@ -178,17 +189,45 @@ impl Tree {
                 return None;
             }
             *containers = checker.containers;
+            self.glance.take();
         }
         Some(checker.slots)
     }
 
-    /// The identities of the arrays that belong to the signature, because they stand in a tuple.
-    pub fn constants(&self) -> Vec<usize> {
-        let constants = self.items.iter().filter_map(|item| match item {
-            Item::Static(Static::Constant(array)) => Some(faststep::engine::array::id(array)),
-            _ => None,
+    /// Return whether `root` is what was checked last and `known` are its arrays, where a glance can tell: most often.
+    pub fn is_same(&self, root: &Bound<'_, PyAny>, known: &[usize]) -> bool {
+        let glance = self.glance.borrow();
+        glance
+            .as_ref()
+            .is_some_and(|glance| glance.meets(root, known))
+    }
+
+    /// The slots, where `root` is what was checked last and `known` are its arrays, and a glance can tell.
+    pub fn same_slots<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        known: &[usize],
+    ) -> Option<Vec<Slot<'py>>> {
+        let glance = self.glance.borrow();
+        let objects = glance.as_ref()?.arrays(root, known)?;
+        let places = Rc::new(Places::of(root.clone()));
+        let slots = objects.enumerate().map(|(number, object)| Slot {
+            place: Place::Nth(places.clone(), number),
+            object,
         });
-        constants.collect()
+        Some(slots.collect())
+    }
+
+    /// As [`Tree::check`] of all arrays, so that the next look may be a glance.
+    pub fn check_whole<'py>(
+        &self,
+        root: &Bound<'py, PyAny>,
+        known: &[usize],
+    ) -> Option<Vec<Slot<'py>>> {
+        let slots = self.check(root, Scope::Whole, known)?;
+        let mut glance = self.glance.borrow_mut();
+        glance.get_or_insert_with(|| glance::written(&self.items, root).unwrap_or_default());
+        Some(slots)
     }
 
     /// The array slots that stand at a later place too, because an object that has them does, and the last such place.
@@ -262,6 +301,7 @@ struct Recorder<'py> {
     containers: Vec<usize>,
     objects: Vec<Bound<'py, PyAny>>,
     numpy: bool,
+    optimizer: bool,
     scope: Scope,
     refused: Option<Bound<'py, PyAny>>,
     error: Option<PyErr>,
@@ -286,8 +326,11 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             self.refused = Some(container.clone());
             return None;
         }
+        self.optimizer |= kind == Kind::Optimizer;
         self.containers.push(container.as_ptr() as usize);
-        self.tree.items.push(Item::Open(kind, len));
+        let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
+        let class = has_class.then(|| Class::of_class(&container.get_type()));
+        self.tree.items.push(Item::Open(kind, len, class));
         Some(())
     }
 
@@ -298,7 +341,11 @@ impl<'py> Visitor<'py> for Recorder<'py> {
 
     fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()> {
         if matches!(place, Place::Tuple) && self.scope != Scope::Arguments {
-            return self.leaf(&object);
+            if self.optimizer {
+                return self.leaf(&object);
+            }
+            self.tree.items.push(Item::Object);
+            return Some(());
         }
         let array = bridge::get(&object)?;
         self.tree.items.push(Item::Array);
@@ -385,7 +432,13 @@ impl Checker<'_, '_> {
 impl<'py> Visitor<'py> for Checker<'_, 'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
         self.containers.push(container.as_ptr() as usize);
-        matches!(self.next()?, Item::Open(k, n) if *k == kind && *n == len).then_some(())
+        let Item::Open(known, number, class) = self.next()? else {
+            return None;
+        };
+        let same = class
+            .as_ref()
+            .is_none_or(|class| class.is(container.get_type().as_any()));
+        (*known == kind && *number == len && same).then_some(())
     }
 
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()> {
@@ -394,7 +447,11 @@ impl<'py> Visitor<'py> for Checker<'_, 'py> {
 
     fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()> {
         if matches!(place, Place::Tuple) {
-            return self.leaf(&object);
+            return match self.next()? {
+                Item::Object => Some(()),
+                Item::Static(value) => value.is(&object).then_some(()),
+                _ => None,
+            };
         }
         matches!(self.next()?, Item::Array).then_some(())?;
         let index = self.slots.len();

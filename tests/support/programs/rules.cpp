@@ -178,7 +178,7 @@ Arrays attend(const std::map<std::string, mx::array>& in, float scale, bool caus
 }
 
 Arrays rows_of(const std::map<std::string, mx::array>& in, int queries, bool causal, const std::string& name) {
-  const auto& rows = in.at("rows");
+  const auto& rows = in.at("x");
   auto columns = rows.shape(1);
   auto seen = mx::array(true);
   if (causal) {

@@ -38,7 +38,7 @@ class Curriculum:
         self.mask[: min(IMAGE, 4 * number + 4)] = 1.0
         self.config["auxiliary"] = 1.0 / (1 + number)
         if number % 3 == 2:
-            self.config["classes"] = mx.linspace(0.5, 1.5, CLASSES) ** (number / 3)
+            self.config["classes"] = mx.linspace(0.5, 1.5, CLASSES) ** (number % 12 / 3)  # bounded: training goes on
             self.config["smoothing"] = 0.0
         return [self.learn(*self.batches[number % BATCHES])]
 

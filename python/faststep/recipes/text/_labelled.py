@@ -13,7 +13,7 @@ import numpy as np
 from faststep.recipes._patterns import listed
 from faststep.recipes.text._tokenizer import Tokenizer
 
-Item = dict[str, np.ndarray]
+Item = dict[str, np.ndarray[Any, Any]]
 Row = tuple[int, dict[str, Any]]  # the number of its line, and its columns
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from faststep.recipes._datasets import chosen, find_files
 from faststep.recipes.text._tokenizer import Tokenizer
 
-Item = dict[str, np.ndarray]
+Item = dict[str, np.ndarray[Any, Any]]
 IGNORED = -100  # the target of what is not masked
 
 

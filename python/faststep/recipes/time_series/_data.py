@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from faststep.recipes._datasets import Arrays
 
-Item = dict[str, np.ndarray]
+Item = dict[str, np.ndarray[Any, Any]]
 END = 0  # the byte behind an answer
 
 
@@ -77,7 +77,7 @@ class Series(Sequence[Item]):
         return {"series": series, "tokens": self._tokens[label], "mask": self._mask[label]}
 
 
-def as_nlc(series: np.ndarray, channels: int | None, layout: str | None) -> np.ndarray:
+def as_nlc(series: np.ndarray[Any, Any], channels: int | None, layout: str | None) -> np.ndarray[Any, Any]:
     """Return series as [items, length, channels].
 
     Args:

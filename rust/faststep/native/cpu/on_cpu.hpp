@@ -1,4 +1,4 @@
-// A primitive of our own (join.cpp, sum_of_squares.cpp, simulator/order.cpp).
+// The base of our own primitives on the CPU (join.cpp, pace.cpp, sum_of_squares.cpp).
 #pragma once
 
 #include <stdexcept>
@@ -12,13 +12,13 @@ namespace faststep {
 
 namespace mx = mlx::core;
 
-// Base of primitives without options that only the CPU computes.
+// A primitive without options, of one output.
 class OnCpu : public mx::UnaryPrimitive {
  public:
   explicit OnCpu(mx::Stream stream) : UnaryPrimitive(stream) {}
 
   void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
-    throw std::runtime_error(std::string("[") + name() + "] The CPU's.");
+    throw std::runtime_error(std::string("[") + name() + "] expected a stream of the CPU, got one of a GPU");
   }
 
   bool is_equivalent(const mx::Primitive&) const override {

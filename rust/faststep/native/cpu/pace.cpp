@@ -1,4 +1,4 @@
-// Pacing of the thread that hands operations to the CPU's worker: MLX hands over about a hundred before it waits for one, and
+// Pacing of the thread that hands operations to the CPU's worker: MLX hands over about fifty before it waits for one, and
 // allocates what they write.
 #include "cpu/pace.hpp"
 
@@ -39,8 +39,8 @@ class Pace : public OnCpu {
   }
 };
 
-// MLX hands the worker about a hundred operations at once; what they read would still be held while the update allocates: the
-// tensors that have been joined, and the old parameters, over which the update could not write the new ones.
+// Passes arrays on when the worker is done with all before them. What that reads would still be held while the update allocates
+// otherwise: the tensors that have been joined, and the old parameters, over which the update could not write the new ones.
 class Wait : public mx::Primitive {
  public:
   using Primitive::Primitive;
@@ -53,7 +53,7 @@ class Wait : public mx::Primitive {
   }
 
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::runtime_error("[Wait] The CPU's.");
+    throw std::runtime_error("[Wait] expected a stream of the CPU, got one of a GPU");
   }
 
   bool is_equivalent(const mx::Primitive&) const override {

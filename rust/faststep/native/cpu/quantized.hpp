@@ -12,13 +12,13 @@ namespace faststep {
 
 namespace mx = mlx::core;
 
-// Those of src/mlx/quantized: how many numbers a product needs beside its arrays, and the product.
+// Functions of src/mlx/quantized: how many numbers a product needs beside its arrays, and the product itself.
 struct Functions {
   size_t (*scratch)(const QuantizedProduct*);
   int (*run)(const QuantizedProduct*);
 };
 
-// The bytes that such a product needs while it runs; 0: it is none.
+// The bytes that such a product needs while it runs; 0 for other primitives.
 size_t scratch_of(const mx::Primitive& primitive, const std::vector<mx::array>& inputs, const mx::array& out);
 
 } // namespace faststep

@@ -1,4 +1,4 @@
-// The sum of the squares of many arrays, which MLX stores on its way.
+// The sum of the squares of many arrays. MLX stores the squares before it adds them up.
 #include <algorithm>
 #include <cstddef>
 #include <iterator>

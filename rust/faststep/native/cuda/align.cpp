@@ -4,7 +4,6 @@
 // which add nothing to a sum, and cut off behind the product. Logits stay padded up to the cross entropy, and its gradient
 // comes out padded. The cross entropy reads half precision itself, so a cast to float32 before it, and that of its gradient
 // back, take no memory. It computes in float32 either way.
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -261,10 +260,6 @@ class Align : public faststep::Rewrite {
 int faststep_align(const void* const* arrays, size_t count, void** aligned) {
   return faststep::guarded([&] {
     Align align;
-    std::vector<mx::array> all;
-    for (size_t i = 0; i < count; ++i) {
-      all.push_back(align.run(faststep::at(arrays[i])));
-    }
-    std::transform(all.begin(), all.end(), aligned, faststep::owned);
+    align.run(arrays, count, aligned);
   });
 }

@@ -158,6 +158,15 @@ std::string norm_source(size_t slots) {
   return out.str();
 }
 
+// The names by which a source sees its parts.
+std::vector<std::string> part_names(size_t count) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < count; ++i) {
+    names.push_back(std::string("p").append(std::to_string(i)));
+  }
+  return names;
+}
+
 int tiles(int n) {
   return (n + side - 1) / side;
 }
@@ -170,7 +179,6 @@ int faststep_is_cuda() noexcept {
 
 int faststep_pack(const void* const* parts, size_t count, size_t slots, void** flat, void** squares) {
   return faststep::guarded([&] {
-    std::vector<std::string> names;
     std::vector<mx::array> inputs;
     std::vector<int> table;
     std::vector<faststep::Place> within;
@@ -193,9 +201,7 @@ int faststep_pack(const void* const* parts, size_t count, size_t slots, void** f
     while (inputs.size() < slots) {
       inputs.push_back(inputs[0]);
     }
-    for (size_t i = 0; i < slots; ++i) {
-      names.push_back(std::string("p").append(std::to_string(i)));
-    }
+    auto names = part_names(slots);
     names.push_back("table");
     inputs.push_back(mx::array(table.data(), {static_cast<int>(table.size())}, mx::int32));
     auto shape = at(0).shape();
@@ -253,10 +259,7 @@ int faststep_norm(const void* const* squares, size_t count, const void* loss, co
     if (!faststep_is_cuda() || count == 0 || count > most || !std::all_of(inputs.begin(), inputs.end(), fits)) {
       return faststep::not_applicable;
     }
-    std::vector<std::string> names;
-    for (size_t i = 0; i < count; ++i) {
-      names.push_back(std::string("p").append(std::to_string(i)));
-    }
+    auto names = part_names(count);
     names.insert(names.end(), {"loss", "limits"});
     inputs.push_back(faststep::at(loss));
     const float padded[]{limits[0], limits[1], 0, 0}; // MLX keeps 8 bytes on pages of the host

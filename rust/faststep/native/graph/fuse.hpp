@@ -12,7 +12,7 @@ namespace faststep {
 
 namespace mx = mlx::core;
 
-// What computes an array that is not evaluated, and how many handles there are to each of the inputs.
+// The primitive and the inputs of an array that is not evaluated, and how many handles there are to each of these.
 struct Source {
   std::shared_ptr<mx::Primitive> primitive;
   const std::vector<mx::array>& inputs;

@@ -18,6 +18,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "graph/visit.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -48,7 +49,7 @@ bool passes_on(const mx::Primitive& primitive) {
   return name == "CustomTransforms" || name == "Depends";
 }
 
-// What has been told of primitives.
+// Facts about primitives, each kept as long as its primitive.
 template <typename T>
 class Told {
  public:
@@ -116,28 +117,28 @@ class Graph {
       inputs_.emplace(inputs[i].id(), i);
     }
     for (const auto& output : outputs) {
-      outputs_.push_back(visit(output));
+      outputs_.push_back(number(output));
     }
     seen_.clear();
   }
 
-  // 0: other operations. 1: the same, with the same constants but for those that are added to `varying`.
-  int compare(const Graph& other, std::vector<uint32_t>& varying) const {
+  // Whether the operations are the same. Constants that differ then are added to `varying`.
+  bool compare(const Graph& other, std::vector<uint32_t>& varying) const {
     if (nodes_.size() != other.nodes_.size() || outputs_ != other.outputs_) {
-      return 0;
+      return false;
     }
     for (uint32_t i = 0; i < nodes_.size(); ++i) {
       const auto &a = nodes_[i], &b = other.nodes_[i];
       bool form = a.inputs == b.inputs && a.result == b.result && a.dtype == b.dtype && a.shape == b.shape &&
           a.input == b.input && (a.primitive == nullptr) == (b.primitive == nullptr);
       if (!form || (a.primitive && !same_primitive(*a.primitive, *b.primitive))) {
-        return 0;
+        return false;
       }
       if (is_leaf(a) && !same_value(constants_.at(i), other.constants_.at(i))) {
         varying.push_back(i);
       }
     }
-    return 1;
+    return true;
   }
 
   const mx::array* constant(uint32_t at) const {
@@ -186,31 +187,23 @@ class Graph {
   }
 
  private:
-  uint32_t visit(const mx::array& root) {
-    std::vector<std::pair<mx::array, size_t>> stack{{root, 0}};
-    while (!stack.empty()) {
-      auto& [array, next] = stack.back();
-      if (seen_.contains(array.id())) {
-        stack.pop_back();
-        continue;
-      }
-      bool input = inputs_.contains(array.id());
-      if (!input && array.has_primitive() && next < array.inputs().size()) {
-        auto child = array.inputs()[next++];
-        stack.emplace_back(std::move(child), 0);
-        continue;
-      }
-      add(array, input);
-      stack.pop_back();
-    }
+  // The number of an array, behind those of the arrays that it is computed from.
+  uint32_t number(const mx::array& root) {
+    auto is_new = [this](const mx::array& a) {
+      return !seen_.contains(a.id()) && !inputs_.contains(a.id()) && a.has_primitive();
+    };
+    visit(root, is_new, [this](const mx::array& a) { add(a); });
     return seen_.at(root.id());
   }
 
-  void add(const mx::array& array, bool input) {
+  void add(const mx::array& array) {
     auto at = static_cast<uint32_t>(nodes_.size());
+    if (!seen_.emplace(array.id(), at).second) {
+      return;
+    }
     Node node{nullptr, {}, 0, array.dtype(), array.shape(), -1};
-    if (input) {
-      node.input = static_cast<int64_t>(inputs_.at(array.id()));
+    if (auto input = inputs_.find(array.id()); input != inputs_.end()) {
+      node.input = static_cast<int64_t>(input->second);
     } else if (array.has_primitive()) {
       node.primitive = array.primitive_ptr();
       node.result = array.siblings().empty() ? 0 : static_cast<uint32_t>(array.sibling_position());
@@ -221,7 +214,6 @@ class Graph {
       constants_.emplace(at, array);
     }
     nodes_.push_back(std::move(node));
-    seen_.emplace(array.id(), at);
   }
 
   std::vector<Node> nodes_;
@@ -233,8 +225,8 @@ class Graph {
 
 namespace {
 
-// Has whatever is computed from `constants` be computed from `inputs`, one for each.
-void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id, const mx::array*>& inputs) {
+// Have the operations behind `outputs` read other arrays in the place of those with these ids.
+void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id, const mx::array*>& others) {
   std::unordered_set<Id> seen;
   std::vector<mx::array> todo(outputs.begin(), outputs.end());
   while (!todo.empty()) {
@@ -246,7 +238,7 @@ void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id,
     for (auto& result : array.outputs()) {
       seen.insert(result.id());
       for (auto& in : result.inputs()) {
-        if (auto found = inputs.find(in.id()); found != inputs.end()) {
+        if (auto found = others.find(in.id()); found != others.end()) {
           in = *found->second;
         } else if (result.id() == array.id()) {
           todo.push_back(in);
@@ -254,6 +246,81 @@ void replace(const std::vector<mx::array>& outputs, const std::unordered_map<Id,
       }
     }
   }
+}
+
+// Arrays between inputs and outputs that somebody holds beside the graph, who will keep a tracer when the trace is done.
+// `before`: how many handles of each input there were. Of each output there is one, and one in `outputs`. None is found where
+// the graph has functions with gradients of their own: what those hold beside their arguments goes with the graph.
+std::vector<mx::array> kept(
+    const std::vector<mx::array>& inputs, const size_t* before, const std::vector<mx::array>& outputs) {
+  std::unordered_map<Id, long> known;
+  std::unordered_set<Id> seen, traced;
+  std::vector<const mx::array*> order, todo;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    seen.insert(inputs[i].id());
+    known[inputs[i].id()] += 1; // in `inputs`
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (traced.insert(inputs[i].id()).second) { // one that stands there twice has been counted with both handles
+      known[inputs[i].id()] += static_cast<long>(before[i]);
+      order.push_back(&inputs[i]);
+    }
+  }
+  auto visit = [&](const mx::array& array) {
+    if (seen.insert(array.id()).second) {
+      todo.push_back(&array);
+      order.push_back(&array);
+    }
+  };
+  for (const auto& output : outputs) {
+    known[output.id()] += 2;
+    visit(output);
+  }
+  while (!todo.empty()) {
+    const auto& array = *todo.back();
+    todo.pop_back();
+    if (array.has_primitive() && std::string_view(array.primitive().name()) == "CustomTransforms") {
+      return {};
+    }
+    for (const auto& input : array.inputs()) {
+      known[input.id()] += 1;
+      visit(input);
+    }
+    for (const auto& sibling : array.siblings()) {
+      known[sibling.id()] += 1;
+      visit(sibling);
+    }
+  }
+  // what depends on no input can be evaluated by whoever holds it
+  std::unordered_map<Id, bool> depends;
+  for (const auto& input : inputs) {
+    depends[input.id()] = true;
+  }
+  std::vector<mx::array> found;
+  for (const auto* array : order) {
+    if (holders(*array) <= known[array->id()]) {
+      continue;
+    }
+    std::vector<std::pair<const mx::array*, size_t>> stack{{array, 0}};
+    while (!stack.empty()) {
+      auto& [at, next] = stack.back();
+      if (depends.contains(at->id())) {
+        stack.pop_back();
+      } else if (next == at->inputs().size()) {
+        bool any = std::any_of(
+            at->inputs().begin(), at->inputs().end(), [&](const auto& input) { return depends[input.id()]; });
+        depends[at->id()] = any;
+        stack.pop_back();
+      } else {
+        const auto* input = &at->inputs()[next++];
+        stack.emplace_back(input, 0);
+      }
+    }
+    if (depends[array->id()]) {
+      found.push_back(*array);
+    }
+  }
+  return found;
 }
 
 const Graph& graph_at(const void* graph) {
@@ -313,6 +380,22 @@ int faststep_graph_held(
     auto held = graph_at(graph).held(list);
     *count = std::min(room, held.size());
     std::transform(held.begin(), held.begin() + *count, found, [](const auto* array) { return owned(*array); });
+  });
+}
+
+int faststep_graph_kept(
+    const void* const* inputs,
+    const size_t* before,
+    size_t n_inputs,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** found,
+    size_t room,
+    size_t* count) {
+  return guarded([&] {
+    auto kept = faststep::kept(faststep::list(inputs, n_inputs), before, faststep::list(outputs, n_outputs));
+    *count = std::min(room, kept.size());
+    std::transform(kept.begin(), kept.begin() + *count, found, [](const auto& array) { return owned(array); });
   });
 }
 

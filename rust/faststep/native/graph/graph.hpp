@@ -1,4 +1,4 @@
-// What graph.cpp is told by whoever adds operations to a trace.
+// Facts about operations of our own that graph.cpp cannot see in their primitives.
 #pragma once
 
 #include <cstddef>

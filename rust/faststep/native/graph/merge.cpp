@@ -3,7 +3,6 @@
 // MLX merges them too, but 0.32.4 loses outputs on its way: it notes which arrays are outputs, then takes out what does
 // nothing (the array behind a stop_gradient is merged with an equal one, and looked for in vain), and of operations with
 // several results it may point what comes first to what comes later. Neither happens where nothing is left to merge.
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -102,10 +101,6 @@ class Merge : public faststep::Rewrite {
 int faststep_merge(const void* const* arrays, size_t count, void** merged) {
   return faststep::guarded([&] {
     Merge merge;
-    std::vector<mx::array> all;
-    for (size_t i = 0; i < count; ++i) {
-      all.push_back(merge.run(faststep::at(arrays[i])));
-    }
-    std::transform(all.begin(), all.end(), merged, faststep::owned);
+    merge.run(arrays, count, merged);
   });
 }

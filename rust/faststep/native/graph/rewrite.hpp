@@ -1,6 +1,7 @@
 // A lazy graph made anew from what it begins with, operation by operation.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -10,6 +11,8 @@
 #include <vector>
 
 #include "mlx/mlx.h"
+#include "graph/visit.hpp"
+#include "status.hpp"
 
 namespace faststep {
 
@@ -41,18 +44,18 @@ class Rewrite {
 
   // The array that takes an array's place.
   mlx::core::array run(const mlx::core::array& root) {
-    std::vector<std::pair<mlx::core::array, size_t>> path{{root, 0}};
-    while (!path.empty()) {
-      auto& [a, next] = path.back();
-      if (known_.count(a.id()) == 0 && is_pending(a) && next < a.inputs().size()) {
-        auto input = a.inputs()[next++];
-        path.emplace_back(std::move(input), 0); // the references above are gone
-        continue;
-      }
-      resolve(mlx::core::array(a));
-      path.pop_back();
-    }
+    auto is_new = [this](const mlx::core::array& a) { return known_.count(a.id()) == 0 && is_pending(a); };
+    visit(root, is_new, [this](const mlx::core::array& a) { resolve(mlx::core::array(a)); });
     return known_.at(root.id());
+  }
+
+  // Those that take the places of several, which then belong to the caller.
+  void run(const void* const* roots, size_t count, void** places) {
+    std::vector<mlx::core::array> all;
+    for (size_t i = 0; i < count; ++i) {
+      all.push_back(run(at(roots[i])));
+    }
+    std::transform(all.begin(), all.end(), places, owned);
   }
 
  protected:

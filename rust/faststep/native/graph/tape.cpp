@@ -14,6 +14,7 @@
 #include "mlx/compile.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "graph/visit.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -36,27 +37,37 @@ mx::Stream stream() {
 class Tape {
  public:
   // Of the graph from inputs, which are all different and without values, to outputs.
-  Tape(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs) : stream_(stream()) {
+  Tape(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs)
+      : stream_(stream()), probe_(mx::Shape{}, mx::float32, nullptr, {}) {
+    probe_.set_tracer(true);
     std::unordered_map<std::uintptr_t, uint32_t> given;
     for (uint32_t i = 0; i < inputs.size(); ++i) {
       given.emplace(inputs[i].id(), i);
       forms_.emplace_back(inputs[i].shape(), inputs[i].dtype());
     }
     Numbers numbers;
+    auto is_new = [&](const mx::array& a) { return !numbers.contains(a.id()) && !given.contains(a.id()) && is_operation(a); };
     for (const auto& output : outputs) {
-      visit(output, given, numbers);
+      visit(output, is_new, [&](const mx::array& a) { add(a, given, numbers); });
     }
     for (const auto& output : outputs) {
       outputs_.push_back(numbers.at(output.id()));
     }
   }
 
-  // Whether the graph is that of these inputs.
-  bool fits(const void* const* inputs, size_t count) const {
+  // Whether the graph is that of these inputs, of which some are known to have the shapes and dtypes of its own.
+  bool fits(const void* const* inputs, size_t count, size_t known, size_t known_end) const {
     if (count != forms_.size() || !(stream() == stream_) || !compiles()) {
       return false;
     }
+    bool traces = probe_.is_tracer(); // whether any array may be one
     for (size_t i = 0; i < count; ++i) {
+      if (i == known && !traces) {
+        i = known_end;
+        if (i == count) {
+          break;
+        }
+      }
       const auto& input = at(inputs[i]);
       if (input.shape() != forms_[i].first || input.dtype() != forms_[i].second || input.is_tracer()) {
         return false;
@@ -110,29 +121,15 @@ class Tape {
     uint32_t constant = none;
   };
 
-  void visit(const mx::array& root, const Numbers& given, Numbers& numbers) {
-    std::vector<std::pair<mx::array, size_t>> path{{root, 0}};
-    while (!path.empty()) {
-      auto& [array, next] = path.back();
-      bool leaf = given.contains(array.id()) || !is_operation(array);
-      if (!numbers.contains(array.id()) && !leaf && next < array.inputs().size()) {
-        auto input = array.inputs()[next++];
-        path.emplace_back(std::move(input), 0); // the references above are gone
-        continue;
-      }
-      if (!numbers.contains(array.id())) {
-        add(array, given, numbers);
-      }
-      path.pop_back();
-    }
-  }
-
   // What is read from a file is there after the first evaluation.
   static bool is_operation(const mx::array& array) {
     return array.has_primitive() && std::string_view(array.primitive().name()) != "Load";
   }
 
   void add(const mx::array& array, const Numbers& given, Numbers& numbers) {
+    if (numbers.contains(array.id())) {
+      return;
+    }
     Step step;
     auto outputs = std::vector<mx::array>{array};
     if (auto found = given.find(array.id()); found != given.end()) {
@@ -158,6 +155,7 @@ class Tape {
   }
 
   mx::Stream stream_;
+  mx::array probe_; // without a value: what is marked as a tracer is one inside of a transformation only
   std::vector<std::pair<mx::Shape, mx::Dtype>> forms_;
   std::vector<Step> steps_;
   std::vector<mx::array> constants_;
@@ -182,10 +180,11 @@ size_t faststep_tape_size(const void* tape) noexcept {
   return static_cast<const faststep::Tape*>(tape)->size();
 }
 
-int faststep_tape_build(const void* tape, const void* const* inputs, size_t count, void** outputs) {
+int faststep_tape_build(
+    const void* tape, const void* const* inputs, size_t count, size_t known, size_t known_end, void** outputs) {
   return faststep::guarded([&] {
     const auto& it = *static_cast<const faststep::Tape*>(tape);
-    if (!it.fits(inputs, count)) {
+    if (!it.fits(inputs, count, known, known_end)) {
       return faststep::not_applicable;
     }
     it.build(inputs, outputs);

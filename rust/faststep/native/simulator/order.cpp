@@ -25,6 +25,7 @@
 #include "mlx/primitives.h"
 #include "cpu/pace.hpp"
 #include "graph/transposed.hpp"
+#include "graph/visit.hpp"
 #include "simulator/rules.hpp"
 #include "status.hpp"
 
@@ -194,25 +195,17 @@ class Graph {
     return by_id_.contains(array.id());
   }
 
-  // depth first, without recursion: a graph can be deeper than the stack
   void add(const mx::array& root) {
-    std::vector<std::pair<mx::array, size_t>> path{{root, 0}};
-    while (!path.empty()) {
-      auto& [array, next] = path.back();
-      bool is_left_out = !array.has_primitive() || !(is_whole_ || array.is_tracer());
-      if (seen_.contains(array.id()) || is_left_out || next == array.inputs().size()) {
-        auto depends = [this](const mx::array& in) { return in.is_tracer() || is_computed(in); };
-        const auto& inputs = array.inputs();
-        bool is_traced = is_whole_ ? std::any_of(inputs.begin(), inputs.end(), depends) : array.is_tracer();
-        if (seen_.insert(array.id()).second && !is_left_out && is_traced) {
-          add_op(array);
-        }
-        path.pop_back();
-        continue;
+    auto is_left_out = [this](const mx::array& a) { return !a.has_primitive() || !(is_whole_ || a.is_tracer()); };
+    auto depends = [this](const mx::array& in) { return in.is_tracer() || is_computed(in); };
+    auto is_new = [&](const mx::array& a) { return !seen_.contains(a.id()) && !is_left_out(a); };
+    faststep::visit(root, is_new, [&](const mx::array& a) {
+      const auto& inputs = a.inputs();
+      bool is_traced = is_whole_ ? std::any_of(inputs.begin(), inputs.end(), depends) : a.is_tracer();
+      if (seen_.insert(a.id()).second && !is_left_out(a) && is_traced) {
+        add_op(a);
       }
-      auto in = array.inputs()[next++];
-      path.emplace_back(std::move(in), 0); // the references above are gone
-    }
+    });
   }
 
   void add_op(const mx::array& array) {

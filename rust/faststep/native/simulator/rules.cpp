@@ -143,7 +143,7 @@ void dequantized(Site& site) {
   site.memory.allocate(scratch_of(*site.op.primitive, inputs, site.out().face));
 }
 
-// Passes its input on, and marks where (graph/order.cpp).
+// Passes its input on, and marks the place (cpu/pace.cpp).
 void pace(Site& site) {
   share(site.out(), site.in(0));
 }
@@ -167,12 +167,12 @@ using Rule = void (*)(Site&);
 Rule rule(std::string_view name) {
   static const std::unordered_map<std::string_view, Rule> rules = [] {
     std::unordered_map<std::string_view, Rule> rules{
-        {"Contiguous", contiguous},    {"Softmax", by_row},          {"LogSumExp", log_sum_exp},
-        {"LayerNorm", by_row},         {"RMSNorm", by_row},          {"RoPE", by_row},
-        {"Concatenate", concatenate},  {"Matmul", matmul},           {"AddMM", matmul},
-        {"Convolution", convolution},  {"QuantizedMatmul", needs_rows}, {"Select", select},
-          {"Dequantized", dequantized},  {"Pace", pace},
-          {"LayerNormVJP", norm_vjp},    {"RMSNormVJP", norm_vjp},    {"Wait", wait}};
+        {"Contiguous", contiguous},   {"Softmax", by_row},             {"LogSumExp", log_sum_exp},
+        {"LayerNorm", by_row},        {"RMSNorm", by_row},             {"RoPE", by_row},
+        {"Concatenate", concatenate}, {"Matmul", matmul},              {"AddMM", matmul},
+        {"Convolution", convolution}, {"QuantizedMatmul", needs_rows}, {"Select", select},
+        {"LayerNormVJP", norm_vjp},   {"RMSNormVJP", norm_vjp},        {"Dequantized", dequantized},
+        {"Pace", pace},               {"Wait", wait}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }

@@ -2,8 +2,9 @@
 //
 // `memory.cpp` stands for MLX's allocator, `queue.cpp` for a device that works behind the thread that feeds it,
 // `rules.cpp`, `sharing.cpp` and `views.cpp` for what each primitive allocates, shares or takes over, `simulator.cpp`
-// for the graph and `evaluate.cpp` for the order of evaluation. They follow the sources of MLX that each of them names;
-// where those change, these have to.
+// for the graph and `evaluate.cpp` for the order of evaluation; `device.cpp` says what device that is, `ffi.cpp` is called by
+// Rust. They follow the sources of MLX that each of them names; where those change, these have to. `order.cpp` uses the same
+// rules for the step itself: it puts gradients in an order that takes less memory.
 #pragma once
 
 #include <array>
@@ -129,7 +130,7 @@ using Arrays = std::vector<const mx::array*>;
 class Simulator {
  public:
   explicit Simulator(const Device& device);
-  // A graph is built: `roots`, computed from `given` and from whatever else there is.
+  // Take in a graph: `roots`, computed from `given` and from whatever else there is.
   void begin(const Arrays& given, const Arrays& roots);
   // Handles to arrays, beside those of the graph.
   void hold(const Arrays& arrays, int handles);
@@ -138,6 +139,7 @@ class Simulator {
   void keep(size_t slot, const Arrays& arrays);
   // `mx.async_eval`; what to wait for.
   size_t evaluate(const Arrays& arrays);
+  // Wait for an evaluation: what it read is free then.
   void wait(size_t done);
   // Let MLX's memory limit be no more than that.
   void limit(size_t bytes);
@@ -165,7 +167,7 @@ class Simulator {
   size_t paced_ = 0; // the place of the last `Pace`
   std::deque<Node> nodes_;
   std::deque<Op> ops_;
-  std::vector<mx::array> sources_; // keeps the ids theirs
+  std::vector<mx::array> sources_; // kept alive: an id is that of another array once the first is gone
   std::unordered_map<uintptr_t, Node*> by_id_;
   std::unordered_map<const void*, std::weak_ptr<Buffer>> residents_; // memory that was there before
   std::vector<Data> kept_[2];

@@ -46,15 +46,6 @@ impl Owner for () {
     }
 }
 
-/// The arrays that a step reads beside parameters and state.
-#[derive(Debug, Default)]
-pub struct Call {
-    /// The model's other arrays.
-    pub others: Vec<Array>,
-    /// The random key, then the arrays of the batch.
-    pub rest: Vec<Array>,
-}
-
 /// The phases of a call, in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seconds {

@@ -15,7 +15,7 @@ use crate::{
         array, join,
         memory::{self, MemoryLimit},
     },
-    trace::{trial, Outputs},
+    trace::{trial, Inputs, Outputs},
 };
 
 /// Largest number of failed operations of one step, each of which is an error of its own.
@@ -24,7 +24,7 @@ const MAX_FAILURES: usize = 16;
 /// One part of a step that MLX evaluates.
 pub(super) struct Work {
     /// The inputs of its graph, until it is submitted.
-    pub inputs: Option<Vec<Array>>,
+    pub inputs: Option<Inputs>,
     /// Its outputs; submitted, those that the engine does not take up.
     pub outputs: Outputs,
     /// True if the gradients are outputs too.
@@ -78,10 +78,10 @@ impl Evaluate for OnDevice<'_> {
     }
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
-        let inputs = work.inputs.as_deref().unwrap_or_default();
+        let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);
         let mut tried = evaluate(work.outputs.before_update(), self.owner);
         if tried.is_ok() {
-            let update = trial(&work.outputs, inputs).map_err(Error::FirstEvaluation)?;
+            let update = trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
             let update: Vec<Array> = update.into_iter().cloned().collect();
             if !work.keep_gradients {
                 work.outputs.gradients.clear();

@@ -24,7 +24,7 @@ mod sample;
 mod stage;
 mod state;
 
-pub use engine::{Call, Engine, Output, Owner, Seconds};
+pub use engine::{Engine, Output, Owner, Seconds};
 pub use flags::Flags;
 pub use plan::PlannedCalls;
 pub use stage::{Stage, StageClock, StageEvent};
@@ -36,11 +36,16 @@ pub use crate::{
         precision, Layout, NamedAuxState, Tensor,
     },
     memory::Plan,
-    mlx::{array, blas, graph::Graph, join, measure, memory, rebind::RebindError},
+    mlx::{
+        array, blas,
+        graph::{self, Graph},
+        join, measure, memory,
+        rebind::RebindError,
+    },
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
-        CallTraces, Causes, Field, Guard, Host, Key, Left, LossCall, LossOutput, Nonfinite,
-        Options, Outputs, Part, Recipe, Replay, Role, Rule, Task, Trace, TraceCache, TraceEntry,
-        TraceRecord, UpdateCall,
+        Call, CallTraces, Causes, Field, Guard, HeldArrays, Host, Key, Left, LossCall, LossOutput,
+        Nonfinite, Options, Outputs, Part, Recipe, Replay, Role, Rule, Task, Trace, TraceCache,
+        TraceEntry, TraceRecord, UpdateCall,
     },
 };

@@ -3,11 +3,11 @@ use std::iter;
 
 use mlx_rs::{error::Result as MlxResult, Array};
 
-use super::{run::build, Call, Engine, Owner};
+use super::{run::build, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory::{self, Plan, PlanInputs, PlannedPart},
-    trace::{CallTraces, Outputs, Trace},
+    trace::{Call, CallTraces, Inputs, Outputs, Trace},
 };
 
 /// The calls of a plan.
@@ -34,12 +34,12 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> Result<Plan> {
         self.synchronize(owner)?;
-        let others = call.others.len();
+        let others = call.count_others();
         let inputs = self.take(call);
         let mut traces: Vec<&mut Trace> = iter::once(trace).chain(update).collect();
-        let planned = self.build_parts(&mut traces, &inputs).and_then(|outputs| {
+        let planned = Self::build_parts(&mut traces, &inputs).and_then(|outputs| {
             let parts = (&traces[..], &outputs[..]);
-            self.planned(parts, &inputs, others, calls, memory::plan)
+            self.planned(parts, &inputs.all(), others, calls, memory::plan)
         });
         self.put_back(inputs);
         let mut plan = planned?;
@@ -52,13 +52,9 @@ impl Engine {
     }
 
     // the graph of a batch's part, and that of the update by a window where it is another one
-    pub(super) fn build_parts(
-        &self,
-        traces: &mut [&mut Trace],
-        inputs: &[Array],
-    ) -> Result<Vec<Outputs>> {
-        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
-        let inputs = iter::once(inputs).chain(iter::repeat(&inputs[..kept]));
+    pub(super) fn build_parts(traces: &mut [&mut Trace], inputs: &Inputs) -> Result<Vec<Outputs>> {
+        let own = Inputs::from(inputs.own.clone());
+        let inputs = iter::once(inputs).chain(iter::repeat(&own));
         let parts = traces.iter_mut().zip(inputs);
         parts.map(|(trace, inputs)| build(trace, inputs)).collect()
     }

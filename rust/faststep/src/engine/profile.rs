@@ -1,14 +1,14 @@
 //! The operations of a step, measured one by one.
 use std::{collections::HashMap, iter};
 
-use mlx_rs::{error::Result as MlxResult, Array};
+use mlx_rs::error::Result as MlxResult;
 
-use super::{evaluate::evaluate, plan::PlannedCalls, run::build, Call, Engine, Owner};
+use super::{evaluate::evaluate, plan::PlannedCalls, run::build, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory,
     mlx::measure::{label_input, operations, Held, Operation},
-    trace::{CallTraces, Outputs, Trace},
+    trace::{Call, CallTraces, Inputs, Outputs, Trace},
 };
 
 /// Each operation counts with the least of so many measurements.
@@ -44,7 +44,7 @@ impl Engine {
         for array in &self.state {
             label_input(array, UPDATE).map_err(Error::Trace)?;
         }
-        let others = call.others.len();
+        let others = call.count_others();
         let inputs = self.take(call);
         let mut traces: Vec<&mut Trace> = iter::once(trace).chain(update).collect();
         let found = self.measured(&mut traces, &inputs, others, calls, owner);
@@ -55,17 +55,17 @@ impl Engine {
     fn measured(
         &self,
         traces: &mut [&mut Trace],
-        inputs: &[Array],
+        inputs: &Inputs,
         others: usize,
         calls: PlannedCalls<'_>,
         owner: &mut dyn Owner,
     ) -> Result<Vec<Operation>> {
-        let outputs = self.build_parts(traces, inputs)?;
+        let outputs = Self::build_parts(traces, inputs)?;
         let parts = (&*traces, &outputs[..]);
-        let held = self.planned(parts, inputs, others, calls, memory::by_operation)?;
+        let held = self.planned(parts, &inputs.all(), others, calls, memory::by_operation)?;
         let mut found = Vec::new();
-        let kept = self.layout.tensors().len() + self.layout.shared().count() + self.places.len;
-        let inputs = iter::once(inputs).chain(iter::repeat(&inputs[..kept]));
+        let own = Inputs::from(inputs.own.clone());
+        let inputs = iter::once(inputs).chain(iter::repeat(&own));
         for ((trace, outputs), inputs) in traces.iter_mut().zip(outputs).zip(inputs) {
             found.extend(least_of(trace, outputs, inputs, owner)?);
         }
@@ -88,7 +88,7 @@ fn hold(operations: &mut [Operation], held: &[Held]) {
 fn least_of(
     trace: &mut Trace,
     outputs: Outputs,
-    inputs: &[Array],
+    inputs: &Inputs,
     owner: &mut dyn Owner,
 ) -> Result<Vec<Operation>> {
     let mut least = timed(outputs, owner)?;

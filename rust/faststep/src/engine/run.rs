@@ -7,14 +7,14 @@ use super::{
     evaluate::{evaluate, Work},
     nonfinite,
     replay::{Launch, OnGraph},
-    Call, Engine, Output, Owner, Seconds, Stage,
+    Engine, Output, Owner, Seconds, Stage,
 };
 use crate::{
     error::{Error, Result},
     evaluation::Evaluated,
     layout::aux_state::Open,
     mlx::{array, fuse, graph::Graph, kernels},
-    trace::{CallTraces, Options, Outputs, Part, Recipe, Task, Trace},
+    trace::{Call, CallTraces, Inputs, Options, Outputs, Part, Recipe, Task, Trace},
 };
 
 impl Engine {
@@ -241,7 +241,7 @@ impl Engine {
     fn enter_evaluation(
         &self,
         trace: &mut Trace,
-        inputs: &[Array],
+        inputs: &Inputs,
         outputs: &Outputs,
         owner: &mut dyn Owner,
     ) {
@@ -249,7 +249,7 @@ impl Engine {
         let all: Vec<&Array> = all.filter(|_| !trace.evaluated.warm).collect();
         if !trace.evaluated.warm {
             let all: Vec<Array> = all.iter().copied().cloned().collect();
-            trace.operations = Graph::new(inputs, &all).map_or(0, |graph| graph.len());
+            trace.operations = Graph::new(&inputs.all(), &all).map_or(0, |graph| graph.len());
             trace.collective = array::ranks(&all) > 1;
         }
         self.clock.set_operations(trace.operations);
@@ -295,27 +295,23 @@ impl Engine {
     }
 
     // moves the state into the list of a trace's inputs; `put_back` is the inverse
-    pub(super) fn take(&mut self, call: Call) -> Vec<Array> {
-        let mut inputs = std::mem::take(&mut self.parameters);
-        inputs.append(&mut self.shared);
-        inputs.append(&mut self.state);
-        inputs.extend(call.others);
-        inputs.extend(call.rest);
-        inputs
+    pub(super) fn take(&mut self, call: Call) -> Inputs {
+        let mut own = std::mem::take(&mut self.parameters);
+        own.append(&mut self.shared);
+        own.append(&mut self.state);
+        Inputs { own, call }
     }
 
-    pub(super) fn put_back(&mut self, mut inputs: Vec<Array>) {
-        let mut rest = inputs.split_off(self.layout.tensors().len());
-        self.parameters = inputs;
-        let mut state = rest.split_off(self.layout.shared().count());
-        self.shared = rest;
-        state.truncate(self.places.len);
-        self.state = state;
+    pub(super) fn put_back(&mut self, inputs: Inputs) {
+        let mut parameters = inputs.own;
+        let mut shared = parameters.split_off(self.layout.tensors().len());
+        self.state = shared.split_off(self.layout.shared().count());
+        (self.parameters, self.shared) = (parameters, shared);
     }
 }
 
 // the graph of a trace
-pub(super) fn build(trace: &mut Trace, inputs: &[Array]) -> Result<Outputs> {
+pub(super) fn build(trace: &mut Trace, inputs: &Inputs) -> Result<Outputs> {
     let outputs = trace.call(inputs)?;
     fuse::casts(outputs.update()).map_err(Error::Trace)?;
     fuse::in_place(outputs.update()).map_err(Error::Trace)?;

@@ -198,6 +198,8 @@ extern "C" {
         tape: *const c_void,
         inputs: Handles,
         count: usize,
+        known: usize,
+        known_end: usize,
         outputs: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_graph_new(
@@ -225,6 +227,16 @@ extern "C" {
         graph: *const c_void,
         outputs: Handles,
         n: usize,
+        found: *mut New,
+        room: usize,
+        count: *mut usize,
+    ) -> c_int;
+    pub(crate) fn faststep_graph_kept(
+        inputs: Handles,
+        before: *const usize,
+        n_inputs: usize,
+        outputs: Handles,
+        n_outputs: usize,
         found: *mut New,
         room: usize,
         count: *mut usize,

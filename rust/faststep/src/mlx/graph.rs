@@ -14,14 +14,40 @@ use mlx_rs::{
 
 use super::ffi::{
     check, faststep_graph_compare, faststep_graph_constant, faststep_graph_free,
-    faststep_graph_held, faststep_graph_new, faststep_graph_replace, faststep_graph_size, handles,
-    is_done, made, owned,
+    faststep_graph_held, faststep_graph_kept, faststep_graph_new, faststep_graph_replace,
+    faststep_graph_size, handles, is_done, made, owned,
 };
 
 /// The most constants that may differ between two graphs of one form.
 const MAX_VARYING: usize = 1024;
 /// The most constants whose other holders are looked up.
 const MAX_HELD: usize = 64;
+
+/// Arrays of a trace that somebody keeps who is not in its graph, where there were so many handles of each input `before`.
+///
+/// # Errors
+/// When there is no memory.
+pub fn kept(inputs: &[Array], before: &[usize], outputs: &[Array]) -> Result<Vec<Array>> {
+    let n = inputs.len().min(before.len());
+    let (inputs, outputs) = (handles(&inputs[..n]), handles(outputs));
+    let mut found = vec![ptr::null_mut(); MAX_HELD];
+    let mut count = 0;
+    // SAFETY: live arrays, a number for each input, and as much room as is said; so many are new arrays as are counted.
+    unsafe {
+        check(faststep_graph_kept(
+            inputs.as_ptr(),
+            before.as_ptr(),
+            n,
+            outputs.as_ptr(),
+            outputs.len(),
+            found.as_mut_ptr(),
+            MAX_HELD,
+            &raw mut count,
+        ))?;
+        found.truncate(count);
+        Ok(found.into_iter().map(|array| owned(array)).collect())
+    }
+}
 
 /// The operations and constants from a trace's inputs to its outputs.
 #[derive(Debug)]

@@ -1,5 +1,5 @@
 //! One call of a module's step: traced where it has to be, and run.
-use std::{panic::resume_unwind, time::Instant};
+use std::{panic::resume_unwind, rc::Rc, time::Instant};
 
 use mlx_rs::{module::ModuleParameters, transforms::eval, Array};
 
@@ -80,7 +80,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let mut rest = vec![self.key.clone()];
         rest.extend_from_slice(batch);
         let call = Call {
-            others: self.others.clone(),
+            others: vec![Rc::new(self.others.clone().into())],
             rest,
         };
         let traces = self.traces.of(task).ok_or_else(Error::no_loss)?;

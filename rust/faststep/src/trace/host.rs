@@ -87,10 +87,12 @@ pub trait Host {
 
     /// Look at the graph of a trace with a loss before it is compiled; what the outputs are computed from may be replaced.
     ///
+    /// `before`: the number of handles of each input when the trace began.
+    ///
     /// # Errors
     /// It ends the trace.
-    fn traced(&self, inputs: &[Array], outputs: &[Array]) -> MlxResult<()> {
-        let _ = (inputs, outputs);
+    fn traced(&self, inputs: &[Array], before: &[usize], outputs: &[Array]) -> MlxResult<()> {
+        let _ = (inputs, before, outputs);
         Ok(())
     }
 

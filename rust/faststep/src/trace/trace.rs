@@ -9,7 +9,7 @@ use std::{
 
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
-    transforms::compile::compile,
+    transforms::{compile::compile, fallible_vjp},
     Array,
 };
 
@@ -17,6 +17,7 @@ use super::{
     body::Body,
     captured::CaptureState,
     host::Host,
+    inputs::{Inputs, Versions},
     options::Replay,
     outputs::{OutputCounts, Outputs},
     recipe::{Part, Recipe},
@@ -37,7 +38,8 @@ pub struct Trace {
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
     eager: bool,
-    tape: Option<Tape>, // of what MLX has compiled, from the second call on
+    tape: Option<Tape>,     // of what MLX has compiled, from the second call on
+    fits: Option<Versions>, // the lists of the last inputs of the tape: of these, all arrays have the forms of its inputs
     pub(crate) evaluated: Evaluated,
     pub(crate) operations: usize, // of its graph, and whether they exchange arrays with other ranks; known once evaluated
     pub(crate) collective: bool,
@@ -76,10 +78,11 @@ impl Trace {
                     error.replace(Some(e)); // itself: it knows its place
                     what
                 };
+                let before: Vec<usize> = inputs.iter().map(array::holders).collect();
                 let made = Body::new(&recipe, &*host).trace(inputs);
                 let (values, made) = made.map_err(&note)?.flatten();
                 if !matches!(recipe.part, Part::Update(_)) {
-                    host.traced(inputs, &values).map_err(&note)?;
+                    host.traced(inputs, &before, &values).map_err(&note)?;
                 }
                 quantized::rewrite(inputs, &values).map_err(&note)?;
                 counts.replace(made);
@@ -103,6 +106,7 @@ impl Trace {
             error,
             eager: !compiled,
             tape: None,
+            fits: None,
             evaluated: Evaluated::default(),
             operations: 0,
             collective: false,
@@ -139,13 +143,26 @@ impl Trace {
     ///
     /// # Errors
     /// [`Error::Trace`] of the body, [`Error::Compile`] behind a body that succeeded.
-    pub(crate) fn call(&mut self, inputs: &[Array]) -> Result<Outputs> {
-        let again = self.tape.as_ref().map(|tape| tape.build(inputs));
-        let outputs = match again.transpose().map_err(Error::Trace)?.flatten() {
+    pub(crate) fn call(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        let outputs = match self.taped(inputs)? {
             Some(outputs) => outputs,
-            None => self.compiled(inputs)?,
+            None => self.compiled(&inputs.all())?,
         };
         Outputs::split(outputs, self.counts.borrow().clone()).map_err(Error::Trace)
+    }
+
+    // the outputs by the tape, where there is one and it is one of inputs like these
+    fn taped(&mut self, inputs: &Inputs) -> Result<Option<Vec<Array>>> {
+        let Some(tape) = &self.tape else {
+            return Ok(None);
+        };
+        let versions = inputs.versions();
+        let (handles, first, held) = inputs.handles();
+        let fits = self.fits.as_ref() == Some(&versions);
+        let known = if fits { first..first + held } else { 0..0 };
+        let outputs = tape.build(&handles, known).map_err(Error::Trace)?;
+        self.fits = outputs.is_some().then_some(versions);
+        Ok(outputs)
     }
 
     // the outputs by MLX's compilation, which calls the body for inputs like which there have been none
@@ -153,7 +170,10 @@ impl Trace {
         self.traced.set(0);
         let outputs = (self.function)(inputs);
         let outputs = outputs.map_err(|error| match self.error.take() {
-            Some(error) => Error::Trace(error),
+            Some(error) => {
+                take_closure_error();
+                Error::Trace(error)
+            }
             None => Error::Compile(error),
         })?;
         if self.traced.get() != 0 {
@@ -164,4 +184,12 @@ impl Trace {
         }
         Ok(outputs)
     }
+}
+
+// mlx-rs keeps what a closure has returned for the next transformation that fails, and compiling does not ask for it
+fn take_closure_error() {
+    let one = Array::from_f32(1.0);
+    let fails = |_: &[Array]| Err(Exception::custom("no error"));
+    let one = std::slice::from_ref(&one);
+    let _ = fallible_vjp(fails, one, one);
 }

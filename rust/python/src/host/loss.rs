@@ -1,4 +1,6 @@
 //! One call of the loss function, with tracers in place of the arrays.
+use std::collections::HashSet;
+
 use faststep::engine::{Left, LossCall, LossOutput, Role};
 use mlx_rs::{error::Exception, Array};
 use pyo3::{
@@ -10,7 +12,7 @@ use pyo3::{
 use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
-    reach::stop::Stop,
+    reach::stop::{another, Stop},
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -68,6 +70,7 @@ impl Current {
             .set_item(0, bridge::wrap(py, call.key)?)?;
 
         let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
+        self.check_places(py, &slots)?;
 
         let mut output = LossOutput {
             weight,
@@ -86,6 +89,28 @@ impl Current {
             }
         }
         Ok(output)
+    }
+
+    // a trained array has to be in its place when the update comes: by now it could be in a list that nobody refers to
+    fn check_places(&self, py: Python<'_>, slots: &[Slot<'_>]) -> Result<(), Stop> {
+        let (after, now) = Tree::record(self.model.bind(py), Scope::Whole)?;
+        let now: HashSet<_> = now.iter().map(|slot| slot.place.container()).collect();
+        let mut trained = slots.iter().zip(self.roles.iter());
+        let gone = trained.find(|(slot, (role, _))| {
+            matches!(role, Role::Parameter(_)) && !now.contains(&slot.place.container())
+        });
+        let Some((_, (_, path))) = gone else {
+            return Ok(());
+        };
+        if !after.paths(py).contains(path) {
+            return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
+        }
+        Err(Stop::Raised(PyValueError::new_err(format!(
+            "the loss function: it puts another list or dict in the place of the one on the model that {} is in, which is \
+             trained. If it is a state, begin its name with an underscore or freeze it; if it is a parameter, assign to \
+             the items",
+            dotted(path)
+        ))))
     }
 
     // the array that replaced the tracer in a slot, cast to its dtype in mixed precision
@@ -108,10 +133,10 @@ impl Current {
         }
         if now.shape() != tracer.shape() || now.dtype() != tracer.dtype() {
             let name = dotted(path);
-            let what = format!("it assigns an array of another shape or dtype to {name}");
+            let what = another(&name, tracer, &now);
             match role {
                 Role::Parameter(_) => return Err(Stop::Untraceable(what)),
-                Role::Other(_) if self.compiled => return Err(Stop::Becomes(what)),
+                Role::Other(_) if self.compiled => return Err(Stop::Stores(what)),
                 Role::Other(_) => {}
             }
         }
@@ -159,7 +184,7 @@ impl Current {
             }
             if self.compiled {
                 let what = format!("it stores a new array on the model: {}", dotted(path));
-                return Err(Stop::Untraceable(what));
+                return Err(Stop::Stores(what));
             }
             kept.extend(bridge::get(&slot.object));
         }

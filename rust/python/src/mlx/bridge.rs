@@ -6,13 +6,13 @@
 //! stable. Threads: every function wants the GIL, which its `Bound` argument proves.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
+use std::{ffi::c_void, sync::OnceLock};
 
 use mlx_rs::Array;
 use pyo3::{
     ffi::PyObject,
     prelude::*,
-    types::{PyDict, PyTuple, PyType},
+    types::{PyDict, PyList, PyTuple, PyType},
 };
 
 extern "C" {
@@ -23,6 +23,24 @@ extern "C" {
     fn faststep_bridge_wrap(array: *const c_void) -> *mut PyObject;
     fn faststep_bridge_assign(object: *mut PyObject, array: *const c_void);
     fn faststep_array_id(array: *const c_void) -> usize;
+    fn faststep_bridge_list_holds(
+        list: *mut PyObject,
+        first: usize,
+        ids: *const usize,
+        count: usize,
+    ) -> usize;
+    fn faststep_bridge_dict_holds(
+        dict: *mut PyObject,
+        keys: *const *mut PyObject,
+        ids: *const usize,
+        count: usize,
+    ) -> usize;
+}
+
+/// Return the number of items of a list, from the first one on, that are arrays with these identities.
+pub fn list_holds(list: &Bound<'_, PyList>, first: usize, ids: &[usize]) -> usize {
+    // SAFETY: a live list; a list of numbers and its length.
+    unsafe { faststep_bridge_list_holds(list.as_ptr(), first, ids.as_ptr(), ids.len()) }
 }
 
 /// Join the domain of `mlx.core`. To be called once, before anything else of this module.
@@ -44,6 +62,13 @@ pub fn is_array(object: &Bound<'_, PyAny>) -> bool {
 pub fn id(object: &Bound<'_, PyAny>) -> Option<usize> {
     // SAFETY: `borrow` only sees arrays, and what it returns lives as long as the object.
     is_array(object).then(|| unsafe { faststep_array_id(faststep_bridge_borrow(object.as_ptr())) })
+}
+
+/// Return the number of keys, from the first on and in the order of a dict, at which arrays with these identities stand.
+pub fn dict_holds(dict: &Bound<'_, PyDict>, keys: &[Py<PyAny>], ids: &[usize]) -> usize {
+    let count = keys.len().min(ids.len());
+    // SAFETY: a live dict; live keys, each of which is one pointer, and as many numbers.
+    unsafe { faststep_bridge_dict_holds(dict.as_ptr(), keys.as_ptr().cast(), ids.as_ptr(), count) }
 }
 
 /// Return whether an object's class is this one or derived from it. `isinstance` asks the class, which takes ten times as long
@@ -86,6 +111,9 @@ pub fn refcount(object: &Bound<'_, PyAny>) -> isize {
     unsafe { pyo3::ffi::Py_REFCNT(object.as_ptr()) }
 }
 
+// of a class whose number holds, before Python 3.13
+const VALID_VERSION: std::ffi::c_ulong = 1 << 19;
+
 /// The contents of a cell of a function's closure.
 pub fn cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py, PyAny>> {
     let cell = closure_cell(function, index)?;
@@ -115,6 +143,24 @@ fn closure_cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound
     closure?.cast::<PyTuple>().ok()?.get_item(index).ok()
 }
 
+/// The value of a context variable; none where it has none, or is no such variable.
+pub fn context_value<'py>(variable: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+    let mut value = std::ptr::null_mut();
+    // SAFETY: a context variable; the value is a new reference, or null where there is none.
+    unsafe {
+        if pyo3::ffi::PyContextVar_CheckExact(variable.as_ptr()) == 0 {
+            return None;
+        }
+        let variable_ptr = variable.as_ptr();
+        let found = pyo3::ffi::PyContextVar_Get(variable_ptr, std::ptr::null_mut(), &raw mut value);
+        if found != 0 {
+            drop(PyErr::take(variable.py()));
+            return None;
+        }
+        Bound::from_owned_ptr_or_opt(variable.py(), value)
+    }
+}
+
 /// The globals of a function.
 pub fn globals<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDict>> {
     if !is_function(function) {
@@ -142,6 +188,25 @@ pub fn code<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
             pyo3::ffi::PyFunction_GetCode(function.as_ptr()),
         )
     }
+}
+
+/// A number for what is in a class, another one whenever that is changed; none where Python counts no further.
+pub fn version(class: &Bound<'_, PyType>) -> Option<u32> {
+    static ALWAYS: OnceLock<bool> = OnceLock::new();
+    let counted = || {
+        // SAFETY: a live class, whose number is read while Python's lock is held.
+        let (version, flags) = unsafe {
+            let class = class.as_type_ptr();
+            ((*class).tp_version_tag, pyo3::ffi::PyType_GetFlags(class))
+        };
+        let always = || class.py().version_info() >= (3, 13);
+        let holds = flags & VALID_VERSION != 0 || *ALWAYS.get_or_init(always);
+        (version != 0 && holds).then_some(version)
+    };
+    counted().or_else(|| {
+        let _ = class.hasattr(pyo3::intern!(class.py(), "__mro__")); // Python counts when something is looked up
+        counted()
+    })
 }
 
 /// The instance dict of an object; without a question to its class, whose `__getattr__` takes ten times as long.

@@ -1,4 +1,4 @@
-//! Tests for MLX's and NumPy's classes.
+//! Tests for MLX's, NumPy's and some of Python's classes.
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
 use super::bridge;
@@ -38,4 +38,11 @@ pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "mlx.optimizers", "Optimizer");
     class.is_some_and(|class| bridge::is_of(object, class))
+}
+
+/// Return whether the object is a `collections.deque`.
+pub fn is_deque(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "collections", "deque");
+    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
 }

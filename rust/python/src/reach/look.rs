@@ -1,19 +1,32 @@
 //! Comparison of the objects that a loss reads with those of the last call.
-use std::rc::Rc;
+use std::{collections::HashSet, rc::Rc};
 
 use mlx_rs::Array;
-use pyo3::prelude::*;
+use pyo3::{
+    exceptions::PyRuntimeError,
+    intern,
+    prelude::*,
+    types::{PyDict, PyFrozenSet, PyList, PyTuple},
+};
 
 use super::{
-    node::{attributes_of, contents, Expect, How, Met, Row},
+    node::{attributes_of, contents, refill, Expect, How, Met, Places, Row},
     seen::equal,
     Program,
 };
 use crate::{
-    mlx::bridge,
-    tree::{slot::Place, snapshot::Snapshot, walk::Scope, Tree},
+    mlx::{
+        bridge,
+        classes::{is_deque, is_module},
+    },
+    tree::{
+        slot::Place,
+        snapshot::{holds_array, Snapshot},
+        walk::Scope,
+        Tree,
+    },
 };
-use faststep::engine::Tensor;
+use faststep::engine::{HeldArrays, Tensor};
 
 /// Result of comparing a program's nodes.
 pub enum Look<'py> {
@@ -21,6 +34,8 @@ pub enum Look<'py> {
     Same(Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>),
     /// That node's object is another one.
     Differs(usize),
+    /// A class has another method.
+    Class(String),
 }
 
 // values met on a look, beside those of the last one
@@ -42,6 +57,9 @@ impl Program {
     /// Look at every node.
     pub fn look<'py>(&self, roots: &[Bound<'py, PyAny>]) -> PyResult<Look<'py>> {
         let py = roots[0].py();
+        if let Some(class) = self.classes.changed(py) {
+            return Ok(Look::Class(class));
+        }
         let mut objects: Vec<Option<Met<'py>>> = Vec::with_capacity(self.nodes.len());
         let mut number = 0; // of the next array
         let last = self.values.borrow().clone();
@@ -55,6 +73,9 @@ impl Program {
             if let Some(row) = rows.next_if(|row| row.first == at) {
                 let met = self.look_at_row(row, &objects, &mut values);
                 objects.resize_with(at + met, || None);
+                if row.arrays {
+                    number += met;
+                }
                 if met > 0 {
                     continue;
                 }
@@ -82,14 +103,19 @@ impl Program {
             let same = match &node.expect {
                 Expect::Array => self.holds(&mut number, &met.object),
                 Expect::Module(tree, first) => {
-                    let ids = self.ids.borrow();
-                    let known = ids.get(*first..).unwrap_or_default();
-                    let slots = tree.check(&met.object, Scope::Whole, known);
-                    drop(ids);
+                    let held = self.held.borrow().clone();
+                    let known = held.ids().get(*first..).unwrap_or_default();
+                    let known = &known[..known.len().min(tree.tensors().len())];
+                    if tree.is_same(&met.object, known) {
+                        number += known.len();
+                        objects.push(Some(met));
+                        continue;
+                    }
+                    let slots = tree.check_whole(&met.object, known);
+                    drop(held);
                     slots.is_some_and(|slots| {
-                        slots
-                            .iter()
-                            .all(|slot| self.holds(&mut number, &slot.object))
+                        let mut slots = slots.iter();
+                        slots.all(|slot| self.holds(&mut number, &slot.object))
                     })
                 }
                 Expect::Contents(_, number) => {
@@ -116,21 +142,35 @@ impl Program {
         Ok(Look::Same(objects, values))
     }
 
-    // the number of values of a row, from the first on, that still are numbers and strings
+    // the number of values of a row, from the first on, that still are numbers and strings; or of arrays that are the same
     fn look_at_row(
         &self,
         row: &Row,
         objects: &[Option<Met<'_>>],
         values: &mut Values<'_>,
     ) -> usize {
-        let Some(dict) = self.nodes[row.first].dict(objects) else {
+        let first = &self.nodes[row.first];
+        if row.arrays {
+            let held = self.held.borrow();
+            let known = held.ids().get(row.number..).unwrap_or_default();
+            let known = &known[..known.len().min(row.len())];
+            return match &row.places {
+                Places::Indices(index, _) => first
+                    .list(objects)
+                    .map_or(0, |list| bridge::list_holds(list, *index, known)),
+                Places::Keys(keys) => first
+                    .dict(objects)
+                    .map_or(0, |dict| bridge::dict_holds(dict, keys, known)),
+            };
+        }
+        let (Places::Keys(keys), Some(dict)) = (&row.places, first.dict(objects)) else {
             return 0;
         };
-        let known = &values.last[row.value..][..row.keys.len()];
-        bridge::walk(dict, &row.keys, known, |at, object| {
+        let known = &values.last[row.number..][..keys.len()];
+        bridge::walk(dict, keys, known, |at, object| {
             let fits = self.nodes[row.first + at].fits_value(&object);
             if fits {
-                values.meet(row.value + at, object);
+                values.meet(row.number + at, object);
             }
             fits
         })
@@ -140,41 +180,50 @@ impl Program {
     fn holds(&self, number: &mut usize, object: &Bound<'_, PyAny>) -> bool {
         let at = *number;
         *number += 1;
-        let mut ids = self.ids.borrow_mut();
+        let mut held = self.held.borrow_mut();
         let id = bridge::id(object);
-        if ids.get(at).copied() == id {
+        if held.ids().get(at).copied() == id {
             return true;
         }
         let array = bridge::get(object);
         let array = array.filter(|array| self.tensors.get(at) == Some(&Tensor::of(array)));
-        let (Some(array), Some(id)) = (array, id) else {
+        let Some(array) = array else {
             return false;
         };
-        let mut held = self.held.borrow_mut();
-        let held = Rc::make_mut(&mut held);
-        if at < held.len() {
-            (held[at], ids[at]) = (array, id);
-        } else {
-            held.push(array);
-            ids.push(id);
-        }
+        Rc::make_mut(&mut held).set(at, array);
         true
+    }
+
+    // the number of the first array of each node, or of the next one behind it
+    fn firsts(&self) -> Vec<usize> {
+        let mut next = 0;
+        let firsts = self.nodes.iter().map(|node| {
+            let first = next;
+            next += node.arrays();
+            first
+        });
+        firsts.collect()
+    }
+
+    // the nodes that are found from one
+    fn children(&self, at: usize) -> Vec<usize> {
+        let nodes = self.nodes.iter().enumerate().skip(at + 1);
+        let children = nodes.filter(|(_, node)| {
+            node.parent == Some(at) && matches!(node.how, How::Item | How::Index)
+        });
+        children.map(|(child, _)| child).collect()
     }
 
     // the index of each array's node
     fn arrays(&self) -> Vec<usize> {
         let nodes = self.nodes.iter().enumerate();
-        let arrays = nodes.flat_map(|(at, node)| {
-            let count = match &node.expect {
-                Expect::Array => 1,
-                Expect::Module(tree, _) => tree.tensors().len(),
-                _ => 0,
-            };
-            std::iter::repeat_n(at, count)
-        });
+        let arrays = nodes.flat_map(|(at, node)| std::iter::repeat_n(at, node.arrays()));
         arrays.collect()
     }
 }
+
+/// Arrays that a loss reaches, with their numbers.
+type Numbered = Vec<(usize, Array)>;
 
 /// Place of an array that a loss reaches, and its object.
 pub struct Spot<'py> {
@@ -188,9 +237,9 @@ pub struct Spot<'py> {
 pub struct Looked {
     /// The program that was looked through.
     pub program: Rc<Program>,
-    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value
+    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value and, where it is a row's, no array
     /// The arrays.
-    pub arrays: Rc<Vec<Array>>,
+    pub arrays: Rc<HeldArrays>,
     /// Numbers, strings, and the contents of what is changed in place.
     pub values: Rc<Vec<Py<PyAny>>>,
 }
@@ -211,12 +260,21 @@ impl Looked {
         }
     }
 
-    fn object<'a, 'py>(&'a self, node: usize, py: Python<'py>) -> Option<&'a Bound<'py, PyAny>> {
-        let object = match &self.program.nodes[node].expect {
+    fn object<'py>(&self, node: usize, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let it = &self.program.nodes[node];
+        let object = match &it.expect {
             Expect::Value(_, number) => self.values.get(*number),
             _ => self.objects[node].as_ref(),
         };
-        object.map(|object| object.bind(py))
+        match (object, &it.expect) {
+            (Some(object), _) => Some(object.bind(py).clone()),
+            (None, Expect::Array) => {
+                let parent = it.parent?;
+                let object = self.objects[parent].as_ref()?.bind(py).clone();
+                it.find_in(&Met::new(object, &self.program.nodes[parent])?)
+            }
+            (None, _) => None,
+        }
     }
 
     fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
@@ -239,7 +297,7 @@ impl Looked {
                     node: at,
                 }),
                 Expect::Module(..) => {
-                    let (_, inner) = Tree::record(object, Scope::Whole)?;
+                    let (_, inner) = Tree::record(&object, Scope::Whole)?;
                     spots.extend(inner.into_iter().map(|slot| Spot {
                         object: slot.object,
                         place: Some(slot.place),
@@ -286,16 +344,144 @@ impl Looked {
         self.program.nodes[spot.node].find(&objects, &[])
     }
 
-    /// The place of a number in which an array stands now.
-    pub fn value_that_is_array(&self, py: Python<'_>) -> Option<String> {
+    /// The place of a number or an object in which something with arrays stands now; not of what a snapshot shows.
+    pub fn new_array(&self, py: Python<'_>) -> Option<String> {
         let objects = self.bound(py);
-        let nodes = self.program.nodes.iter().enumerate();
-        let mut values = nodes.filter(|(_, node)| matches!(node.expect, Expect::Value(..)));
-        let at = values.find(|(_, node)| {
-            let now = node.find(&objects, &[]);
-            now.is_some_and(|now| bridge::is_array(&now))
+        let mut nodes = self.program.nodes.iter().enumerate();
+        let at = nodes.find(|(at, node)| {
+            let Some(now) = node.find(&objects, &[]) else {
+                return false;
+            };
+            match &node.expect {
+                Expect::Array => false,
+                Expect::Value(..) | Expect::Absent => holds_array(&now, &mut HashSet::new()),
+                _ => {
+                    node.how.stands_alone()
+                        && !self.object(*at, py).is_some_and(|before| before.is(&now))
+                        && holds_array(&now, &mut HashSet::new())
+                }
+            }
         });
         at.map(|(at, _)| self.program.name(py, at))
+    }
+
+    /// Dicts, lists and tuples in whose place the loss has put another one of the same form, by node, and the arrays in
+    /// each, by number. The old ones are put back.
+    pub fn replaced(&self, py: Python<'_>) -> PyResult<Vec<(usize, Numbered)>> {
+        let objects = self.bound(py);
+        let firsts = self.program.firsts();
+        let mut replaced = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Container(..), Some(old)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let now = node.find(&objects, &[]).filter(|now| !now.is(&old));
+            let Some(now) = now else {
+                continue;
+            };
+            let mut arrays = Vec::new();
+            if self.has_form(at, &now, &firsts, &mut arrays)
+                && !arrays.is_empty()
+                && node.put(&objects, &old)?
+            {
+                replaced.push((at, arrays));
+            }
+        }
+        Ok(replaced)
+    }
+
+    // true if an object is made up as the one of a node is, but for its arrays, which are gathered
+    fn has_form<'py>(
+        &self,
+        at: usize,
+        now: &Bound<'py, PyAny>,
+        firsts: &[usize],
+        arrays: &mut Vec<(usize, Array)>,
+    ) -> bool {
+        let py = now.py();
+        let Some(met) = Met::new(now.clone(), &self.program.nodes[at]) else {
+            return false;
+        };
+        if is_module(now) || !self.program.nodes[at].fits(&met, &[]) {
+            return false;
+        }
+        let mut objects: Vec<Option<Met<'py>>> = Vec::new();
+        objects.resize_with(at, || None);
+        objects.push(Some(met));
+        let children = self.program.children(at);
+        let whole = now.len().is_ok_and(|len| len == children.len());
+        whole
+            && children.into_iter().all(|child| {
+                let node = &self.program.nodes[child];
+                let Some(item) = node.find(&objects, &[]) else {
+                    return false;
+                };
+                match &node.expect {
+                    Expect::Array => {
+                        let array = bridge::get(&item);
+                        let fits = array.as_ref().is_some_and(|array| {
+                            self.program.tensors.get(firsts[child]) == Some(&Tensor::of(array))
+                        });
+                        arrays.extend(array.map(|array| (firsts[child], array)));
+                        fits
+                    }
+                    Expect::Container(..) => self.has_form(child, &item, firsts, arrays),
+                    Expect::Value(_, number) => equal(self.values[*number].bind(py), &item),
+                    _ => self.object(child, py).is_some_and(|old| old.is(&item)),
+                }
+            })
+    }
+
+    /// Put a copy with other arrays, by number, in the place of the dict, list or tuple of a node.
+    pub fn replace(&self, py: Python<'_>, at: usize, arrays: &[(usize, Array)]) -> PyResult<()> {
+        let objects = self.bound(py);
+        let copy = self.copy_with(py, at, &self.program.firsts(), arrays)?;
+        self.program.nodes[at].put(&objects, &copy)?;
+        Ok(())
+    }
+
+    fn copy_with<'py>(
+        &self,
+        py: Python<'py>,
+        at: usize,
+        firsts: &[usize],
+        arrays: &[(usize, Array)],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let old = self.object(at, py).ok_or_else(missing)?;
+        let mut items = Vec::new();
+        for child in self.program.children(at) {
+            let node = &self.program.nodes[child];
+            let item = match &node.expect {
+                Expect::Array => {
+                    let made = arrays.iter().find(|(number, _)| *number == firsts[child]);
+                    let made = made.map(|(_, array)| bridge::wrap(py, array)).transpose()?;
+                    made.or_else(|| self.object(child, py))
+                }
+                Expect::Container(..) => Some(self.copy_with(py, child, firsts, arrays)?),
+                _ => self.object(child, py),
+            };
+            items.push((node, item.ok_or_else(missing)?));
+        }
+        if let Ok(tuple) = old.cast::<PyTuple>() {
+            let mut all = tuple.iter().collect::<Vec<_>>();
+            for (node, item) in items {
+                all[node.index()] = item;
+            }
+            let tuple = PyTuple::new(py, all)?;
+            return match old.getattr_opt(intern!(py, "_make"))? {
+                Some(make) => make.call1((tuple,)),
+                None => Ok(tuple.into_any()),
+            };
+        }
+        let copy = py.import("copy")?.call_method1("copy", (old,))?;
+        for (node, item) in items {
+            match node.key(py) {
+                Some(key) if copy.is_instance_of::<PyDict>() => copy.set_item(key, item)?,
+                _ => copy.set_item(node.index(), item)?,
+            }
+        }
+        Ok(copy)
     }
 
     /// The objects of the nodes that are no values.
@@ -316,16 +502,60 @@ impl Looked {
         Ok(())
     }
 
+    /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
+    pub fn copies<'py>(&self, py: Python<'py>) -> PyResult<Vec<(usize, Bound<'py, PyAny>)>> {
+        let mut copies = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Contents(..), Some(object)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let noted = object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>();
+            let fixed =
+                object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
+            if !noted && !fixed {
+                copies.push((at, object.call_method0("copy")?));
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Return whether the contents at a node are those of the last look.
+    pub fn has_contents(&self, py: Python<'_>, node: usize) -> PyResult<bool> {
+        match (&self.program.nodes[node].expect, self.object(node, py)) {
+            (Expect::Contents(_, number), Some(object)) => {
+                Ok(equal(self.values[*number].bind(py), &contents(&object)?))
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// The place of a queue or a set in which arrays stand now.
+    pub fn contents_with_array(&self, py: Python<'_>, node: usize) -> Option<String> {
+        let object = self.object(node, py)?;
+        let mut items = object.try_iter().ok()?;
+        let has = items.any(|item| item.is_ok_and(|item| bridge::is_array(&item)));
+        has.then(|| self.program.name(py, node))
+    }
+
+    /// Give the object at a node the contents of a copy.
+    pub fn refill(&self, node: usize, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+        match self.object(node, copy.py()) {
+            Some(object) => refill(&object, copy),
+            None => Ok(()),
+        }
+    }
+
     /// Values in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
     pub fn changed<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
         let changed = nodes.filter_map(|(at, node)| {
-            let (Expect::Value(_, number), How::Cell | How::Global | How::Class | How::Attribute) =
-                (&node.expect, node.how)
-            else {
+            let Expect::Value(_, number) = &node.expect else {
                 return None;
             };
+            if !node.how.stands_alone() {
+                return None;
+            }
             let before = self.values[*number].bind(py);
             let now = node.find(&objects, &[])?;
             (!equal(before, &now) && !bridge::is_array(&now)).then(|| (at, before.clone()))
@@ -351,13 +581,15 @@ impl Looked {
                 continue;
             };
             if let Expect::Module(..) = &node.expect {
-                snapshot.note_all(object)?;
+                snapshot.note_all(&object)?;
             }
-            if let Expect::Container(..) | Expect::Contents(..) = &node.expect {
-                snapshot.note(object)?;
+            if matches!(node.expect, Expect::Container(..) | Expect::Contents(..))
+                || is_deque(&object)
+            {
+                snapshot.note(&object)?;
             }
             if node.opens || matches!(node.expect, Expect::Object(..)) {
-                if let Some(dict) = attributes_of(object) {
+                if let Some(dict) = attributes_of(&object) {
                     snapshot.note(dict.as_any())?;
                 }
             }
@@ -372,10 +604,10 @@ impl Looked {
             let Some(object) = self.object(at, py) else {
                 continue;
             };
-            if let How::Cell | How::Global | How::Class | How::Attribute = node.how {
+            if node.how.stands_alone() {
                 let now = node.find(&objects, &[]);
-                if !now.is_some_and(|now| now.is(object)) {
-                    node.put(&objects, object)?;
+                if !now.is_some_and(|now| now.is(&object)) {
+                    node.put(&objects, &object)?;
                 }
             }
         }

@@ -4,12 +4,17 @@ use pyo3::{
     exceptions::PyRuntimeError,
     intern,
     prelude::*,
-    types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
+    types::{PyDict, PyList, PySet, PyTuple, PyType, PyWeakrefReference},
 };
 
 use crate::{
     mlx::{bridge, classes::is_numpy, numpy},
-    tree::{static_value::is_plain, walk::Scope, Tree},
+    tree::{
+        identity::{Class, Weak},
+        static_value::is_plain,
+        walk::Scope,
+        Tree,
+    },
 };
 
 /// Bytes of a NumPy array from which on a hash is compared.
@@ -42,9 +47,21 @@ pub enum How {
     Referent,
     /// A Python module that the parent imports, by name.
     Modules,
+    /// The value of a context variable.
+    Context,
 }
 
-const HOW: [How; 12] = [
+impl How {
+    /// Return whether it is a place of its own, and not in a dict or list whose contents are noted as a whole.
+    pub fn stands_alone(self) -> bool {
+        matches!(
+            self,
+            Self::Cell | Self::Global | Self::Class | Self::Attribute | Self::Context
+        )
+    }
+}
+
+const HOW: [How; 13] = [
     How::Root,
     How::Item,
     How::Index,
@@ -57,6 +74,7 @@ const HOW: [How; 12] = [
     How::Class,
     How::Referent,
     How::Modules,
+    How::Context,
 ];
 
 /// Comparison that an object has to pass.
@@ -84,46 +102,6 @@ pub enum Expect {
     Absent,
     /// A module that looks like this, and the number of its first array.
     Module(Box<Tree>, usize),
-}
-
-/// An object, without keeping it alive where that can be.
-#[derive(Debug)]
-pub enum Weak {
-    /// By a weak reference.
-    Weak(Py<PyWeakrefReference>),
-    /// An object without weak references.
-    Strong(Py<PyAny>),
-}
-
-/// A class, which is not kept alive either.
-pub type Class = Weak;
-
-impl Weak {
-    fn of(object: &Bound<'_, PyAny>) -> Self {
-        match PyWeakrefReference::new(object) {
-            Ok(weak) => Self::Weak(weak.unbind()),
-            Err(_) => Self::Strong(object.clone().unbind()),
-        }
-    }
-
-    // a class that is a module attribute lives as long as the process; a class made by a function may refer to a model
-    fn of_class(class: &Bound<'_, PyType>) -> Self {
-        let made = class.qualname().map(|name| name.to_string());
-        if made.is_ok_and(|name| !name.contains("<locals>")) {
-            return Self::Strong(class.clone().into_any().unbind());
-        }
-        Self::of(class.as_any())
-    }
-
-    fn is(&self, object: &Bound<'_, PyAny>) -> bool {
-        match self {
-            Self::Weak(weak) => weak
-                .bind(object.py())
-                .upgrade()
-                .is_some_and(|mine| mine.is(object)),
-            Self::Strong(mine) => mine.is(object),
-        }
-    }
 }
 
 /// An object that has been found, and its instance dict where others are found in that.
@@ -160,18 +138,29 @@ pub struct Node {
     pub expect: Expect,
 }
 
-/// Values that are next to each other in a dict, and among the nodes.
+/// Values, or arrays, that are next to each other in a dict or a list, and among the nodes.
 #[derive(Debug)]
 pub struct Row {
     /// The first of their nodes.
     pub first: usize,
-    /// The number of the first among the values.
-    pub value: usize,
-    /// Their keys.
-    pub keys: Vec<Py<PyAny>>,
+    /// The number of the first among the values, or among the arrays.
+    pub number: usize,
+    /// Where they stand.
+    pub places: Places,
+    /// True of arrays.
+    pub arrays: bool,
 }
 
-/// Fewer values than these are looked up one by one.
+/// Places in a container.
+#[derive(Debug)]
+pub enum Places {
+    /// Keys of a dict.
+    Keys(Vec<Py<PyAny>>),
+    /// So many indices of a list, from the first on.
+    Indices(usize, usize),
+}
+
+/// Fewer than these are looked up one by one.
 const MIN_ROW: usize = 4;
 
 impl Row {
@@ -179,29 +168,54 @@ impl Row {
     pub fn all(nodes: &[Node], py: Python<'_>) -> Vec<Self> {
         let mut rows: Vec<Self> = Vec::new();
         let mut last: Option<(usize, &Node)> = None;
+        let mut arrays = 0; // before the node
         for (at, node) in nodes.iter().enumerate() {
-            let (Expect::Value(_, value), How::Item | How::Instance, Some(key)) =
-                (&node.expect, node.how, &node.key)
-            else {
-                continue;
+            let (is_array, number) = match &node.expect {
+                Expect::Value(_, number) => (false, *number),
+                Expect::Array => (true, arrays),
+                _ => {
+                    arrays += node.arrays();
+                    continue;
+                }
             };
-            let goes_on = last.is_some_and(|(before, last)| {
+            arrays += node.arrays();
+            let places = match (node.how, &node.key) {
+                (How::Item | How::Instance, Some(key)) => Places::Keys(vec![key.clone_ref(py)]),
+                (How::Index, _) if is_array => Places::Indices(node.index, 1),
+                _ => continue,
+            };
+            let before = last.replace((at, node));
+            let goes_on = before.is_some_and(|(before, last)| {
                 before + 1 == at && last.parent == node.parent && last.how == node.how
             });
-            last = Some((at, node));
-            if !goes_on {
-                rows.push(Self {
+            let row = rows
+                .last_mut()
+                .filter(|row| goes_on && row.arrays == is_array);
+            match (row.map(|row| &mut row.places), places) {
+                (Some(Places::Keys(keys)), Places::Keys(key)) => keys.extend(key),
+                (Some(Places::Indices(first, count)), Places::Indices(index, _))
+                    if *first + *count == index =>
+                {
+                    *count += 1;
+                }
+                (_, places) => rows.push(Self {
                     first: at,
-                    value: *value,
-                    keys: Vec::new(),
-                });
-            }
-            if let Some(row) = rows.last_mut() {
-                row.keys.push(key.clone_ref(py));
+                    number,
+                    places,
+                    arrays: is_array,
+                }),
             }
         }
-        rows.retain(|row| row.keys.len() >= MIN_ROW);
+        rows.retain(|row| row.len() >= MIN_ROW);
         rows
+    }
+
+    /// The number of them.
+    pub fn len(&self) -> usize {
+        match &self.places {
+            Places::Keys(keys) => keys.len(),
+            Places::Indices(_, count) => *count,
+        }
     }
 }
 
@@ -330,10 +344,14 @@ impl Node {
         objects: &[Option<Met<'py>>],
         roots: &[Bound<'py, PyAny>],
     ) -> Option<Bound<'py, PyAny>> {
-        let Some(parent) = self.parent else {
-            return roots.get(self.index).cloned();
-        };
-        let met = objects.get(parent)?.as_ref()?;
+        match self.parent {
+            Some(parent) => self.find_in(objects.get(parent)?.as_ref()?),
+            None => roots.get(self.index).cloned(),
+        }
+    }
+
+    /// The object that is there now, from that of its parent.
+    pub fn find_in<'py>(&self, met: &Met<'py>) -> Option<Bound<'py, PyAny>> {
         let parent = &met.object;
         let py = parent.py();
         let key = || self.key.as_ref().map(|key| key.bind(py));
@@ -344,9 +362,10 @@ impl Node {
                 Err(_) => parent.cast::<PyTuple>().ok()?.get_item(self.index).ok(),
             },
             How::Attribute => parent.getattr(key()?.cast().ok()?).ok(),
-            How::Item | How::Instance => self.dict(objects)?.get_item(key()?).ok()?,
+            How::Item | How::Instance => self.dict_of(met)?.get_item(key()?).ok()?,
             How::Cell => bridge::cell(parent, self.index),
             How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
+            How::Context => bridge::context_value(parent),
             How::Type => Some(parent.get_type().into_any()),
             How::Base => parent
                 .cast::<PyType>()
@@ -375,14 +394,42 @@ impl Node {
         }
     }
 
+    /// The number of its arrays.
+    pub fn arrays(&self) -> usize {
+        match &self.expect {
+            Expect::Array => 1,
+            Expect::Module(tree, _) => tree.tensors().len(),
+            _ => 0,
+        }
+    }
+
+    /// Its key in a dict.
+    pub fn key<'a, 'py>(&'a self, py: Python<'py>) -> Option<&'a Bound<'py, PyAny>> {
+        self.key.as_ref().map(|key| key.bind(py))
+    }
+
+    /// Its index in a list or tuple.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
     /// The dict in which the object is looked up by its key.
     pub fn dict<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyDict>> {
-        let met = objects.get(self.parent?)?.as_ref()?;
+        self.dict_of(objects.get(self.parent?)?.as_ref()?)
+    }
+
+    fn dict_of<'a, 'py>(&self, met: &'a Met<'py>) -> Option<&'a Bound<'py, PyDict>> {
         match self.how {
             How::Item => met.object.cast::<PyDict>().ok(),
             How::Instance => met.attributes.as_ref(),
             _ => None,
         }
+    }
+
+    /// The list in which the object stands.
+    pub fn list<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyList>> {
+        let met = objects.get(self.parent?)?.as_ref()?;
+        met.object.cast::<PyList>().ok()
     }
 
     /// Put another object there; whether that can be.
@@ -392,6 +439,10 @@ impl Node {
         object: &Bound<'py, PyAny>,
     ) -> PyResult<bool> {
         let parent = self.parent.and_then(|parent| objects.get(parent)?.as_ref());
+        if let (Some(met), How::Context) = (parent, self.how) {
+            let set = intern!(met.object.py(), "set");
+            return met.object.call_method1(set, (object,)).map(|_| true);
+        }
         let (Some(Met { object: parent, .. }), Some(key)) = (parent, &self.key) else {
             return Ok(false);
         };
@@ -468,9 +519,24 @@ impl Node {
             How::Attribute | How::Instance | How::Class => format!("{parent}.{text}"),
             How::Cell => format!("closure[{}] of {parent}", self.index),
             How::Global | How::Modules => text,
-            How::Type | How::Base | How::Referent => parent,
+            How::Type | How::Base | How::Referent | How::Context => parent,
         }
     }
+}
+
+/// Give an object that is changed in place, no dict or list, the contents of a copy.
+pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = object.py();
+    if is_numpy(object) {
+        return object.set_item(py.Ellipsis(), copy);
+    }
+    object.call_method0(intern!(py, "clear"))?;
+    let add = if object.is_instance_of::<PySet>() {
+        "update"
+    } else {
+        "extend"
+    };
+    object.call_method1(add, (copy,)).map(drop)
 }
 
 /// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.

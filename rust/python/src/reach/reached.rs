@@ -7,11 +7,20 @@ use pyo3::prelude::*;
 
 use super::{
     look::Spot,
-    stop::Stop,
+    stop::{another, Stop},
     suspect::{self, Change},
     Looked,
 };
 use crate::{mlx::bridge, tree::snapshot::Snapshot};
+
+/// What a loss writes to what it reaches.
+#[derive(Default)]
+pub struct Written {
+    /// Arrays that it changes in place, by number.
+    in_place: Vec<usize>,
+    /// Dicts, lists and tuples that it replaces by others of the same form, by node, and the numbers of their arrays.
+    replaced: Vec<(usize, Vec<usize>)>,
+}
 
 /// The objects of the arrays that a loss reaches hold tracers while this is in use.
 ///
@@ -25,6 +34,7 @@ struct Traced<'py> {
     spots: Vec<Spot<'py>>,
     tracers: Vec<Array>,
     first: usize, // the number of the first among all other arrays
+    copies: Vec<(usize, Bound<'py, PyAny>)>, // of what is changed in place and is no container, by node
     snapshot: Snapshot<'py>,
 }
 
@@ -46,6 +56,7 @@ impl<'py> Reached<'py> {
         let traced = Traced {
             spots: looked.spots(py)?,
             snapshot: looked.snapshot(py)?,
+            copies: looked.copies(py)?,
             first,
             tracers: others[first..][..looked.arrays.len()].to_vec(),
         };
@@ -64,20 +75,27 @@ impl<'py> Reached<'py> {
         traced.map_or(&[], |traced| &others[traced.first + traced.tracers.len()..])
     }
 
-    /// Read off what the loss has assigned; the arrays that it changed in place, by number.
+    /// Read off what the loss has assigned.
     ///
     /// # Errors
     /// When a value is found that a trace cannot repeat.
-    pub fn read(&self, py: Python<'py>, left: &mut Left) -> Result<Vec<usize>, Stop> {
+    pub fn read(&self, py: Python<'py>, left: &mut Left) -> Result<Written, Stop> {
         let Some(traced) = &self.traced else {
             let spots = self.looked.spots(py)?;
             let arrays = spots.iter().filter_map(|spot| self.looked.now(spot));
             let arrays = arrays.filter_map(|object| bridge::get(&object));
             left.kept
                 .extend(arrays.filter(faststep::engine::array::is_lazy));
-            return Ok(Vec::new());
+            return Ok(Written::default());
         };
-        let mut in_place = Vec::new();
+        let mut written = Written::default();
+        for (node, arrays) in self.looked.replaced(py)? {
+            let numbers = arrays.iter().map(|(number, _)| *number).collect();
+            written.replaced.push((node, numbers));
+            let arrays = arrays.into_iter();
+            left.others
+                .extend(arrays.map(|(number, array)| (traced.first + number, array)));
+        }
         let mut met = HashSet::new();
         for (number, (spot, tracer)) in traced.spots.iter().zip(&traced.tracers).enumerate() {
             let name = || self.looked.name(py, number);
@@ -93,29 +111,33 @@ impl<'py> Reached<'py> {
                 continue;
             }
             if array.shape() != tracer.shape() || array.dtype() != tracer.dtype() {
-                let what = format!(
-                    "it assigns an array of another shape or dtype to {}",
-                    name()
-                );
-                return Err(Stop::Becomes(what));
+                return Err(Stop::Stores(another(&name(), tracer, &array)));
             }
             if same {
-                in_place.push(number);
+                written.in_place.push(number);
             } else {
                 self.looked.put(spot, &spot.object)?;
             }
             left.others.push((traced.first + number, array));
         }
-        let stored = self.looked.value_that_is_array(py);
-        if let Some(name) = stored {
-            let what = format!("it stores a new array in {name}");
-            return Err(Stop::Untraceable(what));
+        let name = match self.looked.new_array(py) {
+            Some(name) => Some(name),
+            None => traced.snapshot.new_array(false)?,
+        };
+        if let Some(name) = name {
+            return Err(Stop::Stores(format!("it stores a new array in {name}")));
         }
-        if traced.snapshot.has_new_arrays()? {
-            let what = "it stores a new array in an object that it reaches";
-            return Err(Stop::Untraceable(what.into()));
+        for (node, _) in &traced.copies {
+            if self.looked.has_contents(py, *node)? {
+                continue;
+            }
+            if let Some(name) = self.looked.contents_with_array(py, *node) {
+                let what = format!("it stores a new array in {name}");
+                return Err(Stop::Untraceable(what));
+            }
         }
-        Ok(in_place)
+        left.others.sort_by_key(|(number, _)| *number);
+        Ok(written)
     }
 
     /// What the loss has changed that is no array, with what was there before.
@@ -128,6 +150,12 @@ impl<'py> Reached<'py> {
         changes.extend(
             nodes.map(|(node, before)| Change::Node(self.looked.clone(), node, before.unbind())),
         );
+        for (node, copy) in &traced.copies {
+            if !self.looked.has_contents(py, *node)? {
+                let copy = copy.clone().unbind();
+                changes.push(Change::Contents(self.looked.clone(), *node, copy));
+            }
+        }
         Ok(changes)
     }
 
@@ -143,6 +171,11 @@ impl<'py> Reached<'py> {
             return Ok(());
         }
         traced.snapshot.restore()?;
+        for (node, copy) in &traced.copies {
+            if !self.looked.has_contents(py, *node)? {
+                self.looked.refill(*node, copy)?;
+            }
+        }
         self.looked.put_back(py)
     }
 }
@@ -154,21 +187,29 @@ impl Looked {
         py: Python<'_>,
         outputs: &[(usize, Array)],
         first: usize,
-        in_place: &[usize],
+        written: &Written,
     ) -> PyResult<()> {
         let outputs = outputs.iter().filter(|(index, _)| *index >= first);
+        let outputs = outputs.map(|(index, array)| (index - first, array.clone()));
         let outputs: Vec<_> = outputs.collect();
         if outputs.is_empty() {
             return Ok(());
         }
         let spots = self.spots(py)?;
-        for (index, array) in outputs {
-            let number = index - first;
-            if in_place.contains(&number) {
-                bridge::assign(&spots[number].object, array);
-            } else {
-                self.put(&spots[number], &bridge::wrap(py, array)?)?;
+        let replaced = written.replaced.iter().flat_map(|(_, numbers)| numbers);
+        let replaced: HashSet<_> = replaced.collect();
+        for (number, array) in &outputs {
+            if replaced.contains(number) {
+                continue;
             }
+            if written.in_place.contains(number) {
+                bridge::assign(&spots[*number].object, array);
+            } else {
+                self.put(&spots[*number], &bridge::wrap(py, array)?)?;
+            }
+        }
+        for (node, _) in &written.replaced {
+            self.replace(py, *node, &outputs)?;
         }
         Ok(())
     }

@@ -1,4 +1,5 @@
 //! Reasons why a trace ends.
+use mlx_rs::Array;
 use pyo3::prelude::*;
 
 /// Reason for which a trace ended.
@@ -7,12 +8,27 @@ pub enum Stop {
     Raised(PyErr),
     /// The loss does what a trace cannot repeat.
     Untraceable(String),
-    /// The loss makes another array of a buffer, which the next trace may be for.
+    /// The optimizer makes something else of its state, which the next trace may be for.
     Becomes(String),
+    /// The loss stores an array where there was none, or one of another shape, and the next trace may find it there.
+    Stores(String),
+    /// There are many traces, and there may be no other batch of this kind.
+    Rare,
 }
 
 impl From<PyErr> for Stop {
     fn from(error: PyErr) -> Self {
         Self::Raised(error)
     }
+}
+
+/// The reason for which no trace can repeat an assignment.
+pub fn another(name: &str, before: &Array, now: &Array) -> String {
+    format!(
+        "it assigns an array of another shape or dtype to {name}: {:?} {:?} -> {:?} {:?}",
+        before.dtype(),
+        before.shape(),
+        now.dtype(),
+        now.shape()
+    )
 }

@@ -6,7 +6,7 @@ use pyo3::{
     types::{PyDict, PyList},
 };
 
-use super::Looked;
+use super::{node::refill, Looked};
 use crate::tree::snapshot::Snapshot;
 
 /// A value that is no array, and what stood in its place before the loss was called, or behind it.
@@ -17,6 +17,8 @@ pub enum Change {
     List(Py<PyList>, Py<PyList>),
     /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
     Node(Rc<Looked>, usize, Py<PyAny>),
+    /// The contents of another object at a node, and a copy of it.
+    Contents(Rc<Looked>, usize, Py<PyAny>),
 }
 
 impl Change {
@@ -45,6 +47,15 @@ impl Change {
                 *other = now.unbind();
                 Ok(())
             }
+            Self::Contents(looked, node, other) => {
+                let Some(object) = looked.at(py, *node) else {
+                    return Ok(());
+                };
+                let now = object.call_method0("copy")?.unbind();
+                refill(&object, other.bind(py))?;
+                *other = now;
+                Ok(())
+            }
         }
     }
 }
@@ -56,6 +67,8 @@ pub struct Suspect {
     pub drawn: Vec<String>,
     /// True if these are the process's, from which another thread may have drawn.
     pub shared: bool,
+    /// Clocks and files that it has read, with the line that did.
+    pub read: Vec<String>,
     /// Changes to the model, which have been taken back.
     pub model: Vec<Change>,
     /// Changes to what the loss reaches, which stay.
@@ -65,7 +78,7 @@ pub struct Suspect {
 impl Suspect {
     /// Return whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.drawn.is_empty() && self.is_unchanged()
+        self.drawn.is_empty() && self.read.is_empty() && self.is_unchanged()
     }
 
     /// Return whether nothing has changed that is no generator.
@@ -89,7 +102,9 @@ impl Suspect {
         let names = names.map(|change| match change {
             Change::Item(_, key, _) => key.bind(py).to_string(),
             Change::List(..) => "a list".into(),
-            Change::Node(looked, node, _) => looked.program.name(py, *node),
+            Change::Node(looked, node, _) | Change::Contents(looked, node, _) => {
+                looked.program.name(py, *node)
+            }
         });
         let mut names: Vec<String> = names.collect();
         names.dedup();
@@ -104,7 +119,7 @@ const CALLS: usize = 3;
 /// Return whether a loss draws from the process's random generators, with other threads held back.
 pub fn draws(py: Python<'_>, mut call: impl FnMut()) -> PyResult<bool> {
     let held = py
-        .import("faststep._step._reach")?
+        .import("faststep._step._suspect")?
         .getattr("HeldBack")?
         .call0()?;
     let mut draws = Ok(true);
@@ -127,8 +142,24 @@ impl<'py> Positions<'py> {
     pub fn of(model: &Bound<'py, PyAny>, looked: &Looked) -> PyResult<Self> {
         let py = model.py();
         let objects = PyList::new(py, looked.all(py))?;
-        let positions = py.import("faststep._step._reach")?.getattr("Positions")?;
+        let suspect = py.import("faststep._step._suspect")?;
+        let positions = suspect.getattr("Positions")?;
         Ok(Self(positions.call1((model, objects))?))
+    }
+
+    /// Notice calls of what can only be noticed as it is called.
+    pub fn begin(&self) -> PyResult<()> {
+        self.0.call_method0("begin").map(drop)
+    }
+
+    /// Notice no more calls.
+    pub fn end(&self) -> PyResult<()> {
+        self.0.call_method0("end").map(drop)
+    }
+
+    /// What has been read that changes by itself, with the lines that did.
+    pub fn read(&self) -> PyResult<Vec<String>> {
+        self.0.call_method0("read")?.extract()
     }
 
     /// Return whether only the process's have moved.

@@ -32,6 +32,7 @@ impl Inner {
         let py = user.py();
         let started = Instant::now();
         let mut given = self.given(&mut user)?;
+        given.may_be_rare = true;
         let user = &user;
         for (index, array) in given.arrays.iter().enumerate() {
             let name = || format!("argument {}", user.name(&given.tree.paths(py)[index]));
@@ -59,7 +60,7 @@ impl Inner {
             store.take_output(py, &prepared, &output.batch)?;
             if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
                 let (others, first) = (&output.batch.others, store.others.len());
-                given.looked.show(py, others, first, &last.kept.in_place)?;
+                given.looked.show(py, others, first, &last.kept.written)?;
             }
             if new {
                 store.check_layout(py)?;
@@ -183,6 +184,7 @@ impl Inner {
         let batch = user.batch()?;
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);
+        self.reach.begin();
         let looked = self.reach.look(&roots, &user.optimizer)?;
         Ok(Given::new(batch, looked, roots))
     }

@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use super::{
     arguments::Arguments,
     run::Given,
-    trace_cache::{equals, holds, CallKey, Entry, Key},
+    trace_cache::{equals, holds, warn, CallKey, Entry, Key},
     Inner,
 };
 use crate::{
@@ -37,7 +37,7 @@ impl Inner {
             let options = if options { store.options_id() } else { 0 };
             let mut key = key(store, part, options)?;
             if !self.compiled {
-                key.front.model = store.others.len(); // the loss reads the model's numbers at each call
+                key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
             }
             if has_loss {
                 self.find_loss(store, user, given, key)?;
@@ -95,14 +95,18 @@ impl Inner {
                  argument what is drawn"
             )));
         }
-        if suspect.is_unchanged() {
+        if suspect.is_unchanged() && suspect.read.is_empty() {
             return Ok(None);
         }
         let first = sketch(self, given);
+        if let Err(Stop::Raised(_)) = &first {
+            self.checks -= 1;
+            self.suspect = Some(suspect); // of this batch nothing can be said: the step will raise too
+            return Ok(None);
+        }
         suspect.swap(py, true)?;
         suspect.swap(py, false)?;
-        let roots = given.roots.iter().map(|root| root.bind(py).clone());
-        let looked = self.reach.look(&roots.collect::<Vec<_>>(), &user.optimizer);
+        let looked = self.reach.look(&given.roots(py), &user.optimizer);
         let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
         let second = now.map(|now| (sketch(self, given), now));
         suspect.swap(py, false)?;
@@ -113,17 +117,34 @@ impl Inner {
                 let differences = first.differences(&second).map_err(mlx)?;
                 differences.is_some_and(|differences| differences.is_empty())
             }
-            (Err(Stop::Becomes(_)), _) | (_, Err(Stop::Becomes(_))) => true,
+            (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
+            | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => true,
             _ => false,
         };
+        let read = suspect.read.join(", ");
         if same {
             suspect.swap(py, true)?;
+            if !read.is_empty() {
+                let message = format!(
+                    "the loss reads {read} as it is called, which is only while it is traced: what it decides by that stays \
+                     as it is. Pass as an argument what is to be seen at every step"
+                );
+                warn(py, &message)?;
+            }
             return Ok(None);
         }
-        Ok(Some(format!(
-            "its result depends on what it changes itself ({}): keep that in an mx.array, or change it outside of the loss",
-            suspect.names(py)
-        )))
+        let names = suspect.names(py);
+        let (mut changes, mut remedies) = (Vec::new(), Vec::new());
+        if !names.is_empty() {
+            changes.push(format!("what it changes itself ({names})"));
+            remedies.push("keep that in an mx.array, or change it outside of the loss");
+        }
+        if !read.is_empty() {
+            changes.push(format!("{read}, read as it is called"));
+            remedies.push("pass as an argument what is read");
+        }
+        let (changes, remedies) = (changes.join(" or on "), remedies.join("; "));
+        Ok(Some(format!("its result depends on {changes}: {remedies}")))
     }
 
     // find a trace that matches the arrays and the numbers that the loss reaches: one that is known to hold for these numbers,
@@ -168,6 +189,12 @@ impl Inner {
         let names = names.into_iter().map(|name| named(user, &given.tree, name));
         let changed = names.collect::<Vec<_>>().join(", ");
         let changed = (!changed.is_empty()).then_some(changed);
+        if self.compiled
+            && given.may_be_rare
+            && self.traces.is_rare(&key, self.options.max_traces, py)
+        {
+            return Err(Stop::Rare);
+        }
         let varying = self.shared(store, user, given, &key)?;
         let Some(varying) = varying else {
             return Ok(());
@@ -175,7 +202,8 @@ impl Inner {
         let others = store.others.len() + key.front.reached.len() + varying.len();
         let recipe = self.recipe(store, &key, others)?;
         let trace = Trace::new(recipe, self.host.clone(), self.compiled);
-        let max_traces = self.options.max_traces;
+        // one that calls the loss at every call goes when this call ends
+        let max_traces = self.options.max_traces + usize::from(!self.compiled);
         self.traces
             .add(user, key, trace, varying, changed.as_deref(), max_traces);
         Ok(())
@@ -243,12 +271,7 @@ impl Inner {
         template: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let py = user.py();
-        let roots: Vec<_> = given
-            .roots
-            .iter()
-            .map(|root| root.bind(py).clone())
-            .collect();
-        let now = self.reach.look(&roots, &user.optimizer)?;
+        let now = self.reach.look(&given.roots(py), &user.optimizer)?;
         if let Some(last) = self.traces.last_mut() {
             if last.kept.seen(py, &given.looked).is_none() {
                 let constants = given.constants.clone();

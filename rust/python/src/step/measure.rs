@@ -7,8 +7,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::Arguments,
-    memory_plan::window_of,
-    run::{from_device, Given},
+    run::{finished, Given},
     Inner, Task,
 };
 use crate::{
@@ -45,31 +44,19 @@ impl Inner {
     pub(super) fn measure(
         &mut self,
         store: &mut Store,
-        mut user: Arguments<'_>,
+        user: Arguments<'_>,
         accumulate: usize,
     ) -> PyResult<Vec<Measured>> {
-        let mut given = self.given(&mut user)?;
-        let user = &user;
-        let (task, calls) = window_of(accumulate, store);
-        let needs = self.options.needs(task.accumulates());
-        let mut prepared = store.prepare(&user.model, &user.optimizer, needs)?;
-        let undo = prepared.undo.take();
-        let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-            inner.measured(store, user, &prepared, given, (task, calls))
-        });
+        let outcome = self.rehearse(store, user, accumulate, Store::prepare, Self::measured);
         measure::clear_labels(); // of a trace that failed, too
-        if let Some(undo) = undo {
-            undo.restore()?; // the optimizer is initialised by its first update
-            store.discard();
-        }
-        Ok(outcome?.0)
+        outcome
     }
 
-    fn measured(
+    fn measured<'py>(
         &mut self,
         store: &mut Store,
-        user: &Arguments<'_>,
-        prepared: &Prepared<'_>,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
         given: &Given,
         (task, calls): (Task, usize),
     ) -> Result<Vec<Measured>, Stop> {
@@ -95,27 +82,23 @@ impl Inner {
         };
         let outcome = engine.measure(traces, call, calls, &module, &mut holder);
         let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given, &signature);
+        let stop = self.leave_host(user, given);
         put_back?;
-        let stop = stop?;
-        match (outcome, stop) {
-            (Ok(found), _) => Ok(found
-                .into_iter()
-                .map(|each| {
-                    (
-                        each.name,
-                        each.module,
-                        each.output,
-                        each.bytes,
-                        each.seconds,
-                        each.by_events,
-                        each.held.bytes,
-                        each.held.cache,
-                    )
-                })
-                .collect()),
-            (Err(_), Some(stop)) => Err(stop),
-            (Err(error), None) => Err(from_device(&error)),
-        }
+        let found = finished(outcome, stop?)?;
+        Ok(found
+            .into_iter()
+            .map(|each| {
+                (
+                    each.name,
+                    each.module,
+                    each.output,
+                    each.bytes,
+                    each.seconds,
+                    each.by_events,
+                    each.held.bytes,
+                    each.held.cache,
+                )
+            })
+            .collect())
     }
 }

@@ -1,11 +1,11 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
-use faststep::engine::{Plan, PlannedCalls, Role};
+use faststep::engine::{Needs, Plan, PlannedCalls, Role};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::Arguments,
-    run::{from_device, Given},
+    run::{finished, Given},
     Inner, Task,
 };
 use crate::{
@@ -64,23 +64,48 @@ impl Inner {
     pub(super) fn memory_plan(
         &mut self,
         store: &mut Store,
-        mut user: Arguments<'_>,
+        user: Arguments<'_>,
         accumulate: usize,
     ) -> PyResult<MemoryPlan> {
+        let plan = self.rehearse(store, user, accumulate, Store::prepare_draft, Self::plan)?;
+        Ok(plan.into())
+    }
+
+    /// Run `work` as the last call of a whole window, on the user's batch; an optimizer that it initialises is taken back.
+    pub(super) fn rehearse<'py, T>(
+        &mut self,
+        store: &mut Store,
+        mut user: Arguments<'py>,
+        accumulate: usize,
+        prepare: impl FnOnce(
+            &mut Store,
+            &Bound<'py, PyAny>,
+            &Bound<'py, PyAny>,
+            Needs,
+        ) -> PyResult<Prepared<'py>>,
+        work: impl Fn(
+            &mut Self,
+            &mut Store,
+            &Arguments<'py>,
+            &Prepared<'py>,
+            &Given,
+            (Task, usize),
+        ) -> Result<T, Stop>,
+    ) -> PyResult<T> {
         let mut given = self.given(&mut user)?;
         let user = &user;
         let (task, calls) = window_of(accumulate, store);
         let needs = self.options.needs(task.accumulates());
-        let mut prepared = store.prepare_draft(&user.model, &user.optimizer, needs)?;
+        let mut prepared = prepare(store, &user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-            inner.plan(store, user, &prepared, given, (task, calls))
+            work(inner, store, user, &prepared, given, (task, calls))
         });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
         }
-        Ok(outcome?.0.into())
+        Ok(outcome?.0)
     }
 
     // the calls that are under way at once
@@ -92,11 +117,11 @@ impl Inner {
         }
     }
 
-    fn plan(
+    fn plan<'py>(
         &mut self,
         store: &mut Store,
-        user: &Arguments<'_>,
-        prepared: &Prepared<'_>,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
         given: &Given,
         (task, calls): (Task, usize),
     ) -> Result<Plan, Stop> {
@@ -116,19 +141,14 @@ impl Inner {
         let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
         let outcome = engine.plan(traces, call, calls, &mut holder);
         let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given, &signature);
+        let stop = self.leave_host(user, given);
         put_back?;
-        let stop = stop?;
-        match (outcome, stop) {
-            (Ok(plan), _) => Ok(plan),
-            (Err(_), Some(stop)) => Err(stop),
-            (Err(error), None) => Err(from_device(&error)),
-        }
+        finished(outcome, stop?)
     }
 }
 
 /// The whole window, regardless of the batches in it now: the task of its last call, which updates, and how many there are.
-pub(super) fn window_of(accumulate: usize, store: &Store) -> (Task, usize) {
+fn window_of(accumulate: usize, store: &Store) -> (Task, usize) {
     match Task::of(accumulate, store.batches()) {
         Task::Whole => (Task::Whole, 1),
         _ => (Task::Batch { fills: true }, accumulate),

@@ -17,8 +17,8 @@ use super::{
 use crate::{
     host::Current,
     mlx::{bridge, errors::to_python},
-    reach::{stop::Stop, suspect::Suspect, Looked},
-    store::{owner::Holder, ModelSignature, Prepared, Store},
+    reach::{stop::Stop, suspect::Suspect, Looked, Written},
+    store::{owner::Holder, Prepared, Store},
     tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -42,6 +42,12 @@ const NO_KERNEL: [(&str, &str); 4] = [
     ),
 ];
 
+/// The most batches in a row that store arrays where there were none and run uncompiled, before a step stays so.
+const MAX_STORES: usize = 8;
+
+/// The reason why a batch runs uncompiled that may be the only one of its kind.
+const RARE: &str = "many traces have been made, and this is the first batch of its kind";
+
 /// The most traces of which a loss that changes numbers itself is looked at once more.
 const MAX_CHECKS: usize = 4;
 
@@ -56,6 +62,8 @@ pub(super) struct Given {
     pub(super) roots: Vec<Py<PyAny>>,
     /// The constants that the call's trace takes as inputs.
     pub(super) constants: Vec<Array>,
+    /// True if the call may run uncompiled where there is no trace for it.
+    pub(super) may_be_rare: bool,
 }
 
 impl Given {
@@ -66,7 +74,13 @@ impl Given {
             looked: Rc::new(looked),
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
+            may_be_rare: false,
         }
+    }
+
+    pub(super) fn roots<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let roots = self.roots.iter().map(|root| root.bind(py).clone());
+        roots.collect()
     }
 }
 
@@ -82,6 +96,11 @@ impl Inner {
     ) -> PyResult<(T, bool)> {
         let started = Instant::now();
         self.check_compiler(user.py())?;
+        if self.reach.settle(store.signature()?.id, &given.looked) {
+            let roots = given.roots.iter().map(|root| root.bind(user.py()).clone());
+            let roots: Vec<_> = roots.collect();
+            given.looked = Rc::new(self.reach.look(&roots, &user.optimizer)?);
+        }
         if let Some(why) = self.suspected(store, user, given, task)? {
             self.compiled = false;
             self.traces.clear();
@@ -105,24 +124,37 @@ impl Inner {
                 }
                 Err(stop) => stop,
             };
-            let new = self.traces.discard();
+            self.traces.discard();
             self.unwatched = None;
             match stop {
                 Stop::Raised(error) => return Err(error),
-                Stop::Untraceable(why) | Stop::Becomes(why) if !(self.compiled && new) => {
+                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
+                    if !self.compiled =>
+                {
                     return Err(PyRuntimeError::new_err(why));
                 }
-                // running statistics of BatchNorm in half precision become float32 at the first batch
-                // and many an optimizer makes a part of its state at its first update
-                Stop::Becomes(why) if self.became == 0 => {
-                    self.became = 1;
-                    self.becomes = why;
+                // running statistics of BatchNorm in half precision become float32 at the first batch, and many an optimizer
+                // makes a part of its state at its first update
+                Stop::Becomes(why) if self.became == 0 => self.becomes(why),
+                // a mask for each length, say
+                Stop::Stores(why)
+                    if self.became < MAX_STORES && (self.became == 0 || self.becomes != why) =>
+                {
+                    self.becomes(why);
                 }
-                Stop::Untraceable(why) | Stop::Becomes(why) => self.fall_back(user.py(), why)?,
+                Stop::Rare => self.becomes = RARE.into(),
+                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
+                    self.fall_back(user.py(), why)?;
+                    self.traces.clear();
+                }
             }
             self.compiled = false;
-            self.traces.clear();
         }
+    }
+
+    fn becomes(&mut self, why: String) {
+        self.became += 1;
+        self.becomes = why;
     }
 
     fn fall_back(&mut self, py: Python<'_>, why: String) -> PyResult<()> {
@@ -133,12 +165,16 @@ impl Inner {
         warn(py, &message)
     }
 
-    // compile again after a batch that ran uncompiled because the dtype of a buffer changed
+    // true while one batch runs uncompiled, and the next will not
+    fn becomes_another(&self) -> bool {
+        !self.compiled && self.options.compile && self.fallen.is_none()
+    }
+
+    // compile again after a batch that ran uncompiled because an array on the model became another
     fn compile_again(&mut self) {
-        if self.became == 1 && !self.compiled {
-            self.became = 2;
+        if self.becomes_another() {
             self.compiled = true;
-            self.traces.clear();
+            self.traces.drop_eager();
         }
     }
 
@@ -162,7 +198,7 @@ impl Inner {
             _ => self
                 .fallen
                 .clone()
-                .or_else(|| (self.became == 1).then(|| self.becomes.clone()))
+                .or_else(|| self.becomes_another().then(|| self.becomes.clone()))
                 .or_else(|| Some("MLX has been told not to compile".into())),
         };
         Ok(())
@@ -183,11 +219,11 @@ impl Inner {
         Ok(())
     }
 
-    pub(super) fn attempt(
+    pub(super) fn attempt<'py>(
         &mut self,
         store: &mut Store,
-        user: &Arguments<'_>,
-        prepared: &Prepared<'_>,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
         given: &Given,
         task: Task,
     ) -> Result<Output, Stop> {
@@ -215,7 +251,7 @@ impl Inner {
             .borrow()
             .as_ref()
             .is_some_and(|it| it.loose);
-        let stop = self.leave_host(user, given, &signature);
+        let stop = self.leave_host(user, given);
         shown?;
         if let (Some(optimizer), true) = (optimizer, loose) {
             let state = store
@@ -224,11 +260,7 @@ impl Inner {
                 .map_or(&[][..], |engine| engine.state());
             optimizer.settle(&user.optimizer, state, &outcome)?;
         }
-        match (outcome, stop?) {
-            (Ok(output), _) => Ok(output),
-            (Err(_), Some(stop)) => Err(stop),
-            (Err(error), None) => Err(from_device(&error)),
-        }
+        finished(outcome, stop?)
     }
 
     pub(super) fn varying(&self) -> Vec<u32> {
@@ -273,15 +305,18 @@ impl Inner {
             graph: None,
             held: Vec::new(),
             loose: false,
-            in_place: Vec::new(),
+            written: Written::default(),
             suspect: Suspect::default(),
             stop: None,
             template: None,
         }));
-        let mut others = store.others.clone();
+        let mut others = vec![store.others.clone()];
         if self.compiled {
-            others.extend_from_slice(&given.looked.arrays);
-            others.extend_from_slice(&given.constants[..varying.len()]);
+            others.push(given.looked.arrays.clone());
+            if !varying.is_empty() {
+                let constants = given.constants[..varying.len()].to_vec();
+                others.push(Rc::new(constants.into()));
+            }
         }
         Ok(Call {
             others,
@@ -296,7 +331,6 @@ impl Inner {
         &mut self,
         user: &Arguments<'_>,
         given: &Given,
-        signature: &ModelSignature,
     ) -> PyResult<Option<Stop>> {
         let Some(current) = self.host.current.take() else {
             return Ok(None);
@@ -307,9 +341,9 @@ impl Inner {
         if let Some(template) = current.template {
             if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
                 last.kept.graph = current.graph;
-                last.kept.in_place = current.in_place;
+                last.kept.written = current.written;
                 self.see(user, given, Some(template.clone_ref(user.py())))?;
-                self.unwatched = unwatched(user, &current.held, &signature.constants())?;
+                self.unwatched = unwatched(user, &current.held)?;
             }
             self.template = Some(template);
         }
@@ -364,11 +398,9 @@ impl<'py> Uncompiled<'py> {
 }
 
 // the warning for an array that the loss reads from a place that is not watched
-fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<Option<String>> {
+fn unwatched(user: &Arguments<'_>, held: &[Array]) -> PyResult<Option<String>> {
     let py = user.py();
-    let mut held = held.iter();
-    let Some(array) = held.find(|array| !known.contains(&faststep::engine::array::id(array)))
-    else {
+    let Some(array) = held.first() else {
         return Ok(None);
     };
     let describe = py.import("faststep._step._reach")?.getattr("unwatched")?;
@@ -378,8 +410,13 @@ fn unwatched(user: &Arguments<'_>, held: &[Array], known: &[usize]) -> PyResult<
     text.extract().map(Some)
 }
 
+// the result of the engine's call; where it failed, why tracing stopped comes before the error
+pub(super) fn finished<T>(outcome: Result<T, Error>, stop: Option<Stop>) -> Result<T, Stop> {
+    outcome.map_err(|error| stop.unwrap_or_else(|| from_device(&error)))
+}
+
 // a loss that MLX cannot compile, or a kernel that the compiler refuses (a full disk, say): nothing has changed yet
-pub(super) fn from_device(error: &Error) -> Stop {
+fn from_device(error: &Error) -> Stop {
     match error {
         Error::Compile(e) => {
             Stop::Untraceable(format!("MLX's compilation fails on it ({})", e.what()))

@@ -8,12 +8,21 @@ use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
 use super::arguments::Arguments;
 use crate::{
-    reach::{Looked, Seen},
+    reach::{Looked, Seen, Written},
     tree::Tree,
 };
 
 /// Number of traces from which on a warning names their cause.
 const MANY: usize = 16;
+
+/// Number of traces from which on the first batch of a kind runs uncompiled, where no more than twice as many are kept.
+const TOO_MANY: usize = 32;
+
+/// The most kinds of batches that are remembered without a trace.
+const MAX_RARE: usize = 256;
+
+/// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
+const COMES_BACK: usize = 16;
 
 /// Part of a trace's key beside the engine's state.
 #[derive(Clone)]
@@ -63,8 +72,8 @@ pub struct Kept {
     pub varying: Vec<u32>,
     /// The numbers for which the trace holds, the last ones last.
     pub seen: Vec<Seen>,
-    /// Arrays that the loss reaches and changes in place, by number.
-    pub in_place: Vec<usize>,
+    /// What the loss writes to what it reaches.
+    pub written: Written,
 }
 
 /// Largest number of sets of numbers that a trace keeps; the one seen first goes first.
@@ -104,6 +113,8 @@ pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
 #[derive(Default)]
 pub struct Traces {
     known: TraceCache<Key, Kept>,
+    compiled: usize,         // of those that have been made
+    rare: Vec<(Key, usize)>, // kinds of batches that came when there were many traces, and how often; the last one last
     warning: Option<String>,
 }
 
@@ -116,6 +127,25 @@ impl Traces {
     /// The traces, the one used last first.
     pub fn recent(&self) -> impl Iterator<Item = &Entry> {
         self.known.recent()
+    }
+
+    /// Return whether a batch of a kind of which there is no trace is rather run uncompiled, since it might be the only one.
+    pub fn is_rare(&mut self, key: &Key, max_traces: usize, py: Python<'_>) -> bool {
+        if self.compiled < TOO_MANY.max(max_traces / 2)
+            || self.recent().any(|entry| equals(&entry.key, key, py))
+        {
+            return false;
+        }
+        let at = self
+            .rare
+            .iter()
+            .rposition(|(rare, _)| equals(rare, key, py));
+        let (key, times) = at.map_or_else(|| (key.clone(), 0), |at| self.rare.remove(at));
+        self.rare.push((key, times + 1));
+        if self.rare.len() > MAX_RARE {
+            self.rare.remove(0);
+        }
+        times != 1 && !(times + 1).is_multiple_of(COMES_BACK)
     }
 
     /// Changes that the loss makes to numbers which were there before it was called do not matter to a trace that holds for
@@ -174,9 +204,12 @@ impl Traces {
 
     /// Keep the new traces of a call that succeeded, with their seconds. Returns whether there were any.
     pub fn settle(&mut self, seconds: f64) -> bool {
-        let before = self.known.made();
+        let (before, all) = (self.compiled, self.known.made());
         let new = self.known.commit(seconds);
-        let made = self.known.made();
+        if self.last().is_some_and(|last| !last.trace.is_eager()) {
+            self.compiled += self.known.made() - all;
+        }
+        let made = self.compiled;
         if before <= MANY && made > MANY {
             let cause = self.known.records().pop().map(|record| record.cause);
             self.warning = Some(format!(
@@ -196,6 +229,11 @@ impl Traces {
     /// Drop the new traces of a call that failed. Returns whether there were any.
     pub fn discard(&mut self) -> bool {
         self.known.discard()
+    }
+
+    /// Drop those that call the loss at every step.
+    pub fn drop_eager(&mut self) {
+        self.known.retain(|entry| !entry.trace.is_eager());
     }
 
     /// Drop all.

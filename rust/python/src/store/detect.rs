@@ -26,18 +26,25 @@ impl Store {
         let id = |array: Option<&Array>| array.map_or(0, faststep::engine::array::id);
         let roles = current.roles.iter().map(|(role, _)| match role {
             Role::Parameter(i) => id(engine.parameters().get(*i)),
-            Role::Other(i) => id(self.others.get(*i)),
+            Role::Other(i) => self.others.ids().get(*i).copied().unwrap_or(0),
         });
         roles.collect()
     }
 
+    // the model's slots, and whether all its arrays are known
     pub(super) fn look_at_model<'py>(
         &mut self,
         model: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<Slot<'py>>> {
+    ) -> PyResult<(Vec<Slot<'py>>, bool)> {
         if let Some(current) = &self.current {
-            if let Some(slots) = current.tree.check(model, Scope::Whole, &self.known()) {
-                return Ok(slots);
+            let known = self.known();
+            let alone = current.tree.doubles().is_empty(); // else each step puts new objects into its slots
+            let same = alone.then(|| current.tree.same_slots(model, &known));
+            if let Some(slots) = same.flatten() {
+                return Ok((slots, true));
+            }
+            if let Some(slots) = current.tree.check_whole(model, &known) {
+                return Ok((slots, false));
             }
         }
         let py = model.py();
@@ -65,7 +72,7 @@ impl Store {
             self.models.remove(0);
         }
         self.switch(py, signature)?;
-        Ok(slots)
+        Ok((slots, false))
     }
 
     fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
@@ -115,7 +122,7 @@ impl Store {
                 self.forget()?;
             }
         }
-        self.others.clear();
+        self.others = Rc::default();
         self.current = Some(signature);
         Ok(())
     }

@@ -1,4 +1,6 @@
 //! Exchange of values between the engine and the user's objects.
+use std::rc::Rc;
+
 use faststep::engine::{Outputs, Role};
 use mlx_rs::Array;
 use pyo3::prelude::*;
@@ -22,7 +24,7 @@ impl Store {
             let slots = prepared.model.iter().zip(signature.roles.iter());
             let mut found = slots.filter(|(_, (role, _))| *role == Role::Other(*index));
             if let Some((slot, _)) = found.next() {
-                self.others[*index] = array.clone();
+                Rc::make_mut(&mut self.others).set(*index, array.clone());
                 if prepared.aliased {
                     slot.put(array)?;
                 } else {
@@ -67,8 +69,7 @@ impl Store {
             match role {
                 Role::Parameter(_) if adopted => {}
                 Role::Parameter(i) => changed.push((*i, value)),
-                Role::Other(i) if *i < self.others.len() => self.others[*i] = value,
-                Role::Other(_) => self.others.push(value),
+                Role::Other(i) => Rc::make_mut(&mut self.others).set(*i, value),
             }
         }
         for (index, slot) in state.iter().enumerate() {

@@ -33,7 +33,7 @@ impl Paths {
                         .map_or_else(|_| "?".into(), |s| s.to_string()),
                 );
             }
-            Item::Open(kind, len) => {
+            Item::Open(kind, len, _) => {
                 let part = match (self.key.take(), self.open.last()) {
                     (Some(key), _) => key,
                     (None, Some((Kind::List | Kind::Tuple, _, seen))) => seen.to_string(),

@@ -1,10 +1,13 @@
 //! The place of an array object in a tree.
+use std::{cell::OnceCell, rc::Rc};
+
 use mlx_rs::Array;
 use pyo3::{
     prelude::*,
     types::{PyDict, PyList},
 };
 
+use super::{walk::Scope, Tree};
 use crate::mlx::bridge;
 
 /// Place of an object, so that another can be put there.
@@ -16,15 +19,54 @@ pub enum Place<'py> {
     List(Bound<'py, PyList>, usize),
     /// In a tuple.
     Tuple,
+    /// That of the array of this number in a tree, to be found when it is asked for.
+    Nth(Rc<Places<'py>>, usize),
+}
+
+/// The places of a tree's arrays, which are found at the first question.
+pub struct Places<'py> {
+    root: Bound<'py, PyAny>,
+    found: OnceCell<Vec<Place<'py>>>,
+}
+
+impl<'py> Places<'py> {
+    /// Those of the tree that this object is.
+    pub fn of(root: Bound<'py, PyAny>) -> Self {
+        Self {
+            root,
+            found: OnceCell::new(),
+        }
+    }
+
+    fn get(&self, number: usize) -> PyResult<&Place<'py>> {
+        let found = if let Some(found) = self.found.get() {
+            found
+        } else {
+            let (_, slots) = Tree::record(&self.root, Scope::Whole)?;
+            let places = slots.into_iter().map(|slot| slot.place).collect();
+            self.found.get_or_init(|| places)
+        };
+        Ok(found.get(number).unwrap_or(&Place::Tuple))
+    }
 }
 
 impl<'py> Place<'py> {
+    /// The address of the dict or list; 0 where there is none, or it has not been looked for.
+    pub fn container(&self) -> usize {
+        match self {
+            Self::Dict(dict, _) => dict.as_ptr().addr(),
+            Self::List(list, _) => list.as_ptr().addr(),
+            Self::Tuple | Self::Nth(..) => 0,
+        }
+    }
+
     /// Put another object there.
     pub fn set(&self, object: &Bound<'py, PyAny>) -> PyResult<()> {
         match self {
             Self::Dict(dict, key) => dict.set_item(key, object),
             Self::List(list, index) => list.set_item(*index, object),
             Self::Tuple => Ok(()),
+            Self::Nth(places, number) => places.get(*number)?.set(object),
         }
     }
 
@@ -34,6 +76,7 @@ impl<'py> Place<'py> {
             Self::Dict(dict, key) => dict.get_item(key),
             Self::List(list, index) => Ok(list.get_item(*index).ok()),
             Self::Tuple => Ok(None),
+            Self::Nth(places, number) => places.get(*number)?.get(),
         }
     }
 }

@@ -1,15 +1,20 @@
 //! Contents of containers, to be restored.
+use std::collections::HashSet;
+
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyDict, PyList, PyTuple, PyType},
 };
 
 use super::{
     slot::Place,
     static_value::{equal, is_plain},
-    walk::{walk, Kind, Visitor, MAX_DEPTH},
+    walk::{fields, walk, Kind, Visitor, MAX_DEPTH},
 };
-use crate::mlx::bridge;
+use crate::mlx::{bridge, classes::is_deque};
+
+/// The most objects that are looked through for an array.
+const MAX_SEEN: usize = 1 << 16;
 
 /// A dict, a key in it, and the value there before and now.
 pub type Item<'py> = (
@@ -26,6 +31,7 @@ pub type List<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
 pub struct Snapshot<'py> {
     dicts: Vec<(Bound<'py, PyDict>, Bound<'py, PyDict>)>,
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
+    deques: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>,
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
     error: Option<PyErr>,
 }
@@ -44,25 +50,39 @@ impl<'py> Snapshot<'py> {
         self.error.take().map_or(Ok(()), Err)
     }
 
-    /// Return whether an array has been put where there was none, or something else.
-    pub fn has_new_arrays(&self) -> PyResult<bool> {
+    /// The key under which an array has been put where there was none, or something else; with `slots`, one in the place of
+    /// another is no such.
+    pub fn new_array(&self, slots: bool) -> PyResult<Option<String>> {
+        let is_new = |before: Option<&Bound<'py, PyAny>>, now: &Bound<'py, PyAny>| {
+            let same = before.is_some_and(|before| {
+                before.is(now) || (slots && bridge::is_array(before) && bridge::is_array(now))
+            });
+            !same && holds_array(now, &mut HashSet::new())
+        };
         for (dict, copy) in &self.dicts {
             for (key, value) in dict.iter() {
-                let before = copy.get_item(&key)?;
-                if !before.is_some_and(|before| before.is(&value)) && has_array(&value, 0) {
-                    return Ok(true);
+                if is_new(copy.get_item(&key)?.as_ref(), &value) {
+                    return Ok(Some(key.to_string()));
                 }
             }
         }
         for (list, copy) in &self.lists {
             for (at, value) in list.iter().enumerate() {
-                let before = copy.get_item(at).ok();
-                if !before.is_some_and(|before| before.is(&value)) && has_array(&value, 0) {
-                    return Ok(true);
+                if is_new(copy.get_item(at).ok().as_ref(), &value) {
+                    return Ok(Some("a list".into()));
                 }
             }
         }
-        Ok(false)
+        for (deque, copy) in &self.deques {
+            for item in deque.try_iter()? {
+                let item = item?;
+                let known = copy.iter().any(|before| before.is(&item));
+                if !known && is_new(None, &item) {
+                    return Ok(Some("a deque".into()));
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Return whether something is gathered in a container: a list has grown, what was no array has been replaced, or a
@@ -175,19 +195,56 @@ impl<'py> Snapshot<'py> {
         for (list, copy) in &self.lists {
             list.set_slice(0, list.len(), copy.as_any())?;
         }
+        for (deque, copy) in &self.deques {
+            deque.call_method0("clear")?;
+            deque.call_method1("extend", (copy,))?;
+        }
         Ok(())
     }
 
-    /// Note the contents of one dict or list.
+    /// Note the contents of one dict, list or deque.
     pub fn note(&mut self, container: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Ok(dict) = container.cast::<PyDict>() {
             self.dicts.push((dict.clone(), dict.copy()?));
         } else if let Ok(list) = container.cast::<PyList>() {
             self.lists
                 .push((list.clone(), list.get_slice(0, list.len())));
+        } else if is_deque(container) {
+            let copy = container.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+            let copy = PyList::new(container.py(), copy)?;
+            self.deques.push((container.clone(), copy));
         }
         Ok(())
     }
+}
+
+/// Return whether an object is an array, or leads to one: by what it contains, and by its attributes.
+pub fn holds_array(object: &Bound<'_, PyAny>, seen: &mut HashSet<usize>) -> bool {
+    if bridge::is_array(object) {
+        return true;
+    }
+    if is_plain(object) || !seen.insert(object.as_ptr().addr()) || seen.len() > MAX_SEEN {
+        return false;
+    }
+    let mut any = |items: Vec<Bound<'_, PyAny>>| items.iter().any(|item| holds_array(item, seen));
+    if let Ok(dict) = object.cast::<PyDict>() {
+        return any(dict.values().iter().collect());
+    }
+    if let Ok(list) = object.cast::<PyList>() {
+        return any(list.iter().collect());
+    }
+    if let Ok(tuple) = object.cast::<PyTuple>() {
+        return any(tuple.iter().collect());
+    }
+    if object.is_instance_of::<PyType>() || object.is_callable() {
+        return false;
+    }
+    if let Some(fields) = fields(object) {
+        let fields = fields.iter().filter_map(|name| object.getattr(name).ok());
+        return any(fields.collect());
+    }
+    let attributes = bridge::attributes(object);
+    attributes.is_some_and(|attributes| any(attributes.values().iter().collect()))
 }
 
 fn has_array(object: &Bound<'_, PyAny>, depth: usize) -> bool {

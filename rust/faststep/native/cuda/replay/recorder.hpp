@@ -49,6 +49,11 @@ struct Learnt {
   Plan plan;
 };
 
+// Whether an array is all that lies in its memory, as far as it knows.
+inline bool is_whole(const mx::array& a) {
+  return a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size();
+}
+
 class Recorder {
  public:
   // With nothing learnt, to learn; else to record, with the buffers that have been planned in the block.

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "cuda/rules/attention_tiles.hpp"
+#include "cuda/rules/pieces.hpp"
 #include "cuda/rules/rules.hpp"
 #include "mlx/device.h"
 
@@ -28,10 +29,6 @@ constexpr const char* few_source = R"(
   // where the elements of one position of this head begin, in an array of positions by heads
   auto place = [&](int position) {
     return ((int64_t(batch) * LENGTH + position) * heads + head) * WIDTH;
-  };
-  auto added = [](float value) {
-    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
-    return value;
   };
   read(q, queries, queries_strides, scale);
   read(k, keys, keys_strides, 1.0f);
@@ -240,7 +237,7 @@ Arrays Softmax::few(const Attention& attention, const std::optional<mx::array>& 
       cotangent ? "attention_backward" : "attention_forward",
       {"queries", "keys", "values"},
       cotangent ? std::vector<std::string>{"dq", "dk", "dv"} : std::vector<std::string>{"out"},
-      "  constexpr float scale = " + literal(attention.scale) + ";\n" + few_source +
+      "  constexpr float scale = " + literal(attention.scale) + ";\n" + warp_sum_source + few_source +
           (cotangent ? few_backward_source : few_forward_source),
       {{"LENGTH", shape[2]}, {"WIDTH", shape[3]}},
       {shape[0] * shape[1], 1},

@@ -4,6 +4,7 @@
 // share the rows too, and a second kernel adds up their sums.
 #include <algorithm>
 
+#include "cuda/rules/pieces.hpp"
 #include "cuda/rules/rules.hpp"
 
 namespace faststep::rules {
@@ -33,14 +34,6 @@ constexpr const char* sums_source = R"(
       for (int i = 0; i < WIDE; ++i) { sums[i] += float(values[i]); }
     }
   }
-  #pragma unroll
-  for (int i = 0; i < WIDE; ++i) { shared[threadIdx.y][threadIdx.x * WIDE + i] = sums[i]; }
-  __syncthreads();
-  for (int i = threadIdx.y * lanes + threadIdx.x; i < lanes * WIDE; i += WARPS * lanes) {
-    float sum = 0;
-    for (int w = 0; w < WARPS; ++w) { sum += shared[w][i]; }
-    if (first + i < columns) { out[int64_t(blockIdx.y) * columns + first + i] = OUT(sum); }
-  }
 )";
 
 // Sums of the rows of `x`, [..., columns], by `parts` blocks for each column.
@@ -49,7 +42,7 @@ mx::array sums(const mx::array& x, int wide, int parts, int warps, mx::Shape sha
       "columns_" + std::to_string(wide),
       {"x"},
       {"out"},
-      sums_source,
+      std::string(sums_source) + column_sums_source,
       {{"WIDE", wide}, {"WARPS", warps}, {"IN", x.dtype()}, {"OUT", dtype}},
       {divided(x.shape(-1), lanes * wide), parts},
       {lanes, warps}};

@@ -153,14 +153,7 @@ class Kernels : public Rewrite {
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten) {
   return faststep::guarded([&] {
     faststep::rules::Kernels kernels;
-    std::vector<faststep::mx::array> roots, all;
-    for (size_t i = 0; i < count; ++i) {
-      roots.push_back(faststep::at(arrays[i]));
-    }
-    kernels.look(roots);
-    for (const auto& root : roots) {
-      all.push_back(kernels.run(root));
-    }
-    std::transform(all.begin(), all.end(), rewritten, faststep::owned);
+    kernels.look(faststep::list(arrays, count));
+    kernels.run(arrays, count, rewritten);
   });
 }

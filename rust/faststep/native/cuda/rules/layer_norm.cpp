@@ -5,6 +5,7 @@
 // the others meanwhile.
 #include <algorithm>
 
+#include "cuda/rules/pieces.hpp"
 #include "cuda/rules/rules.hpp"
 
 namespace faststep::rules {
@@ -16,15 +17,8 @@ constexpr int few_columns = 256;
 constexpr int few_warps = 4; // of a block, where a warp has a row
 constexpr int few_blocks = 264; // two for each multiprocessor of a large device
 
-// A warp has a row, and each lane WIDE columns, 32 times as many behind those as many again.
+// The norm of a warp's row, behind `row_source`.
 constexpr const char* norm_source = R"(
-  constexpr int lanes = 32, each = (COLUMNS + lanes * WIDE - 1) / (lanes * WIDE);
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= x_shape[0]) { return; }
-  auto added = [](float value) {
-    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
-    return value;
-  };
   float xs[each][WIDE], sum = 0, squares = 0;
   #pragma unroll
   for (int j = 0; j < each; ++j) {
@@ -67,10 +61,6 @@ constexpr const char* norm_few_gradients_source = R"(
   float weights[each], dw[each] = {}, db[each] = {};
   #pragma unroll
   for (int j = 0; j < each; ++j) { weights[j] = j * lanes + lane < COLUMNS ? float(w[j * lanes + lane]) : 0.0f; }
-  auto added = [](float value) {
-    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
-    return value;
-  };
   for (int64_t row = blockIdx.x * WARPS + warp; row < rows; row += gridDim.x * WARPS) {
     float xs[each], gs[each], sum = 0;
     #pragma unroll
@@ -118,15 +108,8 @@ constexpr const char* norm_few_gradients_source = R"(
   }
 )";
 
-// A warp has a row, as the norm itself; what the gradients by weight and bias need of it is written beside.
+// The gradient by a warp's row, behind `row_source`; what the gradients by weight and bias need of it is written beside.
 constexpr const char* norm_gradient_source = R"(
-  constexpr int lanes = 32, each = (COLUMNS + lanes * WIDE - 1) / (lanes * WIDE);
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= x_shape[0]) { return; }
-  auto added = [](float value) {
-    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
-    return value;
-  };
   float xs[each][WIDE], gs[each][WIDE], sum = 0, xx = 0, wg = 0, wgx = 0;
   #pragma unroll
   for (int j = 0; j < each; ++j) {
@@ -239,7 +222,7 @@ std::optional<mx::array> layer_norm(const mx::array& normed) {
       "layer_norm",
       {"x", "w", "b"},
       {"normed"},
-      with(eps, norm_source),
+      with(eps, std::string(row_source) + warp_sum_source + norm_source),
       {{"COLUMNS", columns}, {"WIDE", wide}, {"T", x.dtype()}},
       {divided(rows.shape(0), warps), 1},
       {lanes, warps}};
@@ -274,7 +257,7 @@ std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optiona
   if (is_large) { // two kernels: nobody waits for the second
     kernel.name += "_rows";
     kernel.outputs[1] = "rows";
-    kernel.source = with(eps, nothing + norm_gradient_source);
+    kernel.source = with(eps, nothing + row_source + warp_sum_source + norm_gradient_source);
     kernel.constants.emplace_back("WIDE", wide);
     kernel.blocks = {divided(rows, few_warps), 1};
     kernel.threads = {lanes, few_warps};
@@ -293,7 +276,7 @@ std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optiona
   } else {
     int at_once = rows <= 32 && columns <= few_columns ? 2 * warps : warps;
     parts = rows <= 2 * at_once ? 1 : std::min(divided(rows, at_once), few_blocks);
-    kernel.source = with(eps, nothing + norm_few_gradients_source);
+    kernel.source = with(eps, nothing + warp_sum_source + norm_few_gradients_source);
     kernel.constants.emplace_back("WARPS", at_once);
     kernel.blocks = {parts, 1};
     kernel.threads = {lanes, at_once};

@@ -1,6 +1,7 @@
 // The gradient of max(x, 0), by what came out and not by what went in: MLX keeps both until then.
 //
 // Where a bias was added, its gradient is the sum of the rows of this one, which the same kernel begins to add up.
+#include "cuda/rules/pieces.hpp"
 #include "cuda/rules/rules.hpp"
 
 namespace faststep::rules {
@@ -11,6 +12,7 @@ constexpr int64_t least_rows = 64;
 
 // Each lane has WIDE columns, each warp every so many rows.
 constexpr const char* relu_vjp_source = R"(
+  using OUT = float;
   constexpr int lanes = 32;
   __shared__ float shared[WARPS][lanes * WIDE];
   int columns = y_shape[1], first = blockIdx.x * lanes * WIDE, column = first + threadIdx.x * WIDE;
@@ -28,14 +30,6 @@ constexpr const char* relu_vjp_source = R"(
       }
       store_vector<WIDE>(gx + row * columns + column, 0, gs);
     }
-  }
-  #pragma unroll
-  for (int i = 0; i < WIDE; ++i) { shared[threadIdx.y][threadIdx.x * WIDE + i] = sums[i]; }
-  __syncthreads();
-  for (int i = threadIdx.y * lanes + threadIdx.x; i < lanes * WIDE; i += WARPS * lanes) {
-    float sum = 0;
-    for (int w = 0; w < WARPS; ++w) { sum += shared[w][i]; }
-    if (first + i < columns) { parts[int64_t(blockIdx.y) * columns + first + i] = sum; }
   }
 )";
 
@@ -84,8 +78,8 @@ std::optional<mx::array> Relu::gradient(const mx::array& product, const Uses& us
   Kernel kernel{
       "relu_vjp",
       {"y", "g"},
-      {"gx", "parts"},
-      relu_vjp_source,
+      {"gx", "out"},
+      std::string(relu_vjp_source) + column_sums_source,
       {{"WIDE", wide}, {"WARPS", warps}, {"T", product.dtype()}},
       {across, parts},
       {lanes, warps}};

@@ -4,6 +4,7 @@
 // with the rest, and the gradient takes three more. Here a warp has a row of scores in registers.
 #include <limits>
 
+#include "cuda/rules/pieces.hpp"
 #include "cuda/rules/rules.hpp"
 
 namespace faststep::rules {
@@ -13,17 +14,15 @@ namespace {
 constexpr int max_columns = 1024; // of which a warp keeps its share in registers
 constexpr size_t max_rows = size_t{1} << 28;
 
-// Lane i of the warp of a row has the columns i, i + 32, ..., none of them behind `last`.
-constexpr const char* row_source = R"(
-  constexpr int lanes = 32, each = (COLUMNS + lanes - 1) / lanes;
+// Lane i of the warp of a row has the columns i, i + 32, ...
+constexpr const char* lane_source = R"(
+  constexpr int WIDE = 1;
   int lane = threadIdx.x;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= rows_shape[0]) { return; }
+)";
+
+// The last column that a row sees.
+constexpr const char* last_source = R"(
   int last = CAUSAL ? int(row % QUERIES) + COLUMNS - QUERIES : COLUMNS - 1;
-  auto added = [](float value) {
-    for (int step = 16; step > 0; step /= 2) { value += __shfl_xor_sync(0xffffffff, value, step); }
-    return value;
-  };
 )";
 
 constexpr const char* softmax_source = R"(
@@ -31,7 +30,7 @@ constexpr const char* softmax_source = R"(
   #pragma unroll
   for (int j = 0; j < each; ++j) {
     int column = j * lanes + lane;
-    values[j] = column <= last ? float(rows[row * COLUMNS + column]) : -INFINITY;
+    values[j] = column <= last ? float(x[row * COLUMNS + column]) : -INFINITY;
     largest = fmaxf(largest, values[j]);
   }
   for (int step = 16; step > 0; step /= 2) { largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, step)); }
@@ -53,7 +52,7 @@ constexpr const char* gradient_source = R"(
   #pragma unroll
   for (int j = 0; j < each; ++j) {
     int column = j * lanes + lane;
-    ps[j] = column <= last ? float(rows[row * COLUMNS + column]) : 0.0f;
+    ps[j] = column <= last ? float(x[row * COLUMNS + column]) : 0.0f;
     gs[j] = column <= last ? float(cotangent[row * COLUMNS + column]) : 0.0f;
     sum += ps[j] * gs[j];
   }
@@ -69,15 +68,14 @@ constexpr const char* gradient_source = R"(
 mx::array by_row(const char* name, const char* source, const Arrays& inputs, int queries) {
   const auto& x = inputs[0];
   int columns = x.shape(-1), rows = static_cast<int>(x.size() / columns);
-  constexpr int warps = 8;
   Kernel kernel{
       name,
-      {"rows"},
+      {"x"},
       {"out"},
-      std::string(row_source) + source,
+      std::string(lane_source) + row_source + last_source + warp_sum_source + source,
       {{"COLUMNS", columns}, {"QUERIES", queries == 0 ? 1 : queries}, {"CAUSAL", queries > 0}, {"T", x.dtype()}},
-      {(rows + warps - 1) / warps, 1},
-      {32, warps}};
+      {divided(rows, warps), 1},
+      {lanes, warps}};
   Arrays matrices;
   for (const auto& in : inputs) {
     matrices.push_back(mx::reshape(in, {rows, columns}, mx::Device::gpu));

@@ -5,11 +5,11 @@ use mlx_rs::{error::Result as MlxResult, transforms::async_eval, Array};
 
 use super::resident::{copied, Resident};
 use crate::{
-    engine::{evaluate::OnDevice, Call, Engine, Owner},
+    engine::{evaluate::OnDevice, Engine, Owner},
     error::{Error, Result},
     evaluation::{Evaluate, HandOver},
     mlx::{array, replay::Launched},
-    trace::{Captured, Given, Outputs},
+    trace::{Call, Captured, Given, Outputs},
 };
 
 /// The most bytes of a result that a launch copies itself (`native/cuda/replay/scalars.hpp`), as far as there is room.
@@ -150,7 +150,7 @@ impl Resident {
         if !large.is_empty() {
             async_eval(&large)?;
         }
-        let key = outputs.key.iter().map(|key| (call.others.len(), key));
+        let key = outputs.key.iter().map(|key| (call.count_others(), key));
         let others = outputs.others.iter().map(|(index, array)| (*index, array));
         for (at, value) in others.chain(key) {
             if let Some(Given::Carried { last, .. }) = captured.given.get_mut(at) {
@@ -165,8 +165,8 @@ impl Resident {
 // what is given, and is not what was given the last time, with its static array. A batch is a new one each time
 fn copy_in(given: &mut [Given], call: &Call) -> MlxResult<Vec<(Array, Array)>> {
     let mut copies = Vec::new();
-    let known = call.others.len() + 1; // the random key
-    let arrays = call.others.iter().chain(&call.rest).enumerate();
+    let known = call.count_others() + 1; // the random key
+    let arrays = call.others().chain(&call.rest).enumerate();
     for (given, (i, value)) in given.iter_mut().zip(arrays) {
         let (Given::Copied { array, last } | Given::Carried { array, last }) = given else {
             continue;

@@ -13,10 +13,10 @@ use std::rc::Rc;
 
 use mlx_rs::{error::Result as MlxResult, Array};
 
-use super::{evaluate::evaluate, Call, Engine, Owner};
+use super::{evaluate::evaluate, Engine, Owner};
 use crate::{
     mlx::{array, join, memory, replay::ScalarsApart},
-    trace::{Captured, Given, Outputs, Part, Replay, Trace},
+    trace::{Call, Captured, Given, Outputs, Part, Replay, Trace},
 };
 use resident::copied;
 
@@ -77,7 +77,7 @@ impl Engine {
             return Err(call);
         };
         let captured = self.captures.remove(at).captured;
-        let arrays = call.others.iter().chain(&call.rest);
+        let arrays = call.others().chain(&call.rest);
         let replaced = captured.given.iter().zip(arrays).any(|(given, array)| {
             matches!(given, Given::Fixed(fixed) if array::id(fixed) != array::id(array))
         });
@@ -201,7 +201,7 @@ impl Engine {
         self.fill_resident(owner)?;
         let (written, draws) = trace.written();
         let mut given = Vec::new();
-        for (index, other) in call.others.iter().enumerate() {
+        for (index, other) in call.others().enumerate() {
             given.push(if written.contains(&index) {
                 let array = copied(other)?;
                 Given::Carried { array, last: None }

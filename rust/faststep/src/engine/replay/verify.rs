@@ -15,7 +15,7 @@ use crate::{
         fuse, memory,
         replay::{is_own, Capture, Computed},
     },
-    trace::{Captured, Given, Outputs, Trace},
+    trace::{Captured, Given, Inputs, Outputs, Trace},
 };
 
 /// The difference from MLX's update that is tolerated: relative to the update, and to the value.
@@ -63,6 +63,7 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> MlxResult<Option<Captured>> {
         let Rehearsal { inputs, given } = rehearsal;
+        let inputs = Inputs::from(inputs);
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
@@ -110,7 +111,7 @@ impl Engine {
                 results,
                 carried,
                 fed: fed.collect(),
-                inputs: inputs.clone(),
+                inputs: inputs.own.clone(),
             })
         };
 

@@ -162,7 +162,15 @@ impl<'a> Body<'a> {
         outputs: &mut Outputs,
     ) -> Result<()> {
         for (index, new) in &mut outputs.others {
-            *new = choose(good, new.clone(), &inputs.others[*index])?;
+            let old = &inputs.others[*index];
+            if new.shape() == old.shape() {
+                *new = choose(good, new.clone(), old)?;
+            } else if let Some(good) = good {
+                let good = good.try_item_exact::<bool>();
+                if !good.map_err(|error| Exception::custom(error.to_string()))? {
+                    *new = old.clone(); // a buffer gets another shape in no trace: its values can be read
+                }
+            }
         }
         outputs.skipped = good.map(Array::logical_not).transpose()?;
         if let (Some(scale), Some(good), Some(at)) =

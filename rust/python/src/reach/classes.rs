@@ -1,0 +1,127 @@
+//! The methods of the classes that a loss calls: another one may be put in the place of any, in a notebook say.
+use std::cell::RefCell;
+
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyString, PyType},
+};
+
+use crate::{mlx::bridge, tree::identity::Weak};
+
+/// Classes as they were when a loss was searched.
+#[derive(Default)]
+pub struct Classes(Vec<Watched>);
+
+struct Watched {
+    class: Weak,
+    methods: RefCell<Methods>,
+}
+
+#[derive(Default)]
+struct Methods {
+    version: Option<u32>, // Python counts it up whenever something is put into the class
+    all: Vec<Method>,
+}
+
+// a function, or what Python makes of one: a property, a static method
+struct Method {
+    name: Py<PyString>,
+    address: usize, // while nothing has been put into the class, this is the object
+    function: Option<(Weak, Py<PyAny>)>, // with its code
+}
+
+impl Methods {
+    fn of(class: &Bound<'_, PyType>) -> PyResult<Self> {
+        let py = class.py();
+        let version = bridge::version(class);
+        let descriptors = ["property", "staticmethod", "classmethod"];
+        let builtins = py.import("builtins")?;
+        let descriptors = descriptors.map(|name| builtins.getattr(name));
+        let is_library = class.module()?.to_str()?.starts_with("mlx."); // whose functions keep their code
+        let mut all = Vec::new();
+        for (name, object) in members(class)?.iter() {
+            let code = bridge::code(&object);
+            let is_descriptor = descriptors
+                .iter()
+                .flatten()
+                .any(|kind| object.get_type().is(kind));
+            if let (true, Ok(name)) = (code.is_some() || is_descriptor, name.cast_into()) {
+                all.push(Method {
+                    name: name.unbind(),
+                    address: object.as_ptr().addr(),
+                    function: code
+                        .filter(|_| !is_library)
+                        .map(|code| (Weak::of_code(&object), code.unbind())),
+                });
+            }
+        }
+        Ok(Self { version, all })
+    }
+
+    // true if these are the class's methods, each with its code
+    fn are_of(&self, class: &Bound<'_, PyType>) -> bool {
+        let py = class.py();
+        let now = Self::of(class);
+        now.is_ok_and(|now| {
+            let mut pairs = self.all.iter().zip(&now.all);
+            self.all.len() == now.all.len()
+                && pairs.all(|(a, b)| {
+                    let names = a.name.bind(py).as_any().eq(b.name.bind(py));
+                    a.address == b.address && names.unwrap_or(false) && a.has_code(py)
+                })
+        })
+    }
+}
+
+impl Method {
+    // false if its code is another one than that of a function before
+    fn has_code(&self, py: Python<'_>) -> bool {
+        self.function.as_ref().is_none_or(|(function, code)| {
+            let function = function.get(py);
+            function.is_some_and(|function| bridge::code(&function).is_some_and(|it| it.is(code)))
+        })
+    }
+}
+
+fn members<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyDict>> {
+    let members = PyDict::new(class.py());
+    members.update(class.getattr("__dict__")?.cast()?)?;
+    Ok(members)
+}
+
+impl Classes {
+    /// Those of a list.
+    pub fn of(classes: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let mut all = Vec::new();
+        for class in classes.try_iter()? {
+            let class = class?.cast_into::<PyType>()?;
+            all.push(Watched {
+                class: Weak::of_class(&class),
+                methods: RefCell::new(Methods::of(&class)?),
+            });
+        }
+        Ok(Self(all))
+    }
+
+    /// The name of a class that has another method now.
+    pub fn changed(&self, py: Python<'_>) -> Option<String> {
+        let mut changed = self.0.iter().filter_map(|watched| {
+            let class = watched.class.get(py)?;
+            let class = class.cast::<PyType>().ok()?;
+            let mut methods = watched.methods.borrow_mut();
+            let version = bridge::version(class);
+            let same = if version.is_some() && version == methods.version {
+                methods.all.iter().all(|method| method.has_code(py))
+            } else {
+                methods.are_of(class)
+            };
+            methods.version = version;
+            (!same).then(|| {
+                class
+                    .name()
+                    .map_or_else(|_| "a class".into(), |name| name.to_string())
+            })
+        });
+        changed.next()
+    }
+}

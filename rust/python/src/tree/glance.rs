@@ -1,0 +1,103 @@
+//! What a glance at a tree has to meet, written down by a walk through it.
+use pyo3::{prelude::*, types::PyString};
+
+use super::{
+    identity::Class,
+    slot::Place,
+    static_value::Static,
+    walk::{walk, Kind, Visitor},
+    Item,
+};
+use crate::mlx::glance::{Container, Glance};
+
+struct Writer<'a> {
+    items: &'a [Item],
+    at: usize,
+    glance: Glance,
+}
+
+/// Write down what is in a tree of these items, which `root` is; `None` where a glance cannot tell whether it still is.
+pub(super) fn written(items: &[Item], root: &Bound<'_, PyAny>) -> Option<Glance> {
+    let mut writer = Writer {
+        items,
+        at: 0,
+        glance: Glance::default(),
+    };
+    walk(root.clone(), Place::Tuple, &mut writer)?;
+    (writer.at == items.len()).then_some(writer.glance)
+}
+
+impl Writer<'_> {
+    fn next(&mut self) -> Option<&Item> {
+        let item = self.items.get(self.at);
+        self.at += 1;
+        item
+    }
+}
+
+impl<'py> Visitor<'py> for Writer<'_> {
+    fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
+        self.next()?;
+        let kind = match kind {
+            Kind::Dict => Container::Dict,
+            Kind::List => Container::List,
+            Kind::Tuple => Container::Tuple,
+            Kind::Module => Container::Module,
+            Kind::Attributes => Container::Attributes,
+            Kind::Optimizer | Kind::Dataclass => return None,
+        };
+        let class = container.get_type();
+        let weak = match Class::of_class(&class) {
+            Class::Weak(weak) => Some(weak.into_bound(class.py())),
+            Class::Strong(_) => None,
+        };
+        let address = container.as_ptr().addr();
+        self.glance
+            .container(kind, address, len, &class, weak.as_ref());
+        Some(())
+    }
+
+    fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()> {
+        self.next()?;
+        self.glance.key(key);
+        Some(())
+    }
+
+    fn array(&mut self, place: Place<'py>, _: Bound<'py, PyAny>) -> Option<()> {
+        self.next()?;
+        if matches!(place, Place::Tuple) {
+            return None;
+        }
+        self.glance.array();
+        Some(())
+    }
+
+    fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
+        let py = object.py();
+        let at = self.at;
+        self.next()?;
+        let Item::Static(value) = &self.items[at] else {
+            return None;
+        };
+        match value {
+            Static::Value(value) => self.glance.value(value.bind(py)),
+            Static::Weak(weak) => self.glance.weak(weak.bind(py)),
+            Static::Set(set) => {
+                let set = set.bind(py);
+                if !set
+                    .iter()
+                    .all(|each| each.is_exact_instance_of::<PyString>())
+                {
+                    return None; // equality may be anybody's code
+                }
+                self.glance.strings(set);
+            }
+            Static::Constant(_) => return None,
+        }
+        Some(())
+    }
+
+    fn skips(&self, _: &str) -> bool {
+        false
+    }
+}

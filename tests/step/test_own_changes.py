@@ -1,0 +1,299 @@
+"""Losses that change or take something themselves, which a trace would do once: they are called at every step."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import itertools
+import random
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from support.helpers import assert_close, plain_step, snapshot
+
+
+def test_a_loss_may_append_to_a_long_list() -> None:
+    log = [0.5] * 5000
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        log.append(loss := mx.square(model(x)).mean())
+        return loss
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.1), loss_fn), mx.ones((2, 4))
+    with pytest.warns(RuntimeWarning, match="stores a new array"):
+        losses = [step(x).loss.item() for _ in range(3)]
+    assert [float(value) for value in log[5000:]] == losses
+    assert step.stats.mode == "plain"
+
+
+def test_what_the_loss_changes_itself_makes_no_traces() -> None:
+    class Counting:
+        calls = 0
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            self.calls += 1
+            self.seen.append(x.shape[0])
+            return mx.square(model(x)).mean()
+
+    counting = Counting()
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), counting.loss)
+    for length in (1, 2, 3, 1, 2, 3, 1, 2, 3):
+        step(mx.ones((length, 4)))
+    assert counting.seen == [1, 2, 3]
+    assert (counting.calls, step.stats.traced) == (3, 3)
+
+
+class Warming(nn.Module):
+    """Counts its calls in a number, and weighs what it gives by it (annealed penalties)."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.layer, self.calls, self.matters = nn.Linear(4, 2), 0, matters
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, 4] to [batch, 2]."""
+        self.calls += 1
+        y: mx.array = self.layer(x) * (0.5**self.calls if self.matters else 1.0)
+        return y
+
+
+_calls = 0
+
+
+def own_changes(kind: str) -> tuple[nn.Module, Callable[..., mx.array]]:
+    """Make a loss that changes what it depends on, or takes from what it does not restore."""
+    model: nn.Module = Warming(matters=True) if kind == "a number of the model" else nn.Linear(4, 2)
+    generator, own, old = np.random.default_rng(1), random.Random(1), np.random.RandomState(1)
+    numbers, listed, taken = iter(range(1, 100)), [0.5 * each for each in range(1, 100)], itertools.count(1)
+    made, cell, agent = (0.5 * each for each in range(1, 100)), 0, types.SimpleNamespace(beta=1.0)
+    queue, left = collections.deque(listed), set[int]()
+    counted, large = np.zeros(2), np.zeros(20_000)
+    context = contextvars.ContextVar("context", default=0.0)
+    context.set(0.0)
+    random.seed(1)
+    np.random.seed(1)
+    globals()["_calls"] = 0
+
+    def factor() -> float:
+        nonlocal cell
+        global _calls
+        if kind == "a number in a closure":
+            cell += 1
+            return 1.0 / cell
+        if kind == "a global":
+            _calls += 1
+            return 1.0 / _calls
+        if kind == "an attribute":
+            agent.beta *= 0.9
+            return agent.beta
+        if kind == "a function's attribute":
+            taken_by: Any = factor
+            taken_by.taken.append(0)
+            return 1.0 / len(taken_by.taken)
+        takes: dict[str, Callable[[], float]] = {
+            "numpy's generator": generator.random,
+            "numpy's old generator": old.rand,
+            "numpy's global generator": np.random.rand,
+            "a random.Random": own.random,
+            "the random module": random.random,
+            "an iterator": lambda: float(next(numbers)),
+            "itertools": lambda: float(next(taken)),
+            "a generator": lambda: next(made),
+            "a list": lambda: listed.pop(),
+            "a queue": lambda: queue.popleft(),
+            "a set": lambda: float(left.add(len(left)) or len(left)),  # type: ignore[func-returns-value]
+            "a NumPy array": lambda: float(counted.__iadd__(1.0)[0]),
+            "a large NumPy array": lambda: float(large.__iadd__(1.0)[0]),
+            "a context variable": lambda: (context.set(context.get() + 1.0), context.get())[1],
+        }
+        return takes.get(kind, lambda: 1.0)()
+
+    vars(factor)["taken"] = []
+    return model, lambda model, x: (model(x) * factor()).square().mean()
+
+
+OWN_CHANGES = """a number of the model, a number in a closure, a global, an attribute, a function's attribute, a
+list, a queue, a set, a NumPy array, a large NumPy array, a context variable, numpy's generator,
+numpy's old generator, numpy's global generator, a random.Random, the random module, an iterator,
+itertools, a generator"""
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", OWN_CHANGES.replace("\n", " ").split(", "))
+def test_a_loss_that_depends_on_how_often_it_is_called_is_called_at_every_step(kind: str, accumulate: int) -> None:
+    results: list[Any] = []
+    batches = [mx.random.normal((8, 4), key=mx.random.key(number)) for number in range(6)]
+    for ours in (False, True):
+        mx.random.seed(3)
+        model, loss_fn = own_changes(kind)
+        optimizer = optim.SGD(0.1, momentum=0.9)
+        if not ours:
+            take = plain_step(model, optimizer, loss_fn, accumulate=accumulate)
+            results.append(([float(take(x)[0]) for x in batches], snapshot(model, optimizer)))
+            continue
+        step = Step(model, optimizer, loss_fn, accumulate=accumulate)
+        first = step(batches[0]).loss.item()
+        with pytest.warns(RuntimeWarning, match="as it is called|what it changes itself"):
+            second = step(batches[1]).loss.item()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            losses = [first, second, *(step(x).loss.item() for x in batches[2:])]
+        results.append((losses, snapshot(model, optimizer)))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    assert_close(results[1][1], results[0][1], 1e-5)
+    assert step.stats.mode == "plain"
+
+
+def test_what_another_thread_draws_is_not_drawn_by_the_loss() -> None:
+    drawn, done, first = threading.Event(), threading.Event(), [True]
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+            np.random.rand()
+            drawn.set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if first:
+            first.clear()
+            drawn.clear()
+            assert drawn.wait(60)
+        return model(x).square().mean()
+
+    step, thread = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), threading.Thread(target=draw)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                step(mx.ones((3, 4)))
+    finally:
+        done.set()
+        thread.join()
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+
+
+def test_a_loss_that_counts_what_does_not_matter_is_traced_once() -> None:
+    history: list[int] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        history.append(1)
+        return model(x).square().mean()
+
+    model = Warming(matters=False)
+    step = Step(model, optim.SGD(0.1), loss_fn)
+    for _ in range(5):
+        step(mx.ones((3, 4)))
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+    assert (model.calls, history) == (0, [1])
+
+
+def test_what_a_loss_writes_into_what_it_reaches_is_written_at_every_step() -> None:
+    class Averaging:
+        def __init__(self) -> None:
+            self.rebound, self.changed = mx.zeros(2), mx.zeros(2)
+            self.norm = nn.BatchNorm(4)
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            y = model(self.norm(x))
+            self.rebound = 0.9 * self.rebound + 0.1 * mx.stop_gradient(y.mean(axis=0))
+            self.changed += mx.stop_gradient(y.sum(axis=0))
+            return mx.square(y - self.rebound).mean()
+
+    results = []
+    for native in (False, True):
+        mx.random.seed(1)
+        averaging, model, optimizer = Averaging(), nn.Linear(4, 2), optim.SGD(1e-1)
+        step, held = Step(model, optimizer, averaging.loss), averaging.changed
+        for number in range(5):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if native:
+                step(x)
+            else:
+                loss, gradients = nn.value_and_grad(model, averaging.loss)(model, x)
+                optimizer.update(model, gradients)
+                mx.eval(model.state, optimizer.state, loss, averaging.rebound, averaging.changed)
+        assert held is averaging.changed  # `+=` changes the object that others hold
+        results.append([averaging.rebound, averaging.changed, averaging.norm.running_mean, model.weight])
+    assert step.stats.mode == "native"
+    for ours, plain in zip(*reversed(results), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [[], collections.deque(), collections.deque(maxlen=3)], ids=["list", "queue", "last"])
+def test_a_loss_that_keeps_arrays_runs_plain(kept: list[mx.array]) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        loss = mx.square(model(x)).mean()
+        kept.append(loss)
+        return loss
+
+    step = Step(nn.Linear(4, 2), optim.SGD(1e-2), loss_fn)
+    with pytest.warns(RuntimeWarning, match="it stores a new array in"):
+        losses = [step(mx.ones((3, 4))).loss.item() for _ in range(3)]
+    assert [each.item() for each in list(kept)[-3:]] == losses
+    assert step.stats.mode == "plain"
+    assert "stores a new array" in str(step.stats.reason)
+
+
+KEPT: dict[str, Callable[[], Any]] = {
+    "a queue": lambda: collections.deque(maxlen=3),
+    "a set": set,
+    "a NumPy array": lambda: np.zeros(3),
+    "a large NumPy array": lambda: np.zeros(20_000),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_log_in_any_container_changes_nothing(kind: str) -> None:
+    kept = KEPT[kind]()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if isinstance(kept, collections.deque):
+            kept.append(x.shape[0])
+        elif isinstance(kept, set):
+            kept.add(len(kept))
+        else:
+            kept[0] += 1
+        return model(x).square().mean()
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    for _ in range(5):
+        step(mx.ones((3, 4)))  # a warning is an error in these tests
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+    assert (kept[0] if isinstance(kept, np.ndarray) else len(kept)) == 1
+
+
+@pytest.mark.parametrize("matters", [False, True])
+def test_an_error_before_the_second_step_says_nothing_of_what_a_loss_changes(matters: bool) -> None:
+    seen: list[int] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        seen.append(x.shape[1])
+        return model(x).square().mean() * (len(seen) if matters else 1)
+
+    step, x = Step(nn.Linear(4, 2), optim.SGD(0.0), loss_fn), mx.ones((3, 4))
+    first = step(x).loss.item()
+    for _ in range(6):
+        with pytest.raises(ValueError, match=r"matmul|addmm"):
+            step(mx.ones((3, 5)))  # a warning is an error in these tests
+    before = len(seen)
+    if not matters:
+        assert [step(x).loss.item() for _ in range(2)] == [first, first]
+        assert (step.stats.mode, len(seen)) == ("native", before)
+        return
+    with pytest.warns(RuntimeWarning, match="what it changes itself"):
+        step(x)
+    assert step(x).loss.item() == pytest.approx(first * len(seen), rel=1e-5)
+    assert step.stats.mode == "plain"

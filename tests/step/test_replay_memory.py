@@ -1,0 +1,75 @@
+"""Memory of a replayed step: its plan, what it keeps, when it gives it back. Needs an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import pytest
+from faststep import Step
+from support.cuda import NEEDS_CUDA, STEPS, is_captured, replayed
+from support.helpers import Row, assert_close, snapshot
+
+pytestmark = [NEEDS_CUDA, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
+
+
+def test_a_plan_knows_what_a_capture_takes() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    batch, *_ = row.case.batches(1)
+    for replay in (False, True):
+        step = Step(*row.new(), row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        plan = step.memory_plan(*batch)
+        for _ in range(STEPS):
+            step(*batch)
+        assert (plan.replay > 0) == replay
+        assert step.stats.bytes["replay"] <= plan.replay, (step.stats.bytes, plan)
+
+
+def test_memory_is_given_back_when_others_take_it() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    batches = list(row.case.batches(24))
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        for i, batch in enumerate(batches):
+            if i == 9 and replay:
+                assert is_captured(step), replayed(step)
+                limit = mx.set_memory_limit(mx.get_active_memory())  # as if the rest were taken
+            step(*batch)
+            if i == 9 and replay:
+                mx.set_memory_limit(limit)
+                assert replayed(step) == ["not replayed yet"]
+                assert step.stats.bytes["replay"] == 0
+        ends.append(snapshot(*pair))
+    assert is_captured(step), replayed(step)
+    assert_close(ends[1], ends[0], row.case.tolerance)
+
+
+def test_memory_stays_flat_and_is_given_back() -> None:
+    row = Row("mlp", "adamw", 0.05)
+    pair = row.new()
+    step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=True, max_traces=4)
+    (x, y), *_ = row.case.batches(1)
+    for _ in range(100):
+        step(x, y)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    for _ in range(2000):
+        step(x, y)
+    mx.synchronize()
+    after = mx.get_active_memory()
+    assert after <= before + 16384, (before, after)  # flags that nobody has read yet
+    held = []
+    for n in range(1, 9):
+        for _ in range(6):
+            step(x[:n], y[:n])
+        mx.synchronize()
+        held.append(mx.get_active_memory())
+    assert max(held[4:]) <= 1.1 * max(held[:5]), held
+    captured = step.stats.bytes["replay"]
+    del step, pair
+    gc.collect()
+    mx.synchronize()
+    assert captured > 0
+    assert mx.get_active_memory() <= held[-1] - captured, (held, captured)
