@@ -40,7 +40,8 @@ _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 _RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "STORE_ATTR", "IMPORT_FROM")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
 _STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
@@ -157,6 +158,8 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
         if instruction.opname in _NAMES:
             names.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTES:
+            attributes.add(instruction.argval)
+        elif instruction.opname == "STORE_ATTR" and code.co_name not in _MAKERS:
             attributes.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
