@@ -178,6 +178,20 @@ def test_layer_norm_and_its_gradients(shape: tuple[int, int], added: bool, tmp_p
         assert off(sums.astype(np.float64).sum(0), np.stack([(g * hat).sum(0), g.astype(np.float64).sum(0)])) < 1e-6
 
 
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)], ids=["as they lie", "left", "right"])
+@pytest.mark.parametrize("shape", [(16, 64, 64), (10, 300, 21)], ids=["whole", "left over"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_small_products(shape: tuple[int, int, int], turned: tuple[bool, bool], adds: bool, tmp_path: Path) -> None:
+    rows, depth, columns = shape
+    a = drawn(depth, rows).T if turned[0] else drawn(rows, depth)
+    b = drawn(columns, depth).T if turned[1] else drawn(depth, columns, seed=1)
+    row, out = drawn(columns, seed=2), empty(rows, columns)
+    constants = f"constexpr int DEPTH = {min(-(-depth // 16) * 16, 256)}; constexpr bool ADDS = {int(adds)};"
+    kernel = Kernel(sources("small.cpp")["small"], constants, (-(-columns // 16), -(-rows // 16)), (256, 1))
+    compiled(tmp_path, {"a": a, "b": b, "row": row, "out": out}, product=kernel).run_product()
+    assert off(out, a.astype(np.float64) @ b + adds * row) < 1e-6
+
+
 def test_the_gradient_of_relu_and_of_the_bias_before_it(tmp_path: Path) -> None:
     y, g, gx, out = np.maximum(drawn(70, 200), 0), drawn(70, 200, seed=1), empty(70, 200), empty(3, 200)
     y[3, 5], y[4, 6] = np.nan, -0.0

@@ -61,7 +61,7 @@ bool lies_in_rows(const mx::array& a) {
   if (is(a, "Multiply")) {
     return number(a.inputs()[0]) && lies_in_rows(a.inputs()[1]);
   }
-  return is(a, "Matmul") || is(a, "AddMM");
+  return is(a, "Matmul") || is(a, "AddMM") || is(a, "CustomKernel");
 }
 
 bool reads_rows(const mx::array& a) {

@@ -95,6 +95,9 @@ class Kernels : public Rewrite {
     if (!made) {
       made = sum(out);
     }
+    if (!made) {
+      made = small_product(out);
+    }
     if (made) {
       hold(*made); // rules know arrays by their ids
     }

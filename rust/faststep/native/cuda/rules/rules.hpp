@@ -84,6 +84,9 @@ std::optional<mx::array> column_sum(const mx::array& sum);
 // The sum of the rows of a float32 matrix, by one kernel.
 mx::array sum_of_few(const mx::array& x, mx::Shape shape, mx::Dtype dtype);
 
+// A product of small matrices, with a row added to each of its own or not, if this is one.
+std::optional<mx::array> small_product(const mx::array& product);
+
 // A layer norm, if this is one.
 std::optional<mx::array> layer_norm(const mx::array& normed);
 
