@@ -33,4 +33,7 @@ struct LazyArrays {
   std::unordered_map<std::uintptr_t, int> degrees;
 };
 
+// Gives an operation the module of the one whose place it takes.
+void take_module(const mlx::core::array& from, const mlx::core::array& to);
+
 } // namespace faststep

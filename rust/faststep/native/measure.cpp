@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/op_clock.hpp"
+#include "cuda/rules/rules.hpp"
 #include "ffi.hpp"
 #include "lazy.hpp"
 #include "status.hpp"
@@ -151,12 +152,23 @@ struct Operation {
   bool by_events = false;
 };
 
+// The name of an operation, and of a kernel with what it was compiled for.
+std::string name_of(const mx::Primitive& primitive) {
+  std::string name = primitive.name();
+  if (name != "CustomKernel") {
+    return name;
+  }
+  name = std::get<0>(static_cast<const mx::fast::CustomKernel&>(primitive).state());
+  constexpr std::string_view before = "custom_kernel_";
+  return name.substr(name.starts_with(before) ? before.size() : 0);
+}
+
 Operation operation_of(const mx::array& array, Modules& modules) {
   auto id = array.id();
   for (const auto& sibling : array.siblings()) {
     id = std::min(id, sibling.id());
   }
-  return {id, array.primitive().name(), modules.of(array), described(array), bytes_of(array)};
+  return {id, name_of(array.primitive()), modules.of(array), described(array), bytes_of(array)};
 }
 
 // Evaluates operations one after another, and times each.
@@ -211,6 +223,13 @@ std::vector<mx::array> tape_of(const void* const* arrays, size_t count) {
 }
 
 } // namespace
+
+void faststep::take_module(const mx::array& from, const mx::array& to) {
+  auto label = labels.operations.find(&from.primitive());
+  if (label != labels.operations.end() && to.has_primitive()) {
+    labels.operations.try_emplace(&to.primitive(), Labels::Made{to.primitive_ptr(), label->second.module});
+  }
+}
 
 int faststep_measure(
     const void* const* arrays,

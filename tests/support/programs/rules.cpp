@@ -77,6 +77,7 @@ using Arrays = std::vector<mx::array>;
 namespace faststep {
 
 void is_determined_by_inputs(const mx::array&) {}
+void take_module(const mx::array&, const mx::array&) {}
 void may_lie_within(const mx::array&, std::vector<Place>) {}
 
 void set_last_error(const char* message) noexcept {
@@ -640,6 +641,17 @@ bool is_attention_right(bool differentiated) {
   return right;
 }
 
+// Loss and gradients of rows that a scalar parameter scales, once it has been given their dimensions.
+Arrays scaled() {
+  auto loss = [](const Arrays& in) -> Arrays {
+    return {mx::mean(mx::square(in[0] * mx::reshape(mx::exp(in[1]), {1, 1})))};
+  };
+  Arrays inputs{drawn({40, 64}, 0), drawn({}, 1)};
+  auto [out, gradients] = mx::vjp(loss, inputs, {mx::array(1.0f)});
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
 bool is_encoder_right(int n, bool norms_first, bool relu) {
   std::multiset<std::string> kernels;
   auto add = [&](int times, const char* name) {
@@ -806,6 +818,7 @@ int main(int count, char** arguments) {
       right &= is_encoder_right(n, first, true);
     }
   }
+  right &= is_right("a scalar parameter", scaled(), scaled(), {}, [](const auto&) { return true; });
   right &= is_attention_right(false);
   right &= is_attention_right(true);
   for (int added : {0, 1, 2}) {

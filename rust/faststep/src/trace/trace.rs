@@ -36,7 +36,7 @@ pub struct Trace {
     counts: Rc<RefCell<OutputCounts>>,
     pub(crate) recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
-    error: Rc<RefCell<Option<Exception>>>, // the body's own, which MLX's compilation loses
+    error: Rc<RefCell<Option<Error>>>, // the body's own, which MLX's compilation loses
     eager: bool,
     tape: Option<Tape>,     // of what MLX has compiled, from the second call on
     fits: Option<Versions>, // the lists of the last inputs of the tape: of these, all arrays have the forms of its inputs
@@ -73,21 +73,24 @@ impl Trace {
             let error = error.clone();
             move |inputs: &[Array]| -> MlxResult<Vec<Array>> {
                 traced.set(inputs.first().map_or(0, array::id));
-                let note = |e: Exception| {
-                    let what = Exception::custom(e.what());
-                    error.replace(Some(e)); // itself: it knows its place
-                    what
+                let note = |to: fn(Exception) -> Error| {
+                    let error = &error;
+                    move |e: Exception| {
+                        let what = Exception::custom(e.what());
+                        error.replace(Some(to(e))); // itself: it knows its place
+                        what
+                    }
                 };
                 let before: Vec<usize> = inputs.iter().map(array::holders).collect();
                 let made = Body::new(&recipe, &*host).trace(inputs);
-                let (values, made) = made.map_err(&note)?.flatten();
+                let (values, made) = made.map_err(note(Error::Trace))?.flatten();
                 if !matches!(recipe.part, Part::Update(_)) {
-                    host.traced(inputs, &before, &values).map_err(&note)?;
+                    host.traced(inputs, &before, &values).map_err(note(Error::Trace))?;
                 }
-                quantized::rewrite(inputs, &values).map_err(&note)?;
+                quantized::rewrite(inputs, &values).map_err(note(Error::Compile))?;
                 counts.replace(made);
                 if compiled {
-                    array::rewritten(&values)
+                    array::rewritten(&values).map_err(note(Error::Compile))
                 } else {
                     Ok(values)
                 }
@@ -169,20 +172,26 @@ impl Trace {
     fn compiled(&mut self, inputs: &[Array]) -> Result<Vec<Array>> {
         self.traced.set(0);
         let outputs = (self.function)(inputs);
-        let outputs = outputs.map_err(|error| match self.error.take() {
-            Some(error) => {
-                take_closure_error();
-                Error::Trace(error)
-            }
-            None => Error::Compile(error),
-        })?;
+        let outputs = outputs.map_err(|error| self.failed(error))?;
         if self.traced.get() != 0 {
             // a compiled call passes tracers to the body, an eager call the input arrays themselves
             self.eager = inputs.first().map(array::id) == Some(self.traced.get());
         } else if !self.eager {
-            self.tape = Some(Tape::of(&mut self.function, inputs).map_err(Error::Compile)?);
+            let tape = Tape::of(&mut self.function, inputs);
+            self.tape = Some(tape.map_err(|error| self.failed(error))?);
         }
         Ok(outputs)
+    }
+
+    // the body's own error, where that is why MLX's compilation failed
+    fn failed(&self, error: Exception) -> Error {
+        match self.error.take() {
+            Some(error) => {
+                take_closure_error();
+                error
+            }
+            None => Error::Compile(error),
+        }
     }
 }
 

@@ -11,6 +11,7 @@
 
 #include "graph/graph.hpp"
 #include "graph/rewrite.hpp"
+#include "lazy.hpp"
 #include "mlx/backend/cuda/cuda.h"
 #include "status.hpp"
 
@@ -100,6 +101,8 @@ class Kernels : public Rewrite {
     }
     if (made) {
       hold(*made); // rules know arrays by their ids
+      take_module(out, *made);
+      take_module(out, unshaped(*made));
     }
     return {made.value_or(out)};
   }
@@ -107,8 +110,9 @@ class Kernels : public Rewrite {
   // Whether the rows of an array, in another shape or not, are summed up.
   bool is_summed(const mx::array& original) const {
     auto all = users(original).all;
-    return std::any_of(all.begin(), all.end(), [this](const mx::array& user) {
-      bool shapes = unshaped(user).id() != user.id() && user.ndim() > 0 && user.shape(-1) == user.inputs()[0].shape(-1);
+    return std::any_of(all.begin(), all.end(), [&](const mx::array& user) {
+      bool shapes = unshaped(user).id() != user.id() && user.ndim() > 0 && original.ndim() > 0 &&
+          user.shape(-1) == original.shape(-1);
       return sums_rows(user) || (shapes && is_summed(user));
     });
   }
