@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_flatten
-from support.cuda import NEEDS_CUDA
+from support.cuda import NEEDS_CUDA, STEPS
 
 pytestmark = NEEDS_CUDA
 
@@ -123,7 +123,7 @@ def test_a_captured_gradient_lies_where_the_logits_did() -> None:
 
     step = Step(model, optim.SGD(0.1), loss_fn, replay=True)
     x, y = mx.random.normal((rows, 64)), mx.random.randint(0, classes, (rows,))
-    for _ in range(3):
+    for _ in range(STEPS):
         step(x, y)
     (trace,) = step.stats.traces
     found = re.fullmatch(r"captured .* (\d+) bytes", str(trace.replay))
