@@ -34,7 +34,8 @@ from timing import Batches, block_size, in_turns, run_block
 from ways import BOUND, COMPILED, FAST, PLAIN, WAYS, StepFn, widened
 
 TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 1e-2}  # of the largest loss
-NOISE = 1.25  # plain MLX in bfloat16 on a GPU differs from itself by so much: atomic sums
+NOISE = 3  # of what plain MLX's differ: rounding to half precision or TF32, which the first updates of AdamW multiply
+EXACT = "float32"  # gradients in float32, whose products are none of TF32
 OWN_KERNELS = {f"{way}, MLX's own kernels": way for way in (COMPILED, FAST)}  # what FASTSTEP_KERNELS=0 leaves
 GPU_PROCESSES = 5  # that share its memory
 CLIPPING = {"peak": MAX_GRAD_NORM, "peak without clipping": None}
@@ -63,11 +64,14 @@ def gaps(case: Case, losses: dict[str, list[float]], exact: list[float]) -> dict
     return found
 
 
-def measure(case: Case, others: Sequence[peers.Peer], rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
-    """Time every way on one case; return milliseconds by way and round."""
+def measure(
+    case: Case, exact: list[float] | None, others: Sequence[peers.Peer], rounds: int, after_round: Callable[[], None]
+) -> dict[str, Any]:
+    """Time every way on one case; return milliseconds by way and round.
+
+    `exact`: the losses of gradients in float32, where plain MLX's are others.
+    """
     batches = case.batches()
-    exact = None if case.dtype == mx.float32 else first_losses({"": widened(case.new_run())}, batches)[""]
-    mx.clear_cache()
     steps = {name: way(case.new_run()) for name, way in WAYS.items()}
     losses = first_losses(steps, batches)
     del losses[BOUND][1:]  # it never updates
@@ -108,13 +112,21 @@ def serve(case: Case) -> None:
 
 def start(stack: contextlib.ExitStack, name: str, torch: str | None) -> list[peers.Peer]:
     """Start the other processes of one case."""
-    started = []
+    started: list[peers.Peer] = []
     if not on_gpu():
         command = [sys.executable, *sys.argv, "--alone", name]
         started.append(stack.enter_context(peers.start(command, {**os.environ, "FASTSTEP_KERNELS": "0"})))
     if torch and CASES[name].model is not Checkpointed:  # whose peer would compute another way
         started.append(stack.enter_context(torch_ways.start(torch, CASES[name])))
     return started
+
+
+def exact_losses(name: str) -> list[float] | None:
+    """Return the losses of gradients in float32, by a process of its own; none where plain MLX's are those."""
+    if CASES[name].dtype == mx.float32 and not on_gpu():
+        return None
+    losses: list[float] = answer(name, EXACT, MLX_ENABLE_TF32="0")
+    return losses
 
 
 def peaks(names: Sequence[str], progress: Progress) -> dict[str, dict[str, dict[str, float]]]:
@@ -160,7 +172,9 @@ def main() -> None:
     use_device(args.device)
     if args.alone:
         case, *what = args.alone
-        if what:
+        if what == [EXACT]:
+            print(json.dumps(first_losses({EXACT: widened(CASES[case].new_run())}, CASES[case].batches())[EXACT]))
+        elif what:
             print(json.dumps(peak(CASES[case], what[0], CLIPPING[what[1]])))
         else:
             serve(CASES[case])
@@ -173,10 +187,13 @@ def main() -> None:
             for each in (peer for of in others.values() for peer in of):
                 each.built  # noqa: B018, waits
         memory = peaks(names, progress)
+        with futures.ThreadPoolExecutor(GPU_PROCESSES if on_gpu() else 1) as pool:
+            exact = dict(zip(names, pool.map(exact_losses, names), strict=True))
         for name in names:
             bar = progress.add_task(f"{name}, in turns", total=args.rounds)
+            after = functools.partial(progress.advance, bar)
             try:
-                result = measure(CASES[name], others[name], args.rounds, functools.partial(progress.advance, bar))
+                result = measure(CASES[name], exact[name], others[name], args.rounds, after)
             except Differs as error:
                 failed.append(str(error))
             else:

@@ -125,9 +125,7 @@ def test_containers_of_state_stay_current(optimizer: str, steps_before: int) -> 
 def compare(got: Tree, wanted: Tree) -> None:
     """Compare two trees of arrays."""
     ours, theirs = copied(got), copied(wanted)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_close(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "user-adam"])

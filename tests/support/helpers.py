@@ -324,12 +324,23 @@ def run(row: Row, pair: Pair, step: StepFn, updates: int) -> dict[str, np.ndarra
     return state
 
 
+def is_half(value: np.ndarray) -> bool:
+    """Tell whether all these numbers, float32 by now, are some of bfloat16."""
+    return value.dtype == np.float32 and not (value.view(np.uint32) & 0xFFFF).any()
+
+
+def assert_same(got: Any, wanted: Any, tolerance: float = 0, *, on_gpu: float = 1e-5) -> None:
+    """Compare losses, numbers or lists of them, within the tolerance (0: every bit) and that of a GPU there."""
+    near = max(tolerance, on_gpu) if mx.default_device().type == mx.gpu else tolerance
+    np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=near, atol=near if tolerance == 0 else 0)
+
+
 def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
     """Compare two snapshots: names, dtypes and shapes exactly, values within the tolerance (0: every bit).
 
     A GPU's compiler rounds a product and a sum once or twice, as it likes, kernel by kernel, and some gradients are
     summed in no order. An optimizer that divides a gradient by its own size makes whole updates of that where a
-    gradient is nothing else: one element in 30 may be an update or two away.
+    gradient is nothing else: one element in 30 may be an update or two away. In bfloat16 neighbours are near.
     """
     assert got.keys() == wanted.keys()
     on_gpu = mx.default_device().type == mx.gpu
@@ -337,7 +348,7 @@ def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tole
         assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
         floating = value.dtype.kind == "f"
         if on_gpu and floating:
-            near = max(tolerance, 2e-6)
+            near = max(tolerance, 2**-7 if is_half(value) else 2e-6)
             far = ~np.isclose(got[name], value, rtol=near, atol=near, equal_nan=True)
             assert far.sum() <= max(1, value.size // 30), name
             np.testing.assert_allclose(got[name], value, rtol=0.05, atol=0.05, err_msg=name)
