@@ -7,6 +7,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <random>
 #include <set>
 #include <sstream>
 #include <string>
@@ -464,23 +465,18 @@ std::set<std::string> names(const Arrays& roots) {
   return found;
 }
 
-// Whether graphs give what they are to give, by these kernels, and what operations are left.
-bool is_right(
-    const std::string& name,
-    Arrays wanted,
-    const Arrays& roots,
-    const std::multiset<std::string>& kernels,
-    const std::function<bool(const std::set<std::string>&)>& are_left,
-    float near = 1e-5f) {
-  mx::eval(wanted);
+Arrays rewritten(const Arrays& roots) {
   faststep::rules::Kernels rules;
   rules.look(roots);
   Arrays got;
   for (const auto& root : roots) {
     got.push_back(rules.run(root));
   }
-  auto left = names(got);
-  used.clear();
+  return got;
+}
+
+bool are_near(const std::string& name, Arrays wanted, Arrays got, float near) {
+  mx::eval(wanted);
   mx::eval(got);
   bool right = true;
   for (size_t i = 0; i < got.size(); ++i) {
@@ -491,6 +487,22 @@ bool is_right(
       right = false;
     }
   }
+  return right;
+}
+
+// Whether graphs give what they are to give, by these kernels, and what operations are left.
+bool is_right(
+    const std::string& name,
+    Arrays wanted,
+    const Arrays& roots,
+    const std::multiset<std::string>& kernels,
+    const std::function<bool(const std::set<std::string>&)>& are_left,
+    float near = 1e-5f) {
+  auto got = rewritten(roots);
+  auto left = names(got);
+  mx::eval(wanted);
+  used.clear();
+  bool right = are_near(name, wanted, got, near);
   used.erase("small_product"); // as many as there are products of these small arrays
   if (used != kernels || !are_left(left)) {
     std::printf("%s: kernels", name.c_str());
@@ -650,6 +662,90 @@ Arrays scaled() {
   auto [out, gradients] = mx::vjp(loss, inputs, {mx::array(1.0f)});
   out.insert(out.end(), gradients.begin(), gradients.end());
   return out;
+}
+
+// Loss and gradients of a network that is drawn: any operations in any order, of scalars, rows, matrices and stacks of them.
+Arrays drawn_network(unsigned seed) {
+  const std::vector<mx::Shape> shapes{{}, {1}, {8}, {64}, {8, 64}, {40, 64}, {64, 64}, {64, 40}, {2, 40, 64}, {1, 2, 8, 64}};
+  auto loss = [&](const Arrays& in) -> Arrays {
+    std::mt19937 random(seed);
+    auto below = [&](size_t n) { return static_cast<int>(random() % n); };
+    auto pool = in;
+    auto any = [&]() { return pool[below(pool.size())]; };
+    auto next = [&]() -> std::optional<mx::array> {
+      auto a = any();
+      int ndim = static_cast<int>(a.ndim()), axis = ndim ? below(ndim) : 0;
+      switch (below(9)) {
+        case 0:
+          return mx::tanh(a);
+        case 1:
+          return mx::maximum(a, mx::array(0.0f));
+        case 2:
+          return mx::softmax(ndim ? a : mx::reshape(a, {1}), -1);
+        case 3:
+          return mx::expand_dims(a, below(ndim + 1));
+        case 4:
+          return ndim ? mx::sum(a, axis, below(2) == 0) * mx::array(0.1f) : mx::exp(mx::tanh(a));
+        case 5:
+          return ndim > 1 ? mx::swapaxes(a, -1, -2) : mx::reshape(a, {1, -1});
+        case 6:
+          return ndim > 1 ? mx::flatten(a, 0, -2) : mx::flatten(a);
+        default: // of what fits together
+          break;
+      }
+      for (int tried = 0; tried < 20; ++tried) {
+        auto b = any();
+        bool multiplies = below(2) == 0;
+        if (multiplies && a.ndim() >= 2 && b.ndim() == 2 && a.shape(-1) == b.shape(0)) {
+          auto product = mx::matmul(a, b) * mx::array(0.2f);
+          return b.shape(1) == 64 && below(2) == 0 ? product + in[3] : product;
+        }
+        bool fits = true;
+        for (int i = 1; i <= static_cast<int>(std::min(a.ndim(), b.ndim())); ++i) {
+          fits = fits && (a.shape(-i) == b.shape(-i) || a.shape(-i) == 1 || b.shape(-i) == 1);
+        }
+        if (!multiplies && fits && a.ndim() + b.ndim() < 8) {
+          return below(2) == 0 ? a + b : mx::tanh(a) * b;
+        }
+      }
+      return std::nullopt;
+    };
+    for (int i = 0; i < 30; ++i) {
+      auto made = next();
+      if (made && made->size() < 100000 && made->ndim() < 6) {
+        pool.push_back(*made);
+      }
+    }
+    auto all = mx::array(0.0f);
+    for (size_t i = pool.size() - 6; i < pool.size(); ++i) {
+      all = all + mx::mean(mx::tanh(pool[i]));
+    }
+    return {all};
+  };
+  Arrays inputs;
+  for (const auto& shape : shapes) {
+    inputs.push_back(drawn(shape, static_cast<int>(seed * shapes.size() + inputs.size())));
+  }
+  auto [out, gradients] = mx::vjp(loss, inputs, {mx::array(1.0f)});
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
+bool are_drawn_networks_right() {
+  bool right = true;
+  std::multiset<std::string> of_all;
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    used.clear();
+    right &= are_near("network " + std::to_string(seed), drawn_network(seed), rewritten(drawn_network(seed)), 1e-3f);
+    of_all.insert(used.begin(), used.end());
+  }
+  for (const char* kernel : {"columns_1", "columns_4", "small_product", "softmax_vjp", "relu_vjp"}) {
+    if (of_all.count(kernel) == 0) {
+      std::printf("no network that is drawn takes %s\n", kernel);
+      right = false;
+    }
+  }
+  return right;
 }
 
 bool is_encoder_right(int n, bool norms_first, bool relu) {
@@ -819,6 +915,7 @@ int main(int count, char** arguments) {
     }
   }
   right &= is_right("a scalar parameter", scaled(), scaled(), {}, [](const auto&) { return true; });
+  right &= are_drawn_networks_right();
   right &= is_attention_right(false);
   right &= is_attention_right(true);
   for (int added : {0, 1, 2}) {

@@ -85,7 +85,8 @@ impl Trace {
                 let made = Body::new(&recipe, &*host).trace(inputs);
                 let (values, made) = made.map_err(note(Error::Trace))?.flatten();
                 if !matches!(recipe.part, Part::Update(_)) {
-                    host.traced(inputs, &before, &values).map_err(note(Error::Trace))?;
+                    host.traced(inputs, &before, &values)
+                        .map_err(note(Error::Trace))?;
                 }
                 quantized::rewrite(inputs, &values).map_err(note(Error::Compile))?;
                 counts.replace(made);
