@@ -427,3 +427,36 @@ def test_an_optimizer_that_is_none_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(TypeError, match=r"expected mlx.optimizers.Optimizer, got .*Update: derive .*Update from it"):
         Step(nn.Linear(4, 2), Update(), cross_entropy)  # type: ignore[arg-type]
+
+
+TRANSFORMATIONS: dict[str, Callable[[Callable[[mx.array], mx.array], mx.array], object]] = {
+    "grad": lambda f, x: mx.grad(f)(x),
+    "vmap": lambda f, x: mx.vmap(f)(mx.stack([x, x])),
+    "compile": lambda f, x: mx.compile(f)(x),
+    "another step": lambda f, x: Step(nn.Linear(2, 2), optim.SGD(0.1), lambda _, x: f(x))(x),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("untouched", [True, False], ids=["batch of values", "batch of tracers"])
+@pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_a_step_inside_of_a_transformation_changes_nothing(
+    transform: Callable[[Callable[[mx.array], mx.array], mx.array], object], untouched: bool, first: bool
+) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean()
+
+    def new() -> Pair:
+        mx.random.seed(3)
+        return nn.Linear(4, 4), optim.Adam(1e-2)
+
+    (model, optimizer), reference = new(), new()
+    step, plain, x = Step(model, optimizer, loss_fn), plain_step(*reference, loss_fn), mx.ones((2, 4))
+    if not first:
+        step(x)
+        plain(x)
+    for call in (lambda x: step(x).loss, lambda x: fast_step(model, optimizer, loss_fn, x).loss):
+        with pytest.raises(RuntimeError, match=r"inside of a function that is transformed .* nothing has changed"):
+            transform(lambda t, call=call: call(x) if untouched else call(x * t), mx.array(2.0))
+        assert step(x).loss.item() == pytest.approx(plain(x)[0].item(), rel=1e-6)
+    assert_close(everything((model, optimizer)), everything(reference), 2e-6)

@@ -195,6 +195,15 @@ int faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t 
   });
 }
 
+int faststep_is_transforming() noexcept {
+  static const auto* probe = [] {
+    auto* made = new mx::array(mx::Shape{}, mx::float32, nullptr, {});
+    made->set_tracer(true); // which is one inside of a transformation only
+    return made;
+  }();
+  return probe->is_tracer();
+}
+
 int faststep_array_is_zero(const void* array) noexcept {
   const auto* a = &at(array);
   constexpr std::string_view spreads[] = {"Full", "Broadcast", "AsType"};

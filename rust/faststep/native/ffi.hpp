@@ -134,6 +134,8 @@ int faststep_array_is_filled(const void* array) noexcept;
 // Return whether the array waits for work on a stream of another thread, or for a file to be read.
 int faststep_array_is_foreign(const void* array) noexcept;
 int faststep_array_reads_file(const void* array) noexcept;
+// Return whether the caller is inside of a transformation, where nothing may be evaluated.
+int faststep_is_transforming() noexcept;
 // Return whether a lazy array is zero in every element, whatever it is computed from: MLX's gradient of what is not used.
 int faststep_array_is_zero(const void* array) noexcept;
 // The most ranks between which lazy arrays are exchanged on the way to these.

@@ -47,6 +47,13 @@ pub enum Error {
     )]
     Untraceable,
 
+    /// The call came from inside of a transformation: nothing has changed.
+    #[error(
+        "a step inside of a function that is transformed (by grad, value_and_grad, vmap or compile, or as the loss of another \
+         step): it takes gradients, compiles and evaluates by itself. Call it outside of that function; nothing has changed"
+    )]
+    Transformed,
+
     /// A loss or a gradient is no number, and nothing was updated.
     #[error("{0}; nothing was updated")]
     Nonfinite(String),

@@ -3,14 +3,18 @@
 
 mod common;
 
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::{
+    cell::RefCell,
+    panic::{catch_unwind, AssertUnwindSafe},
+};
 
 use common::{adamw, batch, equal, losses, mse, values, Mlp};
-use faststep::{Options, Step};
+use faststep::{Error, Options, Step};
 use mlx_rs::{
     error::Exception,
     module::{Module, ModuleParameters},
     nn::{BatchNorm, Dropout},
+    transforms::vjp,
     Array, Dtype,
 };
 
@@ -153,4 +157,28 @@ fn buffers_move_and_draws_are_new_ones_in_each_step() {
         .multiply(Array::from_f32(2.0))
         .unwrap();
     assert_eq!(first.to_vec_exact::<f32>().unwrap(), masks[0]);
+}
+
+#[test]
+fn a_step_inside_of_a_transformation_changes_nothing() {
+    let new = || Step::new(Mlp::seeded(1), adamw(), mse, Options::default()).unwrap();
+    let (step, mut plain) = (RefCell::new(new()), new());
+    let one = Array::from_f32(1.0);
+    for number in 0..2 {
+        let given = batch(number);
+        let inside = |inputs: &[Array]| {
+            let refused = step.borrow_mut().step(&given);
+            assert!(matches!(refused, Err(Error::Transformed)));
+            inputs.to_vec()
+        };
+        vjp(
+            inside,
+            std::slice::from_ref(&one),
+            std::slice::from_ref(&one),
+        )
+        .unwrap();
+        let next = number..number + 1;
+        let got = losses(&mut step.borrow_mut(), next.clone());
+        assert_eq!(got, losses(&mut plain, next));
+    }
 }

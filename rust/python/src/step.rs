@@ -24,7 +24,10 @@ use std::{
     sync::Arc,
 };
 
-use faststep::engine::{Flags, NamedAuxState, Seconds, Stage, StageClock, Task};
+use faststep::{
+    engine::{array, Flags, NamedAuxState, Seconds, Stage, StageClock, Task},
+    Error,
+};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -308,6 +311,9 @@ impl Step {
         optimizer: &Bound<'_, PyAny>,
         work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
     ) -> PyResult<T> {
+        if array::is_transforming() {
+            return Err(to_python(&Error::Transformed));
+        }
         self.open(optimizer.py(), |inner, store| {
             registry::claim(&self.shared, optimizer)?;
             work(inner, store)

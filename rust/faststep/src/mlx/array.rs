@@ -16,8 +16,8 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_kernels, faststep_merge, faststep_watch_free, faststep_watch_is_alive,
-    faststep_watch_new, handle, handles, made, owned, Handles, New,
+    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_watch_free,
+    faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
 use super::{join, kernels};
 
@@ -126,6 +126,13 @@ pub(crate) fn ranks<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> i32 {
     let handles = handles(arrays);
     // SAFETY: as in `recover`.
     unsafe { faststep_arrays_ranks(handles.as_ptr(), handles.len()) }
+}
+
+/// Return whether the caller is inside of a function that is transformed, where nothing may be evaluated.
+#[must_use]
+pub fn is_transforming() -> bool {
+    // SAFETY: nothing is passed.
+    unsafe { faststep_is_transforming() != 0 }
 }
 
 /// Return whether a lazy array is zero in every element, whatever the values that come in.

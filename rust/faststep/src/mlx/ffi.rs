@@ -158,6 +158,7 @@ extern "C" {
     pub(crate) fn faststep_array_is_filled(array: Handle) -> c_int;
     pub(crate) fn faststep_array_is_foreign(array: Handle) -> c_int;
     pub(crate) fn faststep_array_reads_file(array: Handle) -> c_int;
+    pub(crate) fn faststep_is_transforming() -> c_int;
     pub(crate) fn faststep_array_is_zero(array: Handle) -> c_int;
     pub(crate) fn faststep_arrays_ranks(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_arrays_recover(arrays: Handles, count: usize);
