@@ -125,7 +125,7 @@ def test_containers_of_state_stay_current(optimizer: str, steps_before: int) -> 
 def compare(got: Tree, wanted: Tree) -> None:
     """Compare two trees of arrays."""
     ours, theirs = copied(got), copied(wanted)
-    assert_close(ours, theirs, 1e-5)
+    assert_close(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "user-adam"])

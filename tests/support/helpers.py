@@ -332,7 +332,9 @@ def is_half(value: np.ndarray) -> bool:
 def assert_same(got: Any, wanted: Any, tolerance: float = 0, *, on_gpu: float = 1e-5) -> None:
     """Compare losses, numbers or lists of them, within the tolerance (0: every bit) and that of a GPU there."""
     near = max(tolerance, on_gpu) if mx.default_device().type == mx.gpu else tolerance
-    np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=near, atol=near if tolerance == 0 else 0)
+    got, wanted = np.array(got), np.array(wanted)
+    assert got.shape == wanted.shape
+    np.testing.assert_allclose(got, wanted, rtol=near, atol=near if tolerance == 0 else 0, equal_nan=False)
 
 
 def assert_close(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:

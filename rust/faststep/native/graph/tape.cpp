@@ -14,6 +14,7 @@
 #include "mlx/compile.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "ffi.hpp"
 #include "graph/visit.hpp"
 #include "status.hpp"
 
@@ -38,8 +39,7 @@ class Tape {
  public:
   // Of the graph from inputs, which are all different and without values, to outputs.
   Tape(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs)
-      : stream_(stream()), probe_(mx::Shape{}, mx::float32, nullptr, {}) {
-    probe_.set_tracer(true);
+      : stream_(stream()) {
     std::unordered_map<std::uintptr_t, uint32_t> given;
     for (uint32_t i = 0; i < inputs.size(); ++i) {
       given.emplace(inputs[i].id(), i);
@@ -60,7 +60,7 @@ class Tape {
     if (count != forms_.size() || !(stream() == stream_) || !compiles()) {
       return false;
     }
-    bool traces = probe_.is_tracer(); // whether any array may be one
+    bool traces = faststep_is_transforming() != 0; // whether any array may be a tracer
     for (size_t i = 0; i < count; ++i) {
       if (i == known && !traces) {
         i = known_end;
@@ -155,7 +155,6 @@ class Tape {
   }
 
   mx::Stream stream_;
-  mx::array probe_; // without a value: what is marked as a tracer is one inside of a transformation only
   std::vector<std::pair<mx::Shape, mx::Dtype>> forms_;
   std::vector<Step> steps_;
   std::vector<mx::array> constants_;

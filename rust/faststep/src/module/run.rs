@@ -18,6 +18,9 @@ use crate::{
 impl<M: ModuleParameters + 'static> Step<M> {
     // find or make the traces, and run them
     pub(super) fn run(&mut self, batch: &[Array], task: Task) -> Result<Output> {
+        if array::is_transforming() {
+            return Err(Error::Transformed);
+        }
         let started = Instant::now();
         let files = batch.iter().filter(|array| array::reads_file(array));
         eval(files).map_err(Error::FirstEvaluation)?;

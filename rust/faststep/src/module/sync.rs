@@ -186,9 +186,6 @@ impl<M: ModuleParameters + 'static> Step<M> {
 
     // before a step: read the user's changes, and remove the arrays from the module
     pub(super) fn take_in(&mut self) -> Result<()> {
-        if array::is_transforming() {
-            return Err(Error::Transformed);
-        }
         if self.shown.get() == Shown::Open {
             self.version += 1;
             let arrays = ModuleArrays::of(&*self.host.model.borrow());
