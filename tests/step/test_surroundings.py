@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import datetime
 import gc
@@ -11,6 +12,7 @@ import random
 import secrets
 import sys
 import time
+import types
 import uuid
 import warnings
 from collections.abc import Callable
@@ -299,3 +301,175 @@ def test_a_profiler_of_the_user_stays_where_it_is() -> None:
     with pytest.raises(KeyError, match="mine"):
         Step(nn.Linear(4, 2), optim.SGD(0.1), fails)(x)
     assert sys.getprofile() is None
+
+
+def catches(model: nn.Module, x: mx.array) -> mx.array:
+    try:
+        scale = float(x.mean())
+    except Exception:
+        scale = 3.0
+    return squares(model, x) * scale
+
+
+def suppresses(model: nn.Module, x: mx.array) -> mx.array:
+    scale = 3.0
+    with contextlib.suppress(ValueError, RuntimeError):
+        scale = memoryview(x).nbytes / 100 + x[0, 0].item()  # type: ignore[operator]
+    return squares(model, x) * scale
+
+
+def evaluates(model: nn.Module, x: mx.array) -> mx.array:
+    y = model(x)
+    try:
+        mx.eval(y)
+    except ValueError:
+        y = y * 3
+    return mx.square(y).mean()
+
+
+def returns_anyway(model: nn.Module, x: mx.array) -> mx.array:
+    scale = 3.0
+    try:
+        scale = x[0, 0].item()  # type: ignore[assignment]
+    finally:
+        return squares(model, x) * scale  # noqa: B012
+
+
+def raises_another(model: nn.Module, x: mx.array) -> mx.array:
+    try:
+        return squares(model, x) * float(x.mean())
+    except ValueError:
+        raise KeyError("no mean") from None
+
+
+def finds_no_attribute(model: nn.Module, x: mx.array) -> mx.array:
+    class Batch:
+        @property
+        def scale(self) -> Any:
+            try:
+                return x[0, 0].item()
+            except ValueError:
+                raise AttributeError("scale") from None
+
+    return squares(model, x) * getattr(Batch(), "scale", 3.0)
+
+
+def sees_in_backward(model: nn.Module, x: mx.array) -> mx.array:
+    @mx.custom_function
+    def scaled(y: mx.array) -> mx.array:
+        return y
+
+    @scaled.vjp
+    def backward(primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        try:
+            return cotangent * float(mx.abs(cotangent).max())
+        except ValueError:
+            return cotangent
+
+    return mx.square(scaled(model(x))).mean()
+
+
+def buffered(model: nn.Module, x: mx.array) -> mx.array:
+    return squares(model, x) * float(np.frombuffer(x, dtype=np.float32).mean())  # type: ignore[call-overload]
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return [code, *(found for each in inner for found in _codes(each))]
+
+
+CAUGHT = [
+    catches,
+    suppresses,
+    evaluates,
+    returns_anyway,
+    raises_another,
+    finds_no_attribute,
+    sees_in_backward,
+    buffered,
+]
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger traces this thread")
+@pytest.mark.parametrize("loss_fn", CAUGHT)
+def test_a_value_that_a_loss_reads_is_the_plain_loops_whatever_becomes_of_the_error(
+    loss_fn: Callable[..., mx.array],
+) -> None:
+    with pytest.warns(RuntimeWarning, match="reads the value of an array") as warned:
+        step = follows(loss_fn, [lambda: None])
+    lines = {line for code in _codes(loss_fn.__code__) for *_, line in code.co_lines()}
+    assert int(str(warned[0].message).split(f"{__file__}:")[1].split(")")[0]) in lines
+    assert step.stats.mode == "plain"
+    assert sys.gettrace() is None
+
+
+class Scaled(optim.SGD):
+    """Reads the largest gradient."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: Any) -> mx.array:
+        scale = min(1.0, 1 / float(mx.abs(gradient).max()))
+        return super().apply_single(gradient * scale, parameter, state)
+
+
+class Caught(optim.SGD):
+    """Reads it, and catches what comes of that."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: Any) -> mx.array:
+        try:
+            scale = min(1.0, 1 / float(mx.abs(gradient).max()))
+        except (ValueError, RuntimeError):
+            scale = 0.5
+        return super().apply_single(gradient * scale, parameter, state)
+
+
+class Counted(optim.SGD):
+    """Reads the number of its steps, and its rate."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: Any) -> mx.array:
+        return parameter - float(self.learning_rate) / self.step.item() * gradient
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger traces this thread")
+@pytest.mark.parametrize("kind", [Scaled, Caught, Counted])
+def test_a_value_that_an_optimizer_reads_is_the_plain_loops(kind: type[optim.SGD]) -> None:
+    mx.random.seed(2)
+    models, x = [nn.Linear(4, 2), nn.Linear(4, 2)], mx.random.normal((8, 4))
+    models[1].update(models[0].parameters())
+    step = Step(models[0], kind(0.1), squares)
+    plain = plain_step(models[1], kind(0.1), squares)
+    with pytest.warns(RuntimeWarning, match="reads the value of an array"):
+        step(x)
+    plain(x)
+    for _ in range(3):
+        np.testing.assert_allclose(step(x).loss.item(), plain(x)[0].item(), rtol=1e-5)  # type: ignore[union-attr]
+    np.testing.assert_allclose(models[0].weight, models[1].weight, rtol=1e-5, atol=1e-6)
+    assert step.stats.mode == "plain"
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger traces this thread")
+def test_an_interruption_behind_a_read_stays_one() -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        with contextlib.suppress(ValueError):
+            x[0, 0].item()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)(mx.ones((3, 4)))
+    assert sys.gettrace() is None
+
+
+def test_a_debugger_of_the_user_stays_where_it_is() -> None:
+    seen: list[str] = []
+
+    def trace(frame: Any, event: str, arg: Any) -> None:
+        seen.append(event)
+
+    before = sys.gettrace()
+    step, x = Step(nn.Linear(4, 2), optim.SGD(0.1), squares), mx.ones((3, 4))
+    sys.settrace(trace)
+    try:
+        step(x)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+    assert "call" in seen

@@ -56,6 +56,52 @@ class Calls:
                 self.found.setdefault(what, place)
 
 
+class Reads:
+    """Reads of a traced array's value on this thread, also where the user's code catches MLX's error for it.
+
+    Where a debugger traces this thread nothing is noticed: there is room for one.
+    """
+
+    def __init__(self) -> None:
+        self.place: str | None = None  # of the first read
+
+    def begin(self) -> None:
+        """Notice errors from now on."""
+        if sys.gettrace() is None:
+            sys.settrace(self._trace)
+
+    def end(self) -> str | None:
+        """Notice nothing more; return the line of the first read."""
+        if sys.gettrace() == self._trace:
+            sys.settrace(None)
+        return self.place
+
+    def _trace(self, frame: types.FrameType, event: str, raised: Any) -> Any:
+        if event == "call":
+            frame.f_trace_lines = False
+        elif event == "exception" and self.place in (None, _IN_LIBRARY):
+            self.place = read_at(raised[1], raised[2]) or self.place
+        return self._trace
+
+
+def read_at(error: BaseException, traceback: types.TracebackType | None) -> str | None:
+    """Return the line that reads the value of a traced array, if an error is MLX's for it."""
+    if not isinstance(error, ValueError | RuntimeError) or not str(error).startswith(_READS):
+        return None
+    place = _IN_LIBRARY
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if "/mlx/" not in file and "/numpy/" not in file:
+            place = f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+_READS = (
+    "[eval] Attempting to eval an array during function transformations",
+    "[eval] Attempting to eval an array without a primitive",  # in an optimizer's update
+)
+_IN_LIBRARY = "in the loss"
 _NAMES = frozenset({"now", "utcnow", "today", "seed", "generate_time_safe"})
 
 

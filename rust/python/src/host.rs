@@ -13,7 +13,7 @@ use mlx_rs::{
     Array,
 };
 use pyo3::{
-    exceptions::{PyTypeError, PyValueError},
+    exceptions::{PyException, PyTypeError},
     prelude::*,
     types::{PyList, PyTuple},
 };
@@ -23,7 +23,7 @@ use crate::{
     optimizer::{leaves, traceable_rate},
     reach::{
         stop::Stop,
-        suspect::{self, Positions, Suspect},
+        suspect::{self, Positions, Reads, Suspect},
         Looked, Reached, Written,
     },
     tree::{snapshot::Snapshot, walk::Scope, Tree},
@@ -114,7 +114,7 @@ impl PythonHost {
         key: &Array,
         work: &mut dyn FnMut() -> MlxResult<()>,
     ) -> Result<MlxResult<Left>, Stop> {
-        let (model, keys, restore, sketch, positions, reached) = {
+        let (model, keys, restore, compiled, sketch, positions, reached) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             let looked = current.looked.clone();
@@ -124,9 +124,9 @@ impl PythonHost {
             let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
             current.tracers = reached.constants(others).to_vec();
             let (model, keys) = (current.model.bind(py), current.key_list.bind(py));
-            let (restore, sketch) = (current.restore, current.sketch);
             let (model, keys) = (model.clone(), keys.clone());
-            (model, keys, restore, sketch, positions, reached)
+            let (restore, compiled, sketch) = (current.restore, current.compiled, current.sketch);
+            (model, keys, restore, compiled, sketch, positions, reached)
         };
         let (before, slots) = Tree::record(&model, Scope::Whole)?;
         let snapshot = Snapshot::take(&model)?;
@@ -134,12 +134,15 @@ impl PythonHost {
         if let Some(positions) = &positions {
             positions.begin()?;
         }
+        let reads = Reads::begin(py, compiled)?;
         let done = work();
+        let read = reads.end()?.filter(|_| !self.interrupted(py));
         if let Some(positions) = &positions {
             positions.end()?;
         }
-        let outcome = match done {
-            Ok(()) => {
+        let outcome = match (read, done) {
+            (Some(place), _) => Err(Stop::reads(&place)),
+            (None, Ok(())) => {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
                 let left = current.left(py, &before, &slots, others, key);
@@ -162,7 +165,7 @@ impl PythonHost {
                     Ok(Ok(left))
                 })
             }
-            Err(error) => Ok(Err(error)),
+            (None, Err(error)) => Ok(Err(error)),
         };
         reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))))?;
         if restore || !matches!(outcome, Ok(Ok(_))) {
@@ -174,6 +177,13 @@ impl PythonHost {
         }
         keys.set_item(0, old_key)?;
         outcome
+    }
+
+    // whether the user has ended the loss, by Ctrl-C say
+    fn interrupted(&self, py: Python<'_>) -> bool {
+        let current = self.current.borrow();
+        let stop = current.as_ref().and_then(|current| current.stop.as_ref());
+        matches!(stop, Some(Stop::Raised(error)) if !error.is_instance_of::<PyException>(py))
     }
 
     // what the loss computes and somebody keeps would never get a value
@@ -291,29 +301,17 @@ pub fn expected(what: &str) -> PyErr {
 
 // an exception of the user's code, or MLX's error for reading a traced array
 fn stop(py: Python<'_>, error: PyErr) -> Stop {
-    let message = error.value(py).to_string();
-    let reads = "[eval] Attempting to eval an array during function transformations";
-    if !error.is_instance_of::<PyValueError>(py) || !message.starts_with(reads) {
-        return Stop::Raised(error);
+    let place = py
+        .import("faststep._step._suspect")
+        .and_then(|module| {
+            module
+                .getattr("read_at")?
+                .call1((error.value(py), error.traceback(py)))
+        })
+        .and_then(|place| place.extract::<Option<String>>());
+    match place {
+        Ok(Some(place)) => Stop::reads(&place),
+        Ok(None) => Stop::Raised(error),
+        Err(other) => Stop::Raised(other),
     }
-    let mut place = None;
-    let mut next = error.traceback(py).map(Bound::into_any);
-    while let Some(traceback) = next {
-        let line = traceback
-            .getattr("tb_lineno")
-            .and_then(|l| l.extract::<usize>());
-        let file = traceback
-            .getattr("tb_frame")
-            .and_then(|frame| frame.getattr("f_code"))
-            .and_then(|code| code.getattr("co_filename"))
-            .and_then(|file| file.extract::<String>());
-        if let (Ok(line), Ok(file)) = (line, file) {
-            if !file.contains("/mlx/") {
-                place = Some(format!("{file}:{line}"));
-            }
-        }
-        next = traceback.getattr("tb_next").ok().filter(|t| !t.is_none());
-    }
-    let place = place.unwrap_or_else(|| "in the loss".into());
-    Stop::Untraceable(format!("it reads the value of an array ({place})"))
 }

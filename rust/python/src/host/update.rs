@@ -3,13 +3,17 @@ use std::collections::HashMap;
 
 use faststep::engine::{Role, UpdateCall, UpdateOutput};
 use mlx_rs::Array;
-use pyo3::{exceptions::PyValueError, intern, prelude::*};
+use pyo3::{
+    exceptions::{PyException, PyValueError},
+    intern,
+    prelude::*,
+};
 
 use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
-    reach::stop::Stop,
+    reach::{stop::Stop, suspect::Reads},
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -112,9 +116,15 @@ impl Current {
         let schedules = HostSchedules::of(optimizer);
         schedules.hold()?;
         let model = self.model.bind(py);
+        let reads = Reads::begin(py, self.compiled)?;
         let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
+        let read = reads.end()?;
         schedules.let_go()?;
-        updated.map_err(|error| stop(py, error))?;
+        match (read, updated) {
+            (_, Err(error)) if !error.is_instance_of::<PyException>(py) => return Err(error.into()),
+            (Some(place), _) => return Err(Stop::reads(&place)),
+            (None, updated) => updated.map_err(|error| stop(py, error))?,
+        };
 
         let key = keys.get_item(0)?;
         let drawn = bridge::id(&key) != first;

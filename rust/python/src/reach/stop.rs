@@ -16,6 +16,13 @@ pub enum Stop {
     Rare,
 }
 
+impl Stop {
+    /// For a loss or an optimizer that reads the value of a traced array at a line.
+    pub fn reads(place: &str) -> Self {
+        Self::Untraceable(format!("it reads the value of an array ({place})"))
+    }
+}
+
 impl From<PyErr> for Stop {
     fn from(error: PyErr) -> Self {
         Self::Raised(error)

@@ -173,6 +173,30 @@ impl<'py> Positions<'py> {
     }
 }
 
+/// Reads of the value of a traced array, also where the user's code catches MLX's error for it.
+pub struct Reads<'py>(Option<Bound<'py, PyAny>>);
+
+impl<'py> Reads<'py> {
+    /// Notice them, if MLX refuses them at all: where arrays are traced.
+    pub fn begin(py: Python<'py>, traced: bool) -> PyResult<Self> {
+        let new = || {
+            let suspect = py.import("faststep._step._suspect")?;
+            let reads = suspect.getattr("Reads")?.call0()?;
+            reads.call_method0("begin")?;
+            Ok(reads)
+        };
+        traced.then(new).transpose().map(Self)
+    }
+
+    /// Notice no more; the line of the first.
+    pub fn end(&self) -> PyResult<Option<String>> {
+        match &self.0 {
+            Some(reads) => reads.call_method0("end")?.extract(),
+            None => Ok(None),
+        }
+    }
+}
+
 /// What has changed in the containers of a snapshot: with what stood there before, or with what stands there now.
 pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
     let (items, lists) = snapshot.differences()?;
