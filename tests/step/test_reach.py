@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import ctypes
 import functools
 import gc
+import operator
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -74,6 +78,101 @@ def by_globals(model: nn.Module, x: mx.array) -> mx.array:
 
 def rebind(**names: Any) -> Callable[[], None]:
     return lambda: globals().update(names)
+
+
+class Scale:
+    """A number that is reached in many ways."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale, self.inner = scale, types.SimpleNamespace(scale=scale)
+
+    def times(self, factor: float) -> float:
+        return self.scale * factor
+
+    doubled = functools.partialmethod(times, 2.0)
+    by_getter = property(operator.attrgetter("inner.scale"))
+
+    @functools.singledispatchmethod
+    def of(self, kind: Any) -> float:
+        return self.scale
+
+
+def by_name_later(model: nn.Module, x: mx.array) -> mx.array:
+    try:
+        scale = LATER  # type: ignore[name-defined]
+    except NameError:
+        scale = 1.0
+    return squares(model, x) * scale
+
+
+def by_patterns(settings: Scale) -> Callable[..., mx.array]:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        match settings:
+            case Scale(scale=scale):
+                return squares(model, x) * scale
+        raise AssertionError
+
+    return loss_fn
+
+
+def squares(model: nn.Module, x: mx.array) -> mx.array:
+    return mx.square(model(x)).mean()
+
+
+def by_way() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], object]]]]:
+    """Return losses that take a number by ways of Python that name it in a text, or late, or through another object."""
+    scale, table, buffer, number = Scale(), {"scale": 1.0}, array.array("f", [1.0]), ctypes.c_float(1.0)
+    reference, proxy, method = weakref.ref(scale), weakref.proxy(scale), weakref.WeakMethod(scale.times)
+    by_weak, chain, view = weakref.WeakValueDictionary({0: scale}), collections.ChainMap({"scale": 1.0}), table.values()
+    read, getter, caller = (
+        types.MappingProxyType(table),
+        operator.attrgetter("inner.scale"),
+        operator.methodcaller("times", 2.0),
+    )
+    event, queue = threading.Event(), type("Queue", (collections.deque,), {})([1.0])
+    module, late = sys.modules[__name__], type("Late", (), {})
+
+    def change(value: float) -> Callable[[], None]:
+        def change() -> None:
+            scale.scale = scale.inner.scale = table["scale"] = chain["scale"] = buffer[0] = number.value = value
+            globals()["TEMPERATURE"] = globals()["LATER"] = value
+            late.scale = value  # type: ignore[attr-defined]
+            queue.append(value)
+            event.set()
+
+        return change
+
+    ways: dict[str, Callable[[], float]] = {
+        "attrgetter": lambda: getter(scale),
+        "dotted": lambda: operator.attrgetter("inner.scale")(scale),
+        "methodcaller": lambda: caller(scale),
+        "partialmethod": lambda: scale.doubled(),
+        "singledispatchmethod": lambda: scale.of(1),
+        "property": lambda: scale.by_getter,
+        "format": lambda: float("{.scale}".format(scale)),  # noqa: UP032
+        "reduce": lambda: scale.__reduce_ex__(2)[2]["inner"].scale,  # type: ignore[index]
+        "weakref": lambda: reference().scale,  # type: ignore[union-attr]
+        "proxy": lambda: proxy.scale,
+        "a proxy's method": lambda: proxy.times(2.0),
+        "WeakMethod": lambda: method()(3.0),  # type: ignore[misc]
+        "WeakValueDictionary": lambda: by_weak[0].scale,
+        "ChainMap": lambda: chain["scale"],
+        "MappingProxyType": lambda: read["scale"],
+        "values": lambda: sum(view),
+        "array": lambda: buffer[0],
+        "ctypes": lambda: number.value,
+        "Event": lambda: 2.0 if event.is_set() else 1.0,
+        "deque of a class": lambda: queue[-1],
+        "globals": lambda: globals()["TEMPERATURE"],
+        "eval": lambda: eval("TEMPERATURE * 2"),
+        "modules": lambda: getattr(sys.modules[__name__], "TEMPERATURE"),  # noqa: B009
+        "a module": lambda: module.TEMPERATURE,
+        "a name inside, later": lambda: (lambda: globals().get("LATER") or 1.0)(),
+        "an attribute of a class, later": lambda: getattr(late, "scale", 1.0),
+    }
+    found = {way: (lambda model, x, get=get: squares(model, x) * get()) for way, get in ways.items()}
+    losses = {**found, "a name, later": by_name_later, "a pattern": by_patterns(scale)}
+    return {way: (loss_fn, [change(2.0), change(5.0)]) for way, loss_fn in losses.items()}
 
 
 def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], object]]]]:
@@ -196,13 +295,15 @@ def reaching() -> dict[str, tuple[Callable[..., mx.array], list[Callable[[], obj
     }
 
 
-@pytest.mark.parametrize("name", reaching())
+@pytest.mark.parametrize("name", [*reaching(), *by_way()])
 def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "LATER", 1.0)
+    monkeypatch.delitem(globals(), "LATER")
     for each in ("WEIGHTS", "TEMPERATURE"):
         monkeypatch.setitem(globals(), each, globals()[each])
     monkeypatch.setitem(globals(), "TABLE", {"weight": 1.0, "arrays": [mx.array(2.0)]})
     monkeypatch.setattr(Agent, "discount", 0.9)
-    loss_fn, changes = reaching()[name]
+    loss_fn, changes = {**reaching(), **by_way()}[name]
     model, x = nn.Linear(4, 2), mx.random.normal((8, 4))
     step = Step(model, optim.SGD(0.0), loss_fn)
     assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)

@@ -8,13 +8,19 @@ the native step compares before each call. Code of MLX, NumPy and the standard l
 from __future__ import annotations
 
 import argparse
+import array
+import builtins
 import collections
+import contextlib
 import contextvars
+import ctypes
 import dis
 import enum
 import functools
 import gc
+import operator
 import os
+import string
 import sys
 import sysconfig
 import threading
@@ -29,7 +35,7 @@ import mlx.nn as nn
 import numpy as np
 
 # Ways from a parent's object to a node's; reach/node.rs has the same numbers.
-ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES, CONTEXT = range(13)
+ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES, CONTEXT, WEAK = range(14)
 # Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
@@ -38,12 +44,29 @@ Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, mx.Dtype, enum.Enum)
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
-_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, threading.local)
-_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+_RECORDS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+    threading.local,
+    threading.Event,
+)
+# compared as bytes
+_BUFFERS: tuple[type, ...] = (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+_VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_WEAK_DICTS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
+_GETTERS = (operator.attrgetter, operator.methodcaller)
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
 _STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
-_DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec"})
+_DYNAMIC = frozenset(
+    {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
+    | {"getattr_static", "__reduce__", "__reduce_ex__", "__getstate__", "format_map"}
+)
+_LOOKUPS = frozenset({"eval", "exec", "globals", "f_globals", "import_module", "__import__"})
 _MAX_ITEMS, _MAX_NODES = 4096, 50_000
 _MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
@@ -164,6 +187,11 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
     dynamic = bool(_DYNAMIC & (names | attributes))
+    texts = list(_texts(code.co_consts))
+    if _LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names):
+        names |= {name for text in texts for name in _names_in(text)}
+        modules |= set(texts)
+    attributes |= {name for text in texts for name in _attributes_in(text)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner_names, inner_attributes, inner_modules, inner_dynamic = _named(constant)
@@ -171,9 +199,36 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
             attributes |= inner_attributes
             modules |= inner_modules
             dynamic |= inner_dynamic
-        elif isinstance(constant, str) and constant.isidentifier():
-            attributes.add(constant)
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
+
+
+def _texts(constants: Iterable[Any]) -> Iterable[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):  # the names in a pattern of `match`, say
+            yield from _texts(constant)
+
+
+def _attributes_in(text: str) -> Iterable[str]:
+    """Return the attributes that a constant may name: "weight", "layer.weight" or "{0.weight}"."""
+    if all(part.isidentifier() for part in text.split(".")):
+        return text.split(".")
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field] if "{" in text else []
+    except ValueError:
+        return []
+    return [part for field in fields for part in field.replace("[", ".").split(".") if part.isidentifier()]
+
+
+def _names_in(text: str) -> Iterable[str]:
+    """Return the globals that a constant may name, which may be Python code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _named(compile(text.strip(), "<constant>", "exec"))[0]
+    except (SyntaxError, ValueError):
+        return []
 
 
 def _containers(root: Any) -> set[int]:
@@ -194,7 +249,7 @@ def _containers(root: Any) -> set[int]:
 
 def _is_numbers(value: Any) -> bool:
     """Return whether it is a `deque` without arrays or objects in it: the last rewards, say."""
-    short = type(value) is collections.deque and len(value) <= _MAX_ITEMS
+    short = isinstance(value, collections.deque) and len(value) <= _MAX_ITEMS
     return short and all(isinstance(each, PLAIN) for each in value)
 
 
@@ -212,8 +267,10 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
     names: tuple[str, ...] = ()
     if _is(value, types.MethodType):
         names = ("__func__", "__self__")
-    elif _is(value, functools.partial):
+    elif _is(value, functools.partial) or isinstance(value, functools.partialmethod):
         names = ("func", "args", "keywords")
+    elif isinstance(value, functools.singledispatchmethod):
+        names = ("dispatcher", "func")
     elif isinstance(value, property):
         names = ("fget",)
     elif isinstance(value, staticmethod | classmethod):
@@ -251,15 +308,24 @@ class _Search:
                 self.todo.append(at)
         return self.index[place]
 
+    def add_absent(self, parent: int, how: int, key: Any) -> None:
+        """Add a place where there is nothing: something may be put there later."""
+        if (parent, how, key) not in self.index:
+            self.index[parent, how, key] = len(self.nodes)
+            self.nodes.append((parent, how, key, ANYTHING, None))
+            self.objects.append(None)
+
     def compared(self, value: Any) -> tuple[int, Any]:
         """Return what is compared in an object, and what is expected."""
+        if _is(value, weakref.ref) or type(value) in (*weakref.ProxyTypes, *_VIEWS, *_GETTERS):
+            return ANYTHING, None
         if isinstance(value, PLAIN):
             return VALUE, value
         if id(value) in self.seen:
             return SAME, self.seen[id(value)]
         if isinstance(value, mx.array):
             return ARRAY, None
-        if isinstance(value, np.ndarray | set | frozenset) or _is_numbers(value):
+        if isinstance(value, (np.ndarray, set, frozenset, *_BUFFERS)) or _is_numbers(value):
             return CONTENTS, type(value)
         if _is(value, types.FunctionType):
             return FUNCTION, value.__code__
@@ -295,11 +361,23 @@ class _Search:
 
     def follow(self, at: int, value: Any) -> None:
         """Add what an object leads to."""
-        if _is(value, types.FunctionType):
+        if _is(value, weakref.ref):
+            self.add(at, WEAK, None, value())
+        elif type(value) in weakref.ProxyTypes:
+            with contextlib.suppress(ReferenceError):
+                self.add(at, WEAK, None, value.__init__.__self__)
+        elif _is(value, types.FunctionType):
             self.follow_function(at, value)
         elif parts := _parts(value):
             for name, part in parts:
                 self.add(at, ATTRIBUTE, name, part)
+        elif type(value) in _VIEWS:
+            self.follow_referents(at, value, dict)
+        elif type(value) in _GETTERS:
+            self.attributes |= {part for text in _texts(value.__reduce__()[1]) for part in _attributes_in(text)}
+            self.follow_referents(at, value, types.FunctionType)
+        elif isinstance(value, _WEAK_DICTS):
+            self.add(at, INSTANCE, "data", vars(value)["data"])
         elif isinstance(value, dict | list | tuple):
             if len(value) <= _MAX_ITEMS:
                 self.follow_container(at, value)
@@ -313,9 +391,14 @@ class _Search:
             self.add(at, INSTANCE, "_data", vars(value)["_data"])
         elif callable(value):
             getattr(value, "__dict__", None)  # which Python may make only now, as one more referent
-            for number, referent in enumerate(gc.get_referents(value)):  # of mx.compile, mx.checkpoint and their kind
-                if _is(referent, types.FunctionType | types.MethodType | functools.partial):
-                    self.add(at, REFERENT, number, referent)
+            # of mx.compile, mx.checkpoint and their kind
+            self.follow_referents(at, value, types.FunctionType, types.MethodType, functools.partial)
+
+    def follow_referents(self, at: int, value: Any, *kinds: type) -> None:
+        """Add those objects of some kinds that an object refers to."""
+        for number, referent in enumerate(gc.get_referents(value)):
+            if issubclass(type(referent), kinds):
+                self.add(at, REFERENT, number, referent)
 
     def follow_function(self, at: int, function: types.FunctionType) -> None:
         """Add a function's closure and defaults, and the globals that its code names."""
@@ -337,6 +420,8 @@ class _Search:
         for name in sorted(names):
             if name in function.__globals__ and not name.startswith("@"):  # such names are pytest's, of asserts
                 self.add(at, GLOBAL, name, function.__globals__[name])
+            elif not hasattr(builtins, name):
+                self.add_absent(at, GLOBAL, name)
         for name in sorted(modules & sys.modules.keys()):
             self.add(at, MODULES, name, sys.modules[name])
 
@@ -359,9 +444,7 @@ class _Search:
         try:
             self.add(at, CONTEXT, None, variable.get())
         except LookupError:
-            self.index[at, CONTEXT, None] = len(self.nodes)
-            self.nodes.append((at, CONTEXT, None, ANYTHING, None))
-            self.objects.append(None)
+            self.add_absent(at, CONTEXT, None)
 
     def follow_class(self, at: int, value: Any) -> None:
         """Add the class of an object, whose methods the code may call."""
@@ -397,8 +480,11 @@ class _Search:
         for base in type(value).__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if (everything or name in self.attributes) and not name.startswith("__") and hasattr(value, name):
-                    self.add(at, ATTRIBUTE, name, getattr(value, name))
+                if (everything or name in self.attributes) and not name.startswith("__"):
+                    if hasattr(value, name):
+                        self.add(at, ATTRIBUTE, name, getattr(value, name))
+                    else:
+                        self.add_absent(at, ATTRIBUTE, name)
 
     def follow_base(self, at: int, number: int, base: type) -> None:
         """Add what the code names of one class of an inheritance, and what Python calls by itself."""

@@ -20,6 +20,7 @@ struct Watched {
 #[derive(Default)]
 struct Methods {
     version: Option<u32>, // Python counts it up whenever something is put into the class
+    members: usize,       // with those that are no methods, which may hide a base's
     all: Vec<Method>,
 }
 
@@ -39,7 +40,8 @@ impl Methods {
         let descriptors = descriptors.map(|name| builtins.getattr(name));
         let is_library = class.module()?.to_str()?.starts_with("mlx."); // whose functions keep their code
         let mut all = Vec::new();
-        for (name, object) in members(class)?.iter() {
+        let members = members(class)?;
+        for (name, object) in members.iter() {
             let code = bridge::code(&object);
             let is_descriptor = descriptors
                 .iter()
@@ -55,7 +57,11 @@ impl Methods {
                 });
             }
         }
-        Ok(Self { version, all })
+        Ok(Self {
+            version,
+            members: members.len(),
+            all,
+        })
     }
 
     // true if these are the class's methods, each with its code
@@ -64,7 +70,8 @@ impl Methods {
         let now = Self::of(class);
         now.is_ok_and(|now| {
             let mut pairs = self.all.iter().zip(&now.all);
-            self.all.len() == now.all.len()
+            self.members == now.members
+                && self.all.len() == now.all.len()
                 && pairs.all(|(a, b)| {
                     let names = a.name.bind(py).as_any().eq(b.name.bind(py));
                     a.address == b.address && names.unwrap_or(false) && a.has_code(py)

@@ -512,7 +512,7 @@ impl Looked {
             let noted = object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>();
             let fixed =
                 object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
-            if !noted && !fixed {
+            if !noted && !fixed && object.hasattr("copy")? {
                 copies.push((at, object.call_method0("copy")?));
             }
         }

@@ -4,7 +4,7 @@ use pyo3::{
     exceptions::PyRuntimeError,
     intern,
     prelude::*,
-    types::{PyDict, PyList, PySet, PyTuple, PyType, PyWeakrefReference},
+    types::{PyBytes, PyDict, PyList, PySet, PyTuple, PyType, PyWeakrefReference},
 };
 
 use crate::{
@@ -49,6 +49,8 @@ pub enum How {
     Modules,
     /// The value of a context variable.
     Context,
+    /// What a weak reference, or a proxy, refers to.
+    Weak,
 }
 
 impl How {
@@ -61,7 +63,7 @@ impl How {
     }
 }
 
-const HOW: [How; 13] = [
+const HOW: [How; 14] = [
     How::Root,
     How::Item,
     How::Index,
@@ -75,6 +77,7 @@ const HOW: [How; 13] = [
     How::Referent,
     How::Modules,
     How::Context,
+    How::Weak,
 ];
 
 /// Comparison that an object has to pass.
@@ -366,6 +369,11 @@ impl Node {
             How::Cell => bridge::cell(parent, self.index),
             How::Global => bridge::globals(parent)?.get_item(key()?).ok()?,
             How::Context => bridge::context_value(parent),
+            How::Weak if parent.is_instance_of::<PyWeakrefReference>() => parent.call0().ok(),
+            How::Weak => {
+                let method = parent.getattr(intern!(py, "__init__")).ok()?;
+                method.getattr(intern!(py, "__self__")).ok()
+            }
             How::Type => Some(parent.get_type().into_any()),
             How::Base => parent
                 .cast::<PyType>()
@@ -519,7 +527,7 @@ impl Node {
             How::Attribute | How::Instance | How::Class => format!("{parent}.{text}"),
             How::Cell => format!("closure[{}] of {parent}", self.index),
             How::Global | How::Modules => text,
-            How::Type | How::Base | How::Referent | How::Context => parent,
+            How::Type | How::Base | How::Referent | How::Context | How::Weak => parent,
         }
     }
 }
@@ -546,7 +554,10 @@ pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> 
         return match object.cast::<PyList>() {
             Ok(list) => Ok(list.to_tuple().into_any()),
             Err(_) if object.is_instance_of::<PyTuple>() => Ok(object.clone()),
-            Err(_) => object.call_method0(intern!(py, "copy")),
+            Err(_) => match object.getattr_opt(intern!(py, "copy"))? {
+                Some(copy) => copy.call0(),
+                None => py.get_type::<PyBytes>().call1((object,)), // an array of Python's, say
+            },
         };
     }
     let shape = object.getattr(intern!(py, "shape"))?;
