@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,7 @@ def test_a_training_goes_on_as_if_nothing_had_been_checked() -> None:
 
 def test_numbers_that_differ_are_found() -> None:
     def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
-        try:
-            scale = float(x.size > 0 and x[0, 0].item() is not None)
-        except (RuntimeError, ValueError):  # in a trace
-            scale = 2.0
-        return loss_fn(model, x, y) * scale
+        return loss_fn(model, x, y) * (2.0 if sys.getprofile() else 1.0)  # which a step sets while it traces
 
     found = faststep.check(Net(), optim.SGD(0.1), loss, batches(), steps=4, seconds=0)
     assert not found.same

@@ -74,7 +74,7 @@ def test_the_loss_falls_and_memory_stays(whole: Path) -> None:
     steps = read_log(whole / "log")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     losses = [step["loss"] for step in steps]
-    assert losses[0] == pytest.approx(math.log(256), rel=0.1)
+    assert losses[0] == pytest.approx(math.log(256), rel=0.25)  # of one batch of the checkout's texts
     assert np.mean(losses[-10:]) < 0.75 * np.mean(losses[:10])
     shown = {step["step"]: step for step in steps if "process" in step}
     assert list(shown) == list(range(10, STEPS + 1, 10))
