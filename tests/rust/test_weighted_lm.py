@@ -21,7 +21,7 @@ import pytest
 from support.places import ROOT, RustExample
 from support.weighted_lm import environment, mix, read_log, run
 
-TEXT = ["--text", ROOT / "README.md", ROOT / "docs", ROOT / "python"]
+TEXT = ["--text", ROOT / "LICENSE-MIT", ROOT / "LICENSE-APACHE"]  # they do not change: the first loss is of one batch
 SMALL = "--layers 2 --width 32 --seq 32 --batch 4 --warm-up 10".split()
 STEPS = 150
 RUN = [*SMALL, "--steps", str(STEPS), "--dropout", "0.1", "--every", "10", *TEXT]
@@ -74,7 +74,7 @@ def test_the_loss_falls_and_memory_stays(whole: Path) -> None:
     steps = read_log(whole / "log")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     losses = [step["loss"] for step in steps]
-    assert losses[0] == pytest.approx(math.log(256), rel=0.25)  # of one batch of the checkout's texts
+    assert losses[0] == pytest.approx(math.log(256), rel=0.1)
     assert np.mean(losses[-10:]) < 0.75 * np.mean(losses[:10])
     shown = {step["step"]: step for step in steps if "process" in step}
     assert list(shown) == list(range(10, STEPS + 1, 10))

@@ -280,19 +280,23 @@ def test_a_generator_with_a_seed_draws_the_same_at_every_call() -> None:
     assert (step.stats.mode, step.stats.traced) == ("native", 1)
 
 
-def test_a_profiler_of_the_user_stays_where_it_is() -> None:
+@pytest.mark.parametrize(("look", "put"), [(sys.getprofile, sys.setprofile), (sys.gettrace, sys.settrace)])
+def test_a_profiler_or_a_debugger_of_the_user_stays_where_it_is(
+    look: Callable[[], Any], put: Callable[[Any], None]
+) -> None:
     seen: list[str] = []
 
-    def profile(frame: Any, event: str, function: Any) -> None:
+    def mine(frame: Any, event: str, argument: Any) -> None:
         seen.append(event)
 
+    before = look()
     step, x = Step(nn.Linear(4, 2), optim.SGD(0.1), squares), mx.ones((3, 4))
-    sys.setprofile(profile)
+    put(mine)
     try:
         step(x)
-        assert sys.getprofile() is profile
+        assert look() is mine
     finally:
-        sys.setprofile(None)
+        put(before)
     assert "call" in seen
 
     def fails(model: nn.Module, x: mx.array) -> mx.array:
@@ -300,7 +304,7 @@ def test_a_profiler_of_the_user_stays_where_it_is() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         Step(nn.Linear(4, 2), optim.SGD(0.1), fails)(x)
-    assert sys.getprofile() is None
+    assert look() is before
 
 
 def catches(model: nn.Module, x: mx.array) -> mx.array:
@@ -456,20 +460,3 @@ def test_an_interruption_behind_a_read_stays_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)(mx.ones((3, 4)))
     assert sys.gettrace() is None
-
-
-def test_a_debugger_of_the_user_stays_where_it_is() -> None:
-    seen: list[str] = []
-
-    def trace(frame: Any, event: str, arg: Any) -> None:
-        seen.append(event)
-
-    before = sys.gettrace()
-    step, x = Step(nn.Linear(4, 2), optim.SGD(0.1), squares), mx.ones((3, 4))
-    sys.settrace(trace)
-    try:
-        step(x)
-        assert sys.gettrace() is trace
-    finally:
-        sys.settrace(before)
-    assert "call" in seen

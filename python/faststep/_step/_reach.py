@@ -188,7 +188,7 @@ def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozen
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
     dynamic = bool(_DYNAMIC & (names | attributes))
     texts = list(_texts(code.co_consts))
-    if _LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names):
+    if _LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names | modules):
         names |= {name for text in texts for name in _names_in(text)}
         modules |= set(texts)
     attributes |= {name for text in texts for name in _attributes_in(text)}
@@ -308,12 +308,14 @@ class _Search:
                 self.todo.append(at)
         return self.index[place]
 
-    def add_absent(self, parent: int, how: int, key: Any) -> None:
-        """Add a place where there is nothing: something may be put there later."""
-        if (parent, how, key) not in self.index:
-            self.index[parent, how, key] = len(self.nodes)
-            self.nodes.append((parent, how, key, ANYTHING, None))
-            self.objects.append(None)
+    def add_place(self, parent: int, how: int, key: Any, value: Any = None) -> int:
+        """Add a place that is not followed; None: there is nothing, and something may be put there later."""
+        place = (parent, how, key)
+        if place not in self.index:
+            self.index[place] = len(self.nodes)
+            self.nodes.append((*place, ANYTHING, None))
+            self.objects.append(value)
+        return self.index[place]
 
     def compared(self, value: Any) -> tuple[int, Any]:
         """Return what is compared in an object, and what is expected."""
@@ -364,7 +366,7 @@ class _Search:
         if _is(value, weakref.ref):
             self.add(at, WEAK, None, value())
         elif type(value) in weakref.ProxyTypes:
-            with contextlib.suppress(ReferenceError):
+            with contextlib.suppress(ReferenceError, AttributeError):
                 self.add(at, WEAK, None, value.__init__.__self__)
         elif _is(value, types.FunctionType):
             self.follow_function(at, value)
@@ -421,7 +423,7 @@ class _Search:
             if name in function.__globals__ and not name.startswith("@"):  # such names are pytest's, of asserts
                 self.add(at, GLOBAL, name, function.__globals__[name])
             elif not hasattr(builtins, name):
-                self.add_absent(at, GLOBAL, name)
+                self.add_place(at, GLOBAL, name)
         for name in sorted(modules & sys.modules.keys()):
             self.add(at, MODULES, name, sys.modules[name])
 
@@ -444,7 +446,7 @@ class _Search:
         try:
             self.add(at, CONTEXT, None, variable.get())
         except LookupError:
-            self.add_absent(at, CONTEXT, None)
+            self.add_place(at, CONTEXT, None)
 
     def follow_class(self, at: int, value: Any) -> None:
         """Add the class of an object, whose methods the code may call."""
@@ -484,19 +486,14 @@ class _Search:
                     if hasattr(value, name):
                         self.add(at, ATTRIBUTE, name, getattr(value, name))
                     else:
-                        self.add_absent(at, ATTRIBUTE, name)
+                        self.add_place(at, ATTRIBUTE, name)
 
     def follow_base(self, at: int, number: int, base: type) -> None:
         """Add what the code names of one class of an inheritance, and what Python calls by itself."""
         for name, value in vars(base).items():
             called = name.startswith("__") and _is(value, types.FunctionType)
             if called or (name in self.attributes and not name.startswith("__")):
-                place = (at, BASE, number)
-                if place not in self.index:
-                    self.index[place] = len(self.nodes)
-                    self.nodes.append((*place, ANYTHING, None))
-                    self.objects.append(base)
-                self.add(self.index[place], CLASS, name, value)
+                self.add(self.add_place(at, BASE, number, base), CLASS, name, value)
 
     def kept(self) -> list[Node]:
         """Return the nodes that can change, and those that lead to them, renumbered."""

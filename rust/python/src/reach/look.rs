@@ -10,7 +10,7 @@ use pyo3::{
 };
 
 use super::{
-    node::{attributes_of, contents, refill, Expect, How, Met, Places, Row},
+    node::{attributes_of, contents, copy, refill, Expect, How, Met, Places, Row},
     seen::equal,
     Program,
 };
@@ -512,8 +512,8 @@ impl Looked {
             let noted = object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>();
             let fixed =
                 object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
-            if !noted && !fixed && object.hasattr("copy")? {
-                copies.push((at, object.call_method0("copy")?));
+            if !noted && !fixed {
+                copies.extend(copy(&object)?.map(|copy| (at, copy)));
             }
         }
         Ok(copies)

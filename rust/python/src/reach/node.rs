@@ -8,7 +8,11 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, classes::is_numpy, numpy},
+    mlx::{
+        bridge,
+        classes::{is_deque, is_numpy},
+        numpy,
+    },
     tree::{
         identity::{Class, Weak},
         static_value::is_plain,
@@ -547,6 +551,20 @@ pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()
     object.call_method1(add, (copy,)).map(drop)
 }
 
+/// A copy of an object that is changed in place, no dict or list; none of a buffer, which has no method for it.
+pub fn copy<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if is_deque(object) {
+        return Ok(Some(
+            object
+                .try_iter()?
+                .collect::<PyResult<Vec<_>>>()?
+                .into_pyobject(object.py())?,
+        )); // of any class
+    }
+    let copy = object.getattr_opt(intern!(object.py(), "copy"))?;
+    copy.map(|copy| copy.call0()).transpose()
+}
+
 /// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.
 pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
@@ -554,9 +572,9 @@ pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> 
         return match object.cast::<PyList>() {
             Ok(list) => Ok(list.to_tuple().into_any()),
             Err(_) if object.is_instance_of::<PyTuple>() => Ok(object.clone()),
-            Err(_) => match object.getattr_opt(intern!(py, "copy"))? {
-                Some(copy) => copy.call0(),
-                None => py.get_type::<PyBytes>().call1((object,)), // an array of Python's, say
+            Err(_) => match copy(object)? {
+                Some(copy) => Ok(copy),
+                None => py.get_type::<PyBytes>().call1((object,)),
             },
         };
     }

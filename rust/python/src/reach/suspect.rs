@@ -6,7 +6,10 @@ use pyo3::{
     types::{PyDict, PyList},
 };
 
-use super::{node::refill, Looked};
+use super::{
+    node::{copy, refill},
+    Looked,
+};
 use crate::tree::snapshot::Snapshot;
 
 /// A value that is no array, and what stood in its place before the loss was called, or behind it.
@@ -51,7 +54,9 @@ impl Change {
                 let Some(object) = looked.at(py, *node) else {
                     return Ok(());
                 };
-                let now = object.call_method0("copy")?.unbind();
+                let Some(now) = copy(&object)?.map(Bound::unbind) else {
+                    return Ok(());
+                };
                 refill(&object, other.bind(py))?;
                 *other = now;
                 Ok(())
