@@ -43,7 +43,20 @@ class Merge : public faststep::Rewrite {
   }
 
   std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
-    return is_noop(outputs[0]) ? outputs[0].inputs() : same_operation(outputs);
+    if (is_noop(outputs[0])) {
+      return outputs[0].inputs();
+    }
+    return outputs.size() == 1 && outputs[0].size() == 0 ? nothing(outputs[0]) : same_operation(outputs);
+  }
+
+  // The same elements, none, by an operation that MLX does not fuse: its fused CUDA kernels divide by their number.
+  static std::vector<mx::array> nothing(const mx::array& a) {
+    auto shape = a.shape();
+    shape.push_back(1);
+    auto none = mx::array(std::move(shape), a.dtype(), nullptr, {});
+    none.set_data(mx::allocator::malloc(0));
+    none.set_status(mx::array::Status::available);
+    return {mx::reshape(none, a.shape(), a.primitive().stream())};
   }
 
   mx::array same_constant(const mx::array& a) {
