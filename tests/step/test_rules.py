@@ -333,16 +333,18 @@ class Empty(nn.Module):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "adamw"])
 def test_a_parameter_of_size_zero(optimizer: str, shape: tuple[int, ...]) -> None:
+    # on CUDA the plain loop divides by zero for Muon
+    there = mx.cpu if optimizer == "muon" and mx.cuda.is_available() else mx.default_device()
     ends = []
-    loop_ends = optimizer == "muon" and len(shape) > 1 and mx.cuda.is_available()  # the loop divides by zero
-    for fast in (True,) if loop_ends else (False, True):
-        mx.random.seed(1)
-        model, rule = Empty(shape), OPTIMIZERS[optimizer]()
-        step = Step(model, rule, square) if fast else plain_step(model, rule, square)
-        for number in range(3):
-            step(mx.random.normal((4, 8), key=mx.random.key(number)))
-        ends.append(snapshot(model, rule))
-    assert_close(ends[-1], ends[0], 1e-5)
+    for fast in (False, True):
+        with mx.stream(mx.default_device() if fast else there):
+            mx.random.seed(1)
+            model, rule = Empty(shape), OPTIMIZERS[optimizer]()
+            step = Step(model, rule, square) if fast else plain_step(model, rule, square)
+            for number in range(3):
+                step(mx.random.normal((4, 8), key=mx.random.key(number)))
+            ends.append(snapshot(model, rule))
+    assert_close(ends[1], ends[0], 1e-5)
 
 
 def square(model: nn.Module, x: mx.array) -> mx.array:

@@ -3,6 +3,8 @@
 // MLX merges them too, but 0.32.4 loses outputs on its way: it notes which arrays are outputs, then takes out what does
 // nothing (the array behind a stop_gradient is merged with an equal one, and looked for in vain), and of operations with
 // several results it may point what comes first to what comes later. Neither happens where nothing is left to merge.
+//
+// What has no element is computed by an operation that MLX does not fuse.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -53,9 +55,7 @@ class Merge : public faststep::Rewrite {
   static std::vector<mx::array> nothing(const mx::array& a) {
     auto shape = a.shape();
     shape.push_back(1);
-    auto none = mx::array(std::move(shape), a.dtype(), nullptr, {});
-    none.set_data(mx::allocator::malloc(0));
-    none.set_status(mx::array::Status::available);
+    mx::array none(static_cast<const bool*>(nullptr), std::move(shape), a.dtype());
     return {mx::reshape(none, a.shape(), a.primitive().stream())};
   }
 
