@@ -72,9 +72,7 @@ class Recorder:
         Returns:
             How many were taken.
         """
-        most, taken = steps or self.steps, 0
-        end = time.perf_counter() + self.seconds
-        self._active.clear()
+        taken, over = 0, self.enough(steps)
         for batch in itertools.cycle(batches):
             start = time.perf_counter()
             loss = body(batch)
@@ -82,10 +80,25 @@ class Recorder:
             self.step(time.perf_counter() - start, loss)
             del loss
             taken += 1
-            over = taken >= most or (taken >= LEAST and time.perf_counter() > end)
-            if over and (taken >= 3 * most or not self._grows()):  # growth is looked at for longer
+            if over():
                 break
         return taken
+
+    def enough(self, steps: int | None = None) -> Callable[[], bool]:
+        """Begin a rung, and return what tells behind each of its steps whether there are enough, or the time is up.
+
+        Args:
+            steps: How many at most; None: the recorder's. Three times as many where memory seems to grow.
+        """
+        most, end, first = steps or self.steps, time.perf_counter() + self.seconds, self.taken
+        self._active.clear()
+
+        def over() -> bool:
+            taken = self.taken - first
+            late = taken >= most or (taken >= LEAST and time.perf_counter() > end)
+            return late and (taken >= 3 * most or not self._grows())
+
+        return over
 
     def _grows(self) -> bool:
         line = growth(self._active)

@@ -101,8 +101,8 @@ def prefetch(subject: Subject, record: Recorder) -> None:
     if not (isinstance(loader, Loader) and loader.workers):
         loader = Loader(_Again(subject), batch_size=1, collate=_only, workers=1)
     with loader:
-        batches, end = iter(loader), time.perf_counter() + record.seconds
-        for number in range(record.steps):
+        batches, over = iter(loader), record.enough()
+        while True:
             record.at("a batch of the worker")
             start = time.perf_counter()
             batch = next(batches, None)
@@ -111,7 +111,7 @@ def prefetch(subject: Subject, record: Recorder) -> None:
             loss = call_with(batch, step).loss
             mx.eval(loss)
             record.step(time.perf_counter() - start, loss)
-            if number >= 2 and time.perf_counter() > end:
+            if over():  # memory grows for a while where the worker runs ahead
                 break
 
 
