@@ -351,7 +351,7 @@ def test_buffers_that_become_float32_cost_one_step_uncompiled() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm(8), nn.Linear(8, 1)
+            self.first, self.norm, self.last = nn.Linear(6, 8, bias=False), nn.BatchNorm(8), nn.Linear(8, 1)
 
         def __call__(self, x: mx.array) -> mx.array:
             return self.last(self.norm(self.first(x)))
@@ -377,4 +377,4 @@ def test_buffers_that_become_float32_cost_one_step_uncompiled() -> None:
     compared = zip(tree_flatten(model.parameters()), tree_flatten(ours[0].parameters()), strict=True)
     for (name, wanted), (_, found) in compared:
         assert wanted.dtype == found.dtype, name
-        assert_close({name: to_numpy(found)}, {name: to_numpy(wanted)}, 0)
+        assert_close({name: to_numpy(found)}, {name: to_numpy(wanted)}, 0, on_gpu=1e-3)

@@ -170,17 +170,19 @@ def patient() -> Iterator[None]:
 
 @pytest.mark.usefixtures("patient")
 def test_other_threads_run_while_a_step_is_waited_for() -> None:
+    size = 8192 if mx.default_device().type == mx.gpu else 1024
+
     class Heavy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = mx.eye(1024)
+            self.weight = mx.eye(size)
 
     def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
         for _ in range(8):
             x = x @ model.weight
         return x.mean()
 
-    step, x = Step(Heavy(), optim.SGD(1e-3), loss_fn), mx.ones((1024, 1024))
+    step, x = Step(Heavy(), optim.SGD(1e-3), loss_fn), mx.ones((size, size))
     step(x)
     step.synchronize()
     ticks, stop = [0], threading.Event()

@@ -16,7 +16,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, fast_step
-from support.helpers import Row, Tree, assert_close, flat, plain_step, snapshot, summed
+from support.helpers import Row, Tree, assert_close, assert_same, flat, plain_step, snapshot, summed
 from support.models import WIDTH, cross_entropy
 from support.places import Child
 
@@ -417,7 +417,7 @@ def test_kinds_of_batches_that_come_once_are_not_traced_without_end() -> None:
         return [(step(x).loss if step else take(x)[0]).item() for x in batches], step
 
     losses, step = run(fast=True)
-    np.testing.assert_allclose(losses, run(fast=False)[0], rtol=1e-6)
+    assert_same(losses, run(fast=False)[0], 1e-6)
     assert step is not None
     assert len(step.stats.traces) == 33  # the last one of the length that came back
     step(mx.ones((60, 4)))

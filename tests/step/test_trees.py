@@ -188,7 +188,7 @@ class Named(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Map [batch, 4] to [batch, 1]."""
         layer = self.part()
-        y: mx.array = self.head(nn.tanh(layer.norm(layer(x))))
+        y: mx.array = self.head(nn.tanh(layer(layer.norm(x))))
         return y
 
 
