@@ -140,7 +140,10 @@ def _places(arrays: list[mx.array], array_id: Callable[[mx.array], int]) -> list
             pairs = container.items() if isinstance(container, dict) else enumerate(container)
             for key, item in list(pairs):
                 if type(item) is mx.array and id(item) not in own and array_id(item) in wanted:
-                    places.append(f"at {key!r} of a {type(container).__name__}")
+                    at = (
+                        f"at {key!r} of" if isinstance(container, dict) else "in"
+                    )  # the number would be another one each time
+                    places.append(f"{at} a {type(container).__name__}")
     return places
 
 

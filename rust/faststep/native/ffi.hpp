@@ -200,9 +200,18 @@ size_t faststep_graph_size(const void* graph) noexcept;
 int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count);
 // The constant with that number; not applicable where there is none.
 int faststep_graph_constant(const void* graph, uint32_t number, void** constant);
-// The constants that are held outside of the graph: as many as there is room for, and how many were written.
+// Whether MLX alone makes gradients of it: there is no function with gradients of its own in it.
+bool faststep_graph_determines_gradients(const void* graph) noexcept;
+// The constants that are held outside of the graph and of `also`, null or another graph of the same arrays: as many as there
+// is room for, and how many were written.
 int faststep_graph_held(
-    const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count);
+    const void* graph,
+    const void* also,
+    const void* const* outputs,
+    size_t n,
+    void** found,
+    size_t room,
+    size_t* count);
 // Arrays that are computed from the inputs and held outside of the graph, and inputs of which there are more handles than
 // `before`, one number for each: as many as there is room for, and how many were written.
 int faststep_graph_kept(

@@ -3,6 +3,7 @@
 //! Tracers are put where the arrays are, the user's function is called, what it assigned is read off, and everything is
 //! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
+mod loss_graph;
 mod update;
 
 use std::{cell::RefCell, rc::Rc};
@@ -18,8 +19,11 @@ use pyo3::{
     types::{PyList, PyTuple},
 };
 
+use loss_graph::LossArrays;
+pub use loss_graph::TraceGraph;
+
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, errors::mlx},
     optimizer::{leaves, traceable_rate},
     reach::{
         stop::Stop,
@@ -62,10 +66,14 @@ pub struct Current {
     pub varying: Vec<u32>,
     /// True if only the graph is wanted.
     pub sketch: bool,
+    /// True if the graph of the loss determines that of the step: no Python code computes gradients or the update.
+    pub by_loss: bool,
+    /// Arrays of the loss call, where its graph is wanted.
+    pub loss_arrays: Option<LossArrays>,
     /// The inputs that stand for the constants.
     pub tracers: Vec<Array>,
     /// The graph of the trace.
-    pub graph: Option<Graph>,
+    pub graph: Option<TraceGraph>,
     /// Constants of the graph that somebody else holds too.
     pub held: Vec<Array>,
     /// True if the optimizer has changed more than the arrays of its state.
@@ -119,6 +127,10 @@ impl PythonHost {
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             let looked = current.looked.clone();
             let watches = current.compiled && !current.sketch;
+            current.loss_arrays = current
+                .by_loss
+                .then(|| LossArrays::before(others, key))
+                .flatten();
             let positions = watches.then(|| Positions::of(current.model.bind(py), &looked));
             let positions = positions.transpose()?;
             let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
@@ -142,7 +154,7 @@ impl PythonHost {
         }
         let outcome = match (read, done) {
             (Some(place), _) => Err(Stop::reads(&place)),
-            (None, Ok(())) => {
+            (None, done) if done.is_ok() || self.has_sketched() => {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
                 let left = current.left(py, &before, &slots, others, key);
@@ -165,7 +177,7 @@ impl PythonHost {
                     Ok(Ok(left))
                 })
             }
-            (None, Err(error)) => Ok(Err(error)),
+            (None, done) => Ok(done.map(|()| Left::default())),
         };
         reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))))?;
         if restore || !matches!(outcome, Ok(Ok(_))) {
@@ -176,7 +188,49 @@ impl PythonHost {
             }
         }
         keys.set_item(0, old_key)?;
-        outcome
+        drop((before, slots, snapshot, reached)); // with their handles of the inputs
+        match outcome {
+            Ok(Ok(left)) => self.note_loss(left),
+            other => other,
+        }
+    }
+
+    // whether the loss has returned in a sketch that needs no more
+    fn has_sketched(&self) -> bool {
+        let current = self.current.borrow();
+        let current = current.as_ref().filter(|current| current.sketch);
+        let arrays = current.and_then(|current| current.loss_arrays.as_ref());
+        arrays.is_some_and(LossArrays::is_complete)
+    }
+
+    // keep the graph of the loss, where it tells the gradients too; of a sketch nothing else is wanted
+    fn note_loss(&self, left: Left) -> Result<MlxResult<Left>, Stop> {
+        let mut noted = None;
+        if let Some(current) = self.current.borrow_mut().as_mut() {
+            let arrays = current.loss_arrays.take();
+            noted = arrays.map(|arrays| (arrays, current.sketch, current.tracers.clone()));
+        }
+        let Some((mut arrays, sketch, tracers)) = noted else {
+            return Ok(Ok(left));
+        };
+        let left = if sketch {
+            arrays.left(left);
+            if let Err(error) =
+                arrays.kept(|inputs, before, outputs| self.check_kept(inputs, before, outputs))
+            {
+                return Ok(Err(error));
+            }
+            Err(Exception::custom("only the graph was wanted"))
+        } else {
+            arrays.left(left.clone());
+            Ok(left)
+        };
+        let graph = arrays.graph(&tracers).map_err(mlx)?;
+        if let Some(current) = self.current.borrow_mut().as_mut() {
+            current.by_loss = graph.is_some();
+            current.graph = graph;
+        }
+        Ok(left)
     }
 
     // whether the user has ended the loss, by Ctrl-C say
@@ -236,13 +290,16 @@ impl PythonHost {
         {
             return Ok(()); // MLX compiles nothing: these are no tracers
         }
-        let graph = Graph::new(&inputs, outputs)?;
+        let whole = Graph::new(&inputs, outputs)?;
         if current.sketch {
-            current.graph = Some(graph);
+            current.graph = Some(TraceGraph::of_step(whole));
             return Err(Exception::custom("only the graph was wanted"));
         }
-        current.held = graph.held(outputs)?;
-        graph.replace(&current.varying, &current.tracers, outputs)?;
+        let of_loss = current.graph.take();
+        current.held = whole.held(of_loss.as_ref().map(TraceGraph::graph), outputs)?;
+        let graph = of_loss.unwrap_or_else(|| TraceGraph::of_step(whole));
+        let (numbers, tracers) = (&current.varying, &current.tracers);
+        graph.graph().replace(numbers, tracers, outputs)?;
         current.graph = Some(graph);
         Ok(())
     }
@@ -262,7 +319,20 @@ impl Host for PythonHost {
     }
 
     fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
-        self.run(|py, current| current.loss(py, call))
+        let output = self.run(|py, current| {
+            if let Some(arrays) = &mut current.loss_arrays {
+                arrays.call(call);
+            }
+            let output = current.loss(py, call)?;
+            if let Some(arrays) = &mut current.loss_arrays {
+                arrays.returned(&output);
+            }
+            Ok(output)
+        })?;
+        if self.has_sketched() {
+            return Err(Exception::custom("only the graph of the loss was wanted"));
+        }
+        Ok(output)
     }
 
     fn traced(&self, inputs: &[Array], before: &[usize], outputs: &[Array]) -> MlxResult<()> {

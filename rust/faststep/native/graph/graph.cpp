@@ -150,8 +150,14 @@ class Graph {
     return nodes_.size();
   }
 
-  // Constants that somebody else holds too: there are more handles of them than the graph has.
-  std::vector<mx::array> held(const std::vector<mx::array>& outputs) const {
+  bool determines_gradients() const {
+    return std::none_of(nodes_.begin(), nodes_.end(), [](const Node& node) {
+      return node.primitive && std::string_view(node.primitive->name()) == "CustomTransforms";
+    });
+  }
+
+  // Constants that somebody else holds too: there are more handles of them than the graph, and `also`, have.
+  std::vector<mx::array> held(const std::vector<mx::array>& outputs, const Graph* also) const {
     std::unordered_map<Id, long> edges;
     std::unordered_set<Id> seen;
     std::vector<const mx::array*> todo;
@@ -175,6 +181,11 @@ class Graph {
             edges[input.id()] += 1;
           }
         }
+      }
+    }
+    if (also != nullptr) {
+      for (const auto& [at, array] : also->constants_) {
+        edges[array.id()] += 1;
       }
     }
     std::vector<mx::array> found;
@@ -369,11 +380,21 @@ int faststep_graph_constant(const void* graph, uint32_t number, void** constant)
   });
 }
 
+bool faststep_graph_determines_gradients(const void* graph) noexcept {
+  return graph_at(graph).determines_gradients();
+}
+
 int faststep_graph_held(
-    const void* graph, const void* const* outputs, size_t n, void** found, size_t room, size_t* count) {
+    const void* graph,
+    const void* also,
+    const void* const* outputs,
+    size_t n,
+    void** found,
+    size_t room,
+    size_t* count) {
   return guarded([&] {
     auto list = faststep::list(outputs, n);
-    faststep::give(graph_at(graph).held(list), found, room, count);
+    faststep::give(graph_at(graph).held(list, static_cast<const faststep::Graph*>(also)), found, room, count);
   });
 }
 

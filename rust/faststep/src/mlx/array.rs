@@ -29,7 +29,8 @@ pub fn id(array: &Array) -> usize {
 }
 
 /// Return the number of handles to the array's value, this one included.
-pub(crate) fn holders(array: &Array) -> usize {
+#[must_use]
+pub fn holders(array: &Array) -> usize {
     // SAFETY: as in `id`.
     unsafe { faststep_array_holders(handle(array)) }
 }

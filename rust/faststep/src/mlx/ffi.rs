@@ -224,8 +224,10 @@ extern "C" {
         number: u32,
         constant: *mut New,
     ) -> c_int;
+    pub(crate) fn faststep_graph_determines_gradients(graph: *const c_void) -> bool;
     pub(crate) fn faststep_graph_held(
         graph: *const c_void,
+        also: *const c_void,
         outputs: Handles,
         n: usize,
         found: *mut New,

@@ -16,9 +16,9 @@ use mlx_rs::{
 };
 
 use super::ffi::{
-    check, faststep_graph_compare, faststep_graph_constant, faststep_graph_free,
-    faststep_graph_held, faststep_graph_kept, faststep_graph_new, faststep_graph_replace,
-    faststep_graph_size, handles, is_done, made, owned,
+    check, faststep_graph_compare, faststep_graph_constant, faststep_graph_determines_gradients,
+    faststep_graph_free, faststep_graph_held, faststep_graph_kept, faststep_graph_new,
+    faststep_graph_replace, faststep_graph_size, handles, is_done, made, owned,
 };
 
 /// The most constants that may differ between two graphs of one form.
@@ -125,16 +125,24 @@ impl Graph {
         })
     }
 
-    /// Constants that somebody beside the graph holds, where `outputs` are those of the graph.
+    /// Whether MLX alone makes gradients of it: no function with gradients of its own is in it.
+    #[must_use]
+    pub fn determines_gradients(&self) -> bool {
+        // SAFETY: a graph.
+        unsafe { faststep_graph_determines_gradients(self.0) }
+    }
+
+    /// Constants that somebody beside the graph and another one of the same arrays holds; `outputs` are those of the graph.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn held(&self, outputs: &[Array]) -> Result<Vec<Array>> {
+    pub fn held(&self, also: Option<&Self>, outputs: &[Array]) -> Result<Vec<Array>> {
+        let also = also.map_or(ptr::null(), |also| also.0.cast_const());
         let outputs = handles(outputs);
         let (outputs, n) = (outputs.as_ptr(), outputs.len());
-        // SAFETY: a graph, live arrays, and as much room as is said.
+        // SAFETY: two graphs or one, live arrays, and as much room as is said.
         given_out(|found, room, count| unsafe {
-            faststep_graph_held(self.0, outputs, n, found, room, count)
+            faststep_graph_held(self.0, also, outputs, n, found, room, count)
         })
     }
 

@@ -43,7 +43,7 @@ impl LossOutput {
 }
 
 /// Arrays that differ from what they were before a loss was differentiated.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Left {
     /// Buffers: other arrays to which the loss assigned, with their index.
     pub others: Vec<(usize, Array)>,

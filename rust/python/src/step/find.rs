@@ -1,7 +1,7 @@
 //! Choice of the traces of a call: by its arguments, by the objects that the loss reads, and by the loss's graph.
 use std::{cell::Cell, rc::Rc};
 
-use faststep::engine::{Graph, Part, Recipe, Rule, Task, Trace};
+use faststep::engine::{Part, Recipe, Rule, Task, Trace};
 use mlx_rs::error::Result as MlxResult;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -12,11 +12,15 @@ use super::{
     Inner,
 };
 use crate::{
+    host::TraceGraph,
     mlx::errors::{mlx, to_python},
     reach::{stop::Stop, suspect::draws, Seen},
     store::Store,
     tree::Tree,
 };
+
+/// A graph, and the template of what the loss returned.
+type Sketch = (TraceGraph, Option<Py<PyAny>>);
 
 impl Inner {
     // the call's traces become those used last: that of the update, then that of the batch
@@ -83,7 +87,7 @@ impl Inner {
         let mut key = key(store, part, 0)?;
         let mut sketch = |inner: &mut Self, given: &mut Given| {
             key.front.reached = given.looked.program.tensors().clone();
-            inner.sketch(store, user, given, &key)
+            inner.sketch(store, user, given, &key, true)
         };
         let drawn = !suspect.drawn.is_empty()
             && (!suspect.shared || draws(py, || drop(sketch(self, given)))?);
@@ -221,10 +225,12 @@ impl Inner {
         let py = user.py();
         let is_candidate =
             |entry: &Entry| entry.kept.graph.is_some() && equals(&entry.key, key, py);
-        if !self.traces.recent().any(is_candidate) {
+        let candidate = self.traces.recent().find(|entry| is_candidate(entry));
+        let graph = candidate.and_then(|entry| entry.kept.graph.as_ref());
+        let Some(by_loss) = graph.map(TraceGraph::is_of_loss) else {
             return Ok(Some(Vec::new()));
-        }
-        let (sketch, template) = self.sketch(store, user, given, key)?;
+        };
+        let (sketch, template) = self.sketch(store, user, given, key, by_loss)?;
         let failed = Cell::new(None);
         let differences = |entry: &Entry| {
             let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
@@ -239,7 +245,7 @@ impl Inner {
             differences(entry).is_some_and(|differ| differ.iter().all(|at| varying.contains(at)))
         };
         let constants = |varying: &[u32]| {
-            let constants = varying.iter().map(|&at| sketch.constant(at));
+            let constants = varying.iter().map(|&at| sketch.graph().constant(at));
             constants.collect::<MlxResult<Vec<_>>>().map_err(mlx)
         };
         if let Some(entry) = self.traces.use_again(holds) {
@@ -282,30 +288,55 @@ impl Inner {
         Ok(())
     }
 
-    // trace the loss without compiling: its graph, and the template of its return value
+    // trace without compiling; `by_loss`: the loss alone, where that determines the rest
     fn sketch(
         &mut self,
         store: &mut Store,
         user: &Arguments<'_>,
         given: &mut Given,
         key: &Key,
-    ) -> Result<(Graph, Option<Py<PyAny>>), Stop> {
+        by_loss: bool,
+    ) -> Result<Sketch, Stop> {
+        if by_loss {
+            if let Some(sketch) = self.sketch_once(store, user, given, key, true)? {
+                return Ok(sketch);
+            }
+        }
+        let whole = self.sketch_once(store, user, given, key, false)?;
+        let missing = || PyRuntimeError::new_err("a step was traced without a loss");
+        whole.ok_or_else(|| Stop::Raised(missing()))
+    }
+
+    // none where the graph of the loss does not determine the rest
+    fn sketch_once(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &Key,
+        by_loss: bool,
+    ) -> Result<Option<Sketch>, Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let recipe = self.recipe(store, key, store.others.len() + key.front.reached.len())?;
         let mut trace = Trace::new(recipe, self.host.clone(), true);
         let call = self.enter_host(store, user, given, true, &[])?;
+        let mut asked = false;
         if let Some(current) = self.host.current.borrow_mut().as_mut() {
             current.sketch = true;
+            current.by_loss &= by_loss;
+            asked = current.by_loss;
         }
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let outcome = engine.dry_run(&mut trace, call);
         let current = self.host.current.take();
+        let insufficient = asked && current.as_ref().is_some_and(|current| !current.by_loss);
         let (stop, graph, template) = current.map_or((None, None, None), |current| {
             (current.stop, current.graph, current.template)
         });
         match (graph, stop, outcome) {
-            (Some(graph), ..) => Ok((graph, template)),
+            (Some(graph), ..) => Ok(Some((graph, template))),
             (None, Some(stop), _) => Err(stop),
+            (None, None, Err(_)) if insufficient => Ok(None),
             (None, None, Err(error)) => Err(Stop::Raised(to_python(&error))),
             (None, None, Ok(())) => Err(Stop::Raised(missing())),
         }

@@ -300,6 +300,8 @@ impl Inner {
             others: store.others.len(),
             varying: varying.to_vec(),
             sketch: false,
+            by_loss: self.compiled && matches!(store.rule, Some(Rule::Native(_))),
+            loss_arrays: None,
             tracers: Vec::new(),
             graph: None,
             held: Vec::new(),

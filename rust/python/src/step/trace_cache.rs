@@ -1,13 +1,12 @@
 //! The traces of a step, and the causes for new ones in the user's words.
 use std::rc::Rc;
 
-use faststep::engine::{
-    self, CallTraces, Causes, Graph, Task, Tensor, Trace, TraceCache, TraceEntry,
-};
+use faststep::engine::{self, CallTraces, Causes, Task, Tensor, Trace, TraceCache, TraceEntry};
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
 use super::arguments::Arguments;
 use crate::{
+    host::TraceGraph,
     reach::{Looked, Seen, Written},
     tree::Tree,
 };
@@ -67,7 +66,7 @@ pub struct TraceRecord {
 #[derive(Default)]
 pub struct Kept {
     /// The graph before it was compiled, where the loss reaches anything.
-    pub graph: Option<Graph>,
+    pub graph: Option<TraceGraph>,
     /// The constants of the graph that are inputs.
     pub varying: Vec<u32>,
     /// The numbers for which the trace holds, the last ones last.

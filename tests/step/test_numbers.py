@@ -1,0 +1,234 @@
+"""Numbers that change from step to step: read at every call, as by the plain loop, without a new trace for each."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from support.helpers import assert_close, assert_same, plain_step, snapshot
+
+X = mx.random.normal((8, 4), key=mx.random.key(3))
+STEPS = 12
+
+
+class Net(nn.Module):
+    def __init__(self, numbers: SimpleNamespace) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+        self._mean = mx.zeros((6,))
+        self._numbers = numbers
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = mx.tanh(self.first(x))
+        if self.training:
+            share = self._numbers.momentum
+            self._mean = share * self._mean + (1 - share) * mx.stop_gradient(x.mean(axis=0))
+        return self.second(x - self._mean)
+
+
+def scaled(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    return (numbers.scale * mx.square(model(x))).mean() / max(numbers.scale, 0.5)
+
+
+def only_in_the_backward(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    @mx.custom_function
+    def same(y: mx.array) -> mx.array:
+        return y * 1.0
+
+    @same.vjp
+    def backward(primals: mx.array, cotangents: mx.array, outputs: mx.array) -> mx.array:
+        return cotangents * numbers.scale
+
+    return mx.square(same(model(x))).mean()
+
+
+def checkpointed(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    part = mx.checkpoint(lambda y: mx.sin(y * numbers.scale))
+    return mx.square(part(model(x))).mean()
+
+
+def of_gradients(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    slope = mx.grad(lambda y: mx.square(model(y) * numbers.scale).sum())(x)
+    return mx.square(model(x)).mean() + numbers.scale * mx.square(slope).mean()
+
+
+def branching(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    y = model(x)
+    return mx.abs(y).mean() if numbers.scale < 0.7 else (y**2).mean() * numbers.scale
+
+
+def drawing(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    return mx.square(model(x + numbers.scale * mx.random.normal(x.shape))).mean()
+
+
+def as_powers(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    y = mx.abs(model(x)) + 1
+    return (y**numbers.scale).mean() + mx.clip(y, 0, numbers.scale).mean()
+
+
+def as_lengths(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    return mx.square(model(x[: numbers.calls % 3 + 2])).mean()
+
+
+def counted_only(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    assert numbers.calls >= 0
+    return mx.square(model(x)).mean()
+
+
+LOSSES = {
+    loss: traces
+    for loss, traces in (
+        (scaled, 2),
+        (only_in_the_backward, 2),
+        (checkpointed, 2),
+        (of_gradients, 2),
+        (branching, 3),
+        (drawing, 2),
+        (as_powers, 2),
+        (as_lengths, 3),
+        (counted_only, 2),
+    )
+}
+
+
+def change(numbers: SimpleNamespace, calls: int) -> None:
+    numbers.scale, numbers.momentum, numbers.calls = 0.9**calls, 0.9 - 0.01 * calls, calls
+
+
+def train(
+    loss: Callable[..., mx.array], optimizer: optim.Optimizer, way: Callable[..., Any], *, passed: bool = False
+) -> tuple[list[Any], dict[str, Any], Any]:
+    """Train with a loss that reaches the numbers, or is passed them; return losses, what is left, and the step."""
+    mx.random.seed(5)
+    numbers = SimpleNamespace()
+    change(numbers, 0)
+    model = Net(numbers)
+
+    def reaching(model: Net, x: mx.array) -> mx.array:
+        return loss(model, x, numbers)
+
+    def given(model: Net, x: mx.array, scale: float, calls: int) -> mx.array:
+        return loss(model, x, SimpleNamespace(scale=scale, calls=calls))
+
+    step = way(model, optimizer, given if passed else reaching)
+    losses = []
+    for calls in range(STEPS):
+        change(numbers, calls)
+        output = step(X, numbers.scale, numbers.calls) if passed else step(X)
+        losses.append(output[0] if way is plain_step else output.loss)
+    return losses, snapshot(model, optimizer) | {"mean": np.array(model._mean)}, step
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["reached", "passed"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_number_that_changes_at_every_call_is_the_plain_loops(loss: Callable[..., mx.array], passed: bool) -> None:
+    wanted, left, _ = train(loss, optim.AdamW(0.01), plain_step, passed=passed)
+    losses, ours, step = train(loss, optim.AdamW(0.01), Step, passed=passed)
+    assert_same(losses, wanted)
+    assert_close(ours, left, 0)
+    assert step.stats.mode == "native"
+    assert len(step.stats.traces) <= LOSSES[loss]
+
+
+def keeping(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    y = model(x)
+    if numbers.scale < 0.7:
+        KEPT.append(y)
+    return mx.square(y).mean() * numbers.scale
+
+
+def hiding(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    y = model(x)
+    if numbers.scale < 0.7:
+        HIDDEN.put(y)
+    return mx.square(y).mean() * numbers.scale
+
+
+def reading(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
+    y = model(x)
+    try:
+        factor = float(y.mean()) if numbers.scale < 0.7 else 1.0
+    except ValueError:
+        factor = 0.5
+    return mx.square(y).mean() * numbers.scale * factor
+
+
+KEPT: list[mx.array] = []
+HIDDEN: queue.SimpleQueue[mx.array] = queue.SimpleQueue()  # in which nobody can look
+
+
+@pytest.mark.parametrize("loss", [keeping, hiding, reading])
+def test_what_a_trace_cannot_repeat_is_noticed_when_a_number_first_leads_there(loss: Callable[..., mx.array]) -> None:
+    KEPT.clear()
+    wanted, left, _ = train(loss, optim.AdamW(0.01), plain_step)
+    wanted_kept = [np.array(kept) for kept in KEPT]
+    KEPT.clear()
+    with pytest.warns(RuntimeWarning, match="test_numbers.py|stores a new array|keeps an array") as record:
+        losses, ours, step = train(loss, optim.AdamW(0.01), Step)
+    assert len(record) == 1
+    assert step.stats.mode == "plain"
+    assert_same(losses, wanted)
+    assert_close(ours, left, 0)
+    assert_same(KEPT[-len(wanted_kept) :], wanted_kept)
+
+
+OPTIONS = [
+    ({"accumulate": 3}, 1e-6),
+    ({"max_grad_norm": 0.1, "ema_decay": 0.9}, 1e-6),
+    ({"compute_dtype": mx.bfloat16}, 1e-2),
+    ({"nonfinite": "raise"}, 0),
+]
+
+
+@pytest.mark.parametrize(("options", "tolerance"), OPTIONS, ids=["-".join(options) for options, _ in OPTIONS])
+@pytest.mark.parametrize("loss", [scaled, checkpointed], ids=lambda loss: loss.__name__)
+def test_numbers_are_read_at_every_call_of_a_step_with_options(
+    loss: Callable[..., mx.array], options: dict[str, Any], tolerance: float
+) -> None:
+    def way(compiled: bool) -> Callable[..., Step]:
+        return lambda *args: Step(*args, compile=compiled, **options)
+
+    wanted, left, _ = train(loss, optim.AdamW(0.01), way(False))
+    losses, ours, step = train(loss, optim.AdamW(0.01), way(True))
+    assert_same(losses, wanted, tolerance)
+    assert_close(ours, left, tolerance)
+    assert step.stats.mode == "native"
+
+
+class Own(optim.Optimizer):
+    """An optimizer of a user's own, which reads the number that the loss reads."""
+
+    def __init__(self, numbers: SimpleNamespace) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        state["m"] = mx.zeros_like(parameter)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        state["m"] = 0.9 * state["m"] + gradient
+        return parameter - 0.1 * self.numbers.scale * state["m"]
+
+
+@pytest.mark.parametrize("loss", [scaled, counted_only], ids=lambda loss: loss.__name__)
+def test_numbers_of_an_optimizer_of_ones_own_are_read_at_every_update(loss: Callable[..., mx.array]) -> None:
+    ends = []
+    for way in (plain_step, Step):
+        mx.random.seed(5)
+        numbers = SimpleNamespace()
+        change(numbers, 0)
+        model, optimizer = Net(numbers), Own(numbers)
+        step = way(model, optimizer, lambda model, x, numbers=numbers: loss(model, x, numbers))
+        for calls in range(STEPS):
+            change(numbers, calls)
+            step(X)
+        ends.append(snapshot(model, optimizer))
+    assert_close(ends[1], ends[0], 0)
