@@ -24,6 +24,7 @@ from report_step import (
     REACH,
     STEP,
     THREADS,
+    VARYING,
     clients,
     matmul,
     optimizers,
@@ -31,6 +32,7 @@ from report_step import (
     reach,
     step,
     threads,
+    varying,
 )
 from report_training import CHECKPOINTS, LOADER, TRAINER, checkpoints, loader, trainer
 from samples import SAMPLES, device_slug, newest
@@ -39,8 +41,8 @@ DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
 Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, optimizers, clients, reach, matmul, threads, quantized, scaling, runs,
-replay, rust, trainer, loader, checkpoints or mlx_lm_trainer.
+`make bench PARTS=step` runs one part only: step, optimizers, clients, reach, varying, matmul, threads, quantized,
+scaling, runs, replay, rust, trainer, loader, checkpoints or mlx_lm_trainer.
 """
 
 
@@ -57,6 +59,7 @@ SECTIONS = {
     "optimizers": Section("The step with each optimizer", OPTIMIZERS, optimizers),
     "clients": Section("Whole programs", CLIENTS, clients),
     "reach": Section("What a loss reaches", REACH, reach),
+    "varying": Section("A number that changes at every step", VARYING, varying),
     "matmul": Section("Matrix products", MATMUL, matmul),
     "threads": Section("Who shares the products", THREADS, threads),
     "quantized": Section("Quantized weights", QUANTIZED, quantized),

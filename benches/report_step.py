@@ -37,6 +37,10 @@ REACH = """A tiny step (a layer of 4 weights), by what its loss reaches in its c
 before each step. Arrays that the model holds beside its parameters are looked at too, so that they compare. A slot's
 nanoseconds are the difference to the loss that reaches nothing, in the same round, over the number of slots.
 """
+VARYING = """The loss is divided by a temperature, an attribute of an object, which is another number at each step:
+the loss is called once for each and its graph compared. An `mx.array` in its place is an input of the trace, as an
+argument of a compiled step is. AdamW and clipping as above; the smallest model has SGD without.
+"""
 QUANTIZED = """Products with quantized weights, on a CPU. All ways take their turns in one process.
 """
 
@@ -143,6 +147,13 @@ def reach(result: dict[str, Any], _plot: Path) -> list[str]:
         each = [1e6 * (ms - alone) / slots for ms, alone in zip(times, base, strict=True)]
         rows.append([way, spread([1e3 * ms for ms in times]), spread(each)])
     return table(["reached", "us a step", "ns a slot"], rows)
+
+
+def varying(result: dict[str, Any], _plot: Path) -> list[str]:
+    """Lay out the times of each way with a number that changes."""
+    plain = next(iter(result["ms"]))
+    rows = ([way, spread(ms), spread(over(result["ms"], plain, way))] for way, ms in result["ms"].items())
+    return [f"#### {result['title']}", "", *table(["way", "ms a step", f"{plain}'s time over it"], rows)]
 
 
 def quantized(result: dict[str, Any], _plot: Path) -> list[str]:
