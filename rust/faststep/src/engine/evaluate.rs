@@ -31,6 +31,8 @@ pub(super) struct Work {
     pub keep_gradients: bool,
     /// True if it updates float32 masters.
     pub keep_masters: bool,
+    /// True if the update is evaluated buffer by buffer.
+    pub by_buffer: bool,
 }
 
 /// MLX's default device, as it evaluates the parts of an engine's steps.
@@ -86,16 +88,24 @@ impl Evaluate for OnDevice<'_> {
             if !work.keep_gradients {
                 work.outputs.gradients.clear();
             }
-            tried = evaluate(&update, self.owner);
+            let mut portions = update.chunks(if work.by_buffer { 1 } else { usize::MAX });
+            tried = portions.try_for_each(|portion| evaluate(portion, self.owner));
         }
         tried.map_err(Error::FirstEvaluation)
     }
 
     fn submit(&mut self, work: &mut Work, way: HandOver) -> Result<Option<Array>> {
+        let mut done = work.outputs.marker().cloned();
+        if work.by_buffer {
+            // computed with the last buffer, not with the first
+            let last = done.map(|marker| marker.reshape(&[-1])).transpose();
+            done = last.map_err(Error::Trace)?;
+        }
         let changed = self.engine.install(work);
+        let list = (work.by_buffer, &changed[..], done.as_ref());
         self.engine
-            .dispatch(&work.outputs, &changed, way, self.owner)?;
-        Ok(work.outputs.marker().cloned())
+            .dispatch(&work.outputs, list, way, self.owner)?;
+        Ok(done)
     }
 }
 
@@ -154,7 +164,7 @@ impl Engine {
     fn dispatch(
         &mut self,
         outputs: &Outputs,
-        changed: &[usize],
+        (by_buffer, changed, done): (bool, &[usize], Option<&Array>),
         way: HandOver,
         owner: &mut dyn Owner,
     ) -> Result<()> {
@@ -171,8 +181,9 @@ impl Engine {
             if sent.is_err() {
                 return;
             }
-            let arrays = outputs.before_update().chain(&self.fresh);
-            sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
+            let state = changed.iter().map(|&index| &self.state[index]);
+            let portions = outputs.portions(&self.fresh, state.chain(done), by_buffer);
+            sent = portions.into_iter().try_for_each(async_eval);
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();

@@ -130,7 +130,9 @@ impl<'a> Evaluate for Simulated<'a> {
         self.simulator.eval(&before)?;
         self.release_gradients(part)?;
         self.tried = true;
-        self.simulator.eval(&trial(part.outputs, self.plan.inputs)?)
+        let update = trial(part.outputs, self.plan.inputs)?;
+        let mut portions = update.chunks(if part.by_buffer { 1 } else { usize::MAX });
+        portions.try_for_each(|portion| self.simulator.eval(portion))
     }
 
     fn submit(&mut self, part: &mut PlannedPart<'a>, way: HandOver) -> Result<Option<usize>> {
@@ -144,12 +146,16 @@ impl<'a> Evaluate for Simulated<'a> {
             }
             HandOver::First(limit) | HandOver::Whole(limit) => self.simulator.limit(limit),
         }
-        let mut asked = outputs(part);
-        if !part.keep_gradients {
-            let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
-            asked.retain(|array| !gradients.contains(&array::id(array)));
+        let state = part.outputs.state.iter().map(|(_, array)| array);
+        let portions = (part.outputs).portions(&part.outputs.parameters, state, part.by_buffer);
+        let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
+        let mut done = 0;
+        for mut asked in portions {
+            if !part.keep_gradients {
+                asked.retain(|array| !gradients.contains(&array::id(array)));
+            }
+            done = self.simulator.async_eval(&asked)?;
         }
-        let done = self.simulator.async_eval(&asked)?;
         self.submitted = Some(done);
         self.look();
         if part.outputs.loss.is_some() {

@@ -166,6 +166,27 @@ impl Outputs {
         self.parameters.iter().chain(state)
     }
 
+    // What is evaluated with the new parameters `buffers` and the `rest`, in lists of which one is handed over after another: all
+    // at once, or buffer by buffer.
+    pub(crate) fn portions<'a>(
+        &'a self,
+        buffers: impl IntoIterator<Item = &'a Array>,
+        rest: impl IntoIterator<Item = &'a Array>,
+        by_buffer: bool,
+    ) -> Vec<Vec<&'a Array>> {
+        let mut before: Vec<_> = self.before_update().collect();
+        let mut lists = Vec::new();
+        for buffer in buffers {
+            before.push(buffer);
+            if by_buffer {
+                lists.push(std::mem::take(&mut before));
+            }
+        }
+        before.extend(rest);
+        lists.push(before);
+        lists
+    }
+
     // an output whose buffer no later step reuses
     pub(crate) fn marker(&self) -> Option<&Array> {
         let values = self.loss.iter().chain(&self.skipped).chain(&self.norm);
