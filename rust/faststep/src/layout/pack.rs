@@ -13,11 +13,11 @@ pub struct Packed {
     pub squares: Vec<Option<Array>>,
 }
 
-/// Join gradients, given by tensor, into their buffers (lazily).
+/// Join gradients, given by tensor, into their buffers (lazily); `joint`: whatever reads one needs all.
 ///
 /// # Errors
 /// When the arrays are not of the layout's shapes.
-pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
+pub fn gradients(layout: &Layout, gradients: &[Array], joint: bool) -> Result<Packed> {
     let cuda = join::is_cuda();
     let straight = !cuda || kernels::wanted();
     let gradients = gradients.iter().map(|gradient| {
@@ -50,9 +50,13 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
         packed.buffers.push(flat);
         packed.squares.push(squares);
     }
-    let shared: Vec<usize> = layout.shared().collect();
-    let waited = join::wait(shared.iter().map(|&i| packed.buffers[i].clone()).collect())?;
-    for (buffer, flat) in shared.into_iter().zip(waited) {
+    let waiting: Vec<usize> = if joint {
+        (0..layout.len()).collect()
+    } else {
+        layout.shared().collect()
+    };
+    let waited = join::wait(waiting.iter().map(|&i| packed.buffers[i].clone()).collect())?;
+    for (buffer, flat) in waiting.into_iter().zip(waited) {
         packed.buffers[buffer] = flat;
     }
     Ok(packed)
