@@ -81,9 +81,10 @@ impl Evaluate for OnDevice<'_> {
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
         let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);
+        let _limited = MemoryLimit::to(trial::limit());
         let mut tried = evaluate(work.outputs.before_update(), self.owner);
         if tried.is_ok() {
-            let update = trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
+            let update = trial::trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
             let update: Vec<Array> = update.into_iter().cloned().collect();
             if !work.keep_gradients {
                 work.outputs.gradients.clear();
@@ -173,8 +174,9 @@ impl Engine {
         owner.unlocked(&mut || {
             let _limited = match way {
                 HandOver::First(_) if !join::is_cuda() => {
+                    let limited = MemoryLimit::to(trial::limit());
                     sent = self.fresh.iter().try_for_each(|array| eval([array]));
-                    None
+                    limited
                 }
                 HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit),
             };
