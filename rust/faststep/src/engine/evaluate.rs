@@ -7,7 +7,7 @@ use mlx_rs::{
     Array,
 };
 
-use super::{Engine, Owner, Stage};
+use super::{nonfinite::is_true, Engine, Owner, Stage};
 use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, HandOver, Schedule},
@@ -15,7 +15,7 @@ use crate::{
         array, join,
         memory::{self, MemoryLimit},
     },
-    trace::{trial, Inputs, Outputs},
+    trace::{in_turn, trial, Inputs, Outputs},
 };
 
 /// Largest number of failed operations of one step, each of which is an error of its own.
@@ -86,8 +86,10 @@ impl Evaluate for OnDevice<'_> {
         if tried.is_ok() {
             let update = trial::trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
             let update: Vec<Array> = update.into_iter().cloned().collect();
-            if !work.keep_gradients {
-                work.outputs.gradients.clear();
+            let skipped = work.outputs.skipped.as_ref();
+            let skipped = skipped.filter(|_| work.keep_gradients).map(is_true);
+            if !skipped.transpose().map_err(Error::FirstEvaluation)?.unwrap_or(false) {
+                work.outputs.gradients.clear(); // nobody asks which of them is no number
             }
             let mut portions = update.chunks(if work.by_buffer { 1 } else { usize::MAX });
             tried = portions.try_for_each(|portion| evaluate(portion, self.owner));
@@ -175,7 +177,8 @@ impl Engine {
             let _limited = match way {
                 HandOver::First(_) if !join::is_cuda() => {
                     let limited = MemoryLimit::to(trial::limit());
-                    sent = self.fresh.iter().try_for_each(|array| eval([array]));
+                    let mut buffers = in_turn(&self.fresh, by_buffer).into_iter();
+                    sent = buffers.try_for_each(|array| eval([array]));
                     limited
                 }
                 HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit),

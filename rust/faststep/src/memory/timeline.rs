@@ -14,7 +14,7 @@ use crate::{
     evaluation::{Evaluate, Evaluated, HandOver, Schedule},
     layout::pack::taken_over,
     mlx::{array, join},
-    trace::trial,
+    trace::{in_turn, trial},
 };
 
 /// Largest number of simulated calls that make one update.
@@ -57,9 +57,6 @@ impl Simulated<'_> {
     }
 
     fn release_gradients(&mut self, part: &PlannedPart) -> Result<()> {
-        if part.keep_gradients {
-            return Ok(());
-        }
         let gradients: Vec<&Array> = part.outputs.gradients.iter().collect();
         self.simulator.release(&gradients)
     }
@@ -71,7 +68,7 @@ impl Simulated<'_> {
             let parameters: Vec<&Array> = plan.parameters().iter().collect();
             self.simulator.release(&parameters)?;
         }
-        if !std::mem::take(&mut self.tried) {
+        if !self.tried && !part.keep_gradients {
             self.release_gradients(part)?;
         }
         let state: Vec<&Array> = outputs
@@ -141,7 +138,7 @@ impl<'a> Evaluate for Simulated<'a> {
         match way {
             HandOver::First(_) if !join::is_cuda() => {
                 self.simulator.limit(trial::limit());
-                for array in &part.outputs.parameters {
+                for array in in_turn(&part.outputs.parameters, part.by_buffer) {
                     self.simulator.eval(&[array])?;
                 }
             }
@@ -152,12 +149,12 @@ impl<'a> Evaluate for Simulated<'a> {
         let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
         let mut done = 0;
         for mut asked in portions {
-            if !part.keep_gradients {
+            if self.tried || !part.keep_gradients {
                 asked.retain(|array| !gradients.contains(&array::id(array)));
             }
             done = self.simulator.async_eval(&asked)?;
         }
-        self.submitted = Some(done);
+        (self.submitted, self.tried) = (Some(done), false);
         self.look();
         if part.outputs.loss.is_some() {
             let returned = part.outputs.loss.iter().chain(&part.outputs.aux);

@@ -28,6 +28,7 @@ pub(crate) use inputs::Inputs;
 pub use inputs::{Call, HeldArrays};
 pub use key::{Causes, Key};
 pub use options::{Field, Nonfinite, Options, Replay};
+pub(crate) use outputs::in_turn;
 pub use outputs::Outputs;
 pub use recipe::{Part, Recipe, Role, Rule};
 pub use task::Task;

@@ -49,6 +49,16 @@ pub(crate) struct OutputCounts {
     idle: Rc<[usize]>,
 }
 
+/// Buffers in the order of their updates: where one after another is evaluated, the gradients of the others are gone when the
+/// turn of the largest comes.
+pub(crate) fn in_turn(buffers: &[Array], by_buffer: bool) -> Vec<&Array> {
+    let mut all: Vec<_> = buffers.iter().collect();
+    if by_buffer {
+        all.sort_by_key(|array| array.nbytes());
+    }
+    all
+}
+
 impl OutputCounts {
     // others by index, and whether there is a key
     pub(crate) fn written(&self) -> (Vec<usize>, bool) {
@@ -170,13 +180,13 @@ impl Outputs {
     // at once, or buffer by buffer.
     pub(crate) fn portions<'a>(
         &'a self,
-        buffers: impl IntoIterator<Item = &'a Array>,
+        buffers: &'a [Array],
         rest: impl IntoIterator<Item = &'a Array>,
         by_buffer: bool,
     ) -> Vec<Vec<&'a Array>> {
         let mut before: Vec<_> = self.before_update().collect();
         let mut lists = Vec::new();
-        for buffer in buffers {
+        for buffer in in_turn(buffers, by_buffer) {
             before.push(buffer);
             if by_buffer {
                 lists.push(std::mem::take(&mut before));
