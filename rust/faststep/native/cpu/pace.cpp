@@ -97,7 +97,7 @@ std::shared_ptr<mx::Primitive> waited(mx::Stream stream) {
 int faststep_paced(const void* array, void** paced) {
   return faststep::guarded([&] {
     const auto& in = faststep::at(array);
-    if (in.nbytes() < faststep::wait_bytes || mlx::core::default_device() != mlx::core::Device::cpu) {
+    if (in.nbytes() < faststep::update_bytes || mlx::core::default_device() != mlx::core::Device::cpu) {
       return faststep::not_applicable;
     }
     auto pace = faststep::paced(mlx::core::default_stream(mlx::core::Device::cpu));

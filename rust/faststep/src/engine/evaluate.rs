@@ -88,7 +88,11 @@ impl Evaluate for OnDevice<'_> {
             let update: Vec<Array> = update.into_iter().cloned().collect();
             let skipped = work.outputs.skipped.as_ref();
             let skipped = skipped.filter(|_| work.keep_gradients).map(is_true);
-            if !skipped.transpose().map_err(Error::FirstEvaluation)?.unwrap_or(false) {
+            if !skipped
+                .transpose()
+                .map_err(Error::FirstEvaluation)?
+                .unwrap_or(false)
+            {
                 work.outputs.gradients.clear(); // nobody asks which of them is no number
             }
             let mut portions = update.chunks(if work.by_buffer { 1 } else { usize::MAX });
@@ -106,8 +110,7 @@ impl Evaluate for OnDevice<'_> {
         }
         let changed = self.engine.install(work);
         let list = (work.by_buffer, &changed[..], done.as_ref());
-        self.engine
-            .dispatch(&work.outputs, list, way, self.owner)?;
+        self.engine.dispatch(&work.outputs, list, way, self.owner)?;
         Ok(done)
     }
 }
@@ -188,7 +191,7 @@ impl Engine {
             }
             let state = changed.iter().map(|&index| &self.state[index]);
             let portions = outputs.portions(&self.fresh, state.chain(done), by_buffer);
-            sent = portions.into_iter().try_for_each(async_eval);
+            sent = hand_over(&portions);
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
@@ -251,6 +254,18 @@ impl Engine {
         self.failed = false;
         Ok(())
     }
+}
+
+// one portion after another, each when the one before the last is done
+fn hand_over(portions: &[Vec<&Array>]) -> MlxResult<()> {
+    for (number, portion) in portions.iter().enumerate() {
+        let before = number
+            .checked_sub(2)
+            .and_then(|number| portions[number].last());
+        before.map_or(Ok(()), |array| eval([*array]))?;
+        async_eval(portion.iter().copied())?;
+    }
+    Ok(())
 }
 
 fn finds_no_memory(error: &Exception) -> bool {

@@ -147,8 +147,9 @@ impl<'a> Evaluate for Simulated<'a> {
         let state = part.outputs.state.iter().map(|(_, array)| array);
         let portions = (part.outputs).portions(&part.outputs.parameters, state, part.by_buffer);
         let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
-        let mut done = 0;
+        let (mut before, mut done) = (0, 0);
         for mut asked in portions {
+            self.simulator.wait(std::mem::replace(&mut before, done));
             if self.tried || !part.keep_gradients {
                 asked.retain(|array| !gradients.contains(&array::id(array)));
             }

@@ -49,6 +49,9 @@ pub(crate) struct OutputCounts {
     idle: Rc<[usize]>,
 }
 
+/// The bytes of new parameters that are worth an evaluation of their own.
+const PORTION: usize = 512 << 10;
+
 /// Buffers in the order of their updates: where one after another is evaluated, the gradients of the others are gone when the
 /// turn of the largest comes.
 pub(crate) fn in_turn(buffers: &[Array], by_buffer: bool) -> Vec<&Array> {
@@ -177,7 +180,7 @@ impl Outputs {
     }
 
     // What is evaluated with the new parameters `buffers` and the `rest`, in lists of which one is handed over after another: all
-    // at once, or buffer by buffer.
+    // at once, or buffer by buffer, of which small ones go together.
     pub(crate) fn portions<'a>(
         &'a self,
         buffers: &'a [Array],
@@ -185,10 +188,12 @@ impl Outputs {
         by_buffer: bool,
     ) -> Vec<Vec<&'a Array>> {
         let mut before: Vec<_> = self.before_update().collect();
-        let mut lists = Vec::new();
+        let (mut lists, mut bytes) = (Vec::new(), 0);
         for buffer in in_turn(buffers, by_buffer) {
             before.push(buffer);
-            if by_buffer {
+            bytes += buffer.nbytes();
+            if by_buffer && bytes >= PORTION {
+                bytes = 0;
                 lists.push(std::mem::take(&mut before));
             }
         }

@@ -166,7 +166,6 @@ impl Adafactor {
         let beta = given.number(1.0).subtract(power)?;
         let rest = given.number(1.0).subtract(&beta)?;
         let squared = given.gradient.square()?.add(given.number(self.eps.0))?;
-        let squared = paced(&squared)?;
         let average = |old: &Array, new: Array| -> Result<Array> {
             let new = beta.multiply(old)?.add(rest.multiply(new)?)?;
             given.moment(new, old)
