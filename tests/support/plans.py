@@ -18,6 +18,11 @@ def mlp(width: int, hidden: int, batch: int, dtype: mx.Dtype = mx.float32) -> tu
     return model, (mx.random.normal((batch, width)).astype(dtype), mx.random.randint(0, 16, (batch,)))
 
 
+def one_linear(width: int, batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Make one large layer and a batch for it: the update is most of a step."""
+    return nn.Linear(width, width), (mx.random.normal((batch, width)),)
+
+
 class Convolutions(nn.Module):
     """Convolutions with batch norm and strides."""
 
@@ -313,6 +318,11 @@ def reconstruction(model: nn.Module, x: mx.array) -> mx.array:
     return nn.losses.mse_loss(model(x), x)
 
 
+def squares(model: nn.Module, x: mx.array) -> mx.array:
+    """Return the mean square of what a model makes of numbers."""
+    return mx.square(model(x)).mean()
+
+
 def checkpointed(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """Compute the model's activations once more for the gradient."""
     return nn.losses.cross_entropy(nn.utils.checkpoint(model)(x), y, reduction="mean")
@@ -321,6 +331,7 @@ def checkpointed(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
 ADAMW = "optim.AdamW(1e-3)"
 GPT6 = "transformer(256, 384, 6, (2, 32))"
 BLOCKS = "blocks(8, 128, 512, 1024)"  # small tensors, and large activations that are computed twice
+GPT3 = "transformer(256, 128, 3, (2, 32))"  # matrices of which some share buffers, and some do not
 GPT24 = "transformer(256, 64, 24, (1, 16))"
 # by name: model and batch, optimizer, loss, options; all of them code for a process of their own
 CASES: dict[str, tuple[str, str, str, str]] = {
@@ -338,6 +349,10 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "mlp-plain": ("mlp(512, 1024, 1024)", ADAMW, "cross_entropy", "compile=False"),
     "mlp-checkpoint": ("mlp(128, 256, 8192)", ADAMW, "checkpointed", ""),
     "mlp-muon-accumulate": ("mlp(256, 1024, 512)", "optim.Muon(1e-3)", "cross_entropy", "accumulate=2"),
+    "gpt-3x128-muon": (GPT3, "optim.Muon(1e-3)", "cross_entropy", ""),
+    "gpt-3x128-adafactor": (GPT3, "optim.Adafactor(1e-3)", "cross_entropy", "max_grad_norm=1.0"),
+    "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", ""),
+    "one-linear-allow": ("one_linear(1024, 64)", ADAMW, "squares", "nonfinite='allow'"),
     "mlp-own-optimizer": ("mlp(256, 1024, 512)", "SignedDescent(1e-3)", "cross_entropy", "max_grad_norm=1.0"),
     "mlp-mixed": ("mlp(256, 512, 512)", "optim.Adam(1e-3)", "cross_entropy", "compute_dtype=mx.bfloat16"),
     "mlp-masters": (
@@ -353,6 +368,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "gpt-6x384-accumulate": (GPT6, "optim.SGD(1e-2)", "cross_entropy", "accumulate=4, max_grad_norm=1.0"),
     "gpt-24x64": (GPT24, ADAMW, "cross_entropy", ""),
     "gpt-24x64-clip": (GPT24, ADAMW, "cross_entropy", "max_grad_norm=1.0"),
+    "gpt-24x64-raise": (GPT24, ADAMW, "cross_entropy", "nonfinite='raise'"),
     "gpt-24x64-accumulate": (GPT24, ADAMW, "cross_entropy", "accumulate=4"),
     "gpt-bfloat16": ("transformer(256, 128, 2, (16, 64), dtype=mx.bfloat16)", ADAMW, "cross_entropy", ""),
     "gpt-dropout": ("transformer(256, 128, 2, (16, 64), dropout=0.1)", "optim.Adam(1e-3)", "cross_entropy", ""),

@@ -239,6 +239,9 @@ int faststep_join(const void* const* parts, size_t count, void** joined);
 // The same arrays, there when the CPU's worker has computed all that it has been handed: what they are made of is free then.
 // Not applicable where they are small, or the default device is no CPU.
 int faststep_wait(const void* const* arrays, size_t count, void** waited);
+// The same array, there when the CPU's worker has come to where the one before was asked for. Not applicable where it is small, or
+// the default device is no CPU.
+int faststep_paced(const void* array, void** paced);
 // An array row after row. Not applicable where the default device is no CPU.
 int faststep_contiguous(const void* array, void** contiguous);
 // The sum of the squares of arrays, a float32 scalar. Not applicable to other arrays than float32 ones, and where the

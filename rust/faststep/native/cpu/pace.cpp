@@ -94,6 +94,18 @@ std::shared_ptr<mx::Primitive> waited(mx::Stream stream) {
 
 } // namespace faststep
 
+int faststep_paced(const void* array, void** paced) {
+  return faststep::guarded([&] {
+    const auto& in = faststep::at(array);
+    if (in.nbytes() < faststep::update_bytes || mlx::core::default_device() != mlx::core::Device::cpu) {
+      return faststep::not_applicable;
+    }
+    auto pace = faststep::paced(mlx::core::default_stream(mlx::core::Device::cpu));
+    *paced = faststep::owned(mlx::core::array(in.shape(), in.dtype(), std::move(pace), {in}));
+    return faststep::done;
+  });
+}
+
 int faststep_wait(const void* const* arrays, size_t count, void** waited) {
   return faststep::guarded([&] {
     auto inputs = faststep::list(arrays, count);

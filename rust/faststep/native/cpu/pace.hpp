@@ -13,6 +13,9 @@ namespace mx = mlx::core;
 // From so many bytes on, what has been joined is waited for.
 inline constexpr size_t wait_bytes = 128 << 10;
 
+// From so many bytes on, what an update makes of a matrix on its way is paced.
+inline constexpr size_t update_bytes = 256 << 10;
+
 // A join of so many bytes begins when the one before the last is done: what has been joined takes no memory twice.
 inline constexpr size_t paced_bytes = 512 << 10;
 

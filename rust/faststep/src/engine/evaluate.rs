@@ -7,7 +7,7 @@ use mlx_rs::{
     Array,
 };
 
-use super::{Engine, Owner, Stage};
+use super::{nonfinite::is_true, Engine, Owner, Stage};
 use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, HandOver, Schedule},
@@ -15,7 +15,7 @@ use crate::{
         array, join,
         memory::{self, MemoryLimit},
     },
-    trace::{trial, Inputs, Outputs},
+    trace::{in_turn, trial, Inputs, Outputs},
 };
 
 /// Largest number of failed operations of one step, each of which is an error of its own.
@@ -31,6 +31,8 @@ pub(super) struct Work {
     pub keep_gradients: bool,
     /// True if it updates float32 masters.
     pub keep_masters: bool,
+    /// True if the update is evaluated buffer by buffer.
+    pub by_buffer: bool,
 }
 
 /// MLX's default device, as it evaluates the parts of an engine's steps.
@@ -79,23 +81,37 @@ impl Evaluate for OnDevice<'_> {
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
         let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);
+        let _limited = MemoryLimit::to(trial::limit());
         let mut tried = evaluate(work.outputs.before_update(), self.owner);
         if tried.is_ok() {
-            let update = trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
+            let update = trial::trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
             let update: Vec<Array> = update.into_iter().cloned().collect();
-            if !work.keep_gradients {
-                work.outputs.gradients.clear();
+            let skipped = work.outputs.skipped.as_ref();
+            let skipped = skipped.filter(|_| work.keep_gradients).map(is_true);
+            if !skipped
+                .transpose()
+                .map_err(Error::FirstEvaluation)?
+                .unwrap_or(false)
+            {
+                work.outputs.gradients.clear(); // nobody asks which of them is no number
             }
-            tried = evaluate(&update, self.owner);
+            let mut portions = update.chunks(if work.by_buffer { 1 } else { usize::MAX });
+            tried = portions.try_for_each(|portion| evaluate(portion, self.owner));
         }
         tried.map_err(Error::FirstEvaluation)
     }
 
     fn submit(&mut self, work: &mut Work, way: HandOver) -> Result<Option<Array>> {
+        let mut done = work.outputs.marker().cloned();
+        if work.by_buffer {
+            // computed with the last buffer, not with the first
+            let last = done.map(|marker| marker.reshape(&[-1])).transpose();
+            done = last.map_err(Error::Trace)?;
+        }
         let changed = self.engine.install(work);
-        self.engine
-            .dispatch(&work.outputs, &changed, way, self.owner)?;
-        Ok(work.outputs.marker().cloned())
+        let list = (work.by_buffer, &changed[..], done.as_ref());
+        self.engine.dispatch(&work.outputs, list, way, self.owner)?;
+        Ok(done)
     }
 }
 
@@ -154,7 +170,7 @@ impl Engine {
     fn dispatch(
         &mut self,
         outputs: &Outputs,
-        changed: &[usize],
+        (by_buffer, changed, done): (bool, &[usize], Option<&Array>),
         way: HandOver,
         owner: &mut dyn Owner,
     ) -> Result<()> {
@@ -163,16 +179,19 @@ impl Engine {
         owner.unlocked(&mut || {
             let _limited = match way {
                 HandOver::First(_) if !join::is_cuda() => {
-                    sent = self.fresh.iter().try_for_each(|array| eval([array]));
-                    None
+                    let limited = MemoryLimit::to(trial::limit());
+                    let mut buffers = in_turn(&self.fresh, by_buffer).into_iter();
+                    sent = buffers.try_for_each(|array| eval([array]));
+                    limited
                 }
                 HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit),
             };
             if sent.is_err() {
                 return;
             }
-            let arrays = outputs.before_update().chain(&self.fresh);
-            sent = async_eval(arrays.chain(changed.iter().map(|&index| &self.state[index])));
+            let state = changed.iter().map(|&index| &self.state[index]);
+            let portions = outputs.portions(&self.fresh, state.chain(done), by_buffer);
+            sent = hand_over(&portions);
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
@@ -235,6 +254,18 @@ impl Engine {
         self.failed = false;
         Ok(())
     }
+}
+
+// one portion after another, each when the one before the last is done
+fn hand_over(portions: &[Vec<&Array>]) -> MlxResult<()> {
+    for (number, portion) in portions.iter().enumerate() {
+        let before = number
+            .checked_sub(2)
+            .and_then(|number| portions[number].last());
+        before.map_or(Ok(()), |array| eval([*array]))?;
+        async_eval(portion.iter().copied())?;
+    }
+    Ok(())
 }
 
 fn finds_no_memory(error: &Exception) -> bool {

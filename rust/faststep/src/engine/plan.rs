@@ -76,6 +76,7 @@ impl Engine {
         let parts = parts.map(|(trace, outputs)| PlannedPart {
             outputs,
             keep_gradients: trace.recipe.options.raises(),
+            by_buffer: trace.recipe.updates_by_buffer(),
             evaluated: trace.evaluated,
             eager: trace.is_eager(),
         });

@@ -223,6 +223,7 @@ impl Engine {
             outputs,
             keep_gradients: trace.recipe.options.raises(),
             keep_masters: trace.recipe.options.compute_dtype.is_some(),
+            by_buffer: trace.recipe.updates_by_buffer(),
         };
         let evaluated = &mut trace.evaluated;
         let done = self.scheduled(owner, |schedule, device| {

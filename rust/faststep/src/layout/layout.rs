@@ -58,7 +58,7 @@ impl Tensor {
         size(&self.shape)
     }
 
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.size() * element_bytes(self.dtype)
     }
 }

@@ -13,11 +13,11 @@ pub struct Packed {
     pub squares: Vec<Option<Array>>,
 }
 
-/// Join gradients, given by tensor, into their buffers (lazily).
+/// Join gradients, given by tensor, into their buffers (lazily); `joint`: whatever reads one needs all.
 ///
 /// # Errors
 /// When the arrays are not of the layout's shapes.
-pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
+pub fn gradients(layout: &Layout, gradients: &[Array], joint: bool) -> Result<Packed> {
     let cuda = join::is_cuda();
     let straight = !cuda || kernels::wanted();
     let gradients = gradients.iter().map(|gradient| {
@@ -50,12 +50,26 @@ pub fn gradients(layout: &Layout, gradients: &[Array]) -> Result<Packed> {
         packed.buffers.push(flat);
         packed.squares.push(squares);
     }
-    let shared: Vec<usize> = layout.shared().collect();
-    let waited = join::wait(shared.iter().map(|&i| packed.buffers[i].clone()).collect())?;
-    for (buffer, flat) in shared.into_iter().zip(waited) {
-        packed.buffers[buffer] = flat;
+    for waiting in waiting(layout, joint) {
+        let flat = waiting.iter().map(|&buffer| packed.buffers[buffer].clone());
+        let waited = join::wait(flat.collect())?;
+        for (buffer, flat) in waiting.into_iter().zip(waited) {
+            packed.buffers[buffer] = flat;
+        }
     }
     Ok(packed)
+}
+
+// The buffers whose updates begin together, when a CPU's worker is done with all before: what is shared, and the largest beside it,
+// or all. The old parameters are not read any more then, and are written over.
+fn waiting(layout: &Layout, joint: bool) -> Vec<Vec<usize>> {
+    if joint {
+        return vec![(0..layout.len()).collect()];
+    }
+    let bytes = |buffer| Some((layout.tensors()[layout.single(buffer)?].bytes(), buffer));
+    let largest = (0..layout.len()).filter_map(bytes).max();
+    let largest = largest.map(|(_, buffer)| buffer);
+    vec![layout.shared().collect(), largest.into_iter().collect()]
 }
 
 // The arrays to evaluate when an engine is built, one at a time, so that the inputs of each join are freed before the next.

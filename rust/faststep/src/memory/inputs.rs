@@ -8,6 +8,8 @@ use crate::{evaluation::Evaluated, layout::Layout, trace::Outputs};
 pub(crate) struct PlannedPart<'a> {
     pub outputs: &'a Outputs,
     pub keep_gradients: bool,
+    /// True if the update is evaluated buffer by buffer.
+    pub by_buffer: bool,
     /// Its record from evaluations before.
     pub evaluated: Evaluated,
     /// True if the host computes it anew each time.

@@ -14,7 +14,7 @@ use crate::{
     evaluation::{Evaluate, Evaluated, HandOver, Schedule},
     layout::pack::taken_over,
     mlx::{array, join},
-    trace::trial,
+    trace::{in_turn, trial},
 };
 
 /// Largest number of simulated calls that make one update.
@@ -57,9 +57,6 @@ impl Simulated<'_> {
     }
 
     fn release_gradients(&mut self, part: &PlannedPart) -> Result<()> {
-        if part.keep_gradients {
-            return Ok(());
-        }
         let gradients: Vec<&Array> = part.outputs.gradients.iter().collect();
         self.simulator.release(&gradients)
     }
@@ -71,7 +68,7 @@ impl Simulated<'_> {
             let parameters: Vec<&Array> = plan.parameters().iter().collect();
             self.simulator.release(&parameters)?;
         }
-        if !std::mem::take(&mut self.tried) {
+        if !self.tried && !part.keep_gradients {
             self.release_gradients(part)?;
         }
         let state: Vec<&Array> = outputs
@@ -127,30 +124,38 @@ impl<'a> Evaluate for Simulated<'a> {
 
     fn try_out(&mut self, part: &mut PlannedPart<'a>) -> Result<()> {
         let before: Vec<&Array> = part.outputs.before_update().collect();
+        self.simulator.limit(trial::limit());
         self.simulator.eval(&before)?;
         self.release_gradients(part)?;
         self.tried = true;
-        self.simulator.eval(&trial(part.outputs, self.plan.inputs)?)
+        let update = trial::trial(part.outputs, self.plan.inputs)?;
+        let mut portions = update.chunks(if part.by_buffer { 1 } else { usize::MAX });
+        portions.try_for_each(|portion| self.simulator.eval(portion))
     }
 
     fn submit(&mut self, part: &mut PlannedPart<'a>, way: HandOver) -> Result<Option<usize>> {
         self.let_go(part)?;
         match way {
             HandOver::First(_) if !join::is_cuda() => {
-                self.simulator.limit(None);
-                for array in &part.outputs.parameters {
+                self.simulator.limit(trial::limit());
+                for array in in_turn(&part.outputs.parameters, part.by_buffer) {
                     self.simulator.eval(&[array])?;
                 }
             }
             HandOver::First(limit) | HandOver::Whole(limit) => self.simulator.limit(limit),
         }
-        let mut asked = outputs(part);
-        if !part.keep_gradients {
-            let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
-            asked.retain(|array| !gradients.contains(&array::id(array)));
+        let state = part.outputs.state.iter().map(|(_, array)| array);
+        let portions = (part.outputs).portions(&part.outputs.parameters, state, part.by_buffer);
+        let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
+        let (mut before, mut done) = (0, 0);
+        for mut asked in portions {
+            self.simulator.wait(std::mem::replace(&mut before, done));
+            if self.tried || !part.keep_gradients {
+                asked.retain(|array| !gradients.contains(&array::id(array)));
+            }
+            done = self.simulator.async_eval(&asked)?;
         }
-        let done = self.simulator.async_eval(&asked)?;
-        self.submitted = Some(done);
+        (self.submitted, self.tried) = (Some(done), false);
         self.look();
         if part.outputs.loss.is_some() {
             let returned = part.outputs.loss.iter().chain(&part.outputs.aux);

@@ -10,8 +10,8 @@ use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
     check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm, faststep_order,
-    faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares, faststep_wait,
-    handle, handles, is_done, made, owned,
+    faststep_paced, faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares,
+    faststep_wait, handle, handles, is_done, made, owned,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -84,6 +84,17 @@ pub(crate) fn wait(arrays: Vec<Array>) -> Result<Vec<Array>> {
             arrays
         })
     }
+}
+
+/// The same array (lazily), on a CPU when its worker is about done with what it is made of: what is large is not allocated while
+/// the worker is behind.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn paced(array: &Array) -> Result<Array> {
+    // SAFETY: a live array.
+    let made = made(|paced| unsafe { faststep_paced(handle(array), paced) })?;
+    Ok(made.unwrap_or_else(|| array.clone()))
 }
 
 /// The sum of the squares of arrays, a float32 scalar (lazily), where one task gives it: of float32, on a CPU.

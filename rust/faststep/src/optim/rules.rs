@@ -77,6 +77,12 @@ impl Rules {
         pairs.map(|(&rule, tensor)| self.rules[rule].moments(&tensor.shape))
     }
 
+    /// Return whether all tensors are updated element by element.
+    pub(crate) fn are_elementwise(&self, tensors: &[Tensor]) -> bool {
+        let mut pairs = self.of.iter().zip(tensors);
+        pairs.all(|(&rule, tensor)| self.rules[rule].is_elementwise(&tensor.shape))
+    }
+
     /// Lay out tensors so that those share buffers which one rule updates element by element, and those of one shape which
     /// it updates tensor by tensor.
     ///

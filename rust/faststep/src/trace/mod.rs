@@ -18,7 +18,7 @@ mod recipe;
 mod task;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod trace;
-mod trial;
+pub(crate) mod trial;
 
 pub use cache::{CallTraces, TraceCache, TraceEntry, TraceRecord};
 pub(crate) use captured::{Captured, Given};
@@ -28,8 +28,8 @@ pub(crate) use inputs::Inputs;
 pub use inputs::{Call, HeldArrays};
 pub use key::{Causes, Key};
 pub use options::{Field, Nonfinite, Options, Replay};
+pub(crate) use outputs::in_turn;
 pub use outputs::Outputs;
 pub use recipe::{Part, Recipe, Role, Rule};
 pub use task::Task;
 pub use trace::Trace;
-pub(crate) use trial::trial;

@@ -49,6 +49,19 @@ pub(crate) struct OutputCounts {
     idle: Rc<[usize]>,
 }
 
+/// The bytes of new parameters that are worth an evaluation of their own.
+const PORTION: usize = 512 << 10;
+
+/// Buffers in the order of their updates: where one after another is evaluated, the gradients of the others are gone when the
+/// turn of the largest comes.
+pub(crate) fn in_turn(buffers: &[Array], by_buffer: bool) -> Vec<&Array> {
+    let mut all: Vec<_> = buffers.iter().collect();
+    if by_buffer {
+        all.sort_by_key(|array| array.nbytes());
+    }
+    all
+}
+
 impl OutputCounts {
     // others by index, and whether there is a key
     pub(crate) fn written(&self) -> (Vec<usize>, bool) {
@@ -164,6 +177,29 @@ impl Outputs {
     pub(crate) fn update(&self) -> impl Iterator<Item = &Array> {
         let state = self.state.iter().map(|(_, array)| array);
         self.parameters.iter().chain(state)
+    }
+
+    // What is evaluated with the new parameters `buffers` and the `rest`, in lists of which one is handed over after another: all
+    // at once, or buffer by buffer, of which small ones go together.
+    pub(crate) fn portions<'a>(
+        &'a self,
+        buffers: &'a [Array],
+        rest: impl IntoIterator<Item = &'a Array>,
+        by_buffer: bool,
+    ) -> Vec<Vec<&'a Array>> {
+        let mut before: Vec<_> = self.before_update().collect();
+        let (mut lists, mut bytes) = (Vec::new(), 0);
+        for buffer in in_turn(buffers, by_buffer) {
+            before.push(buffer);
+            bytes += buffer.nbytes();
+            if by_buffer && bytes >= PORTION {
+                bytes = 0;
+                lists.push(std::mem::take(&mut before));
+            }
+        }
+        before.extend(rest);
+        lists.push(before);
+        lists
     }
 
     // an output whose buffer no later step reuses

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use super::options::Options;
 use crate::{
     layout::{aux_state::Places, Layout},
+    mlx::join,
     optim::Rules,
 };
 
@@ -51,4 +52,16 @@ pub struct Recipe {
     pub options: Options,
     /// The number of other arrays: of the model, and what the loss reaches beside it.
     pub others: usize,
+}
+
+impl Recipe {
+    /// Return whether the update is best evaluated buffer by buffer: on a CPU, where it takes more than one kernel for some, whose
+    /// arrays would be there for all buffers at once otherwise.
+    pub(crate) fn updates_by_buffer(&self) -> bool {
+        let (Part::Whole(Rule::Native(rules)) | Part::Update(Rule::Native(rules))) = &self.part
+        else {
+            return false;
+        };
+        !join::is_cuda() && !rules.are_elementwise(self.layout.tensors())
+    }
 }

@@ -7,7 +7,7 @@ use super::{
     rule::{Attributes, Fields, Given, Moment, Rule, Updated},
     Optimizer,
 };
-use crate::mlx::ops::scalar;
+use crate::mlx::{join::paced, ops::scalar};
 
 /// Factored second moments.
 #[derive(Clone, Debug, PartialEq)]
@@ -117,7 +117,7 @@ impl Rule for Adafactor {
             .moments
             .split_at(kept.saturating_sub(usize::from(self.beta_1.is_some())));
         let (root, mut new) = self.second(given, second)?;
-        let update = root.multiply(given.gradient)?;
+        let update = paced(&root.multiply(given.gradient)?)?;
         let clip = root_mean_square(&update, given.stacked)?;
         let clip = clip.divide(given.number(self.clip_threshold))?;
         let update = update.divide(ops::maximum(given.number(1.0), clip)?)?;

@@ -10,6 +10,7 @@ use super::{
     rule::{fields, like, Given, Moment, Rule, Updated},
     Optimizer,
 };
+use crate::mlx::join::paced;
 
 /// The coefficients of one Newton-Schulz iteration: Jordan et al., Muon (2024), <https://kellerjordan.github.io/posts/muon/>.
 const NEWTON_SCHULZ: (f64, f64, f32) = (3.4445, -4.7750, 2.0315);
@@ -107,9 +108,9 @@ impl Muon {
         let mut x = turn(matrix)?;
         x = x.divide(norm(&x)?.add(given.number(EPS))?)?;
         for _ in 0..self.ns_steps {
-            let product = x.matmul(x.swap_axes(-1, -2)?)?;
+            let product = paced(&x.matmul(x.swap_axes(-1, -2)?)?)?;
             let both = addmm(b.multiply(&product)?, &product, &product, c, 1.0)?;
-            x = addmm(a.multiply(&x)?, both, &x, 1.0, 1.0)?;
+            x = paced(&addmm(a.multiply(&x)?, both, &x, 1.0, 1.0)?)?;
         }
         turn(&x)
     }

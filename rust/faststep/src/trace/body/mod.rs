@@ -76,9 +76,10 @@ impl<'a> Body<'a> {
     fn whole(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
         let made = self.differentiate(inputs)?;
         let mut outputs = made.outputs;
-        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
-        let gradients = self.wide(inputs, &packed.buffers)?;
         let max_norm = self.recipe.options.max_grad_norm;
+        let joint = max_norm.is_some() || self.recipe.options.guard().is_some();
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients, joint)?;
+        let gradients = self.wide(inputs, &packed.buffers)?;
         let weight = made.weight.as_ref();
         let checked = self.checked(inputs, &outputs, &packed)?;
         let (norm, scale, good) = if let Some([norm, scale, good]) = checked {

@@ -24,7 +24,8 @@ impl Body<'_> {
             ));
         }
         let mut outputs = made.outputs;
-        let packed = pack::gradients(&self.recipe.layout, &made.gradients)?;
+        let joint = self.recipe.options.guard().is_some();
+        let packed = pack::gradients(&self.recipe.layout, &made.gradients, joint)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
         let norm = self.norm(inputs, &gradients, &packed, false)?;
         let mut good = self.good(&outputs, norm.as_ref(), None)?;
