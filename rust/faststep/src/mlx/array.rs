@@ -16,8 +16,9 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_sum_rows, faststep_watch_free,
-    faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
+    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_sum_rows,
+    faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned,
+    Handles, New,
 };
 use super::{join, kernels};
 
