@@ -79,6 +79,10 @@ CASES = {
     "autoencoder": ("autoencoder(32)", ADAMW, "reconstruction", 1, 1.02, 0.8),
     "variational": ("variational(8)", ADAMW, "reconstruction", 2, 1.02, 0.8),
     "unet": ("unet(4)", ADAMW, "reconstruction", 1, 1.02, 0.8),
+    # products for each token are gone before those of the next weight
+    "experts": ("experts(128, 8, 2)", ADAMW, LOSS, 2, 1.02, 0.5),
+    # a table's gradient is made of the rows that there are
+    "sides": ("sides(20_000, 32, 32)", SGD, LOSS, 2, 1.02, 0.9),
 }
 
 
