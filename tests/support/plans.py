@@ -284,7 +284,7 @@ def unet(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
 
 
 class Experts(nn.Module):
-    """Layers of experts, two for each token: a weight's gradient is a sum of one product for each token that it has got."""
+    """Layers of experts, two for each token: a weight's gradient is a sum of products, one for each of its tokens."""
 
     def __init__(self, width: int, layers: int, experts: int) -> None:
         super().__init__()
