@@ -17,7 +17,7 @@ class OwnOptimizer(Optimizer):
 
     def __init__(self, own: Any) -> None:
         """Share the attributes."""
-        super().__init__()
+        Optimizer.__init__(self)
         self._own = weakref.ref(own)
         self.attributes = vars(own)
 
@@ -34,7 +34,7 @@ class OwnOptimizer(Optimizer):
         """Call the object's own update."""
         self.own.update(model, gradients)
 
-    @property
+    @property  # type: ignore[misc]
     def learning_rate(self) -> Any:
         """That of the object, where it has one."""
         return self.own.learning_rate

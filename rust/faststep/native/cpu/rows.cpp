@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "mlx/backend/common/utils.h"
@@ -18,74 +19,99 @@ namespace {
 
 constexpr int64_t nowhere = -1;
 
-template <typename T>
-int64_t read(const mx::array& a, int i) {
-  return static_cast<int64_t>(a.data<T>()[mx::elem_to_loc(i, a.shape(), a.strides())]);
-}
+// Where the elements of an evaluated array lie.
+struct Places {
+  explicit Places(const mx::array& a) : Places(a.shape(), a.strides()) {}
 
-int64_t integer(const mx::array& a, int i) {
-  switch (a.itemsize()) {
-    case 1:
-      return a.dtype() == mx::int8 ? read<int8_t>(a, i) : read<uint8_t>(a, i);
-    case 2:
-      return a.dtype() == mx::int16 ? read<int16_t>(a, i) : read<uint16_t>(a, i);
-    case 4:
-      return a.dtype() == mx::int32 ? read<int32_t>(a, i) : read<uint32_t>(a, i);
-    default:
-      return read<int64_t>(a, i);
+  Places(mx::Shape shape, mx::Strides strides) : shape(std::move(shape)), strides(std::move(strides)) {
+    for (size_t axis = this->shape.size(); axis-- > 0; size *= this->shape[axis]) {
+      together = together && (this->shape[axis] == 1 || this->strides[axis] == size);
+    }
   }
-}
+
+  int64_t of(int i) const {
+    return together ? i : mx::elem_to_loc(i, shape, strides);
+  }
+
+  mx::Shape shape;
+  mx::Strides strides;
+  int64_t size = 1;
+  bool together = true;
+};
 
 // The rows of one list, evaluated.
 class List {
  public:
   List(const mx::array& indices, const mx::array& rows)
-      : indices_(mx::array::unsafe_weak_copy(indices)), rows_(mx::array::unsafe_weak_copy(rows)) {
-    auto axes = indices.ndim();
-    shape_ = {rows.shape().begin(), rows.shape().begin() + axes};
-    strides_ = {rows.strides().begin(), rows.strides().begin() + axes};
-    row_shape_ = {rows.shape().begin() + axes, rows.shape().end()};
-    row_strides_ = {rows.strides().begin() + axes, rows.strides().end()};
-    int64_t stride = 1;
-    for (size_t axis = row_shape_.size(); axis-- > 0; stride *= row_shape_[axis]) {
-      together_ = together_ && (row_shape_[axis] == 1 || row_strides_[axis] == stride);
-    }
-    length_ = static_cast<size_t>(stride);
+      : indices_(indices.data<char>()),
+        dtype_(indices.dtype()),
+        places_(indices),
+        rows_(rows.data<float>()),
+        starts_(first(rows.shape(), indices.ndim()), first(rows.strides(), indices.ndim())),
+        row_(rest(rows.shape(), indices.ndim()), rest(rows.strides(), indices.ndim())) {
+    are_together_ = Places(rows).together;
   }
 
   int size() const {
-    return static_cast<int>(indices_.size());
+    return static_cast<int>(places_.size);
   }
 
   // Where in a table of `count` rows this one is added; a negative index counts from the end.
   int64_t place(int i, int64_t count) const {
-    auto place = integer(indices_, i);
+    auto place = integer(places_.of(i));
     place += place < 0 ? count : 0;
     return place < 0 || place >= count ? nowhere : place;
   }
 
   // A row, which lies in `copied` where its elements do not lie together.
   const float* row(int i, std::vector<float>& copied) const {
-    const float* from = rows_.data<float>() + mx::elem_to_loc(i, shape_, strides_);
-    if (together_) {
+    const float* from = rows_ + (are_together_ ? i * row_.size : mx::elem_to_loc(i, starts_.shape, starts_.strides));
+    if (row_.together) {
       return from;
     }
-    copied.resize(length_);
-    for (size_t at = 0; at < length_; ++at) {
-      copied[at] = from[mx::elem_to_loc(static_cast<int>(at), row_shape_, row_strides_)];
+    copied.resize(row_.size);
+    for (int at = 0; at < row_.size; ++at) {
+      copied[at] = from[row_.of(at)];
     }
     return copied.data();
   }
 
  private:
-  mx::array indices_;
-  mx::array rows_;
-  mx::Shape shape_;
-  mx::Strides strides_;
-  mx::Shape row_shape_;
-  mx::Strides row_strides_;
-  bool together_ = true; // the elements of a row
-  size_t length_ = 0;
+  template <typename All>
+  static All first(const All& all, size_t axes) {
+    return {all.begin(), all.begin() + axes};
+  }
+
+  template <typename All>
+  static All rest(const All& all, size_t axes) {
+    return {all.begin() + axes, all.end()};
+  }
+
+  template <typename T>
+  int64_t read(int64_t at) const {
+    return static_cast<int64_t>(reinterpret_cast<const T*>(indices_)[at]);
+  }
+
+  int64_t integer(int64_t at) const {
+    switch (dtype_.size()) {
+      case 1:
+        return dtype_ == mx::int8 ? read<int8_t>(at) : read<uint8_t>(at);
+      case 2:
+        return dtype_ == mx::int16 ? read<int16_t>(at) : read<uint16_t>(at);
+      case 4:
+        return dtype_ == mx::int32 ? read<int32_t>(at) : read<uint32_t>(at);
+      default:
+        return read<int64_t>(at);
+    }
+  }
+
+  const char* indices_;
+  mx::Dtype dtype_;
+  Places places_;
+  const float* rows_;
+  Places starts_;
+  Places row_;
+  bool are_together_; // the rows
 };
 
 struct Table {
@@ -155,9 +181,10 @@ class Rows : public OnCpu {
       from = has_table ? inputs[0].data<char>() : nullptr;
     }
     bool donated = has_table && from == nullptr;
-    std::vector<List> lists;
+    auto lists = std::make_shared<std::vector<List>>(); // or it would be copied with the task
+    lists->reserve(inputs.size() / 2);
     for (size_t i = has_table; i + 1 < inputs.size(); i += 2) {
-      lists.emplace_back(inputs[i], inputs[i + 1]);
+      lists->emplace_back(inputs[i], inputs[i + 1]);
     }
     Table table{out.data<float>(), out.shape(0), out.size() / out.shape(0)};
     auto run = [lists = std::move(lists), table, from, donated, bytes = out.nbytes()] {
@@ -166,10 +193,10 @@ class Rows : public OnCpu {
         std::memcpy(table.data, from, bytes);
       } else if (!donated) {
         std::memset(table.data, 0, bytes);
-        table.add_each(lists[next++]);
+        table.add_each((*lists)[next++]);
       }
-      for (; next < lists.size(); ++next) {
-        table.add_sums(lists[next]);
+      for (; next < lists->size(); ++next) {
+        table.add_sums((*lists)[next]);
       }
     };
     mx::cpu::get_command_encoder(stream()).dispatch(std::move(run));
