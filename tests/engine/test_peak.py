@@ -87,6 +87,10 @@ CASES = {
     # the next step is handed over before this one is done, and its update writes over the parameters nevertheless
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", "in_flight=2", 1.02, 1.02),
     "one-linear-allow": ("one_linear(1024, 64)", ADAMW, "squares", "in_flight=2, nonfinite='allow'", 1.02, 1.02),
+    # products for each token are gone before those of the next weight
+    "experts": ("experts(128, 8, 2)", ADAMW, LOSS, "in_flight=2", 1.02, 0.5),
+    # a table's gradient is made of the rows that there are
+    "sides": ("sides(20_000, 32, 32)", SGD, LOSS, "in_flight=2", 1.02, 0.9),
 }
 
 

@@ -288,6 +288,50 @@ def unet(batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
     return Unet(16), (images(batch, 64, 1),)
 
 
+class Experts(nn.Module):
+    """Layers of experts, two for each token: a weight's gradient is a sum of products, one for each of its tokens."""
+
+    def __init__(self, width: int, layers: int, experts: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.layers = [mx.random.normal((experts, width, width)) / width**0.5 for _ in range(layers)]
+        self.routers = [nn.Linear(width, experts, bias=False) for _ in range(layers)]
+        self.head = nn.Linear(width, 256)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        x = self.embedding(tokens)
+        for weight, router in zip(self.layers, self.routers, strict=True):
+            scores = mx.softmax(router(x), axis=-1)
+            chosen = mx.stop_gradient(mx.argpartition(-scores, kth=1, axis=-1)[..., :2])
+            out = mx.gather_mm(x[..., None, None, :], weight, rhs_indices=chosen).squeeze(-2)
+            x = x + nn.silu(out * mx.take_along_axis(scores, chosen, axis=-1)[..., None]).sum(-2)
+        return self.head(x)
+
+
+def experts(width: int, layers: int, batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Return such a model with 4 experts a layer and tokens."""
+    tokens = mx.random.randint(0, 256, (batch, 12))
+    return Experts(width, layers, 4), (tokens, tokens)
+
+
+class Sides(nn.Module):
+    """Sums of a large table's rows, twice: a sparse net."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+        self.head = nn.Linear(2 * width, 256)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        sides = [self.table(rows[:, side]).sum(1) for side in (0, 1)]
+        return self.head(mx.clip(mx.concatenate(sides, axis=-1), 0, 1))
+
+
+def sides(rows: int, width: int, batch: int) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """Return such a model and 30 rows for each side of a position."""
+    return Sides(rows, width), (mx.random.randint(0, rows, (batch, 2, 30)), mx.random.randint(0, 256, (batch,)))
+
+
 class Keywords(nn.Module):
     """Normed after attention and MLP, over the frames of a word: the keyword transformer (Berg et al., 2021)."""
 

@@ -12,6 +12,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 
+from faststep._step._own import OwnOptimizer
+
 _OF_MLX = ("_initialized", "_state", "_schedulers")
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _IN_PLACE = (np.ndarray, set, collections.deque)
@@ -52,6 +54,8 @@ class Attributes:
 
 def _owners(optimizer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield an optimizer and those in its attributes, by the path that leads there."""
+    if isinstance(optimizer, OwnOptimizer):
+        optimizer = optimizer.own
     yield path, optimizer
     for name, value in vars(optimizer).items():
         for number, each in enumerate(value if isinstance(value, list | tuple) else [value]):

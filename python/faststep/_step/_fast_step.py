@@ -11,10 +11,13 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step._options import Nonfinite, Options, Replay, whole_number
+from faststep._step._own import as_optimizer
 from faststep._step._program import Program
 
 _Key = tuple[int, int, Options]
-_programs: dict[_Key, tuple[weakref.ref[nn.Module], weakref.ref[Optimizer], Program]] = {}
+# The optimizer comes last where it stands for an object that is none.
+_Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
+_programs: dict[_Key, _Known] = {}
 
 
 def fast_step(
@@ -48,7 +51,7 @@ def fast_step(
 
     Args:
         model: The model, of which everything trainable is updated.
-        optimizer: The optimizer.
+        optimizer: The optimizer, or an object of your own with an `update(model, gradients)`.
         loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A
             lambda made again at every call is the same loss as long as its code, defaults and closure are.
         *batch: Arrays, dicts, lists and tuples of them, and static values.
@@ -114,17 +117,19 @@ def fast_step(
         raise
     if known is None or known[0]() is not model or known[1]() is not optimizer:
         known = _keep(key, model, optimizer)
-    program = known[2]
-    return program.core.step(program.call(model, optimizer, loss_fn, batch, named), accumulate)[0]
+    _, _, program, own = known
+    return program.core.step(program.call(model, optimizer if own is None else own, loss_fn, batch, named), accumulate)[
+        0
+    ]
 
 
-def _keep(
-    key: _Key, model: nn.Module, optimizer: Optimizer
-) -> tuple[weakref.ref[nn.Module], weakref.ref[Optimizer], Program]:
+def _keep(key: _Key, model: nn.Module, optimizer: Any) -> _Known:
     def drop(reference: object) -> None:
         if (kept := _programs.get(key)) and reference in kept[:2]:
             del _programs[key]
 
-    program = Program(model, optimizer, key[2])
-    _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program
+    taken = as_optimizer(optimizer)
+    program = Program(model, taken, key[2])
+    own = None if taken is optimizer else taken
+    _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
     return _programs[key]

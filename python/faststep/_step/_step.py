@@ -18,6 +18,7 @@ from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
 from faststep._step._output import Stats, StepOutput
+from faststep._step._own import as_optimizer
 from faststep._step._program import Program
 from faststep._watch import Watchdog, hang_report
 
@@ -82,7 +83,8 @@ class Step:
 
         Args:
             model: The model, of which everything trainable is updated.
-            optimizer: The optimizer; it is initialised when it has not been.
+            optimizer: The optimizer; it is initialised when it has not been. An object of your own that is no
+                `mlx.optimizers.Optimizer` needs an `update(model, gradients)` and keeps its arrays in attributes.
             loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
                 for `nn.value_and_grad(model, loss_fn)`.
             max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
@@ -130,6 +132,7 @@ class Step:
             ValueError: An option is out of its range.
         """
         options = Options.among(locals())
+        self._given, optimizer = optimizer, as_optimizer(optimizer)  # which does not keep the first one alive
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._weighted = weighted
         self._program = Program(model, optimizer, options)

@@ -170,6 +170,8 @@ void faststep_labels_clear() noexcept;
 
 // Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
+// Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
+int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is.
 int faststep_straight(const void* gradient, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.

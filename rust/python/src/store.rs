@@ -131,8 +131,8 @@ impl Store {
         }
         if !crate::mlx::classes::is_optimizer(optimizer) {
             let message = format!(
-                "optimizer: expected mlx.optimizers.Optimizer, got {0}: derive {0} from it, with an init_single and an \
-                 apply_single, or step with one of MLX's own",
+                "optimizer: expected mlx.optimizers.Optimizer, or an object with an update(model, gradients) that keeps its \
+                 arrays in attributes, got {0}",
                 class_name(optimizer)?
             );
             return Err(PyTypeError::new_err(message));

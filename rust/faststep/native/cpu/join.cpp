@@ -2,6 +2,7 @@
 // a microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it).
 #include <cstddef>
 #include <memory>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -65,6 +66,15 @@ class Contiguous : public OnCpu {
   }
 };
 
+// Whether what is still to be computed will lie row after row, in memory of its own.
+bool lies_in_rows(const mx::array& a) {
+  if (a.status() != mx::array::Status::unscheduled || !a.has_primitive()) {
+    return false;
+  }
+  std::string_view name = a.primitive().name();
+  return name == "Matmul" || name == "SumOfRows" || name == "WithRows";
+}
+
 bool agrees(const mx::array& a, const mx::array& b) {
   bool same = a.dtype() == b.dtype() && a.ndim() == b.ndim();
   for (int axis = 1; same && axis < static_cast<int>(a.ndim()); ++axis) {
@@ -81,6 +91,10 @@ int faststep_contiguous(const void* array, void** contiguous) {
       return not_applicable;
     }
     const auto& in = faststep::at(array);
+    if (lies_in_rows(in)) {
+      *contiguous = faststep::owned(in);
+      return done;
+    }
     auto stream = mx::default_stream(mx::Device::cpu);
     *contiguous = faststep::owned(mx::array(in.shape(), in.dtype(), std::make_shared<Contiguous>(stream), {in}));
     return done;

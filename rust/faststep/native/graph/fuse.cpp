@@ -182,10 +182,17 @@ class Fused : public mx::Primitive {
   bool handed_over_ = false;
 };
 
+// On a CPU, outputs of fewer bytes are in its caches, and one more operation takes longer than to make them anew.
+constexpr size_t least_bytes = 16 << 10;
+
 bool is_kernel(const mx::array& array) {
   bool lazy = array.status() == mx::array::Status::unscheduled && array.has_primitive() && !array.is_tracer();
-  bool worth = !array.siblings().empty() || flushes();
-  return lazy && worth && std::string_view(array.primitive().name()).starts_with("Compiled");
+  if (!lazy) {
+    return false;
+  }
+  bool small = array.nbytes() < least_bytes && array.primitive().device() == mx::Device::cpu;
+  bool worth = (!array.siblings().empty() && !small) || flushes();
+  return worth && std::string_view(array.primitive().name()).starts_with("Compiled");
 }
 
 void rewrite(const mx::array& array) {

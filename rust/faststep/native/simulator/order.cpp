@@ -58,6 +58,7 @@ struct Op {
   // Of what is owned:
   std::optional<size_t> ready; // the last op that it waits for, of those that are not
   size_t reads = 0; // the bytes of what it is made of that is not
+  size_t passes = 0; // the most bytes that it is made by way of, as a product for each row that an expert has got
   bool done = false; // its evaluation is requested as soon as it is ready, or that of what it is made into
 
   size_t bytes() const {
@@ -104,7 +105,8 @@ class Graph {
       auto asks = [&](size_t reader) { return ops_[reader].done && ops_[reader].ready == op->ready; };
       op->done = std::any_of(op->readers.begin(), op->readers.end(), asks);
       bool whole = op->readers.empty() || !op->is_elementwise();
-      if (!op->done && whole && op->reads >= least_bytes && op->reads > op->bytes()) {
+      auto frees = std::max(op->reads, op->passes);
+      if (!op->done && whole && frees >= least_bytes && frees > op->bytes()) {
         op->done = true;
         due[*op->ready].push_back(op->outputs[0]);
       }
@@ -165,17 +167,20 @@ class Graph {
     return op.name() == "Reshape" && (is_named(in, "AsStrided") || is_named(in, "Broadcast"));
   }
 
-  // Return the bytes that computing the op allocates. A convolution unfolds its input.
-  size_t memory(const Op& op) const {
+  // Return the bytes of the op's results: none of a view, and of what is fused with all that reads it.
+  size_t stored(const Op& op) const {
     if (faststep::simulator::is_view(op.name())) {
       return is_unfolded(op) ? op.bytes() : 0;
     }
     auto is_fused = [this](size_t reader) { return ops_[reader].is_elementwise(); };
-    if (op.is_elementwise() && std::all_of(op.readers.begin(), op.readers.end(), is_fused)) {
-      return 0;
-    }
+    bool fused = op.is_elementwise() && std::all_of(op.readers.begin(), op.readers.end(), is_fused);
+    return fused ? 0 : op.bytes();
+  }
+
+  // Return the bytes that computing the op allocates. A convolution unfolds its input.
+  size_t memory(const Op& op) const {
     if (op.name() != "Convolution") {
-      return op.bytes();
+      return stored(op);
     }
     const auto& weight = op.outputs[0].inputs()[1];
     auto channels = std::max<size_t>(1, weight.shape(0)) * std::max<size_t>(1, weight.shape(-1));
@@ -245,6 +250,7 @@ class Graph {
       bool shared = read.owner == nobody;
       auto ready = shared ? std::optional(in.op) : read.ready;
       op.reads += shared ? in.bytes : read.reads;
+      op.passes = shared ? op.passes : std::max({op.passes, read.passes, stored(read)});
       if (ready && (!op.ready || ops_[*ready].level > ops_[*op.ready].level)) {
         op.ready = ready;
       }

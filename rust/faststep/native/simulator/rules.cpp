@@ -193,7 +193,7 @@ Rule rule(std::string_view name) {
                       "NotEqual",   "Power",      "Remainder",  "RightShift", "Subtract"}) {
       rules[name] = binary;
     }
-    for (auto name : {"AsType", "Full", "Sort", "Scatter", "Scatter Sum", "Scatter Prod", "Scatter Min", "Scatter Max",
+    for (auto name : {"AsType", "Full", "Sort", "WithRows", "Scatter", "Scatter Sum", "Scatter Prod", "Scatter Min", "Scatter Max",
                       "ScatterAxis", "ScatterAxis Sum", "MaskedScatter", "SliceUpdate", "SliceUpdate Sum",
                       "SliceUpdate Prod", "SliceUpdate Min", "SliceUpdate Max", "DynamicSliceUpdate"}) {
       rules[name] = copied;

@@ -27,7 +27,10 @@ pub fn gradients(layout: &Layout, gradients: &[Array], joint: bool) -> Result<Pa
             Ok(gradient.clone())
         }
     });
-    let gradients = gradients.collect::<Result<Vec<_>>>()?;
+    let mut gradients = gradients.collect::<Result<Vec<_>>>()?;
+    if !cuda {
+        gradients = array::rows_summed(&gradients)?;
+    }
     join::order(&gradients)?;
     let mut packed = Packed {
         buffers: Vec::with_capacity(layout.len()),

@@ -16,8 +16,9 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_watch_free,
-    faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
+    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_sum_rows,
+    faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned,
+    Handles, New,
 };
 use super::{join, kernels};
 
@@ -142,19 +143,30 @@ pub(crate) fn is_zero(array: &Array) -> bool {
     unsafe { faststep_array_is_zero(handle(array)) != 0 }
 }
 
-/// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, and
-/// on CUDA odd dimensions of products are padded and some operations are computed by kernels of the package's own, unless
+/// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, on
+/// a CPU the gradients of tables are summed by rows, and on CUDA odd dimensions of products are padded and some operations are computed by kernels of the package's own, unless
 /// `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
 pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     let merged = each(arrays, faststep_merge)?;
-    if join::is_cuda() && kernels::wanted() {
+    if !join::is_cuda() {
+        rows_summed(&merged)
+    } else if kernels::wanted() {
         each(&each(&merged, faststep_align)?, faststep_kernels)
     } else {
         Ok(merged)
     }
+}
+
+/// The same lazy arrays, of which tables of sums of rows, as the gradient of an embedding is one, are computed by one operation
+/// each, on a CPU. Uncompiled, nothing is.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn rows_summed(arrays: &[Array]) -> Result<Vec<Array>> {
+    each(arrays, faststep_sum_rows)
 }
 
 /// What a rewrite of a lazy graph makes of each array.
