@@ -10,8 +10,11 @@ use super::{Reach, Seen};
 /// The most sets of values that are told apart, where no arrays are among them.
 const MAX_STATES: usize = 16;
 
-/// Number of changes from which on each would be a trace that is hardly used again.
+/// Number of changes, each soon after the one before, from which on each would be a trace that is hardly used again.
 const MAX_CHANGES: usize = 8;
+
+/// Number of looks within which a change comes soon.
+const SOON: usize = 16;
 
 /// Values at one look.
 struct State {
@@ -25,6 +28,8 @@ pub struct Read {
     reach: Reach,
     states: Vec<State>, // the last one last
     made: usize,
+    looks: usize,   // since the last change
+    changes: usize, // one soon after the other
     hidden: Option<String>,
 }
 
@@ -34,6 +39,8 @@ impl Default for Read {
             reach: Reach::of_update(),
             states: Vec::new(),
             made: 0,
+            looks: 0,
+            changes: 0,
             hidden: None,
         }
     }
@@ -67,6 +74,7 @@ impl Read {
         let looked = self
             .reach
             .look(&[optimizer.clone(), model.clone()], optimizer)?;
+        self.looks += 1;
         let is_now = |state: &State| {
             state.arrays.ids() == looked.arrays.ids() && state.seen.fits(py, &looked)
         };
@@ -81,8 +89,10 @@ impl Read {
             return Ok(true);
         }
         self.made += 1;
+        let soon = !is_first && std::mem::take(&mut self.looks) <= SOON;
+        self.changes = if soon { self.changes + 1 } else { 0 };
         self.hidden.clone_from(&looked.program.hidden);
-        if self.made > MAX_CHANGES {
+        if self.changes >= MAX_CHANGES {
             let last = self.states.last();
             let changed = last.map_or_else(Vec::new, |last| last.seen.changes(py, &looked));
             let name = changed.first().map(|&value| looked.value_name(py, value));
