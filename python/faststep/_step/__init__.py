@@ -1,7 +1,8 @@
 """The step: `Step`, `fast_step`, their results, options, state and memory plan, over the native step of `_native`.
 
-`_program` holds the native step; `_reach` finds what a loss function refers to and `_suspect` what it draws and reads,
-for the native code, which imports them by name. Uses `_native`, and `_watch` for calls that hang.
+`_program` holds the native step; `_reach` finds what a loss function refers to (over `_of_library`, `_nodes`, `_named`,
+`_things` and `_library`), `_places` where arrays stand that cannot be watched, and `_suspect` what a loss draws and
+reads, for the native code, which imports them by name. Uses `_native`, and `_watch` for calls that hang.
 """
 
 from faststep._step._average import shows_average

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
+import itertools
 import operator
 import os
+import queue
 import random
 import sys
 import time
 import types
+import warnings
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from faststep._step._reach import PLAIN, is_standard
+from faststep._step._library import is_standard
+from faststep._step._things import PLAIN, is_a
 
 _COUNTERS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _CLOCKS = frozenset(
@@ -26,6 +31,8 @@ _FILES = frozenset({open, os.open, os.stat, os.listdir, os.scandir, os.getcwd})
 _ENTROPY = frozenset({os.urandom, getattr(os, "getrandom", os.urandom)})
 _NOTICED = _CLOCKS | _FILES | _ENTROPY
 _RANDOM = "the system's randomness"
+_SimpleQueue = queue.SimpleQueue
+_OVER_OTHERS = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle)
 _SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "tokenize", "importlib"})
 
 
@@ -146,9 +153,9 @@ class Positions:
     """
 
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
-        wholes = [model, *(each for each in reached if isinstance(each, nn.Module))]
+        wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
         within = (value for whole in wholes for module in whole.modules() for value in vars(module).values())
-        self._objects = [each for each in (*within, *reached) if _moves(each)]
+        self._objects = [each for each in (*within, *reached) if _moves(each) and not _is_of_process(each)]
         self._before = self._now()
         self._calls = Calls()
 
@@ -213,10 +220,16 @@ def _of_process() -> list[tuple[str, Any]]:
     return states
 
 
+def _is_of_process(value: Any) -> bool:
+    """Return whether it is a generator behind the functions of a module, which stand for it here."""
+    own = random.random.__self__  # type: ignore[attr-defined]
+    return value is own or ("numpy.random" in sys.modules and value is np.random.mtrand._rand)
+
+
 def _moves(value: Any) -> bool:
-    if isinstance(value, random.Random):
+    if is_a(value, (random.Random, _SimpleQueue)):
         return True
-    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator | np.random.RandomState):
+    if "numpy.random" in sys.modules and is_a(value, (np.random.Generator, np.random.RandomState)):
         return True
     return hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
 
@@ -225,19 +238,32 @@ def _generator_name(value: Any) -> str:
     return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
 
 
+def _within(iterator: Any) -> list[Any]:
+    """Return what an iterator takes from: `map`, `zip` and their kind; of one that goes round, where it is."""
+    if is_a(iterator, itertools.cycle) and hasattr(iterator, "__reduce__"):
+        with warnings.catch_warnings(), contextlib.suppress(TypeError):
+            warnings.simplefilter("ignore")
+            return [iterator.__reduce__()[1][0]]
+    within = gc.get_referents(iterator) if is_a(iterator, _OVER_OTHERS) else []
+    return [each for one in within for each in (one if is_a(one, tuple) else [one])]
+
+
 def _position(value: Any) -> Any:
     """Return what changes in a generator or an iterator when something is taken from it, as far as that can be seen."""
-    if isinstance(value, random.Random):
+    if is_a(value, random.Random):
         return value.getstate()
-    if isinstance(value, types.GeneratorType):
+    if is_a(value, types.GeneratorType):
         frame = value.gi_frame
         values = frame.f_locals.values() if frame else ()
-        return frame and frame.f_lasti, [each if isinstance(each, PLAIN) else _position(each) for each in values]
+        return frame and frame.f_lasti, [each if is_a(each, PLAIN) else _position(each) for each in values]
+    if is_a(value, _SimpleQueue):
+        return value.qsize()
     if hasattr(type(value), "__next__"):
         shown = repr(value) if type(value).__module__ == "itertools" else None
-        return operator.length_hint(value, -1), shown, id(value)
-    if "numpy.random" in sys.modules and isinstance(value, np.random.Generator):
+        within = [_position(each) for each in _within(value) if _moves(each)]
+        return operator.length_hint(value, -1), shown, id(value), within
+    if "numpy.random" in sys.modules and is_a(value, np.random.Generator):
         return repr(value.bit_generator.state)
-    if "numpy.random" in sys.modules and isinstance(value, np.random.RandomState):
+    if "numpy.random" in sys.modules and is_a(value, np.random.RandomState):
         return repr(value.get_state(legacy=False))
     return id(value)

@@ -265,7 +265,7 @@ impl PythonHost {
             let found = kept.iter().map(|array| bridge::wrap(py, array));
             let found = PyList::new(py, found.collect::<PyResult<Vec<_>>>()?)?;
             let place = py
-                .import("faststep._step._reach")?
+                .import("faststep._step._places")?
                 .getattr("kept")?
                 .call1((found, py.import("faststep._core")?.getattr("array_id")?))?;
             Err(Stop::Stores(format!(

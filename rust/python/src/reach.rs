@@ -4,9 +4,13 @@
 //! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
 //! strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
 mod classes;
+mod contents;
+mod keys;
 mod look;
 mod node;
 mod reached;
+mod read;
+mod row;
 mod seen;
 pub mod stop;
 pub mod suspect;
@@ -16,15 +20,17 @@ use std::{
     rc::Rc,
 };
 
-use pyo3::{prelude::*, types::PyTuple};
+use pyo3::{exceptions::PyException, prelude::*, types::PyTuple};
 
 use faststep::engine::{HeldArrays, Tensor};
 
 use classes::Classes;
 use look::Look;
 pub use look::Looked;
-use node::{Node, Row};
+use node::{Met, Node};
 pub use reached::{Reached, Written};
+pub use read::Read;
+use row::Row;
 pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
@@ -44,12 +50,29 @@ pub struct Program {
     tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
+    /// Why what the loss reaches cannot be looked at, if it cannot.
+    pub hidden: Option<String>,
 }
 
 impl Program {
     /// Shape and dtype of each array.
     pub fn tensors(&self) -> &Rc<Vec<Tensor>> {
         &self.tensors
+    }
+
+    // one of nothing, where what is there cannot be looked at
+    fn hidden(id: usize, why: String) -> Self {
+        Self {
+            id,
+            model: Cell::new(0),
+            classes: Classes::default(),
+            nodes: Vec::new(),
+            rows: Vec::new(),
+            tensors: Rc::default(),
+            values: RefCell::default(),
+            held: RefCell::default(),
+            hidden: Some(why),
+        }
     }
 
     /// Return the path of a node as a user writes it: `loss_fn.self.target.weight`.
@@ -60,9 +83,23 @@ impl Program {
     }
 }
 
+// a program, the objects at its nodes, and the values
+type Found<'py> = (Program, Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>);
+
+// an exception of the user's classes is no error of a look
+fn seen<'py>(look: PyResult<Look<'py>>, py: Python<'py>) -> PyResult<Look<'py>> {
+    match look {
+        Err(error) if error.is_instance_of::<PyException>(py) => {
+            Ok(Look::Fails(node::unseen(&error, py)))
+        }
+        look => look,
+    }
+}
+
 /// The programs of a step.
 #[derive(Default)]
 pub struct Reach {
+    of_update: bool,            // of the optimizer's code, and not of the loss's
     programs: Vec<Rc<Program>>, // most recent last
     made: usize,
     change: Option<String>,
@@ -71,6 +108,14 @@ pub struct Reach {
 }
 
 impl Reach {
+    /// The programs of what the code of an optimizer reaches: the roots of a look are the optimizer and the model.
+    pub fn of_update() -> Self {
+        Self {
+            of_update: true,
+            ..Self::default()
+        }
+    }
+
     /// Begin a call, at which the model may be another than at the last one.
     pub fn begin(&mut self) {
         self.known = false;
@@ -99,7 +144,7 @@ impl Reach {
             if self.programs[at].model.get() != self.model {
                 continue; // the modules of a model lead elsewhere when they are others
             }
-            match self.programs[at].look(roots)? {
+            match seen(self.programs[at].look(roots), owned.py())? {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
                     if at < self.programs.len() {
@@ -115,21 +160,11 @@ impl Reach {
                 Look::Class(class) => {
                     change.get_or_insert_with(|| format!("a method of {class}"));
                 }
+                Look::Fails(_) => {}
             }
         }
         self.change = change;
-        let (mut program, mut tries) = (self.discover(roots, owned)?, 0);
-        let (objects, values) = loop {
-            match program.look(roots)? {
-                Look::Same(objects, values) => break (objects, values),
-                Look::Differs(node) if tries == MAX_TRIES => {
-                    return Err(node::moving(&program.name(owned.py(), node)))
-                }
-                Look::Differs(_) | Look::Class(_) => {
-                    (program, tries) = (self.discover(roots, owned)?, tries + 1);
-                }
-            }
-        };
+        let (program, objects, values) = self.search(roots, owned)?;
         let program = Rc::new(program);
         self.let_go();
         self.programs.push(program.clone());
@@ -137,6 +172,33 @@ impl Reach {
             self.programs.remove(0);
         }
         Ok(Looked::new(program, objects, values))
+    }
+
+    // a new program, and what is at its nodes
+    fn search<'py>(
+        &mut self,
+        roots: &[Bound<'py, PyAny>],
+        owned: &Bound<'py, PyAny>,
+    ) -> PyResult<Found<'py>> {
+        let py = owned.py();
+        let mut why = String::new();
+        for _ in 0..=MAX_TRIES {
+            let program = match self.discover(roots, owned) {
+                Err(error) if error.is_instance_of::<PyException>(py) => {
+                    why = node::unseen(&error, py);
+                    break;
+                }
+                program => program?,
+            };
+            match seen(program.look(roots), py)? {
+                Look::Same(objects, values) => return Ok((program, objects, values)),
+                Look::Differs(node) => why = node::moving(&program.name(py, node)),
+                Look::Class(class) => why = node::moving(&format!("a method of {class}")),
+                Look::Fails(error) => why = error,
+            }
+        }
+        self.made += 1;
+        Ok((Program::hidden(self.made, why), Vec::new(), Rc::default()))
     }
 
     // hold no arrays for programs that are not looked through
@@ -157,10 +219,14 @@ impl Reach {
         owned: &Bound<'_, PyAny>,
     ) -> PyResult<Program> {
         let py = owned.py();
-        let found = py
-            .import("faststep._step._reach")?
-            .call_method1("discover", (PyTuple::new(py, roots)?, owned))?;
-        let (nodes, classes): (Bound<'_, PyAny>, Bound<'_, PyAny>) = found.extract()?;
+        let reach = py.import("faststep._step._reach")?;
+        let found = if self.of_update {
+            reach.call_method1("discover_update", (&roots[0], &roots[1]))?
+        } else {
+            reach.call_method1("discover", (PyTuple::new(py, roots)?, owned))?
+        };
+        let (nodes, classes, hidden): (Bound<'_, PyAny>, Bound<'_, PyAny>, Option<String>) =
+            found.extract()?;
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
@@ -173,6 +239,7 @@ impl Reach {
             tensors: Rc::new(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
             held: RefCell::default(),
+            hidden,
         })
     }
 }

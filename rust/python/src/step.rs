@@ -34,7 +34,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::{
     host::PythonHost,
     mlx::{bridge, errors::to_python, gil::Waiting},
-    reach::{suspect::Suspect, Reach},
+    reach::{suspect::Suspect, Reach, Read},
     store::{
         registry::{self, Shared},
         Store,
@@ -79,6 +79,8 @@ struct Inner {
     host: Rc<PythonHost>,
     traces: Traces,
     reach: Reach,
+    /// What the optimizer's code reaches.
+    read: Read,
     /// Structure that the loss of the call's trace returned, with holes for its arrays.
     template: Option<Py<PyAny>>,
     steps: usize,
@@ -93,9 +95,8 @@ struct Inner {
     fallen: Option<String>,
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
-    /// Warning about the trace that has just been made.
+    /// Reason why the trace that has just been made cannot be used again.
     unwatched: Option<String>,
-    warned: bool,
     /// Reason why a trace is not replayed, as last reported to the user.
     told: Option<String>,
 }
@@ -148,6 +149,7 @@ impl Step {
                 host: Rc::new(PythonHost::default()),
                 traces: Traces::default(),
                 reach: Reach::default(),
+                read: Read::default(),
                 template: None,
                 steps: 0,
                 updates: 0,
@@ -161,7 +163,6 @@ impl Step {
                 suspect: None,
                 checks: 0,
                 unwatched: None,
-                warned: false,
                 told: None,
             })),
         })

@@ -100,6 +100,7 @@ pub struct Store {
     models: Vec<Rc<ModelSignature>>,
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>, // most recent last
+    doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
     pub others: Rc<HeldArrays>,
@@ -145,6 +146,7 @@ impl Store {
             models: Vec::new(),
             current: None,
             options: Vec::new(),
+            doubted: false,
             next_id: 0,
             others: Rc::default(),
             engine: None,
@@ -188,6 +190,11 @@ impl Store {
     pub fn signature(&self) -> PyResult<Rc<ModelSignature>> {
         let current = self.current.clone();
         current.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))
+    }
+
+    /// Look at the optimizer's rule at the next preparation: its code, or what that reads, has changed.
+    pub fn doubt(&mut self) {
+        self.doubted = true;
     }
 
     /// The id of the optimizer's options at the last preparation.

@@ -156,10 +156,12 @@ class Graph {
     });
   }
 
-  // Constants that somebody else holds too: there are more handles of them than the graph, and `also`, have.
+  // Constants, and arrays that are yet to be computed and not from the inputs, that somebody else holds too: there are more
+  // handles of them than the graph, and `also`, have.
   std::vector<mx::array> held(const std::vector<mx::array>& outputs, const Graph* also) const {
     std::unordered_map<Id, long> edges;
     std::unordered_set<Id> seen;
+    std::vector<mx::array> lazy;
     std::vector<const mx::array*> todo;
     for (const auto& output : outputs) {
       edges[output.id()] = std::numeric_limits<int>::max(); // whoever asks holds it
@@ -170,6 +172,9 @@ class Graph {
       todo.pop_back();
       if (!seen.insert(array.id()).second || inputs_.contains(array.id())) {
         continue;
+      }
+      if (array.has_primitive() && array.siblings().empty() && edges[array.id()] < std::numeric_limits<int>::max()) {
+        lazy.push_back(array);
       }
       for (const auto& input : array.inputs()) {
         edges[input.id()] += 1;
@@ -194,10 +199,34 @@ class Graph {
         found.push_back(array);
       }
     }
+    for (const auto& array : lazy) {
+      if (holders(array) > edges[array.id()] + 1 && !depends(array)) { // one is `lazy`
+        found.push_back(array);
+      }
+    }
     return found;
   }
 
  private:
+  // Whether an array is computed from the inputs.
+  bool depends(const mx::array& root) const {
+    std::unordered_set<Id> seen;
+    std::vector<const mx::array*> todo{&root};
+    while (!todo.empty()) {
+      const auto& array = *todo.back();
+      todo.pop_back();
+      if (inputs_.contains(array.id())) {
+        return true;
+      }
+      if (seen.insert(array.id()).second) {
+        for (const auto& input : array.inputs()) {
+          todo.push_back(&input);
+        }
+      }
+    }
+    return false;
+  }
+
   // The number of an array, behind those of the arrays that it is computed from.
   uint32_t number(const mx::array& root) {
     auto is_new = [this](const mx::array& a) {

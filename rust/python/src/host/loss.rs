@@ -70,7 +70,7 @@ impl Current {
             .set_item(0, bridge::wrap(py, call.key)?)?;
 
         let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
-        self.check_places(py, &slots)?;
+        self.put_places(py, &slots)?;
 
         let mut output = LossOutput {
             weight,
@@ -91,26 +91,50 @@ impl Current {
         Ok(output)
     }
 
-    // a trained array has to be in its place when the update comes: by now it could be in a list that nobody refers to
-    fn check_places(&self, py: Python<'_>, slots: &[Slot<'_>]) -> Result<(), Stop> {
-        let (after, now) = Tree::record(self.model.bind(py), Scope::Whole)?;
-        let now: HashSet<_> = now.iter().map(|slot| slot.place.container()).collect();
-        let mut trained = slots.iter().zip(self.roles.iter());
-        let gone = trained.find(|(slot, (role, _))| {
-            matches!(role, Role::Parameter(_)) && !now.contains(&slot.place.container())
-        });
-        let Some((_, (_, path))) = gone else {
-            return Ok(());
-        };
-        if !after.paths(py).contains(path) {
-            return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
+    // a trained array has to be in its place when the update comes: a list or dict that the loss has put in the place of the
+    // one that it is in gives its items to that one, which comes back
+    fn put_places<'py>(&self, py: Python<'py>, slots: &[Slot<'py>]) -> Result<(), Stop> {
+        loop {
+            let (after, now) = Tree::record(self.model.bind(py), Scope::Whole)?;
+            let here: HashSet<_> = now.iter().map(|slot| slot.place.container()).collect();
+            let mut trained = slots.iter().zip(self.roles.iter());
+            let gone = trained.find(|(slot, (role, _))| {
+                matches!(role, Role::Parameter(_)) && !here.contains(&slot.place.container())
+            });
+            let Some((slot, (_, path))) = gone else {
+                return Ok(());
+            };
+            let paths = after.paths(py);
+            let Some(at) = paths.iter().position(|other| other == path) else {
+                return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
+            };
+            if self.compiled {
+                return Err(Stop::Untraceable(format!(
+                    "it puts another list or dict in the place of the one that {} is in",
+                    dotted(path)
+                )));
+            }
+            let container = now[at].place.container();
+            for (other, (_, path)) in slots.iter().zip(self.roles.iter()) {
+                if other.place.container() == slot.place.container() {
+                    let at = paths.iter().position(|other| other == path);
+                    let at = at.filter(|&at| now[at].place.container() == container);
+                    let object = at.map(|at| now[at].object.clone());
+                    let removed = || Stop::Untraceable(format!("it removes {}", dotted(path)));
+                    other.place.set(&object.ok_or_else(removed)?)?;
+                }
+            }
+            let Some(old) = slot.place.object() else {
+                return Ok(());
+            };
+            if !Snapshot::take(self.model.bind(py))?.replace(container, &old)? {
+                return Err(Stop::Raised(PyValueError::new_err(format!(
+                    "the loss function: it puts another tuple in the place of the one on the model that {} is in, which is \
+                     trained: assign to the items",
+                    dotted(path)
+                ))));
+            }
         }
-        Err(Stop::Raised(PyValueError::new_err(format!(
-            "the loss function: it puts another list or dict in the place of the one on the model that {} is in, which is \
-             trained. If it is a state, begin its name with an underscore or freeze it; if it is a parameter, assign to \
-             the items",
-            dotted(path)
-        ))))
     }
 
     // the array that replaced the tracer in a slot, cast to its dtype in mixed precision

@@ -176,6 +176,29 @@ pub fn globals<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDict>> 
     globals?.cast_into::<PyDict>().ok()
 }
 
+/// The modules that have been imported, by name.
+pub fn modules(py: Python<'_>) -> Option<Bound<'_, PyDict>> {
+    // SAFETY: a borrowed dict, which the interpreter holds.
+    let modules =
+        unsafe { Bound::from_borrowed_ptr_or_opt(py, pyo3::ffi::PyImport_GetModuleDict()) };
+    modules?.cast_into::<PyDict>().ok()
+}
+
+/// Return the number of keys, from the first one on, under which a dict has the objects at these addresses; 0: nothing.
+pub fn dict_has(dict: &Bound<'_, PyDict>, keys: &[Py<PyAny>], known: &[usize]) -> usize {
+    let pairs = keys.iter().zip(known);
+    let same = pairs.take_while(|(key, &known)| {
+        // SAFETY: a live dict and a live key; the object, borrowed from the dict or null, is compared only.
+        let found = unsafe { pyo3::ffi::PyDict_GetItemWithError(dict.as_ptr(), key.as_ptr()) };
+        found.addr() == known
+    });
+    let same = same.count();
+    if same < keys.len() {
+        drop(PyErr::take(dict.py())); // of a key without a hash
+    }
+    same
+}
+
 /// The code of a function.
 pub fn code<'py>(function: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
     if !is_function(function) {
@@ -204,7 +227,7 @@ pub fn version(class: &Bound<'_, PyType>) -> Option<u32> {
         (version != 0 && holds).then_some(version)
     };
     counted().or_else(|| {
-        let _ = class.hasattr(pyo3::intern!(class.py(), "__mro__")); // Python counts when something is looked up
+        let _ = class.hasattr(pyo3::intern!(class.py(), "__init__")); // Python counts when a class is looked through
         counted()
     })
 }
@@ -258,6 +281,37 @@ pub fn walk<'py>(
         found += 1;
     }
     found
+}
+
+/// The addresses of a dict's keys, in their order.
+pub fn keys(dict: &Bound<'_, PyDict>) -> Vec<usize> {
+    let mut keys = Vec::with_capacity(dict.len());
+    each_key(dict, |key| {
+        keys.push(key);
+        true
+    });
+    keys
+}
+
+/// Return whether a dict has the keys at these addresses, in this order.
+pub fn has_keys(dict: &Bound<'_, PyDict>, keys: &[usize]) -> bool {
+    let mut known = keys.iter();
+    each_key(dict, |key| known.next() == Some(&key)) && known.next().is_none()
+}
+
+// false once `is` is false of the address of a key
+fn each_key(dict: &Bound<'_, PyDict>, mut is: impl FnMut(usize) -> bool) -> bool {
+    let (mut position, mut key) = (0, std::ptr::null_mut());
+    let next = |position: &mut isize, key: &mut *mut PyObject| {
+        // SAFETY: a live dict, which nothing changes meanwhile; the key is borrowed.
+        unsafe { pyo3::ffi::PyDict_Next(dict.as_ptr(), position, key, std::ptr::null_mut()) != 0 }
+    };
+    while next(&mut position, &mut key) {
+        if !is(key.addr()) {
+            return false;
+        }
+    }
+    true
 }
 
 fn is_function(object: &Bound<'_, PyAny>) -> bool {

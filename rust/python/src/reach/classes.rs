@@ -14,12 +14,14 @@ pub struct Classes(Vec<Watched>);
 
 struct Watched {
     class: Weak,
+    with_code: bool, // whether its functions may be given other code
     methods: RefCell<Methods>,
 }
 
 #[derive(Default)]
 struct Methods {
     version: Option<u32>, // Python counts it up whenever something is put into the class
+    bases: Vec<usize>,    // addresses of those from which it inherits
     members: usize,       // with those that are no methods, which may hide a base's
     all: Vec<Method>,
 }
@@ -32,13 +34,12 @@ struct Method {
 }
 
 impl Methods {
-    fn of(class: &Bound<'_, PyType>) -> PyResult<Self> {
+    fn of(class: &Bound<'_, PyType>, with_code: bool) -> PyResult<Self> {
         let py = class.py();
         let version = bridge::version(class);
         let descriptors = ["property", "staticmethod", "classmethod"];
         let builtins = py.import("builtins")?;
         let descriptors = descriptors.map(|name| builtins.getattr(name));
-        let is_library = class.module()?.to_str()?.starts_with("mlx."); // whose functions keep their code
         let mut all = Vec::new();
         let members = members(class)?;
         for (name, object) in members.iter() {
@@ -52,25 +53,28 @@ impl Methods {
                     name: name.unbind(),
                     address: object.as_ptr().addr(),
                     function: code
-                        .filter(|_| !is_library)
+                        .filter(|_| with_code)
                         .map(|code| (Weak::of_code(&object), code.unbind())),
                 });
             }
         }
+        let bases = class.mro().iter().map(|base| base.as_ptr().addr());
         Ok(Self {
             version,
+            bases: bases.collect(),
             members: members.len(),
             all,
         })
     }
 
     // true if these are the class's methods, each with its code
-    fn are_of(&self, class: &Bound<'_, PyType>) -> bool {
+    fn are_of(&self, class: &Bound<'_, PyType>, with_code: bool) -> bool {
         let py = class.py();
-        let now = Self::of(class);
+        let now = Self::of(class, with_code);
         now.is_ok_and(|now| {
             let mut pairs = self.all.iter().zip(&now.all);
             self.members == now.members
+                && self.bases == now.bases
                 && self.all.len() == now.all.len()
                 && pairs.all(|(a, b)| {
                     let names = a.name.bind(py).as_any().eq(b.name.bind(py));
@@ -97,14 +101,15 @@ fn members<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyDict>> {
 }
 
 impl Classes {
-    /// Those of a list.
+    /// Those of a list, each with whether its functions may be given other code.
     pub fn of(classes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let mut all = Vec::new();
         for class in classes.try_iter()? {
-            let class = class?.cast_into::<PyType>()?;
+            let (class, with_code): (Bound<'_, PyType>, bool) = class?.extract()?;
             all.push(Watched {
                 class: Weak::of_class(&class),
-                methods: RefCell::new(Methods::of(&class)?),
+                with_code,
+                methods: RefCell::new(Methods::of(&class, with_code)?),
             });
         }
         Ok(Self(all))
@@ -120,7 +125,7 @@ impl Classes {
             let same = if version.is_some() && version == methods.version {
                 methods.all.iter().all(|method| method.has_code(py))
             } else {
-                methods.are_of(class)
+                methods.are_of(class, watched.with_code)
             };
             methods.version = version;
             (!same).then(|| {

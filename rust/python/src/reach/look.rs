@@ -10,7 +10,9 @@ use pyo3::{
 };
 
 use super::{
-    node::{attributes_of, contents, copy, refill, Expect, How, Met, Places, Row},
+    contents::{contents, copy, refill},
+    node::{attributes_of, Expect, How, Met},
+    row::{Kind, Places, Row},
     seen::equal,
     Program,
 };
@@ -36,6 +38,8 @@ pub enum Look<'py> {
     Differs(usize),
     /// A class has another method.
     Class(String),
+    /// A class of the user's raises when it is looked at, and what.
+    Fails(String),
 }
 
 // values met on a look, beside those of the last one
@@ -73,7 +77,7 @@ impl Program {
             if let Some(row) = rows.next_if(|row| row.first == at) {
                 let met = self.look_at_row(row, &objects, &mut values);
                 objects.resize_with(at + met, || None);
-                if row.arrays {
+                if row.kind == Kind::Arrays {
                     number += met;
                 }
                 if met > 0 {
@@ -122,6 +126,10 @@ impl Program {
                     values.meet(*number, contents(&met.object)?);
                     true
                 }
+                Expect::Container(.., keys) => {
+                    let dict = met.object.cast();
+                    dict.map_or(true, |dict| keys.are_of(dict))
+                }
                 _ => true,
             };
             if !same {
@@ -150,7 +158,13 @@ impl Program {
         values: &mut Values<'_>,
     ) -> usize {
         let first = &self.nodes[row.first];
-        if row.arrays {
+        if row.kind == Kind::Fixed {
+            let (Places::Keys(keys), Some(dict)) = (&row.places, first.dict(objects)) else {
+                return 0;
+            };
+            return bridge::dict_has(&dict, keys, &row.known);
+        }
+        if row.kind == Kind::Arrays {
             let held = self.held.borrow();
             let known = held.ids().get(row.number..).unwrap_or_default();
             let known = &known[..known.len().min(row.len())];
@@ -160,14 +174,14 @@ impl Program {
                     .map_or(0, |list| bridge::list_holds(list, *index, known)),
                 Places::Keys(keys) => first
                     .dict(objects)
-                    .map_or(0, |dict| bridge::dict_holds(dict, keys, known)),
+                    .map_or(0, |dict| bridge::dict_holds(&dict, keys, known)),
             };
         }
         let (Places::Keys(keys), Some(dict)) = (&row.places, first.dict(objects)) else {
             return 0;
         };
         let known = &values.last[row.number..][..keys.len()];
-        bridge::walk(dict, keys, known, |at, object| {
+        bridge::walk(&dict, keys, known, |at, object| {
             let fits = self.nodes[row.first + at].fits_value(&object);
             if fits {
                 values.meet(row.number + at, object);
@@ -273,6 +287,7 @@ impl Looked {
                 let object = self.objects[parent].as_ref()?.bind(py).clone();
                 it.find_in(&Met::new(object, &self.program.nodes[parent])?)
             }
+            (None, Expect::Identity(known)) => known.get(py),
             (None, _) => None,
         }
     }
@@ -486,8 +501,9 @@ impl Looked {
 
     /// The objects of the nodes that are no values.
     pub fn all<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let objects = self.objects.iter().flatten();
-        objects.map(|object| object.bind(py).clone()).collect()
+        let nodes = self.program.nodes.iter().enumerate();
+        let nodes = nodes.filter(|(_, node)| !matches!(node.expect, Expect::Value(..)));
+        nodes.filter_map(|(at, _)| self.object(at, py)).collect()
     }
 
     /// The object that stands at a node now.
@@ -513,7 +529,7 @@ impl Looked {
             let fixed =
                 object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
             if !noted && !fixed {
-                copies.extend(copy(&object)?.map(|copy| (at, copy)));
+                copies.push((at, copy(&object)?));
             }
         }
         Ok(copies)

@@ -1,18 +1,17 @@
 //! One object on the way from a loss to what it reaches.
 use faststep::engine::Tensor;
 use pyo3::{
-    exceptions::PyRuntimeError,
     intern,
     prelude::*,
-    types::{PyBytes, PyDict, PyList, PySet, PyTuple, PyType, PyWeakrefReference},
+    types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
 };
 
+use super::{
+    contents::{contents, size},
+    keys::Keys,
+};
 use crate::{
-    mlx::{
-        bridge,
-        classes::{is_deque, is_numpy},
-        numpy,
-    },
+    mlx::{bridge, classes::is_deque},
     tree::{
         identity::{Class, Weak},
         static_value::is_plain,
@@ -21,10 +20,7 @@ use crate::{
     },
 };
 
-/// Bytes of a NumPy array from which on a hash is compared.
-const MAX_NUMPY: usize = 1 << 16;
-
-/// Way from a parent to an object; `_reach.py` has the same numbers.
+/// Way from a parent to an object; `_nodes.py` has the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// One of the roots.
@@ -55,6 +51,12 @@ pub enum How {
     Context,
     /// What a weak reference, or a proxy, refers to.
     Weak,
+    /// A member of the parent: the key is a weak reference to it.
+    Held,
+    /// The length of the parent.
+    Length,
+    /// How often a function with a cache has been called for new arguments.
+    Misses,
 }
 
 impl How {
@@ -67,7 +69,7 @@ impl How {
     }
 }
 
-const HOW: [How; 14] = [
+const HOW: [How; 17] = [
     How::Root,
     How::Item,
     How::Index,
@@ -82,6 +84,9 @@ const HOW: [How; 14] = [
     How::Modules,
     How::Context,
     How::Weak,
+    How::Held,
+    How::Length,
+    How::Misses,
 ];
 
 /// Comparison that an object has to pass.
@@ -93,8 +98,9 @@ pub enum Expect {
     Value(Py<PyType>, usize),
     /// An object of that class, of any contents: a NumPy array, a set, a long list, tuple or dict. Its number too.
     Contents(Py<PyType>, usize),
-    /// A dict, list, tuple or module of that class and those lengths, of its own and of its instance dict.
-    Container(Class, usize, Option<usize>),
+    /// A dict, list, tuple or module of that class and those lengths, of its own and of its instance dict; a dict with its
+    /// keys in their order.
+    Container(Class, usize, Option<usize>, Keys),
     /// An object of that class, with so many attributes.
     Object(Class, Option<usize>),
     /// A function with that code.
@@ -145,92 +151,21 @@ pub struct Node {
     pub expect: Expect,
 }
 
-/// Values, or arrays, that are next to each other in a dict or a list, and among the nodes.
-#[derive(Debug)]
-pub struct Row {
-    /// The first of their nodes.
-    pub first: usize,
-    /// The number of the first among the values, or among the arrays.
-    pub number: usize,
-    /// Where they stand.
-    pub places: Places,
-    /// True of arrays.
-    pub arrays: bool,
+/// Why an object cannot be watched that is another one each time that it is asked for.
+pub fn moving(name: &str) -> String {
+    format!("{name}, which it reaches, is another one whenever it is looked at: does another thread change it?")
 }
 
-/// Places in a container.
-#[derive(Debug)]
-pub enum Places {
-    /// Keys of a dict.
-    Keys(Vec<Py<PyAny>>),
-    /// So many indices of a list, from the first on.
-    Indices(usize, usize),
-}
-
-/// Fewer than these are looked up one by one.
-const MIN_ROW: usize = 4;
-
-impl Row {
-    /// The rows among nodes.
-    pub fn all(nodes: &[Node], py: Python<'_>) -> Vec<Self> {
-        let mut rows: Vec<Self> = Vec::new();
-        let mut last: Option<(usize, &Node)> = None;
-        let mut arrays = 0; // before the node
-        for (at, node) in nodes.iter().enumerate() {
-            let (is_array, number) = match &node.expect {
-                Expect::Value(_, number) => (false, *number),
-                Expect::Array => (true, arrays),
-                _ => {
-                    arrays += node.arrays();
-                    continue;
-                }
-            };
-            arrays += node.arrays();
-            let places = match (node.how, &node.key) {
-                (How::Item | How::Instance, Some(key)) => Places::Keys(vec![key.clone_ref(py)]),
-                (How::Index, _) if is_array => Places::Indices(node.index, 1),
-                _ => continue,
-            };
-            let before = last.replace((at, node));
-            let goes_on = before.is_some_and(|(before, last)| {
-                before + 1 == at && last.parent == node.parent && last.how == node.how
-            });
-            let row = rows
-                .last_mut()
-                .filter(|row| goes_on && row.arrays == is_array);
-            match (row.map(|row| &mut row.places), places) {
-                (Some(Places::Keys(keys)), Places::Keys(key)) => keys.extend(key),
-                (Some(Places::Indices(first, count)), Places::Indices(index, _))
-                    if *first + *count == index =>
-                {
-                    *count += 1;
-                }
-                (_, places) => rows.push(Self {
-                    first: at,
-                    number,
-                    places,
-                    arrays: is_array,
-                }),
-            }
-        }
-        rows.retain(|row| row.len() >= MIN_ROW);
-        rows
-    }
-
-    /// The number of them.
-    pub fn len(&self) -> usize {
-        match &self.places {
-            Places::Keys(keys) => keys.len(),
-            Places::Indices(_, count) => *count,
-        }
-    }
-}
-
-/// The error of an object that is another one each time that it is asked for.
-pub fn moving(name: &str) -> PyErr {
-    PyRuntimeError::new_err(format!(
-        "{name}, which the loss function reaches, changes while it is looked at: does another thread change it?"
-    ))
+/// Why an object cannot be watched whose class raises.
+pub fn unseen(error: &PyErr, py: Python<'_>) -> String {
+    format!(
+        "what it reaches cannot be looked at ({}: {})",
+        error
+            .get_type(py)
+            .name()
+            .map_or_else(|_| "an exception".into(), |name| name.to_string()),
+        error.value(py)
+    )
 }
 
 // the rest of the message is appended when the object is known
@@ -239,7 +174,12 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
         0 => Expect::Array,
         1 => Expect::Value(expected.get_type().unbind(), 0),
         2 => Expect::Contents(expected.clone().cast_into::<PyType>()?.unbind(), 0),
-        3 => Expect::Container(Weak::of_class(&expected.get_type()), 0, None),
+        3 => Expect::Container(
+            Weak::of_class(&expected.get_type()),
+            0,
+            None,
+            Keys::default(),
+        ),
         4 => Expect::Object(Weak::of_class(&expected.get_type()), None),
         5 => Expect::Function(expected.clone().unbind()),
         6 => Expect::Same(expected.extract()?),
@@ -278,9 +218,10 @@ pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResul
             continue;
         };
         match &mut node.expect {
-            Expect::Container(class, len, attributes) => {
+            Expect::Container(class, len, attributes, keys) => {
                 *class = Weak::of_class(&object.get_type());
-                *len = object.len()?;
+                *len = size(&object)?;
+                *keys = object.cast().map(Keys::of).unwrap_or_default();
                 *attributes = attributes_of(&object).map(|dict| dict.len());
                 node.opens |= attributes.is_some();
             }
@@ -314,14 +255,16 @@ pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResul
     })
 }
 
-/// The instance dict of an object.
+/// The instance dict of an object, also where its class allows no look at attributes.
 pub fn attributes_of<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDict>> {
-    let dict = object.getattr_opt(intern!(object.py(), "__dict__"));
-    dict.ok().flatten()?.cast_into::<PyDict>().ok()
+    match object.getattr_opt(intern!(object.py(), "__dict__")) {
+        Ok(dict) => dict?.cast_into::<PyDict>().ok(),
+        Err(_) => bridge::attributes(object),
+    }
 }
 
 impl Node {
-    /// Read a node as `_reach.py` has it.
+    /// Read a node as `_nodes.py` has it.
     pub fn read(node: &Bound<'_, PyAny>) -> PyResult<Self> {
         let (parent, how, key, number, expected): (
             isize,
@@ -366,6 +309,7 @@ impl Node {
             How::Root => None,
             How::Index => match parent.cast::<PyList>() {
                 Ok(list) => list.get_item(self.index).ok(),
+                Err(_) if is_deque(parent) => parent.get_item(self.index).ok(),
                 Err(_) => parent.cast::<PyTuple>().ok()?.get_item(self.index).ok(),
             },
             How::Attribute => parent.getattr(key()?.cast().ok()?).ok(),
@@ -375,8 +319,18 @@ impl Node {
             How::Context => bridge::context_value(parent),
             How::Weak if parent.is_instance_of::<PyWeakrefReference>() => parent.call0().ok(),
             How::Weak => {
-                let method = parent.getattr(intern!(py, "__init__")).ok()?;
-                method.getattr(intern!(py, "__self__")).ok()
+                let names = [intern!(py, "__init__"), intern!(py, "mro")]; // the second of a class
+                let mut own = names.into_iter().filter_map(|name| {
+                    let method = parent.getattr(name).ok()?;
+                    method.getattr(intern!(py, "__self__")).ok()
+                });
+                own.next()
+            }
+            How::Held => key()?.call0().ok().filter(|object| !object.is_none()),
+            How::Length => Some(size(parent).ok()?.into_pyobject(py).ok()?.into_any()),
+            How::Misses => {
+                let info = parent.call_method0(intern!(py, "cache_info")).ok()?;
+                info.get_item(1).ok()
             }
             How::Type => Some(parent.get_type().into_any()),
             How::Base => parent
@@ -390,14 +344,7 @@ impl Node {
                 .ok()?
                 .get_item(key()?)
                 .ok(),
-            How::Modules => {
-                let modules = py
-                    .import("sys")
-                    .ok()?
-                    .getattr(intern!(py, "modules"))
-                    .ok()?;
-                modules.get_item(key()?).ok()
-            }
+            How::Modules => bridge::modules(py)?.get_item(key()?).ok()?,
             How::Referent => {
                 let gc = py.import("gc").ok()?;
                 let referents = gc.call_method1("get_referents", (parent,)).ok()?;
@@ -426,8 +373,12 @@ impl Node {
     }
 
     /// The dict in which the object is looked up by its key.
-    pub fn dict<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyDict>> {
-        self.dict_of(objects.get(self.parent?)?.as_ref()?)
+    pub fn dict<'py>(&self, objects: &[Option<Met<'py>>]) -> Option<Bound<'py, PyDict>> {
+        let parent = objects.get(self.parent?)?.as_ref()?;
+        match self.how {
+            How::Global => bridge::globals(&parent.object),
+            _ => self.dict_of(parent).cloned(),
+        }
     }
 
     fn dict_of<'a, 'py>(&self, met: &'a Met<'py>) -> Option<&'a Bound<'py, PyDict>> {
@@ -478,7 +429,7 @@ impl Node {
         Ok(true)
     }
 
-    /// Return whether the object is what is expected; of an array, apart from its shape and dtype.
+    /// Return whether the object is what is expected; of an array, apart from its shape and dtype, of a dict from its keys.
     pub fn fits(&self, met: &Met<'_>, objects: &[Option<Met<'_>>]) -> bool {
         let object = &met.object;
         let attributes_len = || met.attributes.as_ref().map(PyDictMethods::len);
@@ -486,9 +437,9 @@ impl Node {
             Expect::Array => bridge::is_array(object),
             Expect::Value(..) => self.fits_value(object),
             Expect::Contents(class, _) => object.get_type().is(class),
-            Expect::Container(class, len, attributes) => {
+            Expect::Container(class, len, attributes, _) => {
                 class.is(&object.get_type())
-                    && object.len().is_ok_and(|n| n == *len)
+                    && size(object).is_ok_and(|n| n == *len)
                     && (attributes.is_none() || attributes_len() == *attributes)
             }
             Expect::Object(class, attributes) => {
@@ -531,60 +482,9 @@ impl Node {
             How::Attribute | How::Instance | How::Class => format!("{parent}.{text}"),
             How::Cell => format!("closure[{}] of {parent}", self.index),
             How::Global | How::Modules => text,
-            How::Type | How::Base | How::Referent | How::Context | How::Weak => parent,
+            How::Length => format!("the length of {parent}"),
+            How::Misses => format!("the cache of {parent}"),
+            How::Type | How::Base | How::Referent | How::Context | How::Weak | How::Held => parent,
         }
     }
-}
-
-/// Give an object that is changed in place, no dict or list, the contents of a copy.
-pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()> {
-    let py = object.py();
-    if is_numpy(object) {
-        return object.set_item(py.Ellipsis(), copy);
-    }
-    object.call_method0(intern!(py, "clear"))?;
-    let add = if object.is_instance_of::<PySet>() {
-        "update"
-    } else {
-        "extend"
-    };
-    object.call_method1(add, (copy,)).map(drop)
-}
-
-/// A copy of an object that is changed in place, no dict or list; none of a buffer, which has no method for it.
-pub fn copy<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if is_deque(object) {
-        return Ok(Some(
-            object
-                .try_iter()?
-                .collect::<PyResult<Vec<_>>>()?
-                .into_pyobject(object.py())?,
-        )); // of any class
-    }
-    let copy = object.getattr_opt(intern!(object.py(), "copy"))?;
-    copy.map(|copy| copy.call0()).transpose()
-}
-
-/// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.
-pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let py = object.py();
-    if !is_numpy(object) {
-        return match object.cast::<PyList>() {
-            Ok(list) => Ok(list.to_tuple().into_any()),
-            Err(_) if object.is_instance_of::<PyTuple>() => Ok(object.clone()),
-            Err(_) => match copy(object)? {
-                Some(copy) => Ok(copy),
-                None => py.get_type::<PyBytes>().call1((object,)),
-            },
-        };
-    }
-    let shape = object.getattr(intern!(py, "shape"))?;
-    let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
-    if object.getattr(intern!(py, "nbytes"))?.extract::<usize>()? > MAX_NUMPY {
-        return Ok((shape, dtype, numpy::hash(object)?)
-            .into_pyobject(py)?
-            .into_any());
-    }
-    let data = object.call_method0(intern!(py, "tobytes"))?;
-    Ok((shape, dtype, data).into_pyobject(py)?.into_any())
 }

@@ -3,11 +3,11 @@ use std::rc::Rc;
 
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList},
+    types::{PyDict, PyFloat, PyInt, PyList},
 };
 
 use super::{
-    node::{copy, refill},
+    contents::{copy, refill},
     Looked,
 };
 use crate::tree::snapshot::Snapshot;
@@ -33,7 +33,8 @@ impl Change {
                 let now = dict.get_item(&*key)?.map(Bound::unbind);
                 match std::mem::replace(other, now) {
                     Some(value) => dict.set_item(&*key, value),
-                    None => dict.del_item(&*key),
+                    None if other.is_some() => dict.del_item(&*key),
+                    None => Ok(()), // the user has removed it since
                 }
             }
             Self::List(list, other) => {
@@ -54,14 +55,53 @@ impl Change {
                 let Some(object) = looked.at(py, *node) else {
                     return Ok(());
                 };
-                let Some(now) = copy(&object)?.map(Bound::unbind) else {
-                    return Ok(());
-                };
+                let now = copy(&object)?.unbind();
                 refill(&object, other.bind(py))?;
                 *other = now;
                 Ok(())
             }
         }
+    }
+}
+
+impl Change {
+    // what stands in the place now
+    fn now<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self {
+            Self::Item(dict, key, _) => dict.bind(py).get_item(key),
+            Self::Node(looked, node, _) => Ok(looked.at(py, *node)),
+            Self::List(..) | Self::Contents(..) => Ok(None),
+        }
+    }
+
+    // the number that comes when the change of a number goes on `times` more; none of another value
+    fn later<'py>(&self, py: Python<'py>, times: i64) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let before = match self {
+            Self::Item(.., before) => before.as_ref(),
+            Self::Node(.., before) => Some(before),
+            Self::List(..) | Self::Contents(..) => None,
+        };
+        let (Some(before), Some(now)) = (before, self.now(py)?) else {
+            return Ok(None);
+        };
+        let before = before.bind(py);
+        let is_number = |value: &Bound<'py, PyAny>| {
+            value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<PyFloat>()
+        };
+        if !is_number(before) || !is_number(&now) {
+            return Ok(None);
+        }
+        now.add(now.sub(before)?.mul(times)?).map(Some)
+    }
+
+    // put the one in the place of the other, whose place a third takes
+    fn exchange(&mut self, py: Python<'_>, third: Py<PyAny>) -> PyResult<Option<Py<PyAny>>> {
+        let other = match self {
+            Self::Item(.., other) => other.replace(third),
+            Self::Node(.., other) => Some(std::mem::replace(other, third)),
+            Self::List(..) | Self::Contents(..) => None,
+        };
+        self.swap(py).map(|()| other)
     }
 }
 
@@ -99,6 +139,37 @@ impl Suspect {
             &mut self.reached
         };
         changes.iter_mut().try_for_each(|change| change.swap(py))
+    }
+
+    /// While the numbers that the loss changes are what they will be so many calls later, do something. None: there are no
+    /// such numbers.
+    pub fn later<T>(
+        &mut self,
+        py: Python<'_>,
+        times: i64,
+        work: impl FnOnce() -> T,
+    ) -> PyResult<Option<T>> {
+        let mut before = Vec::new();
+        for change in self.model.iter_mut().chain(&mut self.reached) {
+            let later = change.later(py, times)?.map(Bound::unbind);
+            before.push(match later {
+                Some(later) => change.exchange(py, later)?,
+                None => None,
+            });
+        }
+        let done = before.iter().any(Option::is_some).then(work);
+        let changes = self.model.iter_mut().chain(&mut self.reached);
+        for (change, before) in changes.zip(before) {
+            if let Some(before) = before {
+                change.swap(py)?;
+                match change {
+                    Change::Item(.., other) => *other = Some(before),
+                    Change::Node(.., other) => *other = before,
+                    Change::List(..) | Change::Contents(..) => {}
+                }
+            }
+        }
+        Ok(done)
     }
 
     /// The keys that have changed, for a message.

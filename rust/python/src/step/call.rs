@@ -76,9 +76,8 @@ impl Inner {
             schedules.undo()?;
         }
         let taken = self.taken(py, &outcome?, task)?;
-        if let (Some(message), false) = (self.unwatched.take(), self.warned) {
-            self.warned = true;
-            warn(py, &message)?;
+        if let Some(why) = self.unwatched.take() {
+            self.give_up(py, why)?;
         }
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
@@ -146,12 +145,25 @@ impl Inner {
         Ok((returned, wrap(&update.norm)?, skipped, updated))
     }
 
+    // what the optimizer's code reads, by which the traces of its update are told apart
+    pub(super) fn look_at_update(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+    ) -> PyResult<()> {
+        if self.compiled && self.read.look(&user.optimizer, &user.model)? {
+            store.doubt();
+        }
+        Ok(())
+    }
+
     fn prepare<'py>(
-        &self,
+        &mut self,
         store: &mut Store,
         user: &Arguments<'py>,
         task: Task,
     ) -> PyResult<Prepared<'py>> {
+        self.look_at_update(store, user)?;
         let needs = self.options.needs(task.accumulates());
         store.prepare(&user.model, &user.optimizer, needs)
     }

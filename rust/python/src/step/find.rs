@@ -20,7 +20,14 @@ use crate::{
 };
 
 /// A graph, and the template of what the loss returned.
-type Sketch = (TraceGraph, Option<Py<PyAny>>);
+type Sketched = (TraceGraph, Option<Py<PyAny>>);
+type Sketch = Result<Sketched, Stop>;
+
+/// The most traces of which it is looked at what a loss gives many calls later.
+const MAX_LATER: usize = 2;
+
+/// How many calls later a loss that counts them may decide something by that.
+const LATER: [i64; 6] = [1, 9, 99, 999, 9_999, 99_999];
 
 impl Inner {
     // the call's traces become those used last: that of the update, then that of the batch
@@ -40,6 +47,9 @@ impl Inner {
             let options = updates && (self.compiled || !matches!(rule, Rule::Host));
             let options = if options { store.options_id() } else { 0 };
             let mut key = key(store, part, options)?;
+            if updates && self.compiled && matches!(rule, Rule::Host) {
+                key.front.read = self.read.id();
+            }
             if !self.compiled {
                 key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
             }
@@ -116,15 +126,24 @@ impl Inner {
         suspect.swap(py, false)?;
         let (second, now) = second?;
         given.looked = now;
-        let same = match (first, second) {
-            (Ok((first, _)), Ok((second, _))) => {
-                let differences = first.differences(&second).map_err(mlx)?;
-                differences.is_some_and(|differences| differences.is_empty())
+        let mut same = is_same(&first, &second)?;
+        for times in LATER {
+            if !same || self.checks > MAX_LATER {
+                break;
             }
-            (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
-            | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => true,
-            _ => false,
-        };
+            // the model is as the loss has left it
+            let later = suspect.later(py, times, || {
+                let looked = self.reach.look(&given.roots(py), &user.optimizer)?;
+                let now = std::mem::replace(&mut given.looked, Rc::new(looked));
+                let later = sketch(self, given);
+                given.looked = now;
+                is_same(&first, &later)
+            });
+            match later? {
+                Some(later) => same = later?,
+                None => break,
+            }
+        }
         let read = suspect.read.join(", ");
         if same {
             suspect.swap(py, true)?;
@@ -296,7 +315,7 @@ impl Inner {
         given: &mut Given,
         key: &Key,
         by_loss: bool,
-    ) -> Result<Sketch, Stop> {
+    ) -> Sketch {
         if by_loss {
             if let Some(sketch) = self.sketch_once(store, user, given, key, true)? {
                 return Ok(sketch);
@@ -315,7 +334,7 @@ impl Inner {
         given: &mut Given,
         key: &Key,
         by_loss: bool,
-    ) -> Result<Option<Sketch>, Stop> {
+    ) -> Result<Option<Sketched>, Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let recipe = self.recipe(store, key, store.others.len() + key.front.reached.len())?;
         let mut trace = Trace::new(recipe, self.host.clone(), true);
@@ -349,12 +368,26 @@ impl Inner {
     }
 }
 
+// true if two graphs of a loss are equal, as far as it has one
+fn is_same(one: &Sketch, other: &Sketch) -> PyResult<bool> {
+    match (one, other) {
+        (Ok((one, _)), Ok((other, _))) => {
+            let differences = one.differences(other).map_err(mlx)?;
+            Ok(differences.is_some_and(|differences| differences.is_empty()))
+        }
+        (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
+        | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => Ok(true),
+        _ => Ok(false),
+    }
+}
+
 // the key of a part, of any arguments
 fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
     let missing = || PyRuntimeError::new_err("the step has not been prepared");
     let front = CallKey {
         model: store.signature()?.id,
         options,
+        read: 0,
         reached: Rc::default(),
         batch: Rc::default(),
     };

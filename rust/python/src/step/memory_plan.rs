@@ -96,6 +96,7 @@ impl Inner {
         let user = &user;
         let (task, calls) = window_of(accumulate, store);
         let needs = self.options.needs(task.accumulates());
+        self.look_at_update(store, user)?;
         let mut prepared = prepare(store, &user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {

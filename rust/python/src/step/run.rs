@@ -6,12 +6,16 @@ use faststep::{
     Error,
 };
 use mlx_rs::Array;
-use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use pyo3::{
+    exceptions::PyRuntimeError,
+    prelude::*,
+    types::{PyList, PyWeakrefReference},
+};
 
 use super::{
     arguments::{Arguments, Batch},
     flags::{is_true, read},
-    trace_cache::warn,
+    trace_cache::{warn, Pin},
     Inner,
 };
 use crate::{
@@ -100,10 +104,12 @@ impl Inner {
             let looked = self.reach.look(&given.roots(user.py()), &user.optimizer)?;
             given.looked = Rc::new(looked);
         }
-        if let Some(why) = self.suspected(store, user, given, task)? {
-            self.compiled = false;
-            self.traces.clear();
-            self.fall_back(user.py(), why)?; // which may raise: the next call is uncompiled all the same
+        let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
+            Some(why) => Some(why),
+            None => self.suspected(store, user, given, task)?,
+        };
+        if let Some(why) = why.filter(|_| self.compiled) {
+            self.give_up(user.py(), why)?; // which may raise: the next call is uncompiled all the same
         }
         loop {
             let found = self.find(store, user, given, task);
@@ -149,6 +155,20 @@ impl Inner {
             }
             self.compiled = false;
         }
+    }
+
+    // why this call cannot be compiled: what the loss, or the optimizer, reaches cannot be watched
+    fn hidden(&self, store: &Store, given: &Given) -> Option<String> {
+        let hidden = given.looked.program.hidden.clone();
+        let own = matches!(store.rule, Some(Rule::Host));
+        hidden.or_else(|| self.read.hidden().filter(|_| own))
+    }
+
+    // run uncompiled from here on
+    pub(super) fn give_up(&mut self, py: Python<'_>, why: String) -> PyResult<()> {
+        self.compiled = false;
+        self.traces.clear();
+        self.fall_back(py, why)
     }
 
     fn becomes(&mut self, why: String) {
@@ -343,8 +363,11 @@ impl Inner {
             if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
                 last.kept.graph = current.graph;
                 last.kept.written = current.written;
+                let held = current.held.iter().filter(|it| !self.read.has(it));
+                let (why, pins) = unwatched(user, &held.collect::<Vec<_>>())?;
+                last.kept.pins = pins;
+                self.unwatched = why;
                 self.see(user, given, Some(template.clone_ref(user.py())))?;
-                self.unwatched = unwatched(user, &current.held)?;
             }
             self.template = Some(template);
         }
@@ -398,17 +421,21 @@ impl<'py> Uncompiled<'py> {
     }
 }
 
-// the warning for an array that the loss reads from a place that is not watched
-fn unwatched(user: &Arguments<'_>, held: &[Array]) -> PyResult<Option<String>> {
+// why a trace with arrays from places that are not watched cannot be used again; or those to look at before each use
+fn unwatched(user: &Arguments<'_>, held: &[&Array]) -> PyResult<(Option<String>, Vec<Pin>)> {
+    if held.is_empty() {
+        return Ok((None, Vec::new()));
+    }
     let py = user.py();
-    let Some(array) = held.first() else {
-        return Ok(None);
-    };
-    let describe = py.import("faststep._step._reach")?.getattr("unwatched")?;
-    let core = py.import("faststep._core")?;
-    let array = bridge::wrap(py, array)?;
-    let text = describe.call1((array, core.getattr("array_id")?, &user.loss_fn))?;
-    text.extract().map(Some)
+    let arrays = held.iter().map(|array| bridge::wrap(py, array));
+    let arrays = PyList::new(py, arrays.collect::<PyResult<Vec<_>>>()?)?;
+    let places = py.import("faststep._step._places")?;
+    let id = py.import("faststep._core")?.getattr("array_id")?;
+    let found = places.getattr("held")?.call1((arrays, id, &user.loss_fn))?;
+    let (why, pins): (Option<String>, Vec<(Bound<'_, PyWeakrefReference>, usize)>) =
+        found.extract()?;
+    let pins = pins.into_iter().map(|(array, id)| Pin::new(array, id));
+    Ok((why, pins.collect()))
 }
 
 // the result of the engine's call; where it failed, why tracing stopped comes before the error

@@ -2,11 +2,12 @@
 use std::rc::Rc;
 
 use faststep::engine::{self, CallTraces, Causes, Task, Tensor, Trace, TraceCache, TraceEntry};
-use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
+use pyo3::{exceptions::PyRuntimeWarning, prelude::*, types::PyWeakrefReference};
 
 use super::arguments::Arguments;
 use crate::{
     host::TraceGraph,
+    mlx::bridge,
     reach::{Looked, Seen, Written},
     tree::Tree,
 };
@@ -32,6 +33,8 @@ pub struct CallKey {
     pub model: usize,
     /// The optimizer's options.
     pub options: usize,
+    /// What the optimizer's code reads beside them.
+    pub read: usize,
     /// The arguments.
     pub batch: Rc<Tree>,
 }
@@ -45,6 +48,7 @@ pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
     a.reached == b.reached
         && a.model == b.model
         && a.options == b.options
+        && a.read == b.read
         && one.places == other.places
         && one.part == other.part
         && a.batch.equals(&b.batch, py)
@@ -73,6 +77,24 @@ pub struct Kept {
     pub seen: Vec<Seen>,
     /// What the loss writes to what it reaches.
     pub written: Written,
+    /// Arrays in the trace, from places that are not watched.
+    pub pins: Vec<Pin>,
+}
+
+/// An array object in the cache of a function, and the identity of its value in a trace.
+pub struct Pin(Py<PyWeakrefReference>, usize);
+
+impl Pin {
+    /// By a weak reference to the array.
+    pub fn new(array: Bound<'_, PyWeakrefReference>, id: usize) -> Self {
+        Self(array.unbind(), id)
+    }
+
+    // false if it has been changed in place; one that is gone has been computed once, and would be again
+    fn holds(&self, py: Python<'_>) -> bool {
+        let array = self.0.bind(py).upgrade();
+        array.is_none_or(|array| bridge::id(&array) == Some(self.1))
+    }
 }
 
 /// Largest number of sets of numbers that a trace keeps; the one seen first goes first.
@@ -105,7 +127,9 @@ pub type Entry = TraceEntry<Key, Kept>;
 
 /// Return whether the trace is known to hold for what the loss reaches now; one that calls the loss always does.
 pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
-    entry.trace.is_eager() || entry.kept.seen(py, looked).is_some()
+    entry.trace.is_eager()
+        || (entry.kept.pins.iter().all(|pin| pin.holds(py))
+            && entry.kept.seen(py, looked).is_some())
 }
 
 /// The traces of one step.
@@ -295,6 +319,8 @@ impl Causes<CallKey> for ByName<'_, '_> {
             Some("model: a mode, a number, or an array's shape has changed".into())
         } else if old.options != now.options || last.part != new.part {
             Some("optimizer: an option has changed".into())
+        } else if old.read != now.read {
+            Some("what the optimizer's code reads has changed".into())
         } else {
             None
         }

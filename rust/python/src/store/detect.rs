@@ -159,7 +159,9 @@ impl Store {
             Scope::Options | Scope::Arguments => Vec::new(),
         };
         let tree = self.options.last().map(|(_, tree)| tree);
-        if let Some(slots) = tree.and_then(|tree| tree.check(optimizer, scope, &known)) {
+        let doubted = std::mem::take(&mut self.doubted);
+        let slots = tree.and_then(|tree| tree.check(optimizer, scope, &known));
+        if let Some(slots) = slots.filter(|_| !doubted) {
             return self.state_or(slots, optimizer);
         }
         let before = tree.map(|tree| tree.tensors().to_vec());

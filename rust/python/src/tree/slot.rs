@@ -60,6 +60,15 @@ impl<'py> Place<'py> {
         }
     }
 
+    /// The dict or list, where it is known.
+    pub fn object(&self) -> Option<Bound<'py, PyAny>> {
+        match self {
+            Self::Dict(dict, _) => Some(dict.clone().into_any()),
+            Self::List(list, _) => Some(list.clone().into_any()),
+            Self::Tuple | Self::Nth(..) => None,
+        }
+    }
+
     /// Put another object there.
     pub fn set(&self, object: &Bound<'py, PyAny>) -> PyResult<()> {
         match self {

@@ -189,8 +189,10 @@ impl<'py> Snapshot<'py> {
     pub fn restore(&self) -> PyResult<()> {
         self.fill()?;
         for (dict, copy) in &self.dicts {
-            dict.clear();
-            dict.update(copy.as_mapping())?;
+            if !is_copy(dict, copy) {
+                dict.clear();
+                dict.update(copy.as_mapping())?;
+            }
         }
         for (list, copy) in &self.lists {
             list.set_slice(0, list.len(), copy.as_any())?;
@@ -200,6 +202,25 @@ impl<'py> Snapshot<'py> {
             deque.call_method1("extend", (copy,))?;
         }
         Ok(())
+    }
+
+    /// Put another object into the places of the one at an address. Returns whether there was one.
+    pub fn replace(&self, address: usize, object: &Bound<'py, PyAny>) -> PyResult<bool> {
+        let is = |value: &Bound<'py, PyAny>| value.as_ptr().addr() == address;
+        let mut found = false;
+        for (dict, copy) in &self.dicts {
+            for (key, _) in copy.iter().filter(|(_, value)| is(value)) {
+                dict.set_item(key, object)?;
+                found = true;
+            }
+        }
+        for (list, copy) in &self.lists {
+            for (at, _) in copy.iter().enumerate().filter(|(_, value)| is(value)) {
+                list.set_item(at, object)?;
+                found = true;
+            }
+        }
+        Ok(found)
     }
 
     /// Note the contents of one dict, list or deque.
@@ -216,6 +237,13 @@ impl<'py> Snapshot<'py> {
         }
         Ok(())
     }
+}
+
+// true if a dict has the objects of its copy, in their order
+fn is_copy(dict: &Bound<'_, PyDict>, copy: &Bound<'_, PyDict>) -> bool {
+    let mut pairs = dict.iter().zip(copy.iter());
+    let same = pairs.all(|((key, value), (old_key, old))| key.is(&old_key) && value.is(&old));
+    same && dict.len() == copy.len()
 }
 
 /// Return whether an object is an array, or leads to one: by what it contains, and by its attributes.

@@ -1,0 +1,53 @@
+"""What belongs to MLX, NumPy or the standard library, whose own state is taken for constant."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+
+_LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
+_STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+
+
+@functools.lru_cache(maxsize=4096)
+def is_standard(file: str) -> bool:
+    """Return whether a file is one of the standard library."""
+    if file.startswith("<frozen"):
+        return True
+    return os.path.realpath(file).startswith(_STANDARD) and "site-packages" not in file
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library_name(name: str) -> bool:
+    if name.split(".")[0] in _LIBRARIES or name in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and is_standard(file)
+
+
+def is_library_module(module: types.ModuleType) -> bool:
+    """Return whether a module is a library's."""
+    name = vars(module).get("__name__")
+    return isinstance(name, str) and _is_library_name(name)
+
+
+def is_library_class(cls: type) -> bool:
+    """Return whether a class is a library's."""
+    name = cls.__module__
+    return isinstance(name, str) and _is_library_name(name)
+
+
+def is_library_function(function: types.FunctionType) -> bool:
+    """Return whether a function with Python code is a library's."""
+    name = function.__globals__.get("__name__")
+    if isinstance(name, str) and name.split(".")[0] in _LIBRARIES:
+        return True
+    return is_standard(function.__code__.co_filename)
+
+
+def is_mlx(name: object) -> bool:
+    """Return whether a module of this name is one of MLX's."""
+    return isinstance(name, str) and name.split(".")[0] == "mlx"

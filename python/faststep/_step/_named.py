@@ -1,0 +1,77 @@
+"""Names that code has for what it reads: globals, attributes and modules, in constants too."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import string
+import types
+import warnings
+from collections.abc import Iterable
+
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
+_DYNAMIC = frozenset(
+    {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
+    | {"getattr_static", "__reduce__", "__reduce_ex__", "__getstate__", "format_map"}
+)
+_LOOKUPS = frozenset({"eval", "exec", "globals", "f_globals", "import_module", "__import__"})
+
+
+@functools.lru_cache(maxsize=4096)
+def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str], bool]:
+    """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
+    names, attributes, modules = set(), set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _NAMES:
+            names.add(instruction.argval)
+        elif instruction.opname in _ATTRIBUTES:
+            attributes.add(instruction.argval)
+        elif instruction.opname == "STORE_ATTR" and code.co_name not in _MAKERS:
+            attributes.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            modules |= {instruction.argval, instruction.argval.split(".")[0]}
+    dynamic = bool(_DYNAMIC & (names | attributes))
+    constants = list(texts(code.co_consts))
+    if _LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names | modules):
+        names |= {name for text in constants for name in _names_in(text)}
+        modules |= set(constants)
+    attributes |= {name for text in constants for name in attributes_in(text)}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_names, inner_attributes, inner_modules, inner_dynamic = named(constant)
+            names |= inner_names
+            attributes |= inner_attributes
+            modules |= inner_modules
+            dynamic |= inner_dynamic
+    return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
+
+
+def texts(constants: Iterable[object]) -> Iterable[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):  # the names in a pattern of `match`, say
+            yield from texts(constant)
+
+
+def attributes_in(text: str) -> Iterable[str]:
+    """Return the attributes that a constant may name: "weight", "layer.weight" or "{0.weight}"."""
+    if all(part.isidentifier() for part in text.split(".")):
+        return text.split(".")
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field] if "{" in text else []
+    except ValueError:
+        return []
+    return [part for field in fields for part in field.replace("[", ".").split(".") if part.isidentifier()]
+
+
+def _names_in(text: str) -> Iterable[str]:
+    """Return the globals that a constant may name, which may be Python code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return named(compile(text.strip(), "<constant>", "exec"))[0]
+    except (SyntaxError, ValueError):
+        return []

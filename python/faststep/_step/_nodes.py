@@ -1,0 +1,206 @@
+"""Nodes of a search: objects that a loss reaches, where each is found, and what is compared there."""
+
+from __future__ import annotations
+
+import collections
+import types
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.optimizers import Optimizer
+
+from faststep._step._library import is_library_module
+from faststep._step._things import (
+    BUFFERS,
+    GETTERS,
+    MAX_ITEMS,
+    PLAIN,
+    VIEWS,
+    attributes,
+    has_attributes,
+    is_a,
+    is_fixed,
+    is_large_deque,
+    is_numbers,
+    parts,
+    size,
+)
+
+# Ways from a parent's object to a node's; reach/node.rs has the same numbers.
+ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES, CONTEXT, WEAK = range(14)
+HELD, LENGTH, MISSES = range(14, 17)
+# Comparisons that it has to pass.
+ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
+
+Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected
+
+
+def containers(root: Any) -> set[int]:
+    """Return the addresses of a model's modules, dicts and lists."""
+    found: set[int] = set()
+    todo = [root]
+    while todo:
+        value = todo.pop()
+        if is_a(value, (dict, list)) and id(value) not in found:
+            found.add(id(value))
+            todo.extend(dict.values(value) if is_a(value, dict) else value)
+            if is_a(value, nn.Module):
+                todo.extend(attributes(value).values())
+        elif is_a(value, tuple):
+            todo.extend(value)
+    return found
+
+
+class Nodes:
+    """What a search has found so far, and what it has to follow."""
+
+    def __init__(self, model: nn.Module, owned: Any) -> None:
+        self.nodes: list[Node] = []
+        self.objects: list[Any] = []  # of each node
+        self.index: dict[tuple[Any, ...], int] = {}
+        self.owned, self.walked = owned, containers(model)  # dicts, lists and modules whose arrays are known as slots
+        self.of_update = False  # then the arrays and numbers of optimizers are known
+        self.seen: dict[int, int] = {}  # the node of each object by its address
+        self.todo: collections.deque[int] = collections.deque()
+        self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
+        self.spaces: dict[int, int] = {}  # the first function with these globals, or builtins
+        self.openers: set[int] = set()  # nodes that are there for what is found from them
+        self.attributes: set[str] = set()
+        self.texts: set[str] = set()  # strings met, of which each may name an attribute
+        self.naming: set[str] = set()  # those that name what a library's module has
+        self.any_attribute = False
+        self.classes: dict[int, type] = {}
+        self.codes: set[types.CodeType] = set()  # of MLX's functions
+        self.hidden: str | None = None
+
+    def add(self, parent: int, how: int, key: Any, value: Any) -> int:
+        """Add an object as a node, to be followed."""
+        place = (parent, how, key)
+        if place not in self.index:
+            at = self.index[place] = len(self.nodes)
+            try:
+                kind, expected = self.compared(value)
+            except Exception as error:  # by the user's class
+                self.hide(value, error)
+                kind, expected = ANYTHING, None
+            self.nodes.append((*place, kind, expected))
+            self.objects.append(value)
+            if kind == VALUE:
+                if type(value) is str:
+                    self.texts.add(value)
+                elif not is_fixed(value):
+                    self.open(parent, how, key, value)
+            elif kind != SAME and id(value) not in self.seen:
+                self.seen[id(value)] = at
+                self.todo.append(at)
+        return self.index[place]
+
+    def add_place(self, parent: int, how: int, key: Any, value: Any = None) -> int:
+        """Add a place that is not followed; None: there is nothing, and something may be put there later."""
+        return self._put((parent, how, key), ANYTHING, None, value)
+
+    def add_fixed(self, parent: int, how: int, key: Any, value: Any) -> int:
+        """Add an object of a library that is not followed: only that it is that one is seen."""
+        return self._put((parent, how, key), IDENTITY, value, value)
+
+    def open(self, parent: int, how: int, key: Any, value: Any) -> None:
+        """Add a second node at the place of a number or a string of a class that may have attributes."""
+        at = self._put((parent, how, key, OBJECT), ANYTHING, None, value)
+        if at not in self.openers:
+            self.openers.add(at)
+            self.todo.append(at)
+
+    def _put(self, place: tuple[Any, ...], kind: int, expected: Any, value: Any) -> int:
+        if place not in self.index:
+            self.index[place] = len(self.nodes)
+            self.nodes.append((place[0], place[1], place[2], kind, expected))
+            self.objects.append(value)
+        return self.index[place]
+
+    def hide(self, value: Any, error: Exception) -> None:
+        """Note that an object cannot be looked at."""
+        what = f"{type(error).__name__}: {error}"
+        self.hidden = (
+            self.hidden or f"it reaches an object of {type(value).__qualname__}, which cannot be looked at ({what})"
+        )
+
+    def compared(self, value: Any) -> tuple[int, Any]:
+        """Return what is compared in an object, and what is expected."""
+        if is_a(value, weakref.ref) or type(value) in (*weakref.ProxyTypes, *VIEWS, *GETTERS):
+            return ANYTHING, None
+        if is_a(value, PLAIN):
+            return VALUE, value
+        if id(value) in self.seen and not is_a(value, types.ModuleType):
+            return SAME, self.seen[id(value)]
+        if is_a(value, mx.array):
+            return ARRAY, None
+        if is_a(value, (np.ndarray, set, frozenset, *BUFFERS)) or is_numbers(value):
+            return CONTENTS, type(value)
+        if is_a(value, types.FunctionType):
+            return FUNCTION, value.__code__
+        if is_a(value, nn.Module):
+            if id(value) in self.walked:
+                return IDENTITY, weakref.ref(value)
+            own = containers(value)
+            if own & self.walked:  # the model is a part of it, say: the rest is looked at by itself
+                return CONTAINER, None
+            self.walked |= own
+            return MODULE, None
+        if is_a(value, (dict, list, tuple)):
+            if id(value) in self.walked:
+                return ANYTHING, None
+            return (CONTAINER, None) if size(value) <= MAX_ITEMS else (CONTENTS, type(value))
+        if is_a(value, collections.deque) and not is_large_deque(value):
+            return CONTAINER, None
+        if parts(value):
+            return ANYTHING, None
+        if self.is_optimizer(value):
+            self.walked |= containers(attributes(value))
+            return IDENTITY, weakref.ref(value)
+        if value is not self.owned and has_attributes(value) and not is_a(value, type):
+            return OBJECT, None
+        if is_a(value, types.ModuleType) and is_library_module(value):
+            return IDENTITY, value
+        try:
+            return IDENTITY, weakref.ref(value)
+        except TypeError:
+            return IDENTITY, value
+
+    def is_optimizer(self, value: Any) -> bool:
+        """Return whether it is one of the optimizers that update, whose arrays and numbers are known."""
+        return self.of_update and is_a(value, Optimizer)
+
+    def kept(self) -> list[Node]:
+        """Return the nodes that can change, and those that lead to them, renumbered."""
+        for at, (parent, how, key, kind, value) in enumerate(self.nodes):
+            if kind == VALUE and type(value) is str and value in self.naming:  # another leads to another function
+                self.nodes[at] = (parent, how, key, IDENTITY, value)
+        keep = [self.can_change(at) for at in range(len(self.nodes))]
+        for at in reversed(range(len(self.nodes))):
+            parent, _, _, kind, expected = self.nodes[at]
+            if keep[at]:
+                for needed in (parent, expected if kind == SAME else -1):
+                    if needed >= 0:
+                        keep[needed] = True
+        numbers, nodes = {-1: -1}, list[Node]()
+        for at, (parent, how, key, kind, expected) in enumerate(self.nodes):
+            if keep[at]:
+                numbers[at] = len(nodes)
+                nodes.append((numbers[parent], how, key, kind, numbers[expected] if kind == SAME else expected))
+        return nodes
+
+    def can_change(self, at: int) -> bool:
+        """Return whether a user may put another object there, or change it."""
+        parent, how, _, kind, _ = self.nodes[at]
+        if at in self.openers:
+            return False
+        if how == ROOT or kind in (ARRAY, CONTENTS, MODULE):
+            return True
+        if how == MODULES and is_a(self.objects[at], types.ModuleType):
+            return False
+        if how in (TYPE, BASE, REFERENT, HELD) or (how == CLASS and kind in (FUNCTION, SAME, ANYTHING)):
+            return False
+        return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.walked)

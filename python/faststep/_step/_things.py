@@ -1,0 +1,168 @@
+"""Kinds of objects among those that a loss reaches, by their class alone: `__class__` may be the user's to compute."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import ctypes
+import enum
+import functools
+import operator
+import string
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from faststep._step._library import is_library_class
+
+PLAIN: tuple[type, ...] = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, mx.Dtype),
+    *(np.number, np.bool_, np.character, np.datetime64, np.timedelta64),
+)
+# compared as bytes; a structured scalar of NumPy's is a view
+BUFFERS: tuple[type, ...] = (
+    *(bytearray, memoryview, array.array, np.void),
+    *(ctypes._SimpleCData, ctypes.Array, ctypes.Structure),
+)
+VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+WEAK_SETS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
+GETTERS = (operator.attrgetter, operator.methodcaller)
+CACHE = functools._lru_cache_wrapper
+MAX_ITEMS, _MAX_QUEUE = 4096, 256
+_RECORDS = (
+    *(types.SimpleNamespace, argparse.Namespace, string.Template, threading.local, threading.Event),
+    *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
+)
+_RECORD_MODULES = ("queue", "configparser")
+# what is read of some objects of the standard library
+_CHOSEN = {
+    "logging": ("level", "disabled", "parent"),
+    "unittest.mock": ("_mock_return_value", "_mock_side_effect", "_mock_wraps", "_mock_children", "return_value"),
+}
+
+
+def is_a(value: Any, cls: Any) -> bool:
+    """Return whether an object is of a class by its type: functions of `mx.compile` report another `__class__`."""
+    return issubclass(type(value), cls)
+
+
+def size(value: Any) -> int:
+    """Return the number of items of a container, whatever a user's class makes of `len`."""
+    for kind in (dict, list, tuple, collections.deque):
+        if is_a(value, kind):
+            return kind.__len__(value)
+    return len(value)
+
+
+def is_record(value: Any) -> bool:
+    """Return whether a library's code reads the attributes of an object for the user."""
+    return is_a(value, _RECORDS) or any(base.__module__ in _RECORD_MODULES for base in type(value).__mro__)
+
+
+def chosen(value: Any) -> list[str] | None:
+    """Return the attributes of an object of the standard library that are followed, where these are known."""
+    for base in type(value).__mro__:
+        if base.__module__ in _CHOSEN:
+            return list(_CHOSEN[base.__module__])
+    return None
+
+
+def is_fixed(value: Any) -> bool:
+    """Return whether a number or a string has no attributes of a user's class."""
+    return is_library_class(type(value))
+
+
+def is_numbers(value: Any) -> bool:
+    """Return whether it is a `deque` of numbers alone: the last rewards, say."""
+    short = is_a(value, collections.deque) and 0 < size(value) <= MAX_ITEMS
+    return short and all(is_a(each, PLAIN) for each in value)
+
+
+def is_large_deque(value: Any) -> bool:
+    """Return whether it is a `deque` of which only the length is watched: a replay buffer, say."""
+    return is_a(value, collections.deque) and size(value) > _MAX_QUEUE and not is_numbers(value)
+
+
+def is_buffer(value: Any) -> bool:
+    """Return whether it is a `deque` of objects, which may grow at each step: it is followed where code names it."""
+    return is_a(value, collections.deque) and not is_numbers(value)
+
+
+def has_attributes(value: Any) -> bool:
+    """Return whether the attributes of an object are followed."""
+    if is_record(value) or chosen(value) is not None:
+        return True
+    cls = type(value)
+    return not is_library_class(cls) and (cls.__dictoffset__ != 0 or any("__slots__" in vars(b) for b in cls.__mro__))
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the instance dict of an object, whatever its class makes of a look at attributes.
+
+    Raises:
+        TypeError: It has one that cannot be looked at.
+    """
+    if type(value).__dictoffset__ == 0 and not is_a(value, threading.local):
+        return {}
+    for look in (getattr, object.__getattribute__):
+        try:
+            found = look(value, "__dict__")
+        except Exception:
+            continue
+        if is_a(found, dict):
+            return found  # type: ignore[no-any-return]
+    raise TypeError("its attributes are hidden")
+
+
+def slots(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the slots of a class and of those that it is derived from, by name."""
+    for base in cls.__mro__:
+        if "__slots__" in vars(base) and not is_library_class(base):
+            yield from ((n, slot) for n, slot in vars(base).items() if type(slot) is types.MemberDescriptorType)
+
+
+def members(value: Iterable[Any]) -> list[Any]:
+    """Return the objects of a user's classes among the keys of a dict, or in a set, that can be referred to weakly."""
+    found = (each for each in list(value) if not is_a(each, (type, types.FunctionType, *PLAIN)))
+    return [each for each in found if has_attributes(each) and type(each).__weakrefoffset__ != 0]
+
+
+def parts(value: Any) -> tuple[str, ...]:
+    """Return the names of what makes up a callable or a descriptor that is no plain function."""
+    if is_a(value, types.MethodType):
+        return ("__func__", "__self__")
+    if is_a(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        own = value.__self__
+        return () if own is None or is_a(own, (types.ModuleType, type)) else ("__self__",)
+    if is_a(value, (functools.partial, functools.partialmethod)):
+        return ("func", "args", "keywords")
+    if is_a(value, functools.singledispatchmethod):
+        return ("dispatcher", "func")
+    if is_a(value, property):
+        return ("fget",)
+    if is_a(value, (staticmethod, classmethod)):
+        return ("__func__",)
+    if is_a(value, functools.cached_property):
+        return ("func",)
+    return ("__wrapped__",) if is_a(value, CACHE) else ()
+
+
+def refill(buffer: Any, contents: bytes) -> None:
+    """Give a `bytearray`, an `array.array` or an object of ctypes its bytes of before."""
+    if is_a(buffer, bytearray):
+        buffer[:] = contents
+    elif is_a(buffer, array.array):
+        del buffer[:]
+        buffer.frombytes(contents)
+    elif is_a(buffer, memoryview):
+        buffer.cast("B")[:] = contents
+    elif is_a(buffer, np.void):
+        buffer[()] = np.frombuffer(contents, dtype=buffer.dtype)[0]
+    else:
+        ctypes.memmove(ctypes.addressof(buffer), contents, len(contents))

@@ -1,0 +1,121 @@
+//! What the code of an optimizer reads beside its own arrays and numbers: another value is another trace of its update.
+use std::rc::Rc;
+
+use faststep::engine::HeldArrays;
+use mlx_rs::Array;
+use pyo3::prelude::*;
+
+use super::{Reach, Seen};
+
+/// The most sets of values that are told apart, where no arrays are among them.
+const MAX_STATES: usize = 16;
+
+/// Number of changes, each soon after the one before, from which on each would be a trace that is hardly used again.
+const MAX_CHANGES: usize = 8;
+
+/// Number of looks within which a change comes soon.
+const SOON: usize = 16;
+
+/// Values at one look.
+struct State {
+    id: usize,
+    seen: Seen,
+    arrays: Rc<HeldArrays>, // which are constants of a trace
+}
+
+/// What an optimizer's code reads, as a number.
+pub struct Read {
+    reach: Reach,
+    states: Vec<State>, // the last one last
+    made: usize,
+    looks: usize,   // since the last change
+    changes: usize, // one soon after the other
+    hidden: Option<String>,
+}
+
+impl Default for Read {
+    fn default() -> Self {
+        Self {
+            reach: Reach::of_update(),
+            states: Vec::new(),
+            made: 0,
+            looks: 0,
+            changes: 0,
+            hidden: None,
+        }
+    }
+}
+
+impl Read {
+    /// The number of what is read now.
+    pub fn id(&self) -> usize {
+        self.states.last().map_or(0, |state| state.id)
+    }
+
+    /// Why the update cannot be compiled, if it cannot.
+    pub fn hidden(&self) -> Option<String> {
+        self.hidden.clone()
+    }
+
+    /// Return whether an array is one of those that are read.
+    pub fn has(&self, array: &Array) -> bool {
+        let id = faststep::engine::array::id(array);
+        let last = self.states.last();
+        last.is_some_and(|last| last.arrays.ids().contains(&id))
+    }
+
+    /// Look at what is read. Returns whether it is something else than at the last look.
+    pub fn look(
+        &mut self,
+        optimizer: &Bound<'_, PyAny>,
+        model: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let py = optimizer.py();
+        let looked = self
+            .reach
+            .look(&[optimizer.clone(), model.clone()], optimizer)?;
+        self.looks += 1;
+        let is_now = |state: &State| {
+            state.arrays.ids() == looked.arrays.ids() && state.seen.fits(py, &looked)
+        };
+        let at = self.states.iter().rposition(is_now);
+        if at.is_some_and(|at| at + 1 == self.states.len()) {
+            return Ok(false);
+        }
+        let is_first = self.states.is_empty();
+        if let Some(at) = at {
+            let state = self.states.remove(at);
+            self.states.push(state);
+            return Ok(true);
+        }
+        self.made += 1;
+        let soon = !is_first && std::mem::take(&mut self.looks) <= SOON;
+        self.changes = if soon { self.changes + 1 } else { 0 };
+        self.hidden.clone_from(&looked.program.hidden);
+        if self.changes >= MAX_CHANGES {
+            let last = self.states.last();
+            let changed = last.map_or_else(Vec::new, |last| last.seen.changes(py, &looked));
+            let name = changed.first().map(|&value| looked.value_name(py, value));
+            let name = name.map_or_else(|| "what it reads".into(), |name| name_of(&name));
+            let why = format!(
+                "the optimizer's code reads {name}, which has changed again and again: keep it in an mx.array of its state"
+            );
+            self.hidden.get_or_insert(why);
+        }
+        self.states.retain(|state| state.arrays.ids().is_empty());
+        if self.states.len() == MAX_STATES {
+            self.states.remove(0);
+        }
+        self.states.push(State {
+            id: self.made,
+            seen: Seen::new(&looked, Vec::new(), None),
+            arrays: looked.arrays.clone(),
+        });
+        Ok(!is_first)
+    }
+}
+
+// the path of a value, whose first root is the optimizer here
+fn name_of(path: &str) -> String {
+    path.replace("loss_fn", "optimizer")
+}

@@ -1,0 +1,63 @@
+"""What the code of an optimizer of a user's own reads beside its arrays and numbers, changed between the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from support.beside import Box, Program, beside, squares
+
+OPTIONS = {"decay": 1.0}
+
+
+class Own(optim.SGD):
+    """Reads what is neither its own nor an array of its state."""
+
+    strength, table = 1.0, [1.0]
+
+    def __init__(self, box: Box) -> None:
+        super().__init__(0.1)
+        self.box = box
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: Any) -> mx.array:
+        scale = OPTIONS["decay"] * self.strength * self.table[0] * self.box.value
+        return super().apply_single(gradient * scale, parameter, state)
+
+
+@pytest.mark.parametrize("kind", ["dict", "class", "list", "object", "array", "array in place"])
+def test_what_an_optimizers_own_code_reads_is_seen_to_change(kind: str) -> None:
+    box = Box(mx.array(1.0) if "array" in kind else 1.0)
+    change: dict[str, Callable[[], object]] = {
+        "dict": lambda: OPTIONS.update(decay=3.0),
+        "class": lambda: setattr(Own, "strength", 3.0),
+        "list": lambda: Own.table.__setitem__(0, 3.0),
+        "object": lambda: setattr(box, "value", 3.0),
+        "array": lambda: setattr(box, "value", mx.array(3.0)),
+        "array in place": lambda: box.value.__imul__(3.0),
+    }
+
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        patch.setitem(OPTIONS, "decay", 1.0)
+        patch.setattr(Own, "strength", 1.0)
+        patch.setattr(Own, "table", [1.0])
+        box.value = mx.array(1.0) if "array" in kind else 1.0
+        return squares, [change[kind], lambda: None]
+
+    step = beside(build, optimizer=lambda: Own(box))
+    assert (step.stats.mode, step.stats.traced) == ("traced", 2)
+
+
+def test_a_number_that_an_optimizer_reads_and_that_changes_at_every_step_is_right_uncompiled() -> None:
+    box = Box(1.0)
+
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        patch.setitem(OPTIONS, "decay", 1.0)
+        box.value = 1.0
+        return squares, [lambda: setattr(box, "value", box.value * 1.1)] * 12
+
+    with pytest.warns(RuntimeWarning, match=r"optimizer's code reads .*box.value, which has changed again"):
+        step = beside(build, optimizer=lambda: Own(box))
+    assert step.stats.mode == "plain"
