@@ -58,6 +58,8 @@ def kept(arrays: list[mx.array], array_id: ArrayId) -> str:
         if cache is not None:
             cache.cache_clear()
             places.append(f"in the cache of {getattr(cache, '__qualname__', 'a function')}")
+        elif type(holder) in (list, collections.deque):
+            places.append(f"in a {type(holder).__name__}")  # without the number, another one each time where it is appended
         else:
             places += _place(each, holder)
     return f" ({places[0]})" if places else " where the step does not look"
@@ -106,10 +108,9 @@ def _place(array: mx.array, holder: Any) -> list[str]:
     """Return the place of an array in a container."""
     if type(holder) not in _CONTAINERS:
         return []
-    kind = type(holder).__name__
-    if not isinstance(holder, dict):
-        return [f"in a {kind}"]  # without the number, which is another one each time where a loss appends
-    return [f"at {key!r} of a {kind}" for key, item in list(holder.items()) if item is array]
+    pairs = holder.items() if isinstance(holder, dict) else enumerate(holder)
+    keys = [key for key, item in list(pairs) if item is array]
+    return [f"at {key!r} of a {type(holder).__name__}" for key in keys]
 
 
 def _reason(array: mx.array, places: list[str], loss_fn: Any) -> str:
