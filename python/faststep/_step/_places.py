@@ -59,7 +59,9 @@ def kept(arrays: list[mx.array], array_id: ArrayId) -> str:
             cache.cache_clear()
             places.append(f"in the cache of {getattr(cache, '__qualname__', 'a function')}")
         elif type(holder) in (list, collections.deque):
-            places.append(f"in a {type(holder).__name__}")  # without the number, another one each time where it is appended
+            places.append(
+                f"in a {type(holder).__name__}"
+            )  # without the number, another one each time where it is appended
         else:
             places += _place(each, holder)
     return f" ({places[0]})" if places else " where the step does not look"
