@@ -164,3 +164,50 @@ def test_a_step_without_memory_is_completed_when_there_is_some() -> None:
         step.synchronize()
         ends.append(snapshot(*pair))
     assert_close(ends[1], ends[0], row.case.tolerance)
+
+
+# Trace again and again a loss that reaches arrays, and be interrupted at any moment of it: in the loss, in the package's own
+# Python code before and behind it, and while MLX differentiates, which a Ctrl-C has to wait for.
+TRACE = """
+import random, signal, sys
+import faststep
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+
+mx.random.seed(0)
+reached, late = [mx.array(2.0), mx.array(3.0)], False
+model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(60))), mx.ones((2, 4))
+mx.eval(model.parameters())
+optimizer = optim.SGD(0.0)
+
+def loss(model, x):
+    y = (model(x) * reached[0]).square().mean() + reached[1]
+    if late:  # pending when MLX is done with the gradients
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
+    return y
+
+def on_alarm(*_):
+    raise KeyboardInterrupt
+
+wanted = float(loss(model, x))
+rng, caught = random.Random(7), 0
+signal.signal(signal.SIGALRM, on_alarm)
+for trial in range(300):
+    late = trial % 2 == 0
+    step = faststep.Step(model, optimizer, loss)
+    try:
+        if not late:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0001, 0.02))
+        step(x)
+    except KeyboardInterrupt:
+        caught += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    late = False
+    assert sys.gettrace() is None and sys.getprofile() is None, trial
+    assert float(loss(model, x)) == wanted, trial
+assert caught > 100, caught
+"""
+
+
+def test_ctrl_c_at_any_moment_of_a_trace_leaves_what_the_loss_reaches(child: Child) -> None:
+    child(TRACE)

@@ -37,25 +37,13 @@ _SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect",
 
 
 class Calls:
-    """Calls of the clock, of files and of the system's randomness on this thread, as long as they are noticed.
-
-    Where a profiler runs on this thread nothing is noticed: there is room for one.
-    """
+    """Calls of the clock, of files and of the system's randomness on this thread, while `profile` is its profile function."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}  # what is read, and the line that does
 
-    def begin(self) -> None:
-        """Notice calls from now on."""
-        if sys.getprofile() is None:
-            sys.setprofile(self._call)
-
-    def end(self) -> None:
-        """Notice nothing more."""
-        if sys.getprofile() == self._call:
-            sys.setprofile(None)
-
-    def _call(self, frame: types.FrameType, event: str, function: Any) -> None:
+    def profile(self, frame: types.FrameType, event: str, function: Any) -> None:
+        """Note a call."""
         if event == "c_call" and (function in _NOTICED or function.__name__ in _NAMES):
             what = _what(frame, function)
             place = _place(frame) if what else None
@@ -64,31 +52,21 @@ class Calls:
 
 
 class Reads:
-    """Reads of a traced array's value on this thread, also where the user's code catches MLX's error for it.
+    """Reads of a traced array's value on this thread while `trace` is its trace function.
 
-    Where a debugger traces this thread nothing is noticed: there is room for one.
+    Those are noticed too where the user's code catches MLX's error for them.
     """
 
     def __init__(self) -> None:
         self.place: str | None = None  # of the first read
 
-    def begin(self) -> None:
-        """Notice errors from now on."""
-        if sys.gettrace() is None:
-            sys.settrace(self._trace)
-
-    def end(self) -> str | None:
-        """Notice nothing more; return the line of the first read."""
-        if sys.gettrace() == self._trace:
-            sys.settrace(None)
-        return self.place
-
-    def _trace(self, frame: types.FrameType, event: str, raised: Any) -> Any:
+    def trace(self, frame: types.FrameType, event: str, raised: Any) -> Any:
+        """Note an error."""
         if event == "call":
             frame.f_trace_lines = False
         elif event == "exception" and self.place in (None, _IN_LIBRARY):
             self.place = read_at(raised[1], raised[2]) or self.place
-        return self._trace
+        return self.trace
 
 
 def read_at(error: BaseException, traceback: types.TracebackType | None) -> str | None:
@@ -149,7 +127,7 @@ def _place(frame: types.FrameType | None) -> str | None:
 class Positions:
     """Where random generators and iterators stand: those of the process, of the model, and that a loss reaches.
 
-    Calls of what is as good as a generator, and of clocks and files, are noticed between `begin` and `end`.
+    Calls of what is as good as a generator, and of clocks and files, are noticed by `profile`.
     """
 
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
@@ -158,14 +136,7 @@ class Positions:
         self._objects = [each for each in (*within, *reached) if _moves(each) and not _is_of_process(each)]
         self._before = self._now()
         self._calls = Calls()
-
-    def begin(self) -> None:
-        """Notice calls."""
-        self._calls.begin()
-
-    def end(self) -> None:
-        """Notice no more calls."""
-        self._calls.end()
+        self.profile = self._calls.profile
 
     def moved(self) -> list[str]:
         """Return the names of those that have moved since."""

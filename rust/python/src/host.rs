@@ -122,7 +122,17 @@ impl PythonHost {
         key: &Array,
         work: &mut dyn FnMut() -> MlxResult<()>,
     ) -> Result<MlxResult<Left>, Stop> {
-        let (model, keys, restore, compiled, sketch, positions, reached) = {
+        let (model, keys) = {
+            let current = self.current.borrow();
+            let current = current.as_ref().ok_or_else(|| expected("a call"))?;
+            (current.model.clone_ref(py), current.key_list.clone_ref(py))
+        };
+        let (model, keys) = (model.into_bound(py), keys.into_bound(py));
+        let (before, slots) = Tree::record(&model, Scope::Whole)?;
+        let snapshot = Snapshot::take(&model)?;
+        let old_key = keys.get_item(0)?;
+        // behind this everything is put back, also where Ctrl-C ends Python code of the package
+        let (restore, compiled, sketch, positions, reached) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             let looked = current.looked.clone();
@@ -135,26 +145,13 @@ impl PythonHost {
             let positions = positions.transpose()?;
             let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
             current.tracers = reached.constants(others).to_vec();
-            let (model, keys) = (current.model.bind(py), current.key_list.bind(py));
-            let (model, keys) = (model.clone(), keys.clone());
             let (restore, compiled, sketch) = (current.restore, current.compiled, current.sketch);
-            (model, keys, restore, compiled, sketch, positions, reached)
+            (restore, compiled, sketch, positions, reached)
         };
-        let (before, slots) = Tree::record(&model, Scope::Whole)?;
-        let snapshot = Snapshot::take(&model)?;
-        let old_key = keys.get_item(0)?;
-        if let Some(positions) = &positions {
-            positions.begin()?;
-        }
-        let reads = Reads::begin(py, compiled)?;
-        let done = work();
-        let read = reads.end()?.filter(|_| !self.interrupted(py));
-        if let Some(positions) = &positions {
-            positions.end()?;
-        }
-        let outcome = match (read, done) {
-            (Some(place), _) => Err(Stop::reads(&place)),
-            (None, done) if done.is_ok() || self.has_sketched() => {
+        let outcome = match noticed(py, compiled, positions.as_ref(), work) {
+            Err(error) => Err(Stop::Raised(error)),
+            Ok((Some(place), _)) if !self.interrupted(py) => Err(Stop::reads(&place)),
+            Ok((_, done)) if done.is_ok() || self.has_sketched() => {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
                 let left = current.left(py, &before, &slots, others, key);
@@ -177,17 +174,17 @@ impl PythonHost {
                     Ok(Ok(left))
                 })
             }
-            (None, done) => Ok(done.map(|()| Left::default())),
+            Ok((_, done)) => Ok(done.map(|()| Left::default())),
         };
-        reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))))?;
-        if restore || !matches!(outcome, Ok(Ok(_))) {
-            snapshot.restore()?;
+        let reached_again = reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))));
+        let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
+            snapshot.restore()
         } else {
-            for slot in &slots {
-                slot.place.set(&slot.object)?;
-            }
-        }
+            let mut set = slots.iter().map(|slot| slot.place.set(&slot.object));
+            set.try_for_each(|set| set)
+        };
         keys.set_item(0, old_key)?;
+        reached_again.and(model_again)?;
         drop((before, slots, snapshot, reached)); // with their handles of the inputs
         match outcome {
             Ok(Ok(left)) => self.note_loss(left),
@@ -363,6 +360,24 @@ impl Host for PythonHost {
     fn update(&self, call: UpdateCall) -> MlxResult<UpdateOutput> {
         self.run(|py, current| current.update(py, call))
     }
+}
+
+// call `work` and notice what the loss reads: the line where it reads the value of an array, and what came of `work`
+fn noticed(
+    py: Python<'_>,
+    compiled: bool,
+    positions: Option<&Positions<'_>>,
+    work: &mut dyn FnMut() -> MlxResult<()>,
+) -> PyResult<(Option<String>, MlxResult<()>)> {
+    let reads = Reads::begin(py, compiled)?;
+    if let Some(positions) = positions {
+        positions.begin()?;
+    }
+    let done = work();
+    if let Some(positions) = positions {
+        positions.end();
+    }
+    Ok((reads.end()?, done))
 }
 
 pub fn expected(what: &str) -> PyErr {

@@ -24,7 +24,7 @@ use pyo3::{
 use crate::{
     mlx::{errors::to_python, random::key_list},
     optimizer::members,
-    tree::{slot::Slot, snapshot::Snapshot, Tree},
+    tree::{slot::Slot, snapshot::Snapshot, text::text, Tree},
 };
 use lazy::LazyInputs;
 use moments::Moments;
@@ -120,7 +120,8 @@ pub struct Store {
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
-    Ok(object.get_type().fully_qualified_name()?.to_string())
+    let name = object.get_type().fully_qualified_name()?;
+    Ok(text(&name))
 }
 
 impl Store {

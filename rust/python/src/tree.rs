@@ -9,6 +9,7 @@ pub mod rebuild;
 pub mod slot;
 pub mod snapshot;
 pub mod static_value;
+pub mod text;
 pub mod walk;
 
 use std::{cell::RefCell, rc::Rc};
@@ -29,6 +30,7 @@ use identity::Class;
 use paths::Paths;
 use slot::{Place, Places, Slot};
 use static_value::{equal, is_plain, Static};
+use text::text;
 use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
@@ -405,7 +407,7 @@ fn is_static_object(object: &Bound<'_, PyAny>) -> bool {
     let class = object.get_type();
     let module = class
         .module()
-        .map_or_else(|_| String::new(), |m| m.to_string());
+        .map_or_else(|_| String::new(), |name| text(&name));
     object.is_instance_of::<PyType>()
         || object.is_instance_of::<PyCFunction>()
         || module == "mlx.core"

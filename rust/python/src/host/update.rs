@@ -114,9 +114,9 @@ impl Current {
             bridge::wrap(py, array)
         })?;
         let schedules = HostSchedules::of(optimizer);
+        let reads = Reads::begin(py, self.compiled)?;
         schedules.hold()?;
         let model = self.model.bind(py);
-        let reads = Reads::begin(py, self.compiled)?;
         let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
         let read = reads.end()?;
         schedules.let_go()?;

@@ -6,7 +6,10 @@ use pyo3::{
     types::{PyDict, PyString, PyType},
 };
 
-use crate::{mlx::bridge, tree::identity::Weak};
+use crate::{
+    mlx::bridge,
+    tree::{identity::Weak, text::text},
+};
 
 /// Classes as they were when a loss was searched.
 #[derive(Default)]
@@ -131,7 +134,7 @@ impl Classes {
             (!same).then(|| {
                 class
                     .name()
-                    .map_or_else(|_| "a class".into(), |name| name.to_string())
+                    .map_or_else(|_| "a class".into(), |name| text(&name))
             })
         });
         changed.next()

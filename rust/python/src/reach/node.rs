@@ -15,6 +15,7 @@ use crate::{
     tree::{
         identity::{Class, Weak},
         static_value::is_plain,
+        text::{quoted, text},
         walk::Scope,
         Tree,
     },
@@ -163,8 +164,8 @@ pub fn unseen(error: &PyErr, py: Python<'_>) -> String {
         error
             .get_type(py)
             .name()
-            .map_or_else(|_| "an exception".into(), |name| name.to_string()),
-        error.value(py)
+            .map_or_else(|_| "an exception".into(), |name| text(&name)),
+        text(error.value(py))
     )
 }
 
@@ -467,14 +468,14 @@ impl Node {
     pub fn name(&self, py: Python<'_>, parent: Option<String>) -> String {
         let parent = parent.unwrap_or_default();
         let key = self.key.as_ref().map(|key| key.bind(py));
-        let text = key.map_or_else(String::new, ToString::to_string);
+        let text = key.map_or_else(String::new, text);
         match self.how {
             How::Root if self.index == 0 => "loss_fn".into(),
             How::Root if self.index == 1 => "model".into(),
             How::Root => format!("argument {}", self.index - 2),
-            How::Item => match key.map(|key| key.repr().map(|r| r.to_string())) {
-                Some(Ok(key)) => format!("{parent}[{key}]"),
-                _ => parent,
+            How::Item => match key.and_then(quoted) {
+                Some(key) => format!("{parent}[{key}]"),
+                None => parent,
             },
             How::Index => format!("{parent}[{}]", self.index),
             How::Attribute if text.starts_with("__") && text != "__self__" => parent,

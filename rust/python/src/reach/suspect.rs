@@ -1,5 +1,5 @@
 //! What a loss has changed itself while it was traced, by which a trace may depend on how often the loss is called.
-use std::rc::Rc;
+use std::{cell::Cell, rc::Rc};
 
 use pyo3::{
     prelude::*,
@@ -10,7 +10,7 @@ use super::{
     contents::{copy, refill},
     Looked,
 };
-use crate::tree::snapshot::Snapshot;
+use crate::tree::{snapshot::Snapshot, text::text};
 
 /// A value that is no array, and what stood in its place before the loss was called, or behind it.
 pub enum Change {
@@ -176,7 +176,7 @@ impl Suspect {
     pub fn names(&self, py: Python<'_>) -> String {
         let names = self.model.iter().chain(&self.reached);
         let names = names.map(|change| match change {
-            Change::Item(_, key, _) => key.bind(py).to_string(),
+            Change::Item(_, key, _) => text(key.bind(py)),
             Change::List(..) => "a list".into(),
             Change::Node(looked, node, _) | Change::Contents(looked, node, _) => {
                 looked.program.name(py, *node)
@@ -206,12 +206,48 @@ pub fn draws(py: Python<'_>, mut call: impl FnMut()) -> PyResult<bool> {
             break;
         }
     }
-    held.call_method0("release")?;
+    let release = || held.call_method0("release").map(drop);
+    release().or_else(|error| release().and(Err(error)))?; // a Ctrl-C may end the first
     draws
 }
 
+/// A function of Python's that is called for the events of this thread, as long as this is in use.
+///
+/// Where a debugger or a profiler is there, it stays: there is room for one. No Python code runs as this comes and goes, so
+/// that no Ctrl-C can end either half way.
+struct Hook<'py> {
+    get: Bound<'py, PyAny>,
+    set: Bound<'py, PyAny>,
+    function: Bound<'py, PyAny>,
+}
+
+impl<'py> Hook<'py> {
+    // `get` and `set` are functions of `sys`
+    fn begin(get: &str, set: &str, function: Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        let sys = function.py().import("sys")?;
+        let (get, set) = (sys.getattr(get)?, sys.getattr(set)?);
+        if !get.call0()?.is_none() {
+            return Ok(None);
+        }
+        set.call1((&function,))?;
+        Ok(Some(Self { get, set, function }))
+    }
+}
+
+impl Drop for Hook<'_> {
+    fn drop(&mut self) {
+        let ours = self.get.call0().is_ok_and(|now| now.is(&self.function));
+        if ours {
+            drop(self.set.call1((self.function.py().None(),)));
+        }
+    }
+}
+
 /// The positions of random generators and iterators before a loss is called.
-pub struct Positions<'py>(Bound<'py, PyAny>);
+pub struct Positions<'py> {
+    object: Bound<'py, PyAny>,
+    hook: Cell<Option<Hook<'py>>>,
+}
 
 impl<'py> Positions<'py> {
     /// Of those of the process, of the model, and among what the loss reaches.
@@ -220,37 +256,43 @@ impl<'py> Positions<'py> {
         let objects = PyList::new(py, looked.all(py))?;
         let suspect = py.import("faststep._step._suspect")?;
         let positions = suspect.getattr("Positions")?;
-        Ok(Self(positions.call1((model, objects))?))
+        Ok(Self {
+            object: positions.call1((model, objects))?,
+            hook: Cell::new(None),
+        })
     }
 
     /// Notice calls of what can only be noticed as it is called.
     pub fn begin(&self) -> PyResult<()> {
-        self.0.call_method0("begin").map(drop)
+        let profile = self.object.getattr("profile")?;
+        self.hook
+            .set(Hook::begin("getprofile", "setprofile", profile)?);
+        Ok(())
     }
 
     /// Notice no more calls.
-    pub fn end(&self) -> PyResult<()> {
-        self.0.call_method0("end").map(drop)
+    pub fn end(&self) {
+        self.hook.set(None);
     }
 
     /// What has been read that changes by itself, with the lines that did.
     pub fn read(&self) -> PyResult<Vec<String>> {
-        self.0.call_method0("read")?.extract()
+        self.object.call_method0("read")?.extract()
     }
 
     /// Return whether only the process's have moved.
     pub fn shared(&self) -> PyResult<bool> {
-        self.0.call_method0("shared")?.extract()
+        self.object.call_method0("shared")?.extract()
     }
 
     /// The names of those that have moved since.
     pub fn moved(&self) -> PyResult<Vec<String>> {
-        self.0.call_method0("moved")?.extract()
+        self.object.call_method0("moved")?.extract()
     }
 }
 
 /// Reads of the value of a traced array, also where the user's code catches MLX's error for it.
-pub struct Reads<'py>(Option<Bound<'py, PyAny>>);
+pub struct Reads<'py>(Option<(Bound<'py, PyAny>, Option<Hook<'py>>)>);
 
 impl<'py> Reads<'py> {
     /// Notice them, if MLX refuses them at all: where arrays are traced.
@@ -258,18 +300,19 @@ impl<'py> Reads<'py> {
         let new = || {
             let suspect = py.import("faststep._step._suspect")?;
             let reads = suspect.getattr("Reads")?.call0()?;
-            reads.call_method0("begin")?;
-            Ok(reads)
+            let hook = Hook::begin("gettrace", "settrace", reads.getattr("trace")?)?;
+            Ok((reads, hook))
         };
         traced.then(new).transpose().map(Self)
     }
 
     /// Notice no more; the line of the first.
-    pub fn end(&self) -> PyResult<Option<String>> {
-        match &self.0 {
-            Some(reads) => reads.call_method0("end")?.extract(),
-            None => Ok(None),
-        }
+    pub fn end(self) -> PyResult<Option<String>> {
+        let Some((reads, hook)) = self.0 else {
+            return Ok(None);
+        };
+        drop(hook);
+        reads.getattr("place")?.extract()
     }
 }
 

@@ -204,14 +204,7 @@ impl Inner {
             .find(|entry| equals(&entry.key, &key, py));
         let seen = changed.and_then(|entry| entry.kept.seen.last());
         let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
-        let names = changed.iter().map(|&value| looked.value_name(py, value));
-        let mut names: Vec<String> = names.take(3).collect();
-        if names.is_empty() {
-            names.extend(self.reach.change());
-        }
-        let names = names.into_iter().map(|name| named(user, &given.tree, name));
-        let changed = names.collect::<Vec<_>>().join(", ");
-        let changed = (!changed.is_empty()).then_some(changed);
+        let other = changed.is_empty().then(|| self.reach.change()).flatten();
         if self.compiled
             && given.may_be_rare
             && self.traces.is_rare(&key, self.options.max_traces, py)
@@ -222,6 +215,14 @@ impl Inner {
         let Some(varying) = varying else {
             return Ok(());
         };
+        let names = changed.iter().map(|&value| looked.value_name(py, value));
+        let mut names: Vec<String> = names.take(3).collect();
+        if names.is_empty() {
+            names.extend(other);
+        }
+        let names = names.into_iter().map(|name| named(user, &given.tree, name));
+        let changed = names.collect::<Vec<_>>().join(", ");
+        let changed = (!changed.is_empty()).then_some(changed);
         let others = store.others.len() + key.front.reached.len() + varying.len();
         let recipe = self.recipe(store, &key, others)?;
         let trace = Trace::new(recipe, self.host.clone(), self.compiled);

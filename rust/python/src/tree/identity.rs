@@ -5,6 +5,8 @@ use pyo3::{
     types::{PyType, PyWeakrefReference},
 };
 
+use super::text::text;
+
 /// An object, without keeping it alive where that can be.
 #[derive(Debug)]
 pub enum Weak {
@@ -28,8 +30,8 @@ impl Weak {
 
     /// A class: one that is a module attribute lives as long as the process; one made by a function may refer to a model.
     pub fn of_class(class: &Bound<'_, PyType>) -> Self {
-        let made = class.qualname().map(|name| name.to_string());
-        if made.is_ok_and(|name| !name.contains("<locals>")) {
+        let made = class.qualname();
+        if made.is_ok_and(|name| !text(&name).contains("<locals>")) {
             return Self::Strong(class.clone().into_any().unbind());
         }
         Self::of(class.as_any())
@@ -38,7 +40,7 @@ impl Weak {
     /// A function or a descriptor, by the same rule.
     pub fn of_code(object: &Bound<'_, PyAny>) -> Self {
         let made = object.getattr(intern!(object.py(), "__qualname__"));
-        if made.is_ok_and(|name| !name.to_string().contains("<locals>")) {
+        if made.is_ok_and(|name| !text(&name).contains("<locals>")) {
             return Self::Strong(object.clone().unbind());
         }
         Self::of(object)

@@ -1,7 +1,7 @@
 //! Paths to the arrays and objects of a tree.
 use pyo3::prelude::*;
 
-use super::{walk::Kind, Item};
+use super::{text::text, walk::Kind, Item};
 
 #[derive(Default)]
 pub struct Paths {
@@ -27,11 +27,7 @@ impl Paths {
     pub(super) fn step(&mut self, item: &Item, py: Python<'_>) {
         match item {
             Item::Key(key) => {
-                self.key = Some(
-                    key.bind(py)
-                        .str()
-                        .map_or_else(|_| "?".into(), |s| s.to_string()),
-                );
+                self.key = Some(text(key.bind(py)));
             }
             Item::Open(kind, len, _) => {
                 let part = match (self.key.take(), self.open.last()) {

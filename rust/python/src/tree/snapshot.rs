@@ -6,6 +6,7 @@ use pyo3::{
     types::{PyDict, PyList, PyTuple, PyType},
 };
 
+use super::text::text;
 use super::{
     slot::Place,
     static_value::{equal, is_plain},
@@ -62,7 +63,7 @@ impl<'py> Snapshot<'py> {
         for (dict, copy) in &self.dicts {
             for (key, value) in dict.iter() {
                 if is_new(copy.get_item(&key)?.as_ref(), &value) {
-                    return Ok(Some(key.to_string()));
+                    return Ok(Some(text(&key)));
                 }
             }
         }
