@@ -99,7 +99,7 @@ impl Method {
 
 fn members<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyDict>> {
     let members = PyDict::new(class.py());
-    members.update(class.getattr("__dict__")?.cast()?)?;
+    members.call_method1("update", (class.getattr("__dict__")?,))?;
     Ok(members)
 }
 

@@ -8,7 +8,7 @@ use faststep::{
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
-use super::{native::Native, ModelSignature, Store};
+use super::{class_name, native::Native, ModelSignature, Store};
 use crate::{
     mlx::{
         bridge,
@@ -123,7 +123,7 @@ impl Store {
         if let Some(tensor) = halves.iter().find(|t| !Optimizer::supports(t.dtype)) {
             return Ok(format!("there are parameters of {:?}", tensor.dtype));
         }
-        let class = optimizer.get_type().fully_qualified_name()?;
+        let class = class_name(optimizer)?;
         if !signature.doubles().is_empty() && children(optimizer).is_some() {
             return Ok(format!(
                 "parameters stand in the model twice, and the optimizer ({class}) is several"
