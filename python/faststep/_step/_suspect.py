@@ -37,7 +37,7 @@ _SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect",
 
 
 class Calls:
-    """Calls of the clock, of files and of the system's randomness on this thread, while `profile` is its profile function."""
+    """Calls of the clock, of files and of the system's randomness, while `profile` is the thread's profile function."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}  # what is read, and the line that does
