@@ -177,8 +177,8 @@ def test_a_step_without_memory_is_completed_when_there_is_some() -> None:
     assert_close(ends[1], ends[0], row.case.tolerance)
 
 
-# Trace again and again a loss that reaches arrays, and be interrupted at any moment of it: in the loss, in Python code of
-# the package before and behind it, and while MLX differentiates, which a Ctrl-C has to wait for.
+# Trace again and again a loss that reaches arrays, and be interrupted at any moment of it: in the loss, in Python code
+# of the package before and behind it, and while MLX differentiates, which a Ctrl-C has to wait for.
 TRACE = """
 import random, signal, sys
 import faststep
