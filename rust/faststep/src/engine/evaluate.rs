@@ -81,10 +81,9 @@ impl Evaluate for OnDevice<'_> {
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
         let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);
-        let _limited = MemoryLimit::to(trial::limit());
         let mut tried = evaluate(work.outputs.before_update(), self.owner);
         if tried.is_ok() {
-            let update = trial::trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
+            let update = trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
             let update: Vec<Array> = update.into_iter().cloned().collect();
             let skipped = work.outputs.skipped.as_ref();
             let skipped = skipped.filter(|_| work.keep_gradients).map(is_true);
@@ -179,10 +178,9 @@ impl Engine {
         owner.unlocked(&mut || {
             let _limited = match way {
                 HandOver::First(_) if !join::is_cuda() => {
-                    let limited = MemoryLimit::to(trial::limit());
                     let mut buffers = in_turn(&self.fresh, by_buffer).into_iter();
                     sent = buffers.try_for_each(|array| eval([array]));
-                    limited
+                    None
                 }
                 HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit),
             };

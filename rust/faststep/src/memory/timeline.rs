@@ -124,11 +124,10 @@ impl<'a> Evaluate for Simulated<'a> {
 
     fn try_out(&mut self, part: &mut PlannedPart<'a>) -> Result<()> {
         let before: Vec<&Array> = part.outputs.before_update().collect();
-        self.simulator.limit(trial::limit());
         self.simulator.eval(&before)?;
         self.release_gradients(part)?;
         self.tried = true;
-        let update = trial::trial(part.outputs, self.plan.inputs)?;
+        let update = trial(part.outputs, self.plan.inputs)?;
         let mut portions = update.chunks(if part.by_buffer { 1 } else { usize::MAX });
         portions.try_for_each(|portion| self.simulator.eval(portion))
     }
@@ -137,7 +136,7 @@ impl<'a> Evaluate for Simulated<'a> {
         self.let_go(part)?;
         match way {
             HandOver::First(_) if !join::is_cuda() => {
-                self.simulator.limit(trial::limit());
+                self.simulator.limit(None);
                 for array in in_turn(&part.outputs.parameters, part.by_buffer) {
                     self.simulator.eval(&[array])?;
                 }

@@ -18,7 +18,7 @@ mod recipe;
 mod task;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod trace;
-pub(crate) mod trial;
+mod trial;
 
 pub use cache::{CallTraces, TraceCache, TraceEntry, TraceRecord};
 pub(crate) use captured::{Captured, Given};
@@ -33,3 +33,4 @@ pub use outputs::Outputs;
 pub use recipe::{Part, Recipe, Role, Rule};
 pub use task::Task;
 pub use trace::Trace;
+pub(crate) use trial::trial;

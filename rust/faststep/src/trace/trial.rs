@@ -4,16 +4,10 @@ use std::collections::HashSet;
 use mlx_rs::{error::Result, Array};
 
 use super::outputs::Outputs;
-use crate::mlx::{fuse, join};
+use crate::mlx::fuse;
 
 /// Most bytes of a first evaluation's update that are computed while the old state is still held.
 const TRIAL_BYTES: usize = 64 << 20;
-
-/// The limit of the memory in use at which a first evaluation goes on only when the device has done what it has been handed: on a CPU
-/// any, so that its worker, which always has work, is not far behind while nobody waits for the step after it.
-pub(crate) fn limit() -> Option<usize> {
-    (!join::is_cuda()).then_some(0)
-}
 
 /// The part of the update that a first evaluation tries out: the smallest of the arrays that the same kernels compute.
 pub(crate) fn trial<'a>(outputs: &'a Outputs, inputs: &[Array]) -> Result<Vec<&'a Array>> {
