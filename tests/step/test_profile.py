@@ -192,9 +192,9 @@ class Block(nn.Module):
 
 def test_operations_know_their_modules() -> None:
     mx.random.seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), Block())
+    model = nn.Sequential(nn.Linear(160, 32), Block())  # large enough for an update in place
     step = Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model(x)).mean(), max_grad_norm=1.0)
-    x = mx.random.normal((8, 32))
+    x = mx.random.normal((8, 160))
     with profile(step) as found:
         step(x)
     found.measure(x)
