@@ -118,9 +118,8 @@ def fast_step(
     if known is None or known[0]() is not model or known[1]() is not optimizer:
         known = _keep(key, model, optimizer)
     _, _, program, own = known
-    return program.core.step(program.call(model, optimizer if own is None else own, loss_fn, batch, named), accumulate)[
-        0
-    ]
+    call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
+    return program.core.step(call, accumulate)[0]
 
 
 def _keep(key: _Key, model: nn.Module, optimizer: Any) -> _Known:

@@ -144,8 +144,8 @@ pub(crate) fn is_zero(array: &Array) -> bool {
 }
 
 /// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, on
-/// a CPU the gradients of tables are summed by rows, and on CUDA odd dimensions of products are padded and some operations are computed by kernels of the package's own, unless
-/// `FASTSTEP_KERNELS` is 0.
+/// a CPU the gradients of tables are summed by rows, and on CUDA odd dimensions of products are padded and some operations
+/// are computed by kernels of the package's own, unless `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
