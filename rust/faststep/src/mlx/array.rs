@@ -137,6 +137,12 @@ pub fn is_transforming() -> bool {
     unsafe { faststep_is_transforming() != 0 }
 }
 
+/// Return how often MLX has refused to read the value of a traced array, on this thread.
+pub(crate) fn refused_reads() -> usize {
+    // SAFETY: nothing is passed.
+    unsafe { mlx_sys::mlx_refused_reads() }
+}
+
 /// Return whether a lazy array is zero in every element, whatever the values that come in.
 pub(crate) fn is_zero(array: &Array) -> bool {
     // SAFETY: as in `id`.

@@ -20,11 +20,8 @@ use crate::{
     layout::Tensor,
     mlx::{array, random},
     optim::{LearningRate, UpdateOutput},
-    trace::{Host, Left, LossCall, LossOutput, Role, UpdateCall},
+    trace::{Host, Left, LossCall, LossOutput, Options, Role, UpdateCall},
 };
-
-/// Text of MLX's error for reading a traced array.
-const READS: &str = "Attempting to eval an array during function transformations";
 
 /// End of a trace other than by an error of MLX.
 pub(crate) enum Stop {
@@ -43,6 +40,7 @@ pub(crate) struct ModuleHost<M> {
     pub(crate) rates: RefCell<Vec<LearningRate>>,
     /// True if the loss is computed in another dtype than the parameters': then it may assign in that one.
     pub(crate) mixed: bool,
+    compiled: bool,
     pub(crate) stop: Cell<Option<Stop>>,
     loss: RefCell<LossFunction<M>>,
     left: RefCell<Left>, // of the loss call under way
@@ -53,13 +51,14 @@ impl<M: ModuleParameters> ModuleHost<M> {
         model: M,
         loss: LossFunction<M>,
         rates: Vec<LearningRate>,
-        mixed: bool,
+        options: &Options,
     ) -> Self {
         Self {
             model: RefCell::new(model),
             slots: RefCell::default(),
             rates: RefCell::new(rates),
-            mixed,
+            mixed: options.compute_dtype.is_some(),
+            compiled: options.compile,
             stop: Cell::new(None),
             loss: RefCell::new(loss),
             left: RefCell::default(),
@@ -74,12 +73,13 @@ impl<M: ModuleParameters> ModuleHost<M> {
 
     fn call(&self, model: &mut M, batch: &[Array]) -> MlxResult<Loss> {
         let mut loss = self.loss.borrow_mut();
-        match catch_unwind(AssertUnwindSafe(|| loss(model, batch))) {
-            Ok(Err(error)) if error.what().contains(READS) => Err(self.stopped(Stop::Reads)),
-            Ok(returned) => returned,
-            Err(payload) if text(&*payload).contains(READS) => Err(self.stopped(Stop::Reads)),
-            Err(payload) => Err(self.stopped(Stop::Panic(payload))),
+        let refused = array::refused_reads();
+        let returned = catch_unwind(AssertUnwindSafe(|| loss(model, batch)));
+        // it may have dropped the error and returned what an array without a value gives
+        if self.compiled && array::refused_reads() > refused {
+            return Err(self.stopped(Stop::Reads));
         }
+        returned.unwrap_or_else(|payload| Err(self.stopped(Stop::Panic(payload))))
     }
 
     // collect the arrays that the loss assigned to the module's slots
@@ -152,12 +152,6 @@ impl<M: ModuleParameters> ModuleHost<M> {
         self.left.replace(left);
         Ok(output)
     }
-}
-
-fn text(payload: &(dyn Any + Send)) -> &str {
-    let text = payload.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| payload.downcast_ref::<&str>().copied())
-        .unwrap_or_default()
 }
 
 impl<M: ModuleParameters> Host for ModuleHost<M> {

@@ -117,8 +117,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let loss =
             Box::new(move |model: &mut M, batch: &[Array]| loss(model, batch).map(Into::into));
         let rates = optimizers.rates().cloned().collect();
-        let mixed = options.compute_dtype.is_some();
-        let host = ModuleHost::new(model, loss, rates, mixed);
+        let host = ModuleHost::new(model, loss, rates, &options);
         let (rules, engine) = optimizer::lay_out(&arrays, &optimizers, &options, &Arrays::new())?;
         host.slots.replace(Rc::new(arrays.slots));
         Ok(Self {
