@@ -118,7 +118,7 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 test-python: $(STAMPS)/built $(STAMPS)/data ## pytest, with the examples of README and docstrings
 	MAKEFLAGS= python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/package/test_install.py
 
-test-gpu: ## Tests that need an NVIDIA GPU, with the package as it is installed there; writes docs/gpu_tests.md
+test-gpu: ## Tests that need an NVIDIA GPU and those of the step, with the package as it is installed there; writes docs/gpu_tests.md
 	python scripts/test_gpu.py
 
 coverage: $(STAMPS)/built ## How much of the Python package its tests run, subprocesses too: at least 90 % (target/coverage/html)

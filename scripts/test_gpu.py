@@ -1,8 +1,11 @@
-"""Run the tests that need an NVIDIA GPU, and write docs/gpu_tests.md: command, commit, device, counts and failures.
+"""Run the tests that need an NVIDIA GPU, then those of the step; write docs/gpu_tests.md: command, counts, failures.
 
 Numbers are compared, so TF32 is off. The package is taken as it is installed.
 
-Usage: test_gpu.py [--page FILE] [--commit COMMIT] [pytest's options]     --commit: of a copy that git does not know
+Usage: test_gpu.py [--part GPU|step] [--page FILE] [--commit COMMIT] [pytest's options]
+
+--part leaves the other part's section of the page as it is; --commit is of a copy that git does not know. Two GPUs
+share the tests with `--dist load`, `--tx 14*popen//env:CUDA_VISIBLE_DEVICES=0` and the same for 1.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from pathlib import Path
 import mlx.core as mx
 
 ROOT = Path(__file__).parents[1]
-TESTS = (
+HEAD = """# Tests on a GPU
+
+The last runs of `make test-gpu`, which writes this page: tests that need a GPU, and the step's that run on any device.
+"""
+NEED = (
     "step/test_replay.py",
     "step/test_replay_failures.py",
     "step/test_replay_held.py",
@@ -34,17 +41,37 @@ TESTS = (
     "step/test_failures.py::test_a_step_without_memory_is_completed_when_there_is_some",
     "trainer/test_tune.py::test_mlx_reads_the_settings_of_cuda",
 )
+# Each a section of the page: what runs on a GPU alone, and what runs on the CPU as well.
+PARTS = {
+    "GPU": [f"tests/{test}" for test in NEED],
+    "step": ["tests/step", *(f"--{'deselect' if '::' in test else 'ignore'}=tests/{test}" for test in NEED)],
+}
 
 
 def main() -> int:
-    """Run, and write the page; the result is pytest's."""
-    parser = argparse.ArgumentParser(description="Run the tests that need an NVIDIA GPU.")
+    """Run the parts, and write the page; the result is pytest's."""
+    parser = argparse.ArgumentParser(description="Run the tests that need an NVIDIA GPU, and those of the step.")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu_tests.md")
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--part", choices=PARTS, default=None)
     args, options = parser.parse_known_args()
+    commit = args.commit or git("rev-parse", "--short=12", "HEAD")
+    codes = []
+    for part in [args.part] if args.part else PARTS:
+        code, text = section(part, options, commit)
+        codes.append(code)
+        sections = {**sections_of(args.page), part: text}
+        page = [HEAD, *(f"## {part}\n\n{sections[part]}" for part in PARTS if part in sections)]
+        args.page.write_text("\n".join(page), encoding="utf-8")
+        print(f"wrote {args.page}: {part}")
+    return max(codes)
+
+
+def section(part: str, options: list[str], commit: str) -> tuple[int, str]:
+    """Run a part, and return pytest's result and what the page says of it."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = ["python", "-m", "pytest", *options, *(f"tests/{test}" for test in TESTS)]
+        command = ["python", "-m", "pytest", *options, *PARTS[part]]
         start = time.monotonic()
         environment = os.environ | {"MLX_ENABLE_TF32": "0"}
         run = [sys.executable, *command[1:], f"--junitxml={report}"]
@@ -54,26 +81,23 @@ def main() -> int:
         counts, failures = outcomes(list(cases))
     facts = {
         "command": f"`MLX_ENABLE_TF32=0 {shlex.join(command)}`",
-        "commit": args.commit or git("rev-parse", "--short=12", "HEAD"),
+        "commit": commit,
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
         "device": device(),
         "MLX": metadata.version("mlx"),
         "tests": ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "none ran",
         "seconds": f"{seconds:.0f}",
     }
-    lines = [
-        "# Tests on a GPU",
-        "",
-        "The last run of `make test-gpu`, which writes this page.",
-        "",
-        "| | |",
-        "|---|---|",
-    ]
-    lines += [f"| {name} | {text} |" for name, text in facts.items()]
+    lines = ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in facts.items())]
     lines += ["", "Failed:", "", *(f"- `{name}`" for name in failures)] if failures else []
-    args.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"wrote {args.page}")
-    return code
+    return code, "\n".join(lines) + "\n"
+
+
+def sections_of(page: Path) -> dict[str, str]:
+    """Return the parts that a page has, by name."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    pairs = (section.split("\n\n", 1) for section in text.split("\n## ")[1:])
+    return {part: text.rstrip("\n") + "\n" for part, text in pairs}
 
 
 def outcomes(cases: list[ET.Element]) -> tuple[collections.Counter[str], list[str]]:
