@@ -7,6 +7,7 @@
 //! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by.
 pub mod array;
 pub mod blas;
+pub(crate) mod caller;
 pub(crate) mod ffi;
 pub(crate) mod fuse;
 pub mod graph;
