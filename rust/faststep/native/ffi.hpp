@@ -257,6 +257,9 @@ int faststep_contiguous(const void* array, void** contiguous);
 // The sum of the squares of arrays, a float32 scalar. Not applicable to other arrays than float32 ones, and where the
 // default device is no CPU.
 int faststep_sum_of_squares(const void* const* arrays, size_t count, void** sum);
+// Of gradients and a loss, by limits of the norm and of the loss: the norm, the factor that clips to it, whether both are finite and
+// the loss is at most its limit, and whether not. Not applicable as above.
+int faststep_checked(const void* const* gradients, size_t count, const void* loss, const float* limits, void** made);
 // Replace the products with quantized weights that arrays are computed from by such as Rust computes. Not applicable where
 // `input`, from which they are computed, is no tracer of a compilation.
 int faststep_dequantize(

@@ -262,6 +262,13 @@ extern "C" {
     pub(crate) fn faststep_caller_end(seconds: *mut f64) -> c_int;
     pub(crate) fn faststep_contiguous(array: Handle, contiguous: *mut New) -> c_int;
     pub(crate) fn faststep_sum_of_squares(arrays: Handles, count: usize, sum: *mut New) -> c_int;
+    pub(crate) fn faststep_checked(
+        gradients: Handles,
+        count: usize,
+        loss: Handle,
+        limits: *const f32,
+        made: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_dequantize(
         input: Handle,
         arrays: Handles,

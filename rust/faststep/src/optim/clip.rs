@@ -39,26 +39,60 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
     total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
 }
 
+/// What gradients and a loss give, where one kernel or task gives all of it.
+#[derive(Debug)]
+pub struct Checked {
+    /// The norm of the gradients.
+    pub norm: Array,
+    /// The factor that clips them.
+    pub factor: Array,
+    /// Whether norm and loss are finite and the loss is at most its limit.
+    pub good: Array,
+    /// Whether not, where that is given too.
+    pub bad: Option<Array>,
+}
+
 /// The norm of gradients, the factor that clips them, and whether norm and loss are finite and the loss at most `max_loss`,
-/// where one kernel gives all three: from sums of squares that are there, on CUDA. As [`global_norm`] and [`scale`] give them,
-/// but for the order of the norm's summation.
+/// where one kernel or task gives all three: on CUDA from sums of squares that are there, on a CPU from gradients that become
+/// float32. As [`global_norm`] and [`scale`] give them, but for the order of the norm's summation on CUDA.
 ///
 /// # Errors
 /// When MLX refuses an operation.
 pub fn checked(
+    gradients: &[Array],
     squares: &[Option<Array>],
     loss: &Array,
     max_norm: Option<f64>,
     max_loss: f32,
-) -> Result<Option<[Array; 3]>> {
-    let squares: Option<Vec<&Array>> = squares.iter().map(Option::as_ref).collect();
-    let Some(squares) = squares.filter(|_| join::is_cuda()) else {
-        return Ok(None);
-    };
+) -> Result<Option<Checked>> {
     #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
     let max_norm = max_norm.map_or(f32::INFINITY, |max_norm| max_norm as f32);
+    let limits = [max_norm, max_loss];
     let loss = loss.as_dtype(Dtype::Float32)?;
-    join::norm(&squares, &loss, [max_norm, max_loss])
+    if !join::is_cuda() {
+        let wide = gradients
+            .iter()
+            .map(|each| each.as_dtype(precision::wide(each.dtype())));
+        let wide: Vec<Array> = wide.collect::<Result<_>>()?;
+        let made = join::checked(&wide, &loss, limits)?;
+        return Ok(made.map(|[norm, factor, good, bad]| Checked {
+            norm,
+            factor,
+            good,
+            bad: Some(bad),
+        }));
+    }
+    let squares: Option<Vec<&Array>> = squares.iter().map(Option::as_ref).collect();
+    let made = match squares {
+        Some(squares) => join::norm(&squares, &loss, limits)?,
+        None => None,
+    };
+    Ok(made.map(|[norm, factor, good]| Checked {
+        norm,
+        factor,
+        good,
+        bad: None,
+    }))
 }
 
 // sums of squares of gradients that share a dtype
@@ -113,7 +147,7 @@ pub fn scale(norm: &Array, max_norm: f64) -> Result<Array> {
 /// When MLX refuses an operation.
 pub fn by(gradients: &[Array], scale: &Array) -> Result<Vec<Array>> {
     // a barrier: fused into the update, the scalar would be computed again for every element
-    let scale = scale.contiguous()?;
+    let scale = join::contiguous(scale)?;
     let multiply = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
     gradients.iter().map(multiply).collect()
 }
