@@ -134,7 +134,14 @@ bool is_shared(mx::Stream stream) {
   return shared;
 }
 
+// A thread that goes from stream to stream is left alone: to know one takes longer than it saves a step.
+constexpr int max_streams = 8;
+
 void know(mx::Stream stream) {
+  static thread_local int streams = 0;
+  if (++streams > max_streams) {
+    return;
+  }
   worker = Worker{};
   worker.bound = !is_shared(stream);
   worker.has_mode = std::make_shared<std::atomic<bool>>(false);
@@ -177,7 +184,8 @@ int faststep_caller_begin(int measures) {
     if (stream.index != worker.stream) {
       faststep::know(stream);
     }
-    if (!worker.bound || worker.replaced || !faststep::is_set(worker.idle) || !faststep::is_set(worker.has_mode)) {
+    bool knows = stream.index == worker.stream && worker.bound && faststep::is_set(worker.has_mode);
+    if (!knows || worker.replaced || !faststep::is_set(worker.idle)) {
       return faststep::not_applicable;
     }
     mx::scheduler::check_error(stream);

@@ -196,9 +196,7 @@ impl Engine {
             let portions = work
                 .outputs
                 .portions(&self.fresh, state.chain(done), by_buffer);
-            sent = work
-                .caller
-                .evaluate(work.bytes, || hand_over(&portions));
+            sent = work.caller.evaluate(work.bytes, || hand_over(&portions));
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();

@@ -27,6 +27,7 @@ use mlx_rs::error::Result;
 
 use super::{
     ffi::{faststep_caller_begin, faststep_caller_end, faststep_caller_functions, is_done},
+    kernels::has_cuda,
     rebind::{loaded, Function, Imports, RebindError},
 };
 
@@ -106,7 +107,7 @@ fn has_replaced() -> bool {
 }
 
 fn can_replace() -> bool {
-    let wanted = env::var_os("FASTSTEP_CALLER").is_none_or(|value| value != "0");
+    let wanted = !has_cuda() && env::var_os("FASTSTEP_CALLER").is_none_or(|value| value != "0");
     let imports = Imports::of_mlx().ok().filter(|_| wanted);
     imports.is_some_and(|imports| NAMES.iter().all(|name| imports.have(name)))
 }

@@ -9,9 +9,9 @@ use std::ptr;
 use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
-    check, faststep_checked, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm, faststep_order,
-    faststep_paced, faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares,
-    faststep_wait, handle, handles, is_done, made, owned,
+    check, faststep_checked, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm,
+    faststep_order, faststep_paced, faststep_pack, faststep_squares, faststep_straight,
+    faststep_sum_of_squares, faststep_wait, handle, handles, is_done, made, owned,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.

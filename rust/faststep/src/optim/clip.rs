@@ -163,3 +163,84 @@ pub fn by_value(gradients: &[Array], max_value: f64) -> Result<Vec<Array>> {
     };
     gradients.iter().map(clip).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::Guard;
+
+    const MAX_NORM: f64 = 0.5;
+
+    fn array(values: &[f32]) -> Array {
+        let len = i32::try_from(values.len()).unwrap_or(0);
+        Array::from_slice(values, &[len])
+    }
+
+    // the bits of what operations of MLX give, and of what one task does
+    fn bits(gradients: &[Array], loss: f32, max_loss: Option<f64>) -> Result<[[u32; 3]; 2]> {
+        let guard = Guard { max_loss };
+        let loss = Array::from_f32(loss);
+        let norm = global_norm(gradients, &vec![None; gradients.len()])?;
+        let (factor, good) = (scale(&norm, MAX_NORM)?, guard.good(&loss, &norm)?);
+        let none = vec![None; gradients.len()];
+        let checked = checked(gradients, &none, &loss, Some(MAX_NORM), guard.limit())?;
+        let Checked {
+            norm: our_norm,
+            factor: our_factor,
+            good: our_good,
+            bad,
+        } = checked.unwrap();
+        let bad = bad.unwrap().item_exact::<bool>();
+        let (good, our_good) = (good.item_exact::<bool>(), our_good.item_exact::<bool>());
+        assert_eq!(our_good, !bad);
+        let number = |array: &Array| {
+            let value = array.item_exact::<f32>();
+            if value.is_nan() { f32::NAN } else { value }.to_bits()
+        };
+        Ok([
+            [number(&norm), number(&factor), good.into()],
+            [number(&our_norm), number(&our_factor), our_good.into()],
+        ])
+    }
+
+    #[test]
+    fn one_task_gives_what_operations_give() -> Result<()> {
+        if join::is_cuda() {
+            return Ok(());
+        }
+        let small = array(&[0.1, -0.2, 0.3]);
+        let matrix = Array::from_slice(&[0.5_f32, 1.0, -2.0, 3.0, 4.0, -5.0], &[2, 3]);
+        let cases = [
+            vec![small.clone()],
+            vec![small.clone(), matrix.clone()],
+            vec![matrix.transpose()?, small.clone()],
+            vec![array(&[0.0; 5]), array(&[])],
+            vec![Array::from_f32(0.25)],
+            vec![Array::ones::<f32>(&[200, 300])?.multiply(&Array::from_f32(0.1))?],
+            vec![
+                small.as_dtype(Dtype::Bfloat16)?,
+                matrix.as_dtype(Dtype::Float16)?,
+            ],
+            vec![small.clone(), array(&[f32::NAN])],
+            vec![small.clone(), array(&[f32::INFINITY])],
+            vec![array(&[1e30])], // its square overflows
+            (0_i16..50).map(|i| array(&[f32::from(i), 0.5])).collect(),
+        ];
+        for gradients in &cases {
+            for loss in [
+                0.5,
+                3.0,
+                f32::NAN,
+                f32::INFINITY,
+                f32::NEG_INFINITY,
+                f32::MAX,
+            ] {
+                for max_loss in [None, Some(1.0)] {
+                    let [theirs, ours] = bits(gradients, loss, max_loss)?;
+                    assert_eq!(ours, theirs, "{gradients:?}, {loss}, {max_loss:?}");
+                }
+            }
+        }
+        Ok(())
+    }
+}

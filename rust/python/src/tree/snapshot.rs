@@ -1,5 +1,5 @@
 //! Contents of containers, to be restored.
-use std::collections::HashSet;
+use std::{cell::Cell, collections::HashSet};
 
 use pyo3::{
     prelude::*,
@@ -34,6 +34,7 @@ pub struct Snapshot<'py> {
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
     deques: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>,
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
+    unchanged: Cell<bool>,           // the dicts, when it was last looked for a new array
     error: Option<PyErr>,
 }
 
@@ -60,7 +61,9 @@ impl<'py> Snapshot<'py> {
             });
             !same && holds_array(now, &mut HashSet::new())
         };
+        self.unchanged.set(true);
         for (dict, copy) in self.changed_dicts() {
+            self.unchanged.set(false);
             for (key, value) in dict.iter() {
                 if is_new(copy.get_item(&key)?.as_ref(), &value) {
                     return Ok(Some(text(&key)));
@@ -195,9 +198,11 @@ impl<'py> Snapshot<'py> {
     /// Put everything back.
     pub fn restore(&self) -> PyResult<()> {
         self.fill()?;
-        for (dict, copy) in self.changed_dicts() {
-            dict.clear();
-            dict.update(copy.as_mapping())?;
+        if !self.unchanged.get() {
+            for (dict, copy) in self.changed_dicts() {
+                dict.clear();
+                dict.update(copy.as_mapping())?;
+            }
         }
         for (list, copy) in &self.lists {
             list.set_slice(0, list.len(), copy.as_any())?;
