@@ -89,12 +89,12 @@ mod imp {
     impl Imports {
         /// Find the imports of this process's libmlx.
         pub fn of_mlx() -> Result<Self, RebindError> {
-            Self::of(|image, name| image.is(name))
+            Self::of(|_, path| is_mlx(path))
         }
 
         /// Find those of libmlx and of what is linked with it.
         pub fn of_mlx_and_users() -> Result<Self, RebindError> {
-            Self::of(|image, name| image.is(name) || image.needs_mlx())
+            Self::of(|image, path| is_mlx(path) || image.needs_mlx())
         }
 
         fn of(chosen: fn(&Image, &[u8]) -> bool) -> Result<Self, RebindError> {
@@ -146,6 +146,10 @@ mod imp {
         found: Vec<Image>,
     }
 
+    fn is_mlx(path: &[u8]) -> bool {
+        path.rsplit(|byte| *byte == b'/').next() == Some(MLX)
+    }
+
     /// The number of libraries that have been loaded so far.
     pub fn loaded() -> u64 {
         let mut loaded = 0;
@@ -165,11 +169,6 @@ mod imp {
     }
 
     impl Image {
-        // by its path
-        fn is(&self, path: &[u8]) -> bool {
-            path.rsplit(|byte| *byte == b'/').next() == Some(MLX)
-        }
-
         fn needs_mlx(&self) -> bool {
             let Some(dynamic) = self.dynamic() else {
                 return false;
@@ -180,7 +179,7 @@ mod imp {
                     ptr::with_exposed_provenance(entry(dynamic, DT_STRTAB));
                 // SAFETY: an image that needs others has been relocated: the address of its strings is one.
                 let name = unsafe { CStr::from_ptr(strings.add(name)) };
-                self.is(name.to_bytes())
+                is_mlx(name.to_bytes())
             })
         }
 

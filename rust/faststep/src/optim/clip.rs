@@ -166,6 +166,8 @@ pub fn by_value(gradients: &[Array], max_value: f64) -> Result<Vec<Array>> {
 
 #[cfg(test)]
 mod tests {
+    use mlx_rs::error::Exception;
+
     use super::*;
     use crate::trace::Guard;
 
@@ -184,13 +186,16 @@ mod tests {
         let (factor, good) = (scale(&norm, MAX_NORM)?, guard.good(&loss, &norm)?);
         let none = vec![None; gradients.len()];
         let checked = checked(gradients, &none, &loss, Some(MAX_NORM), guard.limit())?;
-        let Checked {
+        let Some(Checked {
             norm: our_norm,
             factor: our_factor,
             good: our_good,
-            bad,
-        } = checked.unwrap();
-        let bad = bad.unwrap().item_exact::<bool>();
+            bad: Some(bad),
+        }) = checked
+        else {
+            return Err(Exception::custom("there is no such task"));
+        };
+        let bad = bad.item_exact::<bool>();
         let (good, our_good) = (good.item_exact::<bool>(), our_good.item_exact::<bool>());
         assert_eq!(our_good, !bad);
         let number = |array: &Array| {
@@ -216,7 +221,7 @@ mod tests {
             vec![matrix.transpose()?, small.clone()],
             vec![array(&[0.0; 5]), array(&[])],
             vec![Array::from_f32(0.25)],
-            vec![Array::ones::<f32>(&[200, 300])?.multiply(&Array::from_f32(0.1))?],
+            vec![Array::ones::<f32>(&[200, 300])?.multiply(Array::from_f32(0.1))?],
             vec![
                 small.as_dtype(Dtype::Bfloat16)?,
                 matrix.as_dtype(Dtype::Float16)?,
