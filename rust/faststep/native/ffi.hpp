@@ -244,11 +244,22 @@ int faststep_wait(const void* const* arrays, size_t count, void** waited);
 // The same array, there when the CPU's worker has come to where the one before was asked for. Not applicable where it is small, or
 // the default device is no CPU.
 int faststep_paced(const void* array, void** paced);
+// The functions that stand for the scheduler's enqueue, wait_event and signal_event, wherever these are called. To be asked for before
+// any of them is replaced.
+void faststep_caller_functions(void** functions) noexcept;
+// From here on the calling thread computes what it hands to the worker of its CPU stream, and `measures` how long that takes. Not
+// applicable where the worker may be at work, where others use the stream, or where there is a GPU.
+int faststep_caller_begin(int measures);
+// Up to here; whether it has computed all of it, and the seconds that have been measured.
+int faststep_caller_end(double* seconds) noexcept;
 // An array row after row. Not applicable where the default device is no CPU.
 int faststep_contiguous(const void* array, void** contiguous);
 // The sum of the squares of arrays, a float32 scalar. Not applicable to other arrays than float32 ones, and where the
 // default device is no CPU.
 int faststep_sum_of_squares(const void* const* arrays, size_t count, void** sum);
+// Of gradients and a loss, by limits of the norm and of the loss: the norm, the factor that clips to it, whether both are finite and
+// the loss is at most its limit, and whether not. Not applicable as above.
+int faststep_checked(const void* const* gradients, size_t count, const void* loss, const float* limits, void** made);
 // Replace the products with quantized weights that arrays are computed from by such as Rust computes. Not applicable where
 // `input`, from which they are computed, is no tracer of a compilation.
 int faststep_dequantize(

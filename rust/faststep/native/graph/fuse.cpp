@@ -19,11 +19,8 @@
 #include <unordered_set>
 #include <utility>
 
-#ifdef __x86_64__
-#include <xmmintrin.h>
-#endif
-
 #include "mlx/backend/cpu/encoder.h"
+#include "cpu/float_mode.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -74,54 +71,21 @@ bool flushes() {
   return asked;
 }
 
-// How the calling thread computes, and the bits by which the denormals that it reads or would write are zeros.
-#if defined(__x86_64__)
-constexpr uint64_t zeros = 0x8040; // FTZ and DAZ of MXCSR
-
-uint64_t mode() {
-  return _mm_getcsr();
-}
-
-void set_mode(uint64_t mode) {
-  _mm_setcsr(static_cast<unsigned>(mode));
-}
-#elif defined(__aarch64__)
-constexpr uint64_t zeros = uint64_t{1} << 24; // FZ of FPCR
-
-uint64_t mode() {
-  uint64_t mode;
-  asm volatile("mrs %0, fpcr" : "=r"(mode));
-  return mode;
-}
-
-void set_mode(uint64_t mode) {
-  asm volatile("msr fpcr, %0" : : "r"(mode));
-}
-#else
-constexpr uint64_t zeros = 0;
-
-uint64_t mode() {
-  return 0;
-}
-
-void set_mode(uint64_t) {}
-#endif
-
 // While it lives, what is handed to the CPU's worker is computed without denormals, where that is asked for.
 class Flushing {
  public:
   explicit Flushing(mx::Stream stream) : stream_(stream) {
     if (before_) {
       mx::cpu::get_command_encoder(stream_).dispatch([before = before_] {
-        *before = mode();
-        set_mode(*before | zeros);
+        *before = float_mode();
+        set_float_mode(*before | zeros);
       });
     }
   }
 
   ~Flushing() {
     if (before_) {
-      mx::cpu::get_command_encoder(stream_).dispatch([before = before_] { set_mode(*before); });
+      mx::cpu::get_command_encoder(stream_).dispatch([before = before_] { set_float_mode(*before); });
     }
   }
 

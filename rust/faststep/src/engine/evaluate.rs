@@ -12,7 +12,9 @@ use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, HandOver, Schedule},
     mlx::{
-        array, join,
+        array,
+        caller::Caller,
+        join,
         memory::{self, MemoryLimit},
     },
     trace::{in_turn, trial, Inputs, Outputs},
@@ -33,6 +35,9 @@ pub(super) struct Work {
     pub keep_masters: bool,
     /// True if the update is evaluated buffer by buffer.
     pub by_buffer: bool,
+    /// Whether the calling thread computes it, and the memory that it takes, once that is known.
+    pub caller: Caller,
+    pub bytes: Option<usize>,
 }
 
 /// MLX's default device, as it evaluates the parts of an engine's steps.
@@ -109,7 +114,7 @@ impl Evaluate for OnDevice<'_> {
         }
         let changed = self.engine.install(work);
         let list = (work.by_buffer, &changed[..], done.as_ref());
-        self.engine.dispatch(&work.outputs, list, way, self.owner)?;
+        self.engine.dispatch(work, list, way, self.owner)?;
         Ok(done)
     }
 }
@@ -168,7 +173,7 @@ impl Engine {
     // evaluate changed arrays only: an output of an evaluation cannot be donated to the next one before it is done
     fn dispatch(
         &mut self,
-        outputs: &Outputs,
+        work: &mut Work,
         (by_buffer, changed, done): (bool, &[usize], Option<&Array>),
         way: HandOver,
         owner: &mut dyn Owner,
@@ -188,8 +193,10 @@ impl Engine {
                 return;
             }
             let state = changed.iter().map(|&index| &self.state[index]);
-            let portions = outputs.portions(&self.fresh, state.chain(done), by_buffer);
-            sent = hand_over(&portions);
+            let portions = work
+                .outputs
+                .portions(&self.fresh, state.chain(done), by_buffer);
+            sent = work.caller.evaluate(work.bytes, || hand_over(&portions));
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();

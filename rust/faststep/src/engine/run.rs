@@ -224,11 +224,14 @@ impl Engine {
             keep_gradients: trace.recipe.options.raises(),
             keep_masters: trace.recipe.options.compute_dtype.is_some(),
             by_buffer: trace.recipe.updates_by_buffer(),
+            caller: trace.caller,
+            bytes: trace.evaluated.bytes,
         };
         let evaluated = &mut trace.evaluated;
         let done = self.scheduled(owner, |schedule, device| {
             schedule.evaluate(device, &mut work, evaluated, updates)
         });
+        trace.caller = work.caller;
         if let Some(inputs) = work.inputs {
             self.put_back(inputs); // it has not been submitted
         }

@@ -257,8 +257,18 @@ extern "C" {
     pub(crate) fn faststep_join(parts: Handles, count: usize, joined: *mut New) -> c_int;
     pub(crate) fn faststep_wait(arrays: Handles, count: usize, waited: *mut New) -> c_int;
     pub(crate) fn faststep_paced(array: Handle, paced: *mut New) -> c_int;
+    pub(crate) fn faststep_caller_functions(functions: *mut *mut c_void);
+    pub(crate) fn faststep_caller_begin(measures: c_int) -> c_int;
+    pub(crate) fn faststep_caller_end(seconds: *mut f64) -> c_int;
     pub(crate) fn faststep_contiguous(array: Handle, contiguous: *mut New) -> c_int;
     pub(crate) fn faststep_sum_of_squares(arrays: Handles, count: usize, sum: *mut New) -> c_int;
+    pub(crate) fn faststep_checked(
+        gradients: Handles,
+        count: usize,
+        loss: Handle,
+        limits: *const f32,
+        made: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_dequantize(
         input: Handle,
         arrays: Handles,

@@ -9,9 +9,9 @@ use std::ptr;
 use mlx_rs::{error::Result, ops, Array};
 
 use super::ffi::{
-    check, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm, faststep_order,
-    faststep_paced, faststep_pack, faststep_squares, faststep_straight, faststep_sum_of_squares,
-    faststep_wait, handle, handles, is_done, made, owned,
+    check, faststep_checked, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm,
+    faststep_order, faststep_paced, faststep_pack, faststep_squares, faststep_straight,
+    faststep_sum_of_squares, faststep_wait, handle, handles, is_done, made, owned,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -105,6 +105,28 @@ pub(crate) fn sum_of_squares(arrays: &[Array]) -> Result<Option<Array>> {
     let handles = handles(arrays);
     // SAFETY: live arrays and their number.
     made(|sum| unsafe { faststep_sum_of_squares(handles.as_ptr(), handles.len(), sum) })
+}
+
+/// The norm of gradients, the factor that brings it to at most the first limit, whether it is finite and the loss a number that is
+/// at most the second one, and whether not: four scalars (lazily), where one task gives them: of float32, on a CPU.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn checked(
+    gradients: &[Array],
+    loss: &Array,
+    limits: [f32; 2],
+) -> Result<Option<[Array; 4]>> {
+    let gradients = handles(gradients);
+    let mut made = [ptr::null_mut(); 4];
+    // SAFETY: live arrays and the number of the list, two limits, and room for four arrays; a function that is done has
+    // written new ones.
+    unsafe {
+        let (list, count) = (gradients.as_ptr(), gradients.len());
+        let limits = limits.as_ptr();
+        let done = faststep_checked(list, count, handle(loss), limits, made.as_mut_ptr());
+        Ok(is_done(done)?.then(|| made.map(|new| owned(new))))
+    }
 }
 
 /// Sums of the squares of some vectors, up to [`MAX_PARTS`], where one kernel gives them: on CUDA.

@@ -4,9 +4,10 @@
 //!
 //! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
 //! `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write
-//! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by.
+//! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by, and `caller` is for small steps on a CPU.
 pub mod array;
 pub mod blas;
+pub(crate) mod caller;
 pub(crate) mod ffi;
 pub(crate) mod fuse;
 pub mod graph;

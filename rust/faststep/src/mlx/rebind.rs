@@ -18,7 +18,7 @@
 //! address back: as correct as before.
 #![allow(unsafe_code)]
 
-pub(crate) use imp::{Function, Imports};
+pub(crate) use imp::{loaded, Function, Imports};
 
 use std::io;
 
@@ -58,6 +58,7 @@ mod imp {
 
     // constants of <elf.h> that the libc crate lacks
     const DT_NULL: i64 = 0;
+    const DT_NEEDED: i64 = 1;
     const DT_PLTRELSZ: i64 = 2;
     const DT_STRTAB: i64 = 5;
     const DT_SYMTAB: i64 = 6;
@@ -88,13 +89,25 @@ mod imp {
     impl Imports {
         /// Find the imports of this process's libmlx.
         pub fn of_mlx() -> Result<Self, RebindError> {
-            let mut images: Vec<Image> = Vec::new();
+            Self::of(|_, path| is_mlx(path))
+        }
+
+        /// Find those of libmlx and of what is linked with it.
+        pub fn of_mlx_and_users() -> Result<Self, RebindError> {
+            Self::of(|image, path| is_mlx(path) || image.needs_mlx())
+        }
+
+        fn of(chosen: fn(&Image, &[u8]) -> bool) -> Result<Self, RebindError> {
+            let mut images = Images {
+                chosen,
+                found: Vec::new(),
+            };
             // SAFETY: `collect` has the signature asked for, gets `images` back and does not keep it.
             unsafe { libc::dl_iterate_phdr(Some(collect), (&raw mut images).cast()) };
-            if images.is_empty() {
+            if images.found.is_empty() {
                 return Err(RebindError::NoMlx);
             }
-            Ok(Self(images))
+            Ok(Self(images.found))
         }
 
         /// Return whether every libmlx imports this function.
@@ -127,17 +140,60 @@ mod imp {
         headers: &'static [Elf64_Phdr],
     }
 
+    /// The images that are looked for.
+    struct Images {
+        chosen: fn(&Image, &[u8]) -> bool,
+        found: Vec<Image>,
+    }
+
+    fn is_mlx(path: &[u8]) -> bool {
+        path.rsplit(|byte| *byte == b'/').next() == Some(MLX)
+    }
+
+    /// The number of libraries that have been loaded so far.
+    pub fn loaded() -> u64 {
+        let mut loaded = 0;
+        // SAFETY: `count` has the signature asked for, gets `loaded` back and does not keep it.
+        unsafe { libc::dl_iterate_phdr(Some(count), (&raw mut loaded).cast()) };
+        loaded
+    }
+
+    unsafe extern "C" fn count(
+        info: *mut dl_phdr_info,
+        _size: size_t,
+        loaded: *mut c_void,
+    ) -> c_int {
+        // SAFETY: dl_iterate_phdr passes a valid `info`, and `loaded` as it was given.
+        unsafe { *loaded.cast::<u64>() = (*info).dlpi_adds };
+        1
+    }
+
     impl Image {
+        fn needs_mlx(&self) -> bool {
+            let Some(dynamic) = self.dynamic() else {
+                return false;
+            };
+            let needed = entries(dynamic).filter(|(tag, _)| *tag == DT_NEEDED);
+            needed.into_iter().any(|(_, name)| {
+                let strings: *const c_char =
+                    ptr::with_exposed_provenance(entry(dynamic, DT_STRTAB));
+                // SAFETY: an image that needs others has been relocated: the address of its strings is one.
+                let name = unsafe { CStr::from_ptr(strings.add(name)) };
+                is_mlx(name.to_bytes())
+            })
+        }
+
+        fn dynamic(&self) -> Option<*const Dyn> {
+            let mut headers = self.headers.iter();
+            let dynamic = headers.find(|header| header.p_type == libc::PT_DYNAMIC)?;
+            Some(ptr::with_exposed_provenance(self.address(dynamic.p_vaddr)))
+        }
+
         /// The imported functions: name, and the address of the word that holds where each one is.
         fn imports(&self) -> Vec<(&'static CStr, usize)> {
-            let Some(dynamic) = self
-                .headers
-                .iter()
-                .find(|header| header.p_type == libc::PT_DYNAMIC)
-            else {
+            let Some(dynamic) = self.dynamic() else {
                 return Vec::new();
             };
-            let dynamic: *const Dyn = ptr::with_exposed_provenance(self.address(dynamic.p_vaddr));
             let (symbols, strings) = (entry(dynamic, DT_SYMTAB), entry(dynamic, DT_STRTAB));
             let symbols: *const Elf64_Sym = ptr::with_exposed_provenance(symbols);
             let strings: *const c_char = ptr::with_exposed_provenance(strings);
@@ -199,37 +255,42 @@ mod imp {
         _size: size_t,
         images: *mut c_void,
     ) -> c_int {
-        // SAFETY: dl_iterate_phdr passes a valid `info`, and `images` as `of_mlx` gave it.
-        let (info, images) = unsafe { (&*info, &mut *images.cast::<Vec<Image>>()) };
+        // SAFETY: dl_iterate_phdr passes a valid `info`, and `images` as `of` gave it.
+        let (info, images) = unsafe { (&*info, &mut *images.cast::<Images>()) };
         if info.dlpi_name.is_null() || info.dlpi_phdr.is_null() {
             return 0;
         }
         // SAFETY: the name ends with a NUL.
         let name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_bytes();
-        if name.rsplit(|byte| *byte == b'/').next() == Some(MLX) {
-            // SAFETY: the program headers are mapped with the image, and libmlx is never unloaded.
-            let headers =
-                unsafe { slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
-            images.push(Image {
-                base: usize::try_from(info.dlpi_addr).unwrap_or(0),
-                headers,
-            });
+        // SAFETY: the program headers are mapped with the image, and nothing that is linked with libmlx is unloaded.
+        let headers =
+            unsafe { slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
+        let image = Image {
+            base: usize::try_from(info.dlpi_addr).unwrap_or(0),
+            headers,
+        };
+        if (images.chosen)(&image, name) {
+            images.found.push(image);
         }
         0
     }
 
     /// The value with that tag in a dynamic section, 0 when it has none.
-    fn entry(mut dynamic: *const Dyn, tag: i64) -> usize {
+    fn entry(dynamic: *const Dyn, tag: i64) -> usize {
+        let mut entries = entries(dynamic);
+        entries
+            .find(|(found, _)| *found == tag)
+            .map_or(0, |(_, value)| value)
+    }
+
+    /// The tags and values of a dynamic section.
+    fn entries(dynamic: *const Dyn) -> impl Iterator<Item = (i64, usize)> {
         // SAFETY: the section is mapped and ends with DT_NULL.
-        unsafe {
-            while (*dynamic).tag != DT_NULL {
-                if (*dynamic).tag == tag {
-                    return (*dynamic).value;
-                }
-                dynamic = dynamic.add(1);
-            }
-        }
-        0
+        let entries = (0..).map(move |at| unsafe {
+            let entry = dynamic.add(at);
+            ((*entry).tag, (*entry).value)
+        });
+        entries.take_while(|(tag, _)| *tag != DT_NULL)
     }
 
     fn relocations(table: usize, bytes: usize) -> &'static [Rela] {
@@ -279,12 +340,20 @@ mod imp {
     /// The address of a function.
     pub type Function = NonNull<c_void>;
 
+    pub fn loaded() -> u64 {
+        0
+    }
+
     /// A table in a format unknown here, or on a platform where MLX needs nothing of the kind: it is left alone.
     pub struct Imports;
 
     #[allow(clippy::unnecessary_wraps, clippy::unused_self)] // the signatures of the other platform
     impl Imports {
         pub fn of_mlx() -> Result<Self, RebindError> {
+            Ok(Self)
+        }
+
+        pub fn of_mlx_and_users() -> Result<Self, RebindError> {
             Ok(Self)
         }
 

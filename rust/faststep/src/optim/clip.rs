@@ -39,26 +39,60 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
     total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
 }
 
+/// What gradients and a loss give, where one kernel or task gives all of it.
+#[derive(Debug)]
+pub struct Checked {
+    /// The norm of the gradients.
+    pub norm: Array,
+    /// The factor that clips them.
+    pub factor: Array,
+    /// Whether norm and loss are finite and the loss is at most its limit.
+    pub good: Array,
+    /// Whether not, where that is given too.
+    pub bad: Option<Array>,
+}
+
 /// The norm of gradients, the factor that clips them, and whether norm and loss are finite and the loss at most `max_loss`,
-/// where one kernel gives all three: from sums of squares that are there, on CUDA. As [`global_norm`] and [`scale`] give them,
-/// but for the order of the norm's summation.
+/// where one kernel or task gives all three: on CUDA from sums of squares that are there, on a CPU from gradients that become
+/// float32. As [`global_norm`] and [`scale`] give them, but for the order of the norm's summation on CUDA.
 ///
 /// # Errors
 /// When MLX refuses an operation.
 pub fn checked(
+    gradients: &[Array],
     squares: &[Option<Array>],
     loss: &Array,
     max_norm: Option<f64>,
     max_loss: f32,
-) -> Result<Option<[Array; 3]>> {
-    let squares: Option<Vec<&Array>> = squares.iter().map(Option::as_ref).collect();
-    let Some(squares) = squares.filter(|_| join::is_cuda()) else {
-        return Ok(None);
-    };
+) -> Result<Option<Checked>> {
     #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
     let max_norm = max_norm.map_or(f32::INFINITY, |max_norm| max_norm as f32);
+    let limits = [max_norm, max_loss];
     let loss = loss.as_dtype(Dtype::Float32)?;
-    join::norm(&squares, &loss, [max_norm, max_loss])
+    if !join::is_cuda() {
+        let wide = gradients
+            .iter()
+            .map(|each| each.as_dtype(precision::wide(each.dtype())));
+        let wide: Vec<Array> = wide.collect::<Result<_>>()?;
+        let made = join::checked(&wide, &loss, limits)?;
+        return Ok(made.map(|[norm, factor, good, bad]| Checked {
+            norm,
+            factor,
+            good,
+            bad: Some(bad),
+        }));
+    }
+    let squares: Option<Vec<&Array>> = squares.iter().map(Option::as_ref).collect();
+    let made = match squares {
+        Some(squares) => join::norm(&squares, &loss, limits)?,
+        None => None,
+    };
+    Ok(made.map(|[norm, factor, good]| Checked {
+        norm,
+        factor,
+        good,
+        bad: None,
+    }))
 }
 
 // sums of squares of gradients that share a dtype
@@ -113,7 +147,7 @@ pub fn scale(norm: &Array, max_norm: f64) -> Result<Array> {
 /// When MLX refuses an operation.
 pub fn by(gradients: &[Array], scale: &Array) -> Result<Vec<Array>> {
     // a barrier: fused into the update, the scalar would be computed again for every element
-    let scale = scale.contiguous()?;
+    let scale = join::contiguous(scale)?;
     let multiply = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
     gradients.iter().map(multiply).collect()
 }
@@ -128,4 +162,90 @@ pub fn by_value(gradients: &[Array], max_value: f64) -> Result<Vec<Array>> {
         ops::maximum(ops::minimum(gradient, &limit)?, limit.negative()?)
     };
     gradients.iter().map(clip).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::error::Exception;
+
+    use super::*;
+    use crate::trace::Guard;
+
+    const MAX_NORM: f64 = 0.5;
+
+    fn array(values: &[f32]) -> Array {
+        let len = i32::try_from(values.len()).unwrap_or(0);
+        Array::from_slice(values, &[len])
+    }
+
+    // the bits of what operations of MLX give, and of what one task does
+    fn bits(gradients: &[Array], loss: f32, max_loss: Option<f64>) -> Result<[[u32; 3]; 2]> {
+        let guard = Guard { max_loss };
+        let loss = Array::from_f32(loss);
+        let norm = global_norm(gradients, &vec![None; gradients.len()])?;
+        let (factor, good) = (scale(&norm, MAX_NORM)?, guard.good(&loss, &norm)?);
+        let none = vec![None; gradients.len()];
+        let checked = checked(gradients, &none, &loss, Some(MAX_NORM), guard.limit())?;
+        let Some(Checked {
+            norm: our_norm,
+            factor: our_factor,
+            good: our_good,
+            bad: Some(bad),
+        }) = checked
+        else {
+            return Err(Exception::custom("there is no such task"));
+        };
+        let bad = bad.item_exact::<bool>();
+        let (good, our_good) = (good.item_exact::<bool>(), our_good.item_exact::<bool>());
+        assert_eq!(our_good, !bad);
+        let number = |array: &Array| {
+            let value = array.item_exact::<f32>();
+            if value.is_nan() { f32::NAN } else { value }.to_bits()
+        };
+        Ok([
+            [number(&norm), number(&factor), good.into()],
+            [number(&our_norm), number(&our_factor), our_good.into()],
+        ])
+    }
+
+    #[test]
+    fn one_task_gives_what_operations_give() -> Result<()> {
+        if join::is_cuda() {
+            return Ok(());
+        }
+        let small = array(&[0.1, -0.2, 0.3]);
+        let matrix = Array::from_slice(&[0.5_f32, 1.0, -2.0, 3.0, 4.0, -5.0], &[2, 3]);
+        let cases = [
+            vec![small.clone()],
+            vec![small.clone(), matrix.clone()],
+            vec![matrix.transpose()?, small.clone()],
+            vec![array(&[0.0; 5]), array(&[])],
+            vec![Array::from_f32(0.25)],
+            vec![Array::ones::<f32>(&[200, 300])?.multiply(Array::from_f32(0.1))?],
+            vec![
+                small.as_dtype(Dtype::Bfloat16)?,
+                matrix.as_dtype(Dtype::Float16)?,
+            ],
+            vec![small.clone(), array(&[f32::NAN])],
+            vec![small.clone(), array(&[f32::INFINITY])],
+            vec![array(&[1e30])], // its square overflows
+            (0_i16..50).map(|i| array(&[f32::from(i), 0.5])).collect(),
+        ];
+        for gradients in &cases {
+            for loss in [
+                0.5,
+                3.0,
+                f32::NAN,
+                f32::INFINITY,
+                f32::NEG_INFINITY,
+                f32::MAX,
+            ] {
+                for max_loss in [None, Some(1.0)] {
+                    let [theirs, ours] = bits(gradients, loss, max_loss)?;
+                    assert_eq!(ours, theirs, "{gradients:?}, {loss}, {max_loss:?}");
+                }
+            }
+        }
+        Ok(())
+    }
 }

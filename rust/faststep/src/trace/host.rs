@@ -96,6 +96,11 @@ pub trait Host {
         Ok(())
     }
 
+    /// Return whether the host has seen all that it wanted of a trace, which ends without an error then.
+    fn has_seen_enough(&self) -> bool {
+        false
+    }
+
     /// Compute the loss.
     ///
     /// # Errors

@@ -71,6 +71,25 @@ pub fn dict_holds(dict: &Bound<'_, PyDict>, keys: &[Py<PyAny>], ids: &[usize]) -
     unsafe { faststep_bridge_dict_holds(dict.as_ptr(), keys.as_ptr().cast(), ids.as_ptr(), count) }
 }
 
+/// Return whether two dicts have the same objects as keys and values, in the same order.
+pub fn has_same_items(a: &Bound<'_, PyDict>, b: &Bound<'_, PyDict>) -> bool {
+    let (mut at_a, mut at_b) = (0, 0);
+    let [mut key_a, mut value_a, mut key_b, mut value_b] = [std::ptr::null_mut(); 4];
+    // SAFETY: two live dicts, which nothing changes meanwhile; what is written is compared, and not used.
+    unsafe {
+        use pyo3::ffi::PyDict_Next;
+        while PyDict_Next(a.as_ptr(), &raw mut at_a, &raw mut key_a, &raw mut value_a) != 0 {
+            if PyDict_Next(b.as_ptr(), &raw mut at_b, &raw mut key_b, &raw mut value_b) == 0
+                || key_a != key_b
+                || value_a != value_b
+            {
+                return false;
+            }
+        }
+        PyDict_Next(b.as_ptr(), &raw mut at_b, &raw mut key_b, &raw mut value_b) == 0
+    }
+}
+
 /// Return whether an object's class is this one or derived from it. `isinstance` asks the class, which takes ten times as long
 /// and is asked of everything in a model.
 pub fn is_of(object: &Bound<'_, PyAny>, class: &Bound<'_, PyType>) -> bool {

@@ -1,5 +1,5 @@
 //! Contents of containers, to be restored.
-use std::collections::HashSet;
+use std::{cell::Cell, collections::HashSet};
 
 use pyo3::{
     prelude::*,
@@ -34,6 +34,7 @@ pub struct Snapshot<'py> {
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
     deques: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>,
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
+    unchanged: Cell<bool>,           // the dicts, when it was last looked for a new array
     error: Option<PyErr>,
 }
 
@@ -60,7 +61,9 @@ impl<'py> Snapshot<'py> {
             });
             !same && holds_array(now, &mut HashSet::new())
         };
-        for (dict, copy) in &self.dicts {
+        self.unchanged.set(true);
+        for (dict, copy) in self.changed_dicts() {
+            self.unchanged.set(false);
             for (key, value) in dict.iter() {
                 if is_new(copy.get_item(&key)?.as_ref(), &value) {
                     return Ok(Some(text(&key)));
@@ -84,6 +87,12 @@ impl<'py> Snapshot<'py> {
             }
         }
         Ok(None)
+    }
+
+    // those that have not the objects of their copies, in their order
+    fn changed_dicts(&self) -> impl Iterator<Item = &(Bound<'py, PyDict>, Bound<'py, PyDict>)> {
+        let dicts = self.dicts.iter();
+        dicts.filter(|(dict, copy)| !bridge::has_same_items(dict, copy))
     }
 
     /// Return whether something is gathered in a container: a list has grown, what was no array has been replaced, or a
@@ -118,7 +127,7 @@ impl<'py> Snapshot<'py> {
             !arrays && !matches!((old, new), (Some(old), Some(new)) if same(old, new))
         };
         let mut items = Vec::new();
-        for (dict, copy) in &self.dicts {
+        for (dict, copy) in self.changed_dicts() {
             for (key, old) in copy.iter() {
                 let new = dict.get_item(&key)?;
                 if differs(Some(&old), new.as_ref()) {
@@ -189,8 +198,8 @@ impl<'py> Snapshot<'py> {
     /// Put everything back.
     pub fn restore(&self) -> PyResult<()> {
         self.fill()?;
-        for (dict, copy) in &self.dicts {
-            if !is_copy(dict, copy) {
+        if !self.unchanged.get() {
+            for (dict, copy) in self.changed_dicts() {
                 dict.clear();
                 dict.update(copy.as_mapping())?;
             }
@@ -238,13 +247,6 @@ impl<'py> Snapshot<'py> {
         }
         Ok(())
     }
-}
-
-// true if a dict has the objects of its copy, in their order
-fn is_copy(dict: &Bound<'_, PyDict>, copy: &Bound<'_, PyDict>) -> bool {
-    let mut pairs = dict.iter().zip(copy.iter());
-    let same = pairs.all(|((key, value), (old_key, old))| key.is(&old_key) && value.is(&old));
-    same && dict.len() == copy.len()
 }
 
 /// Return whether an object is an array, or leads to one: by what it contains, and by its attributes.

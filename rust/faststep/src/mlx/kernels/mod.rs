@@ -153,7 +153,7 @@ unsafe extern "C" fn find(path: *mut c_char, size: usize) -> bool {
 }
 
 /// Return whether MLX is built with CUDA, whose kernels it keeps below the temporary directory too.
-fn has_cuda() -> bool {
+pub(crate) fn has_cuda() -> bool {
     let mut cuda = false;
     // SAFETY: MLX writes one bool.
     let failed = unsafe { mlx_sys::mlx_cuda_is_available(&raw mut cuda) } != 0;

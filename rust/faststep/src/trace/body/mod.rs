@@ -12,7 +12,7 @@ use crate::{
     layout::pack::{self, Packed},
     layout::precision,
     mlx::ops::choose,
-    optim::clip,
+    optim::clip::{self, Checked},
     trace::{
         guard::Guard,
         host::Host,
@@ -81,13 +81,18 @@ impl<'a> Body<'a> {
         let packed = pack::gradients(&self.recipe.layout, &made.gradients, joint)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
         let weight = made.weight.as_ref();
-        let checked = self.checked(inputs, &outputs, &packed)?;
-        let (norm, scale, good) = if let Some([norm, scale, good]) = checked {
-            let good = self.recipe.options.guard().map(|_| match weight {
-                Some(weight) => Guard::any(&good, weight),
-                None => Ok(good),
+        let checked = self.checked(inputs, &outputs, &packed, &gradients)?;
+        let (norm, scale, good) = if let Some(checked) = checked {
+            let guard = self.recipe.options.guard();
+            let good = guard.map(|_| match weight {
+                Some(weight) => Guard::any(&checked.good, weight),
+                None => Ok(checked.good),
             });
-            (Some(norm), max_norm.map(|_| scale), good.transpose()?)
+            if guard.is_some() && weight.is_none() {
+                outputs.skipped = checked.bad;
+            }
+            let factor = max_norm.map(|_| checked.factor);
+            (Some(checked.norm), factor, good.transpose()?)
         } else {
             let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some())?;
             let scale = norm.as_ref().zip(max_norm);
@@ -116,13 +121,14 @@ impl<'a> Body<'a> {
         Ok(outputs)
     }
 
-    // the norm, the factor that clips to it, and the flag of a good step, where one kernel gives all three
+    // the norm, the factor that clips to it, and the flag of a good step, where one kernel or task gives all three
     fn checked(
         &self,
         inputs: &Inputs,
         outputs: &Outputs,
         packed: &Packed,
-    ) -> Result<Option<[Array; 3]>> {
+        gradients: &[Array],
+    ) -> Result<Option<Checked>> {
         let (clips, guard) = (
             self.recipe.options.max_grad_norm,
             self.recipe.options.guard(),
@@ -131,7 +137,7 @@ impl<'a> Body<'a> {
         match &outputs.loss {
             Some(loss) if is_needed && self.scale(inputs).is_none() => {
                 let limit = guard.unwrap_or_default().limit();
-                clip::checked(&packed.squares, loss, clips, limit)
+                clip::checked(gradients, &packed.squares, loss, clips, limit)
             }
             _ => Ok(None),
         }
@@ -173,7 +179,9 @@ impl<'a> Body<'a> {
                 }
             }
         }
-        outputs.skipped = good.map(Array::logical_not).transpose()?;
+        if outputs.skipped.is_none() {
+            outputs.skipped = good.map(Array::logical_not).transpose()?;
+        }
         if let (Some(scale), Some(good), Some(at)) =
             (self.scale(inputs), good, self.recipe.places.scale)
         {
