@@ -548,6 +548,9 @@ impl Looked {
     /// The place of a queue or a set in which arrays stand now.
     pub fn contents_with_array(&self, py: Python<'_>, node: usize) -> Option<String> {
         let object = self.object(node, py)?;
+        if object.hasattr(intern!(py, "readline")).unwrap_or(false) {
+            return None; // a look at what is in a stream would take it
+        }
         let mut items = object.try_iter().ok()?;
         let has = items.any(|item| item.is_ok_and(|item| bridge::is_array(&item)));
         has.then(|| self.program.name(py, node))
