@@ -105,7 +105,7 @@ class Calls:
         """Note a call."""
         if event != "c_call":
             return
-        own, name = function.__self__, function.__name__
+        own, name = getattr(function, "__self__", None), function.__name__
         if id(own) in self._closed:
             what = None if name in _CHANGES or name.startswith("__") else _held(own, name)
         elif function in _NOTICED or name in _NAMES:

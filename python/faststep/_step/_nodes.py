@@ -83,6 +83,7 @@ class Nodes:
         self.any_attribute = False
         self.classes: dict[int, type] = {}
         self.codes: set[types.CodeType] = set()  # of MLX's functions
+        self.own_codes: dict[types.CodeType, None] = {}  # of functions that are no library's
         self.hidden: str | None = None
 
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:

@@ -75,7 +75,7 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], str | None]
+Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _MAX_NODES = 50_000
@@ -91,7 +91,8 @@ def discover(roots: tuple[Any, ...], owned: Any) -> Found:
 
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
-        whether these may be given other code; why what the loss reaches cannot be looked at, if it cannot.
+        whether these may be given other code; the code of functions that are no library's; why what the loss reaches
+        cannot be looked at, if it cannot.
     """
     return _found(_Search(roots[1], owned), roots)
 
@@ -117,7 +118,7 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
             stacklevel=4,  # between the user and this is Step.__call__ or fast_step
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
-    return search.kept(), classes, search.hidden
+    return search.kept(), classes, list(search.own_codes), search.hidden
 
 
 class _Search(OfLibrary):
@@ -237,6 +238,7 @@ class _Search(OfLibrary):
             return
         if vars(function):
             self.filtered.append(at)
+        self.own_codes[function.__code__] = None
         names, attributes, modules, dynamic = named(function.__code__)
         self.attributes |= attributes
         self.names |= names

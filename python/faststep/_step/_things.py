@@ -108,7 +108,7 @@ def root_of(cls: type) -> str:
 
 def is_immutable(cls: type) -> bool:
     """Return whether objects of a class are compared by what is in them, and can be keys: that does not change."""
-    made: Any = cls.__hash__
+    made = next(vars(base)["__hash__"] for base in cls.__mro__ if "__hash__" in vars(base))  # a mock's makes more mocks
     return made is not None and made is not object.__hash__
 
 

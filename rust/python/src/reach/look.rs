@@ -14,6 +14,7 @@ use super::{
     node::{attributes_of, Expect, How, Met},
     row::{Kind, Places, Row},
     seen::equal,
+    suspect::is_number,
     Program,
 };
 use crate::{
@@ -24,6 +25,7 @@ use crate::{
     tree::{
         slot::Place,
         snapshot::{holds_array, Snapshot},
+        text::text,
         walk::Scope,
         Tree,
     },
@@ -348,6 +350,55 @@ impl Looked {
             .filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Contents(..)))
             .map(|(at, _)| self.program.name(py, at));
         values.nth(value).unwrap_or_default()
+    }
+
+    /// The numbers among the values and among keys of dicts, each with the name that code has for it or for the container.
+    pub fn numbers<'py>(&self, py: Python<'py>) -> Vec<(String, Bound<'py, PyAny>)> {
+        let mut numbers = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let parent = || {
+                node.parent
+                    .map_or_else(String::new, |it| self.key_name(py, it))
+            };
+            let key = node.key(py);
+            let key = key.filter(|key| node.how == How::Item && is_number(key));
+            numbers.extend(key.map(|key| (parent(), key.clone())));
+            match &node.expect {
+                Expect::Value(_, number) if is_number(self.values[*number].bind(py)) => {
+                    let value = self.values[*number].bind(py).clone();
+                    let of_parent = node.how == How::Index || key.is_some();
+                    let name = if of_parent {
+                        parent()
+                    } else {
+                        self.key_name(py, at)
+                    };
+                    numbers.push((name, value));
+                }
+                Expect::Contents(_, number) => {
+                    if let Ok(set) = self.values[*number].bind(py).cast::<PyFrozenSet>() {
+                        let name = self.key_name(py, at);
+                        let items = set.iter().filter(is_number);
+                        numbers.extend(items.map(|item| (name.clone(), item)));
+                    }
+                }
+                _ => {}
+            }
+        }
+        numbers
+    }
+
+    /// The name that code has for what is at a node.
+    pub fn key_name(&self, py: Python<'_>, at: usize) -> String {
+        let node = &self.program.nodes[at];
+        if let (How::Cell, Some(parent)) = (node.how, node.parent) {
+            let names = self.object(parent, py).and_then(|function| {
+                let code = bridge::code(&function)?;
+                code.getattr(intern!(py, "co_freevars")).ok()
+            });
+            let name = names.and_then(|names| names.get_item(node.index()).ok());
+            return name.map_or_else(String::new, |name| text(&name));
+        }
+        node.key(py).map_or_else(String::new, text)
     }
 
     /// The object that stands at a spot now.
