@@ -36,7 +36,6 @@ from faststep._step._things import (
     VIEWS,
     is_a,
     is_immutable,
-    is_record,
     root_of,
 )
 
@@ -66,22 +65,8 @@ _SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect",
 _NAMES = frozenset({"now", "utcnow", "today", "seed", "generate_time_safe"})
 # of these objects it is known what they hold, or nothing changes in them
 _OPEN: tuple[type, ...] = (
-    *(
-        *PLAIN,
-        *BUFFERS,
-        *STREAMS,
-        *VIEWS,
-        *GETTERS,
-        CACHE,
-        dict,
-        list,
-        tuple,
-        set,
-        frozenset,
-        deque,
-        mx.array,
-        np.ndarray,
-    ),
+    *(*PLAIN, *BUFFERS, *STREAMS, *VIEWS, *GETTERS, CACHE, dict, list, tuple, set, frozenset, deque),
+    *(mx.array, np.ndarray, BaseException),
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, types.ModuleType),
     *(types.CellType, property, staticmethod, classmethod, functools.partial, weakref.ref, *weakref.ProxyTypes),
     *(contextvars.ContextVar, struct.Struct, operator.itemgetter, types.SimpleNamespace, re.Match),
@@ -123,7 +108,7 @@ def _is_closed(value: Any) -> bool:
     """Return whether only methods of an object, which are written in C, may tell what it holds."""
     cls = type(value)
     known = is_a(value, _OPEN) or is_immutable(cls) or root_of(cls) in _LIBRARIES
-    return not (known or moves(value) or is_record(value) or read_of(value) is not None)
+    return not (known or moves(value) or read_of(value) is not None)
 
 
 def _held(own: Any, name: str) -> str | None:

@@ -78,6 +78,8 @@ _BY_CLASS: tuple[tuple[type, Read], ...] = (
 
 def read_of(value: Any) -> Read | None:
     """Return the function that reads what an object holds, if there is one."""
+    if is_a(value, collections.OrderedDict) and all(is_a(key, PLAIN) for key in value):
+        return tuple
     for cls, read in _BY_CLASS:
         if is_a(value, cls):
             return read
@@ -121,4 +123,4 @@ def slots_of(cls: type) -> frozenset[str]:
 def what_slot_gives(value: Any, name: str) -> Any:
     """Return what such an attribute gives; None where that is another object each time that it is asked for."""
     first, second = (getattr(value, name, None) for _ in range(2))
-    return first if first is second or is_a(first, (*PLAIN, np.ndarray)) else None
+    return first if first is second or is_a(first, PLAIN) else None

@@ -675,8 +675,11 @@ impl Looked {
                 continue;
             };
             if node.how.stands_alone() {
+                let is_number = matches!(node.expect, Expect::Value(..)); // made anew by a class in C, at each look
                 let now = node.find(&objects, &[]);
-                if !now.is_some_and(|now| now.is(&object)) {
+                let same =
+                    |now: Bound<'_, PyAny>| now.is(&object) || (is_number && equal(&now, &object));
+                if !now.is_some_and(same) {
                     node.put(&objects, &object)?;
                 }
             }
