@@ -297,3 +297,77 @@ def test_an_error_before_the_second_step_says_nothing_of_what_a_loss_changes(mat
         step(x)
     assert step(x).loss.item() == pytest.approx(first * len(seen), rel=1e-5)
     assert step.stats.mode == "plain"
+
+
+class Counter:
+    """Counts in an attribute, and decides something at one number of calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.limit, self.milestones, self.table = 0, 37, [12, 37], {37: 3.0}
+        self.kept = {12, 37}
+
+    def by_match(self) -> float:
+        match self.calls:
+            case 37:
+                return 4.0
+        return 1.0
+
+
+def twice(count: int) -> float:
+    return 2.0 if count == 37 else 1.0
+
+
+DECIDES: dict[str, Callable[[Counter], float]] = {
+    "a constant": lambda it: 2.0 if it.calls == 37 else 1.0,
+    "a rest": lambda it: 2.0 if it.calls % 23 == 7 else 1.0,
+    "no rest": lambda it: 1.0 if it.calls % 23 else 3.0,
+    "some constants": lambda it: 2.0 if it.calls in (13, 37) else 1.0,
+    "a pattern": Counter.by_match,
+    "in a function": lambda it: twice(it.calls),
+    "an attribute": lambda it: 2.0 if it.calls == it.limit else 1.0,
+    "a list": lambda it: 2.0 if it.calls in it.milestones else 1.0,
+    "a set": lambda it: 2.0 if it.calls in it.kept else 1.0,
+    "a dict": lambda it: it.table.get(it.calls, 1.0),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", DECIDES)
+def test_a_loss_that_decides_something_at_one_call_only_is_called_at_every_step(kind: str, first: bool) -> None:
+    losses: list[list[float]] = []
+    for ours in (False, True):
+        mx.random.seed(3)
+        model, optimizer, counter, decide = nn.Linear(4, 2), optim.SGD(0.01), Counter(), DECIDES[kind]
+
+        def loss_fn(
+            model: nn.Module, x: mx.array, counter: Counter = counter, decide: Callable[..., float] = decide
+        ) -> mx.array:
+            counter.calls += first
+            scale = decide(counter)
+            counter.calls += not first
+            return model(x).square().mean() * scale
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        x = mx.ones((3, 4))
+        if not ours:
+            losses.append([float(plain(x)[0]) for _ in range(40)])
+            continue
+        losses.append([step(x).loss.item()])
+        with pytest.warns(RuntimeWarning, match=r"depends on what it changes itself \(calls\)"):
+            losses[-1] += [step(x).loss.item() for _ in range(39)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+    assert step.stats.mode == "plain"
+
+
+def test_a_counter_beside_numbers_that_it_is_not_compared_with_is_traced_once() -> None:
+    counter, seen = Counter(), list[int]()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        counter.calls += 1
+        seen.append(counter.calls)
+        return model(x).square().mean() * (2.0 if counter.limit == 37 and x.shape[0] != 1500 else 1.0)
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    for _ in range(5):
+        step(mx.ones((3, 4)))  # a warning is an error in these tests
+    assert (step.stats.mode, step.stats.traced, counter.calls) == ("native", 1, 1)

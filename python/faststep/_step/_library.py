@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import types
 
-_LIBRARIES = ("mlx", "numpy", "faststep", "builtins")
+_LIBRARIES = ("mlx", "numpy", "faststep", "builtins", "pydantic", "pydantic_core")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 
 

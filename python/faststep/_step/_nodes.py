@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -13,11 +14,13 @@ import numpy as np
 from mlx.optimizers import Optimizer
 
 from faststep._step._library import is_library_module
+from faststep._step._switches import switches
 from faststep._step._things import (
     BUFFERS,
     GETTERS,
     MAX_ITEMS,
     PLAIN,
+    STREAMS,
     VIEWS,
     attributes,
     has_attributes,
@@ -31,7 +34,7 @@ from faststep._step._things import (
 
 # Ways from a parent's object to a node's; reach/node.rs has the same numbers.
 ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES, CONTEXT, WEAK = range(14)
-HELD, LENGTH, MISSES = range(14, 17)
+HELD, LENGTH, MISSES, READ = range(14, 18)
 # Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
@@ -69,11 +72,18 @@ class Nodes:
         self.spaces: dict[int, int] = {}  # the first function with these globals, or builtins
         self.openers: set[int] = set()  # nodes that are there for what is found from them
         self.attributes: set[str] = set()
+        self.names: set[str] = set()  # of globals
         self.texts: set[str] = set()  # strings met, of which each may name an attribute
+        self.constants: set[str] = set()  # strings in code that asks for something by its name
+        self.switches = switches()
+        self.slots: dict[type, frozenset[str]] = {}
+        self.data: dict[type, set[str]] = {}  # what classes of libraries have that is no method
+        self.plain: set[type] = set()  # classes of which objects hold nothing that is to be read
         self.naming: set[str] = set()  # those that name what a library's module has
         self.any_attribute = False
         self.classes: dict[int, type] = {}
         self.codes: set[types.CodeType] = set()  # of MLX's functions
+        self.own_codes: dict[types.CodeType, None] = {}  # of functions that are no library's
         self.hidden: str | None = None
 
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:
@@ -96,6 +106,7 @@ class Nodes:
             elif kind != SAME and id(value) not in self.seen:
                 self.seen[id(value)] = at
                 self.todo.append(at)
+            self.add_switch(at)
         return self.index[place]
 
     def add_place(self, parent: int, how: int, key: Any, value: Any = None) -> int:
@@ -104,7 +115,19 @@ class Nodes:
 
     def add_fixed(self, parent: int, how: int, key: Any, value: Any) -> int:
         """Add an object of a library that is not followed: only that it is that one is seen."""
-        return self._put((parent, how, key), IDENTITY, value, value)
+        at = self._put((parent, how, key), IDENTITY, value, value)
+        self.add_switch(at)
+        return at
+
+    def add_switch(self, at: int) -> None:
+        """Add what a function of a library tells of the process, if it is such a function."""
+        if known := self.switches.get(id(self.objects[at])):
+            self.add_read(at, known[1])
+
+    def add_read(self, parent: int, read: Callable[[Any], Any] | None) -> None:
+        """Add what a function reads of an object; None: what that returns when it is called."""
+        value = self.objects[parent]
+        self._put((parent, READ, read), VALUE, value() if read is None else read(value), None)
 
     def open(self, parent: int, how: int, key: Any, value: Any) -> None:
         """Add a second node at the place of a number or a string of a class that may have attributes."""
@@ -137,7 +160,7 @@ class Nodes:
             return SAME, self.seen[id(value)]
         if is_a(value, mx.array):
             return ARRAY, None
-        if is_a(value, (np.ndarray, set, frozenset, *BUFFERS)) or is_numbers(value):
+        if is_a(value, (np.ndarray, set, frozenset, *BUFFERS, *STREAMS)) or is_numbers(value):
             return CONTENTS, type(value)
         if is_a(value, types.FunctionType):
             return FUNCTION, value.__code__
@@ -176,7 +199,7 @@ class Nodes:
     def kept(self) -> list[Node]:
         """Return the nodes that can change, and those that lead to them, renumbered."""
         for at, (parent, how, key, kind, value) in enumerate(self.nodes):
-            if kind == VALUE and type(value) is str and value in self.naming:  # another leads to another function
+            if kind == VALUE and how != READ and type(value) is str and value in self.naming:  # another function's name
                 self.nodes[at] = (parent, how, key, IDENTITY, value)
         keep = [self.can_change(at) for at in range(len(self.nodes))]
         for at in reversed(range(len(self.nodes))):

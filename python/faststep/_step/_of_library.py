@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import sys
 import types
 from collections.abc import Iterable
@@ -13,10 +14,11 @@ import mlx.nn as nn
 
 from faststep._step._library import is_library_class, is_library_function, is_mlx
 from faststep._step._named import named
-from faststep._step._nodes import ATTRIBUTE, INSTANCE, ITEM, MODULES, Nodes
+from faststep._step._nodes import ATTRIBUTE, BASE, CLASS, INSTANCE, ITEM, MODULES, Nodes
 from faststep._step._things import PLAIN, has_attributes, is_a, parts
 
 _STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
+_DATA = (mx.array, dict, list, set, collections.deque, *PLAIN)
 _MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
 
@@ -66,7 +68,9 @@ class OfLibrary(Nodes):
             followed = not is_library_class(value)
         elif is_a(value, types.FunctionType):
             followed = not is_library_function(value)
-        elif is_a(value, (dict, list, tuple, set, frozenset, collections.deque, types.BuiltinFunctionType)):
+        elif is_a(value, (dict, list, tuple, set, frozenset, collections.deque)):
+            followed = value is not sys.modules
+        elif is_a(value, types.BuiltinFunctionType):
             followed = False
         else:
             known = is_library_class(type(value)) and not parts(value) and not has_attributes(value)
@@ -75,11 +79,20 @@ class OfLibrary(Nodes):
         if followed:
             self.add(at, how, key, value)
             return
-        self.add_fixed(at, how, key, value)
+        node = self.add_fixed(at, how, key, value)
         if is_a(value, type):
             self.add_class(value)
+            self.filtered.append(node)
         elif is_a(value, types.FunctionType):
             self.follow_library(value)
+
+    def follow_library_class(self, at: int, number: int, base: type) -> None:
+        """Add numbers, arrays and containers that a class of a library has under a name that the code has."""
+        if base not in self.data:
+            own = () if issubclass(base, enum.Enum) else vars(base).items()
+            self.data[base] = {name for name, value in own if is_a(value, _DATA) and not name.startswith("__")}
+        for name in sorted(self.data[base] & self.attributes):
+            self.add(self.add_place(at, BASE, number, base), CLASS, name, vars(base)[name])
 
     def add_class(self, cls: type) -> None:
         """Add a class whose methods the code may call."""

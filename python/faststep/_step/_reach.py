@@ -25,6 +25,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from faststep._step._inside import read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module
 from faststep._step._named import attributes_in, named, texts
 from faststep._step._nodes import (
@@ -44,11 +45,14 @@ from faststep._step._nodes import (
     MODULES,
     REFERENT,
     ROOT,
+    SAME,
     TYPE,
+    VALUE,
     WEAK,
     Node,
 )
 from faststep._step._of_library import OfLibrary
+from faststep._step._switches import by_names
 from faststep._step._things import (
     CACHE,
     GETTERS,
@@ -71,7 +75,7 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], str | None]
+Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _MAX_NODES = 50_000
@@ -87,7 +91,8 @@ def discover(roots: tuple[Any, ...], owned: Any) -> Found:
 
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
-        whether these may be given other code; why what the loss reaches cannot be looked at, if it cannot.
+        whether these may be given other code; the code of functions that are no library's; why what the loss reaches
+        cannot be looked at, if it cannot.
     """
     return _found(_Search(roots[1], owned), roots)
 
@@ -113,7 +118,7 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
             stacklevel=4,  # between the user and this is Step.__call__ or fast_step
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
-    return search.kept(), classes, search.hidden
+    return search.kept(), classes, list(search.own_codes), search.hidden
 
 
 class _Search(OfLibrary):
@@ -127,6 +132,11 @@ class _Search(OfLibrary):
                 self.attempt(self.follow, self.todo.popleft())
             for at in self.filtered:
                 self.attempt(self.follow_named, at)
+        names = self.attributes | self.names
+        for at in range(len(self.objects)):
+            self.attempt(functools.partial(self.read_inside, names), at)
+        for read in by_names(names, self.texts | self.constants, {type(value) for value in self.objects}):
+            self.add_read(0, read)
 
     def attempt(self, follow: Any, at: int) -> None:
         """Follow an object, which may be of a class that allows no look at it."""
@@ -186,6 +196,19 @@ class _Search(OfLibrary):
             getattr(value, "__dict__", None)  # which Python may make only now, as one more referent
             # of mx.compile, mx.checkpoint and their kind
             self.follow_referents(at, value, types.FunctionType, types.MethodType, functools.partial)
+            self.filtered.append(at)
+        else:
+            self.filtered.append(at)
+
+    def read_inside(self, names: set[str], at: int, value: Any) -> None:
+        """Add what an object holds that is neither an attribute nor an item."""
+        cls = type(value)
+        if cls in self.plain or self.nodes[at][3] in (VALUE, SAME):
+            return
+        if (read := read_of(value) or read_by_names(value, names)) is not None:
+            self.add_read(at, read)
+        elif is_a(value, (types.FunctionType, type, mx.array)):
+            self.plain.add(cls)
 
     def follow_proxy(self, at: int, proxy: Any) -> None:
         """Add what a weak proxy stands for: the object of a bound method of it."""
@@ -215,8 +238,12 @@ class _Search(OfLibrary):
             return
         if vars(function):
             self.filtered.append(at)
+        self.own_codes[function.__code__] = None
         names, attributes, modules, dynamic = named(function.__code__)
         self.attributes |= attributes
+        self.names |= names
+        if "getLogger" in attributes | names:
+            self.constants.update(texts(function.__code__.co_consts))
         self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
         space = self.spaces.setdefault(id(function.__globals__), at)
         for name in sorted(names):
@@ -285,7 +312,9 @@ class _Search(OfLibrary):
         if is_a(value, type):
             self.add_class(value)
             for number, base in enumerate(value.__mro__):
-                if not is_library_class(base):
+                if is_library_class(base):
+                    self.follow_library_class(at, number, base)
+                else:
                     self.follow_base(at, number, base)
             return
         if is_a(value, types.ModuleType) and is_library_module(value):
@@ -310,6 +339,7 @@ class _Search(OfLibrary):
             names = [name for name in names if name in values]
             names.sort(key=lambda name: not is_a(values[name], PLAIN))
             self.follow_slots(at, value, everything)
+            self.follow_written_in_c(at, value)
         for name in names:
             self.add(at, INSTANCE, name, values[name])
 
@@ -320,6 +350,14 @@ class _Search(OfLibrary):
                     self.add(at, ATTRIBUTE, name, slot.__get__(value))
                 except AttributeError:
                     self.add_place(at, ATTRIBUTE, name)
+
+    def follow_written_in_c(self, at: int, value: Any) -> None:
+        cls = type(value)
+        if cls not in self.slots:
+            self.slots[cls] = slots_of(cls)
+        for name in sorted(self.slots[cls] & self.attributes):
+            if (inner := what_slot_gives(value, name)) is not None:
+                self.add(at, ATTRIBUTE, name, inner)
 
     def follow_base(self, at: int, number: int, base: type) -> None:
         """Add what the code names of one class of an inheritance, and what Python calls by itself."""

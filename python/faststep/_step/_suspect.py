@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import gc
-import itertools
-import operator
-import os
-import queue
 import random
 import sys
 import time
 import types
-import warnings
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from faststep._step._library import is_standard
-from faststep._step._things import PLAIN, is_a
-
-_COUNTERS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-_CLOCKS = frozenset(
-    {getattr(time, name + unit) for name in _COUNTERS for unit in ("", "_ns")}
-    | {time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime}
-)
-_FILES = frozenset({open, os.open, os.stat, os.listdir, os.scandir, os.getcwd})
-_ENTROPY = frozenset({os.urandom, getattr(os, "getrandom", os.urandom)})
-_NOTICED = _CLOCKS | _FILES | _ENTROPY
-_RANDOM = "the system's randomness"
-_SimpleQueue = queue.SimpleQueue
-_OVER_OTHERS = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle)
-_SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "tokenize", "importlib"})
-
-
-class Calls:
-    """Calls of the clock, of files and of the system's randomness, while `profile` is the thread's profile function."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, str] = {}  # what is read, and the line that does
-
-    def profile(self, frame: types.FrameType, event: str, function: Any) -> None:
-        """Note a call."""
-        if event == "c_call" and (function in _NOTICED or function.__name__ in _NAMES):
-            what = _what(frame, function)
-            place = _place(frame) if what else None
-            if what and place:
-                self.found.setdefault(what, place)
+from faststep._step._calls import DRAWN, Calls
+from faststep._step._positions import generator_name, moves, position
+from faststep._step._things import is_a
 
 
 class Reads:
@@ -87,41 +52,6 @@ _READS = (
     "[eval] Attempting to eval an array without a primitive",  # in an optimizer's update
 )
 _IN_LIBRARY = "in the loss"
-_NAMES = frozenset({"now", "utcnow", "today", "seed", "generate_time_safe"})
-
-
-def _what(frame: types.FrameType, function: Any) -> str | None:
-    """Return what a function without Python code reads."""
-    cls, name = getattr(function, "__self__", None), function.__name__
-    if function in _FILES:
-        return "files"
-    if function in _ENTROPY or name == "generate_time_safe":
-        return _RANDOM
-    if name == "seed":  # without a seed, which a generator takes from the system
-        return _RANDOM if isinstance(cls, random.Random) and _seeds_freely(frame) else None
-    of_class = isinstance(cls, type) and issubclass(cls, datetime.date)
-    return "the clock" if function in _CLOCKS or of_class else None
-
-
-def _seeds_freely(frame: types.FrameType) -> bool:
-    return frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a") is None
-
-
-def _place(frame: types.FrameType | None) -> str | None:
-    """Return the line from which the standard library is called; none where that only writes a log or a warning.
-
-    None also where Python calls it by itself, as it collects garbage.
-    """
-    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
-    while frame is not None:
-        if frame.f_code in collecting:
-            return None
-        if frame.f_globals.get("__name__", "").split(".")[0] in _SILENT:
-            return None
-        if not is_standard(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
 
 
 class Positions:
@@ -132,30 +62,30 @@ class Positions:
 
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
         wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
-        within = (value for whole in wholes for module in whole.modules() for value in vars(module).values())
-        self._objects = [each for each in (*within, *reached) if _moves(each) and not _is_of_process(each)]
+        within = [value for whole in wholes for module in whole.modules() for value in vars(module).values()]
+        self._objects = [each for each in (*within, *reached) if moves(each) and not _is_of_process(each)]
         self._before = self._now()
-        self._calls = Calls()
+        self._calls = Calls((*within, *reached))
         self.profile = self._calls.profile
 
     def moved(self) -> list[str]:
         """Return the names of those that have moved since."""
         pairs = zip(self._before, self._now(), strict=True)
         moved = {name for (name, before), (_, now) in pairs if before != now}
-        return sorted(moved | {f"{what} ({place})" for what, place in self._calls.found.items() if what == _RANDOM})
+        return sorted(moved | {f"{what} ({place})" for what, place in self._calls.found.items() if what in DRAWN})
 
     def read(self) -> list[str]:
         """Return what has been read that changes by itself, with the lines that did."""
-        return [f"{what} ({place})" for what, place in self._calls.found.items() if what != _RANDOM]
+        return [f"{what} ({place})" for what, place in self._calls.found.items() if what not in DRAWN]
 
     def shared(self) -> bool:
         """Return whether only generators of the process have moved, from which another thread may have drawn."""
         pairs = zip(self._before[-len(self._objects) :], self._now()[-len(self._objects) :], strict=True)
         alone = not self._objects or all(before == now for before, now in pairs)
-        return alone and _RANDOM not in self._calls.found
+        return alone and self._calls.found.keys().isdisjoint(DRAWN)
 
     def _now(self) -> list[tuple[str, Any]]:
-        return _of_process() + [(_generator_name(each), _position(each)) for each in self._objects]
+        return _of_process() + [(generator_name(each), position(each)) for each in self._objects]
 
 
 class HeldBack:
@@ -195,46 +125,3 @@ def _is_of_process(value: Any) -> bool:
     """Return whether it is a generator behind the functions of a module, which stand for it here."""
     own = random.random.__self__  # type: ignore[attr-defined]
     return value is own or ("numpy.random" in sys.modules and value is np.random.mtrand._rand)
-
-
-def _moves(value: Any) -> bool:
-    if is_a(value, (random.Random, _SimpleQueue)):
-        return True
-    if "numpy.random" in sys.modules and is_a(value, (np.random.Generator, np.random.RandomState)):
-        return True
-    return hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
-
-
-def _generator_name(value: Any) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
-
-
-def _within(iterator: Any) -> list[Any]:
-    """Return what an iterator takes from: `map`, `zip` and their kind; of one that goes round, where it is."""
-    if is_a(iterator, itertools.cycle) and hasattr(iterator, "__reduce__"):
-        with warnings.catch_warnings(), contextlib.suppress(TypeError):
-            warnings.simplefilter("ignore")
-            return [iterator.__reduce__()[1][0]]
-    within = gc.get_referents(iterator) if is_a(iterator, _OVER_OTHERS) else []
-    return [each for one in within for each in (one if is_a(one, tuple) else [one])]
-
-
-def _position(value: Any) -> Any:
-    """Return what changes in a generator or an iterator when something is taken from it, as far as that can be seen."""
-    if is_a(value, random.Random):
-        return value.getstate()
-    if is_a(value, types.GeneratorType):
-        frame = value.gi_frame
-        values = frame.f_locals.values() if frame else ()
-        return frame and frame.f_lasti, [each if is_a(each, PLAIN) else _position(each) for each in values]
-    if is_a(value, _SimpleQueue):
-        return value.qsize()
-    if hasattr(type(value), "__next__"):
-        shown = repr(value) if type(value).__module__ == "itertools" else None
-        within = [_position(each) for each in _within(value) if _moves(each)]
-        return operator.length_hint(value, -1), shown, id(value), within
-    if "numpy.random" in sys.modules and is_a(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if "numpy.random" in sys.modules and is_a(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return id(value)

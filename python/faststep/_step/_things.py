@@ -8,8 +8,10 @@ import collections
 import ctypes
 import enum
 import functools
+import io
 import operator
 import string
+import sys
 import threading
 import types
 import weakref
@@ -28,22 +30,48 @@ PLAIN: tuple[type, ...] = (
 # compared as bytes; a structured scalar of NumPy's is a view
 BUFFERS: tuple[type, ...] = (
     *(bytearray, memoryview, array.array, np.void),
-    *(ctypes._SimpleCData, ctypes.Array, ctypes.Structure),
+    *(ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union),
 )
-VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+STREAMS = (io.StringIO, io.BytesIO)  # compared as what is in them and their position
+_ORDERED = collections.OrderedDict[Any, Any]()
+VIEWS: tuple[type, ...] = (
+    *(types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())),
+    *(type(_ORDERED.keys()), type(_ORDERED.values()), type(_ORDERED.items())),
+)
 WEAK_SETS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 GETTERS = (operator.attrgetter, operator.methodcaller)
 CACHE = functools._lru_cache_wrapper
 MAX_ITEMS, _MAX_QUEUE = 4096, 256
 _RECORDS = (
     *(types.SimpleNamespace, argparse.Namespace, string.Template, threading.local, threading.Event),
-    *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
+    *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap, BaseException),
 )
-_RECORD_MODULES = ("queue", "configparser")
+# of these also the classes that are derived from theirs
+_RECORD_MODULES = ("queue", "configparser", "threading", "asyncio", "multiprocessing", "concurrent", "sched")
+# of these none: classes that keep nothing, or more than their methods read for the user
+_CLOSED_MODULES = (
+    "abc",
+    "enum",
+    "typing",
+    "types",
+    "random",
+    "io",
+    "codecs",
+    "encodings",
+    "importlib",
+    "logging",
+    "unittest",
+)
+_MADE_BY_PYTHON = 1 << 9  # a flag of classes
 # what is read of some objects of the standard library
 _CHOSEN = {
     "logging": ("level", "disabled", "parent"),
     "unittest.mock": ("_mock_return_value", "_mock_side_effect", "_mock_wraps", "_mock_children", "return_value"),
+    "asyncio.base_events": (),
+    "concurrent.futures.thread": ("_shutdown",),
+    "concurrent.futures.process": (),
+    "multiprocessing.context": (),
+    "multiprocessing.process": (),
 }
 
 
@@ -62,7 +90,26 @@ def size(value: Any) -> int:
 
 def is_record(value: Any) -> bool:
     """Return whether a library's code reads the attributes of an object for the user."""
-    return is_a(value, _RECORDS) or any(base.__module__ in _RECORD_MODULES for base in type(value).__mro__)
+    if is_a(value, _RECORDS) or any(root_of(base) in _RECORD_MODULES for base in type(value).__mro__):
+        return True
+    cls = type(value)
+    of_standard = root_of(cls) in sys.stdlib_module_names and root_of(cls) not in _CLOSED_MODULES
+    return of_standard and bool(cls.__flags__ & _MADE_BY_PYTHON) and _is_open(cls) and not is_immutable(cls)
+
+
+def _is_open(cls: type) -> bool:
+    return cls.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in cls.__mro__)
+
+
+def root_of(cls: type) -> str:
+    """Return the name of the package that a class is from."""
+    return cls.__module__.split(".")[0] if isinstance(cls.__module__, str) else ""
+
+
+def is_immutable(cls: type) -> bool:
+    """Return whether objects of a class are compared by what is in them, and can be keys: that does not change."""
+    made = next(vars(base)["__hash__"] for base in cls.__mro__ if "__hash__" in vars(base))  # a mock's makes more mocks
+    return made is not None and made is not object.__hash__
 
 
 def chosen(value: Any) -> list[str] | None:
@@ -98,8 +145,7 @@ def has_attributes(value: Any) -> bool:
     """Return whether the attributes of an object are followed."""
     if is_record(value) or chosen(value) is not None:
         return True
-    cls = type(value)
-    return not is_library_class(cls) and (cls.__dictoffset__ != 0 or any("__slots__" in vars(b) for b in cls.__mro__))
+    return not is_library_class(type(value)) and _is_open(type(value))
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -117,6 +163,8 @@ def attributes(value: Any) -> dict[str, Any]:
             continue
         if is_a(found, dict):
             return found  # type: ignore[no-any-return]
+    if is_library_class(type(value)):  # one of asyncio's, written in C
+        return {}
     raise TypeError("its attributes are hidden")
 
 
@@ -150,11 +198,13 @@ def parts(value: Any) -> tuple[str, ...]:
         return ("__func__",)
     if is_a(value, functools.cached_property):
         return ("func",)
+    if is_a(value, np.flatiter):
+        return ("base", "index")
     return ("__wrapped__",) if is_a(value, CACHE) else ()
 
 
-def refill(buffer: Any, contents: bytes) -> None:
-    """Give a `bytearray`, an `array.array` or an object of ctypes its bytes of before."""
+def refill(buffer: Any, contents: Any) -> None:
+    """Give a `bytearray`, an `array.array` or an object of ctypes its bytes of before, a stream its position too."""
     if is_a(buffer, bytearray):
         buffer[:] = contents
     elif is_a(buffer, array.array):
@@ -162,6 +212,11 @@ def refill(buffer: Any, contents: bytes) -> None:
         buffer.frombytes(contents)
     elif is_a(buffer, memoryview):
         buffer.cast("B")[:] = contents
+    elif is_a(buffer, STREAMS):
+        buffer.seek(0)
+        buffer.truncate()
+        buffer.write(contents[0])
+        buffer.seek(contents[1])
     elif is_a(buffer, np.void):
         buffer[()] = np.frombuffer(contents, dtype=buffer.dtype)[0]
     else:

@@ -45,6 +45,7 @@ pub struct Program {
     pub id: usize,
     model: Cell<usize>, // the signature of the model with which it was made; 0: not known yet
     classes: Classes,
+    codes: Option<Py<PyAny>>, // of the functions that it calls
     nodes: Vec<Node>,
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
@@ -66,6 +67,7 @@ impl Program {
             id,
             model: Cell::new(0),
             classes: Classes::default(),
+            codes: None,
             nodes: Vec::new(),
             rows: Vec::new(),
             tensors: Rc::default(),
@@ -225,8 +227,12 @@ impl Reach {
         } else {
             reach.call_method1("discover", (PyTuple::new(py, roots)?, owned))?
         };
-        let (nodes, classes, hidden): (Bound<'_, PyAny>, Bound<'_, PyAny>, Option<String>) =
-            found.extract()?;
+        let (nodes, classes, codes, hidden): (
+            Bound<'_, PyAny>,
+            Bound<'_, PyAny>,
+            Bound<'_, PyAny>,
+            Option<String>,
+        ) = found.extract()?;
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
@@ -234,6 +240,7 @@ impl Reach {
             id: self.made,
             model: Cell::new(if self.known { self.model } else { 0 }),
             classes: Classes::of(&classes)?,
+            codes: Some(codes.unbind()),
             rows: Row::all(&found.nodes, py),
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),

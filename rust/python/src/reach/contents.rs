@@ -44,7 +44,7 @@ pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()
     object.call_method1(add, (copy,)).map(drop)
 }
 
-/// A copy of an object that is changed in place, no dict or list; of a buffer its bytes.
+/// A copy of an object that is changed in place, no dict or list; of a buffer its bytes, of a stream its position too.
 pub fn copy<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
     if is_deque(object) {
@@ -59,6 +59,10 @@ pub fn copy<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     }
     if is_numpy(object) || object.is_instance_of::<PyFrozenSet>() {
         return object.call_method0(intern!(py, "copy"));
+    }
+    if let Some(get) = object.getattr_opt(intern!(py, "getvalue"))? {
+        let at = object.call_method0(intern!(py, "tell"))?;
+        return Ok((get.call0()?, at).into_pyobject(py)?.into_any()); // of a stream
     }
     py.get_type::<PyBytes>().call1((object,))
 }

@@ -14,6 +14,7 @@ use super::{
     node::{attributes_of, Expect, How, Met},
     row::{Kind, Places, Row},
     seen::equal,
+    suspect::is_number,
     Program,
 };
 use crate::{
@@ -24,6 +25,7 @@ use crate::{
     tree::{
         slot::Place,
         snapshot::{holds_array, Snapshot},
+        text::text,
         walk::Scope,
         Tree,
     },
@@ -350,6 +352,55 @@ impl Looked {
         values.nth(value).unwrap_or_default()
     }
 
+    /// The numbers among the values and among keys of dicts, each with the name that code has for it or for the container.
+    pub fn numbers<'py>(&self, py: Python<'py>) -> Vec<(String, Bound<'py, PyAny>)> {
+        let mut numbers = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let parent = || {
+                node.parent
+                    .map_or_else(String::new, |it| self.key_name(py, it))
+            };
+            let key = node.key(py);
+            let key = key.filter(|key| node.how == How::Item && is_number(key));
+            numbers.extend(key.map(|key| (parent(), key.clone())));
+            match &node.expect {
+                Expect::Value(_, number) if is_number(self.values[*number].bind(py)) => {
+                    let value = self.values[*number].bind(py).clone();
+                    let of_parent = node.how == How::Index || key.is_some();
+                    let name = if of_parent {
+                        parent()
+                    } else {
+                        self.key_name(py, at)
+                    };
+                    numbers.push((name, value));
+                }
+                Expect::Contents(_, number) => {
+                    if let Ok(set) = self.values[*number].bind(py).cast::<PyFrozenSet>() {
+                        let name = self.key_name(py, at);
+                        let items = set.iter().filter(is_number);
+                        numbers.extend(items.map(|item| (name.clone(), item)));
+                    }
+                }
+                _ => {}
+            }
+        }
+        numbers
+    }
+
+    /// The name that code has for what is at a node.
+    pub fn key_name(&self, py: Python<'_>, at: usize) -> String {
+        let node = &self.program.nodes[at];
+        if let (How::Cell, Some(parent)) = (node.how, node.parent) {
+            let names = self.object(parent, py).and_then(|function| {
+                let code = bridge::code(&function)?;
+                code.getattr(intern!(py, "co_freevars")).ok()
+            });
+            let name = names.and_then(|names| names.get_item(node.index()).ok());
+            return name.map_or_else(String::new, |name| text(&name));
+        }
+        node.key(py).map_or_else(String::new, text)
+    }
+
     /// The object that stands at a spot now.
     pub fn now<'py>(&self, spot: &Spot<'py>) -> Option<Bound<'py, PyAny>> {
         if let Some(place) = &spot.place {
@@ -548,6 +599,9 @@ impl Looked {
     /// The place of a queue or a set in which arrays stand now.
     pub fn contents_with_array(&self, py: Python<'_>, node: usize) -> Option<String> {
         let object = self.object(node, py)?;
+        if object.hasattr(intern!(py, "readline")).unwrap_or(false) {
+            return None; // a look at what is in a stream would take it
+        }
         let mut items = object.try_iter().ok()?;
         let has = items.any(|item| item.is_ok_and(|item| bridge::is_array(&item)));
         has.then(|| self.program.name(py, node))
@@ -621,8 +675,11 @@ impl Looked {
                 continue;
             };
             if node.how.stands_alone() {
+                let is_number = matches!(node.expect, Expect::Value(..)); // made anew by a class in C, at each look
                 let now = node.find(&objects, &[]);
-                if !now.is_some_and(|now| now.is(&object)) {
+                let same =
+                    |now: Bound<'_, PyAny>| now.is(&object) || (is_number && equal(&now, &object));
+                if !now.is_some_and(same) {
                     node.put(&objects, &object)?;
                 }
             }

@@ -1,6 +1,7 @@
 //! One object on the way from a loss to what it reaches.
 use faststep::engine::Tensor;
 use pyo3::{
+    exceptions::PyKeyboardInterrupt,
     intern,
     prelude::*,
     types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
@@ -58,6 +59,8 @@ pub enum How {
     Length,
     /// How often a function with a cache has been called for new arguments.
     Misses,
+    /// What a function reads of the parent, or returns that is the parent.
+    Read,
 }
 
 impl How {
@@ -70,7 +73,7 @@ impl How {
     }
 }
 
-const HOW: [How; 17] = [
+const HOW: [How; 18] = [
     How::Root,
     How::Item,
     How::Index,
@@ -88,6 +91,7 @@ const HOW: [How; 17] = [
     How::Held,
     How::Length,
     How::Misses,
+    How::Read,
 ];
 
 /// Comparison that an object has to pass.
@@ -264,6 +268,14 @@ pub fn attributes_of<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDic
     }
 }
 
+// what Ctrl-C has ended comes to the user as soon as this look is done
+fn keep_interrupt(py: Python<'_>, error: &PyErr) {
+    if error.is_instance_of::<PyKeyboardInterrupt>(py) {
+        let again = py.import("_thread");
+        drop(again.and_then(|thread| thread.call_method0("interrupt_main")));
+    }
+}
+
 impl Node {
     /// Read a node as `_nodes.py` has it.
     pub fn read(node: &Bound<'_, PyAny>) -> PyResult<Self> {
@@ -332,6 +344,13 @@ impl Node {
             How::Misses => {
                 let info = parent.call_method0(intern!(py, "cache_info")).ok()?;
                 info.get_item(1).ok()
+            }
+            How::Read => {
+                let read = match key() {
+                    Some(read) => read.call1((parent,)),
+                    None => parent.call0(),
+                };
+                read.map_err(|error| keep_interrupt(py, &error)).ok()
             }
             How::Type => Some(parent.get_type().into_any()),
             How::Base => parent
@@ -485,7 +504,13 @@ impl Node {
             How::Global | How::Modules => text,
             How::Length => format!("the length of {parent}"),
             How::Misses => format!("the cache of {parent}"),
-            How::Type | How::Base | How::Referent | How::Context | How::Weak | How::Held => parent,
+            How::Type
+            | How::Base
+            | How::Referent
+            | How::Context
+            | How::Weak
+            | How::Held
+            | How::Read => parent,
         }
     }
 }

@@ -74,8 +74,11 @@ impl Change {
         }
     }
 
-    // the number that comes when the change of a number goes on `times` more; none of another value
-    fn later<'py>(&self, py: Python<'py>, times: i64) -> PyResult<Option<Bound<'py, PyAny>>> {
+    // a number before the change and behind it; none of another value
+    fn numbers<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
         let before = match self {
             Self::Item(.., before) => before.as_ref(),
             Self::Node(.., before) => Some(before),
@@ -84,14 +87,25 @@ impl Change {
         let (Some(before), Some(now)) = (before, self.now(py)?) else {
             return Ok(None);
         };
-        let before = before.bind(py);
-        let is_number = |value: &Bound<'py, PyAny>| {
-            value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<PyFloat>()
-        };
-        if !is_number(before) || !is_number(&now) {
+        let before = before.bind(py).clone();
+        Ok((is_number(&before) && is_number(&now)).then_some((before, now)))
+    }
+
+    // the number that comes when the change of a number goes on `times` more
+    fn later<'py>(&self, py: Python<'py>, times: i64) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some((before, now)) = self.numbers(py)? else {
             return Ok(None);
-        }
+        };
         now.add(now.sub(before)?.mul(times)?).map(Some)
+    }
+
+    // the name that code has for what changes
+    fn name(&self, py: Python<'_>) -> String {
+        match self {
+            Self::Item(_, key, _) => text(key.bind(py)),
+            Self::Node(looked, node, _) => looked.key_name(py, *node),
+            Self::List(..) | Self::Contents(..) => String::new(),
+        }
     }
 
     // put the one in the place of the other, whose place a third takes
@@ -103,6 +117,11 @@ impl Change {
         };
         self.swap(py).map(|()| other)
     }
+}
+
+/// Return whether a value is a number of Python's, and of no other class.
+pub fn is_number(value: &Bound<'_, PyAny>) -> bool {
+    value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<PyFloat>()
 }
 
 /// Reasons to look once more at whether a loss gives the same graph when it is called again.
@@ -170,6 +189,26 @@ impl Suspect {
             }
         }
         Ok(done)
+    }
+
+    /// How many calls later a number that the loss changes comes to one with which its code may compare it.
+    pub fn turns(&self, py: Python<'_>, looked: &Looked) -> PyResult<Vec<i64>> {
+        let mut changed = Vec::new();
+        for change in self.model.iter().chain(&self.reached) {
+            let numbers = change.numbers(py)?;
+            changed.extend(numbers.map(|(before, now)| (change.name(py), before, now)));
+        }
+        let Some(codes) = looked
+            .program
+            .codes
+            .as_ref()
+            .filter(|_| !changed.is_empty())
+        else {
+            return Ok(Vec::new());
+        };
+        let later = py.import("faststep._step._later")?;
+        let turns = later.call_method1("calls_later", (codes, changed, looked.numbers(py)))?;
+        turns.extract()
     }
 
     /// The keys that have changed, for a message.

@@ -127,7 +127,11 @@ impl Inner {
         let (second, now) = second?;
         given.looked = now;
         let mut same = is_same(&first, &second)?;
-        for times in LATER {
+        let mut turns = LATER.to_vec();
+        if same && self.checks <= MAX_LATER {
+            turns.extend(suspect.turns(py, &given.looked)?);
+        }
+        for times in turns {
             if !same || self.checks > MAX_LATER {
                 break;
             }

@@ -1,0 +1,154 @@
+"""Calls of what a loss reads while it is traced, and can only be noticed as it is called: clocks, files, the system."""
+
+from __future__ import annotations
+
+import contextvars
+import datetime
+import functools
+import gc
+import io
+import operator
+import os
+import random
+import re
+import struct
+import sys
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from faststep._step._inside import read_of
+from faststep._step._library import is_standard
+from faststep._step._positions import moves
+from faststep._step._switches import switches
+from faststep._step._things import (
+    BUFFERS,
+    CACHE,
+    GETTERS,
+    PLAIN,
+    STREAMS,
+    VIEWS,
+    is_a,
+    is_immutable,
+    root_of,
+)
+
+_COUNTERS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_CLOCKS = frozenset(
+    {getattr(time, name + unit) for name in _COUNTERS for unit in ("", "_ns")}
+    | {time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime}
+)
+_FILES = frozenset(
+    {open, os.open, os.stat, os.lstat, os.fstat, os.access, os.listdir, os.scandir, os.readlink, os.read, os.lseek}
+)
+_ENTROPY = frozenset({os.urandom, getattr(os, "getrandom", os.urandom)})
+_OF_SYSTEM = frozenset(
+    {sys.getrefcount, sys.getallocatedblocks, gc.get_count, gc.get_stats, gc.get_objects, weakref.getweakrefcount}
+    | {getattr(os, name, os.times) for name in ("getloadavg", "getpriority", "sched_getaffinity", "waitpid", "waitid")}
+)
+_SYSTEM_MODULES = frozenset(
+    {"resource", "_socket", "select", "fcntl", "termios", "pwd", "grp", "_tracemalloc", "_posixshmem"}
+)
+_NOTICED = _CLOCKS | _FILES | _ENTROPY | _OF_SYSTEM
+RANDOM, FILE = "the system's randomness", "an open file"
+SYSTEM = "the system"
+DRAWN = (RANDOM, FILE)  # of which another call gives something else
+_TAKES = frozenset({"read", "readline", "readlines", "read1", "readinto", "__next__"})
+_CHANGES = frozenset({"add", "append", "clear", "close", "extend", "flush", "put", "release", "update", "write"})
+_SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "tokenize", "importlib"})
+_NAMES = frozenset({"now", "utcnow", "today", "seed", "generate_time_safe"})
+# of these objects it is known what they hold, or nothing changes in them
+_OPEN: tuple[type, ...] = (
+    *(*PLAIN, *BUFFERS, *STREAMS, *VIEWS, *GETTERS, CACHE, dict, list, tuple, set, frozenset, deque),
+    *(mx.array, np.ndarray, BaseException),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, types.ModuleType),
+    *(types.CellType, property, staticmethod, classmethod, functools.partial, weakref.ref, *weakref.ProxyTypes),
+    *(contextvars.ContextVar, struct.Struct, operator.itemgetter, types.SimpleNamespace, re.Match),
+)
+_LIBRARIES = frozenset({"mlx", "numpy", "faststep", "nanobind", "pydantic_core"})
+
+
+class Calls:
+    """Calls of what can only be noticed as it is called, while `profile` is the thread's profile function.
+
+    These are the clock, files, the system and its randomness, and methods of objects that a loss reaches of which it is
+    not known what they hold, since they are not written in Python.
+    """
+
+    def __init__(self, reached: Iterable[Any] = ()) -> None:
+        self.found: dict[str, str] = {}  # what is read, and the line that does
+        self._watched = switches()
+        self._closed = {id(each): each for each in reached if _is_closed(each)}
+
+    def profile(self, frame: types.FrameType, event: str, function: Any) -> None:
+        """Note a call."""
+        if event != "c_call":
+            return
+        own, name = getattr(function, "__self__", None), function.__name__
+        if id(own) in self._closed:
+            what = None if name in _CHANGES or name.startswith("__") else _held(own, name)
+        elif function in _NOTICED or name in _NAMES:
+            what = _what(frame, function)
+        elif type(own) is types.ModuleType and own.__name__ in _SYSTEM_MODULES and id(function) not in self._watched:
+            what = SYSTEM
+        else:
+            return
+        place = _place(frame) if what else None
+        if what and place:
+            self.found.setdefault(what, place)
+
+
+def _is_closed(value: Any) -> bool:
+    """Return whether only methods of an object, which are written in C, may tell what it holds."""
+    cls = type(value)
+    known = is_a(value, _OPEN) or is_immutable(cls) or root_of(cls) in _LIBRARIES
+    return not (known or moves(value) or read_of(value) is not None)
+
+
+def _held(own: Any, name: str) -> str | None:
+    """Return what is read of an object by one of its methods."""
+    if isinstance(own, io.IOBase):
+        return FILE if name in _TAKES else ("the place in an open file" if name in ("tell", "peek") else None)
+    return f"a {type(own).__module__}.{type(own).__qualname__}"
+
+
+def _what(frame: types.FrameType, function: Any) -> str | None:
+    """Return what a function without Python code reads."""
+    cls, name = getattr(function, "__self__", None), function.__name__
+    if function in _FILES:
+        return "files"
+    if function in _ENTROPY or name == "generate_time_safe":
+        return RANDOM
+    if name == "seed":  # without a seed, which a generator takes from the system
+        return RANDOM if isinstance(cls, random.Random) and _seeds_freely(frame) else None
+    if function in _OF_SYSTEM:
+        return SYSTEM
+    of_class = isinstance(cls, type) and issubclass(cls, datetime.date)
+    return "the clock" if function in _CLOCKS or of_class else None
+
+
+def _seeds_freely(frame: types.FrameType) -> bool:
+    return frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a") is None
+
+
+def _place(frame: types.FrameType | None) -> str | None:
+    """Return the line from which the standard library is called; none where that only writes a log or a warning.
+
+    None also where Python calls it by itself, as it collects garbage.
+    """
+    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    while frame is not None:
+        if frame.f_code in collecting:
+            return None
+        if frame.f_globals.get("__name__", "").split(".")[0] in _SILENT:
+            return None
+        if not is_standard(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

@@ -1,0 +1,94 @@
+"""When a loss that counts its calls may decide something by that: at numbers in its code, and at those it reads."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable, Iterator
+
+_Number = int | float
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CONST")
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_DIVIDES = ("%", "//")
+_DECIDES = ("BINARY_MODULO", "BINARY_FLOOR_DIVIDE", "BINARY_SUBSCR")
+_MAX = 24  # calls of a loss that tell
+_FAR = 1 << 40
+
+
+def calls_later(
+    codes: Iterable[types.CodeType],
+    changed: list[tuple[str, _Number, _Number]],
+    read: list[tuple[str, _Number]],
+) -> list[int]:
+    """Return how many calls later a number that a loss changes comes to one with which the loss may compare it.
+
+    A number that nothing but its own `+= 1` reads comes to none.
+
+    Args:
+        codes: Code of the loss and of what it calls.
+        changed: The names of the numbers, with what they were before a call and are behind it.
+        read: The names of other numbers that the loss reads, and these.
+
+    Returns:
+        Numbers of calls, at the last of which the code sees the number before or behind its own change.
+    """
+    every = list(dict.fromkeys(inner for code in codes for inner in _within(code)))
+    found: dict[int, None] = {}
+    for name, before, now in changed:
+        naming = [code for code in every if name in _names(code)]
+        if now == before or all(_reads(code, name) <= 0 for code in naming):
+            continue  # it only counts
+        comparing = [code for code in (*naming, *every) if _compares(code)]
+        limits = [limit for code in comparing for limit in _limits(code, read)]
+        for limit in limits:
+            times = (limit - now) / (now - before)
+            if times == int(times) and 0 < times < _FAR:
+                found |= dict.fromkeys(each for each in (int(times) - 1, int(times)) if each)
+    return list(found)[:_MAX]
+
+
+def _within(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _within(constant)
+
+
+def _limits(code: types.CodeType, read: list[tuple[str, _Number]]) -> Iterator[_Number]:
+    yield from _numbers(code.co_consts)
+    names = _names(code)
+    yield from (number for name, number in read if name in names)
+
+
+def _numbers(constants: Iterable[object]) -> Iterator[_Number]:
+    for constant in constants:
+        if isinstance(constant, int | float) and not isinstance(constant, bool):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            yield from _numbers(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    texts = (constant for constant in code.co_consts if isinstance(constant, str))
+    return frozenset({*code.co_names, *code.co_freevars, *code.co_cellvars, *texts})
+
+
+def _reads(code: types.CodeType, name: str) -> int:
+    """Return how often code reads what has a name, less how often it assigns it: `x += 1` is one of each."""
+    own = [each for each in dis.get_instructions(code) if each.argval == name]
+    loads = sum(each.opname in _LOADS for each in own)
+    stores = sum(each.opname in _STORES for each in own)
+    into = any(each.opname == "LOAD_CONST" for each in own)  # an item: `x["calls"] += 1`
+    return loads - stores - (into and any(each.opname == "STORE_SUBSCR" for each in dis.get_instructions(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compares(code: types.CodeType) -> bool:
+    def decides(each: dis.Instruction) -> bool:
+        if each.opname.startswith("BINARY_"):
+            return each.argrepr.rstrip("=") in (*_DIVIDES, "[]") or each.opname in _DECIDES
+        return each.opname in ("COMPARE_OP", "CONTAINS_OP") or each.argval in ("divmod", "remainder", "get")
+
+    return any(decides(each) for each in dis.get_instructions(code))
