@@ -35,7 +35,7 @@ pub struct Adafactor {
 
 // root mean square of the whole array, or of each slice along the first axis if stacked
 fn root_mean_square(array: &Array, stacked: bool) -> Result<Array> {
-    let squared = array.square()?;
+    let squared = paced(&array.square()?)?;
     if stacked {
         let axes: Vec<i32> = (1..).take(array.ndim() - 1).collect();
         return squared.mean_axes(&axes, true)?.sqrt();
@@ -172,6 +172,7 @@ impl Adafactor {
         };
         match old {
             [rows, columns] => {
+                let squared = paced(&squared)?;
                 let rows = average(rows, squared.mean_axis(-1, None)?)?;
                 let columns = average(columns, squared.mean_axis(-2, None)?)?;
                 let row = rows.divide(rows.mean_axis(-1, true)?)?.rsqrt()?;
