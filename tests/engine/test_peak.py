@@ -41,7 +41,8 @@ MEASURE = """
         return loss, None
 
     if {ours}:
-        step = faststep.Step(model, optimizer, {loss}, max_grad_norm={max_grad_norm}, accumulate={accumulate}, {options})
+        options = {{"max_grad_norm": {max_grad_norm}, "accumulate": {accumulate}}}
+        step = faststep.Step(model, optimizer, {loss}, **options, {options})
     else:
         optimizer.init(model.trainable_parameters())
         state = [model.state, optimizer.state, mx.random.state]

@@ -138,8 +138,8 @@ def test_a_failure_on_the_device_is_raised_once_and_says_what_is_lost(in_flight:
     assert all(np.isfinite(value).all() for value in snapshot(*pair).values())
 
 
-# MLX counts each tenth task before it hands it over, which throws the error of one before: about every tenth of these failures
-# leaves it counting one that nobody will ever do. It waits for that one at its memory limit.
+# MLX counts each tenth task before it hands it over, which throws the error of one before: about every tenth of these
+# failures leaves it counting one that nobody will ever do. It waits for that one at its memory limit.
 COUNTED = """
 import faulthandler
 import faststep, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
