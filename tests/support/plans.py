@@ -397,6 +397,8 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "gpt-3x128-adafactor": (GPT3, "optim.Adafactor(1e-3)", "cross_entropy", "max_grad_norm=1.0"),
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", ""),
     "one-linear-allow": ("one_linear(1024, 64)", ADAMW, "squares", "nonfinite='allow'"),
+    "one-linear-lion": ("one_linear(1024, 64)", "optim.Lion(1e-4)", "squares", "accumulate=2"),
+    "one-linear-adafactor": ("one_linear(1024, 64)", "optim.Adafactor(1e-3)", "squares", "accumulate=2"),
     "mlp-own-optimizer": ("mlp(256, 1024, 512)", "SignedDescent(1e-3)", "cross_entropy", "max_grad_norm=1.0"),
     "mlp-mixed": ("mlp(256, 512, 512)", "optim.Adam(1e-3)", "cross_entropy", "compute_dtype=mx.bfloat16"),
     "mlp-masters": (

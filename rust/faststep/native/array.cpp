@@ -144,6 +144,24 @@ int faststep_array_reads_file(const void* a) noexcept {
   return pending(at(a), [](mx::Primitive& p) { return is(p, "Load"); }) != nullptr;
 }
 
+namespace {
+
+// MLX counts a task, and does not hand it over where that throws the error of one before (mlx/backend/cpu/encoder.h). It waits for
+// ever for one of eleven such tasks, or above its memory limit for a single one: what nobody will ever do counts no more.
+void forget_lost_tasks() {
+  constexpr int looks = 20; // other threads may have tasks under way
+  auto lost = mx::scheduler::n_active_tasks();
+  for (int i = 0; i < looks && lost > 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lost = std::min(lost, mx::scheduler::n_active_tasks());
+  }
+  for (; lost > 0; --lost) {
+    mx::scheduler::notify_task_completion(mx::default_stream(mx::Device::cpu));
+  }
+}
+
+} // namespace
+
 // If MLX meets the error while it signals the end of an evaluation (transforms.cpp), the event is never signalled, and who
 // waits hangs.
 void faststep_arrays_recover(const void* const* arrays, size_t n) noexcept {
@@ -155,6 +173,7 @@ void faststep_arrays_recover(const void* const* arrays, size_t n) noexcept {
     } catch (const std::exception&) { // another error
     }
   }
+  forget_lost_tasks();
   // MLX looks for errors each time that it hands over an operation, and then leaves the rest of the graph alone: what
   // comes next is handed over before any of it can fail
   auto rest = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
@@ -170,6 +189,10 @@ void faststep_arrays_recover(const void* const* arrays, size_t n) noexcept {
 
 int faststep_synchronize() {
   return faststep::guarded([] { mx::synchronize(); });
+}
+
+int faststep_synchronize_cpu() {
+  return mx::default_device() == mx::Device::cpu ? faststep_synchronize() : faststep::not_applicable;
 }
 
 int faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t offset, void** view) {

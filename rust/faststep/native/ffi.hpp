@@ -142,8 +142,12 @@ int faststep_array_is_zero(const void* array) noexcept;
 int faststep_arrays_ranks(const void* const* arrays, size_t count) noexcept;
 // After an error of the device, which is known: waits for all that is under way, and has none of the arrays wait any more.
 void faststep_arrays_recover(const void* const* arrays, size_t count) noexcept;
+// Evaluates arrays, on a CPU each operation when the one before is done.
+int faststep_eval_one_by_one(const void* const* arrays, size_t count);
 // Waits for the default stream, and for what its device lets go of when it is done.
 int faststep_synchronize();
+// The same, where the default device is a CPU; not applicable elsewhere.
+int faststep_synchronize_cpu();
 // A part of a flat buffer as an array of its own, without a copy. Of an evaluated buffer the part is evaluated too and
 // shares its event; of a lazy one it is a lazy view.
 int faststep_array_view(const void* flat, const int* shape, size_t ndim, size_t offset, void** view);
@@ -356,7 +360,8 @@ int faststep_simulator_begin(
     void* simulator, const void* const* given, size_t n_given, const void* const* roots, size_t n_roots);
 int faststep_simulator_hold(void* simulator, const void* const* arrays, size_t count, int handles);
 int faststep_simulator_keep(void* simulator, size_t slot, const void* const* arrays, size_t count);
-int faststep_simulator_evaluate(void* simulator, const void* const* arrays, size_t count, size_t* until);
+int faststep_simulator_evaluate(
+    void* simulator, const void* const* arrays, size_t count, int one_by_one, size_t* until);
 int faststep_simulator_carry(void* simulator, const void* input, const void* output);
 void faststep_simulator_wait(void* simulator, size_t until) noexcept;
 void faststep_simulator_limit(void* simulator, size_t bytes) noexcept;

@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <unordered_map>
+#include <vector>
 
 #include "mlx/mlx.h"
+#include "walk.hpp"
 
 namespace faststep {
 
@@ -32,6 +34,16 @@ struct LazyArrays {
   }
   std::unordered_map<std::uintptr_t, int> degrees;
 };
+
+// List the nodes that arrays are computed from, last first.
+inline std::vector<mlx::core::array> tape_of(const std::vector<const mlx::core::array*>& arrays) {
+  LazyArrays graph;
+  std::vector<mlx::core::array> tape;
+  for (const auto* node : walk(graph, arrays, bfs_max_width())) {
+    tape.push_back(*node);
+  }
+  return tape;
+}
 
 // Gives an operation the module of the one whose place it takes.
 void take_module(const mlx::core::array& from, const mlx::core::array& to);

@@ -16,7 +16,6 @@
 #include "ffi.hpp"
 #include "lazy.hpp"
 #include "status.hpp"
-#include "walk.hpp"
 
 namespace {
 
@@ -208,20 +207,6 @@ class Timer {
   size_t told_ = 0; // the operations before that one have their time
 };
 
-// List the nodes that arrays are computed from, last first.
-std::vector<mx::array> tape_of(const void* const* arrays, size_t count) {
-  faststep::LazyArrays graph;
-  std::vector<const mx::array*> roots;
-  for (size_t i = 0; i < count; ++i) {
-    roots.push_back(&at(arrays[i]));
-  }
-  std::vector<mx::array> tape;
-  for (const auto* node : faststep::walk(graph, roots, faststep::bfs_max_width())) {
-    tape.push_back(*node);
-  }
-  return tape;
-}
-
 } // namespace
 
 void faststep::take_module(const mx::array& from, const mx::array& to) {
@@ -239,7 +224,7 @@ int faststep_measure(
   return faststep::guarded([&] {
     Modules modules;
     Timer timer;
-    for (auto tape = tape_of(arrays, count); !tape.empty();) {
+    for (auto tape = faststep::tape_of(faststep::pointers(arrays, count)); !tape.empty();) {
       auto array = std::move(tape.back()); // no longer in the list: its memory can be used again
       tape.pop_back();
       if (array.status() != mx::array::Status::unscheduled) {

@@ -48,6 +48,12 @@ inline std::vector<mx::array> list(const void* const* arrays, size_t count) {
   return all;
 }
 
+inline std::vector<const mx::array*> pointers(const void* const* arrays, size_t count) {
+  std::vector<const mx::array*> all(count);
+  std::transform(arrays, arrays + count, all.begin(), [](const void* array) { return &at(array); });
+  return all;
+}
+
 // An array that belongs to the caller.
 inline void* owned(mx::array array) {
   return new mx::array(std::move(array));

@@ -48,7 +48,7 @@ std::vector<Node*> Simulator::tape(const std::vector<Node*>& outputs) {
   return walk(nodes, outputs, bfs_max_width());
 }
 
-size_t Simulator::evaluate(const Arrays& arrays) {
+size_t Simulator::evaluate(const Arrays& arrays, bool one_by_one) {
   std::vector<Node*> outputs;
   for (const auto* array : arrays) {
     outputs.push_back(&node(*array));
@@ -57,6 +57,9 @@ size_t Simulator::evaluate(const Arrays& arrays) {
   auto order = tape(outputs);
   for (auto last = order.rbegin(); last != order.rend(); ++last) {
     evaluate(*(*last)->op, **last);
+    if (one_by_one && device_.gpu == 0) {
+      queue_.wait(queue_.finish());
+    }
   }
   std::vector<Data> keeps;
   for (auto* output : outputs) {
@@ -137,6 +140,10 @@ void Simulator::wait(size_t done) {
 }
 
 void Simulator::limit(size_t bytes) {
+  if (device_.gpu == 0 && bytes < device_.memory_limit) {
+    queue_.wait(queue_.finish());
+    return;
+  }
   limit_ = std::min(bytes, device_.memory_limit);
 }
 

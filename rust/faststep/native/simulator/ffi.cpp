@@ -1,5 +1,4 @@
 // The simulator as src/memory/simulator.rs calls it.
-#include <algorithm>
 #include <cstddef>
 
 #include "simulator/simulator.hpp"
@@ -7,17 +6,12 @@
 
 using namespace faststep::simulator;
 using faststep::guarded;
+using faststep::pointers;
 
 namespace {
 
 Simulator& simulator_at(void* simulator) {
   return *static_cast<Simulator*>(simulator);
-}
-
-Arrays handles(const void* const* arrays, size_t count) {
-  Arrays all(count);
-  std::transform(arrays, arrays + count, all.begin(), [](const void* array) { return &faststep::at(array); });
-  return all;
 }
 
 } // namespace
@@ -32,19 +26,20 @@ void faststep_simulator_delete(void* simulator) noexcept {
 
 int faststep_simulator_begin(
     void* simulator, const void* const* given, size_t n_given, const void* const* roots, size_t n_roots) {
-  return guarded([&] { simulator_at(simulator).begin(handles(given, n_given), handles(roots, n_roots)); });
+  return guarded([&] { simulator_at(simulator).begin(pointers(given, n_given), pointers(roots, n_roots)); });
 }
 
 int faststep_simulator_hold(void* simulator, const void* const* arrays, size_t count, int change) {
-  return guarded([&] { simulator_at(simulator).hold(handles(arrays, count), change); });
+  return guarded([&] { simulator_at(simulator).hold(pointers(arrays, count), change); });
 }
 
 int faststep_simulator_keep(void* simulator, size_t slot, const void* const* arrays, size_t count) {
-  return guarded([&] { simulator_at(simulator).keep(slot, handles(arrays, count)); });
+  return guarded([&] { simulator_at(simulator).keep(slot, pointers(arrays, count)); });
 }
 
-int faststep_simulator_evaluate(void* simulator, const void* const* arrays, size_t count, size_t* until) {
-  return guarded([&] { *until = simulator_at(simulator).evaluate(handles(arrays, count)); });
+int faststep_simulator_evaluate(
+    void* simulator, const void* const* arrays, size_t count, int one_by_one, size_t* until) {
+  return guarded([&] { *until = simulator_at(simulator).evaluate(pointers(arrays, count), one_by_one != 0); });
 }
 
 int faststep_simulator_carry(void* simulator, const void* input, const void* output) {
@@ -67,7 +62,7 @@ void faststep_simulator_read(void* simulator, Reading* reading) noexcept {
 
 int faststep_simulator_mark(void* simulator, size_t own, size_t before, const void* const* arrays, size_t count) {
   return guarded([&] {
-    simulator_at(simulator).mark(static_cast<Kind>(own), static_cast<Kind>(before), handles(arrays, count));
+    simulator_at(simulator).mark(static_cast<Kind>(own), static_cast<Kind>(before), pointers(arrays, count));
   });
 }
 

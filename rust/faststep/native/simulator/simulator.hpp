@@ -137,11 +137,11 @@ class Simulator {
   // Hold the memory of these arrays, and let go of what the slot held before; the slots are those of
   // src/memory/simulator.rs.
   void keep(size_t slot, const Arrays& arrays);
-  // `mx.async_eval`; what to wait for.
-  size_t evaluate(const Arrays& arrays);
+  // `mx.async_eval`; what to wait for. `one_by_one`: each operation waits for the one before (one_by_one.cpp).
+  size_t evaluate(const Arrays& arrays, bool one_by_one);
   // Wait for an evaluation: what it read is free then.
   void wait(size_t done);
-  // Let MLX's memory limit be no more than that.
+  // Let MLX's memory limit be no more than that; on a CPU wait for all in its place, as src/mlx/memory.rs does.
   void limit(size_t bytes);
   // Put the value of `output` in the place of that of `input`.
   void carry(const mx::array& input, const mx::array& output);

@@ -17,7 +17,7 @@ use crate::{
         join,
         memory::{self, MemoryLimit},
     },
-    trace::{in_turn, trial, Inputs, Outputs},
+    trace::{in_turn, trial, Inputs, Outputs, Trace},
 };
 
 /// Largest number of failed operations of one step, each of which is an error of its own.
@@ -38,6 +38,21 @@ pub(super) struct Work {
     /// Whether the calling thread computes it, and the memory that it takes, once that is known.
     pub caller: Caller,
     pub bytes: Option<usize>,
+}
+
+impl Work {
+    /// The part that a trace computes.
+    pub fn new(trace: &Trace, inputs: Inputs, outputs: Outputs) -> Self {
+        Self {
+            inputs: Some(inputs),
+            outputs,
+            keep_gradients: trace.recipe.options.raises(),
+            keep_masters: trace.recipe.options.compute_dtype.is_some(),
+            by_buffer: trace.recipe.updates_by_buffer(),
+            caller: trace.caller,
+            bytes: trace.evaluated.bytes,
+        }
+    }
 }
 
 /// MLX's default device, as it evaluates the parts of an engine's steps.
@@ -86,7 +101,7 @@ impl Evaluate for OnDevice<'_> {
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
         let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);
-        let mut tried = evaluate(work.outputs.before_update(), self.owner);
+        let mut tried = evaluate_one_by_one(work.outputs.before_update(), self.owner);
         if tried.is_ok() {
             let update = trial(&work.outputs, &inputs).map_err(Error::FirstEvaluation)?;
             let update: Vec<Array> = update.into_iter().cloned().collect();
@@ -100,7 +115,7 @@ impl Evaluate for OnDevice<'_> {
                 work.outputs.gradients.clear(); // nobody asks which of them is no number
             }
             let mut portions = update.chunks(if work.by_buffer { 1 } else { usize::MAX });
-            tried = portions.try_for_each(|portion| evaluate(portion, self.owner));
+            tried = portions.try_for_each(|portion| evaluate_one_by_one(portion, self.owner));
         }
         tried.map_err(Error::FirstEvaluation)
     }
@@ -139,7 +154,7 @@ impl Engine {
         owner: &mut dyn Owner,
         work: impl FnOnce(&mut Schedule<Array>, &mut OnDevice<'_>) -> Result<T>,
     ) -> Result<T> {
-        let mut schedule = std::mem::replace(&mut self.schedule, Schedule::new());
+        let mut schedule = std::mem::replace(&mut self.schedule, Schedule::new(true));
         let engine = &mut *self;
         let outcome = work(&mut schedule, &mut OnDevice { engine, owner });
         self.schedule = schedule;
@@ -181,22 +196,22 @@ impl Engine {
         let started = Instant::now();
         let mut sent = Ok(());
         owner.unlocked(&mut || {
-            let _limited = match way {
-                HandOver::First(_) if !join::is_cuda() => {
-                    let mut buffers = in_turn(&self.fresh, by_buffer).into_iter();
-                    sent = buffers.try_for_each(|array| eval([array]));
-                    None
-                }
-                HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit),
-            };
-            if sent.is_err() {
-                return;
-            }
             let state = changed.iter().map(|&index| &self.state[index]);
             let portions = work
                 .outputs
                 .portions(&self.fresh, state.chain(done), by_buffer);
-            sent = work.caller.evaluate(work.bytes, || hand_over(&portions));
+            sent = match way {
+                HandOver::First(_) if !join::is_cuda() => {
+                    let mut buffers = in_turn(&self.fresh, by_buffer).into_iter();
+                    buffers
+                        .try_for_each(|array| array::eval_one_by_one([array]))
+                        .and_then(|()| array::eval_one_by_one(portions.into_iter().flatten()))
+                }
+                HandOver::First(limit) | HandOver::Whole(limit) => {
+                    let _limited = MemoryLimit::to(limit);
+                    work.caller.evaluate(work.bytes, || hand_over(&portions))
+                }
+            };
         });
         self.show()?;
         self.seconds.evaluate += started.elapsed().as_secs_f64();
@@ -283,11 +298,23 @@ pub(super) fn evaluate<'a>(
     arrays: impl IntoIterator<Item = &'a Array>,
     owner: &mut dyn Owner,
 ) -> MlxResult<()> {
-    let mut arrays = Some(arrays.into_iter());
+    unlocked(owner, || eval(arrays))
+}
+
+// while it is not known whether it succeeds: on a CPU it takes no memory ahead of the worker
+fn evaluate_one_by_one<'a>(
+    arrays: impl IntoIterator<Item = &'a Array>,
+    owner: &mut dyn Owner,
+) -> MlxResult<()> {
+    unlocked(owner, || array::eval_one_by_one(arrays))
+}
+
+fn unlocked(owner: &mut dyn Owner, work: impl FnOnce() -> MlxResult<()>) -> MlxResult<()> {
+    let mut work = Some(work);
     let mut result = Ok(());
     owner.unlocked(&mut || {
-        if let Some(arrays) = arrays.take() {
-            result = eval(arrays);
+        if let Some(work) = work.take() {
+            result = work();
         }
     });
     result

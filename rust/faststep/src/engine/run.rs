@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    evaluation::Evaluated,
+    evaluation::{Evaluate, Evaluated},
     layout::aux_state::Open,
     mlx::{array, fuse, graph::Graph, kernels},
     trace::{Call, CallTraces, Inputs, Options, Outputs, Part, Recipe, Task, Trace},
@@ -69,7 +69,7 @@ impl Engine {
         let options = trace.recipe.options;
         self.schedule.allow(options.in_flight);
         let before = match &mut update {
-            Some(update) => self.pretrace_update(update)?,
+            Some(update) => self.prepare(update, owner)?,
             None => None,
         };
         let adds = trace.recipe.part == Part::Batch;
@@ -136,17 +136,14 @@ impl Engine {
         Ok(outputs)
     }
 
-    // Trace the update before the batch runs, so that an untraceable update loses no batch. Returns a copy of the window for an
-    // update whose evaluation may still fail.
-    fn pretrace_update(&mut self, update: &mut Trace) -> Result<Option<Vec<Array>>> {
-        if update.evaluated.warm && !update.is_eager() {
-            return Ok(None);
-        }
+    // Try the update out before the batch runs, by the sums that there are, so that one that fails loses no batch. Returns a copy
+    // of the window for an update that cannot be known to succeed.
+    fn prepare(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Option<Vec<Array>>> {
         if !update.is_eager() {
-            let inputs = self.take(Call::default());
-            let traced = update.call(&inputs);
-            self.put_back(inputs);
-            traced?;
+            if !update.evaluated.tried {
+                self.try_out(update, owner)?;
+            }
+            return Ok(None);
         }
         let window = self
             .places
@@ -184,6 +181,7 @@ impl Engine {
         self.clock.enter(Stage::Evaluation);
         self.scheduled(owner, |schedule, device| {
             let mut known = Evaluated {
+                tried: true,
                 warm: true,
                 bytes: Some(0), // its memory is in use already
             };
@@ -218,15 +216,7 @@ impl Engine {
         self.seconds.build += started.elapsed().as_secs_f64();
         self.enter_evaluation(trace, &inputs, &outputs, owner);
         let updates = !outputs.parameters.is_empty();
-        let mut work = Work {
-            inputs: Some(inputs),
-            outputs,
-            keep_gradients: trace.recipe.options.raises(),
-            keep_masters: trace.recipe.options.compute_dtype.is_some(),
-            by_buffer: trace.recipe.updates_by_buffer(),
-            caller: trace.caller,
-            bytes: trace.evaluated.bytes,
-        };
+        let mut work = Work::new(trace, inputs, outputs);
         let evaluated = &mut trace.evaluated;
         let done = self.scheduled(owner, |schedule, device| {
             schedule.evaluate(device, &mut work, evaluated, updates)
@@ -240,6 +230,27 @@ impl Engine {
             self.capture(trace, rehearsal, &work.outputs, owner)?;
         }
         Ok((work.outputs, updates))
+    }
+
+    // nothing changes
+    fn try_out(&mut self, trace: &mut Trace, owner: &mut dyn Owner) -> Result<()> {
+        self.clock.enter(Stage::Trace);
+        let inputs = self.take(Call::default());
+        let outputs = match build(trace, &inputs) {
+            Ok(outputs) => outputs,
+            Err(error) => {
+                self.put_back(inputs);
+                return Err(error);
+            }
+        };
+        self.enter_evaluation(trace, &inputs, &outputs, owner);
+        let mut work = Work::new(trace, inputs, outputs);
+        let tried = self.scheduled(owner, |_, device| device.try_out(&mut work));
+        if let Some(inputs) = work.inputs {
+            self.put_back(inputs);
+        }
+        trace.evaluated.tried = tried.is_ok();
+        tried
     }
 
     fn enter_evaluation(

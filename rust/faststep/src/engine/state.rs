@@ -56,7 +56,7 @@ impl Engine {
             reading: None,
             seen: Seen::default(),
             fresh: Vec::new(),
-            schedule: Schedule::new(),
+            schedule: Schedule::new(false),
             captures: Vec::new(),
             resident: None,
             residents: 0,

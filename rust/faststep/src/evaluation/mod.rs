@@ -11,7 +11,9 @@ pub(crate) use schedule::Schedule;
 /// Facts about a part of a step from its earlier evaluations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Evaluated {
-    /// True if it has been tried out: kernels are compiled, and shapes are known to fit.
+    /// True if it has been tried out, on values of before.
+    pub tried: bool,
+    /// True if it has been evaluated: kernels are compiled, and shapes are known to fit.
     pub warm: bool,
     /// The most memory that it took alone, in bytes, once that has been measured.
     pub bytes: Option<usize>,
@@ -20,8 +22,8 @@ pub(crate) struct Evaluated {
 /// The way in which a part is handed over.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum HandOver {
-    /// The first time, on a CPU the update buffer by buffer: the state of one is made when the gradient of the one before is
-    /// gone. Elsewhere as below.
+    /// The first time, and until parameters have been updated, on a CPU one operation after another and the update buffer by
+    /// buffer: the state of one is made when the gradient of the one before is gone. Elsewhere as below.
     First(Option<usize>),
     /// All at once, at this limit of the memory in use.
     Whole(Option<usize>),

@@ -18,17 +18,19 @@ pub(crate) struct Schedule<T> {
     most: usize,     // so many are under way at once
     last: Option<T>, // of the step that is being made
     pending: usize,  // the bytes of that step, as far as they are known
+    updated: bool,   // parameters have been updated
 }
 
 impl<T> Schedule<T> {
-    /// Nothing is under way.
-    pub fn new() -> Self {
+    /// Nothing is under way; `updated`: parameters have been updated before.
+    pub fn new(updated: bool) -> Self {
         Self {
             flights: VecDeque::new(),
             budget: MemoryBudget::new(),
             most: 0,
             last: None,
             pending: 0,
+            updated,
         }
     }
 
@@ -53,21 +55,24 @@ impl<T> Schedule<T> {
         evaluated: &mut Evaluated,
         updates: bool,
     ) -> Result<(), E::Error> {
-        let measured = evaluated.warm && evaluated.bytes.is_none();
+        let measured = evaluated.warm && self.updated && evaluated.bytes.is_none();
         if updates {
             evaluator.release(work)?;
         }
         let first = !evaluated.warm;
         if first {
-            evaluator.try_out(work)?;
-            evaluated.warm = true;
+            if !evaluated.tried {
+                evaluator.try_out(work)?;
+            }
+            (evaluated.tried, evaluated.warm) = (true, true);
         }
         let limit = self.make_room(evaluator, evaluated.bytes)?;
-        let way = if first {
+        let way = if first || !self.updated {
             HandOver::First(limit)
         } else {
             HandOver::Whole(limit)
         };
+        self.updated |= updates;
         let before = measured.then(|| evaluator.active());
         match evaluator.submit(work, way) {
             Ok(ticket) => self.last = ticket,

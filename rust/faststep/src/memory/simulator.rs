@@ -130,17 +130,37 @@ impl Simulator {
         Ok(())
     }
 
+    /// The same, on a CPU each operation when the one before is done.
+    ///
+    /// # Errors
+    /// When a primitive refuses its inputs.
+    pub fn eval_one_by_one(&mut self, arrays: &[&Array]) -> Result<usize> {
+        let done = self.evaluate(arrays, true)?;
+        self.wait(done);
+        Ok(done)
+    }
+
     /// `async_eval` the arrays; gives what to wait for.
     ///
     /// # Errors
     /// When a primitive refuses its inputs.
     pub fn async_eval(&mut self, arrays: &[&Array]) -> Result<usize> {
+        self.evaluate(arrays, false)
+    }
+
+    fn evaluate(&mut self, arrays: &[&Array], one_by_one: bool) -> Result<usize> {
         let all = handles(arrays.iter().copied());
         let mut done = 0;
         // SAFETY: as in `begin`; one number is written.
-        let code =
-            unsafe { faststep_simulator_evaluate(self.0, all.as_ptr(), all.len(), &raw mut done) };
-        check(code)?;
+        check(unsafe {
+            faststep_simulator_evaluate(
+                self.0,
+                all.as_ptr(),
+                all.len(),
+                one_by_one.into(),
+                &raw mut done,
+            )
+        })?;
         Ok(done)
     }
 

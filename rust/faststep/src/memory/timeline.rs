@@ -124,25 +124,24 @@ impl<'a> Evaluate for Simulated<'a> {
 
     fn try_out(&mut self, part: &mut PlannedPart<'a>) -> Result<()> {
         let before: Vec<&Array> = part.outputs.before_update().collect();
-        self.simulator.eval(&before)?;
+        self.simulator.eval_one_by_one(&before)?;
         self.release_gradients(part)?;
         self.tried = true;
         let update = trial(part.outputs, self.plan.inputs)?;
         let mut portions = update.chunks(if part.by_buffer { 1 } else { usize::MAX });
-        portions.try_for_each(|portion| self.simulator.eval(portion))
+        portions.try_for_each(|portion| self.simulator.eval_one_by_one(portion).map(drop))
     }
 
     fn submit(&mut self, part: &mut PlannedPart<'a>, way: HandOver) -> Result<Option<usize>> {
         self.let_go(part)?;
-        match way {
-            HandOver::First(_) if !join::is_cuda() => {
-                self.simulator.limit(None);
-                for array in in_turn(&part.outputs.parameters, part.by_buffer) {
-                    self.simulator.eval(&[array])?;
-                }
+        let one_by_one = matches!(way, HandOver::First(_)) && !join::is_cuda();
+        if one_by_one {
+            for array in in_turn(&part.outputs.parameters, part.by_buffer) {
+                self.simulator.eval_one_by_one(&[array])?;
             }
-            HandOver::First(limit) | HandOver::Whole(limit) => self.simulator.limit(limit),
         }
+        let (HandOver::First(limit) | HandOver::Whole(limit)) = way;
+        self.simulator.limit(limit);
         let state = part.outputs.state.iter().map(|(_, array)| array);
         let portions = (part.outputs).portions(&part.outputs.parameters, state, part.by_buffer);
         let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
@@ -152,7 +151,11 @@ impl<'a> Evaluate for Simulated<'a> {
             if self.tried || !part.keep_gradients {
                 asked.retain(|array| !gradients.contains(&array::id(array)));
             }
-            done = self.simulator.async_eval(&asked)?;
+            done = if one_by_one {
+                self.simulator.eval_one_by_one(&asked)?
+            } else {
+                self.simulator.async_eval(&asked)?
+            };
         }
         (self.submitted, self.tried) = (Some(done), false);
         self.look();
@@ -173,7 +176,8 @@ impl<'a> Timeline<'a> {
     /// # Errors
     /// When there is no memory.
     pub fn new(plan: &'a PlanInputs<'a>, device: &Device) -> Result<Self> {
-        let mut schedule = Schedule::new();
+        let updated = plan.parts.last().is_some_and(|part| part.evaluated.warm);
+        let mut schedule = Schedule::new(updated);
         schedule.allow(plan.in_flight);
         Ok(Self {
             simulated: Simulated {
@@ -270,10 +274,15 @@ impl<'a> Timeline<'a> {
         let last = plan.parts.len() - 1;
         for call in (0..plan.calls.min(MOST_CALLS)).rev() {
             let updates = call == 0 && last > 0;
-            if updates && (!self.evaluated[last].warm || plan.parts[last].eager) {
+            if updates && plan.parts[last].eager {
                 // kept for an update that may fail
                 let simulator = &mut self.simulated.simulator;
                 simulator.keep(Slot::Window, plan.window())?;
+            } else if updates && !self.evaluated[last].tried {
+                let mut part = plan.parts[last];
+                self.simulated.begin(&part)?;
+                self.simulated.try_out(&mut part)?;
+                (self.simulated.tried, self.evaluated[last].tried) = (false, true);
             }
             if call == 0 {
                 self.simulated.simulator.record();

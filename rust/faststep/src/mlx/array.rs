@@ -16,9 +16,9 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_sum_rows,
-    faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned,
-    Handles, New,
+    faststep_eval_one_by_one, faststep_is_transforming, faststep_kernels, faststep_merge,
+    faststep_sum_rows, faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle,
+    handles, made, owned, Handles, New,
 };
 use super::{join, kernels};
 
@@ -114,6 +114,16 @@ pub fn is_foreign(array: &Array) -> bool {
 pub fn reads_file(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_reads_file(handle(array)) != 0 }
+}
+
+/// Evaluate arrays, on a CPU each operation when the one before is done: no memory is taken ahead of the worker.
+///
+/// # Errors
+/// Of the evaluation.
+pub(crate) fn eval_one_by_one<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
+    let handles = handles(arrays);
+    // SAFETY: as in `id`; handles and length are those of one list.
+    check(unsafe { faststep_eval_one_by_one(handles.as_ptr(), handles.len()) })
 }
 
 /// Mark the arrays after an error of the device, so that reading them computes what can be computed and never blocks.

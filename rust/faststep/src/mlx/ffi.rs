@@ -162,7 +162,9 @@ extern "C" {
     pub(crate) fn faststep_array_is_zero(array: Handle) -> c_int;
     pub(crate) fn faststep_arrays_ranks(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_arrays_recover(arrays: Handles, count: usize);
+    pub(crate) fn faststep_eval_one_by_one(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_synchronize() -> c_int;
+    pub(crate) fn faststep_synchronize_cpu() -> c_int;
     pub(crate) fn faststep_array_view(
         flat: Handle,
         shape: *const c_int,
@@ -370,6 +372,7 @@ extern "C" {
         simulator: *mut c_void,
         arrays: Handles,
         count: usize,
+        one_by_one: c_int,
         until: *mut usize,
     ) -> c_int;
     pub(crate) fn faststep_simulator_carry(

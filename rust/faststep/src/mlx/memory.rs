@@ -3,7 +3,7 @@
 
 use mlx_rs::memory::{active_memory, memory_limit, peak_memory, set_memory_limit};
 
-use super::ffi::{check, faststep_synchronize};
+use super::ffi::{check, faststep_synchronize, faststep_synchronize_cpu, is_done};
 
 /// The bytes in use; none where MLX does not say, which is no reason to leave a step half done.
 pub(crate) fn active() -> usize {
@@ -56,10 +56,16 @@ pub(crate) struct MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// None where there is no limit to set.
+    /// None where there is no limit to set. On a CPU all that is under way is waited for in its place: at its limit MLX waits for as
+    /// many tasks as it has counted, and those that an error has kept it from handing over are counted for good.
     pub fn to(limit: Option<usize>) -> Option<Self> {
         let now = memory_limit().ok()?;
         let limit = limit.filter(|&limit| limit < now)?;
+        // SAFETY: takes nothing; MLX lets any thread wait.
+        let waited = is_done(unsafe { faststep_synchronize_cpu() });
+        if waited.unwrap_or(true) {
+            return None;
+        }
         let before = set_memory_limit(limit).ok()?;
         Some(Self { limit, before })
     }

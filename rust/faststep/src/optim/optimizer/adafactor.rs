@@ -33,9 +33,20 @@ pub struct Adafactor {
     pub has_rate: bool,
 }
 
+/// Squares of so many bytes are paced: smaller ones take less memory than that is worth.
+const SQUARES: usize = 512 << 10;
+
+// squares that nothing but sums reads
+fn stored(squares: Array) -> Result<Array> {
+    if squares.nbytes() < SQUARES {
+        return Ok(squares);
+    }
+    paced(&squares)
+}
+
 // root mean square of the whole array, or of each slice along the first axis if stacked
 fn root_mean_square(array: &Array, stacked: bool) -> Result<Array> {
-    let squared = array.square()?;
+    let squared = stored(array.square()?)?;
     if stacked {
         let axes: Vec<i32> = (1..).take(array.ndim() - 1).collect();
         return squared.mean_axes(&axes, true)?.sqrt();
@@ -172,6 +183,7 @@ impl Adafactor {
         };
         match old {
             [rows, columns] => {
+                let squared = stored(squared)?;
                 let rows = average(rows, squared.mean_axis(-1, None)?)?;
                 let columns = average(columns, squared.mean_axis(-2, None)?)?;
                 let row = rows.divide(rows.mean_axis(-1, true)?)?.rsqrt()?;

@@ -106,10 +106,10 @@ impl Muon {
             }
         };
         let mut x = turn(matrix)?;
-        x = x.divide(norm(&x)?.add(given.number(EPS))?)?;
+        x = paced(&x.divide(norm(&x)?.add(given.number(EPS))?)?)?;
         for _ in 0..self.ns_steps {
             let product = paced(&x.matmul(x.swap_axes(-1, -2)?)?)?;
-            let both = addmm(b.multiply(&product)?, &product, &product, c, 1.0)?;
+            let both = paced(&addmm(b.multiply(&product)?, &product, &product, c, 1.0)?)?;
             x = paced(&addmm(a.multiply(&x)?, both, &x, 1.0, 1.0)?)?;
         }
         turn(&x)
