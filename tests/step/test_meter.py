@@ -116,6 +116,27 @@ def test_parameters_without_a_gradient_are_named(options: dict[str, Any]) -> Non
     assert told(Step(model, optim.AdamW(1e-3), lambda model, x: model(x)), [(mx.ones((40,)),)]) == []
 
 
+class Codebook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.codes = nn.Linear(4, 2), nn.Embedding(3, 2)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        z = self.encode(x)
+        nearest = mx.argmin(mx.square(z[:, None] - self.codes.weight).sum(-1), axis=1)
+        mean = mx.stop_gradient(z).mean(axis=0)
+        self.codes.weight = mx.stop_gradient(0.9 * self.codes.weight + 0.1 * mean)
+        return mx.square(z - mx.stop_gradient(self.codes(nearest))).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": False}])
+def test_a_codebook_that_the_loss_sets_itself_needs_no_gradient(options: dict[str, Any]) -> None:
+    step = Step(Codebook(), optim.Adam(1e-3), lambda model, x: model(x), **options)
+    before = step.model.codes.weight
+    assert told(step, [(mx.random.normal((8, 4)),)], 200) == []
+    assert not mx.array_equal(step.model.codes.weight, before)
+
+
 def test_a_layer_that_stands_in_the_model_twice_has_its_gradient_in_the_last_place() -> None:
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, layer)

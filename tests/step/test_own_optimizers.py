@@ -54,6 +54,20 @@ class Late(Own):
         return 0.9 * moved + 0.1 * state["first"]
 
 
+class Begun(Own):
+    """Begins with the values that `init_single` is given, which `apply_gradients` calls with the first gradients."""
+
+    def init_single(self, parameter: mx.array, state: State) -> None:
+        """Start with a copy."""
+        state["average"], state["square"] = mx.array(parameter), parameter.square()
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+        """Average gradients."""
+        state["average"] = 0.9 * state["average"] + 0.1 * gradient
+        state["square"] = 0.9 * state["square"] + 0.1 * gradient.square()
+        return super().apply_single(state["average"] / (state["square"].sqrt() + 1e-3), parameter, state)
+
+
 class Counting(Own):
     """Counts its updates in a number of each parameter (Shampoo, QHAdam)."""
 
@@ -173,7 +187,7 @@ def several() -> optim.Optimizer:
 
 KEEPING = {"averaging": Averaging, "wrapped": Wrapped, "several": several}
 PLAIN = {"counting": Counting, "attribute": Attribute, "containers": Containers}
-TRACED = {"late": Late, "lists": Lists, "noisy": Noisy, "pulled": pulled, "replaced": replaced}
+TRACED = {"late": Late, "begun": Begun, "lists": Lists, "noisy": Noisy, "pulled": pulled, "replaced": replaced}
 Make = Callable[[], optim.Optimizer]
 
 

@@ -4,6 +4,7 @@
 //! is not what the last step left is taken over. Uses `optimizer`, `tree` and `mlx`.
 mod adopt;
 mod detect;
+mod first_state;
 mod kept;
 mod lazy;
 pub mod moments;

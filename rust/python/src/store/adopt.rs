@@ -8,7 +8,7 @@ use faststep::{
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
-use super::{class_name, native::Native, ModelSignature, Store};
+use super::{class_name, first_state::depends_on_values, native::Native, ModelSignature, Store};
 use crate::{
     mlx::{
         bridge,
@@ -64,7 +64,9 @@ impl Store {
         } else {
             trainable
         };
-        optimizer.call_method1(intern!(py, "init"), (&trainable,))?;
+        if !depends_on_values(optimizer, &trainable)? {
+            optimizer.call_method1(intern!(py, "init"), (&trainable,))?;
+        }
         let parameters = signature
             .parameters
             .iter()

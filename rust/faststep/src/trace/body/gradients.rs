@@ -94,9 +94,11 @@ impl Body<'_> {
         self.decides_for_all(&values, &gradients)?;
         let idle = gradients.iter().enumerate();
         let idle = idle.filter(|(_, gradient)| array::is_zero(gradient));
-        let idle = idle.map(|(tensor, _)| tensor).collect();
+        let idle: Vec<_> = idle.map(|(tensor, _)| tensor).collect();
         let mut made = counts.into_inner().split(values, gradients, left)?;
-        made.outputs.idle = idle;
+        // what the loss sets itself is trained without a gradient: a codebook of moving averages
+        let set = |tensor: &usize| made.rebound.iter().any(|(rebound, _)| rebound == tensor);
+        made.outputs.idle = idle.into_iter().filter(|tensor| !set(tensor)).collect();
         Ok(made)
     }
 
