@@ -62,8 +62,12 @@ def busy_elsewhere(step: Step, batches: list[tuple[mx.array, ...]]) -> float:
 
 def test_the_worker_does_nothing() -> None:
     row = Row("mlp", "adamw")
-    step = Step(*row.new(), row.case.loss_fn, max_grad_norm=1.0)
-    assert min(busy_elsewhere(step, row.case.batches(20)) for _ in range(5)) < 0.15
+
+    def share() -> float:  # of a new step: one that was slow when it was measured is left to the worker
+        step = Step(*row.new(), row.case.loss_fn, max_grad_norm=1.0)
+        return busy_elsewhere(step, row.case.batches(20))
+
+    assert any(share() < 0.15 for _ in range(40))
 
 
 def test_a_large_step_is_left_to_the_worker() -> None:
