@@ -139,6 +139,8 @@ def build(python: Path, mlx: Path) -> Path:
         command += ["-Z", "build-std=std,panic_abort"]
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYO3_PYTHON", "VIRTUAL_ENV")}
     run(command, env=inherited | variables)
+    for empty in (ROOT / "rust").glob("*/a.o"):  # left behind by zig
+        empty.unlink()
     (wheel,) = (WORK / "wheels").glob("*.whl")
     return wheel
 
