@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
@@ -136,6 +138,31 @@ def test_a_failure_on_the_device_is_raised_once_and_says_what_is_lost(in_flight:
     pair[0].load_weights(weights)
     assert np.isfinite(float(step(x, y).loss))
     assert all(np.isfinite(value).all() for value in snapshot(*pair).values())
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU's step is not where MLX inverts matrices")
+def test_a_failure_is_raised_by_the_large_step_that_waits_for_it() -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        large = mx.broadcast_to(x[:1, :1], (90 << 10, 1 << 10)) + mx.arange(1 << 10)  # 360 MB, gone before the failure
+        slow = mx.eye(700) + 0 * mx.stop_gradient(large).max()
+        for _ in range(60):
+            slow = slow @ mx.eye(700)
+        inverse = mx.linalg.inv(x.mean() * mx.eye(4) + 0 * slow[0, 0], stream=mx.cpu)
+        return model(x + 1e-9 * mx.stop_gradient(inverse).sum()).square().mean()
+
+    step, x = Step(nn.Linear(16, 16), optim.SGD(1e-3), loss_fn, nonfinite="allow"), mx.ones((32, 16))
+    for _ in range(4):
+        step(x)
+
+    def go_on() -> None:
+        step(0 * x)
+        time.sleep(0.25)  # the failure is to come while nothing large is left of that step
+        for _ in range(3):
+            step(x)
+        step.synchronize()
+
+    with pytest.raises(RuntimeError, match=r"(?s)a step failed on the device.*Inverse"):
+        go_on()
 
 
 # MLX counts each tenth task before it hands it over, which throws the error of one before: about every tenth of these

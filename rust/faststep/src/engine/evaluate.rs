@@ -207,10 +207,8 @@ impl Engine {
                         .try_for_each(|array| array::eval_one_by_one([array]))
                         .and_then(|()| array::eval_one_by_one(portions.into_iter().flatten()))
                 }
-                HandOver::First(limit) | HandOver::Whole(limit) => {
-                    let _limited = MemoryLimit::to(limit);
-                    work.caller.evaluate(work.bytes, || hand_over(&portions))
-                }
+                HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit)
+                    .and_then(|_limited| work.caller.evaluate(work.bytes, || hand_over(&portions))),
             };
         });
         self.show()?;

@@ -1,7 +1,10 @@
 //! Memory in use and held for reuse, by MLX and by the C library.
 #![allow(unsafe_code)]
 
-use mlx_rs::memory::{active_memory, memory_limit, peak_memory, set_memory_limit};
+use mlx_rs::{
+    error::Result,
+    memory::{active_memory, memory_limit, peak_memory, set_memory_limit},
+};
 
 use super::ffi::{check, faststep_synchronize, faststep_synchronize_cpu, is_done};
 
@@ -58,16 +61,22 @@ pub(crate) struct MemoryLimit {
 impl MemoryLimit {
     /// None where there is no limit to set. On a CPU all that is under way is waited for in its place: at its limit MLX waits for as
     /// many tasks as it has counted, and those that an error has kept it from handing over are counted for good.
-    pub fn to(limit: Option<usize>) -> Option<Self> {
-        let now = memory_limit().ok()?;
-        let limit = limit.filter(|&limit| limit < now)?;
+    ///
+    /// # Errors
+    /// Of what is waited for: MLX tells each one once.
+    pub fn to(limit: Option<usize>) -> Result<Option<Self>> {
+        let Ok(now) = memory_limit() else {
+            return Ok(None);
+        };
+        let Some(limit) = limit.filter(|&limit| limit < now) else {
+            return Ok(None);
+        };
         // SAFETY: takes nothing; MLX lets any thread wait.
-        let waited = is_done(unsafe { faststep_synchronize_cpu() });
-        if waited.unwrap_or(true) {
-            return None;
+        if is_done(unsafe { faststep_synchronize_cpu() })? {
+            return Ok(None);
         }
-        let before = set_memory_limit(limit).ok()?;
-        Some(Self { limit, before })
+        let before = set_memory_limit(limit).ok();
+        Ok(before.map(|before| Self { limit, before }))
     }
 }
 
