@@ -165,6 +165,30 @@ def test_a_failure_is_raised_by_the_large_step_that_waits_for_it() -> None:
         go_on()
 
 
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a GPU's stream is not that of the failure")
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 70)])
+def test_a_failure_beside_the_step_is_raised_by_it(accumulate: int, steps: int) -> None:
+    mx.random.seed(0)
+    pair = nn.Linear(512, 512), optim.SGD(1e-3)
+    step, x = Step(*pair, lambda model, x: model(x).square().mean(), accumulate=accumulate), mx.ones((8, 512))
+    for _ in range(steps):
+        step(x)
+    step.synchronize()
+    before = snapshot(*pair)
+
+    slow = mx.eye(700)
+    for _ in range(40):
+        slow = slow @ mx.eye(700)
+    inverse = mx.linalg.inv(0 * slow[:4, :4])
+    mx.async_eval(inverse)
+    with pytest.raises((RuntimeError, ValueError), match="Inverse") as raised:
+        mx.eval(step(x + inverse.sum()).loss)
+    if "beside the step" in str(raised.value):
+        assert_close(snapshot(*pair), before, 0)
+    losses = [step(x).loss.item() for _ in range(3)]
+    assert np.isfinite(losses).all()
+
+
 # MLX counts each tenth task before it hands it over, which throws the error of one before: about every tenth of these
 # failures leaves it counting one that nobody will ever do. It waits for that one at its memory limit.
 COUNTED = """

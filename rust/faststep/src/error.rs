@@ -26,6 +26,14 @@ pub enum Error {
     )]
     Device(Exception),
 
+    /// An evaluation that is not the step's failed while the step waited for the device: of this step nothing has been done, and
+    /// the arrays of that evaluation hold no values, though MLX raises nothing where they are read.
+    #[error(
+        "an evaluation beside the step, one that `async_eval` began, failed on the device: {}. What it was to compute has no \
+         values: compute it again. This step has not been taken, and nothing of the model and the optimizer has changed", .0.what()
+    )]
+    Beside(Exception),
+
     /// A step found no memory: what it computes waits, and the next call completes it.
     #[error(
         "a step found no memory: {}. Nothing is lost: free memory, and the next call completes the step first", .0.what()

@@ -90,8 +90,8 @@ impl Evaluate for OnDevice<'_> {
         outcome.map_err(|error| self.engine.lost(error, self.owner))
     }
 
-    fn synchronize(&mut self) {
-        self.owner.unlocked(&mut memory::synchronize);
+    fn synchronize(&mut self) -> Result<()> {
+        synchronize(self.owner).map_err(Error::Beside)
     }
 
     fn release(&mut self, _: &Work) -> Result<()> {
@@ -297,6 +297,14 @@ pub(super) fn evaluate<'a>(
     owner: &mut dyn Owner,
 ) -> MlxResult<()> {
     unlocked(owner, || eval(arrays))
+}
+
+/// Wait until the device has nothing to do.
+///
+/// # Errors
+/// Of anything that was under way.
+pub(super) fn synchronize(owner: &mut dyn Owner) -> MlxResult<()> {
+    unlocked(owner, memory::synchronize)
 }
 
 // while it is not known whether it succeeds: on a CPU it takes no memory ahead of the worker

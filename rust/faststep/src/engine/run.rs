@@ -36,7 +36,8 @@ impl Engine {
     /// `name`: that of a tensor, for an error.
     ///
     /// # Errors
-    /// [`Error::Trace`], [`Error::Compile`], [`Error::FirstEvaluation`] and [`Error::Nonfinite`] leave everything as it was.
+    /// [`Error::Trace`], [`Error::Compile`], [`Error::FirstEvaluation`], [`Error::Beside`] and [`Error::Nonfinite`] leave everything
+    /// as it was.
     pub fn call(
         &mut self,
         task: Task,
@@ -92,11 +93,8 @@ impl Engine {
             Some(trace) if approved => match self.update(trace, owner) {
                 Ok(update) => Some(update),
                 Err(error) => {
-                    if let (Some(sums), Some(first)) = (before, self.places.window) {
-                        self.state.splice(first..first + sums.len(), sums);
-                    }
                     self.window = window;
-                    return Err(error);
+                    return Err(self.without_update(error, before, owner));
                 }
             },
             _ => None,
@@ -122,6 +120,23 @@ impl Engine {
             update: None,
             seconds: self.seconds,
         })
+    }
+
+    // the update has failed, the batch before it has not: with a copy of the sums that it was added to nothing has changed
+    fn without_update(
+        &mut self,
+        error: Error,
+        before: Option<Vec<Array>>,
+        owner: &mut dyn Owner,
+    ) -> Error {
+        match (error, before, self.places.window) {
+            (error, Some(sums), Some(first)) => {
+                self.state.splice(first..first + sums.len(), sums);
+                error
+            }
+            (Error::Beside(error), ..) => self.lost(error, owner),
+            (error, ..) => error,
+        }
     }
 
     fn begin(&mut self, owner: &mut dyn Owner) -> Result<()> {

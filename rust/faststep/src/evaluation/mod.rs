@@ -48,7 +48,10 @@ pub(crate) trait Evaluate {
     fn wait(&mut self, ticket: &Self::Ticket) -> Result<(), Self::Error>;
 
     /// Wait until there is nothing left to do, and the memory of what is done is free.
-    fn synchronize(&mut self);
+    ///
+    /// # Errors
+    /// Of what was under way beside the parts, which have been waited for.
+    fn synchronize(&mut self) -> Result<(), Self::Error>;
 
     /// Have the user's objects let go of the arrays that this part replaces.
     fn release(&mut self, work: &Self::Work) -> Result<(), Self::Error>;

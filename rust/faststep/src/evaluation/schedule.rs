@@ -64,9 +64,10 @@ impl<T> Schedule<T> {
             if !evaluated.tried {
                 evaluator.try_out(work)?;
             }
-            (evaluated.tried, evaluated.warm) = (true, true);
+            evaluated.tried = true;
         }
         let limit = self.make_room(evaluator, evaluated.bytes)?;
+        evaluated.warm = true;
         let way = if first || !self.updated {
             HandOver::First(limit)
         } else {
@@ -131,7 +132,7 @@ impl<T> Schedule<T> {
         let most = others.fold(self.pending, usize::max);
         if bytes.is_none() || self.budget.is_stale(most, evaluator.active()) {
             self.wait(evaluator, 0)?;
-            evaluator.synchronize();
+            evaluator.synchronize()?;
             self.budget.set_idle(evaluator.active());
         }
         Ok(bytes.and_then(|_| self.budget.hand_over(most)))

@@ -108,10 +108,11 @@ impl<'a> Evaluate for Simulated<'a> {
         Ok(())
     }
 
-    fn synchronize(&mut self) {
+    fn synchronize(&mut self) -> Result<()> {
         if let Some(done) = self.submitted {
             self.simulator.wait(done);
         }
+        Ok(())
     }
 
     fn release(&mut self, _: &PlannedPart<'a>) -> Result<()> {

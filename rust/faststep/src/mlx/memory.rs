@@ -29,10 +29,12 @@ pub(crate) fn free() -> usize {
 }
 
 /// Wait until the device has done all work, and has let go of its memory.
-pub(crate) fn synchronize() {
+///
+/// # Errors
+/// Of anything that was under way: MLX tells each one once, and whoever reads what has failed later gets numbers.
+pub(crate) fn synchronize() -> Result<()> {
     // SAFETY: takes nothing; MLX lets any thread wait.
-    let synchronized = check(unsafe { faststep_synchronize() });
-    drop(synchronized); // the error of an evaluation that is not this crate's: its reader meets it
+    check(unsafe { faststep_synchronize() })
 }
 
 /// Free what MLX's allocator keeps for reuse.

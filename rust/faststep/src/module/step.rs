@@ -145,7 +145,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// With [`Options::accumulate`] above 1 the gradients are added to a window, and the update follows when it is full.
     ///
     /// # Errors
-    /// [`Error::Trace`], [`Error::Untraceable`], [`Error::FirstEvaluation`] and [`Error::Nonfinite`] leave module,
+    /// [`Error::Trace`], [`Error::Untraceable`], [`Error::FirstEvaluation`], [`Error::Beside`] and [`Error::Nonfinite`] leave module,
     /// optimizer and random state as they were; [`Error::Device`] says that they are lost.
     ///
     /// # Panics

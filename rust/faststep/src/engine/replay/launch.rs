@@ -46,8 +46,8 @@ impl Evaluate for OnGraph<'_, '_> {
         self.0.wait(done)
     }
 
-    fn synchronize(&mut self) {
-        self.0.synchronize();
+    fn synchronize(&mut self) -> Result<()> {
+        self.0.synchronize()
     }
 
     fn release(&mut self, _: &Launch) -> Result<()> {

@@ -2,10 +2,13 @@
 use mlx_rs::{error::Result as MlxResult, ops, transforms::eval, Array};
 
 use crate::{
-    engine::{evaluate::evaluate, Engine, Owner},
+    engine::{
+        evaluate::{evaluate, synchronize},
+        Engine, Owner,
+    },
     error::{Error, Result},
     mlx::{
-        array, memory,
+        array,
         replay::{self, ScalarsApart, SharedStream},
     },
 };
@@ -172,8 +175,7 @@ impl Engine {
             let copies = resident.changed(&values)?;
             evaluate(copies.iter().map(|(from, _)| from), owner)?;
             replay::copy(&copies)?;
-            owner.unlocked(&mut memory::synchronize);
-            return Ok(());
+            return synchronize(owner);
         }
         self.give_back();
         let arrays = values.iter().map(copied).collect::<MlxResult<Vec<_>>>()?;

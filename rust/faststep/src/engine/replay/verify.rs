@@ -8,11 +8,14 @@ use mlx_rs::{
 
 use super::{launch::SMALL, resident::copied, Rehearsal};
 use crate::{
-    engine::{evaluate::evaluate, Engine, Owner},
+    engine::{
+        evaluate::{evaluate, synchronize},
+        Engine, Owner,
+    },
     error::{unread, Result},
     layout::precision,
     mlx::{
-        fuse, memory,
+        fuse,
         replay::{is_own, Capture, Computed},
     },
     trace::{Captured, Given, Inputs, Outputs, Trace},
@@ -117,7 +120,7 @@ impl Engine {
 
         let values = self.values();
         let updates = distances(&values, &arrays, owner)?;
-        owner.unlocked(&mut memory::synchronize);
+        synchronize(owner)?;
         let graph = Capture::record(&mut computed)?;
         let results: Vec<Array> = outputs.given_out().cloned().collect();
         graph.launch(&[], &done)?;
