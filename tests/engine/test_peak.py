@@ -73,6 +73,7 @@ MEASURE = """
 """
 SGD = "optim.SGD(1e-2)"
 LOSS = "cross_entropy"
+GPT3_CHECKPOINT = GPT3.replace("))", "), checkpoint=True)")
 GPT4 = "transformer(256, 128, 4, (4, 64))"
 # Model and batch, optimizer, loss, options, and the share of the compiled loop's peak, in the
 # first step and later. Small steps overlap, and hold the activations of two then.
@@ -116,6 +117,10 @@ WINDOWS = {
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", "in_flight=2", 1.02, 1.02),
     "one-linear-adafactor": ("one_linear(1024, 64)", "optim.Adafactor(1e-3)", "squares", "in_flight=2", 1.02, 1.02),
     "one-linear-lion": ("one_linear(1024, 64)", "optim.Lion(1e-4)", "squares", "in_flight=2", 1.02, 1.02),
+    # compiled, the sums and one gradient of a layer are there at once: ours are all gradients, and what is joined in its place
+    "adafactor-checkpoint": (GPT3_CHECKPOINT, "optim.Adafactor(1e-3)", LOSS, "in_flight=2", 1.02, 1.02),
+    "momentum-checkpoint": (GPT3_CHECKPOINT, "optim.SGD(1e-2, momentum=0.9)", LOSS, "in_flight=2", 1.02, 1.02),
+    "convolutions": ("convolutions(16, 16, 32)", ADAMW, LOSS, "in_flight=2", 1.02, 1.02),
 }
 
 

@@ -131,10 +131,10 @@ void Simulator::move(const Op& op) {
 
 void Simulator::evaluate(Op& op, const Node& last) {
   std::string_view name = op.primitive->name();
-  if (name == "Wait") { // cpu/pace.cpp
+  if (name == "Wait" || (name == "Join" && last.face.nbytes() >= join_bytes)) { // cpu/pace.cpp, cpu/join.cpp
     queue_.wait(queue_.finish());
   }
-  if (name == "Pace" || (name == "Join" && last.face.nbytes() >= paced_bytes)) {
+  if (name == "Pace") {
     queue_.wait(std::exchange(paced_, queue_.finish()));
   }
   auto room = rooms_.find(&op);
