@@ -33,15 +33,15 @@ pub struct Adafactor {
     pub has_rate: bool,
 }
 
-/// Arrays of so many bytes are paced: smaller ones take less memory than that is worth.
-const STORED: usize = 512 << 10;
+/// Squares of so many bytes are paced: smaller ones take less memory than that is worth.
+const SQUARES: usize = 512 << 10;
 
-// what is no part of a larger kernel: squares that nothing but sums reads, and gradients
-fn stored(array: Array) -> Result<Array> {
-    if array.nbytes() < STORED {
-        return Ok(array);
+// squares that nothing but sums reads
+fn stored(squares: Array) -> Result<Array> {
+    if squares.nbytes() < SQUARES {
+        return Ok(squares);
     }
-    paced(&array)
+    paced(&squares)
 }
 
 // root mean square of the whole array, or of each slice along the first axis if stacked
@@ -127,9 +127,8 @@ impl Rule for Adafactor {
         let (second, first) = given
             .moments
             .split_at(kept.saturating_sub(usize::from(self.beta_1.is_some())));
-        let gradient = stored(given.gradient.clone())?; // one that is clipped or averaged is made here
-        let (root, mut new) = self.second(given, &gradient, second)?;
-        let update = paced(&root.multiply(gradient)?)?;
+        let (root, mut new) = self.second(given, second)?;
+        let update = paced(&root.multiply(given.gradient)?)?;
         let clip = root_mean_square(&update, given.stacked)?;
         let clip = clip.divide(given.number(self.clip_threshold))?;
         let update = update.divide(ops::maximum(given.number(1.0), clip)?)?;
@@ -172,17 +171,12 @@ impl Adafactor {
 
     // v = b2 v + (1 - b2) (g^2 + eps_1) with b2 = 1 - step^decay_rate: the new ones, and 1 / sqrt(v)
     // of a matrix v is kept as the means of its rows r and columns c, and taken for r c^T / mean(r)
-    fn second(
-        &self,
-        given: &Given,
-        gradient: &Array,
-        old: &[Array],
-    ) -> Result<(Array, Vec<Array>)> {
+    fn second(&self, given: &Given, old: &[Array]) -> Result<(Array, Vec<Array>)> {
         let power = given.step.power(scalar(self.decay_rate, Dtype::Float32))?;
         let power = power.as_dtype(given.gradient.dtype())?;
         let beta = given.number(1.0).subtract(power)?;
         let rest = given.number(1.0).subtract(&beta)?;
-        let squared = gradient.square()?.add(given.number(self.eps.0))?;
+        let squared = given.gradient.square()?.add(given.number(self.eps.0))?;
         let average = |old: &Array, new: Array| -> Result<Array> {
             let new = beta.multiply(old)?.add(rest.multiply(new)?)?;
             given.moment(new, old)
