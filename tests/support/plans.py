@@ -395,6 +395,13 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "mlp-muon-accumulate": ("mlp(256, 1024, 512)", "optim.Muon(1e-3)", "cross_entropy", "accumulate=2"),
     "gpt-3x128-muon": (GPT3, "optim.Muon(1e-3)", "cross_entropy", ""),
     "gpt-3x128-adafactor": (GPT3, "optim.Adafactor(1e-3)", "cross_entropy", "max_grad_norm=1.0"),
+    "gpt-3x128-adafactor-accumulate": (GPT3, "optim.Adafactor(1e-3)", "cross_entropy", "accumulate=2"),
+    "gpt-checkpoint-adafactor-accumulate": (
+        "transformer(256, 128, 3, (2, 32), checkpoint=True)",
+        "optim.Adafactor(1e-3)",
+        "cross_entropy",
+        "accumulate=4",
+    ),
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", ""),
     "one-linear-allow": ("one_linear(1024, 64)", ADAMW, "squares", "nonfinite='allow'"),
     "one-linear-lion": ("one_linear(1024, 64)", "optim.Lion(1e-4)", "squares", "accumulate=2"),

@@ -29,8 +29,8 @@ class Join : public OnCpu {
   using OnCpu::OnCpu;
 
   void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
-    if (out.nbytes() >= faststep::paced_bytes) {
-      faststep::pace(stream());
+    if (out.nbytes() >= faststep::join_bytes) {
+      mx::synchronize(stream());
     }
     out.set_data(mx::allocator::malloc(out.nbytes()));
     auto& encoder = mx::cpu::get_command_encoder(stream());

@@ -16,8 +16,9 @@ inline constexpr size_t wait_bytes = 128 << 10;
 // From so many bytes on, what an update makes of a matrix on its way is paced.
 inline constexpr size_t update_bytes = 256 << 10;
 
-// A join of so many bytes begins when the one before the last is done: what has been joined takes no memory twice.
-inline constexpr size_t paced_bytes = 512 << 10;
+// A join of so many bytes begins when the worker is done with all before: what the gradients were made of is free then. It is about
+// to be waited for anyway, before the update ("Wait").
+inline constexpr size_t join_bytes = 512 << 10;
 
 // Wait until the worker has come to where the calling thread has called this the last time: it always has work.
 void pace(mx::Stream stream);

@@ -4,7 +4,10 @@
 #include <string_view>
 #include <utility>
 
+#include "cpu/gather.hpp"
 #include "cpu/pace.hpp"
+#include "mlx/backend/common/utils.h"
+#include "simulator/rules.hpp"
 #include "simulator/simulator.hpp"
 #include "walk.hpp"
 
@@ -37,6 +40,17 @@ struct Nodes {
   }
 };
 
+// Lay an array out row after row in memory that there is.
+void rows_in(Node& node, Data memory) {
+  const auto& shape = node.face.shape();
+  lay_out(node, std::move(memory), node.face.size(), mx::make_contiguous_strides(shape), rows_of(shape));
+}
+
+Work joined(const Op& op, Data memory) {
+  rows_in(*op.outputs.front(), std::move(memory));
+  return {0, {}};
+}
+
 } // namespace
 
 // List the nodes to compute, last first.
@@ -55,12 +69,20 @@ size_t Simulator::evaluate(const Arrays& arrays, bool one_by_one) {
     ++outputs.back()->refs;
   }
   auto order = tape(outputs);
+  one_by_one = one_by_one && device_.gpu == 0;
+  if (one_by_one) {
+    gather(order);
+  }
   for (auto last = order.rbegin(); last != order.rend(); ++last) {
-    evaluate(*(*last)->op, **last);
-    if (one_by_one && device_.gpu == 0) {
+    auto& op = *(*last)->op;
+    evaluate(op, **last);
+    if (one_by_one) {
       queue_.wait(queue_.finish());
+      move(op);
     }
   }
+  rooms_.clear();
+  parts_.clear();
   std::vector<Data> keeps;
   for (auto* output : outputs) {
     keeps.push_back(output->data);
@@ -73,15 +95,51 @@ size_t Simulator::evaluate(const Arrays& arrays, bool one_by_one) {
   return done;
 }
 
+// The joins of a tape, and their parts.
+void Simulator::gather(const std::vector<Node*>& order) {
+  for (const auto* node : order) {
+    if (is_join(*node->op->primitive)) {
+      rooms_.emplace(node->op, Room{node->face.nbytes(), 0, nullptr, {}});
+      for (const auto* part : node->op->inputs) {
+        parts_.emplace(part, node->op);
+      }
+    }
+  }
+}
+
+// What an operation has computed of a join moves to its place.
+void Simulator::move(const Op& op) {
+  for (auto* out : op.outputs) {
+    auto part = parts_.find(out);
+    if (part == parts_.end() || !out->data) {
+      continue;
+    }
+    auto& room = rooms_.at(part->second);
+    room.ready += out->face.nbytes();
+    room.waiting.push_back(out);
+    if (!has_room(room.ready, room.bytes)) {
+      continue;
+    }
+    if (!room.memory) {
+      room.memory = memory.allocate(room.bytes);
+    }
+    for (auto* waiting : std::exchange(room.waiting, {})) {
+      rows_in(*waiting, room.memory);
+    }
+  }
+}
+
 void Simulator::evaluate(Op& op, const Node& last) {
   std::string_view name = op.primitive->name();
-  if (name == "Wait") { // cpu/pace.cpp
+  if (name == "Wait" || (name == "Join" && last.face.nbytes() >= join_bytes)) { // cpu/pace.cpp, cpu/join.cpp
     queue_.wait(queue_.finish());
   }
-  if (name == "Pace" || (name == "Join" && last.face.nbytes() >= paced_bytes)) {
+  if (name == "Pace") {
     queue_.wait(std::exchange(paced_, queue_.finish()));
   }
-  auto work = run(memory, op);
+  auto room = rooms_.find(&op);
+  bool has_room = room != rooms_.end() && room->second.memory;
+  auto work = has_room ? joined(op, std::move(room->second.memory)) : run(memory, op);
   mark(op, work);
   std::vector<Data> keeps;
   size_t elements = 0;

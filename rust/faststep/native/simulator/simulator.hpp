@@ -86,6 +86,13 @@ struct Op {
   std::optional<Kind> kind; // of the memory that it takes
 };
 
+// Memory of a join to which its parts move as they come (cpu/gather.hpp).
+struct Room {
+  size_t bytes, ready = 0;
+  Data memory;
+  std::vector<Node*> waiting;
+};
+
 // Allocations of one primitive's evaluation beside its outputs.
 struct Work {
   int kernels = 1;
@@ -158,6 +165,8 @@ class Simulator {
   void link(Node& root);
   std::vector<Node*> tape(const std::vector<Node*>& outputs);
   void evaluate(Op& op, const Node& last);
+  void gather(const std::vector<Node*>& order);
+  void move(const Op& op);
   void mark(const Op& op, const Work& work);
   void release(Node& node, int handles);
 
@@ -165,6 +174,8 @@ class Simulator {
   size_t limit_;
   Queue queue_;
   size_t paced_ = 0; // the place of the last `Pace`
+  std::unordered_map<const Op*, Room> rooms_; // of the joins of an evaluation one by one
+  std::unordered_map<const Node*, const Op*> parts_; // and their parts
   std::deque<Node> nodes_;
   std::deque<Op> ops_;
   std::vector<mx::array> sources_; // kept alive: an id is that of another array once the first is gone

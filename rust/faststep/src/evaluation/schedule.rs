@@ -56,10 +56,11 @@ impl<T> Schedule<T> {
         updates: bool,
     ) -> Result<(), E::Error> {
         let measured = evaluated.warm && self.updated && evaluated.bytes.is_none();
-        if updates {
+        let first = !evaluated.warm;
+        if updates || first {
+            // of what takes parameters over, too: the user's objects hold them as they were before they got their layout
             evaluator.release(work)?;
         }
-        let first = !evaluated.warm;
         if first {
             if !evaluated.tried {
                 evaluator.try_out(work)?;

@@ -198,3 +198,44 @@ pub(crate) fn join_on_cuda(parts: &[&Array]) -> Result<(Array, Array)> {
         Ok((owned(flat), owned(squares)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::transforms::eval;
+
+    use super::*;
+    use crate::mlx::array;
+
+    // parts of a join: one that is there, a sum, a transpose, and the sum again, by itself and twice as large
+    fn parts(given: &Array) -> Result<Vec<Array>> {
+        let sum = given.add(given)?;
+        let turned = given.multiply(&sum)?.transpose()?;
+        let more = join(&[&sum, &sum])?;
+        Ok(vec![given.clone(), sum.clone(), turned, sum, more])
+    }
+
+    #[test]
+    fn what_moves_to_its_place_keeps_its_value() -> Result<()> {
+        let given = Array::arange::<_, f32>(None, 12, None)?.reshape(&[3, 4])?;
+        let given = given.matmul(given.transpose()?)?;
+        eval([&given])?;
+        let wanted = parts(&given)?;
+        let wanted = [ops::concatenate(&wanted, 0)?, wanted[1].clone()];
+        eval(&wanted)?;
+        let made = parts(&given)?;
+        let joined = join(&made.iter().collect::<Vec<_>>())?;
+        let doubled = joined.add(&joined)?;
+        let held = made[1].clone();
+        drop(made);
+        array::eval_one_by_one([&joined, &doubled, &held])?;
+        let pairs = [(&joined, &wanted[0]), (&held, &wanted[1])];
+        for (got, wanted) in pairs {
+            assert!(got.eq(wanted)?.all(None)?.item_exact::<bool>());
+        }
+        assert!(doubled
+            .eq(wanted[0].add(&wanted[0])?)?
+            .all(None)?
+            .item_exact::<bool>());
+        Ok(())
+    }
+}

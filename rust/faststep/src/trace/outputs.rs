@@ -190,6 +190,10 @@ impl Outputs {
         let mut before: Vec<_> = self.before_update().collect();
         let (mut lists, mut bytes) = (Vec::new(), 0);
         for buffer in in_turn(buffers, by_buffer) {
+            if by_buffer && bytes > 0 && buffer.nbytes() >= PORTION {
+                bytes = 0; // what the small ones before it take is gone sooner
+                lists.push(std::mem::take(&mut before));
+            }
             before.push(buffer);
             bytes += buffer.nbytes();
             if by_buffer && bytes >= PORTION {
