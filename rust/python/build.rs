@@ -38,7 +38,8 @@ fn main() {
         .include(nanobind.join("ext/robin_map/include"))
         .include(headers)
         .file(nanobind.join("src/nb_combined.cpp"))
-        .file("native/bridge.cpp");
+        .file("native/bridge.cpp")
+        .file("native/glance.cpp");
     if env::var_os("DEBUG").is_some_and(|debug| debug == "true") {
         build.flag("-g1"); // line tables, as in the engine
     }

@@ -59,7 +59,7 @@ def _keys(ordered: Any) -> Any:
     return tuple(map(id, collections.OrderedDict.__iter__(ordered)))
 
 
-def _names(value: Any) -> Any:
+def names_of(value: Any) -> Any:
     """Return the names of an object's attributes in their order."""
     return tuple(attributes(value))
 
@@ -109,7 +109,7 @@ def read_by_names(value: Any, names: set[str]) -> Read | None:
     if is_generator and names & _GENERATORS and position(value) != id(value):
         return position
     has_order = names & {"vars", "__dict__"} and not is_a(value, _KNOWN) and len(attributes(value)) > 1
-    return _names if has_order else None
+    return names_of if has_order else None
 
 
 def slots_of(cls: type) -> frozenset[str]:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import Optimizer
 
+from faststep._step._inside import names_of
 from faststep._step._library import is_library_module
 from faststep._step._switches import switches
 from faststep._step._things import (
@@ -34,7 +35,7 @@ from faststep._step._things import (
 
 # Ways from a parent's object to a node's; reach/node.rs has the same numbers.
 ROOT, ITEM, INDEX, ATTRIBUTE, INSTANCE, CELL, GLOBAL, TYPE, BASE, CLASS, REFERENT, MODULES, CONTEXT, WEAK = range(14)
-HELD, LENGTH, MISSES, READ = range(14, 18)
+HELD, LENGTH, MISSES, READ, NAMES = range(14, 19)
 # Comparisons that it has to pass.
 ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, MODULE = range(10)
 
@@ -127,6 +128,9 @@ class Nodes:
     def add_read(self, parent: int, read: Callable[[Any], Any] | None) -> None:
         """Add what a function reads of an object; None: what that returns when it is called."""
         value = self.objects[parent]
+        if read is names_of:
+            self._put((parent, NAMES, None), VALUE, names_of(value), None)
+            return
         self._put((parent, READ, read), VALUE, value() if read is None else read(value), None)
 
     def open(self, parent: int, how: int, key: Any, value: Any) -> None:

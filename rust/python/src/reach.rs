@@ -7,9 +7,12 @@ mod classes;
 mod contents;
 mod keys;
 mod look;
+mod looked;
 mod node;
+mod put_back;
 mod reached;
 mod read;
+mod replaced;
 mod row;
 mod seen;
 pub mod stop;
@@ -26,7 +29,7 @@ use faststep::engine::{HeldArrays, Tensor};
 
 use classes::Classes;
 use look::Look;
-pub use look::Looked;
+pub use looked::Looked;
 use node::{Met, Node};
 pub use reached::{Reached, Written};
 pub use read::Read;
@@ -234,14 +237,14 @@ impl Reach {
             Option<String>,
         ) = found.extract()?;
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
-        let found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
+        let mut found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
         Ok(Program {
             id: self.made,
             model: Cell::new(if self.known { self.model } else { 0 }),
             classes: Classes::of(&classes)?,
             codes: Some(codes.unbind()),
-            rows: Row::all(&found.nodes, py),
+            rows: Row::number(&mut found.nodes, py),
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),
             values: RefCell::new(Rc::new(found.values)),

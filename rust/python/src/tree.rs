@@ -198,9 +198,9 @@ impl Tree {
 
     /// Return whether `root` is what was checked last and `known` are its arrays, where a glance can tell: most often.
     pub fn is_same(&self, root: &Bound<'_, PyAny>, known: &[usize]) -> bool {
-        let glance = self.glance.borrow();
+        let mut glance = self.glance.borrow_mut();
         glance
-            .as_ref()
+            .as_mut()
             .is_some_and(|glance| glance.meets(root, known))
     }
 
@@ -210,8 +210,8 @@ impl Tree {
         root: &Bound<'py, PyAny>,
         known: &[usize],
     ) -> Option<Vec<Slot<'py>>> {
-        let glance = self.glance.borrow();
-        let objects = glance.as_ref()?.arrays(root, known)?;
+        let mut glance = self.glance.borrow_mut();
+        let objects = glance.as_mut()?.arrays(root, known)?;
         let places = Rc::new(Places::of(root.clone()));
         let slots = objects.enumerate().map(|(number, object)| Slot {
             place: Place::Nth(places.clone(), number),

@@ -23,6 +23,7 @@ extern "C" {
     fn faststep_bridge_wrap(array: *const c_void) -> *mut PyObject;
     fn faststep_bridge_assign(object: *mut PyObject, array: *const c_void);
     fn faststep_array_id(array: *const c_void) -> usize;
+    fn faststep_bridge_version(dict: *mut PyObject) -> usize;
     fn faststep_bridge_list_holds(
         list: *mut PyObject,
         first: usize,
@@ -302,6 +303,13 @@ pub fn walk<'py>(
     found
 }
 
+/// A number for what is in a dict, another one whenever that is changed; none where Python counts that no longer.
+pub fn dict_version(dict: &Bound<'_, PyDict>) -> Option<usize> {
+    // SAFETY: a live dict.
+    let version = unsafe { faststep_bridge_version(dict.as_ptr()) };
+    (version != 0).then_some(version)
+}
+
 /// The addresses of a dict's keys, in their order.
 pub fn keys(dict: &Bound<'_, PyDict>) -> Vec<usize> {
     let mut keys = Vec::with_capacity(dict.len());
@@ -313,9 +321,8 @@ pub fn keys(dict: &Bound<'_, PyDict>) -> Vec<usize> {
 }
 
 /// Return whether a dict has the keys at these addresses, in this order.
-pub fn has_keys(dict: &Bound<'_, PyDict>, keys: &[usize]) -> bool {
-    let mut known = keys.iter();
-    each_key(dict, |key| known.next() == Some(&key)) && known.next().is_none()
+pub fn has_keys(dict: &Bound<'_, PyDict>, mut keys: impl Iterator<Item = usize>) -> bool {
+    each_key(dict, |key| keys.next() == Some(key)) && keys.next().is_none()
 }
 
 // false once `is` is false of the address of a key

@@ -1,24 +1,26 @@
-//! A walk through containers that only compares addresses, in one call of C++ (`native/bridge.cpp`).
+//! A walk through containers that only compares addresses, in one call of C++ (`native/glance.cpp`).
 #![allow(unsafe_code)]
 
 use pyo3::{
     ffi::PyObject,
     prelude::*,
-    types::{PyFrozenSet, PyType, PyWeakrefReference},
+    types::{PySet, PyType, PyWeakrefReference},
 };
 
 extern "C" {
     fn faststep_bridge_glance(
         root: *mut PyObject,
-        expected: *const Expected,
+        expected: *mut usize,
         count: usize,
         ids: *const usize,
         arrays: usize,
         met: *mut *mut PyObject,
     ) -> i32;
+    fn faststep_bridge_place(set: *mut PyObject, string: *mut PyObject) -> usize;
+    fn faststep_bridge_dict_distance(object: *mut PyObject) -> usize;
 }
 
-/// Kind of an object; the C++ has the same numbers.
+/// Kind of an object, in the lowest bits of a word; the C++ has the same numbers.
 #[repr(usize)]
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -26,24 +28,14 @@ enum Kind {
     Value,
     Weak,
     Strings,
-    Key,
     List,
     Tuple,
     Dict,
     Module,
-    Attributes,
 }
 
-/// An object that the walk is to meet; the C++ has the same.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct Expected {
-    kind: Kind,
-    size: usize,   // of a container, or of a set
-    object: usize, // a container, a key, a value, or a weak reference to it
-    class: usize,
-    class_reference: usize, // a weak reference to the class, or 0 where that is held
-}
+// in the lowest bit of a class: a weak reference to it stands behind it
+const REFERRED: usize = 1;
 
 /// Kind of a container.
 #[derive(Clone, Copy, Debug)]
@@ -63,94 +55,96 @@ pub enum Container {
 /// Objects that a walk is to meet, in order. Keys, values and references are held, containers and arrays are not.
 #[derive(Debug, Default)]
 pub struct Glance {
-    expected: Vec<Expected>,
+    words: Vec<usize>,
     held: Vec<Py<PyAny>>,
 }
 
 impl Glance {
-    fn push(&mut self, kind: Kind, object: usize) {
-        self.expected.push(Expected {
-            kind,
-            size: 0,
-            object,
-            class: 0,
-            class_reference: 0,
-        });
+    fn hold(&mut self, object: &Bound<'_, PyAny>) -> usize {
+        self.held.push(object.clone().unbind());
+        object.as_ptr().addr()
     }
 
-    fn hold(&mut self, kind: Kind, object: Bound<'_, PyAny>) {
-        self.push(kind, object.as_ptr().addr());
-        self.held.push(object.unbind());
+    fn push(&mut self, kind: Kind, object: &Bound<'_, PyAny>) {
+        let word = self.hold(object) | kind as usize;
+        self.words.push(word);
     }
 
     /// An array, of the next identity.
     pub fn array(&mut self) {
-        self.push(Kind::Array, 0);
+        self.words.push(Kind::Array as usize);
     }
 
     /// A key, in front of what stands there.
     pub fn key(&mut self, key: &Bound<'_, PyAny>) {
-        self.hold(Kind::Key, key.clone());
+        let word = self.hold(key);
+        self.words.push(word);
     }
 
     /// That very object.
     pub fn value(&mut self, value: &Bound<'_, PyAny>) {
-        self.hold(Kind::Value, value.clone());
+        self.push(Kind::Value, value);
     }
 
     /// What a weak reference refers to.
     pub fn weak(&mut self, reference: &Bound<'_, PyWeakrefReference>) {
-        self.hold(Kind::Weak, reference.clone().into_any());
+        self.push(Kind::Weak, reference);
     }
 
     /// A set of strings.
-    pub fn strings(&mut self, set: &Bound<'_, PyFrozenSet>) {
-        self.push(Kind::Strings, 0);
-        if let Some(last) = self.expected.last_mut() {
-            last.size = set.len();
-        }
+    pub fn strings(&mut self, set: &Bound<'_, PySet>) {
+        self.words.push(set.len() << 3 | Kind::Strings as usize);
+        self.words.push(set.as_ptr().addr());
         for each in set {
-            self.hold(Kind::Value, each);
+            self.key(&each);
+            // SAFETY: a live set, and a string in it.
+            let place = unsafe { faststep_bridge_place(set.as_ptr(), each.as_ptr()) };
+            self.words.push(place);
         }
     }
 
-    /// A container by its address, of a class; `reference`: a weak one to the class, where nobody holds that.
+    /// A container of a class; `reference`: a weak one to the class, where nobody holds that.
     pub fn container(
         &mut self,
         kind: Container,
-        address: usize,
+        container: &Bound<'_, PyAny>,
         size: usize,
         class: &Bound<'_, PyType>,
         reference: Option<&Bound<'_, PyWeakrefReference>>,
     ) {
-        let kind = match kind {
-            Container::List => Kind::List,
-            Container::Tuple => Kind::Tuple,
-            Container::Dict => Kind::Dict,
-            Container::Module => Kind::Module,
-            Container::Attributes => Kind::Attributes,
+        let bits = match kind {
+            Container::List => Kind::List as usize,
+            Container::Tuple => Kind::Tuple as usize,
+            Container::Dict => Kind::Dict as usize,
+            Container::Module => Kind::Module as usize,
+            Container::Attributes => 0, // behind a module's items nothing else stands
         };
-        self.expected.push(Expected {
-            kind,
-            size,
-            object: address,
-            class: class.as_ptr().addr(),
-            class_reference: reference.map_or(0, |reference| reference.as_ptr().addr()),
-        });
-        match reference {
-            Some(reference) => self.held.push(reference.clone().into_any().unbind()),
-            None => self.held.push(class.clone().into_any().unbind()),
+        self.words.push(container.as_ptr().addr() | bits);
+        if let Some(reference) = reference {
+            self.words.push(class.as_ptr().addr() | REFERRED);
+            self.key(reference);
+        } else {
+            self.key(class);
+        }
+        if matches!(kind, Container::Module) {
+            // SAFETY: a live object.
+            let distance = unsafe { faststep_bridge_dict_distance(container.as_ptr()) };
+            self.words.push(distance);
+        }
+        self.words.push(size);
+        if !matches!(kind, Container::List | Container::Tuple) {
+            self.words.push(0); // for the version of the dict
         }
     }
 
     /// Return whether a walk from `root` meets all of this, and arrays of these identities.
-    pub fn meets(&self, root: &Bound<'_, PyAny>, ids: &[usize]) -> bool {
+    pub fn meets(&mut self, root: &Bound<'_, PyAny>, ids: &[usize]) -> bool {
         self.walk(root, ids, std::ptr::null_mut())
     }
 
     /// The array objects that a walk from `root` meets, where they have these identities and all else is met too.
     pub fn arrays<'py>(
-        &self,
+        &mut self,
         root: &Bound<'py, PyAny>,
         ids: &[usize],
     ) -> Option<impl Iterator<Item = Bound<'py, PyAny>>> {
@@ -163,14 +157,14 @@ impl Glance {
     }
 
     // `met` is null, or has room for as many objects as there are identities
-    fn walk(&self, root: &Bound<'_, PyAny>, ids: &[usize], met: *mut *mut PyObject) -> bool {
+    fn walk(&mut self, root: &Bound<'_, PyAny>, ids: &[usize], met: *mut *mut PyObject) -> bool {
         // SAFETY: a live object, and two lists with their lengths. Keys, values and references are held; of containers and
         // classes addresses are compared. As many objects are written as there are identities, or none.
         unsafe {
             faststep_bridge_glance(
                 root.as_ptr(),
-                self.expected.as_ptr(),
-                self.expected.len(),
+                self.words.as_mut_ptr(),
+                self.words.len(),
                 ids.as_ptr(),
                 ids.len(),
                 met,

@@ -23,9 +23,15 @@ impl Keys {
         }
     }
 
+    /// Return whether these very objects are the keys, in this order, of which there are some.
+    pub fn are(&self, keys: &[Py<PyAny>]) -> bool {
+        let addresses = keys.iter().map(|key| key.as_ptr().addr());
+        !keys.is_empty() && self.addresses.iter().copied().eq(addresses)
+    }
+
     /// Return whether a dict has these keys, in this order; equal numbers and strings are the same.
     pub fn are_of(&self, dict: &Bound<'_, PyDict>) -> bool {
-        if bridge::has_keys(dict, &self.addresses) {
+        if bridge::has_keys(dict, self.addresses.iter().copied()) {
             return true;
         }
         let py = dict.py();

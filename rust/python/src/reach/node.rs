@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Way from a parent to an object; `_nodes.py` has the same numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum How {
     /// One of the roots.
     Root,
@@ -61,6 +61,8 @@ pub enum How {
     Misses,
     /// What a function reads of the parent, or returns that is the parent.
     Read,
+    /// The names of the parent's attributes, in their order.
+    Names,
 }
 
 impl How {
@@ -73,7 +75,7 @@ impl How {
     }
 }
 
-const HOW: [How; 18] = [
+const HOW: [How; 19] = [
     How::Root,
     How::Item,
     How::Index,
@@ -92,6 +94,7 @@ const HOW: [How; 18] = [
     How::Length,
     How::Misses,
     How::Read,
+    How::Names,
 ];
 
 /// Comparison that an object has to pass.
@@ -110,8 +113,8 @@ pub enum Expect {
     Object(Class, Option<usize>),
     /// A function with that code.
     Function(Py<PyAny>),
-    /// The object of another node.
-    Same(usize),
+    /// The object of another node: its number, then that among the objects of a look.
+    Same(usize, Option<usize>),
     /// That very object.
     Identity(Weak),
     /// Whatever it is.
@@ -150,6 +153,11 @@ pub struct Node {
     pub how: How,
     key: Option<Py<PyAny>>,
     index: usize,
+    /// Its number among the objects of a look: none of a value, and of what is compared in a row.
+    pub kept: Option<usize>,
+    kept_parent: Option<usize>,
+    /// The row of all that is in its dict, or in its parent's instance dict, if there is one.
+    pub whole: Option<usize>,
     /// True if its instance dict is looked at.
     pub opens: bool,
     /// Comparison that it has to pass.
@@ -187,7 +195,7 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
         ),
         4 => Expect::Object(Weak::of_class(&expected.get_type()), None),
         5 => Expect::Function(expected.clone().unbind()),
-        6 => Expect::Same(expected.extract()?),
+        6 => Expect::Same(expected.extract()?, None),
         7 => Expect::Identity(match expected.cast::<PyWeakrefReference>() {
             Ok(weak) => Weak::Weak(weak.clone().unbind()),
             Err(_) => Weak::Strong(expected.clone().unbind()),
@@ -207,6 +215,25 @@ pub struct Expected {
     pub values: Vec<Py<PyAny>>,
 }
 
+/// Number the nodes whose objects are kept during a look.
+pub fn number(nodes: &mut [Node], is_kept: impl Fn(usize, &Node) -> bool) {
+    let mut next = 0;
+    for at in 0..nodes.len() {
+        let kept_parent = nodes[at].parent.and_then(|parent| nodes[parent].kept);
+        let other = match &nodes[at].expect {
+            Expect::Same(other, _) => nodes[*other].kept,
+            _ => None,
+        };
+        let node = &mut nodes[at];
+        node.kept_parent = kept_parent;
+        node.kept = is_kept(at, node).then_some(next);
+        next += usize::from(node.kept.is_some());
+        if let Expect::Same(_, kept) = &mut node.expect {
+            *kept = other;
+        }
+    }
+}
+
 /// Complete the expectations of nodes by the objects at their places now.
 pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResult<Expected> {
     let parents = nodes.iter().filter(|node| node.how == How::Instance);
@@ -214,6 +241,7 @@ pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResul
     for parent in parents {
         nodes[parent].opens = true;
     }
+    number(&mut nodes, |_, _| true);
     let mut objects: Vec<Option<Met<'py>>> = Vec::with_capacity(nodes.len());
     let (mut tensors, mut values) = (Vec::new(), Vec::new());
     for node in &mut nodes {
@@ -296,9 +324,17 @@ impl Node {
             how,
             key: (!key.is_none()).then(|| key.unbind()),
             index,
+            kept: None,
+            kept_parent: None,
+            whole: None,
             opens: false,
             expect: kind(number, &expected)?,
         })
+    }
+
+    // what has been found at its parent
+    fn parent_in<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Met<'py>> {
+        objects.get(self.kept_parent?)?.as_ref()
     }
 
     /// The object that is there now; `objects` are those of the nodes before it.
@@ -308,7 +344,7 @@ impl Node {
         roots: &[Bound<'py, PyAny>],
     ) -> Option<Bound<'py, PyAny>> {
         match self.parent {
-            Some(parent) => self.find_in(objects.get(parent)?.as_ref()?),
+            Some(_) => self.find_in(self.parent_in(objects)?),
             None => roots.get(self.index).cloned(),
         }
     }
@@ -352,6 +388,10 @@ impl Node {
                 };
                 read.map_err(|error| keep_interrupt(py, &error)).ok()
             }
+            How::Names => {
+                let names = attributes_of(parent).or_else(|| bridge::attributes(parent));
+                Some(names?.keys().to_tuple().into_any())
+            }
             How::Type => Some(parent.get_type().into_any()),
             How::Base => parent
                 .cast::<PyType>()
@@ -394,11 +434,19 @@ impl Node {
 
     /// The dict in which the object is looked up by its key.
     pub fn dict<'py>(&self, objects: &[Option<Met<'py>>]) -> Option<Bound<'py, PyDict>> {
-        let parent = objects.get(self.parent?)?.as_ref()?;
+        let parent = self.parent_in(objects)?;
         match self.how {
             How::Global => bridge::globals(&parent.object),
             _ => self.dict_of(parent).cloned(),
         }
+    }
+
+    /// The instance dict of its parent, where that is looked at.
+    pub fn attributes<'a, 'py>(
+        &self,
+        objects: &'a [Option<Met<'py>>],
+    ) -> Option<&'a Bound<'py, PyDict>> {
+        self.parent_in(objects)?.attributes.as_ref()
     }
 
     fn dict_of<'a, 'py>(&self, met: &'a Met<'py>) -> Option<&'a Bound<'py, PyDict>> {
@@ -411,8 +459,7 @@ impl Node {
 
     /// The list in which the object stands.
     pub fn list<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyList>> {
-        let met = objects.get(self.parent?)?.as_ref()?;
-        met.object.cast::<PyList>().ok()
+        self.parent_in(objects)?.object.cast::<PyList>().ok()
     }
 
     /// Put another object there; whether that can be.
@@ -421,7 +468,7 @@ impl Node {
         objects: &[Option<Met<'py>>],
         object: &Bound<'py, PyAny>,
     ) -> PyResult<bool> {
-        let parent = self.parent.and_then(|parent| objects.get(parent)?.as_ref());
+        let parent = self.parent_in(objects);
         if let (Some(met), How::Context) = (parent, self.how) {
             let set = intern!(met.object.py(), "set");
             return met.object.call_method1(set, (object,)).map(|_| true);
@@ -467,9 +514,8 @@ impl Node {
             }
             Expect::Function(code) => bridge::code(object)
                 .is_some_and(|now| now.is(code) || now.eq(code.bind(object.py())).unwrap_or(false)),
-            Expect::Same(node) => objects
-                .get(*node)
-                .and_then(Option::as_ref)
+            Expect::Same(_, other) => other
+                .and_then(|other| objects.get(other)?.as_ref())
                 .is_some_and(|other| other.object.is(object)),
             Expect::Identity(known) => known.is(object),
             Expect::Anything | Expect::Module(..) => true,
@@ -510,7 +556,8 @@ impl Node {
             | How::Context
             | How::Weak
             | How::Held
-            | How::Read => parent,
+            | How::Read
+            | How::Names => parent,
         }
     }
 }

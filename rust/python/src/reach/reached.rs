@@ -6,7 +6,7 @@ use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{
-    look::Spot,
+    looked::Spot,
     stop::{another, Stop},
     suspect::{self, Change},
     Looked,

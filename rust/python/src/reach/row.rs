@@ -1,9 +1,12 @@
 //! Nodes next to each other, which are compared as one.
-use std::collections::HashSet;
+use std::{
+    cell::Cell,
+    collections::{HashMap, HashSet},
+};
 
 use pyo3::prelude::*;
 
-use super::node::{Expect, How, Node};
+use super::node::{number, Expect, How, Node};
 use crate::tree::identity::Weak;
 
 /// What a row is made of.
@@ -30,6 +33,9 @@ pub struct Row {
     pub kind: Kind,
     /// The addresses of objects that have to be the same; 0 where there is nothing.
     pub known: Vec<usize>,
+    /// True if the last look has met all of it in a dict in which nothing else was: its keys have the order of the row.
+    pub is_whole: Cell<bool>,
+    version: Cell<Option<usize>>, // of the dict when each was the very object that is known
 }
 
 /// Places in a container.
@@ -45,8 +51,62 @@ pub enum Places {
 const MIN_ROW: usize = 4;
 
 impl Row {
-    /// The rows among nodes.
-    pub fn all(nodes: &[Node], py: Python<'_>) -> Vec<Self> {
+    /// The rows among nodes, which are told of them.
+    pub fn number(nodes: &mut [Node], py: Python<'_>) -> Vec<Self> {
+        let rows = Self::all(nodes, py);
+        let in_rows = rows.iter().flat_map(|row| row.first..row.first + row.len());
+        let in_rows: HashSet<usize> = in_rows.collect();
+        number(nodes, |at, node| {
+            !in_rows.contains(&at) && !matches!(node.expect, Expect::Value(..))
+        });
+        let mut firsts = HashMap::new();
+        let compared = rows.iter().enumerate();
+        for (number, row) in compared.filter(|(_, row)| row.kind != Kind::Fixed) {
+            let first = &nodes[row.first];
+            firsts.entry((first.parent, first.how)).or_insert(number);
+        }
+        for (at, node) in nodes.iter_mut().enumerate() {
+            let (parent, how) = match &node.expect {
+                Expect::Container(..) => (Some(at), How::Item),
+                _ if node.how == How::Names => (node.parent, How::Instance),
+                _ => continue,
+            };
+            let whole = firsts.get(&(parent, how)).copied();
+            node.whole = whole.filter(|&whole| match &node.expect {
+                Expect::Container(.., all) => all.are(rows[whole].keys()),
+                _ => rows[whole].first < at,
+            });
+        }
+        rows
+    }
+
+    /// Keys of a dict; none of a list.
+    pub fn keys(&self) -> &[Py<PyAny>] {
+        match &self.places {
+            Places::Keys(keys) => keys,
+            Places::Indices(..) => &[],
+        }
+    }
+
+    /// The identities of its arrays, among those of all.
+    pub fn known_ids<'a>(&self, ids: &'a [usize]) -> &'a [usize] {
+        let known = ids.get(self.number..).unwrap_or_default();
+        &known[..known.len().min(self.len())]
+    }
+
+    /// Return whether nothing in its dict has been changed since all was there: of arrays more than that may change.
+    pub fn is_same(&self, version: Option<usize>) -> bool {
+        version.is_some() && version == self.version.get()
+    }
+
+    /// Note how many have been met, in a dict of so many; `version`: its own, where these are the very objects known.
+    pub fn note(&self, met: usize, of: usize, version: Option<usize>) {
+        self.is_whole.set(met == self.len() && met == of);
+        let fixed = met == self.len() && self.kind != Kind::Arrays;
+        self.version.set(version.filter(|_| fixed));
+    }
+
+    fn all(nodes: &[Node], py: Python<'_>) -> Vec<Self> {
         let mut rows: Vec<Self> = Vec::new();
         let mut last: Option<(usize, &Node)> = None;
         let mut arrays = 0; // before the node
@@ -54,7 +114,7 @@ impl Row {
         for (at, node) in nodes.iter().enumerate() {
             let (kind, number, known) = match &node.expect {
                 Expect::Value(_, number) => (Kind::Values, *number, None),
-                Expect::Array => (Kind::Arrays, arrays, None),
+                Expect::Array if !needed.contains(&at) => (Kind::Arrays, arrays, None),
                 Expect::Identity(Weak::Strong(object)) if !needed.contains(&at) => {
                     (Kind::Fixed, 0, Some(object.as_ptr().addr()))
                 }
@@ -92,6 +152,8 @@ impl Row {
                         places,
                         kind,
                         known: known.into_iter().collect(),
+                        is_whole: Cell::new(false),
+                        version: Cell::new(None),
                     });
                     continue;
                 }
@@ -117,7 +179,7 @@ impl Row {
 fn needed(nodes: &[Node]) -> HashSet<usize> {
     let needed = nodes.iter().flat_map(|node| {
         let same = match &node.expect {
-            Expect::Same(other) => Some(*other),
+            Expect::Same(other, _) => Some(*other),
             _ => None,
         };
         node.parent.into_iter().chain(same)

@@ -1,5 +1,8 @@
 //! What a glance at a tree has to meet, written down by a walk through it.
-use pyo3::{prelude::*, types::PyString};
+use pyo3::{
+    prelude::*,
+    types::{PySet, PyString},
+};
 
 use super::{
     identity::Class,
@@ -51,9 +54,8 @@ impl<'py> Visitor<'py> for Writer<'_> {
             Class::Weak(weak) => Some(weak.into_bound(class.py())),
             Class::Strong(_) => None,
         };
-        let address = container.as_ptr().addr();
         self.glance
-            .container(kind, address, len, &class, weak.as_ref());
+            .container(kind, container, len, &class, weak.as_ref());
         Some(())
     }
 
@@ -82,8 +84,8 @@ impl<'py> Visitor<'py> for Writer<'_> {
         match value {
             Static::Value(value) => self.glance.value(value.bind(py)),
             Static::Weak(weak) => self.glance.weak(weak.bind(py)),
-            Static::Set(set) => {
-                let set = set.bind(py);
+            Static::Set(_) => {
+                let set = object.cast::<PySet>().ok()?;
                 if !set
                     .iter()
                     .all(|each| each.is_exact_instance_of::<PyString>())

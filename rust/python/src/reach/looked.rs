@@ -1,0 +1,229 @@
+//! What has been found at one look, and where.
+use std::rc::Rc;
+
+use pyo3::{intern, prelude::*, types::PyFrozenSet};
+
+use super::{
+    node::{Expect, How, Met},
+    suspect::is_number,
+    Program,
+};
+use crate::{
+    mlx::bridge,
+    tree::{slot::Place, text::text, walk::Scope, Tree},
+};
+use faststep::engine::HeldArrays;
+
+/// Place of an array that a loss reaches, and its object.
+pub struct Spot<'py> {
+    /// The object.
+    pub object: Bound<'py, PyAny>,
+    place: Option<Place<'py>>, // in a module; elsewhere at a node
+    node: usize,
+}
+
+/// Values and arrays that a loss reaches at one call.
+pub struct Looked {
+    /// The program that was looked through.
+    pub program: Rc<Program>,
+    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value and in no row
+    /// The arrays.
+    pub arrays: Rc<HeldArrays>,
+    /// Numbers, strings, and the contents of what is changed in place.
+    pub values: Rc<Vec<Py<PyAny>>>,
+}
+
+impl Looked {
+    pub(super) fn new(
+        program: Rc<Program>,
+        objects: Vec<Option<Met<'_>>>,
+        values: Rc<Vec<Py<PyAny>>>,
+    ) -> Self {
+        let arrays = program.held.borrow().clone();
+        let objects = objects.into_iter().map(|met| Some(met?.object.unbind()));
+        Self {
+            objects: objects.collect(),
+            program,
+            arrays,
+            values,
+        }
+    }
+
+    fn kept(&self, node: usize) -> Option<&Py<PyAny>> {
+        self.objects.get(self.program.nodes[node].kept?)?.as_ref()
+    }
+
+    pub(super) fn object<'py>(&self, node: usize, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let it = &self.program.nodes[node];
+        let object = match &it.expect {
+            Expect::Value(_, number) => self.values.get(*number),
+            _ => self.kept(node),
+        };
+        match (object, &it.expect) {
+            (Some(object), _) => Some(object.bind(py).clone()),
+            (None, Expect::Array) => {
+                let parent = it.parent?;
+                let object = self.kept(parent)?.bind(py).clone();
+                it.find_in(&Met::new(object, &self.program.nodes[parent])?)
+            }
+            (None, Expect::Identity(known)) => known.get(py),
+            (None, _) => None,
+        }
+    }
+
+    pub(super) fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
+        let nodes = self.program.nodes.iter().filter(|node| node.kept.is_some());
+        let met = nodes
+            .zip(&self.objects)
+            .map(|(node, object)| Met::new(object.as_ref()?.bind(py).clone(), node));
+        met.collect()
+    }
+
+    /// Return the place of each array.
+    pub fn spots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Spot<'py>>> {
+        let mut spots = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let Some(object) = self.object(at, py) else {
+                continue;
+            };
+            match &node.expect {
+                Expect::Array => spots.push(Spot {
+                    object: object.clone(),
+                    place: None,
+                    node: at,
+                }),
+                Expect::Module(..) => {
+                    let (_, inner) = Tree::record(&object, Scope::Whole)?;
+                    spots.extend(inner.into_iter().map(|slot| Spot {
+                        object: slot.object,
+                        place: Some(slot.place),
+                        node: at,
+                    }));
+                }
+                _ => {}
+            }
+        }
+        Ok(spots)
+    }
+
+    /// Return the path of an array, by its number, as a user writes it.
+    pub fn name(&self, py: Python<'_>, array: usize) -> String {
+        let Some(&at) = self.program.arrays().get(array) else {
+            return String::new();
+        };
+        let name = self.program.name(py, at);
+        match &self.program.nodes[at].expect {
+            Expect::Module(tree, first) => {
+                let paths = tree.paths(py);
+                let path = paths.get(array - first).map(|path| path.join("."));
+                format!("{name}.{}", path.unwrap_or_default())
+            }
+            _ => name,
+        }
+    }
+
+    /// Return the path of a value, by its number, as a user writes it.
+    pub fn value_name(&self, py: Python<'_>, value: usize) -> String {
+        let nodes = self.program.nodes.iter().enumerate();
+        let mut values = nodes
+            .filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Contents(..)))
+            .map(|(at, _)| self.program.name(py, at));
+        values.nth(value).unwrap_or_default()
+    }
+
+    /// The numbers among the values and among keys of dicts, each with the name that code has for it or for the container.
+    pub fn numbers<'py>(&self, py: Python<'py>) -> Vec<(String, Bound<'py, PyAny>)> {
+        let mut numbers = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let parent = || {
+                node.parent
+                    .map_or_else(String::new, |it| self.key_name(py, it))
+            };
+            let key = node.key(py);
+            let key = key.filter(|key| node.how == How::Item && is_number(key));
+            numbers.extend(key.map(|key| (parent(), key.clone())));
+            match &node.expect {
+                Expect::Value(_, number) if is_number(self.values[*number].bind(py)) => {
+                    let value = self.values[*number].bind(py).clone();
+                    let of_parent = node.how == How::Index || key.is_some();
+                    let name = if of_parent {
+                        parent()
+                    } else {
+                        self.key_name(py, at)
+                    };
+                    numbers.push((name, value));
+                }
+                Expect::Contents(_, number) => {
+                    if let Ok(set) = self.values[*number].bind(py).cast::<PyFrozenSet>() {
+                        let name = self.key_name(py, at);
+                        let items = set.iter().filter(is_number);
+                        numbers.extend(items.map(|item| (name.clone(), item)));
+                    }
+                }
+                _ => {}
+            }
+        }
+        numbers
+    }
+
+    /// The name that code has for what is at a node.
+    pub fn key_name(&self, py: Python<'_>, at: usize) -> String {
+        let node = &self.program.nodes[at];
+        if let (How::Cell, Some(parent)) = (node.how, node.parent) {
+            let names = self.object(parent, py).and_then(|function| {
+                let code = bridge::code(&function)?;
+                code.getattr(intern!(py, "co_freevars")).ok()
+            });
+            let name = names.and_then(|names| names.get_item(node.index()).ok());
+            return name.map_or_else(String::new, |name| text(&name));
+        }
+        node.key(py).map_or_else(String::new, text)
+    }
+
+    /// The object that stands at a spot now.
+    pub fn now<'py>(&self, spot: &Spot<'py>) -> Option<Bound<'py, PyAny>> {
+        if let Some(place) = &spot.place {
+            return place.get().ok().flatten();
+        }
+        let objects = self.bound(spot.object.py());
+        self.program.nodes[spot.node].find(&objects, &[])
+    }
+
+    /// The objects of the nodes that are no values.
+    pub fn all<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let nodes = self.program.nodes.iter().enumerate();
+        let nodes = nodes.filter(|(_, node)| !matches!(node.expect, Expect::Value(..)));
+        nodes.filter_map(|(at, _)| self.object(at, py)).collect()
+    }
+
+    /// The object that stands at a node now.
+    pub fn at<'py>(&self, py: Python<'py>, node: usize) -> Option<Bound<'py, PyAny>> {
+        self.program.nodes[node].find(&self.bound(py), &[])
+    }
+
+    /// Put another object at a node.
+    pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<()> {
+        let objects = self.bound(object.py());
+        self.program.nodes[node].put(&objects, object)?;
+        Ok(())
+    }
+
+    /// Put another object at a spot.
+    pub fn put<'py>(&self, spot: &Spot<'py>, object: &Bound<'py, PyAny>) -> PyResult<()> {
+        if let Some(place) = &spot.place {
+            return place.set(object);
+        }
+        let objects = self.bound(spot.object.py());
+        self.program.nodes[spot.node].put(&objects, object)?;
+        Ok(())
+    }
+}
+
+impl Program {
+    // the index of each array's node
+    fn arrays(&self) -> Vec<usize> {
+        let nodes = self.nodes.iter().enumerate();
+        let arrays = nodes.flat_map(|(at, node)| std::iter::repeat_n(at, node.arrays()));
+        arrays.collect()
+    }
+}

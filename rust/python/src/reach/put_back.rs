@@ -1,0 +1,150 @@
+//! What a loss leaves in what it reaches, and how that is put back.
+use std::collections::HashSet;
+
+use pyo3::{
+    intern,
+    prelude::*,
+    types::{PyDict, PyFrozenSet, PyList, PyTuple},
+};
+
+use super::{
+    contents::{contents, copy, refill},
+    looked::Looked,
+    node::{attributes_of, Expect},
+    seen::equal,
+};
+use crate::{
+    mlx::{bridge, classes::is_deque},
+    tree::snapshot::{holds_array, Snapshot},
+};
+
+impl Looked {
+    /// The place of a number or an object in which something with arrays stands now; not of what a snapshot shows.
+    pub fn new_array(&self, py: Python<'_>) -> Option<String> {
+        let objects = self.bound(py);
+        let mut nodes = self.program.nodes.iter().enumerate();
+        let at = nodes.find(|(at, node)| {
+            let Some(now) = node.find(&objects, &[]) else {
+                return false;
+            };
+            match &node.expect {
+                Expect::Array => false,
+                Expect::Value(..) | Expect::Absent => holds_array(&now, &mut HashSet::new()),
+                _ => {
+                    node.how.stands_alone()
+                        && !self.object(*at, py).is_some_and(|before| before.is(&now))
+                        && holds_array(&now, &mut HashSet::new())
+                }
+            }
+        });
+        at.map(|(at, _)| self.program.name(py, at))
+    }
+
+    /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
+    pub fn copies<'py>(&self, py: Python<'py>) -> PyResult<Vec<(usize, Bound<'py, PyAny>)>> {
+        let mut copies = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Contents(..), Some(object)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let noted = object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>();
+            let fixed =
+                object.is_instance_of::<PyTuple>() || object.is_instance_of::<PyFrozenSet>();
+            if !noted && !fixed {
+                copies.push((at, copy(&object)?));
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Return whether the contents at a node are those of the last look.
+    pub fn has_contents(&self, py: Python<'_>, node: usize) -> PyResult<bool> {
+        match (&self.program.nodes[node].expect, self.object(node, py)) {
+            (Expect::Contents(_, number), Some(object)) => {
+                Ok(equal(self.values[*number].bind(py), &contents(&object)?))
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// The place of a queue or a set in which arrays stand now.
+    pub fn contents_with_array(&self, py: Python<'_>, node: usize) -> Option<String> {
+        let object = self.object(node, py)?;
+        if object.hasattr(intern!(py, "readline")).unwrap_or(false) {
+            return None; // a look at what is in a stream would take it
+        }
+        let mut items = object.try_iter().ok()?;
+        let has = items.any(|item| item.is_ok_and(|item| bridge::is_array(&item)));
+        has.then(|| self.program.name(py, node))
+    }
+
+    /// Give the object at a node the contents of a copy.
+    pub fn refill(&self, node: usize, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+        match self.object(node, copy.py()) {
+            Some(object) => refill(&object, copy),
+            None => Ok(()),
+        }
+    }
+
+    /// Values in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
+    pub fn changed<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
+        let objects = self.bound(py);
+        let nodes = self.program.nodes.iter().enumerate();
+        let changed = nodes.filter_map(|(at, node)| {
+            let Expect::Value(_, number) = &node.expect else {
+                return None;
+            };
+            if !node.how.stands_alone() {
+                return None;
+            }
+            let before = self.values[*number].bind(py);
+            let now = node.find(&objects, &[])?;
+            (!equal(before, &now) && !bridge::is_array(&now)).then(|| (at, before.clone()))
+        });
+        changed.collect()
+    }
+
+    /// The contents of dicts, lists, modules and objects on the way.
+    pub fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Snapshot<'py>> {
+        let mut snapshot = Snapshot::default();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let Some(object) = self.object(at, py) else {
+                continue;
+            };
+            if let Expect::Module(..) = &node.expect {
+                snapshot.note_all(&object)?;
+            }
+            if matches!(node.expect, Expect::Container(..) | Expect::Contents(..))
+                || is_deque(&object)
+            {
+                snapshot.note(&object)?;
+            }
+            if node.opens || matches!(node.expect, Expect::Object(..)) {
+                if let Some(dict) = attributes_of(&object) {
+                    snapshot.note(dict.as_any())?;
+                }
+            }
+        }
+        Ok(snapshot)
+    }
+
+    /// Put everything on the way back; the contents of containers are left to a snapshot.
+    pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
+        let objects = self.bound(py);
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let Some(object) = self.object(at, py) else {
+                continue;
+            };
+            if node.how.stands_alone() {
+                let is_number = matches!(node.expect, Expect::Value(..)); // made anew by a class in C, at each look
+                let now = node.find(&objects, &[]);
+                let same =
+                    |now: Bound<'_, PyAny>| now.is(&object) || (is_number && equal(&now, &object));
+                if !now.is_some_and(same) {
+                    node.put(&objects, &object)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,163 @@
+//! Dicts, lists and tuples in whose place a loss puts others.
+use mlx_rs::Array;
+use pyo3::{
+    exceptions::PyRuntimeError,
+    intern,
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
+
+use super::{
+    looked::Looked,
+    node::{Expect, How, Met},
+    seen::equal,
+    Program,
+};
+use crate::mlx::{bridge, classes::is_module};
+use faststep::engine::Tensor;
+
+/// Arrays that a loss reaches, with their numbers.
+type Numbered = Vec<(usize, Array)>;
+
+impl Program {
+    // the number of the first array of each node, or of the next one behind it
+    fn firsts(&self) -> Vec<usize> {
+        let mut next = 0;
+        let firsts = self.nodes.iter().map(|node| {
+            let first = next;
+            next += node.arrays();
+            first
+        });
+        firsts.collect()
+    }
+
+    // the nodes that are found from one
+    fn children(&self, at: usize) -> Vec<usize> {
+        let nodes = self.nodes.iter().enumerate().skip(at + 1);
+        let children = nodes.filter(|(_, node)| {
+            node.parent == Some(at) && matches!(node.how, How::Item | How::Index)
+        });
+        children.map(|(child, _)| child).collect()
+    }
+}
+
+impl Looked {
+    /// Dicts, lists and tuples in whose place the loss has put another one of the same form, by node, and the arrays in
+    /// each, by number. The old ones are put back.
+    pub fn replaced(&self, py: Python<'_>) -> PyResult<Vec<(usize, Numbered)>> {
+        let objects = self.bound(py);
+        let firsts = self.program.firsts();
+        let mut replaced = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let (Expect::Container(..), Some(old)) = (&node.expect, self.object(at, py)) else {
+                continue;
+            };
+            let now = node.find(&objects, &[]).filter(|now| !now.is(&old));
+            let Some(now) = now else {
+                continue;
+            };
+            let mut arrays = Vec::new();
+            if self.has_form(at, &now, &firsts, &mut arrays)
+                && !arrays.is_empty()
+                && node.put(&objects, &old)?
+            {
+                replaced.push((at, arrays));
+            }
+        }
+        Ok(replaced)
+    }
+
+    // true if an object is made up as the one of a node is, but for its arrays, which are gathered
+    fn has_form<'py>(
+        &self,
+        at: usize,
+        now: &Bound<'py, PyAny>,
+        firsts: &[usize],
+        arrays: &mut Vec<(usize, Array)>,
+    ) -> bool {
+        let py = now.py();
+        let Some(met) = Met::new(now.clone(), &self.program.nodes[at]) else {
+            return false;
+        };
+        if is_module(now) || !self.program.nodes[at].fits(&met, &[]) {
+            return false;
+        }
+        let mut objects: Vec<Option<Met<'py>>> = Vec::new();
+        objects.resize_with(self.program.nodes[at].kept.unwrap_or(0), || None);
+        objects.push(Some(met));
+        let children = self.program.children(at);
+        let whole = now.len().is_ok_and(|len| len == children.len());
+        whole
+            && children.into_iter().all(|child| {
+                let node = &self.program.nodes[child];
+                let Some(item) = node.find(&objects, &[]) else {
+                    return false;
+                };
+                match &node.expect {
+                    Expect::Array => {
+                        let array = bridge::get(&item);
+                        let fits = array.as_ref().is_some_and(|array| {
+                            self.program.tensors.get(firsts[child]) == Some(&Tensor::of(array))
+                        });
+                        arrays.extend(array.map(|array| (firsts[child], array)));
+                        fits
+                    }
+                    Expect::Container(..) => self.has_form(child, &item, firsts, arrays),
+                    Expect::Value(_, number) => equal(self.values[*number].bind(py), &item),
+                    _ => self.object(child, py).is_some_and(|old| old.is(&item)),
+                }
+            })
+    }
+
+    /// Put a copy with other arrays, by number, in the place of the dict, list or tuple of a node.
+    pub fn replace(&self, py: Python<'_>, at: usize, arrays: &[(usize, Array)]) -> PyResult<()> {
+        let objects = self.bound(py);
+        let copy = self.copy_with(py, at, &self.program.firsts(), arrays)?;
+        self.program.nodes[at].put(&objects, &copy)?;
+        Ok(())
+    }
+
+    fn copy_with<'py>(
+        &self,
+        py: Python<'py>,
+        at: usize,
+        firsts: &[usize],
+        arrays: &[(usize, Array)],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let old = self.object(at, py).ok_or_else(missing)?;
+        let mut items = Vec::new();
+        for child in self.program.children(at) {
+            let node = &self.program.nodes[child];
+            let item = match &node.expect {
+                Expect::Array => {
+                    let made = arrays.iter().find(|(number, _)| *number == firsts[child]);
+                    let made = made.map(|(_, array)| bridge::wrap(py, array)).transpose()?;
+                    made.or_else(|| self.object(child, py))
+                }
+                Expect::Container(..) => Some(self.copy_with(py, child, firsts, arrays)?),
+                _ => self.object(child, py),
+            };
+            items.push((node, item.ok_or_else(missing)?));
+        }
+        if let Ok(tuple) = old.cast::<PyTuple>() {
+            let mut all = tuple.iter().collect::<Vec<_>>();
+            for (node, item) in items {
+                all[node.index()] = item;
+            }
+            let tuple = PyTuple::new(py, all)?;
+            return match old.getattr_opt(intern!(py, "_make"))? {
+                Some(make) => make.call1((tuple,)),
+                None => Ok(tuple.into_any()),
+            };
+        }
+        let copy = py.import("copy")?.call_method1("copy", (old,))?;
+        for (node, item) in items {
+            match node.key(py) {
+                Some(key) if copy.is_instance_of::<PyDict>() => copy.set_item(key, item)?,
+                _ => copy.set_item(node.index(), item)?,
+            }
+        }
+        Ok(copy)
+    }
+}
