@@ -14,12 +14,12 @@ import mlx.nn as nn
 
 from faststep._step._library import is_library_class, is_library_function, is_mlx
 from faststep._step._named import named
-from faststep._step._nodes import ATTRIBUTE, BASE, CLASS, INSTANCE, ITEM, MODULES, Nodes
+from faststep._step._nodes import ATTRIBUTE, BASE, CLASS, INSTANCE, ITEM, MODULES, TYPE, Nodes
 from faststep._step._things import PLAIN, has_attributes, is_a, parts
 
 _STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
 _DATA = (mx.array, dict, list, set, collections.deque, *PLAIN)
-_MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
+MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
 
 class OfLibrary(Nodes):
@@ -86,18 +86,27 @@ class OfLibrary(Nodes):
         elif is_a(value, types.FunctionType):
             self.follow_library(value)
 
-    def follow_library_class(self, at: int, number: int, base: type) -> None:
-        """Add numbers, arrays and containers that a class of a library has under a name that the code has."""
+    def follow_class_data(self, at: int, cls: type) -> None:
+        """Add the class of an object, where code may read numbers and containers of it by the object."""
+        if any(self.data_of(base) & self.attributes for base in cls.__mro__):
+            self.add(at, TYPE, None, cls)
+
+    def data_of(self, base: type) -> set[str]:
+        """Return the names under which a class of a library has numbers, arrays and containers."""
         if base not in self.data:
             own = () if issubclass(base, enum.Enum) else vars(base).items()
             self.data[base] = {name for name, value in own if is_a(value, _DATA) and not name.startswith("__")}
-        for name in sorted(self.data[base] & self.attributes):
+        return self.data[base]
+
+    def follow_library_class(self, at: int, number: int, base: type) -> None:
+        """Add numbers, arrays and containers that a class of a library has under a name that the code has."""
+        for name in sorted(self.data_of(base) & self.attributes):
             self.add(self.add_place(at, BASE, number, base), CLASS, name, vars(base)[name])
 
     def add_class(self, cls: type) -> None:
         """Add a class whose methods the code may call."""
         for base in cls.__mro__:
-            if id(base) in self.classes or not base.__flags__ & _MADE_BY_PYTHON or base.__module__ == "nanobind":
+            if id(base) in self.classes or not base.__flags__ & MADE_BY_PYTHON or base.__module__ == "nanobind":
                 continue
             self.classes[id(base)] = base
             if is_mlx(base.__module__) and base is not nn.Module:

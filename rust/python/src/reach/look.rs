@@ -401,6 +401,19 @@ impl Looked {
         node.key(py).map_or_else(String::new, text)
     }
 
+    /// The name that code has for an object; empty: it is at no node.
+    pub fn name_of(&self, object: &Bound<'_, PyAny>) -> String {
+        let py = object.py();
+        let mut nodes = 0..self.program.nodes.len();
+        let at = nodes.find(|&at| self.object(at, py).is_some_and(|it| it.is(object)));
+        at.map_or_else(String::new, |at| self.key_name(py, at))
+    }
+
+    /// The codes of the functions that the loss calls.
+    pub fn codes<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        self.program.codes.as_ref().map(|codes| codes.bind(py))
+    }
+
     /// The object that stands at a spot now.
     pub fn now<'py>(&self, spot: &Spot<'py>) -> Option<Bound<'py, PyAny>> {
         if let Some(place) = &spot.place {
@@ -562,11 +575,10 @@ impl Looked {
         self.program.nodes[node].find(&self.bound(py), &[])
     }
 
-    /// Put another object at a node.
-    pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// Put another object at a node; whether that can be.
+    pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<bool> {
         let objects = self.bound(object.py());
-        self.program.nodes[node].put(&objects, object)?;
-        Ok(())
+        self.program.nodes[node].put(&objects, object)
     }
 
     /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
