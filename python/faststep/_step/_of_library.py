@@ -85,6 +85,24 @@ class OfLibrary(Nodes):
             self.filtered.append(node)
         elif is_a(value, types.FunctionType):
             self.follow_library(value)
+        self.follow_called_within(value)
+
+    def follow_called_within(self, value: Any) -> None:
+        """Add the functions and classes that the code of one of NumPy's or the standard library's functions names."""
+        function = value if is_a(value, types.FunctionType) else getattr(value, "__wrapped__", None)
+        if not is_a(function, types.FunctionType) or is_mlx(function.__module__) or function.__code__ in self.codes:
+            return
+        module = sys.modules.get(function.__module__)
+        if module is None or vars(module) is not function.__globals__ or not is_library_function(function):
+            return
+        self.codes.add(function.__code__)
+        at = self.add(0, MODULES, function.__module__, module)
+        for name in sorted(named(function.__code__)[0] & vars(module).keys()):
+            inner = vars(module)[name]
+            if callable(inner):
+                self.add_fixed(at, INSTANCE, name, inner)
+            if is_a(inner, type):
+                self.add_class(inner)
 
     def follow_class_data(self, at: int, cls: type) -> None:
         """Add the class of an object, where code may read numbers and containers of it by the object."""

@@ -25,6 +25,7 @@ _OVER_OTHERS = (
     *(itertools.accumulate, itertools.compress, itertools.takewhile, itertools.dropwhile, itertools.zip_longest),
     *(itertools.groupby, itertools.pairwise, getattr(itertools, "batched", map)),
 )
+_INDEXED = (np.flatiter, np.broadcast)
 _CALLS = type(iter(int, 1))
 _SHOWN = (itertools.count, itertools.repeat)  # `repr` has where they are
 _RUNNING = {  # with the attribute that has their frame
@@ -103,7 +104,7 @@ def is_opaque(value: Any) -> bool:
     """Return whether an iterator is written in C and nothing tells what has been taken from it."""
     cls = type(value)
     taken = getattr(cls, "__next__", None)
-    if taken is None or is_a(taken, types.FunctionType) or cls in _RUNNING or is_a(value, _SHOWN):
+    if type(taken) is not types.WrapperDescriptorType or cls in _RUNNING or is_a(value, (*_SHOWN, *_INDEXED)):
         return False
     if hasattr(cls, "__length_hint__") and operator.length_hint(value, -1) >= 0:
         return False
@@ -141,6 +142,8 @@ def position(value: Any) -> Any:
         return frame and frame.f_lasti, [each if is_a(each, PLAIN) else position(each) for each in values]
     if is_a(value, _SimpleQueue):
         return value.qsize()
+    if is_a(value, _INDEXED):
+        return value.index
     if hasattr(type(value), "__next__"):
         shown = repr(value) if type(value).__module__ == "itertools" else None
         within = [position(each) for each in _within(value) if moves(each)]

@@ -6,6 +6,7 @@ mod glance;
 pub mod identity;
 pub mod paths;
 pub mod rebuild;
+pub mod ordered;
 pub mod slot;
 pub mod snapshot;
 pub mod static_value;

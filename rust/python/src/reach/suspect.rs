@@ -10,7 +10,7 @@ use super::{
     contents::{copy, refill},
     Looked,
 };
-use crate::tree::{snapshot::Snapshot, text::text};
+use crate::tree::{ordered, snapshot::Snapshot, text::text};
 
 /// A value that is no array, and what stood in its place before the loss was called, or behind it.
 pub enum Change {
@@ -32,8 +32,8 @@ impl Change {
                 let dict = dict.bind(py);
                 let now = dict.get_item(&*key)?.map(Bound::unbind);
                 match std::mem::replace(other, now) {
-                    Some(value) => dict.set_item(&*key, value),
-                    None if other.is_some() => dict.del_item(&*key),
+                    Some(value) => ordered::set_item(dict, key.bind(py), value.bind(py)),
+                    None if other.is_some() => ordered::del_item(dict, key.bind(py)),
                     None => Ok(()), // the user has removed it since
                 }
             }
