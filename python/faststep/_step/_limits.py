@@ -132,7 +132,7 @@ class _Noting:
     __add__, __radd__ = _linear("add", 1), _linear("add", 1)
     __sub__, __rsub__ = _linear("sub", -1), _linear("sub", -1, turned=True)
     __mul__, __rmul__, __truediv__ = _scaled("mul"), _scaled("mul"), _scaled("truediv")
-    __eq__, __ne__ = _compared("eq"), _compared("ne")  # type: ignore[assignment]
+    __eq__, __ne__ = _compared("eq"), _compared("ne")
     __lt__, __le__, __gt__, __ge__ = _compared("lt"), _compared("le"), _compared("gt"), _compared("ge")
     __mod__, __floordiv__, __divmod__ = _stepped("mod"), _stepped("floordiv"), _stepped("divmod")
     __and__, __rand__, __rshift__ = _stepped("and_"), _stepped("and_"), _stepped("rshift")

@@ -89,7 +89,7 @@ class OfLibrary(Nodes):
 
     def follow_called_within(self, value: Any) -> None:
         """Add the functions and classes that the code of one of NumPy's or the standard library's functions names."""
-        function = value if is_a(value, types.FunctionType) else getattr(value, "__wrapped__", None)
+        function: Any = value if is_a(value, types.FunctionType) else getattr(value, "__wrapped__", None)
         if not is_a(function, types.FunctionType) or is_mlx(function.__module__) or function.__code__ in self.codes:
             return
         module = sys.modules.get(function.__module__)

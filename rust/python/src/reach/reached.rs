@@ -173,7 +173,9 @@ impl<'py> Reached<'py> {
 
     fn is_stuck(&self, py: Python<'py>, node: usize) -> PyResult<bool> {
         let now = self.looked.at(py, node);
-        now.map_or(Ok(false), |now| self.looked.put_at(node, &now).map(|put| !put))
+        now.map_or(Ok(false), |now| {
+            self.looked.put_at(node, &now).map(|put| !put)
+        })
     }
 
     /// Put the arrays back, and after a loss that cannot be traced whatever else it has changed.
