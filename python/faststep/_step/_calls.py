@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import datetime
+import dis
 import functools
 import gc
 import io
@@ -46,10 +48,12 @@ _CLOCKS = frozenset(
 )
 _FILES = frozenset(
     {open, os.open, os.stat, os.lstat, os.fstat, os.access, os.listdir, os.scandir, os.readlink, os.read, os.lseek}
+    | {np.fromfile}
 )
 _ENTROPY = frozenset({os.urandom, getattr(os, "getrandom", os.urandom)})
 _OF_SYSTEM = frozenset(
     {sys.getrefcount, sys.getallocatedblocks, gc.get_count, gc.get_stats, gc.get_objects, weakref.getweakrefcount}
+    | {gc.get_referrers, weakref.getweakrefs}
     | {getattr(os, name, os.times) for name in ("getloadavg", "getpriority", "sched_getaffinity", "waitpid", "waitid")}
 )
 _SYSTEM_MODULES = frozenset(
@@ -58,11 +62,15 @@ _SYSTEM_MODULES = frozenset(
 _NOTICED = _CLOCKS | _FILES | _ENTROPY | _OF_SYSTEM
 RANDOM, FILE = "the system's randomness", "an open file"
 SYSTEM = "the system"
-DRAWN = (RANDOM, FILE)  # of which another call gives something else
+GENERATOR = "a generator"
+DRAWN = (RANDOM, FILE, GENERATOR)  # of which another call gives something else
 _TAKES = frozenset({"read", "readline", "readlines", "read1", "readinto", "__next__"})
 _CHANGES = frozenset({"add", "append", "clear", "close", "extend", "flush", "put", "release", "update", "write"})
 _SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "tokenize", "importlib"})
-_NAMES = frozenset({"now", "utcnow", "today", "seed", "generate_time_safe"})
+_BY_ADDRESS = (ctypes.string_at.__code__, ctypes.wstring_at.__code__)
+_MEMORY = ("get_active_memory", "get_peak_memory", "get_cache_memory")
+_UNNOTICED = {"load": "files"} | dict.fromkeys(_MEMORY, SYSTEM)  # functions of MLX's, of which Python notices no call
+_NAMES = frozenset({"__subclasses__", "now", "utcnow", "today", "seed", "generate_time_safe"})
 # of these objects it is known what they hold, or nothing changes in them
 _OPEN: tuple[type, ...] = (
     *(*PLAIN, *BUFFERS, *STREAMS, *VIEWS, *GETTERS, CACHE, dict, list, tuple, set, frozenset, deque),
@@ -81,18 +89,35 @@ class Calls:
     not known what they hold, since they are not written in Python.
     """
 
-    def __init__(self, reached: Iterable[Any] = ()) -> None:
-        self.found: dict[str, str] = {}  # what is read, and the line that does
+    def __init__(
+        self,
+        reached: Iterable[Any] = (),
+        frames: dict[int, types.FrameType] | None = None,
+        codes: Iterable[types.CodeType] = (),
+    ) -> None:
+        self.found = {what: place for code in codes for what, place in unnoticed(code)}  # what is read, with the line
+        self.written: set[int] = set()  # addresses of files
         self._watched = switches()
         self._closed = {id(each): each for each in reached if _is_closed(each)}
+        self._frames = frames or {}  # of generators that a loss reaches
+
+    def drawn(self) -> list[tuple[str, str]]:
+        """Return of what another call gives something else, with the lines."""
+        return [(what, place) for what, place in self.found.items() if what in DRAWN]
 
     def profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         """Note a call."""
+        if event == "call":
+            what = self._of_python(frame)
+            if what and (place := _place(frame.f_back)):
+                self.found.setdefault(what, place)
         if event != "c_call":
             return
         own, name = getattr(function, "__self__", None), function.__name__
         if id(own) in self._closed:
             what = None if name in _CHANGES or name.startswith("__") else _held(own, name)
+            if name in _CHANGES:
+                self.written.add(id(own))
         elif function in _NOTICED or name in _NAMES:
             what = _what(frame, function)
         elif type(own) is types.ModuleType and own.__name__ in _SYSTEM_MODULES and id(function) not in self._watched:
@@ -102,6 +127,26 @@ class Calls:
         place = _place(frame) if what else None
         if what and place:
             self.found.setdefault(what, place)
+
+    def _of_python(self, frame: types.FrameType) -> str | None:
+        """Return what a function or a generator with Python code reads."""
+        if frame.f_code in _BY_ADDRESS:
+            return SYSTEM
+        return GENERATOR if id(frame) in self._frames else None
+
+
+@functools.lru_cache(maxsize=4096)
+def unnoticed(code: types.CodeType) -> list[tuple[str, str]]:
+    """Return what code reads by functions of MLX's, of which Python notices no call, with the lines."""
+    found: list[tuple[str, str]] = []
+    line, last = code.co_firstlineno, None
+    for each in dis.get_instructions(code):
+        line = each.starts_line if type(each.starts_line) is int else line
+        if last in ("mx", "core") and each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in _UNNOTICED:
+            found.append((_UNNOTICED[each.argval], f"{code.co_filename}:{line}"))
+        last = each.argval
+    inner = (constant for constant in code.co_consts if is_a(constant, types.CodeType))
+    return found + [each for constant in inner for each in unnoticed(constant)]
 
 
 def _is_closed(value: Any) -> bool:
@@ -127,7 +172,7 @@ def _what(frame: types.FrameType, function: Any) -> str | None:
         return RANDOM
     if name == "seed":  # without a seed, which a generator takes from the system
         return RANDOM if isinstance(cls, random.Random) and _seeds_freely(frame) else None
-    if function in _OF_SYSTEM:
+    if function in _OF_SYSTEM or name == "__subclasses__":
         return SYSTEM
     of_class = isinstance(cls, type) and issubclass(cls, datetime.date)
     return "the clock" if function in _CLOCKS or of_class else None

@@ -54,6 +54,10 @@ def _buffered(buffer: Any) -> Any:
         return bytes(view) if view.nbytes <= _MAX_BYTES else zlib.crc32(view)
 
 
+def _tokenizer(tokenizer: Any) -> Any:
+    return tokenizer.get_vocab_size(), repr(tokenizer.padding), repr(tokenizer.truncation)
+
+
 def _keys(ordered: Any) -> Any:
     """Return the keys of a dict that keeps another order than a dict does."""
     return tuple(map(id, collections.OrderedDict.__iter__(ordered)))
@@ -89,12 +93,22 @@ def read_of(value: Any) -> Read | None:
     if root_of(cls) == "_asyncio" and "_state" in vars(cls):
         return operator.attrgetter("_state")
     if cls.__name__ == "Tokenizer" and root_of(cls) == "tokenizers":
-        return operator.methodcaller("get_vocab_size")
+        return _tokenizer
     if cls.__name__ == "PickleBuffer":
         return _buffered
     if root_of(cls).startswith("_") and _HASHES <= vars(cls).keys() and "shake" not in getattr(value, "name", "shake"):
         return cls.digest  # type: ignore[no-any-return]
     return None
+
+
+def read_kept(value: Any, names: set[str]) -> Read | None:
+    """Return the same of what changes only as somebody changes it, for code with these names.
+
+    The order of a dict that drops what has not been used for long (`move_to_end`, `popitem`) decides nothing else.
+    """
+    if is_a(value, (threading.Thread, weakref.finalize, queue.SimpleQueue)):  # the last is a generator for the step
+        return None
+    return None if is_a(value, collections.OrderedDict) and "popitem" in names else read_of(value)
 
 
 def read_by_names(value: Any, names: set[str]) -> Read | None:

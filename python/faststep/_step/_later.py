@@ -42,10 +42,18 @@ def calls_later(
         comparing = [code for code in (*naming, *every) if _compares(code)]
         limits = [limit for code in comparing for limit in _limits(code, read)]
         for limit in limits:
-            times = (limit - now) / (now - before)
-            if times == int(times) and 0 < times < _FAR:
-                found |= dict.fromkeys(each for each in (int(times) - 1, int(times)) if each)
+            times = _times(before, now, limit)
+            found |= dict.fromkeys(each for each in (times - 1, times) if each > 0)
     return list(found)[:_MAX]
+
+
+def _times(before: _Number, now: _Number, limit: _Number) -> int:
+    """Return in how many changes like the last one a number comes to another one; 0: in none."""
+    try:
+        times = (limit - now) / (now - before)
+    except OverflowError:  # of integers that no float can hold
+        return 0
+    return int(times) if 0 < times < _FAR and times == int(times) else 0
 
 
 def _within(code: types.CodeType) -> Iterator[types.CodeType]:

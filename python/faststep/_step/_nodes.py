@@ -78,6 +78,7 @@ class Nodes:
         self.constants: set[str] = set()  # strings in code that asks for something by its name
         self.switches = switches()
         self.slots: dict[type, frozenset[str]] = {}
+        self.of_library: dict[type, int] = {}  # the first object of each class of a library's
         self.data: dict[type, set[str]] = {}  # what classes of libraries have that is no method
         self.plain: set[type] = set()  # classes of which objects hold nothing that is to be read
         self.naming: set[str] = set()  # those that name what a library's module has

@@ -14,12 +14,12 @@ import mlx.nn as nn
 
 from faststep._step._library import is_library_class, is_library_function, is_mlx
 from faststep._step._named import named
-from faststep._step._nodes import ATTRIBUTE, BASE, CLASS, INSTANCE, ITEM, MODULES, Nodes
+from faststep._step._nodes import ATTRIBUTE, BASE, CLASS, INSTANCE, ITEM, MODULES, TYPE, Nodes
 from faststep._step._things import PLAIN, has_attributes, is_a, parts
 
 _STATE = {"os": ("environ", "environb", "getenv", "getenvb"), "sys": ("argv",)}  # in standard modules
 _DATA = (mx.array, dict, list, set, collections.deque, *PLAIN)
-_MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
+MADE_BY_PYTHON = 1 << 9  # a flag of classes: their methods can be replaced
 
 
 class OfLibrary(Nodes):
@@ -85,19 +85,46 @@ class OfLibrary(Nodes):
             self.filtered.append(node)
         elif is_a(value, types.FunctionType):
             self.follow_library(value)
+        self.follow_called_within(value)
 
-    def follow_library_class(self, at: int, number: int, base: type) -> None:
-        """Add numbers, arrays and containers that a class of a library has under a name that the code has."""
+    def follow_called_within(self, value: Any) -> None:
+        """Add the functions and classes that the code of one of NumPy's or the standard library's functions names."""
+        function: Any = value if is_a(value, types.FunctionType) else getattr(value, "__wrapped__", None)
+        if not is_a(function, types.FunctionType) or is_mlx(function.__module__) or function.__code__ in self.codes:
+            return
+        module = sys.modules.get(function.__module__)
+        if module is None or vars(module) is not function.__globals__ or not is_library_function(function):
+            return
+        self.codes.add(function.__code__)
+        at = self.add(0, MODULES, function.__module__, module)
+        for name in sorted(named(function.__code__)[0] & vars(module).keys()):
+            inner = vars(module)[name]
+            if callable(inner):
+                self.add_fixed(at, INSTANCE, name, inner)
+            if is_a(inner, type):
+                self.add_class(inner)
+
+    def follow_class_data(self, at: int, cls: type) -> None:
+        """Add the class of an object, where code may read numbers and containers of it by the object."""
+        if any(self.data_of(base) & self.attributes for base in cls.__mro__):
+            self.add(at, TYPE, None, cls)
+
+    def data_of(self, base: type) -> set[str]:
+        """Return the names under which a class of a library has numbers, arrays and containers."""
         if base not in self.data:
             own = () if issubclass(base, enum.Enum) else vars(base).items()
             self.data[base] = {name for name, value in own if is_a(value, _DATA) and not name.startswith("__")}
-        for name in sorted(self.data[base] & self.attributes):
+        return self.data[base]
+
+    def follow_library_class(self, at: int, number: int, base: type) -> None:
+        """Add numbers, arrays and containers that a class of a library has under a name that the code has."""
+        for name in sorted(self.data_of(base) & self.attributes):
             self.add(self.add_place(at, BASE, number, base), CLASS, name, vars(base)[name])
 
     def add_class(self, cls: type) -> None:
         """Add a class whose methods the code may call."""
         for base in cls.__mro__:
-            if id(base) in self.classes or not base.__flags__ & _MADE_BY_PYTHON or base.__module__ == "nanobind":
+            if id(base) in self.classes or not base.__flags__ & MADE_BY_PYTHON or base.__module__ == "nanobind":
                 continue
             self.classes[id(base)] = base
             if is_mlx(base.__module__) and base is not nn.Module:

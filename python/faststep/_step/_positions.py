@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import itertools
 import operator
 import queue
@@ -11,23 +12,59 @@ import random
 import sys
 import types
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
 
-from faststep._step._things import PLAIN, is_a
+from faststep._step._things import PLAIN, STREAMS, is_a
 
 _SimpleQueue = queue.SimpleQueue
-_OVER_OTHERS = (map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle)
+_OVER_OTHERS = (
+    *(map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle, itertools.starmap),
+    *(itertools.accumulate, itertools.compress, itertools.takewhile, itertools.dropwhile, itertools.zip_longest),
+    *(itertools.groupby, itertools.pairwise, getattr(itertools, "batched", map)),
+)
+_INDEXED = (np.flatiter, np.broadcast)
+_CALLS = type(iter(int, 1))
+_SHOWN = (itertools.count, itertools.repeat)  # `repr` has where they are
+_RUNNING = {  # with the attribute that has their frame
+    types.GeneratorType: "gi_frame",
+    types.CoroutineType: "cr_frame",
+    types.AsyncGeneratorType: "ag_frame",
+}
+UNKNOWN = "unknown"  # the place in a file that cannot tell it
 
 
 def moves(value: Any) -> bool:
     """Return whether something is taken from an object as it is used."""
     if is_a(value, (random.Random, _SimpleQueue)):
         return True
-    if "numpy.random" in sys.modules and is_a(value, (np.random.Generator, np.random.RandomState)):
+    if "numpy.random" in sys.modules and is_a(value, _of_numpy()):
         return True
-    return hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
+    taken = hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
+    return taken and type(value) not in weakref.ProxyTypes
+
+
+def _of_numpy() -> tuple[type, ...]:
+    numpy = np.random
+    return numpy.Generator, numpy.RandomState, numpy.BitGenerator, numpy.SeedSequence
+
+
+def is_file(value: Any) -> bool:
+    """Return whether it is an open file that can be read."""
+    try:
+        return is_a(value, io.IOBase) and not is_a(value, STREAMS) and bool(value.readable())
+    except Exception:  # it is closed, or of a user's class
+        return False
+
+
+def place_in(file: io.IOBase) -> Any:
+    """Return the position in a file; UNKNOWN: it does not tell."""
+    try:
+        return file.tell()
+    except Exception:  # a pipe, or text out of which `next` has taken lines
+        return UNKNOWN
 
 
 def generator_name(value: Any) -> str:
@@ -42,7 +79,57 @@ def _within(iterator: Any) -> list[Any]:
             warnings.simplefilter("ignore")
             return [iterator.__reduce__()[1][0]]
     within = gc.get_referents(iterator) if is_a(iterator, _OVER_OTHERS) else []
-    return [each for one in within for each in (one if is_a(one, tuple) else [one])]
+    # of a tuple too: that of `zip_longest` has gaps, on which Python's own iteration would crash
+    return [each for one in within for each in (gc.get_referents(one) if is_a(one, tuple) else [one])]
+
+
+def frames(values: list[Any]) -> dict[int, types.FrameType]:
+    """Return the frames of generators and coroutines, by their address: they run as something is taken."""
+    found = (getattr(value, _RUNNING[type(value)]) for value in _all(values) if type(value) in _RUNNING)
+    return {id(frame): frame for frame in found if frame is not None}
+
+
+def _all(values: list[Any]) -> list[Any]:
+    """Return iterators and those that they take from."""
+    todo, found = [each for each in values if moves(each) or type(each) in _RUNNING], dict[int, Any]()
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found[id(value)] = value
+            todo += [each for each in _within(value) if moves(each)]
+    return list(found.values())
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether an iterator is written in C and nothing tells what has been taken from it."""
+    cls = type(value)
+    taken = getattr(cls, "__next__", None)
+    if type(taken) is not types.WrapperDescriptorType or cls in _RUNNING or is_a(value, (*_SHOWN, *_INDEXED)):
+        return False
+    if hasattr(cls, "__length_hint__") and operator.length_hint(value, -1) >= 0:
+        return False
+    if cls is not _CALLS and any(is_a(each, int) for each in _reduced(value)):
+        return False
+    within = [each for each in _within(value) if moves(each)]
+    return not within or any(map(is_opaque, within))
+
+
+def _reduced(iterator: Any) -> list[Any]:
+    """Return the numbers, and what else, by which an iterator of Python's would be made again."""
+    if type(iterator).__module__ not in ("builtins", "itertools") or is_a(iterator, itertools.cycle):
+        return []
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        return list(_flat(iterator.__reduce__()[1:], 3))
+    return []
+
+
+def _flat(parts: Any, depth: int) -> Any:
+    for part in parts:
+        if type(part) is tuple and depth:
+            yield from _flat(part, depth - 1)
+        else:
+            yield part if type(part) is int else str(id(part))
 
 
 def position(value: Any) -> Any:
@@ -55,12 +142,17 @@ def position(value: Any) -> Any:
         return frame and frame.f_lasti, [each if is_a(each, PLAIN) else position(each) for each in values]
     if is_a(value, _SimpleQueue):
         return value.qsize()
+    if is_a(value, _INDEXED):
+        return value.index
     if hasattr(type(value), "__next__"):
         shown = repr(value) if type(value).__module__ == "itertools" else None
         within = [position(each) for each in _within(value) if moves(each)]
-        return operator.length_hint(value, -1), shown, id(value), within
-    if "numpy.random" in sys.modules and is_a(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if "numpy.random" in sys.modules and is_a(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
+        length = operator.length_hint(value, -1)
+        return length, shown, id(value), within, _reduced(value) if length < 0 else None
+    if "numpy.random" in sys.modules and is_a(value, _of_numpy()):
+        if is_a(value, np.random.SeedSequence):
+            return value.n_children_spawned
+        if is_a(value, np.random.RandomState):
+            return repr(value.get_state(legacy=False))
+        return repr((value if is_a(value, np.random.BitGenerator) else value.bit_generator).state)
     return id(value)

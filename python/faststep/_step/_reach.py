@@ -24,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from faststep._step._inside import read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module
@@ -51,7 +52,7 @@ from faststep._step._nodes import (
     WEAK,
     Node,
 )
-from faststep._step._of_library import OfLibrary
+from faststep._step._of_library import MADE_BY_PYTHON, OfLibrary
 from faststep._step._switches import by_names
 from faststep._step._things import (
     CACHE,
@@ -132,6 +133,8 @@ class _Search(OfLibrary):
                 self.attempt(self.follow, self.todo.popleft())
             for at in self.filtered:
                 self.attempt(self.follow_named, at)
+            for cls, at in self.of_library.items():
+                self.follow_class_data(at, cls)
         names = self.attributes | self.names
         for at in range(len(self.objects)):
             self.attempt(functools.partial(self.read_inside, names), at)
@@ -148,6 +151,8 @@ class _Search(OfLibrary):
     def follow(self, at: int, value: Any) -> None:
         """Add what an object leads to."""
         self.add_class(type(value))
+        if is_library_class(type(value)) and type(value).__flags__ & MADE_BY_PYTHON:
+            self.of_library.setdefault(type(value), at)
         if at in self.openers:
             self.filtered.append(at)
             self.follow_class(at, value)
@@ -177,6 +182,8 @@ class _Search(OfLibrary):
                 self.follow_container(at, value)
         elif is_a(value, (set, frozenset)):
             self.follow_set(at, value)
+        elif is_a(value, np.ndarray) and value.dtype == object and value.size <= MAX_ITEMS:
+            self.follow_members(at, value.ravel().tolist())
         elif (
             is_a(value, (type, types.ModuleType))
             or self.is_optimizer(value)
@@ -364,7 +371,8 @@ class _Search(OfLibrary):
         own = vars(base)
         for name, value in own.items():
             called = name.startswith("__") and is_a(value, (types.FunctionType, staticmethod, classmethod))
-            if called or (name in self.attributes and not name.startswith("__")):
+            is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
+            if called or (name in self.attributes and is_data):
                 if is_a(value, enum.Enum):  # which cannot be replaced, but have attributes
                     continue
                 self.add(self.add_place(at, BASE, number, base), CLASS, name, value)

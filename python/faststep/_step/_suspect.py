@@ -6,13 +6,15 @@ import random
 import sys
 import time
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from faststep._step._calls import DRAWN, Calls
-from faststep._step._positions import generator_name, moves, position
+from faststep._step._calls import DRAWN, FILE, Calls
+from faststep._step._inside import Read, read_kept
+from faststep._step._positions import UNKNOWN, frames, generator_name, is_file, is_opaque, moves, place_in, position
 from faststep._step._things import is_a
 
 
@@ -60,32 +62,45 @@ class Positions:
     Calls of what is as good as a generator, and of clocks and files, are noticed by `profile`.
     """
 
-    def __init__(self, model: nn.Module, reached: list[Any]) -> None:
+    def __init__(self, model: nn.Module, reached: list[Any], codes: Iterable[types.CodeType] | None) -> None:
         wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
         within = [value for whole in wholes for module in whole.modules() for value in vars(module).values()]
-        self._objects = [each for each in (*within, *reached) if moves(each) and not _is_of_process(each)]
+        known = [*within, *reached]
+        self._objects = [each for each in known if moves(each) and not _is_of_process(each)]
+        self._opaque = {generator_name(each) for each in self._objects if is_opaque(each)}
+        self._files = [(each, place_in(each)) for each in known if is_file(each)]
+        self._kept = _kept(known, codes or ())
         self._before = self._now()
-        self._calls = Calls((*within, *reached))
+        self._calls = Calls(known, frames(known), codes or ())
         self.profile = self._calls.profile
 
     def moved(self) -> list[str]:
-        """Return the names of those that have moved since."""
+        """Return the names of those that have moved since, or of which that cannot be seen."""
         pairs = zip(self._before, self._now(), strict=True)
         moved = {name for (name, before), (_, now) in pairs if before != now}
-        return sorted(moved | {f"{what} ({place})" for what, place in self._calls.found.items() if what in DRAWN})
+        drawn = dict(self._calls.drawn())
+        moved = (moved | self._opaque | self._of_files()) - drawn.keys()
+        return sorted(moved | {f"{what} ({place})" for what, place in drawn.items()})
 
     def read(self) -> list[str]:
         """Return what has been read that changes by itself, with the lines that did."""
         return [f"{what} ({place})" for what, place in self._calls.found.items() if what not in DRAWN]
 
+    def _of_files(self) -> set[str]:
+        """Return a name, if lines have been taken from an open file, which is no call, or that cannot be seen."""
+        pairs = ((before, place_in(file)) for file, before in self._files if id(file) not in self._calls.written)
+        taken = any(before != now or before == UNKNOWN for before, now in pairs)
+        return {FILE} if taken and FILE not in self._calls.found else set()
+
     def shared(self) -> bool:
         """Return whether only generators of the process have moved, from which another thread may have drawn."""
-        pairs = zip(self._before[-len(self._objects) :], self._now()[-len(self._objects) :], strict=True)
-        alone = not self._objects or all(before == now for before, now in pairs)
-        return alone and self._calls.found.keys().isdisjoint(DRAWN)
+        own = len(_of_process())
+        alone = self._before[own:] == self._now()[own:] and not self._opaque and not self._of_files()
+        return alone and not self._calls.drawn()
 
     def _now(self) -> list[tuple[str, Any]]:
-        return _of_process() + [(generator_name(each), position(each)) for each in self._objects]
+        states = [(generator_name(each), read(each)) for each, read in self._kept]
+        return _of_process() + [(generator_name(each), position(each)) for each in self._objects] + states
 
 
 class HeldBack:
@@ -112,6 +127,12 @@ class HeldBack:
         if self._numpy is not None:
             np.random.set_state(self._numpy)
         sys.setswitchinterval(self._interval)
+
+
+def _kept(known: list[Any], codes: Iterable[types.CodeType]) -> list[tuple[Any, Read]]:
+    """Return objects of which a loss may change what they hold beside attributes and items, with how that is read."""
+    names = {name for code in codes for name in code.co_names}
+    return [(each, read) for each in known if (read := read_kept(each, names)) is not None]
 
 
 def _of_process() -> list[tuple[str, Any]]:

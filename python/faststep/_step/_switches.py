@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import logging
 import os
@@ -24,6 +25,8 @@ _LEVELS = frozenset({"isEnabledFor", "getEffectiveLevel", "disable", "hasHandler
 _TEXTS = frozenset({"array2string", "array_repr", "array_str", "printoptions", "repr"})
 _TIMES = frozenset({"fromtimestamp", "astimezone", "mktime", "localtime"})
 _MAX_LOGGERS = 16
+_CHECKS = frozenset({"isinstance", "issubclass", "singledispatch", "dispatch"})
+_ENVIRONMENT = frozenset({"expandvars", "expanduser", "home", "gettempdir"})
 _FOLDERS = frozenset({"getcwd", "getcwdb", "cwd", "abspath", "absolute", "resolve", "realpath"})
 
 
@@ -81,6 +84,14 @@ def _folder(_: object) -> Any:
         return None
 
 
+def _abstract(_: object) -> Any:
+    return abc.get_cache_token()
+
+
+def _environment(_: object) -> Any:
+    return tuple(os.environ.items())
+
+
 def _streams(_: object) -> Any:
     kinds = (mx.cpu, mx.gpu) if mx.default_device() == mx.gpu else (mx.cpu,)
     return tuple(str(mx.default_stream(kind)) for kind in kinds)
@@ -116,6 +127,8 @@ _READ: dict[Read, dict[str, str]] = {
         "faulthandler": "is_enabled",
         "socket": "getdefaulttimeout",
         "random": "getstate",
+        "ctypes": "get_errno",
+        "atexit": "_ncallbacks",
     },
     _context: {"decimal": "getcontext localcontext Decimal Context"},
     _thread: {"threading": "current_thread main_thread"},
@@ -162,6 +175,10 @@ def by_names(names: set[str], texts: set[str], kinds: set[type]) -> list[Callabl
         found.append(_filters)
     if "decimal" in sys.modules and sys.modules["decimal"].Decimal in kinds:
         found.append(_context)
+    if names & _CHECKS and any(issubclass(kind, abc.ABCMeta) for kind in kinds):
+        found.append(_abstract)
+    if names & _ENVIRONMENT:
+        found.append(_environment)
     if names & _TIMES:
         found.append(_zone)
     if names & _FOLDERS:

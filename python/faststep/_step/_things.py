@@ -8,6 +8,7 @@ import collections
 import ctypes
 import enum
 import functools
+import inspect
 import io
 import operator
 import string
@@ -93,7 +94,9 @@ def is_record(value: Any) -> bool:
     if is_a(value, _RECORDS) or any(root_of(base) in _RECORD_MODULES for base in type(value).__mro__):
         return True
     cls = type(value)
-    of_standard = root_of(cls) in sys.stdlib_module_names and root_of(cls) not in _CLOSED_MODULES
+    of_standard = (root_of(cls) in sys.stdlib_module_names or root_of(cls) == "numpy") and root_of(
+        cls
+    ) not in _CLOSED_MODULES
     return of_standard and bool(cls.__flags__ & _MADE_BY_PYTHON) and _is_open(cls) and not is_immutable(cls)
 
 
@@ -172,7 +175,8 @@ def slots(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield the slots of a class and of those that it is derived from, by name."""
     for base in cls.__mro__:
         if "__slots__" in vars(base) and not is_library_class(base):
-            yield from ((n, slot) for n, slot in vars(base).items() if type(slot) is types.MemberDescriptorType)
+            own = ((n, slot) for n, slot in vars(base).items() if type(slot) is types.MemberDescriptorType)
+            yield from ((n, slot) for n, slot in own if inspect.getattr_static(cls, n, None) is slot)  # else hidden
 
 
 def members(value: Iterable[Any]) -> list[Any]:

@@ -163,9 +163,11 @@ impl PythonHost {
                         return Err(Stop::Stores(what));
                     }
                     if let Some(positions) = &positions {
+                        let stuck = reached.stuck(py)?;
+                        let shared = stuck.is_empty() && positions.shared()?;
                         current.suspect = Suspect {
-                            drawn: positions.moved()?,
-                            shared: positions.shared()?,
+                            drawn: [positions.moved()?, stuck].concat(),
+                            shared,
                             read: positions.read()?,
                             model: suspect::changes(&snapshot, false)?,
                             reached: reached.changes(py)?,

@@ -4,6 +4,7 @@
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
 mod glance;
 pub mod identity;
+pub mod ordered;
 pub mod paths;
 pub mod rebuild;
 pub mod slot;

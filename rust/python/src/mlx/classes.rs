@@ -40,6 +40,12 @@ pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| bridge::is_of(object, class))
 }
 
+/// `collections.OrderedDict`.
+pub fn ordered_dict(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    class(py, &CLASS, "collections", "OrderedDict")
+}
+
 /// Return whether the object is a `collections.deque`.
 pub fn is_deque(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

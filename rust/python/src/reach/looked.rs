@@ -166,6 +166,19 @@ impl Looked {
         numbers
     }
 
+    /// The name that code has for an object; empty: it is at no node.
+    pub fn name_of(&self, object: &Bound<'_, PyAny>) -> String {
+        let py = object.py();
+        let mut nodes = 0..self.program.nodes.len();
+        let at = nodes.find(|&at| self.object(at, py).is_some_and(|it| it.is(object)));
+        at.map_or_else(String::new, |at| self.key_name(py, at))
+    }
+
+    /// The codes of the functions that the loss calls.
+    pub fn codes<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        self.program.codes.as_ref().map(|codes| codes.bind(py))
+    }
+
     /// The name that code has for what is at a node.
     pub fn key_name(&self, py: Python<'_>, at: usize) -> String {
         let node = &self.program.nodes[at];
@@ -201,11 +214,10 @@ impl Looked {
         self.program.nodes[node].find(&self.bound(py), &[])
     }
 
-    /// Put another object at a node.
-    pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// Put another object at a node; whether that can be.
+    pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<bool> {
         let objects = self.bound(object.py());
-        self.program.nodes[node].put(&objects, object)?;
-        Ok(())
+        self.program.nodes[node].put(&objects, object)
     }
 
     /// Put another object at a spot.

@@ -1,7 +1,7 @@
 //! One object on the way from a loss to what it reaches.
 use faststep::engine::Tensor;
 use pyo3::{
-    exceptions::PyKeyboardInterrupt,
+    exceptions::{PyAttributeError, PyKeyboardInterrupt, PyTypeError},
     intern,
     prelude::*,
     types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
@@ -297,6 +297,10 @@ pub fn attributes_of<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyDic
 }
 
 // what Ctrl-C has ended comes to the user as soon as this look is done
+fn is_read_only(error: &PyErr, py: Python<'_>) -> bool {
+    error.is_instance_of::<PyAttributeError>(py) || error.is_instance_of::<PyTypeError>(py)
+}
+
 fn keep_interrupt(py: Python<'_>, error: &PyErr) {
     if error.is_instance_of::<PyKeyboardInterrupt>(py) {
         let again = py.import("_thread");
@@ -485,7 +489,10 @@ impl Node {
                 Some(dict) => dict.set_item(key, object)?,
                 None => return Ok(false),
             },
-            How::Attribute | How::Class => parent.setattr(key.cast()?, object)?,
+            How::Attribute | How::Class => match parent.setattr(key.cast()?, object) {
+                Err(error) if is_read_only(&error, parent.py()) => return Ok(false),
+                set => set?,
+            },
             How::Cell => bridge::set_cell(parent, self.index, object),
             How::Global => match bridge::globals(parent) {
                 Some(dict) => dict.set_item(key, object)?,

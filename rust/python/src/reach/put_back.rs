@@ -29,6 +29,9 @@ impl Looked {
             };
             match &node.expect {
                 Expect::Array => false,
+                Expect::Value(..) if node.fits_value(&now) && !now.is_instance_of::<PyTuple>() => {
+                    false // of a class that holds none
+                }
                 Expect::Value(..) | Expect::Absent => holds_array(&now, &mut HashSet::new()),
                 _ => {
                     node.how.stands_alone()

@@ -146,10 +146,11 @@ impl<'py> Reached<'py> {
             return Ok(Vec::new());
         };
         let mut changes = suspect::changes(&traced.snapshot, true)?;
-        let nodes = self.looked.changed(py).into_iter();
-        changes.extend(
-            nodes.map(|(node, before)| Change::Node(self.looked.clone(), node, before.unbind())),
-        );
+        for (node, before) in self.looked.changed(py) {
+            if !self.is_stuck(py, node)? {
+                changes.push(Change::Node(self.looked.clone(), node, before.unbind()));
+            }
+        }
         for (node, copy) in &traced.copies {
             if !self.looked.has_contents(py, *node)? {
                 let copy = copy.clone().unbind();
@@ -157,6 +158,24 @@ impl<'py> Reached<'py> {
             }
         }
         Ok(changes)
+    }
+
+    /// The names of numbers that the loss has changed and nobody can put back: attributes of classes in C that are read only.
+    pub fn stuck(&self, py: Python<'py>) -> PyResult<Vec<String>> {
+        let mut names = Vec::new();
+        for (node, _) in self.traced.iter().flat_map(|_| self.looked.changed(py)) {
+            if self.is_stuck(py, node)? {
+                names.push(self.looked.program.name(py, node));
+            }
+        }
+        Ok(names)
+    }
+
+    fn is_stuck(&self, py: Python<'py>, node: usize) -> PyResult<bool> {
+        let now = self.looked.at(py, node);
+        now.map_or(Ok(false), |now| {
+            self.looked.put_at(node, &now).map(|put| !put)
+        })
     }
 
     /// Put the arrays back, and after a loss that cannot be traced whatever else it has changed.

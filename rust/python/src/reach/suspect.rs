@@ -10,7 +10,7 @@ use super::{
     contents::{copy, refill},
     Looked,
 };
-use crate::tree::{snapshot::Snapshot, text::text};
+use crate::tree::{ordered, snapshot::Snapshot, text::text};
 
 /// A value that is no array, and what stood in its place before the loss was called, or behind it.
 pub enum Change {
@@ -32,8 +32,8 @@ impl Change {
                 let dict = dict.bind(py);
                 let now = dict.get_item(&*key)?.map(Bound::unbind);
                 match std::mem::replace(other, now) {
-                    Some(value) => dict.set_item(&*key, value),
-                    None if other.is_some() => dict.del_item(&*key),
+                    Some(value) => ordered::set_item(dict, key.bind(py), value.bind(py)),
+                    None if other.is_some() => ordered::del_item(dict, key.bind(py)),
                     None => Ok(()), // the user has removed it since
                 }
             }
@@ -91,20 +91,42 @@ impl Change {
         Ok((is_number(&before) && is_number(&now)).then_some((before, now)))
     }
 
-    // the number that comes when the change of a number goes on `times` more
+    // the number, or the list, that comes when its change goes on `times` more
     fn later<'py>(&self, py: Python<'py>, times: i64) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if let Self::List(list, before) = self {
+            let (list, len) = (list.bind(py), before.bind(py).len());
+            let added = list.get_slice(len, list.len());
+            let few = usize::try_from(times).is_ok_and(|n| n * added.len() <= MAX_ADDED);
+            if !few || added.is_empty() {
+                return Ok(None);
+            }
+            return list.add(added.mul(times)?).map(Some);
+        }
         let Some((before, now)) = self.numbers(py)? else {
             return Ok(None);
         };
         now.add(now.sub(before)?.mul(times)?).map(Some)
     }
 
+    // a number before the change and behind it, or the length of a list
+    fn counts<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+        let Self::List(list, before) = self else {
+            return self.numbers(py);
+        };
+        let len = |list: &Py<PyList>| list.bind(py).len().into_pyobject(py);
+        Ok(Some((len(before)?.into_any(), len(list)?.into_any())))
+    }
+
     // the name that code has for what changes
-    fn name(&self, py: Python<'_>) -> String {
+    fn name(&self, py: Python<'_>, looked: &Looked) -> String {
         match self {
             Self::Item(_, key, _) => text(key.bind(py)),
             Self::Node(looked, node, _) => looked.key_name(py, *node),
-            Self::List(..) | Self::Contents(..) => String::new(),
+            Self::List(list, _) => looked.name_of(list.bind(py)),
+            Self::Contents(..) => String::new(),
         }
     }
 
@@ -113,9 +135,25 @@ impl Change {
         let other = match self {
             Self::Item(.., other) => other.replace(third),
             Self::Node(.., other) => Some(std::mem::replace(other, third)),
-            Self::List(..) | Self::Contents(..) => None,
+            Self::List(_, other) => {
+                let third = third.bind(py).cast::<PyList>()?.clone().unbind();
+                Some(std::mem::replace(other, third).into_any())
+            }
+            Self::Contents(..) => None,
         };
         self.swap(py).map(|()| other)
+    }
+
+    // put back what was there before such an exchange
+    fn put_back(&mut self, py: Python<'_>, before: Py<PyAny>) -> PyResult<()> {
+        self.swap(py)?;
+        match self {
+            Self::Item(.., other) => *other = Some(before),
+            Self::Node(.., other) => *other = before,
+            Self::List(_, other) => *other = before.bind(py).cast::<PyList>()?.clone().unbind(),
+            Self::Contents(..) => {}
+        }
+        Ok(())
     }
 }
 
@@ -168,11 +206,34 @@ impl Suspect {
         times: i64,
         work: impl FnOnce() -> T,
     ) -> PyResult<Option<T>> {
+        self.with_others(py, |change| change.later(py, times), work)
+    }
+
+    /// While the numbers that the loss changes note what they are compared with, do something. Returns how many calls later
+    /// they come to that.
+    pub fn compared(&mut self, py: Python<'_>, work: impl FnOnce()) -> PyResult<Vec<i64>> {
+        let limits = py.import("faststep._step._limits")?;
+        let limits = limits.getattr("Limits")?.call0()?;
+        let noting = |change: &Change| {
+            let numbers = change.numbers(py)?;
+            let noting = numbers.map(|numbers| limits.call_method1("noting", numbers));
+            noting.transpose()
+        };
+        self.with_others(py, noting, work)?;
+        limits.call_method0("calls")?.extract()
+    }
+
+    // do something while others stand in the places of what the loss changes, where there are others
+    fn with_others<'py, T>(
+        &mut self,
+        py: Python<'py>,
+        other: impl Fn(&Change) -> PyResult<Option<Bound<'py, PyAny>>>,
+        work: impl FnOnce() -> T,
+    ) -> PyResult<Option<T>> {
         let mut before = Vec::new();
         for change in self.model.iter_mut().chain(&mut self.reached) {
-            let later = change.later(py, times)?.map(Bound::unbind);
-            before.push(match later {
-                Some(later) => change.exchange(py, later)?,
+            before.push(match other(change)? {
+                Some(other) => change.exchange(py, other.unbind())?,
                 None => None,
             });
         }
@@ -180,12 +241,7 @@ impl Suspect {
         let changes = self.model.iter_mut().chain(&mut self.reached);
         for (change, before) in changes.zip(before) {
             if let Some(before) = before {
-                change.swap(py)?;
-                match change {
-                    Change::Item(.., other) => *other = Some(before),
-                    Change::Node(.., other) => *other = before,
-                    Change::List(..) | Change::Contents(..) => {}
-                }
+                change.put_back(py, before)?;
             }
         }
         Ok(done)
@@ -195,8 +251,8 @@ impl Suspect {
     pub fn turns(&self, py: Python<'_>, looked: &Looked) -> PyResult<Vec<i64>> {
         let mut changed = Vec::new();
         for change in self.model.iter().chain(&self.reached) {
-            let numbers = change.numbers(py)?;
-            changed.extend(numbers.map(|(before, now)| (change.name(py), before, now)));
+            let counts = change.counts(py)?;
+            changed.extend(counts.map(|(before, now)| (change.name(py, looked), before, now)));
         }
         let Some(codes) = looked
             .program
@@ -227,6 +283,9 @@ impl Suspect {
         names.join(", ")
     }
 }
+
+/// The most items that a list is tried with beyond those that it has.
+const MAX_ADDED: usize = 100_000;
 
 /// Number of calls of a loss, each of which draws where the loss does.
 const CALLS: usize = 3;
@@ -296,7 +355,7 @@ impl<'py> Positions<'py> {
         let suspect = py.import("faststep._step._suspect")?;
         let positions = suspect.getattr("Positions")?;
         Ok(Self {
-            object: positions.call1((model, objects))?,
+            object: positions.call1((model, objects, looked.codes(py)))?,
             hook: Cell::new(None),
         })
     }

@@ -130,6 +130,7 @@ impl Inner {
         let mut turns = LATER.to_vec();
         if same && self.checks <= MAX_LATER {
             turns.extend(suspect.turns(py, &given.looked)?);
+            turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);
         }
         for times in turns {
             if !same || self.checks > MAX_LATER {

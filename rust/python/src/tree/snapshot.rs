@@ -6,10 +6,11 @@ use pyo3::{
     types::{PyDict, PyList, PyTuple, PyType},
 };
 
-use super::text::text;
 use super::{
+    ordered,
     slot::Place,
     static_value::{equal, is_plain},
+    text::text,
     walk::{fields, walk, Kind, Visitor, MAX_DEPTH},
 };
 use crate::mlx::{bridge, classes::is_deque};
@@ -31,6 +32,7 @@ pub type List<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
 #[derive(Default)]
 pub struct Snapshot<'py> {
     dicts: Vec<(Bound<'py, PyDict>, Bound<'py, PyDict>)>,
+    orders: Vec<(Bound<'py, PyDict>, Bound<'py, PyList>)>, // keys of those that keep an order of their own
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
     deques: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>,
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
@@ -200,8 +202,13 @@ impl<'py> Snapshot<'py> {
         self.fill()?;
         if !self.unchanged.get() {
             for (dict, copy) in self.changed_dicts() {
-                dict.clear();
-                dict.update(copy.as_mapping())?;
+                let order = self.orders.iter().find(|(ordered, _)| ordered.is(dict));
+                ordered::refill(dict, copy, order.map(|(_, keys)| keys))?;
+            }
+        }
+        for (dict, keys) in &self.orders {
+            if ordered::keys(dict)?.is_some_and(|now| !has_same(&now, keys)) {
+                ordered::refill(dict, &dict.copy()?, Some(keys))?;
             }
         }
         for (list, copy) in &self.lists {
@@ -237,6 +244,8 @@ impl<'py> Snapshot<'py> {
     pub fn note(&mut self, container: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Ok(dict) = container.cast::<PyDict>() {
             self.dicts.push((dict.clone(), dict.copy()?));
+            let order = ordered::keys(dict)?;
+            self.orders.extend(order.map(|keys| (dict.clone(), keys)));
         } else if let Ok(list) = container.cast::<PyList>() {
             self.lists
                 .push((list.clone(), list.get_slice(0, list.len())));
@@ -247,6 +256,10 @@ impl<'py> Snapshot<'py> {
         }
         Ok(())
     }
+}
+
+fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
+    one.len() == other.len() && one.iter().zip(other.iter()).all(|(a, b)| a.is(&b))
 }
 
 /// Return whether an object is an array, or leads to one: by what it contains, and by its attributes.

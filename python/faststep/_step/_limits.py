@@ -1,0 +1,156 @@
+"""Numbers that note what a loss compares them with, and how many calls later they come to that."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+_Number = int | float
+_FAR = 1 << 40
+_MAX = 24  # calls of a loss that tell
+
+
+class Limits:
+    """What numbers that a loss changes at every call are compared with.
+
+    A loss is called with numbers by `noting` in the place of its own. What it computes of them by adding, subtracting
+    and multiplying notes too; what else it makes of them are numbers of Python's.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, None] = {}
+
+    def noting(self, before: _Number, now: _Number) -> _Number:
+        """Return a number that notes, of one that was another before a call."""
+        return self.of(now, now - before)
+
+    def of(self, value: _Number, change: _Number) -> _Number:
+        """Return a number that notes, by what it changes at each call."""
+        kind = _Int if type(value) is int else _Float
+        number = kind(value)
+        number.limits, number.change = self, change
+        return number
+
+    def note(self, way: _Number, change: _Number) -> None:
+        """Note a number that is to change by so much, and does by so much at each call."""
+        try:
+            times = way / change
+        except (OverflowError, ZeroDivisionError):
+            return
+        if 0 < times < _FAR:
+            first = math.floor(times)
+            self._calls |= dict.fromkeys(each for each in (first - 1, first, first + 1) if each > 0)
+
+    def calls(self) -> list[int]:
+        """Return how many calls later a number comes to what it has been compared with."""
+        return list(self._calls)[:_MAX]
+
+
+def _change(other: Any) -> _Number:
+    return other.change if isinstance(other, _Noting) else 0
+
+
+def _plain(value: Any) -> Any:
+    """Return a number without notes; None: it is no number."""
+    if isinstance(value, _Noting):
+        return value.value()
+    return value if type(value) in (int, float, bool) else None
+
+
+def _linear(name: str, sign: int, *, turned: bool = False) -> Callable[[Any, Any], Any]:
+    compute = getattr(operator, name)
+
+    def method(self: Any, other: Any) -> Any:
+        number = _plain(other)
+        if number is None:
+            return NotImplemented
+        one, two = (number, self.value()) if turned else (self.value(), number)
+        change = _change(other) + sign * self.change if turned else self.change + sign * _change(other)
+        return self.limits.of(compute(one, two), change)
+
+    return method
+
+
+def _scaled(name: str) -> Callable[[Any, Any], Any]:
+    compute = getattr(operator, name)
+
+    def method(self: Any, other: Any) -> Any:
+        number = _plain(other)
+        if number is None:
+            return NotImplemented
+        if isinstance(other, _Noting):
+            return compute(self.value(), number)
+        return self.limits.of(compute(self.value(), number), compute(self.change, number))
+
+    return method
+
+
+def _compared(name: str) -> Callable[[Any, Any], Any]:
+    compute = getattr(operator, name)
+
+    def method(self: Any, other: Any) -> Any:
+        number = _plain(other)
+        if number is None:
+            return NotImplemented
+        self.limits.note(number - self.value(), self.change - _change(other))
+        return compute(self.value(), number)
+
+    return method
+
+
+def _stepped(name: str) -> Callable[[Any, Any], Any]:
+    """Return a method whose result changes where the number comes to a multiple of another one."""
+    compute = getattr(operator, name) if name != "divmod" else divmod
+
+    def method(self: Any, other: Any) -> Any:
+        number = _plain(other)
+        if number is None:
+            return NotImplemented
+        width = number if name in ("mod", "floordiv", "divmod") else 1 << number.bit_length() - 1
+        if name == "rshift":
+            width = 1 << number
+        if width:
+            down, way = self.value() % width, abs(width)
+            self.limits.note(way - abs(down) if self.change > 0 else -(abs(down) or way), self.change)
+        return compute(self.value(), number)
+
+    return method
+
+
+class _Noting:
+    """A number of `Limits`."""
+
+    limits: Limits
+    change: _Number
+
+    def value(self) -> Any:
+        """Return it as a number of Python's."""
+        return int.__int__(self) if isinstance(self, int) else float.__float__(self)  # type: ignore[arg-type]
+
+    __add__, __radd__ = _linear("add", 1), _linear("add", 1)
+    __sub__, __rsub__ = _linear("sub", -1), _linear("sub", -1, turned=True)
+    __mul__, __rmul__, __truediv__ = _scaled("mul"), _scaled("mul"), _scaled("truediv")
+    __eq__, __ne__ = _compared("eq"), _compared("ne")
+    __lt__, __le__, __gt__, __ge__ = _compared("lt"), _compared("le"), _compared("gt"), _compared("ge")
+    __mod__, __floordiv__, __divmod__ = _stepped("mod"), _stepped("floordiv"), _stepped("divmod")
+    __and__, __rand__, __rshift__ = _stepped("and_"), _stepped("and_"), _stepped("rshift")
+
+    def __neg__(self) -> Any:
+        return self.limits.of(-self.value(), -self.change)
+
+    def __bool__(self) -> bool:
+        self.limits.note(-self.value(), self.change)
+        return bool(self.value())
+
+    def __hash__(self) -> int:
+        return hash(self.value())
+
+
+class _Int(_Noting, int):
+    """An integer that notes."""
+
+
+class _Float(_Noting, float):
+    """A float that notes."""

@@ -1,0 +1,68 @@
+//! Dicts that keep an order of their own beside a dict's: what changes them without their class's methods breaks them.
+use pyo3::{
+    intern,
+    prelude::*,
+    types::{PyDict, PyList, PyType},
+};
+
+use crate::mlx::classes::ordered_dict;
+
+fn class_of<'py>(dict: &Bound<'py, PyDict>) -> Option<Bound<'py, PyType>> {
+    let exact = dict.is_exact_instance_of::<PyDict>();
+    let class = (!exact).then(|| ordered_dict(dict.py())).flatten();
+    let class = class.filter(|class| dict.is_instance(class).unwrap_or(false));
+    class.cloned()
+}
+
+/// The keys of such a dict in its order; None of another dict.
+pub fn keys<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyList>>> {
+    let Some(class) = class_of(dict) else {
+        return Ok(None);
+    };
+    let keys = class.call_method1(intern!(dict.py(), "__iter__"), (dict,))?;
+    let keys = keys.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+    PyList::new(dict.py(), keys).map(Some)
+}
+
+/// Put a value into a dict.
+pub fn set_item(
+    dict: &Bound<'_, PyDict>,
+    key: &Bound<'_, PyAny>,
+    value: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    match class_of(dict) {
+        Some(class) => class
+            .call_method1(intern!(dict.py(), "__setitem__"), (dict, key, value))
+            .map(drop),
+        None => dict.set_item(key, value),
+    }
+}
+
+/// Remove a key from a dict.
+pub fn del_item(dict: &Bound<'_, PyDict>, key: &Bound<'_, PyAny>) -> PyResult<()> {
+    match class_of(dict) {
+        Some(class) => class
+            .call_method1(intern!(dict.py(), "__delitem__"), (dict, key))
+            .map(drop),
+        None => dict.del_item(key),
+    }
+}
+
+/// Give a dict other contents; `order`: what `keys` gave of it when it had these.
+pub fn refill(
+    dict: &Bound<'_, PyDict>,
+    contents: &Bound<'_, PyDict>,
+    order: Option<&Bound<'_, PyList>>,
+) -> PyResult<()> {
+    let (Some(class), Some(order)) = (class_of(dict), order) else {
+        dict.clear();
+        return dict.update(contents.as_mapping());
+    };
+    class.call_method1(intern!(dict.py(), "clear"), (dict,))?;
+    for key in order {
+        if let Some(value) = contents.get_item(&key)? {
+            set_item(dict, &key, &value)?;
+        }
+    }
+    Ok(())
+}
