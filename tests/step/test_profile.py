@@ -105,7 +105,8 @@ def test_memory_is_told_by_what_it_is_for(options: dict[str, Any]) -> None:
     planned, peak = step.memory_plan(x), found.peak()
     assert peak is not None
     scalars = 8192  # and arrays like them: some live until a thread of MLX's lets them go
-    assert 0.9 * planned.steady_peak <= peak.held.in_use <= planned.steady_peak + scalars
+    # the worker lets go of an operation's inputs a moment after its end: of a few more than planned on a busy machine
+    assert 0.9 * planned.steady_peak <= peak.held.in_use <= 1.1 * planned.steady_peak + scalars
     parameters = sum(each.nbytes for _, each in tree_flatten(model.trainable_parameters()))
     most = {kind: max(getattr(each.held, kind) for each in found.operations) for kind in Held._fields}
     assert parameters <= most["parameters"] <= 2.1 * parameters
