@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -68,10 +67,8 @@ def test_the_worker_does_nothing() -> None:
         step = Step(*row.new(), row.case.loss_fn, max_grad_norm=1.0)
         return busy_elsewhere(step, row.case.batches(20))
 
-    quick = any(share() < 0.15 for _ in range(40))
-    if not quick and os.getloadavg()[0] > 0.8:
-        pytest.skip("on a busy machine every step is slow when it is measured")
-    assert quick
+    mx.reset_peak_memory()  # by which a step's memory is measured: earlier tests of the process have raised it
+    assert any(share() < 0.15 for _ in range(40))
 
 
 def test_a_large_step_is_left_to_the_worker() -> None:

@@ -98,7 +98,7 @@ CASES = {
     "muon": (GPT3, "optim.Muon(1e-3)", LOSS, "in_flight=2", 1.02, 1.02),
     "adafactor": (GPT3, "optim.Adafactor(1e-3)", LOSS, "in_flight=2", 1.02, 1.02),
     # one kernel writes over parameters and moments
-    "lion": (GPT3, "optim.Lion(1e-4)", LOSS, "in_flight=2", 1.02, 1.02),
+    "lion": (GPT3, "optim.Lion(1e-4)", LOSS, "in_flight=2", 0.9, 1.02),
     "one-linear-lion": ("one_linear(1024, 64)", "optim.Lion(1e-4)", "squares", "in_flight=2", 1.02, 1.02),
     # the next step is handed over before this one is done, and its update writes over the parameters nevertheless
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", "in_flight=2", 1.02, 1.02),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import ctypes
 import datetime
@@ -25,7 +26,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from faststep._step._inside import read_of
+from faststep._step._inside import LOCKS, read_of
 from faststep._step._library import is_standard
 from faststep._step._positions import moves
 from faststep._step._switches import switches
@@ -66,6 +67,12 @@ GENERATOR = "a generator"
 DRAWN = (RANDOM, FILE, GENERATOR)  # of which another call gives something else
 _TAKES = frozenset({"read", "readline", "readlines", "read1", "readinto", "__next__"})
 _CHANGES = frozenset({"add", "append", "clear", "close", "extend", "flush", "put", "release", "update", "write"})
+_TURNS = {
+    "acquire": 1,
+    "acquire_lock": 1,
+    "release": -1,
+    "release_lock": -1,
+}  # `with` and the standard library take no lock for good
 _SILENT = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "tokenize", "importlib"})
 _BY_ADDRESS = (ctypes.string_at.__code__, ctypes.wstring_at.__code__)
 _MEMORY = ("get_active_memory", "get_peak_memory", "get_cache_memory")
@@ -97,6 +104,9 @@ class Calls:
     ) -> None:
         self.found = {what: place for code in codes for what, place in unnoticed(code)}  # what is read, with the line
         self.written: set[int] = set()  # addresses of files
+        self.turned: collections.Counter[int] = (
+            collections.Counter()
+        )  # how often locks have been taken, by their address
         self._watched = switches()
         self._closed = {id(each): each for each in reached if _is_closed(each)}
         self._frames = frames or {}  # of generators that a loss reaches
@@ -114,6 +124,8 @@ class Calls:
         if event != "c_call":
             return
         own, name = getattr(function, "__self__", None), function.__name__
+        if name in _TURNS and is_a(own, LOCKS) and not is_standard(frame.f_code.co_filename):
+            self.turned[id(own)] += _TURNS[name]
         if id(own) in self._closed:
             what = None if name in _CHANGES or name.startswith("__") else _held(own, name)
             if name in _CHANGES:

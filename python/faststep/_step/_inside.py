@@ -25,7 +25,7 @@ from faststep._step._things import CACHE, PLAIN, attributes, is_a, is_immutable,
 
 Read = Callable[[Any], Any]
 
-_LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
+LOCKS = _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 _HASHES = frozenset({"digest", "copy", "update"})
 _MAX_BYTES = 1 << 16  # from which on a checksum is compared
 _PEEKS = frozenset({"length_hint", "__length_hint__", "repr", "copy", "deepcopy", "__copy__", "__reduce__", "gi_frame"})

@@ -59,64 +59,65 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (int, float, bool) else None
 
 
-def _linear(name: str, sign: int, *, turned: bool = False) -> Callable[[Any, Any], Any]:
-    compute = getattr(operator, name)
+def _method(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a method of a number that notes: `compute(self, value, other)`, where the other one is a number."""
 
     def method(self: Any, other: Any) -> Any:
         number = _plain(other)
-        if number is None:
-            return NotImplemented
+        return NotImplemented if number is None else compute(self, number, other)
+
+    return method
+
+
+def _linear(name: str, sign: int, *, turned: bool = False) -> Callable[[Any, Any], Any]:
+    compute = getattr(operator, name)
+
+    def result(self: Any, number: Any, other: Any) -> Any:
         one, two = (number, self.value()) if turned else (self.value(), number)
         change = _change(other) + sign * self.change if turned else self.change + sign * _change(other)
         return self.limits.of(compute(one, two), change)
 
-    return method
+    return _method(result)
 
 
 def _scaled(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name)
 
-    def method(self: Any, other: Any) -> Any:
-        number = _plain(other)
-        if number is None:
-            return NotImplemented
+    def result(self: Any, number: Any, other: Any) -> Any:
         if isinstance(other, _Noting):
             return compute(self.value(), number)
         return self.limits.of(compute(self.value(), number), compute(self.change, number))
 
-    return method
+    return _method(result)
 
 
 def _compared(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name)
 
-    def method(self: Any, other: Any) -> Any:
-        number = _plain(other)
-        if number is None:
-            return NotImplemented
+    def result(self: Any, number: Any, other: Any) -> Any:
         self.limits.note(number - self.value(), self.change - _change(other))
         return compute(self.value(), number)
 
-    return method
+    return _method(result)
 
 
 def _stepped(name: str) -> Callable[[Any, Any], Any]:
     """Return a method whose result changes where the number comes to a multiple of another one."""
     compute = getattr(operator, name) if name != "divmod" else divmod
 
-    def method(self: Any, other: Any) -> Any:
-        number = _plain(other)
-        if number is None:
-            return NotImplemented
-        width = number if name in ("mod", "floordiv", "divmod") else 1 << number.bit_length() - 1
+    def result(self: Any, number: Any, _: Any) -> Any:
         if name == "rshift":
             width = 1 << number
+        elif name == "and_":
+            width = number and 1 << number.bit_length() - 1
+        else:
+            width = number
         if width:
             down, way = self.value() % width, abs(width)
             self.limits.note(way - abs(down) if self.change > 0 else -(abs(down) or way), self.change)
         return compute(self.value(), number)
 
-    return method
+    return _method(result)
 
 
 class _Noting:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from faststep._step._calls import DRAWN, FILE, Calls
-from faststep._step._inside import Read, read_kept
+from faststep._step._inside import LOCKS, Read, read_kept
 from faststep._step._positions import UNKNOWN, frames, generator_name, is_file, is_opaque, moves, place_in, position
 from faststep._step._things import is_a
 
@@ -69,7 +69,9 @@ class Positions:
         self._objects = [each for each in known if moves(each) and not _is_of_process(each)]
         self._opaque = {generator_name(each) for each in self._objects if is_opaque(each)}
         self._files = [(each, place_in(each)) for each in known if is_file(each)]
-        self._kept = _kept(known, codes or ())
+        kept = _kept(known, codes or ())
+        self._kept = [(each, read) for each, read in kept if not is_a(each, LOCKS)]
+        self._locks = [(each, read, read(each)) for each, read in kept if is_a(each, LOCKS)]
         self._before = self._now()
         self._calls = Calls(known, frames(known), codes or ())
         self.profile = self._calls.profile
@@ -79,7 +81,7 @@ class Positions:
         pairs = zip(self._before, self._now(), strict=True)
         moved = {name for (name, before), (_, now) in pairs if before != now}
         drawn = dict(self._calls.drawn())
-        moved = (moved | self._opaque | self._of_files()) - drawn.keys()
+        moved = (moved | self._opaque | self._of_files() | self._of_locks()) - drawn.keys()
         return sorted(moved | {f"{what} ({place})" for what, place in drawn.items()})
 
     def read(self) -> list[str]:
@@ -92,11 +94,16 @@ class Positions:
         taken = any(before != now or before == UNKNOWN for before, now in pairs)
         return {FILE} if taken and FILE not in self._calls.found else set()
 
+    def _of_locks(self) -> set[str]:
+        """Return the names of locks that this thread has left otherwise: others may take and give them at any time."""
+        pairs = ((lock, before, read(lock)) for lock, read, before in self._locks if self._calls.turned[id(lock)])
+        return {generator_name(lock) for lock, before, now in pairs if before != now}
+
     def shared(self) -> bool:
         """Return whether only generators of the process have moved, from which another thread may have drawn."""
         own = len(_of_process())
-        alone = self._before[own:] == self._now()[own:] and not self._opaque and not self._of_files()
-        return alone and not self._calls.drawn()
+        alone = self._before[own:] == self._now()[own:] and not self._opaque
+        return alone and not (self._of_files() or self._of_locks() or self._calls.drawn())
 
     def _now(self) -> list[tuple[str, Any]]:
         states = [(generator_name(each), read(each)) for each, read in self._kept]

@@ -94,10 +94,9 @@ def is_record(value: Any) -> bool:
     if is_a(value, _RECORDS) or any(root_of(base) in _RECORD_MODULES for base in type(value).__mro__):
         return True
     cls = type(value)
-    of_standard = (root_of(cls) in sys.stdlib_module_names or root_of(cls) == "numpy") and root_of(
-        cls
-    ) not in _CLOSED_MODULES
-    return of_standard and bool(cls.__flags__ & _MADE_BY_PYTHON) and _is_open(cls) and not is_immutable(cls)
+    root = root_of(cls)
+    of_library = (root == "numpy" or root in sys.stdlib_module_names) and root not in _CLOSED_MODULES
+    return of_library and bool(cls.__flags__ & _MADE_BY_PYTHON) and _is_open(cls) and not is_immutable(cls)
 
 
 def _is_open(cls: type) -> bool:
