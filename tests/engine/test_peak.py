@@ -58,9 +58,10 @@ MEASURE = """
     one = mx.array(1.0)
 
     def take(steps):
-        # the worker has 30 ms, or 0.3 s, and no bytes to do first: it is behind, however slowly it is fed
-        mx.async_eval(mx.broadcast_to(one, (100_000 if steps == 1 else 10_000, 1_000)).sum())
         for _ in range(steps * {accumulate}):
+            # the worker has 20 ms, or 0.1 s, and no bytes to do first: it is behind, however slowly it is fed. The
+            # plain loop waits for each batch, and so before each
+            mx.async_eval(mx.broadcast_to(one, (40_000 if steps == 1 else 7_000, 1_000)).sum())
             step(*batch)
         mx.synchronize()
 
