@@ -53,15 +53,19 @@ MEASURE = """
             global taken, summed
             taken += 1
             loss, summed = compiled(batch, summed, taken % {accumulate} == 0)
+            # mx.eval waits for each batch, so that the worker has nothing to do before the next
+            keep_busy(100_000 if taken <= {accumulate} else 10_000)
             mx.eval(loss, summed, state)
 
     one = mx.array(1.0)
 
+    def keep_busy(rows):
+        # 3 ms of work for 1,000 rows, without memory: the worker is behind, however slowly it is fed
+        mx.async_eval(mx.broadcast_to(one, (rows, 1_000)).sum())
+
     def take(steps):
+        keep_busy(100_000 if steps == 1 else 10_000)
         for _ in range(steps * {accumulate}):
-            # the worker has 20 ms, or 0.1 s, and no bytes to do first: it is behind, however slowly it is fed. The
-            # plain loop waits for each batch, and so before each
-            mx.async_eval(mx.broadcast_to(one, (40_000 if steps == 1 else 7_000, 1_000)).sum())
             step(*batch)
         mx.synchronize()
 
