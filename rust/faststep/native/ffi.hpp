@@ -256,6 +256,10 @@ void faststep_caller_functions(void** functions) noexcept;
 int faststep_caller_begin(int measures);
 // Up to here; whether it has computed all of it, and the seconds that have been measured.
 int faststep_caller_end(double* seconds) noexcept;
+// From here on the memory in use is looked at wherever the calling thread hands a task to a worker.
+void faststep_caller_watch() noexcept;
+// Up to here; the most bytes that have been in use at once.
+size_t faststep_caller_watched() noexcept;
 // An array row after row. Not applicable where the default device is no CPU.
 int faststep_contiguous(const void* array, void** contiguous);
 // The sum of the squares of arrays, a float32 scalar. Not applicable to other arrays than float32 ones, and where the

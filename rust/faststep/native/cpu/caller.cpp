@@ -6,6 +6,7 @@
 //
 // What enqueues tasks calls the functions below, in place of those of MLX's scheduler (src/mlx/caller.rs). Other threads, other
 // streams and calls at other times go on to MLX's.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -63,6 +64,20 @@ struct Worker {
 
 thread_local Worker worker;
 
+// The memory in use when the calling thread enqueued a task, while it watches that.
+struct Watched {
+  bool on = false;
+  size_t most = 0;
+
+  void look() {
+    if (on) {
+      most = std::max(most, mx::get_active_memory());
+    }
+  }
+};
+
+thread_local Watched watched;
+
 bool is_known(const mx::Stream& stream) {
   return stream.index == worker.stream && stream.device == mx::Device::cpu;
 }
@@ -83,6 +98,7 @@ void give_back() {
 }
 
 void enqueue(Scheduler* scheduler, mx::Stream stream, Task task) {
+  watched.look(); // an operation has allocated what it needs
   if (is_known(stream)) {
     if (worker.replaced) {
       try {
@@ -206,4 +222,15 @@ int faststep_caller_end(double* seconds) noexcept {
   }
   *seconds = std::chrono::duration<double>(worker.busy).count();
   return worker.whole;
+}
+
+void faststep_caller_watch() noexcept {
+  using faststep::watched;
+  watched = {true, 0};
+  watched.look();
+}
+
+size_t faststep_caller_watched() noexcept {
+  faststep::watched.on = false;
+  return faststep::watched.most;
 }

@@ -15,7 +15,7 @@ use crate::{
         array,
         caller::Caller,
         join,
-        memory::{self, MemoryLimit},
+        memory::{self, MemoryLimit, Watch},
     },
     trace::{in_turn, trial, Inputs, Outputs, Trace},
 };
@@ -59,6 +59,8 @@ impl Work {
 pub(super) struct OnDevice<'a> {
     pub engine: &'a mut Engine,
     pub owner: &'a mut dyn Owner,
+    /// Of the memory of a part that is measured.
+    pub watch: Option<Watch>,
 }
 
 impl Evaluate for OnDevice<'_> {
@@ -70,8 +72,12 @@ impl Evaluate for OnDevice<'_> {
         memory::active()
     }
 
-    fn peak(&mut self) -> usize {
-        memory::peak()
+    fn watch(&mut self) {
+        self.watch = Some(Watch::begin());
+    }
+
+    fn watched(&mut self) -> usize {
+        self.watch.take().map_or(0, Watch::end)
     }
 
     fn wait(&mut self, done: &Array) -> Result<()> {
@@ -156,7 +162,12 @@ impl Engine {
     ) -> Result<T> {
         let mut schedule = std::mem::replace(&mut self.schedule, Schedule::new(true));
         let engine = &mut *self;
-        let outcome = work(&mut schedule, &mut OnDevice { engine, owner });
+        let mut device = OnDevice {
+            engine,
+            owner,
+            watch: None,
+        };
+        let outcome = work(&mut schedule, &mut device);
         self.schedule = schedule;
         outcome
     }

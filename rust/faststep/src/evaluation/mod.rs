@@ -41,8 +41,11 @@ pub(crate) trait Evaluate {
     /// The bytes in use now.
     fn active(&mut self) -> usize;
 
-    /// The most bytes that have been in use at once.
-    fn peak(&mut self) -> usize;
+    /// Begin to watch the bytes in use.
+    fn watch(&mut self);
+
+    /// The most bytes that have been in use at once since then, or a bound of them.
+    fn watched(&mut self) -> usize;
 
     /// Wait until a part is done.
     fn wait(&mut self, ticket: &Self::Ticket) -> Result<(), Self::Error>;

@@ -75,7 +75,10 @@ impl<T> Schedule<T> {
             HandOver::Whole(limit)
         };
         self.updated |= updates;
-        let before = measured.then(|| evaluator.active());
+        let before = measured.then(|| {
+            evaluator.watch();
+            evaluator.active()
+        });
         match evaluator.submit(work, way) {
             Ok(ticket) => self.last = ticket,
             Err(error) => {
@@ -84,7 +87,7 @@ impl<T> Schedule<T> {
             }
         }
         if let Some(before) = before {
-            let bytes = evaluator.peak().saturating_sub(before);
+            let bytes = evaluator.watched().saturating_sub(before);
             evaluated.bytes = Some(bytes);
             self.pending = self.pending.max(bytes);
         }

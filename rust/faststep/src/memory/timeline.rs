@@ -35,7 +35,7 @@ struct Simulated<'a> {
     submitted: Option<usize>,
     tried: bool, // the part whose turn it is has been tried out, and holds its gradients no more
     peak: usize, // since it was last asked for
-    most: usize, // ever
+    most: usize, // since it is watched
 }
 
 impl Simulated<'_> {
@@ -98,7 +98,12 @@ impl<'a> Evaluate for Simulated<'a> {
         self.look().active
     }
 
-    fn peak(&mut self) -> usize {
+    fn watch(&mut self) {
+        self.look();
+        self.most = 0;
+    }
+
+    fn watched(&mut self) -> usize {
         self.look();
         self.most
     }

@@ -26,7 +26,10 @@ use std::{
 use mlx_rs::error::Result;
 
 use super::{
-    ffi::{faststep_caller_begin, faststep_caller_end, faststep_caller_functions, is_done},
+    ffi::{
+        faststep_caller_begin, faststep_caller_end, faststep_caller_functions,
+        faststep_caller_watch, faststep_caller_watched, is_done,
+    },
     kernels::has_cuda,
     rebind::{loaded, Function, Imports, RebindError},
 };
@@ -87,6 +90,22 @@ impl Caller {
         }
         outcome
     }
+}
+
+/// Watch the memory in use while the calling thread hands tasks to a worker; false where that cannot be done.
+pub(super) fn watch() -> bool {
+    let can = has_replaced();
+    if can {
+        // SAFETY: takes nothing; what it writes belongs to the calling thread.
+        unsafe { faststep_caller_watch() };
+    }
+    can
+}
+
+/// Watch it no more; the most bytes that have been in use at once.
+pub(super) fn watched() -> usize {
+    // SAFETY: as above.
+    unsafe { faststep_caller_watched() }
 }
 
 // whether the functions have been replaced in every library that is linked with libmlx

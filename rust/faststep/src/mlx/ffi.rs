@@ -262,6 +262,8 @@ extern "C" {
     pub(crate) fn faststep_caller_functions(functions: *mut *mut c_void);
     pub(crate) fn faststep_caller_begin(measures: c_int) -> c_int;
     pub(crate) fn faststep_caller_end(seconds: *mut f64) -> c_int;
+    pub(crate) fn faststep_caller_watch();
+    pub(crate) fn faststep_caller_watched() -> usize;
     pub(crate) fn faststep_contiguous(array: Handle, contiguous: *mut New) -> c_int;
     pub(crate) fn faststep_sum_of_squares(arrays: Handles, count: usize, sum: *mut New) -> c_int;
     pub(crate) fn faststep_checked(

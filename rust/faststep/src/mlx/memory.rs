@@ -6,16 +6,50 @@ use mlx_rs::{
     memory::{active_memory, memory_limit, peak_memory, set_memory_limit},
 };
 
-use super::ffi::{check, faststep_synchronize, faststep_synchronize_cpu, is_done};
+use super::{
+    caller,
+    ffi::{check, faststep_synchronize, faststep_synchronize_cpu, is_done},
+};
 
 /// The bytes in use; none where MLX does not say, which is no reason to leave a step half done.
 pub(crate) fn active() -> usize {
     active_memory().unwrap_or(0)
 }
 
-/// The most bytes that were in use at once; none where MLX does not say.
-pub(crate) fn peak() -> usize {
-    peak_memory().unwrap_or(0)
+/// The most bytes in use at once while the calling thread evaluates.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    peak: usize,   // the process's, before
+    watches: bool, // the calling thread, too
+}
+
+impl Watch {
+    /// Begin.
+    pub fn begin() -> Self {
+        Self {
+            peak: peak_memory().unwrap_or(0),
+            watches: caller::watch(),
+        }
+    }
+
+    /// End, and return the bytes: the process's peak where that has risen. Otherwise more was in use at some earlier time, and
+    /// it is the most that was in use where a task was handed to a CPU's worker; elsewhere the peak of that time.
+    pub fn end(self) -> usize {
+        let peak = peak_memory().unwrap_or(0);
+        if self.watches && peak <= self.peak {
+            caller::watched().min(peak)
+        } else {
+            peak
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if self.watches {
+            caller::watched();
+        }
+    }
 }
 
 /// The most bytes that MLX is to have in use; none where it does not say.

@@ -38,8 +38,12 @@ impl Evaluate for OnGraph<'_, '_> {
         self.0.active()
     }
 
-    fn peak(&mut self) -> usize {
-        self.0.peak()
+    fn watch(&mut self) {
+        self.0.watch();
+    }
+
+    fn watched(&mut self) -> usize {
+        self.0.watched()
     }
 
     fn wait(&mut self, done: &Array) -> Result<()> {
@@ -60,7 +64,7 @@ impl Evaluate for OnGraph<'_, '_> {
 
     fn submit(&mut self, launch: &mut Launch, _: HandOver) -> Result<Option<Array>> {
         let started = Instant::now();
-        let OnDevice { engine, owner } = &mut *self.0;
+        let OnDevice { engine, owner, .. } = &mut *self.0;
         let launched = engine.launch(launch, *owner);
         engine.seconds.evaluate += started.elapsed().as_secs_f64();
         launched.map_err(|error| engine.lost(error, *owner))
