@@ -41,8 +41,9 @@ OPEN: list[Any] = []
 def _files_are_closed() -> Iterator[None]:
     yield
     for each in OPEN:
-        if isinstance(each, io.IOBase | sqlite3.Connection):
-            each.close()
+        opened = each.connection if isinstance(each, sqlite3.Cursor) else each
+        if isinstance(opened, io.IOBase | sqlite3.Connection):
+            opened.close()
     OPEN.clear()
 
 
