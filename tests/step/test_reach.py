@@ -405,6 +405,74 @@ def test_each_number_of_many_is_seen_to_change(as_attributes: bool) -> None:
     check()
 
 
+class Few:
+    """An object whose attributes Python keeps in itself."""
+
+    def __init__(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Items(nn.Module):
+    """A module with numbers as items."""
+
+    def __init__(self, values: dict[str, float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        dict.update(self, values)
+
+
+def assign(holder: Any, value: float) -> None:
+    """Assign an attribute, in a line that the interpreter has met often."""
+    holder.b = value
+
+
+HOLDERS: dict[str, tuple[Callable[[dict[str, float]], Any], Callable[[Any], dict[str, float]]]] = {
+    "dict": (dict, lambda holder: holder),
+    "attributes": (Few, vars),
+    "many attributes": (lambda values: Few(values | {f"more{i}": 0.0 for i in range(50)}), vars),
+    "attributes of a namespace": (lambda values: types.SimpleNamespace(**values), vars),
+    "items of a module": (Items, lambda holder: holder),
+    "attributes of a module": (lambda values: Few.__init__(made := Items({}), values) or made, vars),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_every_way_of_changing_what_stands_in_a_dict_is_seen(holder: str) -> None:
+    make, table_of = HOLDERS[holder]
+    held = make({name: 1.0 + i for i, name in enumerate("abcdef")})
+    table = table_of(held)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        numbers = [value for name, value in table_of(held).items() if len(name) == 1]
+        return model(x).square().mean() * sum((at + 1) * number for at, number in enumerate(numbers))
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+    changes: list[Callable[[], object]] = [
+        lambda: table.__setitem__("a", 10.0),
+        lambda: dict.update(table, b=11.0, c=12.0),
+        lambda: table.__ior__({"d": 13.0}),
+        lambda: table.setdefault("g", 14.0),
+        lambda: table.pop("c"),
+        lambda: table.popitem(),
+        lambda: table.__delitem__("a"),
+        lambda: table.__setitem__("a", 15.0),  # at the end now
+        lambda: (kept := dict(table), table.clear(), dict.update(table, reversed(kept.items()))),
+        lambda: dict.update(table, dict.fromkeys(table, 2.0), e=5.0),
+    ]
+    if not isinstance(held, dict) or table is not held:
+        changes += [
+            lambda: [assign(held, 100.0 + number) for number in range(50)],
+            lambda: object.__setattr__(held, "b", 21.0),
+            lambda: object.__delattr__(held, "b"),
+            lambda: assign(held, 22.0),
+        ]
+    for change in [lambda: None, *changes, *changes[:3]]:
+        change()
+        for _ in range(3):
+            wanted = loss_fn(step.model, x).item()
+            assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+
 def test_an_object_that_refers_to_others_once_it_has_been_looked_at_is_reached() -> None:
     step = Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x: model(x).sum() if Literal else x.sum())
     assert [step(mx.ones((2, 4))).loss.item() for _ in range(3)]

@@ -18,7 +18,7 @@ from faststep import Step
 from faststep.config import ConfigError, build, load
 from faststep.data import Loader
 from faststep.loggers import Csv, Progress, TensorBoard
-from faststep.metrics import OfLoss, accuracy, perplexity
+from faststep.metrics import LossWithMetrics, OfLoss, accuracy, perplexity
 from faststep.report import compare, read_log, report
 from faststep.training import Callback, Trainer, TrainingError, predict, validate
 
@@ -53,6 +53,14 @@ def with_dict(model: nn.Module, x: mx.array, y: mx.array) -> Any:
 def with_outputs(model: nn.Module, x: mx.array, y: mx.array) -> Any:
     logits = model(x)
     return nn.losses.cross_entropy(logits, y, reduction="mean"), logits
+
+
+SCALE = {"scale": 1.0}
+
+
+def with_scale(model: nn.Module, x: mx.array, y: mx.array) -> Any:
+    loss, logits = with_outputs(model, x, y)
+    return loss * SCALE["scale"], logits
 
 
 def new_step(loss: Callable[..., Any], **options: Any) -> Step:
@@ -442,3 +450,15 @@ def test_a_config_evaluates_predicts_and_writes_samples(tmp_path: Path, child: C
     assert f"val/loss {value:.6f}" in shown
     with np.load(file) as found:
         assert found["outputs"].shape == (math.ceil((1140 - 16) / 16), 16, 256)
+
+
+def test_what_the_loss_beneath_the_metrics_reaches_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {"accuracy": lambda logits, x, y: right(logits, y).mean() * SCALE["scale"]}
+    loss = LossWithMetrics(with_scale, metrics, weighted=False)
+    step, x, y = Step(nn.Linear(6, CLASSES), optim.SGD(0.0), loss), mx.ones((4, 6)), mx.array([0, 1, 2, 0])
+    for number in range(6):
+        monkeypatch.setitem(SCALE, "scale", 1.0 + number // 3)
+        wanted, found = loss(step.model, x, y)
+        out = step(x, y)
+        assert out.loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert out.aux[0]["accuracy"].item() == pytest.approx(found["accuracy"].item(), rel=1e-5)

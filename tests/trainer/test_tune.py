@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from fractions import Fraction
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -374,7 +375,7 @@ def test_a_target_of_another_form_is_refused(target: str) -> None:
 
 
 def test_functions_have_an_address_when_children_can_import_them() -> None:
-    assert _address(Path.cwd) == "pathlib:Path.cwd"
+    assert _address(Fraction.from_float) == "fractions:Fraction.from_float"
     assert _address(test_quartiles_are_interpolated) == f"{__name__}:test_quartiles_are_interpolated"
     for function in (lambda: iter([]), len, print.__call__):
         with pytest.raises(TypeError, match="expected a function of a module or a script"):

@@ -9,6 +9,7 @@ import datetime
 import dis
 import functools
 import gc
+import inspect
 import io
 import operator
 import os
@@ -24,10 +25,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from faststep._step._inside import LOCKS, read_of
-from faststep._step._library import is_standard
+from faststep._step._library import is_own, is_standard
+from faststep._step._named import named
 from faststep._step._positions import moves
 from faststep._step._switches import switches
 from faststep._step._things import (
@@ -86,6 +89,8 @@ _OPEN: tuple[type, ...] = (
     *(types.CellType, property, staticmethod, classmethod, functools.partial, weakref.ref, *weakref.ProxyTypes),
     *(contextvars.ContextVar, struct.Struct, operator.itemgetter, types.SimpleNamespace, re.Match),
 )
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_OF_MLX = frozenset({*dir(mx), *dir(mx.array), *dir(mx.fast), *dir(mx.random), *dir(nn), *dir(nn.losses)})
 _LIBRARIES = frozenset({"mlx", "numpy", "faststep", "nanobind", "pydantic_core"})
 
 
@@ -102,7 +107,9 @@ class Calls:
         frames: dict[int, types.FrameType] | None = None,
         codes: Iterable[types.CodeType] = (),
     ) -> None:
-        self.found = {what: place for code in codes for what, place in unnoticed(code)}  # what is read, with the line
+        self.found: dict[str, str] = {}  # what is read, with the line
+        self._codes = {id(code) for code in codes}  # that the search has followed
+        self._within = {id(each) for code in codes for each in _all_of(code)}
         self.written: set[int] = set()  # addresses of files
         self.turned: collections.Counter[int] = (
             collections.Counter()
@@ -141,10 +148,45 @@ class Calls:
             self.found.setdefault(what, place)
 
     def _of_python(self, frame: types.FrameType) -> str | None:
-        """Return what a function or a generator with Python code reads."""
+        """Return what Python code reads, and note what it reads by functions of MLX's."""
+        if id(frame.f_code) in self._codes:
+            for what, place in unnoticed(frame.f_code):
+                self.found.setdefault(what, place)
+        elif self._codes and id(frame.f_code) not in self._within and self._is_met(frame):
+            return f"what {frame.f_code.co_name} reads"
         if frame.f_code in _BY_ADDRESS:
             return SYSTEM
         return GENERATOR if id(frame) in self._frames else None
+
+    def _is_met(self, frame: types.FrameType) -> bool:
+        """Return whether it is a function of the user's which the search has not found, and which reads something."""
+        code, module = frame.f_code, frame.f_globals.get("__name__")
+        if code.co_flags & _SUSPENDED or code.co_name in ("__del__", "<module>"):
+            return False
+        if not isinstance(module, str) or not is_own(module):
+            return False
+        caller = frame.f_back
+        while caller is not None and id(caller.f_code) not in self._within:
+            if caller.f_globals.get("__name__", "").split(".")[0] in _SILENT:
+                return False
+            caller = caller.f_back
+        return caller is not None and _reads_more(code, frame.f_globals)
+
+
+def _all_of(code: types.CodeType) -> Iterable[types.CodeType]:
+    """Return code and that of the functions that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if is_a(constant, types.CodeType):
+            yield from _all_of(constant)
+
+
+def _reads_more(code: types.CodeType, known: dict[str, Any]) -> bool:
+    """Return whether code reads more than its arguments: attributes, what it encloses, globals that are data."""
+    names, attributes, _, _ = named(code)
+    functions = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+    data = any(name in known and not is_a(known[name], functions) for name in names)
+    return data or bool(code.co_freevars) or not attributes <= _OF_MLX
 
 
 @functools.lru_cache(maxsize=4096)

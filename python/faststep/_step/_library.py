@@ -40,6 +40,12 @@ def is_library_class(cls: type) -> bool:
     return isinstance(name, str) and _is_library_name(name)
 
 
+def is_own(name: object) -> bool:
+    """Return whether a module of this name is neither a library's nor installed."""
+    file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+    return not (isinstance(name, str) and _is_library_name(name)) and "site-packages" not in str(file)
+
+
 def is_library_function(function: types.FunctionType) -> bool:
     """Return whether a function with Python code is a library's."""
     name = function.__globals__.get("__name__")

@@ -12,11 +12,15 @@ from collections.abc import Iterable
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
-_DYNAMIC = frozenset(
+# functions that may read any attribute
+DYNAMIC = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
-    | {"getattr_static", "__reduce__", "__reduce_ex__", "__getstate__", "format_map"}
+    | {"getattr_static", "__reduce__", "__reduce_ex__", "__getstate__", "format_map", "dumps"}
 )
-_LOOKUPS = frozenset({"eval", "exec", "globals", "f_globals", "import_module", "__import__"})
+# those that find a global or a module by a name that they are given
+_OF_GLOBALS = frozenset({"eval", "exec", "globals"})
+_OF_MODULES = frozenset({"import_module", "__import__"})
+LOOKUPS = _OF_GLOBALS | _OF_MODULES | {"f_globals"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -32,9 +36,9 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             attributes.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
-    dynamic = bool(_DYNAMIC & (names | attributes))
+    dynamic = bool(DYNAMIC & (names | attributes))
     constants = list(texts(code.co_consts))
-    if _LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names | modules):
+    if LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names | modules):
         names |= {name for text in constants for name in _names_in(text)}
         modules |= set(constants)
     attributes |= {name for text in constants for name in attributes_in(text)}
@@ -46,6 +50,12 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             modules |= inner_modules
             dynamic |= inner_dynamic
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
+
+
+def asked(names: frozenset[str], attributes: frozenset[str], modules: frozenset[str]) -> tuple[bool, bool]:
+    """Return whether code with these names may ask for any global, and for any module."""
+    of_modules = bool(_OF_MODULES & (names | attributes)) or ("modules" in attributes and "sys" in names | modules)
+    return bool(_OF_GLOBALS & names) or "f_globals" in attributes, of_modules
 
 
 def texts(constants: Iterable[object]) -> Iterable[str]:

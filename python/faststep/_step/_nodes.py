@@ -82,7 +82,9 @@ class Nodes:
         self.data: dict[type, set[str]] = {}  # what classes of libraries have that is no method
         self.plain: set[type] = set()  # classes of which objects hold nothing that is to be read
         self.naming: set[str] = set()  # those that name what a library's module has
-        self.any_attribute = False
+        self.any_attribute = self.any_global = self.any_module = False  # that the code may ask for
+        self.asking: set[str] = set()  # texts in code of the user's
+        self.own_spaces: dict[int, dict[str, Any]] = {}  # globals of functions that are not installed
         self.classes: dict[int, type] = {}
         self.codes: set[types.CodeType] = set()  # of MLX's functions
         self.own_codes: dict[types.CodeType, None] = {}  # of functions that are no library's

@@ -127,8 +127,19 @@ class OfLibrary(Nodes):
             if id(base) in self.classes or not base.__flags__ & MADE_BY_PYTHON or base.__module__ == "nanobind":
                 continue
             self.classes[id(base)] = base
+            if is_library_class(base):
+                self.follow_replaced(base)
             if is_mlx(base.__module__) and base is not nn.Module:
                 self.follow_methods(base)
+
+    def follow_replaced(self, cls: type) -> None:
+        """Add the functions that a user has put in the places of methods of a library's class."""
+        module = sys.modules.get(cls.__module__)
+        for name, value in vars(cls).items():
+            own = is_a(value, types.FunctionType) and not is_library_function(value)
+            if own and module is not None and vars(module).get(cls.__name__) is cls:
+                at = self.add(0, MODULES, cls.__module__, module)
+                self.add(self.add_fixed(at, INSTANCE, cls.__name__, cls), CLASS, name, value)
 
     def follow_methods(self, cls: type) -> None:
         """Follow those methods of one of MLX's classes that the code names, and that they name in turn."""

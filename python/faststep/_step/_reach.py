@@ -26,9 +26,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from faststep._step._inside import read_by_names, read_of, slots_of, what_slot_gives
-from faststep._step._library import is_library_class, is_library_function, is_library_module
-from faststep._step._named import attributes_in, named, texts
+from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
+from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
+from faststep._step._named import DYNAMIC, LOOKUPS, asked, attributes_in, named, texts
 from faststep._step._nodes import (
     ATTRIBUTE,
     BASE,
@@ -79,6 +79,14 @@ from faststep._step._things import (
 Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
+_WRITTEN_IN_C = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
+    types.ClassMethodDescriptorType,
+)
+# of which there are subclasses whose objects have attributes, and methods, beside what they hold
+_BASES = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray, functools.partial)
+_PLAIN_BASES = frozenset(_BASES) - {functools.partial}  # whose own objects have none
+_NOT_OWN = ("__", "@")  # names that begin so are Python's, or pytest's, of asserts
 _MAX_NODES = 50_000
 
 
@@ -135,6 +143,7 @@ class _Search(OfLibrary):
                 self.attempt(self.follow_named, at)
             for cls, at in self.of_library.items():
                 self.follow_class_data(at, cls)
+            self.follow_asked()
         names = self.attributes | self.names
         for at in range(len(self.objects)):
             self.attempt(functools.partial(self.read_inside, names), at)
@@ -151,6 +160,13 @@ class _Search(OfLibrary):
     def follow(self, at: int, value: Any) -> None:
         """Add what an object leads to."""
         self.add_class(type(value))
+        self.name_function(at, value)
+        if is_a(value, _BASES) and type(value) not in _PLAIN_BASES and not is_a(value, nn.Module):
+            self.filtered.append(at)
+            self.follow_class(at, value)
+            self.follow_named(at, value)
+            if id(value) in self.walked and type(value).__dictoffset__:  # its items are looked at with the model's
+                self.add_read(at, names_of)
         if is_library_class(type(value)) and type(value).__flags__ & MADE_BY_PYTHON:
             self.of_library.setdefault(type(value), at)
         if at in self.openers:
@@ -207,6 +223,20 @@ class _Search(OfLibrary):
         else:
             self.filtered.append(at)
 
+    def name_function(self, at: int, value: Any) -> None:
+        """Add the name of a library's function or class, which code may call by another one: `look = vars`."""
+        if is_a(value, types.FunctionType):
+            of_library = is_library_function(value)
+        else:
+            of_library = is_library_class(value) if is_a(value, type) else is_a(value, _WRITTEN_IN_C)
+        if not of_library:
+            return
+        name = value.__name__
+        self.names.add(name)
+        self.any_attribute |= name in DYNAMIC
+        if name in LOOKUPS and self.nodes[at][2] != name:
+            self.ask(asked(frozenset({name}), frozenset(), frozenset()))
+
     def read_inside(self, names: set[str], at: int, value: Any) -> None:
         """Add what an object holds that is neither an attribute nor an item."""
         cls = type(value)
@@ -251,10 +281,14 @@ class _Search(OfLibrary):
         self.names |= names
         if "getLogger" in attributes | names:
             self.constants.update(texts(function.__code__.co_consts))
-        self.any_attribute |= dynamic and "site-packages" not in function.__code__.co_filename
         space = self.spaces.setdefault(id(function.__globals__), at)
+        if "site-packages" not in function.__code__.co_filename:
+            self.any_attribute |= dynamic
+            self.own_spaces.setdefault(space, function.__globals__)
+            self.ask(asked(names, attributes, modules))
+            self.asking.update(texts(function.__code__.co_consts))
         for name in sorted(names):
-            if name in function.__globals__ and not name.startswith("@"):  # such names are pytest's, of asserts
+            if name in function.__globals__ and not name.startswith("@"):
                 self.add(space, GLOBAL, name, function.__globals__[name])
         for name in sorted(names - function.__globals__.keys()):
             self.add_place(space, GLOBAL, name)
@@ -262,11 +296,37 @@ class _Search(OfLibrary):
         for name in sorted(modules & sys.modules.keys()):
             self.add(at, MODULES, name, sys.modules[name])
 
+    def ask(self, what: tuple[bool, bool]) -> None:
+        """Note whether the code may ask for any global, and for any module."""
+        self.any_global |= what[0]
+        self.any_module |= what[1]
+
+    def follow_asked(self) -> None:
+        """Add globals and modules of the user's where the code may ask for any.
+
+        Modules are those of the code's own package, and those whose names begin with a text that the code has.
+        Functions and classes of installed packages lead far: they are left out.
+        """
+        for space, known in self.own_spaces.items() if self.any_global else ():
+            for name, value in list(known.items()):
+                module = getattr(value, "__name__" if is_a(value, types.ModuleType) else "__module__", None)
+                if not name.startswith(_NOT_OWN) and (module is None or is_own(module)):
+                    self.add(space, GLOBAL, name, value)
+        if self.any_module:
+            of_code = {str(known.get("__name__")) for known in self.own_spaces.values()}
+            packages = {name.split(".")[0] + "." for name in of_code if "." in name}
+            begins = (*of_code, *packages, *(text for text in self.asking if text))
+            asked_for = [name for name in sys.modules if name.startswith(begins) or name in self.texts]
+            for name in filter(is_own, asked_for):
+                self.add(0, MODULES, name, sys.modules[name])
+
     def follow_container(self, at: int, value: Any) -> None:
         """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""
         pairs = [(ITEM, *item) for item in dict.items(value)] if is_a(value, dict) else []
         if not is_a(value, dict):
             pairs = [(INDEX, *item) for item in enumerate(value)]
+        if is_a(value, collections.defaultdict):
+            self.add(at, ATTRIBUTE, "default_factory", value.default_factory)
         if is_a(value, nn.Module):
             pairs += [(INSTANCE, *item) for item in attributes(value).items()]
             self.follow_class(at, value)
@@ -335,7 +395,8 @@ class _Search(OfLibrary):
         if self.is_optimizer(value):
             names = [n for n in values if n not in _OF_OPTIMIZERS and not is_a(values[n], (mx.array, *PLAIN))]
         elif is_a(value, types.ModuleType):
-            names = [name for name in values if name in self.attributes or name == "__getattr__"]
+            everything = self.any_attribute and is_own(values.get("__name__"))
+            names = [name for name in values if self.is_named(name, everything) or name == "__getattr__"]
         else:
             everything = is_record(value) or (self.any_attribute and not is_a(value, enum.Enum))
             known = chosen(value)
@@ -349,6 +410,10 @@ class _Search(OfLibrary):
             self.follow_written_in_c(at, value)
         for name in names:
             self.add(at, INSTANCE, name, values[name])
+
+    def is_named(self, name: str, everything: bool) -> bool:
+        """Return whether the code may name an attribute of a class or a Python module."""
+        return name in self.attributes or (everything and not name.startswith(_NOT_OWN))
 
     def follow_slots(self, at: int, value: Any, everything: bool) -> None:
         for name, slot in slots(type(value)):
@@ -369,10 +434,12 @@ class _Search(OfLibrary):
     def follow_base(self, at: int, number: int, base: type) -> None:
         """Add what the code names of one class of an inheritance, and what Python calls by itself."""
         own = vars(base)
+        everything = self.any_attribute and is_own(base.__module__)
+        self.attributes.update(texts(own.get("__match_args__", ())))
         for name, value in own.items():
             called = name.startswith("__") and is_a(value, (types.FunctionType, staticmethod, classmethod))
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
-            if called or (name in self.attributes and is_data):
+            if called or (self.is_named(name, everything) and is_data):
                 if is_a(value, enum.Enum):  # which cannot be replaced, but have attributes
                     continue
                 self.add(self.add_place(at, BASE, number, base), CLASS, name, value)

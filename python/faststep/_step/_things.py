@@ -65,6 +65,7 @@ _CLOSED_MODULES = (
 )
 _MADE_BY_PYTHON = 1 << 9  # a flag of classes
 # what is read of some objects of the standard library
+_OF_STEPS = ("_step", "training", "data", "doctor")  # others of this package's callables are losses, and parts of them
 _CHOSEN = {
     "logging": ("level", "disabled", "parent"),
     "unittest.mock": ("_mock_return_value", "_mock_side_effect", "_mock_wraps", "_mock_children", "return_value"),
@@ -95,6 +96,8 @@ def is_record(value: Any) -> bool:
         return True
     cls = type(value)
     root = root_of(cls)
+    if root == "faststep" and cls.__module__.split(".")[1] not in _OF_STEPS and callable(value):
+        return True
     of_library = (root == "numpy" or root in sys.stdlib_module_names) and root not in _CLOSED_MODULES
     return of_library and bool(cls.__flags__ & _MADE_BY_PYTHON) and _is_open(cls) and not is_immutable(cls)
 

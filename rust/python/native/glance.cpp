@@ -38,17 +38,19 @@ PyObject* attributes(PyObject* object, uintptr_t distance) {
   return dict;
 }
 
-#if PY_VERSION_HEX < 0x030D0000
-// A number that Python gives to a dict when it is made and whenever it is changed, no number twice (PEP 509).
-uintptr_t version(PyObject* dict) {
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-}
+// A number that Python gives to a dict when it is made and whenever it is changed, no number twice (PEP 509); 0: none. 3.13 gives no
+// other one where an attribute is assigned whose value stands in the object (a split table), and 3.14 none at all.
+uintptr_t version(PyObject* object) {
+#if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+  auto* dict = reinterpret_cast<PyDictObject*>(object);
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  return PY_VERSION_HEX < 0x030D0000 || dict->ma_values == nullptr ? dict->ma_version_tag : 0;
+#pragma GCC diagnostic pop
 #else
-// 3.13 gives no other number where an attribute is assigned, and later ones have none.
-uintptr_t version(PyObject*) {
   return 0;
-}
 #endif
+}
 
 // Whether a set has a string: most often that stands where it stood, else Python looks for it.
 bool has(PyObject* set, PyObject* string, uintptr_t place) {

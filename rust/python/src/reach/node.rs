@@ -326,7 +326,7 @@ impl Node {
         Ok(Self {
             parent: usize::try_from(parent).ok(),
             how,
-            key: (!key.is_none()).then(|| key.unbind()),
+            key: (matches!(how, How::Item) || !key.is_none()).then(|| key.unbind()),
             index,
             kept: None,
             kept_parent: None,

@@ -1,0 +1,63 @@
+"""What a loss reaches by names made as it runs, by functions under other names, and in objects of subclasses."""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from faststep import Step
+from support import names
+from support.names import Change, Net, called_by_address, programs, setting
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RATE_OF_FOCAL", "RATE_OF_HUBER"):
+        monkeypatch.setattr(names, name, 1.0)
+    for held in (names.OfClass, names.module):
+        monkeypatch.setattr(held, "a", 1.0, raising=False)
+    monkeypatch.setattr(names.module, "focal_loss", names.focal_loss, raising=False)
+    monkeypatch.setitem(sys.modules, names.module.__name__, names.module)
+
+
+@pytest.mark.parametrize("name", programs())
+def test_a_change_is_seen(name: str) -> None:
+    factor, change = programs()[name]
+    loss_fn = names.loss_of(factor)
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+    for number in range(8):
+        if number in (3, 5, 6):
+            change(float(number))
+        wanted = loss_fn(step.model, x).item()
+        assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+    assert step.stats.mode == "native"
+
+
+def test_what_a_method_reads_that_a_user_has_put_into_a_class_of_mlx_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, scales = nn.Linear.__call__, [1.0]
+    monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: linear(self, x) * scales[0])
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x: model(x).square().mean()), mx.ones((2, 4))
+    for number in range(6):
+        scales[0] = 1.0 + number // 3
+        assert step(x).loss.item() == pytest.approx(step.model(x).square().mean().item(), rel=1e-5)
+    assert step.stats.mode == "native"
+
+
+def test_a_function_that_nobody_can_find_is_told_with_its_line() -> None:
+    step = Step(nn.Linear(4, 1), optim.SGD(0.0), names.loss_of(called_by_address))
+    step(mx.ones((2, 4)))
+    with pytest.warns(RuntimeWarning, match=r"reads what by_address reads \(.*names.py:\d+\) as it is called"):
+        step(mx.ones((2, 4)))
+
+
+def test_attributes_of_containers_in_a_model_are_seen() -> None:
+    step, x = Step(Net(), optim.SGD(0.0), lambda model, x: model(x).square().mean()), mx.ones((2, 4))
+    changes: list[Change] = [lambda _: None, setting(step.model.table, "default"), setting(step.model.items_)]
+    for change in changes:
+        change(3.0)
+        for _ in range(2):
+            assert step(x).loss.item() == pytest.approx(step.model(x).square().mean().item(), rel=1e-5)
+    assert step.stats.mode == "native"
