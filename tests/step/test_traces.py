@@ -429,3 +429,37 @@ def test_kinds_of_batches_that_come_once_are_not_traced_without_end() -> None:
     )
     step(mx.ones((99, 4)))
     assert (step.stats.mode, step.stats.reason) == ("native", None)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "several"])
+def test_options_that_are_set_before_each_step_are_not_traced_without_end(kind: str, accumulate: int) -> None:
+    def run(fast: bool) -> tuple[list[float], Tree, Step | None]:
+        mx.random.seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        adamw, momentum = optim.AdamW(1e-2), optim.SGD(1e-2, momentum=0.5)
+        several = optim.MultiOptimizer([adamw, momentum], [lambda path, value: value.ndim == 2])
+        optimizer = {"adamw": adamw, "momentum": momentum, "several": several}[kind]
+        step = Step(model, optimizer, summed, accumulate=accumulate) if fast else None
+        take = plain_step(model, optimizer, summed, accumulate=accumulate)
+        losses = []
+        for number in range(40):
+            adamw.betas = [0.9, 0.9 + 0.002 * min(number, 30)]
+            momentum.momentum = 0.5 + 0.01 * min(number, 30)
+            x = mx.random.normal((6, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
+            if step and number == 29:
+                assert (step.stats.mode, step.stats.reason) == (
+                    "plain",
+                    "options of the optimizer have changed again and again",
+                )
+        return losses, model.parameters(), step
+
+    (losses, parameters, step), (wanted, reference, _) = run(fast=True), run(fast=False)
+    assert_same(losses, wanted, 1e-5)
+    got, expected = flat(parameters), flat(reference)
+    assert_close({path: np.array(got[path]) for path in got}, {path: np.array(expected[path]) for path in expected}, 1e-5)
+    assert step is not None
+    assert step.stats.mode == "native"
+    assert step.stats.traced < 45
+    assert len([trace for trace in step.stats.traces if "option" in trace.cause]) <= 5

@@ -1,5 +1,5 @@
 //! The traces of a step, and the causes for new ones in the user's words.
-use std::rc::Rc;
+use std::{mem::discriminant, rc::Rc};
 
 use faststep::engine::{self, CallTraces, Causes, Task, Tensor, Trace, TraceCache, TraceEntry};
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*, types::PyWeakrefReference};
@@ -18,8 +18,18 @@ const MANY: usize = 16;
 /// Number of traces from which on the first batch of a kind runs uncompiled, where no more than twice as many are kept.
 const TOO_MANY: usize = 32;
 
+/// Number of traces that differ by the optimizer's options alone from which on other options run uncompiled at first: betas or a
+/// momentum that are set anew before each step, say.
+const MANY_OPTIONS: usize = 4;
+
 /// The most kinds of batches that are remembered without a trace.
 const MAX_RARE: usize = 256;
+
+/// The reason why a batch runs uncompiled that may be the only one of its kind.
+const RARE: &str = "many traces have been made, and this is the first batch of its kind";
+
+/// The reason why a batch runs uncompiled before which the optimizer got other options.
+const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
 
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
 const COMES_BACK: usize = 16;
@@ -44,13 +54,21 @@ pub type Key = engine::Key<CallKey>;
 
 /// Return whether a trace for one key serves the other, where the numbers that the loss reaches allow it.
 pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
+    has_same_options(one, other) && equals_beside_options(one, other, py)
+}
+
+// the numbers of an optimizer of MLX's own are in the part
+fn has_same_options(one: &Key, other: &Key) -> bool {
+    one.front.options == other.front.options && one.part == other.part
+}
+
+fn equals_beside_options(one: &Key, other: &Key, py: Python<'_>) -> bool {
     let (a, b) = (&one.front, &other.front);
     a.reached == b.reached
         && a.model == b.model
-        && a.options == b.options
         && a.read == b.read
         && one.places == other.places
-        && one.part == other.part
+        && discriminant(&one.part) == discriminant(&other.part)
         && a.batch.equals(&b.batch, py)
 }
 
@@ -152,12 +170,15 @@ impl Traces {
         self.known.recent()
     }
 
-    /// Return whether a batch of a kind of which there is no trace is rather run uncompiled, since it might be the only one.
-    pub fn is_rare(&mut self, key: &Key, max_traces: usize, py: Python<'_>) -> bool {
-        if self.compiled < TOO_MANY.max(max_traces / 2)
-            || self.recent().any(|entry| equals(&entry.key, key, py))
-        {
-            return false;
+    /// Return why a batch of a kind of which there is no trace is rather run uncompiled, where it might be the only one.
+    pub fn rare(&mut self, key: &Key, max_traces: usize, py: Python<'_>) -> Option<&'static str> {
+        let why = match self.compiled >= TOO_MANY.max(max_traces / 2) {
+            true => RARE,
+            false if self.has_many_options(key, py) => RARE_OPTIONS,
+            false => return None,
+        };
+        if self.recent().any(|entry| equals(&entry.key, key, py)) {
+            return None;
         }
         let at = self
             .rare
@@ -168,7 +189,15 @@ impl Traces {
         if self.rare.len() > MAX_RARE {
             self.rare.remove(0);
         }
-        times != 1 && !(times + 1).is_multiple_of(COMES_BACK)
+        let comes_again = times == 1 || (times + 1).is_multiple_of(COMES_BACK);
+        (!comes_again).then_some(why)
+    }
+
+    fn has_many_options(&self, key: &Key, py: Python<'_>) -> bool {
+        let others = self.recent().filter(|entry| {
+            !has_same_options(&entry.key, key) && equals_beside_options(&entry.key, key, py)
+        });
+        others.count() >= MANY_OPTIONS
     }
 
     /// Changes that the loss makes to numbers which were there before it was called do not matter to a trace that holds for
