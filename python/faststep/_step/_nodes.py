@@ -70,7 +70,9 @@ def optimizers_in(root: Any) -> dict[int, Optimizer]:
         seen.add(id(value))
         if is_a(value, Optimizer):
             found[id(value)] = value
-            todo.extend(each for name, each in attributes(value).items() if name != "_state")  # of arrays, and they are many
+            todo.extend(
+                each for name, each in attributes(value).items() if name != "_state"
+            )  # of arrays, and they are many
         elif is_a(value, (dict, list, tuple)) and not is_a(value, nn.Module):
             todo.extend(dict.values(value) if is_a(value, dict) else value)
         elif has_attributes(value) and not is_a(value, (type, types.ModuleType, types.FunctionType, nn.Module)):

@@ -15,7 +15,7 @@ use pyo3::{
 use super::{
     arguments::{Arguments, Batch},
     flags::{is_true, read},
-    trace_cache::{warn, Pin},
+    trace_cache::{warn, Pin, RARE_NUMBERS},
     Inner,
 };
 use crate::{
@@ -190,7 +190,8 @@ impl Inner {
     fn compile_again(&mut self) {
         if self.becomes_another() {
             self.compiled = true;
-            self.traces.drop_eager();
+            // an uncompiled step reads the model's numbers at each call: it serves for the next ones
+            self.traces.drop_eager(self.becomes == RARE_NUMBERS);
         }
     }
 
