@@ -168,7 +168,8 @@ class Enclosing:
     """Leaves the update to an optimizer of MLX's that is none of its attributes."""
 
     def __init__(self) -> None:
-        self.inner = lambda optimizer=optim.Adam(1e-2): optimizer
+        optimizer = optim.Adam(1e-2)
+        self.inner = lambda: optimizer
 
     def update(self, model: nn.Module, gradients: Tree) -> None:
         """Update by the other."""

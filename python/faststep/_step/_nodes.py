@@ -59,7 +59,7 @@ def containers(root: Any) -> set[int]:
 
 
 def optimizers_in(root: Any) -> dict[int, Optimizer]:
-    """Return the optimizers of MLX's kind that an object is, or has in its attributes and in lists and dicts of them."""
+    """Return the optimizers of MLX's kind that an object is or has in its attributes, in lists and dicts too."""
     found: dict[int, Optimizer] = {}
     seen: set[int] = set()
     todo = [root]
@@ -70,9 +70,8 @@ def optimizers_in(root: Any) -> dict[int, Optimizer]:
         seen.add(id(value))
         if is_a(value, Optimizer):
             found[id(value)] = value
-            todo.extend(
-                each for name, each in attributes(value).items() if name != "_state"
-            )  # of arrays, and they are many
+            # not its state, which is of arrays, and of many
+            todo.extend(each for name, each in attributes(value).items() if name != "_state")
         elif is_a(value, (dict, list, tuple)) and not is_a(value, nn.Module):
             todo.extend(dict.values(value) if is_a(value, dict) else value)
         elif has_attributes(value) and not is_a(value, (type, types.ModuleType, types.FunctionType, nn.Module)):

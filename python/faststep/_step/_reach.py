@@ -337,8 +337,8 @@ class _Search(OfLibrary):
         if self.is_optimizer(value):
             if id(value) not in self.updating:
                 self.hidden = self.hidden or (
-                    f"the optimizer's code reaches another one ({type(value).__name__}) that is none of its attributes: make "
-                    "it one, so that its state is seen"
+                    f"the optimizer's code reaches another one ({type(value).__name__}) that is none of its "
+                    "attributes: make it one, so that its state is seen"
                 )
             names = [n for n in values if n not in _OF_OPTIMIZERS and not is_a(values[n], (mx.array, *PLAIN))]
         elif is_a(value, types.ModuleType):
