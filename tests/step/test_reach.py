@@ -22,7 +22,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from support.helpers import assert_same, plain_step
+from support.helpers import assert_close, assert_same, flat, plain_step
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
 TEMPERATURE = 1.0
@@ -777,3 +777,40 @@ def test_another_method_of_a_class_is_seen(kind: str, monkeypatch: pytest.Monkey
         assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
     assert step.stats.mode == "native"
     assert len(step.stats.traces) <= 2
+
+
+@pytest.mark.parametrize("kind", ["adam", "momentum", "several"])
+@pytest.mark.parametrize("made", [False, True])
+def test_an_optimizer_that_updates_within_the_loss_is_seen(kind: str, made: bool) -> None:
+    def run(fast: bool) -> tuple[list[float], Any]:
+        mx.random.seed(4)
+        model, learned = nn.Linear(4, 1), nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+        momentum = optim.SGD(optim.step_decay(0.05, 0.5, 3), momentum=0.9)
+        several = optim.MultiOptimizer([optim.Adam(0.05), momentum], [lambda path, value: value.ndim == 2])
+        inner = {"adam": optim.Adam(0.05), "momentum": momentum, "several": several}[kind]
+        if made:
+            inner.init(learned.trainable_parameters())
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            seen = mx.stop_gradient(model(x))
+            _, gradients = nn.value_and_grad(learned, lambda it: mx.square(it(seen) - 1).mean())(learned)
+            inner.update(learned, gradients)
+            return mx.square(learned(model(x))).mean()
+
+        optimizer = optim.Adam(0.01)
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses = []
+        for number in range(8):
+            if number == 5:
+                inner.learning_rate = 0.02
+            x = mx.random.normal((8, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
+        if step:
+            assert step.stats.mode == "native"
+        arrays = flat([model.parameters(), learned.parameters(), inner.state])
+        return losses, {path: np.array(array) for path, array in arrays.items()}
+
+    wanted, ours = run(fast=False), run(fast=True)
+    assert_same(ours[0], wanted[0], 1e-5)
+    assert_close(ours[1], wanted[1], 1e-5)

@@ -429,3 +429,80 @@ def test_kinds_of_batches_that_come_once_are_not_traced_without_end() -> None:
     )
     step(mx.ones((99, 4)))
     assert (step.stats.mode, step.stats.reason) == ("native", None)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. options of the optimizer have changed again and again")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "several"])
+def test_options_that_are_set_before_each_step_are_not_traced_without_end(kind: str, accumulate: int) -> None:
+    def run(fast: bool) -> tuple[list[float], Tree, Step | None]:
+        mx.random.seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        adamw, momentum = optim.AdamW(1e-2), optim.SGD(1e-2, momentum=0.5)
+        several = optim.MultiOptimizer([adamw, momentum], [lambda path, value: value.ndim == 2])
+        optimizer = {"adamw": adamw, "momentum": momentum, "several": several}[kind]
+        step = Step(model, optimizer, summed, accumulate=accumulate) if fast else None
+        take = plain_step(model, optimizer, summed, accumulate=accumulate)
+        losses = []
+        for number in range(40):
+            adamw.betas = [0.9, 0.9 + 0.002 * min(number, 30)]
+            momentum.momentum = 0.5 + 0.01 * min(number, 30)
+            x = mx.random.normal((6, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
+            if step and number == 29:
+                assert (step.stats.mode, step.stats.reason) == (
+                    "plain",
+                    "options of the optimizer have changed again and again",
+                )
+        return losses, model.parameters(), step
+
+    (losses, parameters, step), (wanted, reference, _) = run(fast=True), run(fast=False)
+    assert_same(losses, wanted, 1e-5)
+    got, expected = flat(parameters), flat(reference)
+    assert_close(
+        {path: np.array(got[path]) for path in got}, {path: np.array(expected[path]) for path in expected}, 1e-5
+    )
+    assert step is not None
+    assert step.stats.mode == "native"
+    assert step.stats.traced < 45
+    assert len([trace for trace in step.stats.traces if "option" in trace.cause]) <= 5
+
+
+def test_numbers_of_the_model_that_are_set_before_each_step_are_not_traced_without_end() -> None:
+    class Annealed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.dropout, self.temperature = (
+                nn.Linear(4, 8),
+                nn.Linear(8, 2),
+                nn.Dropout(0.1),
+                1.0,
+            )
+
+        def __call__(self, x: mx.array) -> mx.array:
+            hidden = self.dropout(mx.softmax(self.first(x) / self.temperature, axis=-1))
+            return self.last(hidden * mx.random.bernoulli(self.temperature))
+
+    def run(fast: bool) -> tuple[list[float], dict[str, np.ndarray], Step | None]:
+        mx.random.seed(3)
+        model, optimizer = Annealed(), optim.AdamW(1e-2)
+        step = Step(model, optimizer, summed) if fast else None
+        take = plain_step(model, optimizer, summed)
+        losses = []
+        for number in range(40):
+            model.temperature = 1 - 0.02 * min(number, 30)
+            if number % 10 == 0:
+                optimizer.betas = [0.9, 0.99 - 0.001 * number]
+            x = mx.random.normal((6, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
+        return losses, {path: np.array(array) for path, array in flat(model.parameters()).items()}, step
+
+    wanted, reference, _ = run(fast=False)
+    with pytest.warns(RuntimeWarning, match="numbers or modes of the model have changed again and again") as warned:
+        losses, parameters, step = run(fast=True)
+    assert len(warned) == 1
+    assert_same(losses, wanted, 1e-5)
+    assert_close(parameters, reference, 1e-5)
+    assert step is not None
+    assert step.stats.mode == "native"
+    assert len(step.stats.traces) <= 6

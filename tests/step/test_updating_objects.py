@@ -164,6 +164,37 @@ def test_a_checkpoint_has_what_it_keeps(kind: str, tmp_path: Path) -> None:
     same(other.parameters(), model.parameters())
 
 
+class Enclosing:
+    """Leaves the update to an optimizer of MLX's that is none of its attributes."""
+
+    def __init__(self) -> None:
+        optimizer = optim.Adam(1e-2)
+        self.inner = lambda: optimizer
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        """Update by the other."""
+        self.inner().update(model, gradients)
+
+    @property
+    def state(self) -> Tree:
+        """What the other keeps."""
+        return self.inner().state
+
+
+def test_an_optimizer_that_is_none_of_its_attributes_updates_uncompiled() -> None:
+    theirs, ours = ROW.new()[0], ROW.new()[0]
+    reference, optimizer = Enclosing(), Enclosing()
+    batches = list(ROW.case.batches(STEPS))
+    wanted = plain(theirs, reference, batches)
+    step = Step(ours, optimizer, cross_entropy)
+    with pytest.warns(RuntimeWarning, match=r"reaches another one \(Adam\) that is none of its attributes"):
+        losses = [step(*batch).loss for batch in batches]
+    same(losses, wanted)
+    same(ours.parameters(), theirs.parameters())
+    same(optimizer.state, reference.state)
+    assert step.stats.mode == "plain"
+
+
 def test_it_is_kept_no_longer_than_by_its_user() -> None:
     model, optimizer = ROW.new()[0], Momentum()
     fast_step(model, optimizer, cross_entropy, *ROW.case.batches(1)[0])

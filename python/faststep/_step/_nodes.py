@@ -58,6 +58,27 @@ def containers(root: Any) -> set[int]:
     return found
 
 
+def optimizers_in(root: Any) -> dict[int, Optimizer]:
+    """Return the optimizers of MLX's kind that an object is or has in its attributes, in lists and dicts too."""
+    found: dict[int, Optimizer] = {}
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_a(value, Optimizer):
+            found[id(value)] = value
+            # not its state, which is of arrays, and of many
+            todo.extend(each for name, each in attributes(value).items() if name != "_state")
+        elif is_a(value, (dict, list, tuple)) and not is_a(value, nn.Module):
+            todo.extend(dict.values(value) if is_a(value, dict) else value)
+        elif has_attributes(value) and not is_a(value, (type, types.ModuleType, types.FunctionType, nn.Module)):
+            todo.extend(attributes(value).values())
+    return found
+
+
 class Nodes:
     """What a search has found so far, and what it has to follow."""
 
@@ -67,6 +88,7 @@ class Nodes:
         self.index: dict[tuple[Any, ...], int] = {}
         self.owned, self.walked = owned, containers(model)  # dicts, lists and modules whose arrays are known as slots
         self.of_update = False  # then the arrays and numbers of optimizers are known
+        self.updating = optimizers_in(owned)  # by the step, which knows their state
         self.seen: dict[int, int] = {}  # the node of each object by its address
         self.todo: collections.deque[int] = collections.deque()
         self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed

@@ -25,6 +25,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.optimizers import Optimizer
 
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
@@ -51,6 +52,7 @@ from faststep._step._nodes import (
     VALUE,
     WEAK,
     Node,
+    optimizers_in,
 )
 from faststep._step._of_library import MADE_BY_PYTHON, OfLibrary
 from faststep._step._switches import by_names
@@ -109,7 +111,7 @@ def discover(roots: tuple[Any, ...], owned: Any) -> Found:
 def discover_update(optimizer: Any, model: Any) -> Found:
     """Return what the code of an optimizer reaches beside its own arrays and numbers, as `discover` does."""
     search = _Search(model, None)
-    search.of_update = True
+    search.of_update, search.updating = True, optimizers_in(optimizer)
     if not is_library_class(type(optimizer)):  # else a rule of the step's own takes the place of the code
         search.attributes.update(_UPDATE)
     return _found(search, (optimizer,))
@@ -393,12 +395,18 @@ class _Search(OfLibrary):
             return
         values = attributes(value)
         if self.is_optimizer(value):
+            if id(value) not in self.updating:
+                self.hidden = self.hidden or (
+                    f"the optimizer's code reaches another one ({type(value).__name__}) that is none of its "
+                    "attributes: make it one, so that its state is seen"
+                )
             names = [n for n in values if n not in _OF_OPTIMIZERS and not is_a(values[n], (mx.array, *PLAIN))]
         elif is_a(value, types.ModuleType):
             everything = self.any_attribute and is_own(values.get("__name__"))
             names = [name for name in values if self.is_named(name, everything) or name == "__getattr__"]
         else:
             everything = is_record(value) or (self.any_attribute and not is_a(value, enum.Enum))
+            everything |= is_a(value, Optimizer) and id(value) not in self.updating  # it may update within the loss
             known = chosen(value)
             names = [n for n in values if n in self.attributes or (everything and not is_buffer(values[n]))]
             names = names if known is None else known

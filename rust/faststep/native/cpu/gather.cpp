@@ -44,8 +44,8 @@ bool is_join(const mx::Primitive& primitive) {
 
 Gathering::Gathering(const std::vector<mx::array>& tape) {
   for (const auto& array : tape) {
-    if (!is_join(array.primitive())) {
-      continue;
+    if (!array.has_primitive() || !is_join(array.primitive())) {
+      continue; // MLX's evaluation says of one that has none what is wrong
     }
     rooms_.emplace(array.id(), Room{array.nbytes(), 0, array.dtype(), std::nullopt, {}});
     size_t offset = 0;

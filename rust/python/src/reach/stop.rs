@@ -12,8 +12,8 @@ pub enum Stop {
     Becomes(String),
     /// The loss stores an array where there was none, or one of another shape, and the next trace may find it there.
     Stores(String),
-    /// There are many traces, and there may be no other batch of this kind.
-    Rare,
+    /// A trace might be used once, for this reason.
+    Rare(&'static str),
 }
 
 impl Stop {

@@ -63,6 +63,7 @@ impl Inner {
                 .use_again(|e| equals(&e.key, &key, py))
                 .is_none()
             {
+                self.check_rare(given, &key, py)?;
                 let recipe = self.recipe(store, &key, 0)?;
                 let trace = Trace::new(recipe, self.host.clone(), self.compiled);
                 let max_traces = self.options.max_traces;
@@ -71,6 +72,14 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    // stop where there is no trace for a key, and a new one might be used once
+    fn check_rare(&mut self, given: &Given, key: &Key, py: Python<'_>) -> Result<(), Stop> {
+        let max_traces = self.options.max_traces;
+        let may_be_rare = self.compiled && given.may_be_rare;
+        let rare = may_be_rare.then(|| self.traces.rare(key, max_traces, py));
+        rare.flatten().map_or(Ok(()), |why| Err(Stop::Rare(why)))
     }
 
     // before the first step by a trace of a loss that changes something itself: the reason why that cannot be repeated
@@ -210,12 +219,7 @@ impl Inner {
         let seen = changed.and_then(|entry| entry.kept.seen.last());
         let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
         let other = changed.is_empty().then(|| self.reach.change()).flatten();
-        if self.compiled
-            && given.may_be_rare
-            && self.traces.is_rare(&key, self.options.max_traces, py)
-        {
-            return Err(Stop::Rare);
-        }
+        self.check_rare(given, &key, py)?;
         let varying = self.shared(store, user, given, &key)?;
         let Some(varying) = varying else {
             return Ok(());

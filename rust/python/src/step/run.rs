@@ -15,7 +15,7 @@ use pyo3::{
 use super::{
     arguments::{Arguments, Batch},
     flags::{is_true, read},
-    trace_cache::{warn, Pin},
+    trace_cache::{warn, Pin, RARE_NUMBERS},
     Inner,
 };
 use crate::{
@@ -48,9 +48,6 @@ const NO_KERNEL: [(&str, &str); 4] = [
 
 /// The most batches in a row that store arrays where there were none and run uncompiled, before a step stays so.
 const MAX_STORES: usize = 8;
-
-/// The reason why a batch runs uncompiled that may be the only one of its kind.
-const RARE: &str = "many traces have been made, and this is the first batch of its kind";
 
 /// The most traces of which a loss that changes numbers itself is looked at once more.
 const MAX_CHECKS: usize = 4;
@@ -147,7 +144,7 @@ impl Inner {
                 {
                     self.becomes(why);
                 }
-                Stop::Rare => self.becomes = RARE.into(),
+                Stop::Rare(why) => self.becomes = why.into(),
                 Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
                     self.fall_back(user.py(), why)?;
                     self.traces.clear();
@@ -193,7 +190,8 @@ impl Inner {
     fn compile_again(&mut self) {
         if self.becomes_another() {
             self.compiled = true;
-            self.traces.drop_eager();
+            // an uncompiled step reads the model's numbers at each call: it serves for the next ones
+            self.traces.drop_eager(self.becomes == RARE_NUMBERS);
         }
     }
 

@@ -1,5 +1,5 @@
 //! The traces of a step, and the causes for new ones in the user's words.
-use std::rc::Rc;
+use std::{mem::discriminant, rc::Rc};
 
 use faststep::engine::{self, CallTraces, Causes, Task, Tensor, Trace, TraceCache, TraceEntry};
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*, types::PyWeakrefReference};
@@ -18,8 +18,25 @@ const MANY: usize = 16;
 /// Number of traces from which on the first batch of a kind runs uncompiled, where no more than twice as many are kept.
 const TOO_MANY: usize = 32;
 
+/// Number of traces that differ by the optimizer's options or by the model's numbers alone from which on others run uncompiled
+/// at first: betas or a temperature that are set anew before each step, say.
+const MANY_NUMBERS: usize = 4;
+
+/// Number of steps that have run uncompiled for that reason from which on a warning says so.
+const TELL: usize = 8;
+
 /// The most kinds of batches that are remembered without a trace.
 const MAX_RARE: usize = 256;
+
+/// The reason why a batch runs uncompiled that may be the only one of its kind.
+const RARE: &str = "many traces have been made, and this is the first batch of its kind";
+
+/// The reason why a batch runs uncompiled before which the optimizer got other options.
+const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
+
+/// The reason why a batch runs uncompiled before which the model got other numbers or modes.
+pub const RARE_NUMBERS: &str =
+    "numbers or modes of the model have changed again and again: keep a number that changes in an mx.array";
 
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
 const COMES_BACK: usize = 16;
@@ -44,13 +61,22 @@ pub type Key = engine::Key<CallKey>;
 
 /// Return whether a trace for one key serves the other, where the numbers that the loss reaches allow it.
 pub fn equals(one: &Key, other: &Key, py: Python<'_>) -> bool {
+    has_same_options(one, other)
+        && one.front.model == other.front.model
+        && equals_beside_numbers(one, other, py)
+}
+
+// the numbers of an optimizer of MLX's own are in the part
+fn has_same_options(one: &Key, other: &Key) -> bool {
+    one.front.options == other.front.options && one.part == other.part
+}
+
+fn equals_beside_numbers(one: &Key, other: &Key, py: Python<'_>) -> bool {
     let (a, b) = (&one.front, &other.front);
     a.reached == b.reached
-        && a.model == b.model
-        && a.options == b.options
         && a.read == b.read
         && one.places == other.places
-        && one.part == other.part
+        && discriminant(&one.part) == discriminant(&other.part)
         && a.batch.equals(&b.batch, py)
 }
 
@@ -139,6 +165,7 @@ pub struct Traces {
     compiled: usize,         // of those that have been made
     rare: Vec<(Key, usize)>, // kinds of batches that came when there were many traces, and how often; the last one last
     warning: Option<String>,
+    changes: usize, // before which a step ran uncompiled
 }
 
 impl Traces {
@@ -152,12 +179,17 @@ impl Traces {
         self.known.recent()
     }
 
-    /// Return whether a batch of a kind of which there is no trace is rather run uncompiled, since it might be the only one.
-    pub fn is_rare(&mut self, key: &Key, max_traces: usize, py: Python<'_>) -> bool {
-        if self.compiled < TOO_MANY.max(max_traces / 2)
-            || self.recent().any(|entry| equals(&entry.key, key, py))
-        {
-            return false;
+    /// Return why a batch of a kind of which there is no trace is rather run uncompiled, where it might be the only one.
+    pub fn rare(&mut self, key: &Key, max_traces: usize, py: Python<'_>) -> Option<&'static str> {
+        let is_many = self.compiled >= TOO_MANY.max(max_traces / 2);
+        let why = if is_many {
+            Some(RARE)
+        } else {
+            self.changing(key, py)
+        };
+        let why = why?;
+        if self.recent().any(|entry| equals(&entry.key, key, py)) {
+            return None;
         }
         let at = self
             .rare
@@ -168,7 +200,32 @@ impl Traces {
         if self.rare.len() > MAX_RARE {
             self.rare.remove(0);
         }
-        times != 1 && !(times + 1).is_multiple_of(COMES_BACK)
+        let comes_again = times == 1 || (times + 1).is_multiple_of(COMES_BACK);
+        if !comes_again && why != RARE {
+            self.changes += 1;
+            if self.changes == TELL {
+                self.warning = Some(format!(
+                    "{why}. A step before which that happens runs uncompiled, since its trace might be used once"
+                ));
+            }
+        }
+        (!comes_again).then_some(why)
+    }
+
+    // what has changed before each of several traces, and nothing else
+    fn changing(&self, key: &Key, py: Python<'_>) -> Option<&'static str> {
+        let compiled = self.recent().filter(|entry| !entry.trace.is_eager());
+        let keys = compiled.map(|entry| &entry.key);
+        let alike: Vec<_> = keys
+            .filter(|other| !equals(other, key, py) && equals_beside_numbers(other, key, py))
+            .collect();
+        let last = alike.first().filter(|_| alike.len() >= MANY_NUMBERS)?;
+        let same_numbers = last.front.model == key.front.model;
+        Some(if same_numbers {
+            RARE_OPTIONS
+        } else {
+            RARE_NUMBERS
+        })
     }
 
     /// Changes that the loss makes to numbers which were there before it was called do not matter to a trace that holds for
@@ -254,9 +311,12 @@ impl Traces {
         self.known.discard()
     }
 
-    /// Drop those that call the loss at every step.
-    pub fn drop_eager(&mut self) {
-        self.known.retain(|entry| !entry.trace.is_eager());
+    /// Drop those that call the loss at every step, but for the one used last if that is kept.
+    pub fn drop_eager(&mut self, keep_last: bool) {
+        let last = self.known.last().map(std::ptr::from_ref);
+        let last = last.filter(|_| keep_last);
+        self.known
+            .retain(|entry| !entry.trace.is_eager() || Some(std::ptr::from_ref(entry)) == last);
     }
 
     /// Drop all.
