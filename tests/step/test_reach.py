@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import ctypes
 import functools
 import gc
@@ -22,6 +23,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
+from faststep._step import _reach
 from support.helpers import assert_close, assert_same, flat, plain_step
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
@@ -471,6 +473,31 @@ def test_every_way_of_changing_what_stands_in_a_dict_is_seen(holder: str) -> Non
         for _ in range(3):
             wanted = loss_fn(step.model, x).item()
             assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_history_that_grows_is_looked_at_and_not_searched_again(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    history, by_number, searches = list[float](), dict[int, float](), list[int]()
+    search = _reach.discover
+    monkeypatch.setattr(_reach, "discover", lambda *given: searches.append(1) or search(*given))
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        assert history is not None
+        factor = 1.0 + sum(history[-2:]) + len(by_number) if reads else 1.0
+        return model(x).square().mean() * factor
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+    for number in range(40):
+        wanted = loss_fn(step.model, x).item()
+        assert step(x).loss.item() == pytest.approx(wanted, rel=1e-5)
+        history.append(0.1 * number)
+        by_number[number] = 0.5
+    assert len(searches) < 20
+    history.append(mx.array(2.0))  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="where the step does not look") if reads else contextlib.nullcontext():
+        step(x)
+    history[-1] += 1.0
+    assert step(x).loss.item() == pytest.approx(loss_fn(step.model, x).item(), rel=1e-5)
 
 
 def test_an_object_that_refers_to_others_once_it_has_been_looked_at_is_reached() -> None:

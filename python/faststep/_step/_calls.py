@@ -163,7 +163,7 @@ class Calls:
         code, module = frame.f_code, frame.f_globals.get("__name__")
         if code.co_flags & _SUSPENDED or code.co_name in ("__del__", "<module>"):
             return False
-        if not isinstance(module, str) or not is_own(module):
+        if not isinstance(module, str) or not is_own(module) or code in _collecting():
             return False
         caller = frame.f_back
         while caller is not None and id(caller.f_code) not in self._within:
@@ -236,12 +236,17 @@ def _seeds_freely(frame: types.FrameType) -> bool:
     return frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a") is None
 
 
+def _collecting() -> list[Any]:
+    """Return the code that Python calls as it collects garbage."""
+    return [getattr(callback, "__code__", None) for callback in gc.callbacks]
+
+
 def _place(frame: types.FrameType | None) -> str | None:
     """Return the line from which the standard library is called; none where that only writes a log or a warning.
 
     None also where Python calls it by itself, as it collects garbage.
     """
-    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    collecting = _collecting()
     while frame is not None:
         if frame.f_code in collecting:
             return None

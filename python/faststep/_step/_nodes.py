@@ -29,6 +29,7 @@ from faststep._step._things import (
     is_fixed,
     is_large_deque,
     is_numbers,
+    is_of_numbers,
     parts,
     size,
 )
@@ -89,6 +90,7 @@ class Nodes:
         self.owned, self.walked = owned, containers(model)  # dicts, lists and modules whose arrays are known as slots
         self.of_update = False  # then the arrays and numbers of optimizers are known
         self.updating = optimizers_in(owned)  # by the step, which knows their state
+        self.growing: set[int] = set()  # addresses of lists and dicts: one of numbers is compared as a whole
         self.seen: dict[int, int] = {}  # the node of each object by its address
         self.todo: collections.deque[int] = collections.deque()
         self.filtered: list[int] = []  # nodes of objects of which only attributes that the code names are followed
@@ -204,6 +206,8 @@ class Nodes:
         if is_a(value, (dict, list, tuple)):
             if id(value) in self.walked:
                 return ANYTHING, None
+            if id(value) in self.growing and is_of_numbers(value):
+                return CONTENTS, type(value)
             return (CONTAINER, None) if size(value) <= MAX_ITEMS else (CONTENTS, type(value))
         if is_a(value, collections.deque) and not is_large_deque(value):
             return CONTAINER, None

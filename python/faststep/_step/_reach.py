@@ -15,6 +15,7 @@ import enum
 import functools
 import gc
 import os
+import re
 import sys
 import types
 import warnings
@@ -89,23 +90,29 @@ _WRITTEN_IN_C = (
 _BASES = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray, functools.partial)
 _PLAIN_BASES = frozenset(_BASES) - {functools.partial}  # whose own objects have none
 _NOT_OWN = ("__", "@")  # names that begin so are Python's, or pytest's, of asserts
+_CODE = (type, property, staticmethod, classmethod, types.FunctionType, types.ModuleType)
+_IN_NAMES = re.compile(r"[\w.]{3,}")  # a text of which a name may be made
+_MAX_TEXTS = 1000  # a vocabulary has more
 _MAX_NODES = 50_000
 
 
-def discover(roots: tuple[Any, ...], owned: Any) -> Found:
+def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) -> Found:
     """Return what a loss function reaches.
 
     Args:
         roots: The loss function, the model, then modules and other objects that are passed to the loss function. The
             model's own arrays and numbers are left out: they are watched elsewhere.
         owned: The optimizer, which belongs to the step.
+        growing: The addresses of lists and dicts whose length changes again and again.
 
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
         cannot be looked at, if it cannot.
     """
-    return _found(_Search(roots[1], owned), roots)
+    search = _Search(roots[1], owned)
+    search.growing.update(growing)
+    return _found(search, roots)
 
 
 def discover_update(optimizer: Any, model: Any) -> Found:
@@ -130,6 +137,15 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     return search.kept(), classes, list(search.own_codes), search.hidden
+
+
+def _constants(code: types.CodeType) -> Iterable[Any]:
+    """Return the constants of code and of the functions that it makes."""
+    for constant in code.co_consts:
+        if is_a(constant, types.CodeType):
+            yield from _constants(constant)
+        else:
+            yield constant
 
 
 class _Search(OfLibrary):
@@ -288,7 +304,7 @@ class _Search(OfLibrary):
             self.any_attribute |= dynamic
             self.own_spaces.setdefault(space, function.__globals__)
             self.ask(asked(names, attributes, modules))
-            self.asking.update(texts(function.__code__.co_consts))
+            self.asking.update(filter(_IN_NAMES.fullmatch, texts(_constants(function.__code__))))
         for name in sorted(names):
             if name in function.__globals__ and not name.startswith("@"):
                 self.add(space, GLOBAL, name, function.__globals__[name])
@@ -307,20 +323,30 @@ class _Search(OfLibrary):
         """Add globals and modules of the user's where the code may ask for any.
 
         Modules are those of the code's own package, and those whose names begin with a text that the code has.
-        Functions and classes of installed packages lead far: they are left out.
         """
         for space, known in self.own_spaces.items() if self.any_global else ():
             for name, value in list(known.items()):
-                module = getattr(value, "__name__" if is_a(value, types.ModuleType) else "__module__", None)
-                if not name.startswith(_NOT_OWN) and (module is None or is_own(module)):
+                is_data = is_a(value, (mx.array, *_BASES, *PLAIN)) or is_own(type(value).__module__)
+                if self.may_ask(name, value) and (is_data or is_own(getattr(value, "__module__", None))):
                     self.add(space, GLOBAL, name, value)
         if self.any_module:
             of_code = {str(known.get("__name__")) for known in self.own_spaces.values()}
             packages = {name.split(".")[0] + "." for name in of_code if "." in name}
-            begins = (*of_code, *packages, *(text for text in self.asking if text))
+            begins = (*of_code, *packages, *self.asking)
             asked_for = [name for name in sys.modules if name.startswith(begins) or name in self.texts]
             for name in filter(is_own, asked_for):
                 self.add(0, MODULES, name, sys.modules[name])
+
+    def may_ask(self, name: str, value: Any) -> bool:
+        """Return whether code may ask for something by a name that it makes.
+
+        For data by any name; for functions and classes, which lead far, by a text that the code has or reaches, or by
+        one with such a text in it. Others are noticed as they are called (`_calls.py`).
+        """
+        if name.startswith(_NOT_OWN) or not is_a(value, _CODE):
+            return not name.startswith(_NOT_OWN)
+        met = filter(_IN_NAMES.fullmatch, self.texts if len(self.texts) <= _MAX_TEXTS else ())
+        return name in self.texts or any(text in name for text in (*self.asking, *met))
 
     def follow_container(self, at: int, value: Any) -> None:
         """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""
@@ -403,7 +429,7 @@ class _Search(OfLibrary):
             names = [n for n in values if n not in _OF_OPTIMIZERS and not is_a(values[n], (mx.array, *PLAIN))]
         elif is_a(value, types.ModuleType):
             everything = self.any_attribute and is_own(values.get("__name__"))
-            names = [name for name in values if self.is_named(name, everything) or name == "__getattr__"]
+            names = [name for name in values if self.is_named(name, values[name], everything) or name == "__getattr__"]
         else:
             everything = is_record(value) or (self.any_attribute and not is_a(value, enum.Enum))
             everything |= is_a(value, Optimizer) and id(value) not in self.updating  # it may update within the loss
@@ -419,9 +445,9 @@ class _Search(OfLibrary):
         for name in names:
             self.add(at, INSTANCE, name, values[name])
 
-    def is_named(self, name: str, everything: bool) -> bool:
+    def is_named(self, name: str, value: Any, everything: bool) -> bool:
         """Return whether the code may name an attribute of a class or a Python module."""
-        return name in self.attributes or (everything and not name.startswith(_NOT_OWN))
+        return name in self.attributes or (everything and self.may_ask(name, value))
 
     def follow_slots(self, at: int, value: Any, everything: bool) -> None:
         for name, slot in slots(type(value)):
@@ -447,7 +473,7 @@ class _Search(OfLibrary):
         for name, value in own.items():
             called = name.startswith("__") and is_a(value, (types.FunctionType, staticmethod, classmethod))
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
-            if called or (self.is_named(name, everything) and is_data):
+            if called or (self.is_named(name, value, everything) and is_data):
                 if is_a(value, enum.Enum):  # which cannot be replaced, but have attributes
                     continue
                 self.add(self.add_place(at, BASE, number, base), CLASS, name, value)

@@ -136,6 +136,13 @@ def is_numbers(value: Any) -> bool:
     return short and all(is_a(each, PLAIN) for each in value)
 
 
+def is_of_numbers(value: Any) -> bool:
+    """Return whether it is a list or a dict of numbers and texts alone: a history of losses, say."""
+    if type(value) is dict:
+        return is_of_numbers([*value, *value.values()])
+    return type(value) is list and all(type(each) in PLAIN for each in value)
+
+
 def is_large_deque(value: Any) -> bool:
     """Return whether it is a `deque` of which only the length is watched: a replay buffer, say."""
     return is_a(value, collections.deque) and size(value) > _MAX_QUEUE and not is_numbers(value)

@@ -39,6 +39,12 @@ pub use seen::Seen;
 /// Largest number of programs that are kept; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;
 
+/// Number of times that a list or a dict has another length, from which on what is in it is compared as a whole.
+const MANY_LENGTHS: usize = 3;
+
+/// The most lists and dicts of which that is counted.
+const MAX_GROWING: usize = 64;
+
 /// Number of searches after changes by another thread.
 const MAX_TRIES: usize = 3;
 
@@ -53,6 +59,7 @@ pub struct Program {
     rows: Vec<Row>,
     tensors: Rc<Vec<Tensor>>,            // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
+    grown: Cell<Option<usize>>, // the address of a list or a dict that a look has found to have another length
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
     /// Why what the loss reaches cannot be looked at, if it cannot.
     pub hidden: Option<String>,
@@ -75,6 +82,7 @@ impl Program {
             rows: Vec::new(),
             tensors: Rc::default(),
             values: RefCell::default(),
+            grown: Cell::default(),
             held: RefCell::default(),
             hidden: Some(why),
         }
@@ -108,7 +116,8 @@ pub struct Reach {
     programs: Vec<Rc<Program>>, // most recent last
     made: usize,
     change: Option<String>,
-    model: usize, // the model's signature, at the last call until it is known
+    growing: Vec<(usize, usize)>, // addresses of lists and dicts that had another length, and how often
+    model: usize,                 // the model's signature, at the last call until it is known
     known: bool,
 }
 
@@ -144,7 +153,7 @@ impl Reach {
         roots: &[Bound<'_, PyAny>],
         owned: &Bound<'_, PyAny>,
     ) -> PyResult<Looked> {
-        let mut change = None;
+        let (mut change, mut grown) = (None, None);
         for at in (0..self.programs.len()).rev() {
             if self.programs[at].model.get() != self.model {
                 continue; // the modules of a model lead elsewhere when they are others
@@ -159,8 +168,10 @@ impl Reach {
                     return Ok(Looked::new(program, objects, values));
                 }
                 Look::Differs(node) => {
-                    let name = || self.programs[at].name(owned.py(), node);
-                    change.get_or_insert_with(name);
+                    if change.is_none() {
+                        change = Some(self.programs[at].name(owned.py(), node));
+                        grown = self.programs[at].grown.take();
+                    }
                 }
                 Look::Class(class) => {
                     change.get_or_insert_with(|| format!("a method of {class}"));
@@ -169,6 +180,7 @@ impl Reach {
             }
         }
         self.change = change;
+        self.count(grown);
         let (program, objects, values) = self.search(roots, owned)?;
         let program = Rc::new(program);
         self.let_go();
@@ -177,6 +189,19 @@ impl Reach {
             self.programs.remove(0);
         }
         Ok(Looked::new(program, objects, values))
+    }
+
+    // note a list or a dict that has another length than it had
+    fn count(&mut self, grown: Option<usize>) {
+        let Some(grown) = grown else {
+            return;
+        };
+        let known = self.growing.iter().position(|(at, _)| *at == grown);
+        let (_, times) = known.map_or((grown, 0), |at| self.growing.remove(at));
+        self.growing.push((grown, times + 1));
+        if self.growing.len() > MAX_GROWING {
+            self.growing.remove(0);
+        }
     }
 
     // a new program, and what is at its nodes
@@ -228,7 +253,9 @@ impl Reach {
         let found = if self.of_update {
             reach.call_method1("discover_update", (&roots[0], &roots[1]))?
         } else {
-            reach.call_method1("discover", (PyTuple::new(py, roots)?, owned))?
+            let growing = self.growing.iter().filter(|each| each.1 >= MANY_LENGTHS);
+            let growing: Vec<usize> = growing.map(|(at, _)| *at).collect();
+            reach.call_method1("discover", (PyTuple::new(py, roots)?, owned, growing))?
         };
         let (nodes, classes, codes, hidden): (
             Bound<'_, PyAny>,
@@ -248,6 +275,7 @@ impl Reach {
             nodes: found.nodes,
             tensors: Rc::new(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
+            grown: Cell::default(),
             held: RefCell::default(),
             hidden,
         })

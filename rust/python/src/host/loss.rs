@@ -159,7 +159,11 @@ impl Current {
             let name = dotted(path);
             let what = another(&name, tracer, &now);
             match role {
-                Role::Parameter(_) => return Err(Stop::Untraceable(what)),
+                Role::Parameter(_) => {
+                    return Err(Stop::Untraceable(format!(
+                        "{what}, which is trained: freeze it, `model.freeze(keys=[...])`, or give its name an underscore in front"
+                    )))
+                }
                 Role::Other(_) if self.compiled => return Err(Stop::Stores(what)),
                 Role::Other(_) => {}
             }

@@ -92,11 +92,13 @@ impl Program {
                 values.meet(*number, object);
                 continue;
             }
+            let there = object.clone();
             let met = Met::new(object, node).filter(|met| node.fits(met, &objects));
             let same = met
                 .as_ref()
                 .map(|met| self.is_same(node, met, &mut number, &mut values));
             if !same.transpose()?.unwrap_or(false) {
+                self.grown.set(node.grown(&there));
                 return Ok(Look::Differs(at - 1));
             }
             if node.kept.is_some() {

@@ -530,6 +530,15 @@ impl Node {
         }
     }
 
+    /// The address of a list or a dict that has another length than expected.
+    pub fn grown(&self, object: &Bound<'_, PyAny>) -> Option<usize> {
+        let Expect::Container(class, len, ..) = &self.expect else {
+            return None;
+        };
+        let grown = class.is(&object.get_type()) && size(object).is_ok_and(|n| n != *len);
+        grown.then(|| object.as_ptr().addr())
+    }
+
     /// Return whether the object may stand where a number or a string has been.
     pub fn fits_value(&self, object: &Bound<'_, PyAny>) -> bool {
         matches!(&self.expect, Expect::Value(class, _) if object.get_type().is(class))

@@ -133,7 +133,9 @@ impl Inner {
                 Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
                     if !self.compiled =>
                 {
-                    return Err(PyRuntimeError::new_err(why));
+                    return Err(PyRuntimeError::new_err(format!(
+                        "the loss cannot be trained as it is: {why}"
+                    )));
                 }
                 // running statistics of BatchNorm in half precision become float32 at the first batch, and many an optimizer
                 // makes a part of its state at its first update
