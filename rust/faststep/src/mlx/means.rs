@@ -49,7 +49,7 @@ mod tests {
     }
 
     fn is_same(made: &Array, wanted: &Array) -> Result<bool> {
-        Ok(made.shape() == wanted.shape() && made.array_eq(wanted, None)?.item_exact::<bool>())
+        Ok(made.shape() == wanted.shape() && made.eq_values(wanted)?)
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub struct Adafactor {
 /// Squares of so many bytes are paced: smaller ones take less memory than that is worth.
 const SQUARES: usize = 512 << 10;
 
-// squares that nothing but sums reads
+// squares that nothing but sums reads, where they are stored: in half precision, and not on a CPU
 fn stored(squares: Array) -> Result<Array> {
     if squares.nbytes() < SQUARES {
         return Ok(squares);
