@@ -123,8 +123,8 @@ WINDOWS = {
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", "in_flight=2", 1.02, 1.02),
     # means of squares are taken without them
     "one-linear-adafactor": ("one_linear(1024, 64)", ADAFACTOR, "squares", "in_flight=2", 0.8, 0.8),
-    # parameters, sums and gradients are there at once until all gradients are known to be numbers; compiled, they are added
-    # as they come, and there is little else
+    # parameters, sums and gradients are there at once until all gradients are known to be numbers; compiled, sums are
+    # written over gradient by gradient, and there is little else
     "gpt-24x64-adafactor": (GPT24, ADAFACTOR, LOSS, "in_flight=2", 0.65, 0.65),
     "gpt-8x256-adafactor": ("transformer(256, 256, 8, (1, 16))", ADAFACTOR, LOSS, "in_flight=2", 1.3, 1.3),
     "one-linear-lion": ("one_linear(1024, 64)", "optim.Lion(1e-4)", "squares", "in_flight=2", 1.02, 1.02),
