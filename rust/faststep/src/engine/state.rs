@@ -103,12 +103,12 @@ impl Engine {
             self.begin_average()?;
         }
         let new = self.places.add(needs, &self.layout, &self.buffers())?;
-        if !new.is_empty() {
-            if !self.dry_run {
-                eval(&new)?;
+        if !self.dry_run {
+            for array in taken_over(&[], &new) {
+                eval([array])?;
             }
-            self.state.extend(new);
         }
+        self.state.extend(new);
         Ok(())
     }
 

@@ -13,6 +13,7 @@ pub(crate) mod fuse;
 pub mod graph;
 pub mod join;
 pub mod kernels;
+pub(crate) mod means;
 pub mod measure;
 pub mod memory;
 pub mod openblas;

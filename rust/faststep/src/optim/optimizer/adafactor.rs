@@ -7,7 +7,7 @@ use super::{
     rule::{Attributes, Fields, Given, Moment, Rule, Updated},
     Optimizer,
 };
-use crate::mlx::{join::paced, ops::scalar};
+use crate::mlx::{join::paced, means, ops::scalar};
 
 /// Factored second moments.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,7 +36,7 @@ pub struct Adafactor {
 /// Squares of so many bytes are paced: smaller ones take less memory than that is worth.
 const SQUARES: usize = 512 << 10;
 
-// squares that nothing but sums reads
+// squares that nothing but sums reads, where they are stored: in half precision, and not on a CPU
 fn stored(squares: Array) -> Result<Array> {
     if squares.nbytes() < SQUARES {
         return Ok(squares);
@@ -46,6 +46,9 @@ fn stored(squares: Array) -> Result<Array> {
 
 // root mean square of the whole array, or of each slice along the first axis if stacked
 fn root_mean_square(array: &Array, stacked: bool) -> Result<Array> {
+    if let Some(mean) = means::of_squares(array, stacked)? {
+        return mean.sqrt();
+    }
     let squared = stored(array.square()?)?;
     if stacked {
         let axes: Vec<i32> = (1..).take(array.ndim() - 1).collect();
@@ -176,26 +179,39 @@ impl Adafactor {
         let power = power.as_dtype(given.gradient.dtype())?;
         let beta = given.number(1.0).subtract(power)?;
         let rest = given.number(1.0).subtract(&beta)?;
-        let squared = given.gradient.square()?.add(given.number(self.eps.0))?;
         let average = |old: &Array, new: Array| -> Result<Array> {
             let new = beta.multiply(old)?.add(rest.multiply(new)?)?;
             given.moment(new, old)
         };
         match old {
             [rows, columns] => {
-                let squared = stored(squared)?;
-                let rows = average(rows, squared.mean_axis(-1, None)?)?;
-                let columns = average(columns, squared.mean_axis(-2, None)?)?;
+                let [of_rows, of_columns] = self.means(given)?;
+                let (rows, columns) = (average(rows, of_rows)?, average(columns, of_columns)?);
                 let row = rows.divide(rows.mean_axis(-1, true)?)?.rsqrt()?;
                 let column = columns.rsqrt()?;
                 let root = row.expand_dims(-1)?.multiply(column.expand_dims(-2)?)?;
                 Ok((root, vec![rows, columns]))
             }
             [v] => {
-                let v = average(v, squared)?;
+                let v = average(v, self.squared(given)?)?;
                 Ok((v.rsqrt()?, vec![v]))
             }
             _ => Err(given.refuse_moments(self.moments(given.parameter.shape()).len())),
         }
+    }
+
+    // g^2 + eps_1
+    fn squared(&self, given: &Given) -> Result<Array> {
+        given.gradient.square()?.add(given.number(self.eps.0))
+    }
+
+    // its means over the rows and the columns of matrices
+    fn means(&self, given: &Given) -> Result<[Array; 2]> {
+        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+        if let Some(means) = means::of_rows_and_columns(given.gradient, self.eps.0 as f32)? {
+            return Ok(means);
+        }
+        let squared = stored(self.squared(given)?)?;
+        Ok([squared.mean_axis(-1, None)?, squared.mean_axis(-2, None)?])
     }
 }
