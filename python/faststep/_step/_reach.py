@@ -15,7 +15,6 @@ import enum
 import functools
 import gc
 import os
-import re
 import sys
 import types
 import warnings
@@ -28,9 +27,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import Optimizer
 
+from faststep._step._asked import BASES, Asking
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
-from faststep._step._named import DYNAMIC, LOOKUPS, asked, attributes_in, named, texts
+from faststep._step._named import attributes_in, named, texts
 from faststep._step._nodes import (
     ATTRIBUTE,
     BASE,
@@ -55,7 +55,7 @@ from faststep._step._nodes import (
     Node,
     optimizers_in,
 )
-from faststep._step._of_library import MADE_BY_PYTHON, OfLibrary
+from faststep._step._of_library import MADE_BY_PYTHON
 from faststep._step._switches import by_names
 from faststep._step._things import (
     CACHE,
@@ -82,17 +82,7 @@ from faststep._step._things import (
 Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
-_WRITTEN_IN_C = (
-    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
-    types.ClassMethodDescriptorType,
-)
-# of which there are subclasses whose objects have attributes, and methods, beside what they hold
-_BASES = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray, functools.partial)
-_PLAIN_BASES = frozenset(_BASES) - {functools.partial}  # whose own objects have none
-_NOT_OWN = ("__", "@")  # names that begin so are Python's, or pytest's, of asserts
-_CODE = (type, property, staticmethod, classmethod, types.FunctionType, types.ModuleType)
-_IN_NAMES = re.compile(r"[\w.]{3,}")  # a text of which a name may be made
-_MAX_TEXTS = 1000  # a vocabulary has more
+_PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
 _MAX_NODES = 50_000
 
 
@@ -139,16 +129,7 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
     return search.kept(), classes, list(search.own_codes), search.hidden
 
 
-def _constants(code: types.CodeType) -> Iterable[Any]:
-    """Return the constants of code and of the functions that it makes."""
-    for constant in code.co_consts:
-        if is_a(constant, types.CodeType):
-            yield from _constants(constant)
-        else:
-            yield constant
-
-
-class _Search(OfLibrary):
+class _Search(Asking):
     """A walk from the roots to all that the code found on the way names."""
 
     def run(self) -> None:
@@ -179,7 +160,7 @@ class _Search(OfLibrary):
         """Add what an object leads to."""
         self.add_class(type(value))
         self.name_function(at, value)
-        if is_a(value, _BASES) and type(value) not in _PLAIN_BASES and not is_a(value, nn.Module):
+        if is_a(value, BASES) and type(value) not in _PLAIN_BASES and not is_a(value, nn.Module):
             self.filtered.append(at)
             self.follow_class(at, value)
             self.follow_named(at, value)
@@ -241,20 +222,6 @@ class _Search(OfLibrary):
         else:
             self.filtered.append(at)
 
-    def name_function(self, at: int, value: Any) -> None:
-        """Add the name of a library's function or class, which code may call by another one: `look = vars`."""
-        if is_a(value, types.FunctionType):
-            of_library = is_library_function(value)
-        else:
-            of_library = is_library_class(value) if is_a(value, type) else is_a(value, _WRITTEN_IN_C)
-        if not of_library:
-            return
-        name = value.__name__
-        self.names.add(name)
-        self.any_attribute |= name in DYNAMIC
-        if name in LOOKUPS and self.nodes[at][2] != name:
-            self.ask(asked(frozenset({name}), frozenset(), frozenset()))
-
     def read_inside(self, names: set[str], at: int, value: Any) -> None:
         """Add what an object holds that is neither an attribute nor an item."""
         cls = type(value)
@@ -294,17 +261,13 @@ class _Search(OfLibrary):
         if vars(function):
             self.filtered.append(at)
         self.own_codes[function.__code__] = None
-        names, attributes, modules, dynamic = named(function.__code__)
+        names, attributes, modules, _ = named(function.__code__)
         self.attributes |= attributes
         self.names |= names
         if "getLogger" in attributes | names:
             self.constants.update(texts(function.__code__.co_consts))
         space = self.spaces.setdefault(id(function.__globals__), at)
-        if "site-packages" not in function.__code__.co_filename:
-            self.any_attribute |= dynamic
-            self.own_spaces.setdefault(space, function.__globals__)
-            self.ask(asked(names, attributes, modules))
-            self.asking.update(filter(_IN_NAMES.fullmatch, texts(_constants(function.__code__))))
+        self.ask_in(space, function)
         for name in sorted(names):
             if name in function.__globals__ and not name.startswith("@"):
                 self.add(space, GLOBAL, name, function.__globals__[name])
@@ -313,40 +276,6 @@ class _Search(OfLibrary):
         self.follow_builtins(space, function, names - function.__globals__.keys())
         for name in sorted(modules & sys.modules.keys()):
             self.add(at, MODULES, name, sys.modules[name])
-
-    def ask(self, what: tuple[bool, bool]) -> None:
-        """Note whether the code may ask for any global, and for any module."""
-        self.any_global |= what[0]
-        self.any_module |= what[1]
-
-    def follow_asked(self) -> None:
-        """Add globals and modules of the user's where the code may ask for any.
-
-        Modules are those of the code's own package, and those whose names begin with a text that the code has.
-        """
-        for space, known in self.own_spaces.items() if self.any_global else ():
-            for name, value in list(known.items()):
-                is_data = is_a(value, (mx.array, *_BASES, *PLAIN)) or is_own(type(value).__module__)
-                if self.may_ask(name, value) and (is_data or is_own(getattr(value, "__module__", None))):
-                    self.add(space, GLOBAL, name, value)
-        if self.any_module:
-            of_code = {str(known.get("__name__")) for known in self.own_spaces.values()}
-            packages = {name.split(".")[0] + "." for name in of_code if "." in name}
-            begins = (*of_code, *packages, *self.asking)
-            asked_for = [name for name in sys.modules if name.startswith(begins) or name in self.texts]
-            for name in filter(is_own, asked_for):
-                self.add(0, MODULES, name, sys.modules[name])
-
-    def may_ask(self, name: str, value: Any) -> bool:
-        """Return whether code may ask for something by a name that it makes.
-
-        For data by any name; for functions and classes, which lead far, by a text that the code has or reaches, or by
-        one with such a text in it. Others are noticed as they are called (`_calls.py`).
-        """
-        if name.startswith(_NOT_OWN) or not is_a(value, _CODE):
-            return not name.startswith(_NOT_OWN)
-        met = filter(_IN_NAMES.fullmatch, self.texts if len(self.texts) <= _MAX_TEXTS else ())
-        return name in self.texts or any(text in name for text in (*self.asking, *met))
 
     def follow_container(self, at: int, value: Any) -> None:
         """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""
@@ -444,10 +373,6 @@ class _Search(OfLibrary):
             self.follow_written_in_c(at, value)
         for name in names:
             self.add(at, INSTANCE, name, values[name])
-
-    def is_named(self, name: str, value: Any, everything: bool) -> bool:
-        """Return whether the code may name an attribute of a class or a Python module."""
-        return name in self.attributes or (everything and self.may_ask(name, value))
 
     def follow_slots(self, at: int, value: Any, everything: bool) -> None:
         for name, slot in slots(type(value)):

@@ -1,0 +1,106 @@
+"""What code may ask for by a name that it makes, or by a function that it knows under another name."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from faststep._step._library import is_library_class, is_library_function, is_own
+from faststep._step._named import DYNAMIC, LOOKUPS, asked, named, texts
+from faststep._step._nodes import GLOBAL, MODULES
+from faststep._step._of_library import OfLibrary
+from faststep._step._things import PLAIN, is_a
+
+# of which there are subclasses whose objects have attributes, and methods, beside what they hold
+BASES = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray, functools.partial)
+_WRITTEN_IN_C = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
+    types.ClassMethodDescriptorType,
+)
+_CODE = (type, property, staticmethod, classmethod, types.FunctionType, types.ModuleType)
+_NOT_OWN = ("__", "@")  # names that begin so are Python's, or pytest's, of asserts
+_IN_NAMES = re.compile(r"[\w.]{3,}")  # a text of which a name may be made
+_MAX_TEXTS = 1000  # a vocabulary has more
+
+
+class Asking(OfLibrary):
+    """The part of a search for what no code has the name of."""
+
+    def ask_in(self, space: int, function: types.FunctionType) -> None:
+        """Note whether a function's code, unless it is installed, may ask for any attribute, global or module."""
+        code = function.__code__
+        if "site-packages" in code.co_filename:
+            return
+        names, attributes, modules, dynamic = named(code)
+        self.any_attribute |= dynamic
+        self._ask(asked(names, attributes, modules))
+        self.own_spaces.setdefault(space, function.__globals__)
+        self.asking.update(filter(_IN_NAMES.fullmatch, texts(_constants(code))))
+
+    def name_function(self, at: int, value: Any) -> None:
+        """Add the name of a library's function or class, which code may call by another one: `look = vars`."""
+        if is_a(value, types.FunctionType):
+            of_library = is_library_function(value)
+        else:
+            of_library = is_library_class(value) if is_a(value, type) else is_a(value, _WRITTEN_IN_C)
+        if not of_library:
+            return
+        name = value.__name__
+        self.names.add(name)
+        self.any_attribute |= name in DYNAMIC
+        if name in LOOKUPS and self.nodes[at][2] != name:
+            self._ask(asked(frozenset({name}), frozenset(), frozenset()))
+
+    def follow_asked(self) -> None:
+        """Add globals and modules of the user's where the code may ask for any.
+
+        Modules are those of the code's own package, and those whose names begin with a text that the code has.
+        """
+        for space, known in self.own_spaces.items() if self.any_global else ():
+            for name, value in list(known.items()):
+                is_data = is_a(value, (mx.array, *BASES, *PLAIN)) or is_own(type(value).__module__)
+                if self.may_ask(name, value) and (is_data or is_own(getattr(value, "__module__", None))):
+                    self.add(space, GLOBAL, name, value)
+        if self.any_module:
+            of_code = {str(known.get("__name__")) for known in self.own_spaces.values()}
+            packages = {name.split(".")[0] + "." for name in of_code if "." in name}
+            begins = (*of_code, *packages, *self.asking)
+            asked_for = [name for name in sys.modules if name.startswith(begins) or name in self.texts]
+            for name in filter(is_own, asked_for):
+                self.add(0, MODULES, name, sys.modules[name])
+
+    def may_ask(self, name: str, value: Any) -> bool:
+        """Return whether code may ask for something by a name that it makes.
+
+        For data by any name; for functions and classes, which lead far, by a text that the code has or reaches, or by
+        one with such a text in it. Others are noticed as they are called (`_calls.py`).
+        """
+        if name.startswith(_NOT_OWN) or not is_a(value, _CODE):
+            return not name.startswith(_NOT_OWN)
+        met = filter(_IN_NAMES.fullmatch, self.texts if len(self.texts) <= _MAX_TEXTS else ())
+        return name in self.texts or any(text in name for text in (*self.asking, *met))
+
+    def is_named(self, name: str, value: Any, everything: bool) -> bool:
+        """Return whether the code may name an attribute of a class or a Python module."""
+        return name in self.attributes or (everything and self.may_ask(name, value))
+
+    def _ask(self, what: tuple[bool, bool]) -> None:
+        self.any_global |= what[0]
+        self.any_module |= what[1]
+
+
+def _constants(code: types.CodeType) -> Iterable[Any]:
+    """Return the constants of code and of the functions that it makes."""
+    for constant in code.co_consts:
+        if is_a(constant, types.CodeType):
+            yield from _constants(constant)
+        else:
+            yield constant
