@@ -70,6 +70,10 @@ pub fn copy<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 /// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.
 pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
+    if let Ok(dict) = object.cast::<PyDict>() {
+        let parts = (dict.keys().to_tuple(), dict.values().to_tuple()); // in their order
+        return Ok(parts.into_pyobject(py)?.into_any());
+    }
     if !is_numpy(object) {
         return match object.cast::<PyList>() {
             Ok(list) => Ok(list.to_tuple().into_any()),
