@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,3 +64,42 @@ def test_attributes_of_containers_in_a_model_are_seen() -> None:
         for _ in range(2):
             assert step(x).loss.item() == pytest.approx(step.model(x).square().mean().item(), rel=1e-5)
     assert step.stats.mode == "native"
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a dict of a subclass": (names.Missing, lambda held: held.a),
+    "a list of a subclass": (names.Items, lambda held: held.a),
+    "a tuple of a subclass": (names.Pair, lambda held: held.a),
+    "an ordered dict": (names.Ordered, lambda held: getattr(held, names.A)),
+    "a class": (lambda: names.OfClass, lambda held: held.a),
+    "a class, by a name that is made": (lambda: names.OfClass, lambda held: getattr(held, names.A)),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_an_argument_has_beside_its_items_is_seen(name: str) -> None:
+    make, read = ARGUMENTS[name]
+    held = make()
+    held.a = 1.0
+
+    def loss_fn(model: nn.Module, x: mx.array, held: Any) -> mx.array:
+        return model(x).square().mean() * read(held)
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+    for number in range(6):
+        held.a = 1.0 + number // 3
+        assert step(x, held).loss.item() == pytest.approx(loss_fn(step.model, x, held).item(), rel=1e-5)
+    assert step.stats.mode == "native"
+
+
+def test_what_a_dict_among_the_arguments_makes_of_a_missing_key_is_seen() -> None:
+    rates = [1.0]
+    made = collections.defaultdict(lambda: rates[0])
+
+    def loss_fn(model: nn.Module, x: mx.array, made: Any) -> mx.array:
+        return model(x).square().mean() * made.default_factory()
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+    for number in range(6):
+        rates[0] = 1.0 + number // 3
+        assert step(x, made).loss.item() == pytest.approx(loss_fn(step.model, x, made).item(), rel=1e-5)

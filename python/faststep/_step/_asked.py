@@ -62,7 +62,7 @@ class Asking(OfLibrary):
     def follow_asked(self) -> None:
         """Add globals and modules of the user's where the code may ask for any.
 
-        Modules are those of the code's own package, and those whose names begin with a text that the code has.
+        Modules are that of the code, and those whose names the code has or reaches, or begin with a text that it has.
         """
         for space, known in self.own_spaces.items() if self.any_global else ():
             for name, value in list(known.items()):
@@ -70,10 +70,8 @@ class Asking(OfLibrary):
                 if self.may_ask(name, value) and (is_data or is_own(getattr(value, "__module__", None))):
                     self.add(space, GLOBAL, name, value)
         if self.any_module:
-            of_code = {str(known.get("__name__")) for known in self.own_spaces.values()}
-            packages = {name.split(".")[0] + "." for name in of_code if "." in name}
-            begins = (*of_code, *packages, *self.asking)
-            asked_for = [name for name in sys.modules if name.startswith(begins) or name in self.texts]
+            exactly = self.texts | {str(known.get("__name__")) for known in self.own_spaces.values()}
+            asked_for = [name for name in sys.modules if name in exactly or name.startswith(tuple(self.asking))]
             for name in filter(is_own, asked_for):
                 self.add(0, MODULES, name, sys.modules[name])
 

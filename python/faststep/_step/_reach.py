@@ -102,6 +102,9 @@ def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) ->
     """
     search = _Search(roots[1], owned)
     search.growing.update(growing)
+    search.walked.update(
+        id(root) for root in roots[2:] if is_a(root, (dict, list, tuple)) and not is_a(root, nn.Module)
+    )
     return _found(search, roots)
 
 
@@ -166,6 +169,8 @@ class _Search(Asking):
             self.follow_named(at, value)
             if id(value) in self.walked and type(value).__dictoffset__:  # its items are looked at with the model's
                 self.add_read(at, names_of)
+            if is_a(value, collections.defaultdict):
+                self.add(at, ATTRIBUTE, "default_factory", value.default_factory)
         if is_library_class(type(value)) and type(value).__flags__ & MADE_BY_PYTHON:
             self.of_library.setdefault(type(value), at)
         if at in self.openers:
@@ -193,7 +198,8 @@ class _Search(Asking):
             if is_a(value, weakref.WeakSet):
                 self.follow_members(at, value)
         elif is_a(value, (dict, list, tuple)):
-            if size(value) <= MAX_ITEMS:
+            in_argument = self.nodes[at][1] == ROOT and not is_a(value, nn.Module)  # looked at with the argument
+            if size(value) <= MAX_ITEMS and not in_argument:
                 self.follow_container(at, value)
         elif is_a(value, (set, frozenset)):
             self.follow_set(at, value)
@@ -282,8 +288,6 @@ class _Search(Asking):
         pairs = [(ITEM, *item) for item in dict.items(value)] if is_a(value, dict) else []
         if not is_a(value, dict):
             pairs = [(INDEX, *item) for item in enumerate(value)]
-        if is_a(value, collections.defaultdict):
-            self.add(at, ATTRIBUTE, "default_factory", value.default_factory)
         if is_a(value, nn.Module):
             pairs += [(INSTANCE, *item) for item in attributes(value).items()]
             self.follow_class(at, value)

@@ -18,8 +18,9 @@ use std::{cell::RefCell, rc::Rc};
 use faststep::engine::Tensor;
 use pyo3::{
     exceptions::{PyRecursionError, PyTypeError},
+    intern,
     prelude::*,
-    types::{PyCFunction, PyFloat, PyInt, PyString, PyType},
+    types::{PyCFunction, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType},
 };
 
 use crate::mlx::{
@@ -67,7 +68,7 @@ pub struct RecordedArguments<'py> {
     pub tree: Tree,
     /// Their arrays.
     pub slots: Vec<Slot<'py>>,
-    /// Modules and other objects among them.
+    /// Modules and other objects among them, then classes, and containers with attributes.
     pub objects: Vec<Bound<'py, PyAny>>,
     /// True if there are NumPy arrays among them.
     pub numpy: bool,
@@ -153,7 +154,7 @@ impl Tree {
             return Ok(RecordedArguments {
                 tree: recorder.tree,
                 slots: recorder.slots,
-                objects: recorder.objects,
+                objects: [recorder.objects, recorder.wholes].concat(),
                 numpy: recorder.numpy,
             });
         };
@@ -297,12 +298,16 @@ impl Tree {
 }
 
 /// Follows items to tell where each one stands.
+// a flag of classes that a program has made
+const HEAP: usize = 1 << 9;
+
 #[derive(Default)]
 struct Recorder<'py> {
     tree: Tree,
     slots: Vec<Slot<'py>>,
     containers: Vec<usize>,
     objects: Vec<Bound<'py, PyAny>>,
+    wholes: Vec<Bound<'py, PyAny>>, // what is more than what is in it
     numpy: bool,
     optimizer: bool,
     scope: Scope,
@@ -311,6 +316,30 @@ struct Recorder<'py> {
 }
 
 impl<'py> Recorder<'py> {
+    // note a class of which methods or attributes may be read, once
+    fn note_class(&mut self, class: Bound<'py, PyAny>) {
+        let made = class.cast::<PyType>().is_ok_and(is_made);
+        if made && !self.wholes.iter().any(|known| known.is(&class)) {
+            self.wholes.push(class);
+        }
+    }
+
+    // note what a container among the arguments has beside its items
+    fn note_container(&mut self, kind: Kind, container: &Bound<'py, PyAny>) {
+        let exact = container.is_exact_instance_of::<PyDict>()
+            || container.is_exact_instance_of::<PyList>()
+            || container.is_exact_instance_of::<PyTuple>();
+        if exact || self.scope != Scope::Arguments {
+            return;
+        }
+        self.note_class(container.get_type().into_any());
+        let has_attributes = || bridge::attributes(container).is_some_and(|dict| !dict.is_empty());
+        let makes = || container.hasattr("default_factory").unwrap_or(false);
+        if kind != Kind::Dataclass && (has_attributes() || (kind == Kind::Dict && makes())) {
+            self.wholes.push(container.clone());
+        }
+    }
+
     fn run(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
         match walk(root.clone(), Place::Tuple, self) {
             Some(()) => Ok(()),
@@ -329,6 +358,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             self.refused = Some(container.clone());
             return None;
         }
+        self.note_container(kind, container);
         self.optimizer |= kind == Kind::Optimizer;
         self.containers.push(container.as_ptr() as usize);
         let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
@@ -376,6 +406,9 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             self.tree.items.push(Item::Object);
             return Some(());
         }
+        if self.scope == Scope::Arguments {
+            self.note_class(object.clone());
+        }
         match Static::of(object) {
             Ok(value) => self.tree.items.push(Item::Static(value)),
             Err(error) => {
@@ -393,6 +426,12 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     fn skips(&self, key: &str) -> bool {
         self.scope.skips(key)
     }
+}
+
+// a class that a program has made, whose attributes may be other ones at the next call
+fn is_made(class: &Bound<'_, PyType>) -> bool {
+    let flags = class.getattr(intern!(class.py(), "__flags__"));
+    flags.is_ok_and(|flags| flags.extract().is_ok_and(|flags: usize| flags & HEAP != 0))
 }
 
 // a number or a text that may change from call to call

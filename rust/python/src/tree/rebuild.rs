@@ -1,7 +1,7 @@
 //! Copies of trees in which some objects are others.
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyDict, PyList, PySlice, PyTuple},
 };
 
 use super::walk::fields;
@@ -41,7 +41,13 @@ pub fn rebuild_where<'py>(
     }
     if let Ok(list) = object.cast::<PyList>() {
         let items = list.iter().map(|item| rebuild_where(&item, wanted, next));
-        return Ok(PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?.into_any());
+        let items = PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?;
+        if list.is_exact_instance_of::<PyList>() {
+            return Ok(items.into_any());
+        }
+        let copy = py.import("copy")?.call_method1("copy", (object,))?;
+        copy.set_item(PySlice::full(py), items)?;
+        return Ok(copy);
     }
     if let Ok(tuple) = object.cast::<PyTuple>() {
         let items = tuple.iter().map(|item| rebuild_where(&item, wanted, next));
@@ -49,7 +55,16 @@ pub fn rebuild_where<'py>(
         if tuple.is_exact_instance_of::<PyTuple>() {
             return Ok(items.into_any());
         }
-        return tuple.get_type().call1(items); // a named tuple
+        if tuple.hasattr("_fields")? {
+            return tuple.get_type().call1(items);
+        }
+        let new = py.get_type::<PyTuple>().getattr("__new__")?;
+        let copy = new.call1((tuple.get_type(), items))?;
+        if let Some(attributes) = bridge::attributes(object) {
+            copy.getattr("__dict__")?
+                .call_method1("update", (attributes,))?;
+        }
+        return Ok(copy);
     }
     let Some(fields) = fields(object) else {
         return Ok(object.clone());
