@@ -7,20 +7,20 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from faststep._step._library import is_library_class, is_library_function, is_own
-from faststep._step._named import DYNAMIC, LOOKUPS, asked, named, texts
+from faststep._step._named import DYNAMIC, LOOKUPS, asked, codes_of, named, texts
 from faststep._step._nodes import GLOBAL, MODULES
 from faststep._step._of_library import OfLibrary
 from faststep._step._things import PLAIN, is_a
 
 # of which there are subclasses whose objects have attributes, and methods, beside what they hold
-BASES = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray, functools.partial)
+BASES = (dict, list, tuple, set, frozenset, functools.partial)
+_DATA = (mx.array, np.ndarray, collections.deque, *BASES, *PLAIN)
 _WRITTEN_IN_C = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
     types.ClassMethodDescriptorType,
@@ -43,7 +43,8 @@ class Asking(OfLibrary):
         self.any_attribute |= dynamic
         self._ask(asked(names, attributes, modules))
         self.own_spaces.setdefault(space, function.__globals__)
-        self.asking.update(filter(_IN_NAMES.fullmatch, texts(_constants(code))))
+        for each in codes_of(code):
+            self.asking.update(filter(_IN_NAMES.fullmatch, texts(each.co_consts)))
 
     def name_function(self, at: int, value: Any) -> None:
         """Add the name of a library's function or class, which code may call by another one: `look = vars`."""
@@ -66,12 +67,13 @@ class Asking(OfLibrary):
         """
         for space, known in self.own_spaces.items() if self.any_global else ():
             for name, value in list(known.items()):
-                is_data = is_a(value, (mx.array, *BASES, *PLAIN)) or is_own(type(value).__module__)
+                is_data = is_a(value, _DATA) or is_own(type(value).__module__)
                 if self.may_ask(name, value) and (is_data or is_own(getattr(value, "__module__", None))):
                     self.add(space, GLOBAL, name, value)
         if self.any_module:
             exactly = self.texts | {str(known.get("__name__")) for known in self.own_spaces.values()}
-            asked_for = [name for name in sys.modules if name in exactly or name.startswith(tuple(self.asking))]
+            begins = tuple(self.asking)
+            asked_for = [name for name in sys.modules if name in exactly or name.startswith(begins)]
             for name in filter(is_own, asked_for):
                 self.add(0, MODULES, name, sys.modules[name])
 
@@ -83,8 +85,7 @@ class Asking(OfLibrary):
         """
         if name.startswith(_NOT_OWN) or not is_a(value, _CODE):
             return not name.startswith(_NOT_OWN)
-        met = filter(_IN_NAMES.fullmatch, self.texts if len(self.texts) <= _MAX_TEXTS else ())
-        return name in self.texts or any(text in name for text in (*self.asking, *met))
+        return name in self.texts or any(text in name for text in self._parts())
 
     def is_named(self, name: str, value: Any, everything: bool) -> bool:
         """Return whether the code may name an attribute of a class or a Python module."""
@@ -94,11 +95,10 @@ class Asking(OfLibrary):
         self.any_global |= what[0]
         self.any_module |= what[1]
 
-
-def _constants(code: types.CodeType) -> Iterable[Any]:
-    """Return the constants of code and of the functions that it makes."""
-    for constant in code.co_consts:
-        if is_a(constant, types.CodeType):
-            yield from _constants(constant)
-        else:
-            yield constant
+    def _parts(self) -> set[str]:
+        """Return the texts of which a name may be made: those of the code, and those that it reaches."""
+        count = len(self.asking), len(self.texts)
+        if count != self.counted:
+            met = self.texts if len(self.texts) <= _MAX_TEXTS else ()
+            self.counted, self.parts = count, self.asking.union(filter(_IN_NAMES.fullmatch, met))
+        return self.parts

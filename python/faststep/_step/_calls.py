@@ -30,7 +30,7 @@ import numpy as np
 
 from faststep._step._inside import LOCKS, read_of
 from faststep._step._library import is_own, is_standard
-from faststep._step._named import named
+from faststep._step._named import codes_of, named
 from faststep._step._positions import moves
 from faststep._step._switches import switches
 from faststep._step._things import (
@@ -109,7 +109,7 @@ class Calls:
     ) -> None:
         self.found: dict[str, str] = {}  # what is read, with the line
         self._codes = {id(code) for code in codes}  # that the search has followed
-        self._within = {id(each) for code in codes for each in _all_of(code)}
+        self._within = {id(each) for code in codes for each in codes_of(code)}
         self.written: set[int] = set()  # addresses of files
         self.turned: collections.Counter[int] = (
             collections.Counter()
@@ -171,14 +171,6 @@ class Calls:
                 return False
             caller = caller.f_back
         return caller is not None and _reads_more(code, frame.f_globals)
-
-
-def _all_of(code: types.CodeType) -> Iterable[types.CodeType]:
-    """Return code and that of the functions that it makes."""
-    yield code
-    for constant in code.co_consts:
-        if is_a(constant, types.CodeType):
-            yield from _all_of(constant)
 
 
 def _reads_more(code: types.CodeType, known: dict[str, Any]) -> bool:

@@ -7,6 +7,8 @@ import functools
 import types
 from collections.abc import Iterable, Iterator
 
+from faststep._step._named import codes_of
+
 _Number = int | float
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CONST")
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
@@ -33,7 +35,7 @@ def calls_later(
     Returns:
         Numbers of calls, at the last of which the code sees the number before or behind its own change.
     """
-    every = list(dict.fromkeys(inner for code in codes for inner in _within(code)))
+    every = list(dict.fromkeys(inner for code in codes for inner in codes_of(code)))
     found: dict[int, None] = {}
     for name, before, now in changed:
         naming = [code for code in every if name in _names(code)]
@@ -54,13 +56,6 @@ def _times(before: _Number, now: _Number, limit: _Number) -> int:
     except OverflowError:  # of integers that no float can hold
         return 0
     return int(times) if 0 < times < _FAR and times == int(times) else 0
-
-
-def _within(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _within(constant)
 
 
 def _limits(code: types.CodeType, read: list[tuple[str, _Number]]) -> Iterator[_Number]:

@@ -58,6 +58,14 @@ def asked(names: frozenset[str], attributes: frozenset[str], modules: frozenset[
     return bool(_OF_GLOBALS & names) or "f_globals" in attributes, of_modules
 
 
+def codes_of(code: types.CodeType) -> Iterable[types.CodeType]:
+    """Return code and that of the functions that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)
+
+
 def texts(constants: Iterable[object]) -> Iterable[str]:
     for constant in constants:
         if isinstance(constant, str):

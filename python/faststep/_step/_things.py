@@ -64,8 +64,9 @@ _CLOSED_MODULES = (
     "unittest",
 )
 _MADE_BY_PYTHON = 1 << 9  # a flag of classes
+# modules of this package whose objects are no losses, nor parts of them
+_OF_STEPS = ("faststep._step", "faststep.training", "faststep.data", "faststep.doctor")
 # what is read of some objects of the standard library
-_OF_STEPS = ("_step", "training", "data", "doctor")  # others of this package's callables are losses, and parts of them
 _CHOSEN = {
     "logging": ("level", "disabled", "parent"),
     "unittest.mock": ("_mock_return_value", "_mock_side_effect", "_mock_wraps", "_mock_children", "return_value"),
@@ -96,7 +97,7 @@ def is_record(value: Any) -> bool:
         return True
     cls = type(value)
     root = root_of(cls)
-    if root == "faststep" and cls.__module__.split(".")[1] not in _OF_STEPS and callable(value):
+    if root == "faststep" and not cls.__module__.startswith(_OF_STEPS) and callable(value):
         return True
     of_library = (root == "numpy" or root in sys.stdlib_module_names) and root not in _CLOSED_MODULES
     return of_library and bool(cls.__flags__ & _MADE_BY_PYTHON) and _is_open(cls) and not is_immutable(cls)

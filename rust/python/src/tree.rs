@@ -297,10 +297,10 @@ impl Tree {
     }
 }
 
-/// Follows items to tell where each one stands.
 // a flag of classes that a program has made
 const HEAP: usize = 1 << 9;
 
+/// Follows items to tell where each one stands.
 #[derive(Default)]
 struct Recorder<'py> {
     tree: Tree,

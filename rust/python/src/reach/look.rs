@@ -92,13 +92,15 @@ impl Program {
                 values.meet(*number, object);
                 continue;
             }
-            let there = object.clone();
             let met = Met::new(object, node).filter(|met| node.fits(met, &objects));
             let same = met
                 .as_ref()
                 .map(|met| self.is_same(node, met, &mut number, &mut values));
             if !same.transpose()?.unwrap_or(false) {
-                self.grown.set(node.grown(&there));
+                if let Expect::Container(..) = &node.expect {
+                    let there = node.find(&objects, roots); // the object has gone with the comparison
+                    self.grown.set(there.and_then(|there| node.grown(&there)));
+                }
                 return Ok(Look::Differs(at - 1));
             }
             if node.kept.is_some() {

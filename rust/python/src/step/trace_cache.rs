@@ -181,16 +181,14 @@ impl Traces {
 
     /// Return why a batch of a kind of which there is no trace is rather run uncompiled, where it might be the only one.
     pub fn rare(&mut self, key: &Key, max_traces: usize, py: Python<'_>) -> Option<&'static str> {
-        let is_many = self.compiled >= TOO_MANY.max(max_traces / 2);
-        let why = if is_many {
-            Some(RARE)
-        } else {
-            self.changing(key, py)
-        };
-        let why = why?;
         if self.recent().any(|entry| equals(&entry.key, key, py)) {
             return None;
         }
+        let why = if self.compiled >= TOO_MANY.max(max_traces / 2) {
+            RARE
+        } else {
+            self.changing(key, py)?
+        };
         let at = self
             .rare
             .iter()
@@ -212,12 +210,12 @@ impl Traces {
         (!comes_again).then_some(why)
     }
 
-    // what has changed before each of several traces, and nothing else
+    // what has changed before each of several traces, none of which is for this key, and nothing else
     fn changing(&self, key: &Key, py: Python<'_>) -> Option<&'static str> {
         let compiled = self.recent().filter(|entry| !entry.trace.is_eager());
         let keys = compiled.map(|entry| &entry.key);
         let alike: Vec<_> = keys
-            .filter(|other| !equals(other, key, py) && equals_beside_numbers(other, key, py))
+            .filter(|other| equals_beside_numbers(other, key, py))
             .collect();
         let last = alike.first().filter(|_| alike.len() >= MANY_NUMBERS)?;
         let same_numbers = last.front.model == key.front.model;
