@@ -316,7 +316,7 @@ impl Step {
             return Err(to_python(&Error::Transformed));
         }
         self.open(optimizer.py(), |inner, store| {
-            registry::claim(&self.shared, optimizer)?;
+            registry::claim(&self.shared, store, optimizer)?;
             work(inner, store)
         })
     }

@@ -5,6 +5,7 @@
 mod adopt;
 mod detect;
 mod first_state;
+mod hand_over;
 mod kept;
 mod lazy;
 pub mod moments;
@@ -92,6 +93,7 @@ pub struct Prepared<'py> {
 }
 
 /// The state of one model and optimizer.
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 pub struct Store {
     model: Py<PyWeakrefReference>,
     optimizer: Py<PyWeakrefReference>,
@@ -118,6 +120,7 @@ pub struct Store {
     drafts: bool,                // arrays that are taken over stay lazy
     mixed: bool,                 // the optimizer updates float32 masters
     kept: Option<NamedAuxState>, // by an engine that is gone
+    lent: bool,                  // the engine has let go of the optimizer's state
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
@@ -159,6 +162,7 @@ impl Store {
             drafts: false,
             mixed: false,
             kept: None,
+            lent: false,
         })
     }
 

@@ -74,6 +74,30 @@ impl Engine {
         self.state[index] = value;
     }
 
+    /// Let go of the optimizer's state, which another engine of an equal layout is to go on with, or which lies somewhere else.
+    #[must_use]
+    pub fn lend_state(&mut self) -> Vec<Array> {
+        let places = &mut self.state[..self.places.optimizer];
+        let lent = places
+            .iter_mut()
+            .map(|place| std::mem::replace(place, Array::from_bool(false)));
+        lent.collect()
+    }
+
+    /// Take the state that an engine of an equal layout has let go of.
+    pub fn take_state(&mut self, lent: Vec<Array>) {
+        self.state.splice(..self.places.optimizer, lent);
+    }
+
+    /// Whether the state of the optimizer can go from one engine to the other as it is, by shapes and dtypes.
+    #[must_use]
+    pub fn can_lend(&self, other: &Self) -> bool {
+        !self.failed
+            && !other.failed
+            && self.layout == other.layout
+            && self.places.optimizer == other.places.optimizer
+    }
+
     /// Put other values into parameters; the buffers in which they lie are joined anew, and so are their masters.
     ///
     /// # Errors

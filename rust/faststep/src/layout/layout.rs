@@ -78,7 +78,7 @@ fn element_bytes(dtype: Dtype) -> usize {
 }
 
 /// One buffer: the tensors in it, joined in order along their first axis.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 struct Buffer {
     members: Vec<usize>,
     bytes: usize,
@@ -86,7 +86,7 @@ struct Buffer {
 }
 
 /// The place of every tensor.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
     tensors: Vec<Tensor>,
     buffers: Vec<Buffer>,

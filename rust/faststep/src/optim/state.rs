@@ -10,7 +10,7 @@ use super::{
 use crate::layout::{precision::wide, Layout, Tensor};
 
 /// Names, shapes and places of the arrays of some rules for the tensors of a layout.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StateLayout {
     scalars: Vec<&'static [&'static str]>, // by rule
     moments: Vec<Vec<Moment>>,             // by tensor

@@ -23,8 +23,7 @@ impl Store {
     /// Forget what was taken over, apart from what only the steps keep; the next step takes it over again.
     pub fn forget(&mut self) -> PyResult<()> {
         self.kept = self.kept()?;
-        self.engine = None;
-        self.moments = None;
+        self.discard();
         Ok(())
     }
 
@@ -32,6 +31,7 @@ impl Store {
     pub fn discard(&mut self) {
         self.engine = None;
         self.moments = None;
+        self.lent = false;
     }
 
     /// Return the steps' state beside the optimizer's, that of frozen parameters included; `None`: nothing yet.

@@ -70,34 +70,36 @@ pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResul
     let clock = store.clock.clone();
     let store = RefCell::new(store);
     let new = Arc::new(Shared { store, clock });
-    claim(&new, optimizer)?;
+    let mut store = new.store.borrow_mut();
+    claim(&new, &mut store, optimizer)?;
+    drop(store);
     Ok(new)
 }
 
-/// Make a store the one that keeps the state of the optimizer and of those in it; what another one kept goes back to them.
-pub fn claim(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
-    members(optimizer)
-        .iter()
-        .try_for_each(|member| claim_one(shared, member))
-}
-
-fn claim_one(shared: &Arc<Shared>, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
-    let owner = find(optimizer);
-    if owner
-        .as_ref()
-        .is_some_and(|owner| Arc::ptr_eq(owner, shared))
-    {
+/// Make a store the one that keeps the state of the optimizer and of those in it; one that kept it before hands it over.
+pub fn claim(
+    shared: &Arc<Shared>,
+    store: &mut Store,
+    optimizer: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let members = members(optimizer);
+    let owners: Vec<_> = members.iter().map(find).collect();
+    let is_mine =
+        |owner: &Option<Arc<Shared>>| owner.as_ref().is_some_and(|it| Arc::ptr_eq(it, shared));
+    if owners.iter().all(is_mine) {
         return Ok(());
     }
-    if let Some(owner) = owner {
-        if let Ok(mut store) = owner.try_borrow_mut() {
-            store.expose(optimizer.py())?;
-            store.forget()?;
+    for owner in owners.iter().filter(|owner| !is_mine(owner)).flatten() {
+        if let Ok(mut owner) = owner.try_borrow_mut() {
+            owner.hand_over(optimizer, store)?;
         }
     }
+    store.wake()?;
     let mut stores = stores();
     stores.retain(|_, store| store.strong_count() > 0);
-    stores.insert(optimizer.as_ptr() as usize, Arc::downgrade(shared));
+    for member in &members {
+        stores.insert(member.as_ptr() as usize, Arc::downgrade(shared));
+    }
     Ok(())
 }
 

@@ -129,7 +129,7 @@ impl Engine {
     }
 
     /// Give all captures back.
-    pub(super) fn give_back(&mut self) {
+    pub fn give_back(&mut self) {
         self.captures.clear();
         self.resident = None;
     }
