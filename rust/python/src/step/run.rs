@@ -1,5 +1,5 @@
 //! Runs the traces of a call; uncompiled, where the loss cannot be traced.
-use std::{rc::Rc, time::Instant};
+use std::{collections::HashMap, rc::Rc, time::Instant};
 
 use faststep::{
     engine::{Call, Output, Rule, Stage, Task},
@@ -407,14 +407,16 @@ impl<'py> Uncompiled<'py> {
             }
         }
         // containers may be others now
-        let paths = self.tree.paths(py);
         let (after, slots) = Tree::record(optimizer, Scope::Whole)?;
+        let mut pairs = slots.iter().zip(state);
+        if slots.len() == state.len() && pairs.all(|(slot, array)| slot.holds(array)) {
+            return Ok(());
+        }
+        let paths = self.tree.paths(py).into_iter();
+        let known: HashMap<_, _> = paths.zip(state).collect();
         for (path, slot) in after.paths(py).iter().zip(&slots) {
-            let known = paths.iter().position(|known| known == path);
-            if let Some(array) = known.and_then(|known| state.get(known)) {
-                if !slot.holds(array) {
-                    slot.show(array)?;
-                }
+            if let Some(array) = known.get(path).filter(|array| !slot.holds(array)) {
+                slot.show(array)?;
             }
         }
         Ok(())
