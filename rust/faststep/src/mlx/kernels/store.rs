@@ -23,13 +23,20 @@ use super::{compiler, is_writable, may_hold_libraries, mlx_version, seal, user};
 
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
-static WHOLE: Mutex<Option<HashMap<PathBuf, Identity>>> = Mutex::new(None);
+static WHOLE: Mutex<Option<Whole>> = Mutex::new(None);
 
 /// Age of a compiler's file from which on it is abandoned.
 const ABANDONED: Duration = Duration::from_hours(1);
 
 /// Identity of a file's contents, which changes when it is written: inode, size, time of the change.
 type Identity = (u64, u64, i64, i64);
+
+/// Libraries that have been read and are whole, and the directory as it was before that.
+#[derive(Default)]
+struct Whole {
+    libraries: HashMap<PathBuf, Identity>,
+    directory: Option<(PathBuf, Identity)>,
+}
 
 /// Reads from the environment where the store may be: in the user's cache, or else in the temporary directory.
 /// <https://specifications.freedesktop.org/basedir-spec/latest/>: relative paths are to be ignored.
@@ -107,10 +114,15 @@ pub fn make(directory: &Path) -> bool {
     found.is_ok_and(|it| it.is_dir() && it.uid() == user() && it.mode() & 0o022 == 0)
 }
 
-// Reads each library once, and again when it has changed.
+// Reads each library once, and again when it has changed. Nobody writes to one in place: where the directory is as it was, there is
+// nothing to do, and a store of thousands costs nothing for each kernel.
 fn delete_broken(directory: &Path) -> io::Result<()> {
     let mut guard = WHOLE.lock().unwrap_or_else(PoisonError::into_inner);
     let whole = guard.get_or_insert_default();
+    let now = Some((directory.to_path_buf(), identity(&fs::metadata(directory)?)));
+    if whole.directory == now {
+        return Ok(());
+    }
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         let stem = path.file_stem().and_then(OsStr::to_str);
@@ -128,17 +140,18 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
             }
             continue;
         }
-        if whole.get(&path) == Some(&identity(&found)) {
+        if whole.libraries.get(&path) == Some(&identity(&found)) {
             continue;
         }
         if found.is_file() && seal::is_whole(&path) {
-            whole.insert(path, identity(&found));
+            whole.libraries.insert(path, identity(&found));
         } else if let Err(error) = fs::remove_file(&path) {
             if error.kind() != io::ErrorKind::NotFound {
                 return Err(error);
             }
         }
     }
+    whole.directory = now;
     Ok(())
 }
 
