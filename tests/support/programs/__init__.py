@@ -51,6 +51,7 @@ PROGRAMS = {
     "ppo": Program("PPO agent: annealed clip range", agents.ProximalPolicy),
     "teacher": Program("mean teacher: average, global ramp", pairs.MeanTeacher),
     "distillation": Program("distillation: global temperature", pairs.Distillation),
+    "nerf": Program("NeRF: two fields, one optimizer", pairs.RadianceFields, compiled=True),
     "dpo": Program("DPO: LoRA, reference, dataclass", language.DirectPreference, compiled=True),
     "lora": Program("LoRA on a checkpointed Llama", language.FineTuning, compiled=True),
     "moe": Program("mixture of experts", language.MixtureOfExperts, compiled=True),

@@ -1,4 +1,4 @@
-"""Two models, of which a loss trains one and reaches the other: adversaries, averaged teachers, distillation."""
+"""Two models, of which a loss trains one and reaches the other, or that share an optimizer."""
 
 from __future__ import annotations
 
@@ -122,3 +122,42 @@ class Distillation:
         global temperature
         temperature = 1.0 + 3.0 * 0.9**number
         return [self.learn(*self.batches[number % BATCHES])]
+
+
+class RadianceFields:
+    """A coarse and a fine radiance field with one optimizer (Mildenhall et al., 2020), whose moments both move."""
+
+    def __init__(self, make: Make, width: int) -> None:
+        frequencies = 2.0 ** mx.arange(4)
+        coarse, fine = (Net([3 * 2 * 4, width, width, width, 4]) for _ in range(2))
+        self.models = [coarse, fine]
+        optimizer = optim.Adam(2e-3)
+
+        def weights(density: mx.array, depths: mx.array) -> mx.array:
+            steps = mx.concatenate([mx.diff(depths, axis=-1), mx.ones((*depths.shape[:-1], 1))], axis=-1)
+            seen = mx.exp(-nn.relu(density) * steps)
+            passed = mx.cumprod(mx.concatenate([mx.ones_like(seen[:, :1]), seen[:, :-1]], axis=-1), axis=-1)
+            return passed * (1 - seen)
+
+        def render(field: nn.Module, rays: mx.array, depths: mx.array) -> tuple[mx.array, mx.array]:
+            points = rays[:, None, :3] + depths[..., None] * rays[:, None, 3:]
+            angles = (points[..., None] * frequencies).reshape(*depths.shape, -1)
+            out = field(mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1))
+            shares = weights(out[..., 3], depths)
+            return (shares[..., None] * mx.sigmoid(out[..., :3])).sum(axis=1), shares
+
+        def loss(field: nn.Module, rays: mx.array, depths: mx.array, colors: mx.array) -> tuple[mx.array, mx.array]:
+            rendered, shares = render(field, rays, depths)
+            return (rendered - colors).square().mean(), mx.stop_gradient(shares)
+
+        self.learn_coarse, self.learn_fine = make(coarse, optimizer, loss), make(fine, optimizer, loss)
+        self.rays = normals(BATCH, 6)
+        self.colors = [mx.sigmoid(color) for color in normals(BATCH, 3, seed=1)]
+
+    def round(self, number: int) -> Losses:
+        rays, colors = self.rays[number % BATCHES], self.colors[number % BATCHES]
+        depths = mx.sort(mx.random.uniform(0.1, 2.0, (BATCH, 8)), axis=-1)
+        loss, shares = self.learn_coarse(rays, depths, colors)
+        drawn = mx.random.categorical(mx.log(shares + 1e-3), num_samples=8)
+        denser = mx.take_along_axis(depths, drawn, axis=-1) + mx.random.uniform(0, 0.1, (BATCH, 8))
+        return [loss, self.learn_fine(rays, mx.sort(mx.concatenate([depths, denser], axis=-1), axis=-1), colors)[0]]
