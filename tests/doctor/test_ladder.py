@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from faststep.doctor._judge import judge
+from faststep.doctor._watch import Measured
 from mlx.utils import tree_flatten
 from support.commands import faststep as command
 from support.commands import set_, write_config
@@ -218,3 +220,12 @@ def test_ctrl_c_ends_the_child_too(tmp_path: Path) -> None:
     child = int((tmp_path / "pids").read_text().split()[1])
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+@pytest.mark.parametrize(("ahead", "status"), [(0, "grows"), (4000, "grows"), (8000, "ok")])
+def test_batches_that_a_worker_has_ahead_are_no_growth(ahead: int, status: str) -> None:
+    """One that was late catches up: as much as its batches take is there by and by."""
+    steps = [{"active": 10_000 + 200 * number, "process": 0} for number in range(40)]
+    rung = Measured("prefetch", "prefetch", steps=steps, facts={"ahead": {"bytes": ahead}})
+    judge([rung])
+    assert rung.status == status

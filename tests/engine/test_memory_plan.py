@@ -120,7 +120,7 @@ def test_the_plan_s_trace_is_the_first_step_s() -> None:
     model, batch = mlp(32, 64, 8)
     step = Step(model, optim.Adam(1e-3), loss_fn)
     first, second = step.memory_plan(*batch), step.memory_plan(*batch)
-    assert abs(first.cache - second.cache) < 256  # scalars that the first plan has left in MLX's cache
+    assert abs(first.cache - second.cache) < 1024  # scalars that the first plan has left in MLX's cache
     assert replace(first, cache=0) == replace(second, cache=0)
     assert step.stats.steps == 0
     step(*batch)

@@ -82,6 +82,7 @@ class Loader:
     Attributes:
         batch_size: As given.
         workers: As given.
+        prefetch: As given.
         on_wait: Called four times a second while a worker is waited for, with the seconds so far; None: nothing. It may
             raise `faststep.data.Interrupted`, which ends the loop at once, whatever the worker is doing.
     """
@@ -126,8 +127,8 @@ class Loader:
         self._source = open_source(source)
         options = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch, "rank": rank}
         check_options(self._source, {**options, "world_size": world_size}, shuffle, drop_last, collate, lengths)
-        self.batch_size, self.workers = batch_size, workers
-        self._shuffle, self._seed, self._prefetch, self._collate = shuffle, seed, prefetch, collate
+        self.batch_size, self.workers, self.prefetch = batch_size, workers, prefetch
+        self._shuffle, self._seed, self._collate = shuffle, seed, collate
         self._sharing = Sharing(batch_size, rank, world_size, drop_last)
         self._arranger = collate if isinstance(collate, ByLength) and collate.arranges else None
         self._lengths: Lengths | None = None
@@ -300,7 +301,7 @@ class Loader:
             tasks = Reader(source, self._sharing, self._arranger, self._resume).tasks()
         first, self._begun = not self._begun, True
         reads = isinstance(source, Stream)
-        return Pipeline(tasks, self._make, self.workers, self._prefetch, reads=reads, first=first)
+        return Pipeline(tasks, self._make, self.workers, self.prefetch, reads=reads, first=first)
 
     def _planned(self, source: Items, epoch: int) -> Epoch:
         """Return the plan of an epoch; once it has begun its length stays."""

@@ -124,7 +124,8 @@ def _growth_of(rung: Measured) -> tuple[str, Growth] | None:
         return None  # where memory has a reason to grow, or nothing is repeated
     skipped = TAKEN if rung.name == "data" else 0
     active, process = growth(rung.column("active")[skipped:]), growth(rung.column("process")[skipped:])
-    if active is not None and active.is_real(LEAST_ACTIVE):
+    ahead = rung.facts.get("ahead", {}).get("bytes", 0)  # batches that wait: a worker that was late catches up
+    if active is not None and active.is_real(LEAST_ACTIVE) and active.whole > ahead:
         return "MLX's memory", active
     real = process is not None and process.is_real(_LEAST_PROCESS) and process.whole > _LEAST_WHOLE
     if real and process is not None and rung.name != "data":  # files that are mapped count for the process

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from faststep._random import mlx_key
 from faststep._step import Step, call_with
@@ -101,18 +102,21 @@ def prefetch(subject: Subject, record: Recorder) -> None:
     if not (isinstance(loader, Loader) and loader.workers):
         loader = Loader(_Again(subject), batch_size=1, collate=_only, workers=1)
     with loader:
-        batches, over = iter(loader), record.enough()
+        batches, over, size = iter(loader), record.enough(), 0
         while True:
             record.at("a batch of the worker")
             start = time.perf_counter()
             batch = next(batches, None)
             if batch is None:
                 break
+            arrays = [leaf for _, leaf in tree_flatten(batch) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
+            size = max(size, sum(array.nbytes for array in arrays))
             loss = call_with(batch, step).loss
             mx.eval(loss)
             record.step(time.perf_counter() - start, loss)
             if over():  # memory grows for a while where the worker runs ahead
                 break
+        record.say("ahead", bytes=(loader.workers + loader.prefetch) * size)
 
 
 class _Again:
