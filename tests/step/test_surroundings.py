@@ -27,6 +27,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
+from faststep.data import Loader
 from support.helpers import plain_step
 
 SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE")
@@ -270,6 +271,39 @@ def test_a_loss_that_reads_the_clock_or_draws_from_the_system_is_called_at_every
         losses += [step(x).loss.item() for _ in range(3)]
     assert losses == pytest.approx([unit * value for value in values[-4:]], rel=1e-4)
     assert step.stats.mode == "plain"
+
+
+LOADED = Loader([np.zeros(4, np.float32)] * 8, batch_size=2)
+OTHER = Step(nn.Linear(4, 2), optim.SGD(0.0), squares, ema_decay=0.5)
+
+
+def averaged(model: nn.Module, x: mx.array) -> mx.array:
+    with OTHER.average() as other:
+        return squares(model, x) * other.bias.sum()
+
+
+OF_THE_PACKAGE: dict[str, tuple[Callable[..., mx.array], str]] = {
+    "the place in the data": (lambda model, x: squares(model, x) * LOADED.position, "native"),
+    "the epoch": (lambda model, x: squares(model, x) * (1 + LOADED.epoch), "native"),
+    "counts of the data": (lambda model, x: squares(model, x) * LOADED.stats.batches, "plain"),
+    "counts of another step": (lambda model, x: squares(model, x) * OTHER.stats.steps, "plain"),
+    "the state of another step": (lambda model, x: squares(model, x) * OTHER.state["steps"], "plain"),
+    "the average of another step": (averaged, "plain"),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_PACKAGE)
+@pytest.mark.filterwarnings("ignore:.*cannot be compiled.*the state of a step, a loader or a trainer:RuntimeWarning")
+def test_what_a_loss_reads_of_loaders_and_of_other_steps_is_the_plain_loop_s(name: str) -> None:
+    loss_fn, mode = OF_THE_PACKAGE[name]
+    x = mx.random.normal((4, 4))
+
+    def go_on() -> None:
+        next(iter(LOADED), None)  # None: the epoch is over
+        OTHER.model.bias = OTHER.model.bias + 1
+        OTHER(x)
+
+    assert follows(loss_fn, [go_on] * 6).stats.mode == mode
 
 
 def test_a_generator_with_a_seed_draws_the_same_at_every_call() -> None:

@@ -67,7 +67,8 @@ _NOTICED = _CLOCKS | _FILES | _ENTROPY | _OF_SYSTEM
 RANDOM, FILE = "the system's randomness", "an open file"
 SYSTEM = "the system"
 GENERATOR = "a generator"
-DRAWN = (RANDOM, FILE, GENERATOR)  # of which another call gives something else
+PACKAGE = "the state of a step, a loader or a trainer"
+DRAWN = (RANDOM, FILE, GENERATOR, PACKAGE)  # of which another call gives something else
 _TAKES = frozenset({"read", "readline", "readlines", "read1", "readinto", "__next__"})
 _CHANGES = frozenset({"add", "append", "clear", "close", "extend", "flush", "put", "release", "update", "write"})
 _TURNS = {
@@ -89,6 +90,8 @@ _OPEN: tuple[type, ...] = (
     *(types.CellType, property, staticmethod, classmethod, functools.partial, weakref.ref, *weakref.ProxyTypes),
     *(contextvars.ContextVar, struct.Struct, operator.itemgetter, types.SimpleNamespace, re.Match),
 )
+_STATEFUL = ("faststep._step._step", "faststep.data._loader", "faststep.training._loop", "faststep.training._trainer")
+_STATES = frozenset({"stats", "state", "attributes", "average", "stage", "seconds", "signal", "reading"})
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _OF_MLX = frozenset({*dir(mx), *dir(mx.array), *dir(mx.fast), *dir(mx.random), *dir(nn), *dir(nn.losses)})
 _LIBRARIES = frozenset({"mlx", "numpy", "faststep", "nanobind", "pydantic_core"})
@@ -154,6 +157,8 @@ class Calls:
                 self.found.setdefault(what, place)
         elif self._codes and id(frame.f_code) not in self._within and self._is_met(frame):
             return f"what {frame.f_code.co_name} reads"
+        if frame.f_code.co_name in _STATES and frame.f_globals.get("__name__") in _STATEFUL:
+            return PACKAGE
         if frame.f_code in _BY_ADDRESS:
             return SYSTEM
         return GENERATOR if id(frame) in self._frames else None

@@ -30,6 +30,7 @@ _HASHES = frozenset({"digest", "copy", "update"})
 _MAX_BYTES = 1 << 16  # from which on a checksum is compared
 _PEEKS = frozenset({"length_hint", "__length_hint__", "repr", "copy", "deepcopy", "__copy__", "__reduce__", "gi_frame"})
 _GENERATORS = frozenset({"bit_generator", "state", "getstate", "get_state", "__getstate__"})
+_OF_PACKAGE = frozenset({"epoch", "position", "number", "skipped", "best"})  # numbers of loaders and trainers
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _KNOWN: tuple[type, ...] = (
     *(mx.array, nn.Module, np.ndarray, np.generic, type, types.FunctionType, types.ModuleType, weakref.ref),
@@ -113,6 +114,8 @@ def read_kept(value: Any, names: set[str]) -> Read | None:
 
 def read_by_names(value: Any, names: set[str]) -> Read | None:
     """Return the same of what code with these names may look at without taking it: the place of an iterator."""
+    if own := [name for name in sorted(names & _OF_PACKAGE) if _is_of_package(getattr(type(value), name, None))]:
+        return operator.attrgetter(*own)
     if is_a(value, CACHE) and names & {"cache_info"}:
         return operator.methodcaller("cache_info")
     if hasattr(type(value), "__next__") and not is_a(value, io.IOBase):
@@ -124,6 +127,11 @@ def read_by_names(value: Any, names: set[str]) -> Read | None:
         return position
     has_order = names & {"vars", "__dict__"} and not is_a(value, _KNOWN) and len(attributes(value)) > 1
     return names_of if has_order else None
+
+
+def _is_of_package(found: Any) -> bool:
+    """Return whether it is a property of a class of this package."""
+    return is_a(found, property) and str(getattr(found.fget, "__module__", "")).startswith("faststep.")
 
 
 def slots_of(cls: type) -> frozenset[str]:
