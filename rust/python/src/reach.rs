@@ -1,10 +1,11 @@
 //! Objects that a loss reaches beside its arguments: found once by `faststep._step._reach`, looked at before each call.
 //!
 //! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
-//! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, numbers and
-//! strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
+//! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, of any shape;
+//! numbers and strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
 mod classes;
 mod contents;
+mod forms;
 mod keys;
 mod look;
 mod looked;
@@ -14,6 +15,7 @@ mod reached;
 mod read;
 mod replaced;
 mod row;
+mod searches;
 mod seen;
 pub mod stop;
 pub mod suspect;
@@ -25,15 +27,17 @@ use std::{
 
 use pyo3::{exceptions::PyException, prelude::*, types::PyTuple};
 
-use faststep::engine::{HeldArrays, Tensor};
+use faststep::engine::HeldArrays;
 
 use classes::Classes;
+use forms::Forms;
 use look::Look;
 pub use looked::Looked;
 use node::{Met, Node};
 pub use reached::{Reached, Written};
 pub use read::Read;
 use row::Row;
+use searches::Searches;
 pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
@@ -52,12 +56,13 @@ const MAX_TRIES: usize = 3;
 pub struct Program {
     /// Tells programs apart.
     pub id: usize,
-    model: Cell<usize>, // the signature of the model with which it was made; 0: not known yet
+    model: Cell<usize>, // the form of the model with which it was made; 0: not known yet
+    roots: usize,       // the number of them
     classes: Classes,
     codes: Option<Py<PyAny>>, // of the functions that it calls
     nodes: Vec<Node>,
     rows: Vec<Row>,
-    tensors: Rc<Vec<Tensor>>,            // of the arrays
+    forms: Forms,                        // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     grown: Cell<Option<usize>>, // the address of a list or a dict that a look has found to have another length
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
@@ -66,25 +71,21 @@ pub struct Program {
 }
 
 impl Program {
-    /// Shape and dtype of each array.
-    pub fn tensors(&self) -> &Rc<Vec<Tensor>> {
-        &self.tensors
-    }
-
-    // one of nothing, where what is there cannot be looked at
-    fn hidden(id: usize, why: String) -> Self {
+    // one of nothing, where what is there cannot be looked at, or is not
+    fn nothing(id: usize, why: Option<String>) -> Self {
         Self {
             id,
             model: Cell::new(0),
+            roots: 0,
             classes: Classes::default(),
             codes: None,
             nodes: Vec::new(),
             rows: Vec::new(),
-            tensors: Rc::default(),
+            forms: Forms::default(),
             values: RefCell::default(),
             grown: Cell::default(),
             held: RefCell::default(),
-            hidden: Some(why),
+            hidden: why,
         }
     }
 
@@ -117,8 +118,9 @@ pub struct Reach {
     made: usize,
     change: Option<String>,
     growing: Vec<(usize, usize)>, // addresses of lists and dicts that had another length, and how often
-    model: usize,                 // the model's signature, at the last call until it is known
+    model: usize,                 // the model's form, at the last call until it is known
     known: bool,
+    searches: Searches,
 }
 
 impl Reach {
@@ -135,7 +137,7 @@ impl Reach {
         self.known = false;
     }
 
-    /// Note the signature of the call's model. Returns whether what has been looked at is for another one.
+    /// Note the form of the call's model. Returns whether what has been looked at is for another one.
     pub fn settle(&mut self, model: usize, looked: &Looked) -> bool {
         (self.model, self.known) = (model, true);
         let made = &looked.program.model;
@@ -153,9 +155,51 @@ impl Reach {
         roots: &[Bound<'_, PyAny>],
         owned: &Bound<'_, PyAny>,
     ) -> PyResult<Looked> {
+        let (change, grown) = match self.look_again(roots, owned)? {
+            Ok(looked) => return Ok(looked),
+            Err(other) => other,
+        };
+        self.change = change;
+        self.count(grown);
+        self.searches.note();
+        let (program, objects, values) = self.search(roots, owned)?;
+        let program = Rc::new(program);
+        self.let_go();
+        self.programs.push(program.clone());
+        if self.programs.len() > MAX_PROGRAMS {
+            self.programs.remove(0);
+        }
+        Ok(Looked::new(program, objects, values))
+    }
+
+    /// The same for a call that may run without: nothing, where it takes a search and most calls before it have taken one.
+    pub fn look_unless_searching(
+        &mut self,
+        roots: &[Bound<'_, PyAny>],
+        owned: &Bound<'_, PyAny>,
+    ) -> PyResult<Looked> {
+        self.searches.look();
+        if self.searches.are_many() {
+            if let Ok(looked) = self.look_again(roots, owned)? {
+                return Ok(looked);
+            }
+            if self.searches.leave_out() {
+                return Ok(Looked::nothing());
+            }
+        }
+        self.look(roots, owned)
+    }
+
+    // by the programs that there are; none: what has changed, and a list or a dict that has another length
+    fn look_again(
+        &mut self,
+        roots: &[Bound<'_, PyAny>],
+        owned: &Bound<'_, PyAny>,
+    ) -> PyResult<Result<Looked, (Option<String>, Option<usize>)>> {
         let (mut change, mut grown) = (None, None);
         for at in (0..self.programs.len()).rev() {
-            if self.programs[at].model.get() != self.model {
+            let program = &self.programs[at];
+            if program.model.get() != self.model || program.roots != roots.len() {
                 continue; // the modules of a model lead elsewhere when they are others
             }
             match seen(self.programs[at].look(roots), owned.py())? {
@@ -165,7 +209,11 @@ impl Reach {
                         self.let_go();
                     }
                     self.programs.push(program.clone());
-                    return Ok(Looked::new(program, objects, values));
+                    let looked = Looked::new(program, objects, values);
+                    if let Some(array) = looked.reshaped {
+                        self.change = Some(looked.name(owned.py(), array));
+                    }
+                    return Ok(Ok(looked));
                 }
                 Look::Differs(node) => {
                     if change.is_none() {
@@ -179,16 +227,7 @@ impl Reach {
                 Look::Fails(_) => {}
             }
         }
-        self.change = change;
-        self.count(grown);
-        let (program, objects, values) = self.search(roots, owned)?;
-        let program = Rc::new(program);
-        self.let_go();
-        self.programs.push(program.clone());
-        if self.programs.len() > MAX_PROGRAMS {
-            self.programs.remove(0);
-        }
-        Ok(Looked::new(program, objects, values))
+        Ok(Err((change, grown)))
     }
 
     // note a list or a dict that has another length than it had
@@ -228,7 +267,8 @@ impl Reach {
             }
         }
         self.made += 1;
-        Ok((Program::hidden(self.made, why), Vec::new(), Rc::default()))
+        let program = Program::nothing(self.made, Some(why));
+        Ok((program, Vec::new(), Rc::default()))
     }
 
     // hold no arrays for programs that are not looked through
@@ -238,7 +278,7 @@ impl Reach {
         }
     }
 
-    /// Return the change that made the last program necessary, where there was one before it.
+    /// Return the change that made the last program necessary, where there was one before it, or an array's other form.
     pub fn change(&mut self) -> Option<String> {
         self.change.take()
     }
@@ -269,11 +309,12 @@ impl Reach {
         Ok(Program {
             id: self.made,
             model: Cell::new(if self.known { self.model } else { 0 }),
+            roots: roots.len(),
             classes: Classes::of(&classes)?,
             codes: Some(codes.unbind()),
             rows: Row::number(&mut found.nodes, py),
             nodes: found.nodes,
-            tensors: Rc::new(found.tensors),
+            forms: Forms::of(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
             grown: Cell::default(),
             held: RefCell::default(),

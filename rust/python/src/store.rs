@@ -35,6 +35,8 @@ use moments::Moments;
 pub struct ModelSignature {
     /// Tells signatures of one store apart.
     pub id: usize,
+    /// The same for models that differ in numbers alone.
+    pub form: usize,
     tree: Tree,
     /// The role of each slot, and the path to it.
     pub roles: Rc<Vec<(Role, Vec<String>)>>,

@@ -262,6 +262,18 @@ impl Tree {
                 .all(|(a, b)| a.equals(b, py))
     }
 
+    /// The same, but for numbers and flags: another one of any kind may stand in the place of one.
+    pub fn equals_but_numbers(&self, other: &Self, py: Python<'_>) -> bool {
+        let equal = |(a, b): (&Item, &Item)| match (a, b) {
+            (Item::Static(a), Item::Static(b)) if a.is_number(py) => b.is_number(py),
+            _ => a.equals(b, py),
+        };
+        self.tensors == other.tensors
+            && self.aliases == other.aliases
+            && self.items.len() == other.items.len()
+            && self.items.iter().zip(&other.items).all(equal)
+    }
+
     /// The path to the first place where the other one has another key, value or container; arrays may be others.
     pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
         let mut paths = Paths::default();

@@ -38,6 +38,8 @@ pub(super) struct Work {
     /// Whether the calling thread computes it, and the memory that it takes, once that is known.
     pub caller: Caller,
     pub bytes: Option<usize>,
+    /// True if it has been evaluated before, maybe for arrays of other shapes.
+    pub warm: bool,
 }
 
 impl Work {
@@ -51,6 +53,7 @@ impl Work {
             by_buffer: trace.recipe.updates_by_buffer(),
             caller: trace.caller,
             bytes: trace.evaluated.bytes,
+            warm: trace.evaluated.warm,
         }
     }
 }
@@ -106,6 +109,10 @@ impl Evaluate for OnDevice<'_> {
     }
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
+        if work.warm {
+            let tried = evaluate(work.outputs.before_update(), self.owner);
+            return tried.map_err(Error::FirstEvaluation);
+        }
         let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);
         let mut tried = evaluate_one_by_one(work.outputs.before_update(), self.owner);
         if tried.is_ok() {

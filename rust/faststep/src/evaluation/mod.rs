@@ -11,7 +11,7 @@ pub(crate) use schedule::Schedule;
 /// Facts about a part of a step from its earlier evaluations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Evaluated {
-    /// True if it has been tried out, on values of before.
+    /// True if it has been tried out, on values of before; one that takes any batch, on such a batch.
     pub tried: bool,
     /// True if it has been evaluated: kernels are compiled, and shapes are known to fit.
     pub warm: bool,

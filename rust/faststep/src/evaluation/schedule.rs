@@ -61,12 +61,10 @@ impl<T> Schedule<T> {
             // of what takes parameters over, too: the user's objects hold them as they were before they got their layout
             evaluator.release(work)?;
         }
-        if first {
-            if !evaluated.tried {
-                evaluator.try_out(work)?;
-            }
-            evaluated.tried = true;
+        if !evaluated.tried {
+            evaluator.try_out(work)?;
         }
+        evaluated.tried = true;
         let limit = self.make_room(evaluator, evaluated.bytes)?;
         evaluated.warm = true;
         let way = if first || !self.updated {

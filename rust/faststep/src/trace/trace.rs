@@ -130,6 +130,12 @@ impl Trace {
         self.eager
     }
 
+    /// Expect a batch of other shapes, which has never been evaluated: one that calls the host takes any.
+    pub fn expect_others(&mut self) {
+        self.evaluated.tried = false;
+        self.evaluated.bytes = None;
+    }
+
     /// Its capture as one CUDA graph, or why it is not replayed; none where that is not asked for.
     pub(crate) fn replayed(&self) -> Option<String> {
         (self.recipe.options.replay != Replay::Never).then(|| self.capture.to_string())

@@ -120,7 +120,7 @@ impl Program {
         Ok(Look::Same(objects, values))
     }
 
-    // true if an object is made up as it was, and its arrays have the shapes and dtypes that they had
+    // true if an object is made up as it was, and the arrays of a module have the shapes and dtypes that they had
     fn is_same(
         &self,
         node: &Node,
@@ -237,7 +237,7 @@ impl Program {
         }
     }
 
-    // true if the next array has the recorded shape and dtype; keeps a reference to it
+    // true if the next object is an array; keeps a reference to it, and its shape and dtype
     fn holds(&self, number: &mut usize, object: &Bound<'_, PyAny>) -> bool {
         let at = *number;
         *number += 1;
@@ -246,11 +246,10 @@ impl Program {
         if held.ids().get(at).copied() == id {
             return true;
         }
-        let array = bridge::get(object);
-        let array = array.filter(|array| self.tensors.get(at) == Some(&Tensor::of(array)));
-        let Some(array) = array else {
+        let Some(array) = bridge::get(object) else {
             return false;
         };
+        self.forms.meet(at, Tensor::of(&array));
         Rc::make_mut(&mut held).set(at, array);
         true
     }

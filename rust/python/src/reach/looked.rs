@@ -12,7 +12,7 @@ use crate::{
     mlx::bridge,
     tree::{slot::Place, text::text, walk::Scope, Tree},
 };
-use faststep::engine::HeldArrays;
+use faststep::engine::{HeldArrays, Tensor};
 
 /// Place of an array that a loss reaches, and its object.
 pub struct Spot<'py> {
@@ -29,6 +29,12 @@ pub struct Looked {
     objects: Vec<Option<Py<PyAny>>>, // of each node that is no value and in no row
     /// The arrays.
     pub arrays: Rc<HeldArrays>,
+    /// Shape and dtype of each.
+    pub tensors: Rc<Vec<Tensor>>,
+    /// The first of them that has another one than at the look before.
+    pub reshaped: Option<usize>,
+    /// False if nothing has been looked at, to spare a search.
+    pub is_known: bool,
     /// Numbers, strings, and the contents of what is changed in place.
     pub values: Rc<Vec<Py<PyAny>>>,
 }
@@ -40,12 +46,25 @@ impl Looked {
         values: Rc<Vec<Py<PyAny>>>,
     ) -> Self {
         let arrays = program.held.borrow().clone();
+        let reshaped = program.forms.settle();
         let objects = objects.into_iter().map(|met| Some(met?.object.unbind()));
         Self {
             objects: objects.collect(),
+            tensors: program.forms.now(),
             program,
             arrays,
+            reshaped,
+            is_known: true,
             values,
+        }
+    }
+
+    /// Nothing, where a search is left out.
+    pub(super) fn nothing() -> Self {
+        let program = Rc::new(Program::nothing(0, None));
+        Self {
+            is_known: false,
+            ..Self::new(program, Vec::new(), Rc::default())
         }
     }
 

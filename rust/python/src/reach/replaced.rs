@@ -97,7 +97,7 @@ impl Looked {
                     Expect::Array => {
                         let array = bridge::get(&item);
                         let fits = array.as_ref().is_some_and(|array| {
-                            self.program.tensors.get(firsts[child]) == Some(&Tensor::of(array))
+                            self.tensors.get(firsts[child]) == Some(&Tensor::of(array))
                         });
                         arrays.extend(array.map(|array| (firsts[child], array)));
                         fits

@@ -31,8 +31,7 @@ impl Inner {
     ) -> PyResult<Returned<'py>> {
         let py = user.py();
         let started = Instant::now();
-        let mut given = self.given(&mut user)?;
-        given.may_be_rare = true;
+        let mut given = self.given(&mut user, true)?;
         let user = &user;
         for (index, array) in given.arrays.iter().enumerate() {
             let name = || format!("argument {}", user.name(&given.tree.paths(py)[index]));
@@ -173,7 +172,7 @@ impl Inner {
         store: &mut Store,
         mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let mut given = self.given(&mut user)?;
+        let mut given = self.given(&mut user, false)?;
         let user = &user;
         let mut prepared = self.prepare(store, user, Task::Gradients)?;
         let undo = prepared.undo.take();
@@ -191,14 +190,18 @@ impl Inner {
         Ok((self.returned(user.py(), &output.batch)?, tree))
     }
 
-    // the batch, and the values that the loss reaches beside it
-    pub(super) fn given(&mut self, user: &mut Arguments<'_>) -> PyResult<Given> {
+    // the batch, and the values that the loss reaches beside it; `may_be_rare`: the call may run uncompiled, without a search
+    pub(super) fn given(&mut self, user: &mut Arguments<'_>, may_be_rare: bool) -> PyResult<Given> {
         let batch = user.batch()?;
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);
         self.reach.begin();
-        let looked = self.reach.look(&roots, &user.optimizer)?;
-        Ok(Given::new(batch, looked, roots))
+        let looked = if may_be_rare {
+            self.reach.look_unless_searching(&roots, &user.optimizer)?
+        } else {
+            self.reach.look(&roots, &user.optimizer)?
+        };
+        Ok(Given::new(batch, looked, roots, may_be_rare))
     }
 
     // the loss function's return value with the arrays of this step

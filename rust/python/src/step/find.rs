@@ -105,7 +105,7 @@ impl Inner {
         };
         let mut key = key(store, part, 0)?;
         let mut sketch = |inner: &mut Self, given: &mut Given| {
-            key.front.reached = given.looked.program.tensors().clone();
+            key.front.reached = given.looked.tensors.clone();
             inner.sketch(store, user, given, &key, true)
         };
         let drawn = !suspect.drawn.is_empty()
@@ -197,12 +197,16 @@ impl Inner {
         let looked = given.looked.clone();
         let mut key = key;
         if self.compiled {
-            key.front.reached = looked.program.tensors().clone();
+            key.front.reached = looked.tensors.clone();
+            key.front.batch = given.tree.clone();
         }
-        key.front.batch = given.tree.clone();
         given.constants.clear();
         let fits = |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked);
         if let Some(entry) = self.traces.use_again(fits) {
+            self.reach.change();
+            if !self.compiled && !entry.kept.meet(&given.tree, &looked, py) {
+                entry.trace.expect_others();
+            }
             if let Some(seen) = entry.kept.seen(py, &looked) {
                 given.constants.clone_from(&seen.constants);
                 self.template = seen
@@ -239,6 +243,9 @@ impl Inner {
         let max_traces = self.options.max_traces + usize::from(!self.compiled);
         self.traces
             .add(user, key, trace, varying, changed.as_deref(), max_traces);
+        if let Some(last) = self.traces.last_mut() {
+            last.kept.meet(&given.tree, &looked, py);
+        }
         Ok(())
     }
 

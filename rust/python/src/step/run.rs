@@ -15,7 +15,7 @@ use pyo3::{
 use super::{
     arguments::{Arguments, Batch},
     flags::{is_true, read},
-    trace_cache::{warn, Pin, RARE_NUMBERS},
+    trace_cache::{is_rare, warn, Pin, RARE},
     Inner,
 };
 use crate::{
@@ -68,14 +68,19 @@ pub(super) struct Given {
 }
 
 impl Given {
-    pub(super) fn new(batch: Batch<'_>, looked: Looked, roots: Vec<Bound<'_, PyAny>>) -> Self {
+    pub(super) fn new(
+        batch: Batch<'_>,
+        looked: Looked,
+        roots: Vec<Bound<'_, PyAny>>,
+        may_be_rare: bool,
+    ) -> Self {
         Self {
             tree: batch.tree,
             arrays: batch.arrays,
             looked: Rc::new(looked),
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
-            may_be_rare: false,
+            may_be_rare,
         }
     }
 
@@ -97,16 +102,11 @@ impl Inner {
     ) -> PyResult<(T, bool)> {
         let started = Instant::now();
         self.check_compiler(user.py())?;
-        if self.reach.settle(store.signature()?.id, &given.looked) {
-            let looked = self.reach.look(&given.roots(user.py()), &user.optimizer)?;
-            given.looked = Rc::new(looked);
-        }
-        let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
-            Some(why) => Some(why),
-            None => self.suspected(store, user, given, task)?,
-        };
-        if let Some(why) = why.filter(|_| self.compiled) {
-            self.give_up(user.py(), why)?; // which may raise: the next call is uncompiled all the same
+        if given.looked.is_known {
+            self.check(store, user, given, task)?;
+        } else if self.compiled {
+            self.becomes = RARE.into();
+            self.compiled = false;
         }
         loop {
             let found = self.find(store, user, given, task);
@@ -156,6 +156,28 @@ impl Inner {
         }
     }
 
+    // run uncompiled from here on where what the loss reaches, or does itself, is a reason for it
+    fn check(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        task: Task,
+    ) -> PyResult<()> {
+        if self.reach.settle(store.signature()?.form, &given.looked) {
+            let looked = self.reach.look(&given.roots(user.py()), &user.optimizer)?;
+            given.looked = Rc::new(looked);
+        }
+        let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
+            Some(why) => Some(why),
+            None => self.suspected(store, user, given, task)?,
+        };
+        match why.filter(|_| self.compiled) {
+            Some(why) => self.give_up(user.py(), why), // which may raise: the next call is uncompiled all the same
+            None => Ok(()),
+        }
+    }
+
     // why this call cannot be compiled: what the loss, or the optimizer, reaches cannot be watched
     fn hidden(&self, store: &Store, given: &Given) -> Option<String> {
         let hidden = given.looked.program.hidden.clone();
@@ -192,8 +214,8 @@ impl Inner {
     fn compile_again(&mut self) {
         if self.becomes_another() {
             self.compiled = true;
-            // an uncompiled step reads the model's numbers at each call: it serves for the next ones
-            self.traces.drop_eager(self.becomes == RARE_NUMBERS);
+            // an uncompiled step reads the model's numbers at each call, and takes any batch: it serves for the next ones
+            self.traces.drop_eager(is_rare(&self.becomes));
         }
     }
 

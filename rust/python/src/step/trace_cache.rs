@@ -29,14 +29,19 @@ const TELL: usize = 8;
 const MAX_RARE: usize = 256;
 
 /// The reason why a batch runs uncompiled that may be the only one of its kind.
-const RARE: &str = "many traces have been made, and this is the first batch of its kind";
+pub const RARE: &str = "many traces have been made, and this is the first batch of its kind";
 
 /// The reason why a batch runs uncompiled before which the optimizer got other options.
 const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
 
 /// The reason why a batch runs uncompiled before which the model got other numbers or modes.
-pub const RARE_NUMBERS: &str =
+const RARE_NUMBERS: &str =
     "numbers or modes of the model have changed again and again: keep a number that changes in an mx.array";
+
+/// Return whether a reason is that a trace might be used once, so that a step without one may be wanted again soon.
+pub fn is_rare(why: &str) -> bool {
+    [RARE, RARE_OPTIONS, RARE_NUMBERS].contains(&why)
+}
 
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
 const COMES_BACK: usize = 16;
@@ -105,6 +110,7 @@ pub struct Kept {
     pub written: Written,
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
+    met: Option<(Rc<Tree>, Rc<Vec<Tensor>>)>, // arguments of the last call that was looked for, and arrays that the loss reaches
 }
 
 /// An array object in the cache of a function, and the identity of its value in a trace.
@@ -133,6 +139,14 @@ impl Kept {
         if self.seen.len() > MAX_SEEN {
             self.seen.remove(0);
         }
+    }
+
+    /// Note the arguments of a call, and what the loss reaches. Returns whether they are known to be like those of the last.
+    pub fn meet(&mut self, batch: &Rc<Tree>, looked: &Looked, py: Python<'_>) -> bool {
+        let before = self.met.replace((batch.clone(), looked.tensors.clone()));
+        before.is_some_and(|(known, reached)| {
+            looked.is_known && reached == looked.tensors && known.equals(batch, py)
+        })
     }
 
     /// Return what is kept for the current numbers.
@@ -250,7 +264,9 @@ impl Traces {
         changed: Option<&str>,
         max_traces: usize,
     ) {
-        let cause = key.cause(&self.known.keys(), &ByName { user, changed });
+        let compiled = self.recent().filter(|entry| !entry.trace.is_eager());
+        let known: Vec<_> = compiled.map(|entry| &entry.key).collect();
+        let cause = key.cause(&known, &ByName { user, changed });
         let kept = Kept {
             varying,
             ..Kept::default()

@@ -59,6 +59,7 @@ impl Store {
                 let known = self.models.remove(at);
                 Rc::new(ModelSignature {
                     id: known.id,
+                    form: known.form,
                     tree,
                     roles: known.roles.clone(),
                     trainable: known.trainable.clone_ref(py),
@@ -104,11 +105,19 @@ impl Store {
         self.next_id += 1;
         Ok(ModelSignature {
             id: self.next_id,
+            form: self.form(&tree, py).unwrap_or(self.next_id),
             tree,
             roles: Rc::new(roles),
             trainable: trainable.unbind(),
             parameters,
         })
+    }
+
+    // the form of a known model from which this one differs in numbers alone
+    fn form(&self, tree: &Tree, py: Python<'_>) -> Option<usize> {
+        let models = self.models.iter().rev();
+        let mut alike = models.filter(|known| known.tree.equals_but_numbers(tree, py));
+        alike.next().map(|known| known.form)
     }
 
     // switch to another signature; the engine is kept if the trained tensors are the same

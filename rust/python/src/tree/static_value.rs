@@ -66,6 +66,16 @@ impl Static {
         }
     }
 
+    // a number or a flag of Python's own classes
+    pub fn is_number(&self, py: Python<'_>) -> bool {
+        matches!(self, Self::Value(value) if {
+            let value = value.bind(py);
+            value.is_exact_instance_of::<PyFloat>()
+                || value.is_exact_instance_of::<PyInt>()
+                || value.is_exact_instance_of::<PyBool>()
+        })
+    }
+
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         let object = match other {
             Self::Value(value) => Some(value.bind(py).clone()),
