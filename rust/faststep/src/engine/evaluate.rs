@@ -35,7 +35,7 @@ pub(super) struct Work {
     pub keep_masters: bool,
     /// True if the update is evaluated buffer by buffer.
     pub by_buffer: bool,
-    /// Whether the calling thread computes it, and the memory that it takes, once that is known.
+    /// Whether the calling thread computes it, and the memory that it takes, once that is known: of a batch like it, or another.
     pub caller: Caller,
     pub bytes: Option<usize>,
     /// True if it has been evaluated before, maybe for arrays of other shapes.
@@ -52,7 +52,7 @@ impl Work {
             keep_masters: trace.recipe.options.compute_dtype.is_some(),
             by_buffer: trace.recipe.updates_by_buffer(),
             caller: trace.caller,
-            bytes: trace.evaluated.bytes,
+            bytes: trace.evaluated.bytes.or(trace.usual),
             warm: trace.evaluated.warm,
         }
     }
@@ -110,7 +110,11 @@ impl Evaluate for OnDevice<'_> {
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
         if work.warm {
-            let tried = evaluate(work.outputs.before_update(), self.owner);
+            let before: Vec<&Array> = work.outputs.before_update().collect();
+            let tried = unlocked(self.owner, || {
+                work.caller.evaluate(work.bytes, || async_eval(before.iter().copied()))?;
+                eval(before)
+            });
             return tried.map_err(Error::FirstEvaluation);
         }
         let inputs = work.inputs.as_ref().map_or_else(Vec::new, Inputs::all);

@@ -42,6 +42,7 @@ pub struct Trace {
     fits: Option<Versions>, // the lists of the last inputs of the tape: of these, all arrays have the forms of its inputs
     pub(crate) evaluated: Evaluated,
     pub(crate) caller: Caller,
+    pub(crate) usual: Option<usize>, // the bytes that another batch has taken
     pub(crate) operations: usize, // of its graph, and whether they exchange arrays with other ranks; known once evaluated
     pub(crate) collective: bool,
     pub(crate) capture: CaptureState,
@@ -117,6 +118,7 @@ impl Trace {
             fits: None,
             evaluated: Evaluated::default(),
             caller: Caller::default(),
+            usual: None,
             operations: 0,
             collective: false,
             capture: CaptureState::default(),
@@ -133,7 +135,7 @@ impl Trace {
     /// Expect a batch of other shapes, which has never been evaluated: one that calls the host takes any.
     pub fn expect_others(&mut self) {
         self.evaluated.tried = false;
-        self.evaluated.bytes = None;
+        self.usual = self.evaluated.bytes.take().or(self.usual);
     }
 
     /// Its capture as one CUDA graph, or why it is not replayed; none where that is not asked for.
