@@ -100,6 +100,13 @@ impl Program {
 // a program, the objects at its nodes, and the values
 type Found<'py> = (Program, Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>);
 
+// what is not as a program has it
+#[derive(Default)]
+struct Other {
+    change: Option<String>,
+    grown: Option<usize>, // the address of a list or a dict that has another length
+}
+
 // an exception of the user's classes is no error of a look
 fn seen<'py>(look: PyResult<Look<'py>>, py: Python<'py>) -> PyResult<Look<'py>> {
     match look {
@@ -155,12 +162,12 @@ impl Reach {
         roots: &[Bound<'_, PyAny>],
         owned: &Bound<'_, PyAny>,
     ) -> PyResult<Looked> {
-        let (change, grown) = match self.look_again(roots, owned)? {
+        let other = match self.look_again(roots, owned)? {
             Ok(looked) => return Ok(looked),
             Err(other) => other,
         };
-        self.change = change;
-        self.count(grown);
+        self.change = other.change;
+        self.count(other.grown);
         self.searches.note();
         let (program, objects, values) = self.search(roots, owned)?;
         let program = Rc::new(program);
@@ -190,17 +197,21 @@ impl Reach {
         self.look(roots, owned)
     }
 
-    // by the programs that there are; none: what has changed, and a list or a dict that has another length
+    // by the programs that there are, or what is other than all of these have it
     fn look_again(
         &mut self,
         roots: &[Bound<'_, PyAny>],
         owned: &Bound<'_, PyAny>,
-    ) -> PyResult<Result<Looked, (Option<String>, Option<usize>)>> {
-        let (mut change, mut grown) = (None, None);
-        for at in (0..self.programs.len()).rev() {
+    ) -> PyResult<Result<Looked, Other>> {
+        let mut other = Other::default();
+        // the modules of a model lead elsewhere when they are others; not known yet, it is guessed to be the last one
+        let all = (0..self.programs.len()).rev();
+        let guesses = all.clone().map(|at| (at, true));
+        for (at, guessed) in guesses.chain(all.map(|at| (at, false))) {
             let program = &self.programs[at];
-            if program.model.get() != self.model || program.roots != roots.len() {
-                continue; // the modules of a model lead elsewhere when they are others
+            let is_guessed = program.model.get() == self.model;
+            if is_guessed != guessed || (!guessed && self.known) || program.roots != roots.len() {
+                continue;
             }
             match seen(self.programs[at].look(roots), owned.py())? {
                 Look::Same(objects, values) => {
@@ -216,18 +227,19 @@ impl Reach {
                     return Ok(Ok(looked));
                 }
                 Look::Differs(node) => {
-                    if change.is_none() {
-                        change = Some(self.programs[at].name(owned.py(), node));
-                        grown = self.programs[at].grown.take();
+                    if other.change.is_none() {
+                        other.change = Some(self.programs[at].name(owned.py(), node));
+                        other.grown = self.programs[at].grown.take();
                     }
                 }
                 Look::Class(class) => {
-                    change.get_or_insert_with(|| format!("a method of {class}"));
+                    let name = || format!("a method of {class}");
+                    other.change.get_or_insert_with(name);
                 }
                 Look::Fails(_) => {}
             }
         }
-        Ok(Err((change, grown)))
+        Ok(Err(other))
     }
 
     // note a list or a dict that has another length than it had

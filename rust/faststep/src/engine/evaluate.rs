@@ -10,7 +10,7 @@ use mlx_rs::{
 use super::{nonfinite::is_true, Engine, Owner, Stage};
 use crate::{
     error::{Error, Result},
-    evaluation::{Evaluate, HandOver, Schedule},
+    evaluation::{Evaluate, Evaluated, HandOver, Schedule},
     mlx::{
         array,
         caller::Caller,
@@ -35,11 +35,9 @@ pub(super) struct Work {
     pub keep_masters: bool,
     /// True if the update is evaluated buffer by buffer.
     pub by_buffer: bool,
-    /// Whether the calling thread computes it, and the memory that it takes, once that is known: of a batch like it, or another.
+    /// Whether the calling thread computes it.
     pub caller: Caller,
-    pub bytes: Option<usize>,
-    /// True if it has been evaluated before, maybe for arrays of other shapes.
-    pub warm: bool,
+    known: Evaluated, // with the memory that it takes, or that it took for another batch
 }
 
 impl Work {
@@ -52,8 +50,10 @@ impl Work {
             keep_masters: trace.recipe.options.compute_dtype.is_some(),
             by_buffer: trace.recipe.updates_by_buffer(),
             caller: trace.caller,
-            bytes: trace.evaluated.bytes.or(trace.usual),
-            warm: trace.evaluated.warm,
+            known: Evaluated {
+                bytes: trace.evaluated.bytes.or(trace.usual),
+                ..trace.evaluated
+            },
         }
     }
 }
@@ -109,10 +109,11 @@ impl Evaluate for OnDevice<'_> {
     }
 
     fn try_out(&mut self, work: &mut Work) -> Result<()> {
-        if work.warm {
+        if work.known.warm {
             let before: Vec<&Array> = work.outputs.before_update().collect();
             let tried = unlocked(self.owner, || {
-                work.caller.evaluate(work.bytes, || async_eval(before.iter().copied()))?;
+                work.caller
+                    .evaluate(work.known.bytes, || async_eval(before.iter().copied()))?;
                 eval(before)
             });
             return tried.map_err(Error::FirstEvaluation);
@@ -229,8 +230,12 @@ impl Engine {
                         .try_for_each(|array| array::eval_one_by_one([array]))
                         .and_then(|()| array::eval_one_by_one(portions.into_iter().flatten()))
                 }
-                HandOver::First(limit) | HandOver::Whole(limit) => MemoryLimit::to(limit)
-                    .and_then(|_limited| work.caller.evaluate(work.bytes, || hand_over(&portions))),
+                HandOver::First(limit) | HandOver::Whole(limit) => {
+                    MemoryLimit::to(limit).and_then(|_limited| {
+                        work.caller
+                            .evaluate(work.known.bytes, || hand_over(&portions))
+                    })
+                }
             };
         });
         self.show()?;

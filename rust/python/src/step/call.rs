@@ -196,7 +196,7 @@ impl Inner {
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);
         self.reach.begin();
-        let looked = if may_be_rare {
+        let looked = if may_be_rare && self.suspect.is_none() {
             self.reach.look_unless_searching(&roots, &user.optimizer)?
         } else {
             self.reach.look(&roots, &user.optimizer)?

@@ -15,7 +15,7 @@ use pyo3::{
 use super::{
     arguments::{Arguments, Batch},
     flags::{is_true, read},
-    trace_cache::{is_rare, warn, Pin, RARE},
+    trace_cache::{is_rare, warn, Pin, RARE_STRUCTURE},
     Inner,
 };
 use crate::{
@@ -105,7 +105,7 @@ impl Inner {
         if given.looked.is_known {
             self.check(store, user, given, task)?;
         } else if self.compiled {
-            self.becomes = RARE.into();
+            self.becomes = RARE_STRUCTURE.into();
             self.compiled = false;
         }
         loop {

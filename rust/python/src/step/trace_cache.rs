@@ -29,7 +29,7 @@ const TELL: usize = 8;
 const MAX_RARE: usize = 256;
 
 /// The reason why a batch runs uncompiled that may be the only one of its kind.
-pub const RARE: &str = "many traces have been made, and this is the first batch of its kind";
+const RARE: &str = "many traces have been made, and this is the first batch of its kind";
 
 /// The reason why a batch runs uncompiled before which the optimizer got other options.
 const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
@@ -38,9 +38,13 @@ const RARE_OPTIONS: &str = "options of the optimizer have changed again and agai
 const RARE_NUMBERS: &str =
     "numbers or modes of the model have changed again and again: keep a number that changes in an mx.array";
 
+/// The reason why a batch runs uncompiled for which what the loss reaches is not searched.
+pub const RARE_STRUCTURE: &str =
+    "what the loss reaches has had another structure at nearly every call";
+
 /// Return whether a reason is that a trace might be used once, so that a step without one may be wanted again soon.
 pub fn is_rare(why: &str) -> bool {
-    [RARE, RARE_OPTIONS, RARE_NUMBERS].contains(&why)
+    [RARE, RARE_OPTIONS, RARE_NUMBERS, RARE_STRUCTURE].contains(&why)
 }
 
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
