@@ -79,7 +79,7 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None]
+Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
@@ -98,7 +98,7 @@ def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) ->
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
-        cannot be looked at, if it cannot.
+        cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it.
     """
     search = _Search(roots[1], owned)
     search.growing.update(growing)
@@ -129,7 +129,8 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
             stacklevel=4,  # between the user and this is Step.__call__ or fast_step
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
-    return search.kept(), classes, list(search.own_codes), search.hidden
+    meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
+    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer
 
 
 class _Search(Asking):
@@ -365,10 +366,16 @@ class _Search(Asking):
             names = [name for name in values if self.is_named(name, values[name], everything) or name == "__getattr__"]
         else:
             everything = is_record(value) or (self.any_attribute and not is_a(value, enum.Enum))
-            everything |= is_a(value, Optimizer) and id(value) not in self.updating  # it may update within the loss
+            updates = id(value) in self.updating and is_a(value, Optimizer)
+            everything |= is_a(value, Optimizer) and not updates  # it may update within the loss
             known = chosen(value)
             names = [n for n in values if n in self.attributes or (everything and not is_buffer(values[n]))]
             names = names if known is None else known
+            if updates:  # the step knows its state
+                names = [name for name in names if name not in _OF_OPTIMIZERS]
+            elif is_a(value, Optimizer) and type(value).state is Optimizer.state:  # another step's, perhaps
+                names = [name for name in names if name != "_state"]
+                self.add(at, ATTRIBUTE, "state", value.state)  # which makes it current
             if is_a(value, enum.Enum) and "value" in self.attributes and not is_a(value._value_, PLAIN):
                 names.append("_value_")
             names = [name for name in names if name in values]

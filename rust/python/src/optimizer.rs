@@ -223,6 +223,24 @@ pub fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>>
     Ok(state.cast_into()?)
 }
 
+/// The options of MLX's optimizers, and the arrays in their state that are no parameter's: the very objects.
+pub fn settings(optimizer: &Bound<'_, PyAny>) -> Vec<Py<PyAny>> {
+    let mut all = Vec::new();
+    for member in members(optimizer) {
+        if let (Ok(state), Some(options)) = (state(&member), bridge::attributes(&member)) {
+            let arrays = state.values().into_iter().filter(bridge::is_array);
+            all.extend(
+                options
+                    .values()
+                    .into_iter()
+                    .chain(arrays)
+                    .map(Bound::unbind),
+            );
+        }
+    }
+    all
+}
+
 /// Schedules that are called on the host, and what they replaced in the optimizer's state.
 pub struct HostSchedules<'py> {
     found: Vec<(Bound<'py, PyAny>, String, Bound<'py, PyAny>)>, // optimizer, name, schedule

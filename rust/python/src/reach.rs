@@ -68,6 +68,8 @@ pub struct Program {
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
     /// Why what the loss reaches cannot be looked at, if it cannot.
     pub hidden: Option<String>,
+    /// Whether the optimizer, or one in it, is among what is reached.
+    pub meets_optimizer: bool,
 }
 
 impl Program {
@@ -86,6 +88,7 @@ impl Program {
             grown: Cell::default(),
             held: RefCell::default(),
             hidden: why,
+            meets_optimizer: true, // perhaps
         }
     }
 
@@ -309,11 +312,12 @@ impl Reach {
             let growing: Vec<usize> = growing.map(|(at, _)| *at).collect();
             reach.call_method1("discover", (PyTuple::new(py, roots)?, owned, growing))?
         };
-        let (nodes, classes, codes, hidden): (
+        let (nodes, classes, codes, hidden, meets_optimizer): (
             Bound<'_, PyAny>,
             Bound<'_, PyAny>,
             Bound<'_, PyAny>,
             Option<String>,
+            bool,
         ) = found.extract()?;
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let mut found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
@@ -331,6 +335,7 @@ impl Reach {
             grown: Cell::default(),
             held: RefCell::default(),
             hidden,
+            meets_optimizer,
         })
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use faststep::engine::{Left, LossCall, LossOutput, Role};
 use mlx_rs::{error::Exception, Array};
 use pyo3::{
-    exceptions::{PyTypeError, PyValueError},
+    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
     types::{PyDict, PyTuple},
 };
@@ -12,7 +12,9 @@ use pyo3::{
 use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
+    optimizer::settings,
     reach::stop::{another, Stop},
+    store::registry::reads,
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -46,6 +48,11 @@ fn read_weight(returned: &Bound<'_, PyAny>) -> Result<Array, Stop> {
          got {}",
         second.unwrap_or_else(|| returned.clone()).get_type().fully_qualified_name()?
     ))))
+}
+
+// true if these are the very same objects
+fn are(before: &[Py<PyAny>], now: &[Py<PyAny>]) -> bool {
+    before.len() == now.len() && before.iter().zip(now).all(|(before, now)| before.is(now))
 }
 
 #[allow(clippy::needless_pass_by_value)] // for map_err
@@ -242,11 +249,21 @@ impl Current {
             .map_err(PyErr::from)?;
         let mut all = vec![self.model.bind(py).clone()];
         all.extend(positional.iter());
-        let returned = self
-            .loss_fn
-            .bind(py)
-            .call(PyTuple::new(py, all)?, Some(&named))
-            .map_err(|error| stop(py, error))?;
+        let all = PyTuple::new(py, all)?;
+        let meets = self.looked.program.meets_optimizer && !self.compiled;
+        let options = meets.then(|| settings(self.optimizer.bind(py)));
+        let (reads, returned) = reads(|| self.loss_fn.bind(py).call(all, Some(&named)));
+        if reads && self.compiled {
+            return Err(Stop::Untraceable(
+                "it reads the state of the optimizer that updates it".into(),
+            ));
+        }
+        let returned = returned.map_err(|error| stop(py, error))?;
+        if options.is_some_and(|options| !are(&options, &settings(self.optimizer.bind(py)))) {
+            return Err(Stop::Raised(PyRuntimeError::new_err(
+                "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
+            )));
+        }
         if self.compiled && before.has_gathered()? {
             return Err(Stop::Untraceable(
                 "it writes into a dict or list among its arguments".into(),

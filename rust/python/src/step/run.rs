@@ -274,6 +274,9 @@ impl Inner {
         let restore = self.compiled || task == Task::Gradients;
         let varying = self.varying();
         let call = self.enter_host(store, user, given, restore, &varying)?;
+        if !self.compiled && given.looked.program.meets_optimizer {
+            store.expose(py)?; // the loss may read its state
+        }
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
         let traces = self.traces.of(task).ok_or_else(missing)?;

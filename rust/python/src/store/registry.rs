@@ -1,6 +1,6 @@
 //! The store of each optimizer, so that `optimizer.state` is current when it is read.
 use std::{
-    cell::{BorrowMutError, RefCell, RefMut},
+    cell::{BorrowMutError, Cell, RefCell, RefMut},
     collections::HashMap,
     sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -103,15 +103,25 @@ pub fn claim(
     Ok(())
 }
 
+thread_local! {
+    static READ: Cell<bool> = const { Cell::new(false) }; // during a step
+}
+
+/// Return whether the state of an optimizer is read while its step is under way and `work` runs, and what that returns.
+pub fn reads<T>(work: impl FnOnce() -> T) -> (bool, T) {
+    let before = READ.replace(false);
+    let done = work();
+    (READ.replace(before), done)
+}
+
 /// `Optimizer.state`: the optimizer's own dict, made current.
 #[pyfunction]
 pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     if let Some(shared) = find(optimizer) {
-        // during a step, the loss gets the dict unchanged
-        if let Ok(mut store) = shared.try_borrow_mut() {
-            if store.is_owner(optimizer) {
-                store.expose(optimizer.py())?;
-            }
+        match shared.try_borrow_mut() {
+            Ok(mut store) if store.is_owner(optimizer) => store.expose(optimizer.py())?,
+            Ok(_) => {}
+            Err(_) => READ.set(true), // during a step, the loss gets the dict unchanged
         }
     }
     optimizer.getattr(intern!(optimizer.py(), "_state"))

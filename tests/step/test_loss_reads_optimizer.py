@@ -1,0 +1,121 @@
+"""A loss that reads the state of an optimizer: of the one that updates it, and of another step's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from faststep import Step
+from mlx.utils import tree_flatten
+from support.beside import Box, Program, batch, beside, squares
+from support.helpers import plain_step
+
+
+def _sum(state: Any) -> mx.array:
+    return sum((value.astype(mx.float32).sum() for _, value in tree_flatten(state)), mx.array(0.0))
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "the step as a number": lambda it: it.step.item(),
+    "the step as an array": lambda it: it.step.astype(mx.float32),
+    "the step that decides": lambda it: 2.0 if it.step > 2 else 1.0,
+    "the rate as a number": lambda it: it.learning_rate.item(),
+    "the rate as an array": lambda it: it.learning_rate,
+    "the moments": lambda it: _sum(it.state),
+    "an optimizer within": lambda it: it.optimizers[1].step.item() + _sum(it.optimizers[0].state),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_the_state_of_its_own_optimizer_is_that_of_the_plain_loop(kind: str) -> None:
+    box = Box(None)
+
+    def make() -> optim.Optimizer:
+        box.value = optim.Adam(0.01)
+        if kind == "an optimizer within":
+            several = [optim.Adam(0.01), optim.SGD(0.1)]
+            box.value = optim.MultiOptimizer(several, [lambda name, _: name == "bias"])
+        box.value.init(nn.Linear(4, 2).trainable_parameters())
+        return box.value  # type: ignore[no-any-return]
+
+    def build(_: pytest.MonkeyPatch) -> Program:
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            return squares(model, x) * (1 + READS[kind](box.value))
+
+        return loss_fn, [lambda: setattr(box.value, "learning_rate", 0.03)] if "within" not in kind else [lambda: None]
+
+    with pytest.warns(RuntimeWarning, match="it reads the state of the optimizer that updates it"):
+        step = beside(build, optimizer=make)
+    assert step.stats.mode == "plain"
+
+
+def test_the_state_is_read_where_the_step_is_not_to_be_compiled() -> None:
+    losses: list[list[float]] = []
+    for fast in (False, True):
+        mx.random.seed(2)
+        model, optimizer = nn.Linear(4, 2), optim.Adam(0.01)
+
+        def loss_fn(model: nn.Module, x: mx.array, optimizer: Any = optimizer) -> mx.array:
+            return squares(model, x) + _sum(optimizer.state)
+
+        optimizer.init(model.trainable_parameters())
+        step: Any = Step(model, optimizer, loss_fn, compile=False) if fast else plain_step(model, optimizer, loss_fn)
+        losses.append([(step(batch()).loss if fast else step(batch())[0]).item() for _ in range(4)])
+    assert losses[0] == losses[1]
+
+
+class Counted(nn.Linear):
+    """Has an integer, which is trained as any array is."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.count = mx.array([inputs])
+
+
+class Trainer:
+    """Two models and their optimizers, of which the code may ask for each by a name that it makes."""
+
+    def __init__(self) -> None:
+        self.models = Counted(4, 4), nn.Linear(4, 1)
+        self.first, self.second = optim.AdamW(0.01), optim.Adam(0.02)
+
+    def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+        sizes = [getattr(self, name) for name in vars(self) if name.startswith("scale")]
+        if self.models[1] is model:
+            return mx.square(model(self.models[0](x))).mean() + sum(sizes)
+        value = mx.square(model(x)).mean()
+        assert value.item() >= 0
+        return value
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it reads the value:RuntimeWarning")
+def test_two_steps_whose_losses_reach_both_optimizers_are_the_plain_loops() -> None:
+    losses: list[list[float]] = []
+    for fast in (False, True):
+        mx.random.seed(2)
+        it = Trainer()
+        pairs = zip(it.models, (it.first, it.second), strict=True)
+        steps: list[Any] = [(Step if fast else plain_step)(*pair, it.loss) for pair in pairs]
+        called = [step(batch()) for _ in range(4) for step in steps]
+        losses.append([(out.loss if fast else out[0]).item() for out in called])
+    assert losses[0] == losses[1]
+    assert mx.all(mx.isfinite(_sum(it.second.state)))
+
+
+def test_an_option_that_the_loss_sets_is_an_error() -> None:
+    optimizer = optim.SGD(0.1)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        optimizer.learning_rate = 0.2
+        return squares(model, x)
+
+    step = Step(nn.Linear(4, 2), optimizer, loss_fn)
+    with (
+        pytest.warns(RuntimeWarning, match="reads the state of the optimizer"),
+        pytest.raises(RuntimeError, match="changes an option of the optimizer"),
+    ):
+        step(batch())
