@@ -81,6 +81,7 @@ from faststep._step._things import (
 
 Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
+_USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
 _MAX_NODES = 50_000
@@ -373,9 +374,11 @@ class _Search(Asking):
             names = names if known is None else known
             if updates:  # the step knows its state
                 names = [name for name in names if name not in _OF_OPTIMIZERS]
+                if "_state" in self.attributes and self.owned is not None:  # of which nobody is told
+                    self.hidden = self.hidden or "it may read the `_state` of the optimizer that updates it"
             elif is_a(value, Optimizer) and type(value).state is Optimizer.state:  # another step's, perhaps
                 names = [name for name in names if name != "_state"]
-                self.add(at, ATTRIBUTE, "state", value.state)  # which makes it current
+                self.follow_state(at, value)
             if is_a(value, enum.Enum) and "value" in self.attributes and not is_a(value._value_, PLAIN):
                 names.append("_value_")
             names = [name for name in names if name in values]
@@ -384,6 +387,17 @@ class _Search(Asking):
             self.follow_written_in_c(at, value)
         for name in names:
             self.add(at, INSTANCE, name, values[name])
+
+    def follow_state(self, at: int, optimizer: Optimizer) -> None:
+        """Add what the code may read of the state of an optimizer, whose moments may lie in another step."""
+        used = self.attributes | (self.texts if self.any_attribute else set())
+        if used & _USES:
+            self.add(at, ATTRIBUTE, "state", optimizer.state)  # which makes it current
+            return
+        state = optimizer._state
+        place = self.add_place(at, INSTANCE, "_state", state)
+        for name in sorted(used & {"step", "learning_rate"} & state.keys()):
+            self.add(place, ITEM, name, state[name])
 
     def follow_slots(self, at: int, value: Any, everything: bool) -> None:
         for name, slot in slots(type(value)):
