@@ -49,7 +49,8 @@ def test_the_state_of_its_own_optimizer_is_that_of_the_plain_loop(kind: str) -> 
 
         return loss_fn, [lambda: setattr(box.value, "learning_rate", 0.03)] if "within" not in kind else [lambda: None]
 
-    with pytest.warns(RuntimeWarning, match="it (reads the state|may read the `_state`) of the optimizer that updates it"):
+    warned = "it (reads the state|may read the `_state`) of the optimizer that updates it"
+    with pytest.warns(RuntimeWarning, match=warned):
         step = beside(build, optimizer=make)
     assert step.stats.mode == "plain"
 

@@ -1,5 +1,5 @@
 //! Python optimizers: as a rule of the engine, or traced; their schedules. Uses `tree` and `mlx`.
-use std::collections::HashMap;
+use std::{cell::Cell, collections::HashMap};
 
 use faststep::{
     engine::{Attributes, Rules},
@@ -221,6 +221,22 @@ pub fn traceable_rate<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, P
 pub fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
     let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
     Ok(state.cast_into()?)
+}
+
+thread_local! {
+    static READ: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Note that the state of an optimizer is read in this thread, where its step is under way.
+pub fn note_read() {
+    READ.set(true);
+}
+
+/// Return whether that happens while `work` runs, and what that returns.
+pub fn reads<T>(work: impl FnOnce() -> T) -> (bool, T) {
+    let before = READ.replace(false);
+    let done = work();
+    (READ.replace(before), done)
 }
 
 /// The options of MLX's optimizers, and the arrays in their state that are no parameter's: the very objects.

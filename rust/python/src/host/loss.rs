@@ -12,9 +12,8 @@ use pyo3::{
 use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
-    optimizer::settings,
+    optimizer::{reads, settings},
     reach::stop::{another, Stop},
-    store::registry::reads,
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 

@@ -1,6 +1,6 @@
 //! The store of each optimizer, so that `optimizer.state` is current when it is read.
 use std::{
-    cell::{BorrowMutError, Cell, RefCell, RefMut},
+    cell::{BorrowMutError, RefCell, RefMut},
     collections::HashMap,
     sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -9,7 +9,7 @@ use faststep::engine::StageClock;
 use pyo3::{intern, prelude::*};
 
 use super::Store;
-use crate::optimizer::members;
+use crate::optimizer::{members, note_read};
 
 /// A store that several steps share.
 pub struct Shared {
@@ -103,17 +103,6 @@ pub fn claim(
     Ok(())
 }
 
-thread_local! {
-    static READ: Cell<bool> = const { Cell::new(false) }; // during a step
-}
-
-/// Return whether the state of an optimizer is read while its step is under way and `work` runs, and what that returns.
-pub fn reads<T>(work: impl FnOnce() -> T) -> (bool, T) {
-    let before = READ.replace(false);
-    let done = work();
-    (READ.replace(before), done)
-}
-
 /// `Optimizer.state`: the optimizer's own dict, made current.
 #[pyfunction]
 pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -121,7 +110,7 @@ pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, 
         match shared.try_borrow_mut() {
             Ok(mut store) if store.is_owner(optimizer) => store.expose(optimizer.py())?,
             Ok(_) => {}
-            Err(_) => READ.set(true), // during a step, the loss gets the dict unchanged
+            Err(_) => note_read(), // during a step, the loss gets the dict unchanged
         }
     }
     optimizer.getattr(intern!(optimizer.py(), "_state"))
