@@ -12,7 +12,7 @@ import pytest
 from faststep import Step
 from mlx.utils import tree_flatten
 from support.beside import Box, Program, batch, beside, squares
-from support.helpers import plain_step
+from support.helpers import SignedDescent, plain_step
 
 
 def _sum(state: Any) -> mx.array:
@@ -121,3 +121,20 @@ def test_an_option_that_the_loss_sets_is_an_error() -> None:
         pytest.raises(RuntimeError, match="changes an option of the optimizer"),
     ):
         step(batch())
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
+def test_an_attribute_of_ones_own_optimizer_that_the_loss_sets_is_that_of_the_plain_loop() -> None:
+    losses: list[list[float]] = []
+    for fast in (False, True):
+        mx.random.seed(2)
+        model, optimizer = nn.Linear(4, 2), SignedDescent(0.01)
+
+        def loss_fn(model: nn.Module, x: mx.array, optimizer: SignedDescent = optimizer) -> mx.array:
+            value = squares(model, x)
+            optimizer.decay = min(value.item(), 0.9)  # type: ignore[type-var, assignment]
+            return value
+
+        step: Any = (Step if fast else plain_step)(model, optimizer, loss_fn)
+        losses.append([(step(batch()).loss if fast else step(batch())[0]).item() for _ in range(4)])
+    assert losses[0] == losses[1]

@@ -90,6 +90,7 @@ _OPEN: tuple[type, ...] = (
     *(types.CellType, property, staticmethod, classmethod, functools.partial, weakref.ref, *weakref.ProxyTypes),
     *(contextvars.ContextVar, struct.Struct, operator.itemgetter, types.SimpleNamespace, re.Match),
 )
+# properties and methods of this package's objects that change from call to call, and are not looked at between them
 _STATEFUL = ("faststep._step._step", "faststep.data._loader", "faststep.training._loop", "faststep.training._trainer")
 _STATES = frozenset({"stats", "state", "attributes", "average", "stage", "seconds", "signal", "reading"})
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

@@ -108,10 +108,8 @@ class Nodes:
         self.naming: set[str] = set()  # those that name what a library's module has
         self.any_attribute = self.any_global = self.any_module = False  # that the code may ask for
         self.asking: set[str] = set()  # texts in code of the user's
-        self.parts, self.counted = (
-            set[str](),
-            (0, 0),
-        )  # of which a name may be made, out of so many
+        self.parts: set[str] = set()  # of which a name may be made
+        self.counted = (0, 0)  # out of so many in `asking` and in `texts`
         self.own_spaces: dict[int, dict[str, Any]] = {}  # globals of functions that are not installed
         self.classes: dict[int, type] = {}
         self.codes: set[types.CodeType] = set()  # of MLX's functions

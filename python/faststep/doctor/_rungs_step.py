@@ -109,11 +109,11 @@ def prefetch(subject: Subject, record: Recorder) -> None:
             batch = next(batches, None)
             if batch is None:
                 break
-            arrays = [leaf for _, leaf in tree_flatten(batch) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
-            size = max(size, sum(array.nbytes for array in arrays))
             loss = call_with(batch, step).loss
             mx.eval(loss)
             record.step(time.perf_counter() - start, loss)
+            arrays = [leaf for _, leaf in tree_flatten(batch) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
+            size = max(size, sum(array.nbytes for array in arrays))
             if over():  # memory grows for a while where the worker runs ahead
                 break
         record.say("ahead", bytes=(loader.workers + loader.prefetch) * size)

@@ -239,22 +239,19 @@ pub fn reads<T>(work: impl FnOnce() -> T) -> (bool, T) {
     (READ.replace(before), done)
 }
 
-/// The options of MLX's optimizers, and the arrays in their state that are no parameter's: the very objects.
+/// The options of MLX's optimizers, and of any the arrays in the state that are no parameter's: the very objects.
+///
+/// An optimizer of the user's own reads its attributes itself as it updates.
 pub fn settings(optimizer: &Bound<'_, PyAny>) -> Vec<Py<PyAny>> {
     let mut all = Vec::new();
     for member in members(optimizer) {
-        if let (Ok(state), Some(options)) = (state(&member), bridge::attributes(&member)) {
-            let arrays = state.values().into_iter().filter(bridge::is_array);
-            all.extend(
-                options
-                    .values()
-                    .into_iter()
-                    .chain(arrays)
-                    .map(Bound::unbind),
-            );
+        if let Ok(state) = state(&member) {
+            all.extend(state.values().into_iter().filter(bridge::is_array));
         }
+        let options = class_of_mlx(&member).and_then(|_| bridge::attributes(&member));
+        all.extend(options.into_iter().flat_map(|options| options.values()));
     }
-    all
+    all.into_iter().map(Bound::unbind).collect()
 }
 
 /// Schedules that are called on the host, and what they replaced in the optimizer's state.

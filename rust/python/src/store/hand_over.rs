@@ -13,14 +13,7 @@ impl Store {
         if self.lent {
             return Ok(()); // of several optimizers in one
         }
-        if self
-            .moments
-            .as_ref()
-            .is_some_and(|moments| !moments.is_current(optimizer).unwrap_or(false))
-        {
-            self.expose(py)?;
-            return self.forget();
-        }
+        self.look_at_moments(optimizer)?;
         let fits = self.fits(to);
         if !fits {
             self.expose(py)?;
