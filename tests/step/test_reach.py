@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from faststep._step import _reach
-from support.helpers import assert_close, assert_same, flat, plain_step
+from support.helpers import assert_close, assert_same, flat, plain_step, snapshot
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
 TEMPERATURE = 1.0
@@ -643,6 +644,39 @@ def test_an_array_that_has_been_replaced_is_let_go_of_at_the_next_step() -> None
     teacher.table = mx.array([[1.0]])
     step(x)
     assert before - used() > 1 << 20
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_another_step_replaces_between_the_calls_is_not_held(compiled: bool) -> None:
+    generator, critic = nn.Linear(256, 1024), nn.Linear(1024, 1)
+
+    def loss_fn(critic: nn.Module, x: mx.array) -> mx.array:
+        fake = critic(generator(x))
+        if not compiled:
+            fake.tolist()
+        return mx.square(fake).mean()
+
+    def used() -> int:
+        mx.synchronize()
+        gc.collect()
+        return mx.get_active_memory()
+
+    step, x = Step(critic, optim.SGD(0.1), loss_fn, replay=False), mx.ones((3, 256))
+    plain = copy.deepcopy(critic)
+    take_plain = plain_step(plain, optim.SGD(0.1), loss_fn)
+    sizes = []
+    for number in range(24):
+        if number % 2 == 0 or number > 12:
+            generator.weight = mx.full((1024, 256), (number + 1) / 1e5)
+            mx.eval(generator.weight)
+        if number > 4:
+            sizes.append(used())
+        with contextlib.nullcontext() if compiled or number else pytest.warns(RuntimeWarning, match="uncompiled"):
+            loss = step(x).loss
+        expected, _ = take_plain(x)
+        np.testing.assert_allclose(loss.item(), expected.item(), rtol=1e-5)
+    assert max(sizes) - min(sizes) < generator.weight.nbytes / 2
+    assert_close(snapshot(critic), snapshot(plain), 1e-5)
 
 
 def test_each_array_of_many_is_seen_to_change() -> None:

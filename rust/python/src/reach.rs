@@ -9,6 +9,7 @@ mod forms;
 mod keys;
 mod look;
 mod looked;
+mod moving;
 mod node;
 mod put_back;
 mod reached;
@@ -33,6 +34,7 @@ use classes::Classes;
 use forms::Forms;
 use look::Look;
 pub use looked::Looked;
+use moving::Moving;
 use node::{Met, Node};
 pub use reached::{Reached, Written};
 pub use read::Read;
@@ -66,6 +68,7 @@ pub struct Program {
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     grown: Cell<Option<usize>>, // the address of a list or a dict that a look has found to have another length
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
+    moving: RefCell<Moving>,
     /// Why what the loss reaches cannot be looked at, if it cannot.
     pub hidden: Option<String>,
     /// Whether the optimizer, or one in it, is among what is reached.
@@ -87,8 +90,16 @@ impl Program {
             values: RefCell::default(),
             grown: Cell::default(),
             held: RefCell::default(),
+            moving: RefCell::default(),
             hidden: why,
             meets_optimizer: true, // perhaps
+        }
+    }
+
+    /// End a call: hold no array longer that somebody else replaces between the looks.
+    pub fn let_go_of_moving(&self) {
+        if let Some(held) = Rc::get_mut(&mut self.held.borrow_mut()) {
+            self.moving.borrow_mut().let_go(held);
         }
     }
 
@@ -334,6 +345,7 @@ impl Reach {
             values: RefCell::new(Rc::new(found.values)),
             grown: Cell::default(),
             held: RefCell::default(),
+            moving: RefCell::default(),
             hidden,
             meets_optimizer,
         })

@@ -39,7 +39,13 @@ impl HeldArrays {
         }
     }
 
-    /// The identities of the arrays' values.
+    /// Hold nothing at a place, until another array is put there.
+    pub fn release(&mut self, index: usize) {
+        self.version = new_version();
+        (self.arrays[index], self.ids[index]) = (array::hollow(), 0);
+    }
+
+    /// The identities of the arrays' values; 0 where nothing is held.
     #[must_use]
     pub fn ids(&self) -> &[usize] {
         &self.ids

@@ -242,14 +242,20 @@ impl Program {
         let at = *number;
         *number += 1;
         let mut held = self.held.borrow_mut();
-        let id = bridge::id(object);
-        if held.ids().get(at).copied() == id {
+        let Some(id) = bridge::id(object) else {
+            return false;
+        };
+        let known = held.ids().get(at).copied();
+        if known == Some(id) {
             return true;
         }
         let Some(array) = bridge::get(object) else {
             return false;
         };
         self.forms.meet(at, Tensor::of(&array));
+        if let Some(known) = known {
+            self.moving.borrow_mut().meet(at, known, id);
+        }
         Rc::make_mut(&mut held).set(at, array);
         true
     }

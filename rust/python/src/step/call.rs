@@ -75,6 +75,9 @@ impl Inner {
             schedules.undo()?;
         }
         let taken = self.taken(py, &outcome?, task)?;
+        let reached = given.looked.program.clone();
+        drop(given);
+        reached.let_go_of_moving();
         if let Some(why) = self.unwatched.take() {
             self.give_up(py, why)?;
         }
@@ -185,6 +188,9 @@ impl Inner {
             store.discard();
         }
         let (output, _) = outcome?;
+        let reached = given.looked.program.clone();
+        drop(given);
+        reached.let_go_of_moving();
         let trainable = store.signature()?.trainable.bind(user.py()).clone();
         let tree = fill(&trainable, output.batch.gradients.iter())?;
         Ok((self.returned(user.py(), &output.batch)?, tree))
