@@ -1,10 +1,10 @@
-"""Run the tests that need an NVIDIA GPU, then those of the step; write docs/gpu_tests.md: command, counts, failures.
+"""Run the tests that need an NVIDIA GPU, then those of the step and of programs with it; write counts and failures.
 
 Numbers are compared, so TF32 is off. The package is taken as it is installed.
 
-Usage: test_gpu.py [--part GPU|step] [--page FILE] [--commit COMMIT] [pytest's options]
+Usage: test_gpu.py [--part GPU|step|programs] [--page FILE] [--commit COMMIT] [pytest's options]
 
---part leaves the other part's section of the page as it is; --commit is of a copy that git does not know. Two GPUs
+--part leaves the other parts' sections of the page as they are; --commit is of a copy that git does not know. Two GPUs
 share the tests with `--dist load`, `--tx 14*popen//env:CUDA_VISIBLE_DEVICES=0` and the same for 1.
 """
 
@@ -41,10 +41,21 @@ NEED = (
     "step/test_failures.py::test_a_step_without_memory_is_completed_when_there_is_some",
     "trainer/test_tune.py::test_mlx_reads_the_settings_of_cuda",
 )
+PROGRAMS = tuple(
+    f"step/test_{name}.py"
+    for name in (
+        "calls changes clients invariants loss_reads_optimizer names optimizer_reads own_changes own_optimizers "
+        "programs ragged reach replaced sequences states surroundings traces trees turns updating_objects"
+    ).split()
+)
 # Each a section of the page: what runs on a GPU alone, and what runs on the CPU as well.
 PARTS = {
     "GPU": [f"tests/{test}" for test in NEED],
-    "step": ["tests/step", *(f"--{'deselect' if '::' in test else 'ignore'}=tests/{test}" for test in NEED)],
+    "step": [
+        "tests/step",
+        *(f"--{'deselect' if '::' in test else 'ignore'}=tests/{test}" for test in (*NEED, *PROGRAMS)),
+    ],
+    "programs": [f"tests/{test}" for test in PROGRAMS],
 }
 
 
