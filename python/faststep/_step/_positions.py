@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import itertools
@@ -13,6 +14,7 @@ import sys
 import types
 import warnings
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -85,11 +87,11 @@ def _within(iterator: Any) -> list[Any]:
 
 def frames(values: list[Any]) -> dict[int, types.FrameType]:
     """Return the frames of generators and coroutines, by their address: they run as something is taken."""
-    found = (getattr(value, _RUNNING[type(value)]) for value in _all(values) if type(value) in _RUNNING)
+    found = (getattr(value, _RUNNING[type(value)]) for value in with_inner(values) if type(value) in _RUNNING)
     return {id(frame): frame for frame in found if frame is not None}
 
 
-def _all(values: list[Any]) -> list[Any]:
+def with_inner(values: list[Any]) -> list[Any]:
     """Return iterators and those that they take from."""
     todo, found = [each for each in values if moves(each) or type(each) in _RUNNING], dict[int, Any]()
     while todo:
@@ -130,6 +132,33 @@ def _flat(parts: Any, depth: int) -> Any:
             yield from _flat(part, depth - 1)
         else:
             yield part if type(part) is int else str(id(part))
+
+
+def returning(value: Any) -> Callable[[], None] | None:
+    """Return a function that puts a generator, an iterator or a file back to where it is now; none where nothing can."""
+    if is_file(value):
+        place = place_in(value)
+        return None if place == UNKNOWN else functools.partial(value.seek, place)
+    if is_a(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if "numpy.random" in sys.modules and is_a(value, _of_numpy()) and not is_a(value, np.random.SeedSequence):
+        if is_a(value, np.random.RandomState):
+            return functools.partial(value.set_state, value.get_state(legacy=False))
+        bits = value if is_a(value, np.random.BitGenerator) else value.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if type(value).__module__ == "builtins" and hasattr(value, "__setstate__"):  # of a list, a tuple, a range
+        index = [each for each in value.__reduce__()[2:] if type(each) is int]
+        return functools.partial(value.__setstate__, index[0]) if index else None
+    return None
+
+
+def returning_all(values: Iterable[Any]) -> list[Callable[[], None]]:
+    """Return functions that put back objects that move, those of the process, and what iterators take from."""
+    found: list[Callable[[], None] | None] = [functools.partial(random.setstate, random.getstate())]
+    if "numpy.random" in sys.modules:
+        found.append(functools.partial(np.random.set_state, np.random.get_state(legacy=False)))
+    found += map(returning, values)
+    return [each for each in found if each is not None]
 
 
 def position(value: Any) -> Any:

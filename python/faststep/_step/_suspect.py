@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -14,7 +15,18 @@ import numpy as np
 
 from faststep._step._calls import DRAWN, FILE, Calls
 from faststep._step._inside import LOCKS, Read, read_kept
-from faststep._step._positions import UNKNOWN, frames, generator_name, is_file, is_opaque, moves, place_in, position
+from faststep._step._positions import (
+    UNKNOWN,
+    frames,
+    generator_name,
+    is_file,
+    is_opaque,
+    moves,
+    place_in,
+    position,
+    returning_all,
+    with_inner,
+)
 from faststep._step._things import is_a
 
 
@@ -38,8 +50,18 @@ class Reads:
 
 def read_at(error: BaseException, traceback: types.TracebackType | None) -> str | None:
     """Return the line that reads the value of a traced array, if an error is MLX's for it."""
-    if not isinstance(error, ValueError | RuntimeError) or not str(error).startswith(_READS):
-        return None
+    reads = isinstance(error, ValueError | RuntimeError) and str(error).startswith(_READS)
+    return _place(traceback) if reads else None
+
+
+def refused_at(error: BaseException, traceback: types.TracebackType | None) -> str | None:
+    """Return the line that passes an array where MLX takes a number, if an error may be MLX's for one that is traced."""
+    refused = isinstance(error, TypeError) and "incompatible function arguments" in str(error)
+    return _place(traceback) if refused or str(error) == "std::bad_cast" else None
+
+
+def _place(traceback: types.TracebackType | None) -> str:
+    """Return the last line outside of MLX and NumPy."""
     place = _IN_LIBRARY
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
@@ -73,6 +95,7 @@ class Positions:
         self._kept = [(each, read) for each, read in kept if not is_a(each, LOCKS)]
         self._locks = [(each, read, read(each)) for each, read in kept if is_a(each, LOCKS)]
         self._before = self._now()
+        self._back = returning_all([*with_inner(self._objects), *(file for file, _ in self._files)])
         self._calls = Calls(known, frames(known), codes or ())
         self.profile = self._calls.profile
 
@@ -83,6 +106,15 @@ class Positions:
         drawn = dict(self._calls.drawn())
         moved = (moved | self._opaque | self._of_files() | self._of_locks()) - drawn.keys()
         return sorted(moved | {f"{what} ({place})" for what, place in drawn.items()})
+
+    def put_back(self) -> list[str]:
+        """Put back what has been taken; return the names of those of which that cannot be."""
+        for back in self._back:
+            with contextlib.suppress(Exception):  # a file that has been closed
+                back()
+        pairs = zip(self._before, self._now(), strict=True)
+        moved = {name for (name, before), (_, now) in pairs if before != now}
+        return sorted(moved | self._of_files())
 
     def read(self) -> list[str]:
         """Return what has been read that changes by itself, with the lines that did."""

@@ -23,6 +23,9 @@ enum Status : int {
   failed = -1, // faststep_last_error says why
 };
 
+// `cblas_sgemm`.
+using Sgemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
+
 // A product with quantized weights: matrices of `rows` of `inner` numbers each, times packed weights.
 struct QuantizedProduct {
   size_t dtype; // 0: float32, 1: float16, 2: bfloat16
@@ -176,8 +179,9 @@ void faststep_labels_clear() noexcept;
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
-// A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is.
-int faststep_straight(const void* gradient, void** straight);
+// A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which
+// may be null, where MLX's own operations would give other bits.
+int faststep_straight(const void* gradient, faststep::Sgemm sgemm, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
 int faststep_fuse(const void* const* arrays, size_t count);
 // Put casts that fused kernels read into the kernels that compute these arrays.

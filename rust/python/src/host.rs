@@ -8,7 +8,9 @@ mod update;
 
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::engine::{Graph, Host, Left, LossCall, LossOutput, Role, UpdateCall, UpdateOutput};
+use faststep::engine::{
+    Graph, Host, Left, LossCall, LossOutput, Owner, Role, UpdateCall, UpdateOutput,
+};
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
@@ -23,7 +25,7 @@ use loss_graph::LossArrays;
 pub use loss_graph::TraceGraph;
 
 use crate::{
-    mlx::{bridge, errors::mlx},
+    mlx::{bridge, errors::mlx, gil::Waiting},
     optimizer::{leaves, traceable_rate},
     reach::{
         stop::Stop,
@@ -82,6 +84,8 @@ pub struct Current {
     pub written: Written,
     /// What the loss has changed itself, where a trace has been made.
     pub suspect: Suspect,
+    /// Where generators and iterators stood before the loss was traced.
+    pub positions: Option<Py<PyAny>>,
     /// Reason for which the trace ended early.
     pub stop: Option<Stop>,
     /// Structure that the loss returned, with holes for its arrays.
@@ -178,6 +182,9 @@ impl PythonHost {
             }
             Ok((_, done)) => Ok(done.map(|()| Left::default())),
         };
+        if let Some(current) = self.current.borrow_mut().as_mut() {
+            current.positions = positions.map(Positions::into_object);
+        }
         let reached_again = reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))));
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
@@ -334,6 +341,10 @@ impl Host for PythonHost {
         Ok(output)
     }
 
+    fn unlocked(&self, work: &mut dyn FnMut()) {
+        Python::attach(|py| Waiting(py).unlocked(work));
+    }
+
     fn has_seen_enough(&self) -> bool {
         let current = self.current.borrow();
         let current = current.as_ref();
@@ -392,19 +403,19 @@ pub fn expected(what: &str) -> PyErr {
     PyTypeError::new_err(format!("expected {what}"))
 }
 
-// an exception of the user's code, or MLX's error for reading a traced array
+// an exception of the user's code, or MLX's error for a traced array
 fn stop(py: Python<'_>, error: PyErr) -> Stop {
-    let place = py
-        .import("faststep._step._suspect")
-        .and_then(|module| {
-            module
-                .getattr("read_at")?
-                .call1((error.value(py), error.traceback(py)))
-        })
-        .and_then(|place| place.extract::<Option<String>>());
-    match place {
-        Ok(Some(place)) => Stop::reads(&place),
-        Ok(None) => Stop::Raised(error),
-        Err(other) => Stop::Raised(other),
+    let place = |name: &str| -> PyResult<Option<String>> {
+        let module = py.import("faststep._step._suspect")?;
+        let place = module.getattr(name)?;
+        place
+            .call1((error.value(py), error.traceback(py)))?
+            .extract()
+    };
+    match (place("read_at"), place("refused_at")) {
+        (Ok(Some(place)), _) => Stop::reads(&place),
+        (Ok(None), Ok(Some(place))) => Stop::Refused(place, error),
+        (Ok(None), Ok(None)) => Stop::Raised(error),
+        (Err(other), _) | (_, Err(other)) => Stop::Raised(other),
     }
 }

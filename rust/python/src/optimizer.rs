@@ -14,7 +14,7 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, errors::mlx},
+    mlx::{bridge, errors::mlx, gil::unlocked},
     tree::{walk::Scope, Tree},
 };
 
@@ -314,7 +314,7 @@ impl<'py> HostSchedules<'py> {
             if let (Some(old), Some(new)) = (old, new) {
                 let old = old.as_dtype(new.dtype()).map_err(mlx)?;
                 let rate = ops::select(missed, old, new).map_err(mlx)?;
-                async_eval([&rate]).map_err(mlx)?; // or it would hold all that came before it
+                unlocked(state.py(), || async_eval([&rate])).map_err(mlx)?; // or it would hold all that came before it
                 state.set_item(name, bridge::wrap(state.py(), &rate)?)?;
             }
         }

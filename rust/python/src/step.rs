@@ -93,6 +93,7 @@ struct Inner {
     reason: Option<String>,
     /// Reason why the step runs uncompiled.
     fallen: Option<String>,
+    positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
     /// Reason why the trace that has just been made cannot be used again.
@@ -160,6 +161,7 @@ impl Step {
                 mode: "native",
                 reason: None,
                 fallen: None,
+                positions: None,
                 suspect: None,
                 checks: 0,
                 unwatched: None,

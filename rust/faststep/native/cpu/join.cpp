@@ -72,7 +72,7 @@ bool lies_in_rows(const mx::array& a) {
     return false;
   }
   std::string_view name = a.primitive().name();
-  return name == "Matmul" || name == "SumOfRows" || name == "WithRows" || name == "Checked";
+  return name == "Matmul" || name == "TurnedProduct" || name == "SumOfRows" || name == "WithRows" || name == "Checked";
 }
 
 bool agrees(const mx::array& a, const mx::array& b) {

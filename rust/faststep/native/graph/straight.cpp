@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "mlx/mlx.h"
+#include "cpu/turned.hpp"
 #include "graph/transposed.hpp"
 #include "status.hpp"
 
@@ -46,23 +47,29 @@ bool turns_exactly() {
   return exact;
 }
 
-// (a b)^T as b^T a^T, which lies row after row, where that has the same bits. Nothing: another transpose. What is none is
-// left as it is.
-std::optional<mx::array> straight_product(const mx::array& a) {
+// (a b)^T as b^T a^T, which lies row after row, where that has the same bits, or else by `sgemm`. Nothing: another transpose. What
+// is none is left as it is.
+std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sgemm) {
   const auto* product = transposed(a);
   if (!product) {
     return a;
   }
-  if (!is_matrix(*product, "Matmul") || (a.dtype() == mx::float32 && !turns_exactly())) {
+  if (!is_matrix(*product, "Matmul")) {
     return std::nullopt;
   }
   const auto& factors = product->inputs();
-  bool matrices = factors[0].ndim() == 2 && factors[1].ndim() == 2;
-  return matrices ? std::optional(mx::matmul(turned(factors[1]), turned(factors[0]))) : std::nullopt;
+  if (factors[0].ndim() != 2 || factors[1].ndim() != 2) {
+    return std::nullopt;
+  }
+  if (a.dtype() != mx::float32 || turns_exactly()) {
+    return mx::matmul(turned(factors[1]), turned(factors[0]));
+  }
+  bool empty = a.size() == 0 || factors[0].size() == 0;
+  return sgemm && !empty ? std::optional(faststep::turned_product(factors[0], factors[1], sgemm)) : std::nullopt;
 }
 
 // The gradient of a matrix: a product, or of one that is used more than once a sum of them, one added after the other.
-mx::array straight(const mx::array& a) {
+mx::array straight(const mx::array& a, faststep::Sgemm sgemm) {
   std::vector<mx::array> terms;
   auto first = a;
   for (; is_matrix(first, "Add"); first = mx::array(first.inputs()[0])) {
@@ -71,7 +78,7 @@ mx::array straight(const mx::array& a) {
   terms.push_back(first);
   bool turns = false;
   for (auto& term : terms) {
-    auto made = straight_product(term);
+    auto made = straight_product(term, sgemm);
     if (!made || (terms.size() > 1 && is_matrix(term, "Add"))) {
       return a; // what would not lie as the others do, or is no row of terms
     }
@@ -103,10 +110,10 @@ mx::array straight_on_gpu(const mx::array& a) {
 
 } // namespace
 
-int faststep_straight(const void* gradient, void** out) {
+int faststep_straight(const void* gradient, faststep::Sgemm sgemm, void** out) {
   return faststep::guarded([&] {
     const auto& in = faststep::at(gradient);
-    auto made = mx::default_device() == mx::Device::cpu ? straight(in) : straight_on_gpu(in);
+    auto made = mx::default_device() == mx::Device::cpu ? straight(in, sgemm) : straight_on_gpu(in);
     if (made.id() == in.id()) {
       return faststep::not_applicable;
     }

@@ -24,7 +24,7 @@ void append(std::vector<Data>& to, std::vector<Data> from) {
 
 } // namespace
 
-Queue::Queue(const Device& device) : device_(device) {}
+Queue::Queue(Memory& memory, const Device& device) : memory_(memory), device_(device) {}
 
 void Queue::dispatch(Work work, size_t elements, std::vector<Data> keeps) {
   append(keeps, std::move(work.temporaries));
@@ -39,9 +39,9 @@ void Queue::dispatch(Work work, size_t elements, std::vector<Data> keeps) {
     return;
   }
   for (; work.kernels > 0; --work.kernels) {
-    push({});
+    push({}, 0);
   }
-  push(std::move(keeps));
+  push(std::move(keeps), work.scratch);
 }
 
 size_t Queue::finish() {
@@ -53,20 +53,24 @@ size_t Queue::finish() {
 }
 
 // One dispatch of the CPU's.
-void Queue::push(std::vector<Data> keeps) {
+void Queue::push(std::vector<Data> keeps, size_t scratch) {
   pending_ = (pending_ + 1) % dispatches_per_task;
   tasks_ += pending_ == 0;
-  items_.push_back({pending_ == 0, std::move(keeps)});
+  items_.push_back({pending_ == 0, std::move(keeps), scratch});
 }
 
 // One graph of a GPU's.
 void Queue::commit() {
-  items_.push_back({false, std::exchange(keeps_, {})});
+  items_.push_back({false, std::exchange(keeps_, {}), 0});
   pending_ = elements_ = 0;
 }
 
 void Queue::work() {
-  tasks_ -= items_.front().ends_task;
+  const auto& item = items_.front();
+  tasks_ -= item.ends_task;
+  if (item.scratch > 0) {
+    memory_.allocate(item.scratch); // which frees it again
+  }
   items_.pop_front();
   ++done_;
 }

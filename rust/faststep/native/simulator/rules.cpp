@@ -140,7 +140,13 @@ void dequantized(Site& site) {
     inputs.push_back(in->face);
   }
   fresh(site, site.out());
-  site.memory.allocate(scratch_of(*site.op.primitive, inputs, site.out().face));
+  site.work.scratch = scratch_of(*site.op.primitive, inputs, site.out().face);
+}
+
+// Needs scratch of the size of its output while it runs (cpu/turned.cpp).
+void turned_product(Site& site) {
+  fresh(site, site.out());
+  site.work.scratch = site.out().face.nbytes();
 }
 
 // Passes its input on, and marks the place (cpu/pace.cpp).
@@ -172,7 +178,7 @@ Rule rule(std::string_view name) {
         {"Concatenate", concatenate}, {"Matmul", matmul},              {"AddMM", matmul},
         {"Convolution", convolution}, {"QuantizedMatmul", needs_rows}, {"Select", select},
         {"LayerNormVJP", norm_vjp},   {"RMSNormVJP", norm_vjp},        {"Dequantized", dequantized},
-        {"Pace", pace},               {"Wait", wait}};
+        {"Pace", pace},               {"Wait", wait},                  {"TurnedProduct", turned_product}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }

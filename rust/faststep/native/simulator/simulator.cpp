@@ -8,7 +8,7 @@
 
 namespace faststep::simulator {
 
-Simulator::Simulator(const Device& device) : memory(device), device_(device), limit_(device.memory_limit), queue_(device) {}
+Simulator::Simulator(const Device& device) : memory(device), device_(device), limit_(device.memory_limit), queue_(memory, device) {}
 
 Node& Simulator::node(const mx::array& array) {
   auto known = by_id_.find(array.id());

@@ -97,6 +97,7 @@ struct Room {
 struct Work {
   int kernels = 1;
   std::vector<Data> temporaries;
+  size_t scratch = 0; // bytes that the CPU's worker takes and frees as it computes
 };
 
 // Give the outputs of an op their memory and layout.
@@ -105,7 +106,7 @@ Work run(Memory& memory, const Op& op);
 // A device that works behind the thread that feeds it: memory that it has yet to read is not free.
 class Queue {
  public:
-  explicit Queue(const Device& device);
+  Queue(Memory& memory, const Device& device);
   void dispatch(Work work, size_t elements, std::vector<Data> keeps);
   size_t finish(); // the end of an evaluation; what to wait for
   void wait(size_t until);
@@ -118,11 +119,13 @@ class Queue {
   struct Item {
     bool ends_task;
     std::vector<Data> keeps;
+    size_t scratch;
   };
-  void push(std::vector<Data> keeps);
+  void push(std::vector<Data> keeps, size_t scratch);
   void commit();
   void work();
 
+  Memory& memory_;
   Device device_;
   int tasks_ = 0;
   size_t pending_ = 0, elements_ = 0; // of the task or graph that is being filled

@@ -20,9 +20,13 @@ pub struct Packed {
 pub fn gradients(layout: &Layout, gradients: &[Array], joint: bool) -> Result<Packed> {
     let cuda = join::is_cuda();
     let straight = !cuda || kernels::wanted();
-    let gradients = gradients.iter().map(|gradient| {
+    let mut alone = vec![false; gradients.len()];
+    for tensor in (0..layout.len()).filter_map(|buffer| layout.single(buffer)) {
+        alone[tensor] = true;
+    }
+    let gradients = gradients.iter().zip(alone).map(|(gradient, alone)| {
         if straight {
-            join::straight(gradient)
+            join::straight(gradient, alone)
         } else {
             Ok(gradient.clone())
         }

@@ -15,6 +15,8 @@ use mlx_rs::{
     Array,
 };
 
+use crate::mlx::blas::Gemm;
+
 /// An array, or a list of them.
 pub(crate) type Handle = *const c_void;
 pub(crate) type Handles = *const Handle;
@@ -179,7 +181,11 @@ extern "C" {
     pub(crate) fn faststep_sum_rows(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
-    pub(crate) fn faststep_straight(gradient: Handle, straight: *mut New) -> c_int;
+    pub(crate) fn faststep_straight(
+        gradient: Handle,
+        sgemm: Option<Gemm<f32, f32>>,
+        straight: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_fuse_casts(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_kinds(

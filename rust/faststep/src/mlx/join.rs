@@ -8,10 +8,14 @@ use std::ptr;
 
 use mlx_rs::{error::Result, ops, Array};
 
-use super::ffi::{
-    check, faststep_checked, faststep_contiguous, faststep_is_cuda, faststep_join, faststep_norm,
-    faststep_order, faststep_paced, faststep_pack, faststep_squares, faststep_straight,
-    faststep_sum_of_squares, faststep_wait, handle, handles, is_done, made, owned,
+use super::{
+    blas,
+    ffi::{
+        check, faststep_checked, faststep_contiguous, faststep_is_cuda, faststep_join,
+        faststep_norm, faststep_order, faststep_paced, faststep_pack, faststep_squares,
+        faststep_straight, faststep_sum_of_squares, faststep_wait, handle, handles, is_done, made,
+        owned,
+    },
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -26,13 +30,15 @@ pub fn is_cuda() -> bool {
     unsafe { faststep_is_cuda() != 0 }
 }
 
-/// The gradient of a matrix as a product, where it is the transpose of one: what is computed then lies row after row.
+/// The gradient of a matrix as a product, where it is the transpose of one: what is computed then lies row after row. `alone`:
+/// its buffer is its own, and memory for another such is worth it.
 ///
 /// # Errors
 /// When MLX refuses the product.
-pub(crate) fn straight(gradient: &Array) -> Result<Array> {
-    // SAFETY: a live array.
-    let made = made(|straight| unsafe { faststep_straight(handle(gradient), straight) })?;
+pub(crate) fn straight(gradient: &Array, alone: bool) -> Result<Array> {
+    let sgemm = alone.then(blas::of_mlx).flatten();
+    // SAFETY: a live array, and the function of that name or none.
+    let made = made(|straight| unsafe { faststep_straight(handle(gradient), sgemm, straight) })?;
     Ok(made.unwrap_or_else(|| gradient.clone()))
 }
 

@@ -96,6 +96,11 @@ pub trait Host {
         Ok(())
     }
 
+    /// Run work that waits for arrays in a step that is not compiled, with whatever lock the caller holds released.
+    fn unlocked(&self, work: &mut dyn FnMut()) {
+        work();
+    }
+
     /// Return whether the host has seen all that it wanted of a trace, which ends without an error then.
     fn has_seen_enough(&self) -> bool {
         false

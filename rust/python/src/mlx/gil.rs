@@ -15,6 +15,13 @@ impl Unlocked<'_> {
     }
 }
 
+/// Do work without the GIL: whatever may evaluate arrays of the caller's, of which MLX reads those of an .npz file through Python.
+pub fn unlocked<T>(py: Python<'_>, work: impl FnOnce() -> T) -> T {
+    let (mut work, mut done) = (Some(work), None);
+    Waiting(py).unlocked(&mut || done = work.take().map(|work| work()));
+    done.expect("work is done once")
+}
+
 /// Waits without the GIL.
 pub struct Waiting<'py>(pub Python<'py>);
 

@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 pub enum Stop {
     /// The user's code raised.
     Raised(PyErr),
+    /// The user's code raised what MLX raises for a traced array in the place of a number: the line, and the error.
+    Refused(String, PyErr),
     /// The loss does what a trace cannot repeat.
     Untraceable(String),
     /// The optimizer makes something else of its state, which the next trace may be for.
@@ -20,6 +22,16 @@ impl Stop {
     /// For a loss or an optimizer that reads the value of a traced array at a line.
     pub fn reads(place: &str) -> Self {
         Self::Untraceable(format!("it reads the value of an array ({place})"))
+    }
+
+    /// The reason with more behind it.
+    pub fn with(self, more: &str) -> Self {
+        match self {
+            Self::Untraceable(why) => Self::Untraceable(why + more),
+            Self::Becomes(why) => Self::Becomes(why + more),
+            Self::Stores(why) => Self::Stores(why + more),
+            Self::Raised(_) | Self::Refused(..) | Self::Rare(_) => self,
+        }
     }
 }
 

@@ -383,10 +383,20 @@ impl<'py> Positions<'py> {
         self.object.call_method0("shared")?.extract()
     }
 
+    /// Let go of it; what has moved can be put back by [`put_back`].
+    pub fn into_object(self) -> Py<PyAny> {
+        self.object.clone().unbind()
+    }
+
     /// The names of those that have moved since.
     pub fn moved(&self) -> PyResult<Vec<String>> {
         self.object.call_method0("moved")?.extract()
     }
+}
+
+/// Put back what a loss has taken from generators and iterators since; the names of those of which that cannot be.
+pub fn put_back(positions: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
+    positions.call_method0("put_back")?.extract()
 }
 
 /// Reads of the value of a traced array, also where the user's code catches MLX's error for it.

@@ -2,13 +2,13 @@
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
-use faststep::engine::{Flags, Output, Owner, Role};
+use faststep::engine::{Flags, Output, Role};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
 use super::{flags::read, kept_losses::KeptLosses};
 use crate::{
-    mlx::{errors::mlx, gil::Waiting},
+    mlx::{errors::mlx, gil::unlocked},
     store::Store,
     tree::paths::dotted,
 };
@@ -152,9 +152,7 @@ fn first(told: &mut bool) -> bool {
 }
 
 fn number_of(py: Python<'_>, scalar: &Array) -> MlxResult<f32> {
-    let mut done = Ok(());
-    Waiting(py).unlocked(&mut || done = eval([scalar]));
-    done?;
+    unlocked(py, || eval([scalar]))?;
     scalar
         .try_item_cast::<f32>()
         .map_err(faststep::engine::unread)

@@ -1,7 +1,6 @@
 //! The arguments of one call: their arrays, and the names that the user gives them.
 use std::rc::Rc;
 
-use faststep::engine::Owner;
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
@@ -10,7 +9,7 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, classes::is_numpy, gil::Waiting},
+    mlx::{bridge, classes::is_numpy, gil::unlocked},
     tree::{rebuild::rebuild_where, RecordedArguments, Tree},
 };
 
@@ -92,9 +91,7 @@ impl<'py> Arguments<'py> {
                 )));
             }
             if faststep::engine::array::reads_file(array) {
-                let mut read = Ok(());
-                Waiting(py).unlocked(&mut || read = eval([array]));
-                read.map_err(|error| {
+                unlocked(py, || eval([array])).map_err(|error| {
                     let name = self.name(&tree.paths(py)[index]);
                     PyRuntimeError::new_err(format!("argument {name}: {}", error.what()))
                 })?;

@@ -21,7 +21,11 @@ use super::{
 use crate::{
     host::Current,
     mlx::{bridge, errors::to_python},
-    reach::{stop::Stop, suspect::Suspect, Looked, Written},
+    reach::{
+        stop::Stop,
+        suspect::{put_back, Suspect},
+        Looked, Written,
+    },
     store::{owner::Holder, Prepared, Store},
     tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
 };
@@ -129,7 +133,27 @@ impl Inner {
             self.traces.discard();
             self.unwatched = None;
             match stop {
-                Stop::Raised(error) => return Err(error),
+                Stop::Raised(error) => {
+                    if !self.compiled {
+                        self.became = 0;
+                    }
+                    return Err(error);
+                }
+                Stop::Refused(_, error) if !self.compiled => {
+                    self.became = 0;
+                    return Err(error); // it is no matter of tracing
+                }
+                Stop::Refused(place, _) => {
+                    let why = format!(
+                        "it passes an array where MLX takes a number ({place}): pass float(array), before the step if you can"
+                    );
+                    if self.became == 0 {
+                        self.becomes(why);
+                    } else {
+                        self.fall_back(user.py(), why)?;
+                        self.traces.clear();
+                    }
+                }
                 Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
                     if !self.compiled =>
                 {
@@ -271,6 +295,7 @@ impl Inner {
         let py = user.py();
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let suspect = self.suspect.take();
         let restore = self.compiled || task == Task::Gradients;
         let varying = self.varying();
         let call = self.enter_host(store, user, given, restore, &varying)?;
@@ -304,7 +329,17 @@ impl Inner {
                 .map_or(&[][..], |engine| engine.state());
             optimizer.settle(&user.optimizer, state, &outcome)?;
         }
-        finished(outcome, stop?)
+        let outcome = finished(outcome, stop?);
+        match (outcome, self.positions.take()) {
+            (Err(stop), Some(positions)) => {
+                let new = std::mem::replace(&mut self.suspect, suspect);
+                Err(taken_back(positions.bind(py), new, stop)?)
+            }
+            (outcome, _) => {
+                self.suspect = self.suspect.take().or(suspect);
+                outcome
+            }
+        }
     }
 
     pub(super) fn varying(&self) -> Vec<u32> {
@@ -353,6 +388,7 @@ impl Inner {
             loose: false,
             written: Written::default(),
             suspect: Suspect::default(),
+            positions: None,
             stop: None,
             template: None,
         }));
@@ -381,6 +417,7 @@ impl Inner {
         let Some(current) = self.host.current.take() else {
             return Ok(None);
         };
+        self.positions = current.positions;
         if !current.suspect.is_empty() && self.checks < MAX_CHECKS {
             self.suspect = Some(current.suspect);
         }
@@ -463,6 +500,27 @@ fn unwatched(user: &Arguments<'_>, held: &[&Array]) -> PyResult<(Option<String>,
         found.extract()?;
     let pins = pins.into_iter().map(|(array, id)| Pin::new(array, id));
     Ok((why, pins.collect()))
+}
+
+// after a trace that was made in vain, and before the loss is called again: take back what it has changed and drawn itself
+fn taken_back(
+    positions: &Bound<'_, PyAny>,
+    suspect: Option<Suspect>,
+    stop: Stop,
+) -> PyResult<Stop> {
+    if matches!(stop, Stop::Raised(_)) {
+        return Ok(stop);
+    }
+    if let Some(mut suspect) = suspect {
+        suspect.swap(positions.py(), false)?;
+    }
+    let lost = put_back(positions)?.join(", ");
+    if lost.is_empty() {
+        return Ok(stop);
+    }
+    Ok(stop.with(&format!(
+        ", and what it took from {lost} before that is lost: this step goes on with what comes next (`compile=False` loses nothing)"
+    )))
 }
 
 // the result of the engine's call; where it failed, why tracing stopped comes before the error

@@ -13,6 +13,7 @@ use crate::{
     mlx::{
         bridge,
         errors::{mlx, to_python},
+        gil::unlocked,
     },
     optimizer::{children, native_rule},
     tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
@@ -82,7 +83,9 @@ impl Store {
             let mut moments = native.moments;
             moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
             self.moments = Some(moments);
-            take(Rc::new(native.layout), parameters, native.state)
+            unlocked(py, || {
+                take(Rc::new(native.layout), parameters, native.state)
+            })
         } else {
             self.rule = Some(Rule::Host);
             let layout = Layout::separate(signature.tensors());
@@ -91,16 +94,18 @@ impl Store {
             }
             let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
             let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
-            take(Rc::new(layout), parameters, state.collect())
+            let state = state.collect();
+            unlocked(py, || take(Rc::new(layout), parameters, state))
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
         engine.set_clock(self.clock.clone());
         if let Some(kept) = &self.kept {
             let kept = kept.onto(&self.names()?, &signature.tensors());
-            engine.need(needs).map_err(|error| to_python(&error))?;
-            engine
-                .load_aux_state(&kept)
-                .map_err(|error| to_python(&error))?;
+            unlocked(py, || {
+                engine.need(needs)?;
+                engine.load_aux_state(&kept)
+            })
+            .map_err(|error| to_python(&error))?;
         }
         let (tree, _) = Tree::record(optimizer, self.scope())?;
         self.sign_options(py, tree);

@@ -2,12 +2,11 @@
 //!
 //! A plain loop makes it at the first update, of the gradients: `Optimizer.apply_gradients` does. The step makes it before
 //! that, of the parameters, which comes to the same for zeros of their shape and not for a copy of their values.
-use faststep::engine::Owner;
 use mlx_rs::{error::Result as MlxResult, ops, transforms::eval, Array, Dtype};
 use pyo3::{exceptions::PyException, intern, prelude::*};
 
 use crate::{
-    mlx::{bridge, errors::mlx, gil::Waiting, random::key_list},
+    mlx::{bridge, errors::mlx, gil::unlocked, random::key_list},
     optimizer::{leaves, native_rule},
     tree::{rebuild::rebuild, snapshot::Snapshot, walk::Scope, Tree},
 };
@@ -61,9 +60,7 @@ fn holds_nan(optimizer: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 fn is_nan(py: Python<'_>, array: &Array) -> MlxResult<bool> {
     let any = ops::is_nan(array)?.any(None)?;
-    let mut done = Ok(());
-    Waiting(py).unlocked(&mut || done = eval([&any]));
-    done?;
+    unlocked(py, || eval([&any]))?;
     any.try_item_exact::<bool>()
         .map_err(faststep::engine::unread)
 }

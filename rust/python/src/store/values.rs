@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use super::{Prepared, Store};
 use crate::{
-    mlx::{bridge, errors::to_python},
+    mlx::{bridge, errors::to_python, gil::unlocked},
     tree::{paths::dotted, slot::Slot},
 };
 
@@ -81,7 +81,8 @@ impl Store {
         }
         let packed = !changed.is_empty();
         if packed {
-            engine.set_parameters(changed).map_err(|e| to_python(&e))?;
+            unlocked(model[0].object.py(), || engine.set_parameters(changed))
+                .map_err(|e| to_python(&e))?;
         }
         Ok(packed)
     }

@@ -107,7 +107,7 @@ impl Cut {
 }
 
 /// `cblas_?gemm`.
-type Gemm<E, S> = extern "C" fn(
+pub type Gemm<E, S> = extern "C" fn(
     c_int,
     c_int,
     c_int,
@@ -314,6 +314,16 @@ pub fn replace(name: &[u8], function: Function) -> Function {
     place.store(function.as_ptr(), Ordering::Release);
     let shared = Function::new(shared).filter(|_| THREADS.load(Ordering::Relaxed) > 1);
     shared.unwrap_or(function)
+}
+
+/// `cblas_sgemm` as libmlx calls it, where libmlx is bound to OpenBLAS.
+pub fn of_mlx() -> Option<Gemm<f32, f32>> {
+    let Sgemm(function) = bound()?;
+    Some(if THREADS.load(Ordering::Relaxed) > 1 {
+        sgemm
+    } else {
+        function
+    })
 }
 
 /// OpenBLAS's product of float32 by one thread.

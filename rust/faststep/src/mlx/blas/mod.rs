@@ -41,7 +41,7 @@ use std::path::{Path, PathBuf};
 
 use crate::mlx::rebind::RebindError;
 
-pub(crate) use imp::{bound, share, Sgemm};
+pub(crate) use imp::{bound, of_mlx, share, Gemm, Sgemm};
 
 /// The result of [`bind`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,7 +95,7 @@ mod imp {
         path::Path,
     };
 
-    pub use super::gemm::{bound, share, Sgemm};
+    pub use super::gemm::{bound, of_mlx, share, Gemm, Sgemm};
 
     pub fn bind(path: &Path) -> Result<Vec<String>, BlasError> {
         let library = Library::open(path)?;
@@ -182,6 +182,13 @@ mod imp {
     }
 
     pub fn bound() -> Option<Sgemm> {
+        None
+    }
+
+    /// `cblas_?gemm`, which nothing is bound to.
+    pub type Gemm<E, S> = extern "C" fn(E, S);
+
+    pub fn of_mlx() -> Option<Gemm<f32, f32>> {
         None
     }
 

@@ -9,6 +9,7 @@ use mlx_rs::{
 };
 
 use crate::{
+    error::unread,
     layout::pack::{self, Packed},
     layout::precision,
     mlx::ops::choose,
@@ -161,6 +162,14 @@ impl<'a> Body<'a> {
         }
     }
 
+    // the value of a flag, in a step that is not compiled
+    fn reads(&self, flag: &Array) -> Result<bool> {
+        let mut read = Ok(true);
+        self.host
+            .unlocked(&mut || read = flag.try_item_exact::<bool>().map_err(unread));
+        read
+    }
+
     // the outputs of a batch beside the update: buffers, loss scale, the skip flag
     fn finish_outputs(
         &self,
@@ -173,8 +182,7 @@ impl<'a> Body<'a> {
             if new.shape() == old.shape() {
                 *new = choose(good, new.clone(), old)?;
             } else if let Some(good) = good {
-                let good = good.try_item_exact::<bool>();
-                if !good.map_err(|error| Exception::custom(error.to_string()))? {
+                if !self.reads(good)? {
                     *new = old.clone(); // a buffer gets another shape in no trace: its values can be read
                 }
             }
