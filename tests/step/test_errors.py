@@ -308,6 +308,51 @@ def test_what_mlx_cannot_compile_runs_plainly_after_one_warning() -> None:
     assert step.stats.mode == "plain"
 
 
+class Scaled(nn.Module):
+    """Scales by an array, where MLX takes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self._scale = nn.Linear(4, 4), 1 / mx.sqrt(mx.array(8.0))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map [batch, length, 4] to [batch, 1, length, 4]."""
+        y = self.layer(x)[:, None]
+        return mx.fast.scaled_dot_product_attention(y, y, y, scale=self._scale)  # type: ignore[arg-type]
+
+
+def test_an_array_in_the_place_of_a_number_runs_plainly_and_a_wrong_argument_is_an_error() -> None:
+    def loss_fn(model: nn.Module, x: mx.array, axis: int | str = 0) -> mx.array:
+        return mx.square(model(x)).sum(axis=axis).sum()  # type: ignore[arg-type]
+
+    losses = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = Scaled(), optim.SGD(0.1)
+        x = mx.random.normal((2, 5, 4))
+        if not fast:
+            plain = plain_step(model, optimizer, loss_fn)
+            losses.append([float(plain(x)[0]) for _ in range(4)])
+            continue
+        step = Step(model, optimizer, loss_fn)
+        for _ in range(2):  # of the user's: the next call is none
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                step(x, "first")
+        with pytest.warns(
+            RuntimeWarning, match=r"passes an array where MLX takes a number \(.*pass float\(array\)"
+        ) as caught:
+            losses.append([float(step(x).loss) for _ in range(4)])
+        assert (len(caught), step.stats.mode) == (1, "plain")
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+    step = Step(nn.Linear(4, 4), optim.SGD(0.1), loss_fn)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            step(x, "first")
+        step(x)
+    assert step.stats.mode == "native"
+
+
 def refused_by_the_device(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """Multiply as MLX's CPU does not."""
     half = mx.ones((32, 32), mx.float16)

@@ -108,6 +108,67 @@ def test_a_batch_whose_file_is_damaged_changes_nothing(tmp_path: Path, way: str)
     assert pair[1].state["step"].item() == 3
 
 
+# Arrays that MLX reads out of a file by Python, as it computes them. Who waits for them with the GIL waits for ever.
+NPZ = """
+    import faulthandler, sys
+    faulthandler.dump_traceback_later(60, exit=True)
+    import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+    from faststep import Step
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    def read(tree):
+        flat = dict(tree_flatten(tree))
+        mx.savez("file.npz", **flat)
+        return tree_unflatten(list(mx.load("file.npz").items()))
+
+    def loss_fn(model, x):
+        y = model(x)
+        if {changes}:
+            norm.count = mx.ones(len(seen) % 3 + 1) * y.sum()
+        seen.append(0)
+        return (y - mx.stop_gradient(target(x))).square().mean()
+
+    losses = []
+    for reads in (False, True):
+        seen = []
+        mx.random.seed(1)
+        model, target, norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.Module()
+        model.norm, norm.count = norm, mx.zeros(1)
+        norm.freeze()
+        optimizer = optim.Adam(1e-2)
+        x = mx.random.normal((8, 4))
+        mx.eval(model.state, target.state, x)
+        step = Step(model, optimizer, loss_fn, compile={compile}, ema_decay=0.9)
+        here = lambda tree: read(tree) if reads else tree
+        losses.append([])
+        for place in ("", "parameters", "target", "batch", "optimizer", "average", "all"):
+            if place in ("parameters", "all"):
+                model.update(here(model.trainable_parameters()))
+            if place in ("target", "all"):
+                target.update(here(target.parameters()))
+            if place in ("batch", "all"):
+                x = here({{"x": x}})["x"]
+            if place in ("optimizer", "all"):
+                optimizer.state = here(optimizer.state)
+            if place in ("average", "all"):
+                state = step.state
+                step.load_state({{**state, "ema": here(state["ema"])}})
+            losses[-1].append(step(x).loss.item())
+            mx.eval(step.gradients(x))
+    assert losses[0] == losses[1], losses
+    assert losses[0][-1] < losses[0][0]
+"""
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("changes", [False, True], ids=["", "a buffer of other shapes"])
+def test_arrays_that_python_reads_out_of_a_file_are_waited_for_without_the_gil(
+    changes: bool, compile: bool, child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    child(NPZ.format(changes=changes, compile=compile))
+
+
 def doubtful(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """Compute a loss that fails on the device, in the thread that computes, where x is zero."""
     inverse = mx.linalg.inv(x.mean() * mx.eye(4), stream=mx.cpu)

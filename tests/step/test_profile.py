@@ -69,7 +69,9 @@ def test_measuring_changes_nothing(options: dict[str, Any]) -> None:
 
 
 def is_product(name: str) -> bool:
-    return name in ("Matmul", "AddMM") or name.startswith("faststep_small_product")  # the latter on CUDA
+    return name in ("Matmul", "TurnedProduct", "AddMM") or name.startswith(
+        "faststep_small_product"
+    )  # the latter on CUDA
 
 
 def test_the_operations_are_those_of_forward_backward_and_update() -> None:
@@ -141,7 +143,7 @@ def test_cuda_times_operations_by_events() -> None:
     found.measure(x)
     assert all(each.by_events for each in found.operations)
     assert "timed by the device\n" in str(found)
-    products = [each.seconds for each in found.operations if each.name in ("Matmul", "AddMM")]
+    products = [each.seconds for each in found.operations if each.name in ("Matmul", "TurnedProduct", "AddMM")]
     assert len(products) == 11
     rates = [2 * 4096 * 2048 * 2048 / seconds / 1e12 for seconds in products]
     assert 5 < min(rates) <= max(rates) < 2000, rates  # TFLOP/s: neither the host's time nor none

@@ -13,6 +13,7 @@ import io
 import itertools
 import operator
 import queue
+import random
 import re
 import sqlite3
 import statistics
@@ -142,6 +143,43 @@ TAKEN: dict[str, Losses] = {
 def test_what_a_loss_takes_is_taken_at_every_step(name: str) -> None:
     with pytest.warns(RuntimeWarning, match="as it is called, which a trace would do once"):
         assert beside(TAKEN[name]).stats.mode == "plain"
+
+
+DRAWN: dict[str, Losses] = {
+    "random": taking(lambda: random.Random(1), lambda it: it.random()),
+    "numpy": taking(lambda: np.random.default_rng(1), lambda it: it.random()),
+    "numpy's older one": taking(lambda: np.random.RandomState(1), lambda it: it.rand()),
+    "random of the process": taking(lambda: random.seed(1), lambda _: random.random()),
+    "numpy of the process": taking(lambda: np.random.seed(1), lambda _: np.random.rand()),
+    "list": taking(lambda: iter([float(number) for number in NUMBERS])),
+    "tuple": taking(lambda: iter(tuple(NUMBERS))),
+    "range": taking(lambda: iter(NUMBERS)),
+    "count": taking(lambda: itertools.count(1)),
+    "dict": taking(lambda: iter(dict.fromkeys(NUMBERS))),
+    "enumerate": taking(lambda: enumerate(NUMBERS), sum_of_next),
+    "map": taking(lambda: map(float, iter(NUMBERS))),
+}
+
+
+# what they hold can neither be put back nor be seen to be taken, were the loss called once without a trace
+NOT_SEEN = {"hash", "lock", "a number that is read only"}
+
+
+@pytest.mark.parametrize("name", [*DRAWN, *(name for name in TAKEN if name not in NOT_SEEN)])
+def test_what_a_loss_takes_before_it_reads_a_value_is_not_taken_twice(name: str) -> None:
+    """The trace that ends there has taken it already."""
+
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        loss_fn, changes = (DRAWN | TAKEN)[name](patch)
+
+        def reads(model: nn.Module, x: mx.array) -> mx.array:
+            loss = loss_fn(model, x)
+            return loss * 2 if loss.item() < 1 else loss
+
+        return reads, changes
+
+    with pytest.warns(RuntimeWarning, match="cannot be compiled: it (takes from|reads the value)"):
+        assert beside(build).stats.mode == "plain"
 
 
 def counting(decide: Callable[[Box], bool], **others: float) -> Losses:

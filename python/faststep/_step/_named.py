@@ -27,9 +27,12 @@ LOOKUPS = _OF_GLOBALS | _OF_MODULES | {"f_globals"}
 def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str], bool]:
     """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
     names, attributes, modules = set(), set(), set()
+    made = _made(code)
     for instruction in dis.get_instructions(code):
         if instruction.opname in _NAMES:
             names.add(instruction.argval)
+        elif instruction.offset in made:
+            continue
         elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname == "STORE_ATTR" and code.co_name not in _MAKERS:
@@ -50,6 +53,24 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             modules |= inner_modules
             dynamic |= inner_dynamic
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
+
+
+def _made(code: types.CodeType) -> set[int]:
+    """Return where a maker reads private attributes that it has given the new object, whatever happens: by offset."""
+    found: set[int] = set()
+    if code.co_name not in _MAKERS or not code.co_argcount:
+        return found
+    given, always, owner = set(), True, False
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if owner and instruction.opname == "STORE_ATTR" and always and name.startswith("_"):
+            given.add(name)
+        elif owner and instruction.opname == "LOAD_ATTR" and name in given:
+            found.add(instruction.offset)
+        always = always and instruction.opcode not in dis.hasjrel + dis.hasjabs
+        last = name[-1:] == code.co_varnames[:1] if isinstance(name, tuple) else name == code.co_varnames[0]
+        owner = instruction.opname.startswith("LOAD_FAST") and last  # of two, from Python 3.13 on
+    return found
 
 
 def asked(names: frozenset[str], attributes: frozenset[str], modules: frozenset[str]) -> tuple[bool, bool]:

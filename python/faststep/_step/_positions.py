@@ -14,7 +14,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ import numpy as np
 from faststep._step._things import PLAIN, STREAMS, is_a
 
 _SimpleQueue = queue.SimpleQueue
+BY_OTHERS = (map, filter, zip, itertools.starmap)  # stand where those stand that they take from
 _OVER_OTHERS = (
-    *(map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle, itertools.starmap),
+    *(*BY_OTHERS, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle),
     *(itertools.accumulate, itertools.compress, itertools.takewhile, itertools.dropwhile, itertools.zip_longest),
     *(itertools.groupby, itertools.pairwise, getattr(itertools, "batched", map)),
 )
@@ -71,7 +72,8 @@ def place_in(file: io.IOBase) -> Any:
 
 def generator_name(value: Any) -> str:
     """Return what a user knows a generator by."""
-    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _within(iterator: Any) -> list[Any]:
@@ -135,10 +137,12 @@ def _flat(parts: Any, depth: int) -> Any:
 
 
 def returning(value: Any) -> Callable[[], None] | None:
-    """Return a function that puts a generator, an iterator or a file back to where it is now; none where nothing can."""
+    """Return a function that puts a generator, an iterator or a file back to where it is now; none if nothing can."""
     if is_file(value):
         place = place_in(value)
         return None if place == UNKNOWN else functools.partial(value.seek, place)
+    if is_a(value, itertools.repeat) and operator.length_hint(value, -1) < 0:
+        return lambda: None  # gives the same for ever
     if is_a(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
     if "numpy.random" in sys.modules and is_a(value, _of_numpy()) and not is_a(value, np.random.SeedSequence):
@@ -152,13 +156,12 @@ def returning(value: Any) -> Callable[[], None] | None:
     return None
 
 
-def returning_all(values: Iterable[Any]) -> list[Callable[[], None]]:
-    """Return functions that put back objects that move, those of the process, and what iterators take from."""
-    found: list[Callable[[], None] | None] = [functools.partial(random.setstate, random.getstate())]
+def returning_process() -> list[Callable[[], None]]:
+    """Return functions that put back the generators of the process."""
+    found: list[Callable[[], None]] = [functools.partial(random.setstate, random.getstate())]
     if "numpy.random" in sys.modules:
         found.append(functools.partial(np.random.set_state, np.random.get_state(legacy=False)))
-    found += map(returning, values)
-    return [each for each in found if each is not None]
+    return found
 
 
 def position(value: Any) -> Any:

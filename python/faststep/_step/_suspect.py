@@ -16,6 +16,7 @@ import numpy as np
 from faststep._step._calls import DRAWN, FILE, Calls
 from faststep._step._inside import LOCKS, Read, read_kept
 from faststep._step._positions import (
+    BY_OTHERS,
     UNKNOWN,
     frames,
     generator_name,
@@ -24,7 +25,8 @@ from faststep._step._positions import (
     moves,
     place_in,
     position,
-    returning_all,
+    returning,
+    returning_process,
     with_inner,
 )
 from faststep._step._things import is_a
@@ -55,7 +57,7 @@ def read_at(error: BaseException, traceback: types.TracebackType | None) -> str 
 
 
 def refused_at(error: BaseException, traceback: types.TracebackType | None) -> str | None:
-    """Return the line that passes an array where MLX takes a number, if an error may be MLX's for one that is traced."""
+    """Return the line that passes an array where MLX takes a number, if an error may be MLX's for a traced one."""
     refused = isinstance(error, TypeError) and "incompatible function arguments" in str(error)
     return _place(traceback) if refused or str(error) == "std::bad_cast" else None
 
@@ -95,9 +97,13 @@ class Positions:
         self._kept = [(each, read) for each, read in kept if not is_a(each, LOCKS)]
         self._locks = [(each, read, read(each)) for each, read in kept if is_a(each, LOCKS)]
         self._before = self._now()
-        self._back = returning_all([*with_inner(self._objects), *(file for file, _ in self._files)])
+        moving = [*with_inner(self._objects), *(file for file, _ in self._files)]
+        back = [(each, returning(each)) for each in moving]
+        self._back = [*returning_process(), *(put for _, put in back if put is not None)]
         self._calls = Calls(known, frames(known), codes or ())
         self.profile = self._calls.profile
+        # whether what is taken from one of them cannot be put back
+        self.stay = any(put is None and not is_a(each, BY_OTHERS) for each, put in back)
 
     def moved(self) -> list[str]:
         """Return the names of those that have moved since, or of which that cannot be seen."""

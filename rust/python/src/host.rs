@@ -80,6 +80,8 @@ pub struct Current {
     pub held: Vec<Array>,
     /// True if the optimizer has changed more than the arrays of its state.
     pub loose: bool,
+    /// True if it is to be seen whether the loss takes from generators and iterators; none where that is known.
+    pub probe: Option<bool>,
     /// What the loss writes to what it reaches.
     pub written: Written,
     /// What the loss has changed itself, where a trace has been made.
@@ -140,13 +142,21 @@ impl PythonHost {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             let looked = current.looked.clone();
-            let watches = current.compiled && !current.sketch;
+            let probes = !current.compiled && current.probe == Some(true);
+            let watches = (current.compiled || probes) && !current.sketch;
             current.loss_arrays = current
                 .by_loss
                 .then(|| LossArrays::before(others, key))
                 .flatten();
             let positions = watches.then(|| Positions::of(current.model.bind(py), &looked));
             let positions = positions.transpose()?;
+            if let (Some(positions), true, Some(false)) =
+                (&positions, current.compiled, current.probe)
+            {
+                if positions.stay()? {
+                    return Err(Stop::Probe);
+                }
+            }
             let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
             current.tracers = reached.constants(others).to_vec();
             let (restore, compiled, sketch) = (current.restore, current.compiled, current.sketch);
@@ -166,7 +176,9 @@ impl PythonHost {
                         let what = format!("it stores a new array on the model: {key}");
                         return Err(Stop::Stores(what));
                     }
-                    if let Some(positions) = &positions {
+                    if let (Some(positions), false) = (&positions, compiled) {
+                        current.suspect.drawn = positions.moved()?;
+                    } else if let Some(positions) = &positions {
                         let stuck = reached.stuck(py)?;
                         let shared = stuck.is_empty() && positions.shared()?;
                         current.suspect = Suspect {

@@ -193,6 +193,11 @@ impl Reach {
         Ok(Looked::new(program, objects, values))
     }
 
+    /// Return whether most looks end with a search.
+    pub fn changes_often(&self) -> bool {
+        self.searches.are_many()
+    }
+
     /// The same for a call that may run without: nothing, where it takes a search and most calls before it have taken one.
     pub fn look_unless_searching(
         &mut self,

@@ -93,6 +93,8 @@ struct Inner {
     reason: Option<String>,
     /// Reason why the step runs uncompiled.
     fallen: Option<String>,
+    /// True while it is to be seen whether the loss takes from what cannot be put back; none where that is known.
+    probe: Option<bool>,
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
@@ -161,6 +163,7 @@ impl Step {
                 mode: "native",
                 reason: None,
                 fallen: None,
+                probe: Some(false),
                 positions: None,
                 suspect: None,
                 checks: 0,

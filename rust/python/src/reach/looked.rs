@@ -60,7 +60,7 @@ impl Looked {
     }
 
     /// Nothing, where a search is left out.
-    pub(super) fn nothing() -> Self {
+    pub fn nothing() -> Self {
         let program = Rc::new(Program::nothing(0, None));
         Self {
             is_known: false,

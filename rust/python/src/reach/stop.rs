@@ -14,6 +14,8 @@ pub enum Stop {
     Becomes(String),
     /// The loss stores an array where there was none, or one of another shape, and the next trace may find it there.
     Stores(String),
+    /// The loss might take from what cannot be put back, were its trace given up: a call without one tells.
+    Probe,
     /// A trace might be used once, for this reason.
     Rare(&'static str),
 }
@@ -30,7 +32,7 @@ impl Stop {
             Self::Untraceable(why) => Self::Untraceable(why + more),
             Self::Becomes(why) => Self::Becomes(why + more),
             Self::Stores(why) => Self::Stores(why + more),
-            Self::Raised(_) | Self::Refused(..) | Self::Rare(_) => self,
+            Self::Raised(_) | Self::Refused(..) | Self::Probe | Self::Rare(_) => self,
         }
     }
 }

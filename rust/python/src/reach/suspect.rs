@@ -383,6 +383,11 @@ impl<'py> Positions<'py> {
         self.object.call_method0("shared")?.extract()
     }
 
+    /// Return whether something may be taken that cannot be put back.
+    pub fn stay(&self) -> PyResult<bool> {
+        self.object.getattr("stay")?.extract()
+    }
+
     /// Let go of it; what has moved can be put back by [`put_back`].
     pub fn into_object(self) -> Py<PyAny> {
         self.object.clone().unbind()

@@ -18,6 +18,7 @@ use super::{
 use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
+    reach::Looked,
     store::{Prepared, Store},
     tree::rebuild::rebuild,
 };
@@ -202,7 +203,10 @@ impl Inner {
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);
         self.reach.begin();
-        let looked = if may_be_rare && self.suspect.is_none() {
+        let stays_plain = !self.compiled && !self.becomes_another();
+        let looked = if stays_plain && self.reach.changes_often() {
+            Looked::nothing() // the loss is called at each step, and sees what there is
+        } else if may_be_rare && self.suspect.is_none() {
             self.reach.look_unless_searching(&roots, &user.optimizer)?
         } else {
             self.reach.look(&roots, &user.optimizer)?

@@ -112,11 +112,7 @@ impl Inner {
             && (!suspect.shared || draws(py, || drop(sketch(self, given)))?);
         if drawn {
             suspect.swap(py, true)?;
-            let drawn = suspect.drawn.join(", ");
-            return Ok(Some(format!(
-                "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an \
-                 argument what is drawn"
-            )));
+            return Ok(Some(taken(&suspect.drawn.join(", "))));
         }
         if suspect.is_unchanged() && suspect.read.is_empty() {
             return Ok(None);
@@ -433,4 +429,12 @@ fn named(user: &Arguments<'_>, tree: &Tree, name: String) -> String {
         Some(path) => format!("argument {}{rest}", user.name(path)),
         None => name,
     }
+}
+
+/// The reason for which a loss that takes from generators or iterators runs uncompiled.
+pub(super) fn taken(drawn: &str) -> String {
+    format!(
+        "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an argument \
+         what is drawn"
+    )
 }

@@ -14,6 +14,7 @@ use pyo3::{
 
 use super::{
     arguments::{Arguments, Batch},
+    find::taken,
     flags::{is_true, read},
     trace_cache::{is_rare, warn, Pin, RARE_STRUCTURE},
     Inner,
@@ -133,16 +134,9 @@ impl Inner {
             self.traces.discard();
             self.unwatched = None;
             match stop {
-                Stop::Raised(error) => {
-                    if !self.compiled {
-                        self.became = 0;
-                    }
-                    return Err(error);
-                }
-                Stop::Refused(_, error) if !self.compiled => {
-                    self.became = 0;
-                    return Err(error); // it is no matter of tracing
-                }
+                // also of a call that was tried without a trace: that was no matter of tracing
+                Stop::Raised(error) => return Err(self.raised(error)),
+                Stop::Refused(_, error) if !self.compiled => return Err(self.raised(error)),
                 Stop::Refused(place, _) => {
                     let why = format!(
                         "it passes an array where MLX takes a number ({place}): pass float(array), before the step if you can"
@@ -171,6 +165,10 @@ impl Inner {
                     self.becomes(why);
                 }
                 Stop::Rare(why) => self.becomes = why.into(),
+                Stop::Probe => {
+                    self.probe = Some(true);
+                    self.becomes = "it is seen whether its loss takes from an iterator".into();
+                }
                 Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
                     self.fall_back(user.py(), why)?;
                     self.traces.clear();
@@ -230,8 +228,16 @@ impl Inner {
     }
 
     // true while one batch runs uncompiled, and the next will not
-    fn becomes_another(&self) -> bool {
+    pub(super) fn becomes_another(&self) -> bool {
         !self.compiled && self.options.compile && self.fallen.is_none()
+    }
+
+    fn raised(&mut self, error: PyErr) -> PyErr {
+        if self.becomes_another() {
+            self.became = 0;
+        }
+        self.compile_again();
+        error
     }
 
     // compile again after a batch that ran uncompiled because an array on the model became another
@@ -389,6 +395,7 @@ impl Inner {
             written: Written::default(),
             suspect: Suspect::default(),
             positions: None,
+            probe: self.probe,
             stop: None,
             template: None,
         }));
@@ -414,10 +421,15 @@ impl Inner {
         user: &Arguments<'_>,
         given: &Given,
     ) -> PyResult<Option<Stop>> {
-        let Some(current) = self.host.current.take() else {
+        let Some(mut current) = self.host.current.take() else {
             return Ok(None);
         };
         self.positions = current.positions;
+        if !self.compiled && self.probe == Some(true) && current.stop.is_none() {
+            self.probe = None;
+            let drawn = std::mem::take(&mut current.suspect.drawn).join(", ");
+            self.unwatched = (!drawn.is_empty()).then(|| taken(&drawn));
+        }
         if !current.suspect.is_empty() && self.checks < MAX_CHECKS {
             self.suspect = Some(current.suspect);
         }
