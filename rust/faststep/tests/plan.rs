@@ -5,9 +5,9 @@ use std::{cell::Cell, rc::Rc};
 
 use faststep::{
     engine::{
-        array, Call, CallTraces, Engine, Host, Layout, LossCall, LossOutput, Nonfinite, Options,
-        Part, Places, Plan, PlannedCalls, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall,
-        UpdateOutput,
+        array, Call, CallTraces, Compiled, Engine, Host, Layout, LossCall, LossOutput, Nonfinite,
+        Options, Part, Places, Plan, PlannedCalls, Recipe, Rule, Rules, Task, Tensor, Trace,
+        UpdateCall, UpdateOutput,
     },
     Error, Optimizer,
 };
@@ -70,7 +70,7 @@ fn trace(layout: &Rc<Layout>, host: &Rc<Squares>) -> Trace {
         options: Options::default().nonfinite(Nonfinite::Allow).in_flight(0),
         others: 0,
     };
-    Trace::new(recipe, host.clone(), true)
+    Trace::new(recipe, host.clone(), Compiled::Whole)
 }
 
 fn call(width: i32) -> Call {

@@ -8,8 +8,8 @@ use std::{
 
 use faststep::{
     engine::{
-        Call, CallTraces, Engine, Guard, Host, Layout, LossCall, LossOutput, Nonfinite, Options,
-        Outputs, Part, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall, UpdateOutput,
+        Call, CallTraces, Compiled, Engine, Guard, Host, Layout, LossCall, LossOutput, Nonfinite,
+        Options, Outputs, Part, Recipe, Rule, Rules, Task, Tensor, Trace, UpdateCall, UpdateOutput,
     },
     optimizers::{AdamW, Sgd},
     Error, Optimizer,
@@ -112,7 +112,15 @@ impl Run {
             others: 0,
         };
         Self {
-            trace: Trace::new(recipe, host.clone(), compiled),
+            trace: Trace::new(
+                recipe,
+                host.clone(),
+                if compiled {
+                    Compiled::Whole
+                } else {
+                    Compiled::Update
+                },
+            ),
             engine,
             host,
         }

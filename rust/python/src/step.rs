@@ -95,6 +95,7 @@ struct Inner {
     fallen: Option<String>,
     /// True while it is to be seen whether the loss takes from what cannot be put back; none where that is known.
     probe: Option<bool>,
+    has_compiler: bool,           // as far as is known
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
@@ -164,6 +165,7 @@ impl Step {
                 reason: None,
                 fallen: None,
                 probe: Some(false),
+                has_compiler: true,
                 positions: None,
                 suspect: None,
                 checks: 0,

@@ -12,7 +12,7 @@ use crate::{
     engine::{Call, Output},
     error::{Error, Result},
     mlx::array,
-    trace::{Key, Part, Rule, Task, Trace},
+    trace::{Compiled, Key, Part, Rule, Task, Trace},
 };
 
 impl<M: ModuleParameters + 'static> Step<M> {
@@ -67,9 +67,14 @@ impl<M: ModuleParameters + 'static> Step<M> {
                 places: self.engine.places(),
                 front: ModuleKey::new(self.version, batch),
             };
-            let (host, compile) = (self.host.clone(), self.options.compile);
+            let host = self.host.clone();
+            let compiled = if self.options.compile {
+                Compiled::Whole
+            } else {
+                Compiled::Nothing
+            };
             let make = |key: &Key<_>, known: &[&Key<_>]| {
-                let trace = Trace::new(recipe, host, compile);
+                let trace = Trace::new(recipe, host, compiled);
                 (trace, key.cause(known, &ByNumber))
             };
             let max_traces = self.options.max_traces;

@@ -32,5 +32,5 @@ pub(crate) use outputs::in_turn;
 pub use outputs::Outputs;
 pub use recipe::{Part, Recipe, Role, Rule};
 pub use task::Task;
-pub use trace::Trace;
+pub use trace::{Compiled, Trace};
 pub(crate) use trial::trial;

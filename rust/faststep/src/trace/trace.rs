@@ -14,7 +14,7 @@ use mlx_rs::{
 };
 
 use super::{
-    body::Body,
+    body::{Body, CompiledUpdate},
     captured::CaptureState,
     host::Host,
     inputs::{Inputs, Versions},
@@ -30,6 +30,17 @@ use crate::{
 
 type Function = Box<dyn FnMut(&[Array]) -> MlxResult<Vec<Array>>>;
 
+/// What of a step MLX compiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compiled {
+    /// All of it: the host is called once.
+    Whole,
+    /// The update by rules of this crate, whose kernels write over parameters and state: the host is called at every call.
+    Update,
+    /// Nothing, which needs no compiler.
+    Nothing,
+}
+
 /// A step's function for one signature of its inputs.
 pub struct Trace {
     function: Function,
@@ -37,6 +48,7 @@ pub struct Trace {
     pub(crate) recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     error: Rc<RefCell<Option<Error>>>, // the body's own, which MLX's compilation loses
+    compiled: Compiled,
     eager: bool,
     tape: Option<Tape>,     // of what MLX has compiled, from the second call on
     fits: Option<Versions>, // the lists of the last inputs of the tape: of these, all arrays have the forms of its inputs
@@ -61,11 +73,16 @@ impl Trace {
     /// A trace of the same, which is made once more.
     #[must_use]
     pub fn again(&self, host: Rc<dyn Host>) -> Self {
-        Self::new((*self.recipe).clone(), host, !self.eager)
+        let compiled = match self.compiled {
+            Compiled::Whole if self.eager => Compiled::Nothing, // there is no compiler
+            compiled => compiled,
+        };
+        Self::new((*self.recipe).clone(), host, compiled)
     }
 
-    /// A trace that is made at its first call; without `compiled` the host is called at every call.
-    pub fn new(recipe: Recipe, host: Rc<dyn Host>, compiled: bool) -> Self {
+    /// A trace that is made at its first call.
+    pub fn new(recipe: Recipe, host: Rc<dyn Host>, compiled: Compiled) -> Self {
+        let whole = compiled == Compiled::Whole;
         let recipe = Rc::new(recipe);
         let counts = Rc::new(RefCell::new(OutputCounts::default()));
         let traced = Rc::new(Cell::new(0));
@@ -73,6 +90,7 @@ impl Trace {
         let body = {
             let (recipe, counts, traced) = (recipe.clone(), counts.clone(), traced.clone());
             let error = error.clone();
+            let update = (compiled == Compiled::Update).then(CompiledUpdate::default);
             move |inputs: &[Array]| -> MlxResult<Vec<Array>> {
                 traced.set(inputs.first().map_or(0, array::id));
                 let note = |to: fn(Exception) -> Error| {
@@ -84,7 +102,7 @@ impl Trace {
                     }
                 };
                 let before: Vec<usize> = inputs.iter().map(array::holders).collect();
-                let made = Body::new(&recipe, &*host).trace(inputs);
+                let made = Body::new(&recipe, &*host, update.as_ref()).trace(inputs);
                 if made.is_err() && host.has_seen_enough() {
                     return Ok(vec![Array::from_f32(0.0)]); // an error takes as long as half of the loss
                 }
@@ -95,14 +113,14 @@ impl Trace {
                 }
                 quantized::rewrite(inputs, &values).map_err(note(Error::Compile))?;
                 counts.replace(made);
-                if compiled {
+                if whole {
                     array::rewritten(&values).map_err(note(Error::Compile))
                 } else {
                     Ok(values)
                 }
             }
         };
-        let function: Function = if compiled {
+        let function: Function = if whole {
             Box::new(compile(body, false))
         } else {
             Box::new(body)
@@ -113,7 +131,8 @@ impl Trace {
             recipe,
             traced,
             error,
-            eager: !compiled,
+            compiled,
+            eager: !whole,
             tape: None,
             fits: None,
             evaluated: Evaluated::default(),
@@ -125,7 +144,7 @@ impl Trace {
         }
     }
 
-    /// Return whether the host is called at every call: without `compiled`, and where MLX compiles nothing because it
+    /// Return whether the host is called at every call: where not all is compiled, and where MLX compiles nothing because it
     /// finds no compiler or has been told not to.
     #[must_use]
     pub fn is_eager(&self) -> bool {

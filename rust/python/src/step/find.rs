@@ -1,7 +1,7 @@
 //! Choice of the traces of a call: by its arguments, by the objects that the loss reads, and by the loss's graph.
 use std::{cell::Cell, rc::Rc};
 
-use faststep::engine::{Part, Recipe, Rule, Task, Trace};
+use faststep::engine::{Compiled, Part, Recipe, Rule, Task, Trace};
 use mlx_rs::error::Result as MlxResult;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -65,7 +65,7 @@ impl Inner {
             {
                 self.check_rare(given, &key, py)?;
                 let recipe = self.recipe(store, &key, 0)?;
-                let trace = Trace::new(recipe, self.host.clone(), self.compiled);
+                let trace = Trace::new(recipe, self.host.clone(), self.compiling());
                 let max_traces = self.options.max_traces;
                 self.traces
                     .add(user, key, trace, Vec::new(), None, max_traces);
@@ -234,7 +234,7 @@ impl Inner {
         let changed = (!changed.is_empty()).then_some(changed);
         let others = store.others.len() + key.front.reached.len() + varying.len();
         let recipe = self.recipe(store, &key, others)?;
-        let trace = Trace::new(recipe, self.host.clone(), self.compiled);
+        let trace = Trace::new(recipe, self.host.clone(), self.compiling());
         // one that calls the loss at every call goes when this call ends
         let max_traces = self.options.max_traces + usize::from(!self.compiled);
         self.traces
@@ -350,7 +350,7 @@ impl Inner {
     ) -> Result<Option<Sketched>, Stop> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let recipe = self.recipe(store, key, store.others.len() + key.front.reached.len())?;
-        let mut trace = Trace::new(recipe, self.host.clone(), true);
+        let mut trace = Trace::new(recipe, self.host.clone(), Compiled::Whole);
         let call = self.enter_host(store, user, given, true, &[])?;
         let mut asked = false;
         if let Some(current) = self.host.current.borrow_mut().as_mut() {

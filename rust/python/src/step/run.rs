@@ -2,7 +2,7 @@
 use std::{collections::HashMap, rc::Rc, time::Instant};
 
 use faststep::{
-    engine::{Call, Output, Rule, Stage, Task},
+    engine::{Call, Compiled, Output, Rule, Stage, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -148,6 +148,11 @@ impl Inner {
                         self.traces.clear();
                     }
                 }
+                // the kernels of an update alone, where the compiler has gone or the disk is full
+                Stop::Untraceable(_) if !self.compiled && self.has_compiler => {
+                    self.has_compiler = false;
+                    self.traces.clear();
+                }
                 Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
                     if !self.compiled =>
                 {
@@ -284,10 +289,19 @@ impl Inner {
         let device = mlx.call_method0("default_device")?.getattr("type")?;
         let compiler = py.import("shutil")?.call_method1("which", ("g++",))?;
         if cfg!(target_os = "linux") && compiler.is_none() && device.eq(mlx.getattr("cpu")?)? {
+            (self.compiled, self.has_compiler) = (false, false);
             self.fall_back(py, "there is no C++ compiler (g++) on this machine".into())?;
-            self.compiled = false;
         }
         Ok(())
+    }
+
+    // what of a step is compiled
+    pub(super) fn compiling(&self) -> Compiled {
+        match (self.compiled, self.options.compile && self.has_compiler) {
+            (true, _) => Compiled::Whole,
+            (false, true) => Compiled::Update,
+            (false, false) => Compiled::Nothing,
+        }
     }
 
     pub(super) fn attempt<'py>(

@@ -1,4 +1,5 @@
 //! The computation of one step, over tracers or arrays: loss, gradients, norm, clipping, update.
+mod compiled_update;
 mod gradients;
 mod update;
 mod window;
@@ -22,10 +23,13 @@ use crate::{
     },
 };
 
+pub(crate) use compiled_update::CompiledUpdate;
+
 /// A recipe with its host.
 pub(crate) struct Body<'a> {
     recipe: &'a Recipe,
     host: &'a dyn Host,
+    compiled: Option<&'a CompiledUpdate>,
 }
 
 /// The function's inputs, named.
@@ -44,8 +48,17 @@ fn short() -> Exception {
 }
 
 impl<'a> Body<'a> {
-    pub(crate) fn new(recipe: &'a Recipe, host: &'a dyn Host) -> Self {
-        Self { recipe, host }
+    /// `compiled`: the update, where it alone is compiled.
+    pub(crate) fn new(
+        recipe: &'a Recipe,
+        host: &'a dyn Host,
+        compiled: Option<&'a CompiledUpdate>,
+    ) -> Self {
+        Self {
+            recipe,
+            host,
+            compiled,
+        }
     }
 
     pub(crate) fn trace(&self, inputs: &[Array]) -> Result<Outputs> {

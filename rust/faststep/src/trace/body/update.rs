@@ -76,6 +76,9 @@ impl Body<'_> {
         let rule = match rule {
             Rule::Native(rules) => {
                 let given = (gradients, weights);
+                if let Some(compiled) = self.compiled {
+                    return compiled.update(self.recipe, rules, self.host, state, given, good);
+                }
                 return rules.update(
                     &self.recipe.layout,
                     &|rule, step| self.host.learning_rate(rule, step),
