@@ -102,7 +102,7 @@ impl Trace {
                     }
                 };
                 let before: Vec<usize> = inputs.iter().map(array::holders).collect();
-                let made = Body::new(&recipe, &*host, update.as_ref()).trace(inputs);
+                let made = Body::new(&recipe, &*host, !whole, update.as_ref()).trace(inputs);
                 if made.is_err() && host.has_seen_enough() {
                     return Ok(vec![Array::from_f32(0.0)]); // an error takes as long as half of the loss
                 }

@@ -29,6 +29,7 @@ pub(crate) use compiled_update::CompiledUpdate;
 pub(crate) struct Body<'a> {
     recipe: &'a Recipe,
     host: &'a dyn Host,
+    eager: bool, // the arrays can be read
     compiled: Option<&'a CompiledUpdate>,
 }
 
@@ -48,15 +49,17 @@ fn short() -> Exception {
 }
 
 impl<'a> Body<'a> {
-    /// `compiled`: the update, where it alone is compiled.
+    /// `eager`: it is not compiled; `compiled`: the update, where it alone is.
     pub(crate) fn new(
         recipe: &'a Recipe,
         host: &'a dyn Host,
+        eager: bool,
         compiled: Option<&'a CompiledUpdate>,
     ) -> Self {
         Self {
             recipe,
             host,
+            eager,
             compiled,
         }
     }

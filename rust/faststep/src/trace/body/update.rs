@@ -3,10 +3,16 @@ use mlx_rs::{error::Result, Array};
 
 use super::{Body, Inputs, Rebound};
 use crate::{
-    mlx::ops::{choose, scalar},
+    mlx::{
+        join,
+        ops::{choose, scalar},
+    },
     optim::UpdateOutput,
     trace::{host::UpdateCall, outputs::Outputs, recipe::Rule},
 };
+
+/// The least bytes of parameters for which, on a CPU, an uncompiled update by the host waits until it is known whether it is taken.
+const LEAST_WAITED: usize = 4 << 20;
 
 impl Body<'_> {
     // new parameters, optimizer state, masters and average
@@ -88,6 +94,13 @@ impl Body<'_> {
                 );
             }
             Rule::Host => self.host,
+        };
+        // the old and the new are not there at once to choose from
+        let bytes: usize = weights.iter().map(Array::nbytes).sum();
+        let waits = self.eager && bytes >= LEAST_WAITED && !join::is_cuda();
+        let good = match good.filter(|_| waits) {
+            Some(flag) if self.reads(flag)? => None,
+            _ => good,
         };
         let mut output = rule.update(UpdateCall {
             gradients,
