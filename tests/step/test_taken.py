@@ -182,6 +182,30 @@ def test_what_a_loss_takes_before_it_reads_a_value_is_not_taken_twice(name: str)
         assert beside(build).stats.mode == "plain"
 
 
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("name", [name for name in DRAWN if name not in ("count", "dict", "enumerate")])
+def test_what_a_loss_begins_to_take_at_a_later_step_is_taken_once(name: str, reads: bool) -> None:
+    """The number by which it begins to is compared by a call for the graph alone."""
+
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        loss_fn, _ = DRAWN[name](patch)
+        box, counted = Box(0.5), Box(1.0)
+
+        def begins(model: nn.Module, x: mx.array) -> mx.array:
+            if box.value <= 2:
+                return squares(model, x) * box.value
+            counted.value *= 0.5
+            loss = loss_fn(model, x) * counted.value
+            return loss * 2 if reads and loss.item() < 1 else loss
+
+        return begins, [box.set(value) for value in (1.5, 2.0, 3.0, 3.0, 4.0, 2.0, 5.0)]
+
+    with pytest.warns(
+        RuntimeWarning, match="cannot be compiled: it (takes from|reads the value)|what it changes itself"
+    ):
+        assert beside(build).stats.mode == "plain"
+
+
 def counting(decide: Callable[[Box], bool], **others: float) -> Losses:
     """Return a program whose loss counts its calls, and decides by that."""
 

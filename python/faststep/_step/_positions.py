@@ -14,9 +14,10 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 
 from faststep._step._things import PLAIN, STREAMS, is_a
@@ -36,6 +37,7 @@ _RUNNING = {  # with the attribute that has their frame
     types.CoroutineType: "cr_frame",
     types.AsyncGeneratorType: "ag_frame",
 }
+_DRAWING = frozenset({"random", "next", "__next__"})  # names of what takes from generators and iterators
 UNKNOWN = "unknown"  # the place in a file that cannot tell it
 
 
@@ -154,6 +156,26 @@ def returning(value: Any) -> Callable[[], None] | None:
         index = [each for each in value.__reduce__()[2:] if type(each) is int]
         return functools.partial(value.__setstate__, index[0]) if index else None
     return None
+
+
+def may_draw(names: Iterable[str], values: Iterable[Any]) -> bool:
+    """Return whether code with these names, which reaches these objects, may take from a generator or an iterator."""
+    bound = (types.BuiltinFunctionType, types.MethodType)
+    of = (each.__self__ if is_a(each, bound) else each for each in values)
+    return not _DRAWING.isdisjoint(names) or any(map(moves, of))
+
+
+def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
+    """Return the attributes of a model and of the models among what is reached, and what is reached."""
+    wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
+    within = [value for whole in wholes for module in whole.modules() for value in vars(module).values()]
+    return [*within, *reached]
+
+
+def returning_all(model: nn.Module, reached: list[Any]) -> list[Callable[[], None]]:
+    """Return functions that put back what a loss may take from."""
+    found = (returning(each) for each in with_inner(known_in(model, reached)))
+    return returning_process() + [each for each in found if each is not None]
 
 
 def returning_process() -> list[Callable[[], None]]:

@@ -56,6 +56,7 @@ from faststep._step._nodes import (
     optimizers_in,
 )
 from faststep._step._of_library import MADE_BY_PYTHON
+from faststep._step._positions import may_draw
 from faststep._step._switches import by_names
 from faststep._step._things import (
     CACHE,
@@ -79,7 +80,7 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool]
+Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
@@ -99,7 +100,8 @@ def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) ->
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
-        cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it.
+        cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it; whether the loss may take
+        from a generator or an iterator.
     """
     search = _Search(roots[1], owned)
     search.growing.update(growing)
@@ -131,7 +133,8 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
-    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer
+    draws = may_draw(search.names | search.attributes, search.objects)
+    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws
 
 
 class _Search(Asking):

@@ -22,6 +22,7 @@ from faststep._step._positions import (
     generator_name,
     is_file,
     is_opaque,
+    known_in,
     moves,
     place_in,
     position,
@@ -87,9 +88,7 @@ class Positions:
     """
 
     def __init__(self, model: nn.Module, reached: list[Any], codes: Iterable[types.CodeType] | None) -> None:
-        wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
-        within = [value for whole in wholes for module in whole.modules() for value in vars(module).values()]
-        known = [*within, *reached]
+        known = known_in(model, reached)
         self._objects = [each for each in known if moves(each) and not _is_of_process(each)]
         self._opaque = {generator_name(each) for each in self._objects if is_opaque(each)}
         self._files = [(each, place_in(each)) for each in known if is_file(each)]

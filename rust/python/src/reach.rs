@@ -45,6 +45,9 @@ pub use seen::Seen;
 /// Largest number of programs that are kept; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;
 
+/// Number of objects at which it takes longer to look than to show an optimizer's state.
+const MUCH: usize = 1000;
+
 /// Number of times that a list or a dict has another length, from which on what is in it is compared as a whole.
 const MANY_LENGTHS: usize = 3;
 
@@ -73,6 +76,8 @@ pub struct Program {
     pub hidden: Option<String>,
     /// Whether the optimizer, or one in it, is among what is reached.
     pub meets_optimizer: bool,
+    /// Whether the loss may take from a generator or an iterator.
+    pub may_draw: bool,
 }
 
 impl Program {
@@ -93,6 +98,7 @@ impl Program {
             moving: RefCell::default(),
             hidden: why,
             meets_optimizer: true, // perhaps
+            may_draw: true,
         }
     }
 
@@ -193,9 +199,11 @@ impl Reach {
         Ok(Looked::new(program, objects, values))
     }
 
-    /// Return whether most looks end with a search.
-    pub fn changes_often(&self) -> bool {
-        self.searches.are_many()
+    /// Return whether it takes longer to look at what there is than to show an optimizer's state: most looks end with a search,
+    /// or it is much.
+    pub fn is_costly(&self) -> bool {
+        let last = self.programs.last();
+        self.searches.are_many() || last.is_some_and(|last| last.nodes.len() > MUCH)
     }
 
     /// The same for a call that may run without: nothing, where it takes a search and most calls before it have taken one.
@@ -328,11 +336,12 @@ impl Reach {
             let growing: Vec<usize> = growing.map(|(at, _)| *at).collect();
             reach.call_method1("discover", (PyTuple::new(py, roots)?, owned, growing))?
         };
-        let (nodes, classes, codes, hidden, meets_optimizer): (
+        let (nodes, classes, codes, hidden, meets_optimizer, may_draw): (
             Bound<'_, PyAny>,
             Bound<'_, PyAny>,
             Bound<'_, PyAny>,
             Option<String>,
+            bool,
             bool,
         ) = found.extract()?;
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
@@ -353,6 +362,7 @@ impl Reach {
             moving: RefCell::default(),
             hidden,
             meets_optimizer,
+            may_draw,
         })
     }
 }

@@ -34,7 +34,10 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::{
     host::PythonHost,
     mlx::{bridge, errors::to_python, gil::Waiting},
-    reach::{suspect::Suspect, Reach, Read},
+    reach::{
+        suspect::{Drawable, Suspect},
+        Reach, Read,
+    },
     store::{
         registry::{self, Shared},
         Store,
@@ -95,7 +98,8 @@ struct Inner {
     fallen: Option<String>,
     /// True while it is to be seen whether the loss takes from what cannot be put back; none where that is known.
     probe: Option<bool>,
-    has_compiler: bool,           // as far as is known
+    drawable: Option<Drawable>, // before the loss was called for its graph
+    has_compiler: bool,         // as far as is known
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
@@ -165,6 +169,7 @@ impl Step {
                 reason: None,
                 fallen: None,
                 probe: Some(false),
+                drawable: None,
                 has_compiler: true,
                 positions: None,
                 suspect: None,

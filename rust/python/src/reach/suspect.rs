@@ -399,6 +399,28 @@ impl<'py> Positions<'py> {
     }
 }
 
+/// What a loss may take from generators and iterators as it is called for its graph alone.
+pub struct Drawable(Vec<Py<PyAny>>);
+
+impl Drawable {
+    /// As it is before the call; nothing where the loss does not draw, as far as its code tells.
+    pub fn before(model: &Bound<'_, PyAny>, looked: &Looked) -> PyResult<Self> {
+        if !looked.program.may_draw {
+            return Ok(Self(Vec::new()));
+        }
+        let py = model.py();
+        let objects = PyList::new(py, looked.all(py))?;
+        let positions = py.import("faststep._step._positions")?;
+        let found = positions.getattr("returning_all")?;
+        found.call1((model, objects))?.extract().map(Self)
+    }
+
+    /// Put it back, before the loss is called again.
+    pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
+        self.0.iter().try_for_each(|back| back.call0(py).map(drop))
+    }
+}
+
 /// Put back what a loss has taken from generators and iterators since; the names of those of which that cannot be.
 pub fn put_back(positions: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
     positions.call_method0("put_back")?.extract()

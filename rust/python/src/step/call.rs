@@ -204,7 +204,7 @@ impl Inner {
         roots.extend_from_slice(&batch.objects);
         self.reach.begin();
         let stays_plain = !self.compiled && !self.becomes_another();
-        let looked = if stays_plain && self.reach.changes_often() {
+        let looked = if stays_plain && self.reach.is_costly() {
             Looked::nothing() // the loss is called at each step, and sees what there is
         } else if may_be_rare && self.suspect.is_none() {
             self.reach.look_unless_searching(&roots, &user.optimizer)?

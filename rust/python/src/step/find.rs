@@ -14,7 +14,11 @@ use super::{
 use crate::{
     host::TraceGraph,
     mlx::errors::{mlx, to_python},
-    reach::{stop::Stop, suspect::draws, Seen},
+    reach::{
+        stop::Stop,
+        suspect::{draws, Drawable},
+        Seen,
+    },
     store::Store,
     tree::Tree,
 };
@@ -298,6 +302,9 @@ impl Inner {
             return Err(mlx(error).into());
         }
         given.constants = constants(&varying)?;
+        if let Some(drawable) = self.drawable.take() {
+            drawable.put_back(py)?; // or it would be drawn twice in this step
+        }
         Ok(Some(varying))
     }
 
@@ -329,14 +336,21 @@ impl Inner {
         key: &Key,
         by_loss: bool,
     ) -> Sketch {
+        let drawable = Drawable::before(&user.model, &given.looked)?;
+        let mut sketch = Ok(None);
         if by_loss {
-            if let Some(sketch) = self.sketch_once(store, user, given, key, true)? {
-                return Ok(sketch);
-            }
+            sketch = self.sketch_once(store, user, given, key, true);
         }
-        let whole = self.sketch_once(store, user, given, key, false)?;
+        if let Ok(None) = sketch {
+            drawable.put_back(user.py())?;
+            sketch = self.sketch_once(store, user, given, key, false);
+        }
+        if matches!(&sketch, Err(stop) if !matches!(stop, Stop::Raised(_))) {
+            drawable.put_back(user.py())?;
+        }
+        self.drawable = Some(drawable);
         let missing = || PyRuntimeError::new_err("a step was traced without a loss");
-        whole.ok_or_else(|| Stop::Raised(missing()))
+        sketch?.ok_or_else(|| Stop::Raised(missing()))
     }
 
     // none where the graph of the loss does not determine the rest
