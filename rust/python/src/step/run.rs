@@ -16,7 +16,7 @@ use super::{
     arguments::{Arguments, Batch},
     find::taken,
     flags::{is_true, read},
-    trace_cache::{is_rare, warn, Pin, RARE_STRUCTURE},
+    trace_cache::{is_rare, warn, Pin, RARE_OPTIONS, RARE_STRUCTURE},
     Inner,
 };
 use crate::{
@@ -297,7 +297,9 @@ impl Inner {
 
     // what of a step is compiled
     pub(super) fn compiling(&self) -> Compiled {
-        match (self.compiled, self.options.compile && self.has_compiler) {
+        // options that change at each step are constants of a kernel
+        let rare = self.becomes_another() && self.becomes == RARE_OPTIONS;
+        match (self.compiled, self.options.compile && self.has_compiler && !rare) {
             (true, _) => Compiled::Whole,
             (false, true) => Compiled::Update,
             (false, false) => Compiled::Nothing,

@@ -32,7 +32,7 @@ const MAX_RARE: usize = 256;
 const RARE: &str = "many traces have been made, and this is the first batch of its kind";
 
 /// The reason why a batch runs uncompiled before which the optimizer got other options.
-const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
+pub const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
 
 /// The reason why a batch runs uncompiled before which the model got other numbers or modes.
 const RARE_NUMBERS: &str =
