@@ -74,6 +74,7 @@ def _place(traceback: types.TracebackType | None) -> str:
     return place
 
 
+_BLOCKING = frozenset({"threading", "queue", "multiprocessing", "concurrent", "asyncio"})
 _READS = (
     "[eval] Attempting to eval an array during function transformations",
     "[eval] Attempting to eval an array without a primitive",  # in an optimizer's update
@@ -177,6 +178,16 @@ def _kept(known: list[Any], codes: Iterable[types.CodeType]) -> list[tuple[Any, 
     """Return objects of which a loss may change what they hold beside attributes and items, with how that is read."""
     names = {name for code in codes for name in code.co_names}
     return [(each, read) for each in known if (read := read_kept(each, names)) is not None]
+
+
+def blocking(reached: list[Any], changed: list[int]) -> str | None:
+    """Return the name of an object by which threads wait for each other, if what it consists of has one of these addresses."""
+    for each in reached:
+        if type(each).__module__.split(".")[0] in _BLOCKING:
+            parts = getattr(each, "__dict__", {})
+            if not {id(parts), *map(id, parts.values())}.isdisjoint(changed):
+                return generator_name(each)
+    return None
 
 
 def _of_process() -> list[tuple[str, Any]]:

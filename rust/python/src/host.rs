@@ -187,6 +187,7 @@ impl PythonHost {
                             read: positions.read()?,
                             model: suspect::changes(&snapshot, false)?,
                             reached: reached.changes(py)?,
+                            others: 0,
                         };
                     }
                     Ok(Ok(left))
@@ -197,7 +198,13 @@ impl PythonHost {
         if let Some(current) = self.current.borrow_mut().as_mut() {
             current.positions = positions.map(Positions::into_object);
         }
-        let reached_again = reached.restore(py, !sketch && matches!(outcome, Ok(Ok(_))));
+        let stays = match &outcome {
+            Ok(Ok(_)) => true,
+            // an error of the user's ends the call, as it would without a trace
+            Ok(Err(_)) => self.raised(py) && reached.holds_no_tracer(py)?,
+            Err(_) => false,
+        };
+        let reached_again = reached.restore(py, !sketch && stays);
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
         } else {
@@ -256,6 +263,13 @@ impl PythonHost {
         let current = self.current.borrow();
         let stop = current.as_ref().and_then(|current| current.stop.as_ref());
         matches!(stop, Some(Stop::Raised(error)) if !error.is_instance_of::<PyException>(py))
+    }
+
+    // whether the user's code has raised
+    fn raised(&self, py: Python<'_>) -> bool {
+        let current = self.current.borrow();
+        let stop = current.as_ref().and_then(|current| current.stop.as_ref());
+        matches!(stop, Some(Stop::Raised(error)) if error.is_instance_of::<PyException>(py))
     }
 
     // what the loss computes and somebody keeps would never get a value

@@ -26,8 +26,9 @@ pub struct TraceEntry<K, T> {
     pub trace: Trace,
     /// The host's data.
     pub kept: T,
+    /// Its number among those of the cache.
+    pub number: usize,
     cause: String,
-    number: usize,
     seconds: Option<f64>, // none before its first evaluation is done
 }
 

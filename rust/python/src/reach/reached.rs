@@ -140,6 +140,20 @@ impl<'py> Reached<'py> {
         Ok(written)
     }
 
+    /// Return whether what the loss has stored beside the arrays that it reaches holds none.
+    pub fn holds_no_tracer(&self, py: Python<'py>) -> PyResult<bool> {
+        let Some(traced) = &self.traced else {
+            return Ok(true);
+        };
+        for (node, _) in &traced.copies {
+            let changed = !self.looked.has_contents(py, *node)?;
+            if changed && self.looked.contents_with_array(py, *node).is_some() {
+                return Ok(false);
+            }
+        }
+        Ok(self.looked.new_array(py).is_none() && traced.snapshot.new_array(false)?.is_none())
+    }
+
     /// What the loss has changed that is no array, with what was there before.
     pub fn changes(&self, py: Python<'py>) -> PyResult<Vec<Change>> {
         let Some(traced) = &self.traced else {

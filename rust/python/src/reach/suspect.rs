@@ -18,6 +18,8 @@ pub enum Change {
     Item(Py<PyDict>, Py<PyAny>, Option<Py<PyAny>>),
     /// The contents of a list.
     List(Py<PyList>, Py<PyList>),
+    /// The keys of a dict, where only their order is another one.
+    Order(Py<PyDict>, Py<PyList>),
     /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
     Node(Rc<Looked>, usize, Py<PyAny>),
     /// The contents of another object at a node, and a copy of it.
@@ -42,6 +44,18 @@ impl Change {
                 let now = list.get_slice(0, list.len()).unbind();
                 let other = std::mem::replace(other, now);
                 list.set_slice(0, list.len(), other.bind(py))
+            }
+            Self::Order(dict, other) => {
+                let dict = dict.bind(py);
+                let now = dict.keys().unbind();
+                let other = std::mem::replace(other, now);
+                for key in other.bind(py) {
+                    if let Some(value) = dict.get_item(&key)? {
+                        ordered::del_item(dict, &key)?;
+                        ordered::set_item(dict, &key, &value)?;
+                    }
+                }
+                Ok(())
             }
             Self::Node(looked, node, other) => {
                 let Some(now) = looked.at(py, *node) else {
@@ -70,7 +84,7 @@ impl Change {
         match self {
             Self::Item(dict, key, _) => dict.bind(py).get_item(key),
             Self::Node(looked, node, _) => Ok(looked.at(py, *node)),
-            Self::List(..) | Self::Contents(..) => Ok(None),
+            Self::List(..) | Self::Order(..) | Self::Contents(..) => Ok(None),
         }
     }
 
@@ -80,14 +94,21 @@ impl Change {
         py: Python<'py>,
     ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
         let before = match self {
-            Self::Item(.., before) => before.as_ref(),
-            Self::Node(.., before) => Some(before),
-            Self::List(..) | Self::Contents(..) => None,
+            Self::Item(.., before) => before.as_ref().map(|before| before.bind(py).clone()),
+            Self::Node(.., before) => Some(before.bind(py).clone()),
+            Self::List(..) | Self::Order(..) | Self::Contents(..) => None,
         };
-        let (Some(before), Some(now)) = (before, self.now(py)?) else {
+        let Some(now) = self.now(py)? else {
             return Ok(None);
         };
-        let before = before.bind(py).clone();
+        let before = match before {
+            Some(before) => before,
+            // made by the first call, which counts from 0
+            None if now.is_exact_instance_of::<PyInt>() && now.eq(1)? => {
+                0_u8.into_pyobject(py)?.into_any()
+            }
+            None => return Ok(None),
+        };
         Ok((is_number(&before) && is_number(&now)).then_some((before, now)))
     }
 
@@ -96,6 +117,9 @@ impl Change {
         if let Self::List(list, before) = self {
             let (list, len) = (list.bind(py), before.bind(py).len());
             let added = list.get_slice(len, list.len());
+            if list.len() == len {
+                return self.each(py, |before, now| now.add(now.sub(before)?.mul(times)?));
+            }
             let few = usize::try_from(times).is_ok_and(|n| n * added.len() <= MAX_ADDED);
             if !few || added.is_empty() {
                 return Ok(None);
@@ -106,6 +130,30 @@ impl Change {
             return Ok(None);
         };
         now.add(now.sub(before)?.mul(times)?).map(Some)
+    }
+
+    // a list of as many items as before with others in the places of the numbers that have changed; none where none have
+    fn each<'py>(
+        &self,
+        py: Python<'py>,
+        other: impl Fn(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Self::List(list, before) = self else {
+            return Ok(None);
+        };
+        let (list, before) = (list.bind(py), before.bind(py));
+        if list.len() != before.len() {
+            return Ok(None);
+        }
+        let made = list.get_slice(0, list.len());
+        let mut found = false;
+        for (at, (before, now)) in before.iter().zip(list.iter()).enumerate() {
+            if is_number(&before) && is_number(&now) && !before.eq(&now)? {
+                made.set_item(at, other(&before, &now)?)?;
+                found = true;
+            }
+        }
+        Ok(found.then(|| made.into_any()))
     }
 
     // a number before the change and behind it, or the length of a list
@@ -126,7 +174,7 @@ impl Change {
             Self::Item(_, key, _) => text(key.bind(py)),
             Self::Node(looked, node, _) => looked.key_name(py, *node),
             Self::List(list, _) => looked.name_of(list.bind(py)),
-            Self::Contents(..) => String::new(),
+            Self::Order(..) | Self::Contents(..) => String::new(),
         }
     }
 
@@ -139,19 +187,21 @@ impl Change {
                 let third = third.bind(py).cast::<PyList>()?.clone().unbind();
                 Some(std::mem::replace(other, third).into_any())
             }
-            Self::Contents(..) => None,
+            Self::Order(..) | Self::Contents(..) => None,
         };
         self.swap(py).map(|()| other)
     }
 
     // put back what was there before such an exchange
-    fn put_back(&mut self, py: Python<'_>, before: Py<PyAny>) -> PyResult<()> {
+    fn put_back(&mut self, py: Python<'_>, before: Option<Py<PyAny>>) -> PyResult<()> {
         self.swap(py)?;
-        match self {
-            Self::Item(.., other) => *other = Some(before),
-            Self::Node(.., other) => *other = before,
-            Self::List(_, other) => *other = before.bind(py).cast::<PyList>()?.clone().unbind(),
-            Self::Contents(..) => {}
+        match (self, before) {
+            (Self::Item(.., other), before) => *other = before,
+            (Self::Node(.., other), Some(before)) => *other = before,
+            (Self::List(_, other), Some(before)) => {
+                *other = before.bind(py).cast::<PyList>()?.clone().unbind();
+            }
+            _ => {}
         }
         Ok(())
     }
@@ -161,6 +211,9 @@ impl Change {
 pub fn is_number(value: &Bound<'_, PyAny>) -> bool {
     value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<PyFloat>()
 }
+
+/// Number of looks with other numbers after which there is none with the same ones.
+const MAX_OTHERS: usize = 3;
 
 /// Reasons to look once more at whether a loss gives the same graph when it is called again.
 #[derive(Default)]
@@ -175,12 +228,38 @@ pub struct Suspect {
     pub model: Vec<Change>,
     /// Changes to what the loss reaches, which stay.
     pub reached: Vec<Change>,
+    /// How often it was looked at for other numbers, with which nothing depended on it.
+    pub others: usize,
 }
 
 impl Suspect {
+    /// Note that nothing depends on it for other numbers; whether that is so for so many that it is so for all.
+    pub fn is_cleared(&mut self) -> bool {
+        self.others += 1;
+        self.others > MAX_OTHERS
+    }
+
     /// Return whether there is none.
     pub fn is_empty(&self) -> bool {
         self.drawn.is_empty() && self.read.is_empty() && self.is_unchanged()
+    }
+
+    /// What has changed of an object by which threads wait for each other, a queue say: called for its graph alone, the loss might
+    /// wait for ever, or take what is lost then.
+    pub fn blocking(&self, py: Python<'_>, looked: &Looked) -> PyResult<Option<String>> {
+        if self.reached.is_empty() {
+            return Ok(None);
+        }
+        let changed = self.reached.iter().filter_map(|change| match change {
+            Change::Item(dict, ..) | Change::Order(dict, _) => Some(dict.as_ptr().addr()),
+            Change::List(list, _) => Some(list.as_ptr().addr()),
+            Change::Contents(looked, node, _) => Some(looked.at(py, *node)?.as_ptr().addr()),
+            Change::Node(..) => None,
+        });
+        let changed: Vec<usize> = changed.collect();
+        let suspect = py.import("faststep._step._suspect")?;
+        let found = suspect.getattr("blocking")?;
+        found.call1((looked.all(py), changed))?.extract()
     }
 
     /// Return whether nothing has changed that is no generator.
@@ -195,7 +274,9 @@ impl Suspect {
         } else {
             &mut self.reached
         };
-        changes.iter_mut().try_for_each(|change| change.swap(py))
+        let swapped = changes.iter_mut().try_for_each(|change| change.swap(py));
+        changes.reverse(); // of two that lie in one memory, the last is the first to be taken back
+        swapped
     }
 
     /// While the numbers that the loss changes are what they will be so many calls later, do something. None: there are no
@@ -215,9 +296,11 @@ impl Suspect {
         let limits = py.import("faststep._step._limits")?;
         let limits = limits.getattr("Limits")?.call0()?;
         let noting = |change: &Change| {
-            let numbers = change.numbers(py)?;
-            let noting = numbers.map(|numbers| limits.call_method1("noting", numbers));
-            noting.transpose()
+            let note = |numbers| limits.call_method1("noting", numbers);
+            match change.numbers(py)? {
+                Some(numbers) => note(numbers).map(Some),
+                None => change.each(py, |before, now| note((before.clone(), now.clone()))),
+            }
         };
         self.with_others(py, noting, work)?;
         limits.call_method0("calls")?.extract()
@@ -232,10 +315,9 @@ impl Suspect {
     ) -> PyResult<Option<T>> {
         let mut before = Vec::new();
         for change in self.model.iter_mut().chain(&mut self.reached) {
-            before.push(match other(change)? {
-                Some(other) => change.exchange(py, other.unbind())?,
-                None => None,
-            });
+            let other = other(change)?;
+            let exchanged = other.map(|other| change.exchange(py, other.unbind()));
+            before.push(exchanged.transpose()?);
         }
         let done = before.iter().any(Option::is_some).then(work);
         let changes = self.model.iter_mut().chain(&mut self.reached);
@@ -273,6 +355,7 @@ impl Suspect {
         let names = names.map(|change| match change {
             Change::Item(_, key, _) => text(key.bind(py)),
             Change::List(..) => "a list".into(),
+            Change::Order(..) => "the order of a dict".into(),
             Change::Node(looked, node, _) | Change::Contents(looked, node, _) => {
                 looked.program.name(py, *node)
             }
@@ -453,10 +536,14 @@ impl<'py> Reads<'py> {
 
 /// What has changed in the containers of a snapshot: with what stood there before, or with what stands there now.
 pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
-    let (items, lists) = snapshot.differences()?;
+    let (items, orders, lists) = snapshot.differences()?;
     let items = items.into_iter().map(|(dict, key, old, new)| {
         let other = if before { old } else { new };
         Change::Item(dict.unbind(), key.unbind(), other.map(Bound::unbind))
+    });
+    let orders = orders.into_iter().map(|(dict, old)| {
+        let other = if before { old } else { dict.keys() };
+        Change::Order(dict.unbind(), other.unbind())
     });
     let lists = lists.into_iter().map(|(list, old)| {
         let other = if before {
@@ -466,5 +553,5 @@ pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
         };
         Change::List(list.unbind(), other.unbind())
     });
-    Ok(items.chain(lists).collect())
+    Ok(items.chain(orders).chain(lists).collect())
 }

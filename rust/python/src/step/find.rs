@@ -16,7 +16,7 @@ use crate::{
     mlx::errors::{mlx, to_python},
     reach::{
         stop::Stop,
-        suspect::{draws, Drawable},
+        suspect::{draws, Drawable, Suspect},
         Seen,
     },
     store::Store,
@@ -45,22 +45,13 @@ impl Inner {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let rule = store.rule.as_ref().ok_or_else(missing)?.clone();
         for part in task.parts(&rule) {
-            let updates = matches!(part, Part::Whole(_) | Part::Update(_));
             let has_loss = !matches!(part, Part::Update(_));
-            // uncompiled, the optimizer's own code reads its numbers at each update
-            let options = updates && (self.compiled || !matches!(rule, Rule::Host));
-            let options = if options { store.options_id() } else { 0 };
-            let mut key = key(store, part, options)?;
-            if updates && self.compiled && matches!(rule, Rule::Host) {
-                key.front.read = self.read.id();
-            }
-            if !self.compiled {
-                key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
-            }
             if has_loss {
+                let key = self.loss_key(store, given, &rule, part)?;
                 self.find_loss(store, user, given, key)?;
                 continue;
             }
+            let key = self.part_key(store, &rule, part)?;
             let py = user.py();
             if self
                 .traces
@@ -76,6 +67,32 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    fn part_key(&self, store: &Store, rule: &Rule, part: Part) -> PyResult<Key> {
+        let updates = matches!(part, Part::Whole(_) | Part::Update(_));
+        let host = matches!(rule, Rule::Host);
+        // uncompiled, the optimizer's own code reads its numbers at each update
+        let options = updates && (self.compiled || !host);
+        let options = if options { store.options_id() } else { 0 };
+        let mut key = key(store, part, options)?;
+        if updates && self.compiled && host {
+            key.front.read = self.read.id();
+        }
+        if !self.compiled {
+            key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
+        }
+        Ok(key)
+    }
+
+    // of a part with a loss, for this batch
+    fn loss_key(&self, store: &Store, given: &Given, rule: &Rule, part: Part) -> PyResult<Key> {
+        let mut key = self.part_key(store, rule, part)?;
+        if self.compiled {
+            key.front.reached = given.looked.tensors.clone();
+            key.front.batch = given.tree.clone();
+        }
+        Ok(key)
     }
 
     // stop where there is no trace for a key, and a new one might be used once
@@ -95,36 +112,71 @@ impl Inner {
         task: Task,
     ) -> PyResult<Option<String>> {
         let py = user.py();
-        let eager = self.traces.last().is_none_or(|last| last.trace.is_eager());
-        let Some(mut suspect) = self.suspect.take().filter(|_| self.compiled && !eager) else {
+        let rule = store.rule.clone().filter(|_| self.compiled);
+        let Some(rule) = rule.filter(|_| self.traces.are_suspect()) else {
             return Ok(None);
+        };
+        let mut parts = task.parts(&rule).into_iter();
+        let Some(part) = parts.find(|part| !matches!(part, Part::Update(_))) else {
+            return Ok(None);
+        };
+        let known = self.loss_key(store, given, &rule, part.clone())?;
+        let looked = given.looked.clone();
+        // the trace of such a batch; for other numbers it may do something else
+        let suspects = self.traces.recent().filter(|entry| {
+            entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
+        });
+        let suspects: Vec<&Entry> = suspects.collect();
+        let now = suspects.iter().find(|entry| holds(entry, py, &looked));
+        let is_now = now.is_some();
+        let Some((at, suspect)) = now.or(suspects.first()).and_then(|entry| {
+            let suspect = entry.kept.suspect.take()?;
+            Some((entry.number, suspect))
+        }) else {
+            return Ok(None);
+        };
+        let mut suspect = suspect;
+        let keep = |inner: &Self, suspect: Suspect| {
+            let mut recent = inner.traces.recent();
+            if let Some(entry) = recent.find(|entry| entry.number == at) {
+                entry.kept.suspect.replace(Some(suspect));
+            }
         };
         self.checks += 1;
-        let rule = store.rule.clone();
-        let parts = rule.map(|rule| task.parts(&rule)).into_iter().flatten();
-        let mut parts = parts.filter(|part| !matches!(part, Part::Update(_)));
-        let Some(part) = parts.next() else {
-            self.suspect = Some(suspect);
-            return Ok(None);
-        };
+        if let Some(name) = suspect.blocking(py, &looked)? {
+            suspect.swap(py, true)?;
+            return Ok(Some(taken(&name)));
+        }
         let mut key = key(store, part, 0)?;
         let mut sketch = |inner: &mut Self, given: &mut Given| {
             key.front.reached = given.looked.tensors.clone();
             inner.sketch(store, user, given, &key, true)
         };
+        let mut raised = false;
         let drawn = !suspect.drawn.is_empty()
-            && (!suspect.shared || draws(py, || drop(sketch(self, given)))?);
+            && (!suspect.shared
+                || draws(py, || {
+                    raised |= matches!(sketch(self, given), Err(Stop::Raised(_)));
+                })?);
+        if raised {
+            self.traces.drop_number(at); // the loss is called, and raises where it would without a trace
+            return Ok(None);
+        }
         if drawn {
             suspect.swap(py, true)?;
             return Ok(Some(taken(&suspect.drawn.join(", "))));
         }
+        let is_last = is_now || suspect.is_cleared();
         if suspect.is_unchanged() && suspect.read.is_empty() {
+            if !is_last {
+                keep(self, suspect);
+            }
             return Ok(None);
         }
         let first = sketch(self, given);
         if let Err(Stop::Raised(_)) = &first {
             self.checks -= 1;
-            self.suspect = Some(suspect); // of this batch nothing can be said: the step will raise too
+            self.traces.drop_number(at);
             return Ok(None);
         }
         suspect.swap(py, true)?;
@@ -161,6 +213,10 @@ impl Inner {
         let read = suspect.read.join(", ");
         if same {
             suspect.swap(py, true)?;
+            if !is_last {
+                keep(self, suspect);
+                return Ok(None);
+            }
             if !read.is_empty() {
                 let message = format!(
                     "the loss reads {read} as it is called, which is only while it is traced: what it decides by that stays \
@@ -195,11 +251,6 @@ impl Inner {
     ) -> Result<(), Stop> {
         let py = user.py();
         let looked = given.looked.clone();
-        let mut key = key;
-        if self.compiled {
-            key.front.reached = looked.tensors.clone();
-            key.front.batch = given.tree.clone();
-        }
         given.constants.clear();
         let fits = |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked);
         if let Some(entry) = self.traces.use_again(fits) {

@@ -127,6 +127,9 @@ impl Inner {
                         self.became = 0;
                     }
                     self.compile_again();
+                    if let (Some(suspect), Some(last)) = (self.suspect.take(), self.traces.last()) {
+                        last.kept.suspect.replace(Some(suspect));
+                    }
                     return Ok((output, new));
                 }
                 Err(stop) => stop,
@@ -299,7 +302,10 @@ impl Inner {
     pub(super) fn compiling(&self) -> Compiled {
         // options that change at each step are constants of a kernel
         let rare = self.becomes_another() && self.becomes == RARE_OPTIONS;
-        match (self.compiled, self.options.compile && self.has_compiler && !rare) {
+        match (
+            self.compiled,
+            self.options.compile && self.has_compiler && !rare,
+        ) {
             (true, _) => Compiled::Whole,
             (false, true) => Compiled::Update,
             (false, false) => Compiled::Nothing,

@@ -1,5 +1,5 @@
 //! The traces of a step, and the causes for new ones in the user's words.
-use std::{mem::discriminant, rc::Rc};
+use std::{cell::RefCell, mem::discriminant, rc::Rc};
 
 use faststep::engine::{self, CallTraces, Causes, Task, Tensor, Trace, TraceCache, TraceEntry};
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*, types::PyWeakrefReference};
@@ -8,7 +8,7 @@ use super::arguments::Arguments;
 use crate::{
     host::TraceGraph,
     mlx::bridge,
-    reach::{Looked, Seen, Written},
+    reach::{suspect::Suspect, Looked, Seen, Written},
     tree::Tree,
 };
 
@@ -112,6 +112,8 @@ pub struct Kept {
     pub seen: Vec<Seen>,
     /// What the loss writes to what it reaches.
     pub written: Written,
+    /// What the loss has changed itself as it was traced: to be looked at before the trace is used again.
+    pub suspect: RefCell<Option<Suspect>>,
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
     met: Option<(Rc<Tree>, Rc<Vec<Tensor>>)>, // arguments of the last call that was looked for, and arrays that the loss reaches
@@ -190,6 +192,12 @@ impl Traces {
     /// The most recent trace that fits becomes the last one.
     pub fn use_again(&mut self, fits: impl Fn(&Entry) -> bool) -> Option<&mut Entry> {
         self.known.use_again(fits)
+    }
+
+    /// Return whether there is something to be looked at before a trace is used again.
+    pub fn are_suspect(&self) -> bool {
+        self.recent()
+            .any(|entry| entry.kept.suspect.borrow().is_some())
     }
 
     /// The traces, the one used last first.
@@ -276,6 +284,11 @@ impl Traces {
             ..Kept::default()
         };
         self.known.add(key, trace, kept, cause, max_traces);
+    }
+
+    /// Drop the trace with a number.
+    pub fn drop_number(&mut self, number: usize) {
+        self.known.retain(|entry| entry.number != number);
     }
 
     /// Drop the trace used last.

@@ -25,6 +25,8 @@ pub type Item<'py> = (
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
 );
+/// A dict, and the order of its keys before.
+pub type Order<'py> = (Bound<'py, PyDict>, Bound<'py, PyList>);
 /// A list, and its contents before.
 pub type List<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
 
@@ -118,8 +120,9 @@ impl<'py> Snapshot<'py> {
             .any(|(list, copy)| list.len() > copy.len()))
     }
 
-    /// What has changed and is no array: items of dicts with their old and new values, and lists with their old contents.
-    pub fn differences(&self) -> PyResult<(Vec<Item<'py>>, Vec<List<'py>>)> {
+    /// What has changed and is no array: items of dicts with their old and new values, orders of dicts, and lists with their old
+    /// contents.
+    pub fn differences(&self) -> PyResult<(Vec<Item<'py>>, Vec<Order<'py>>, Vec<List<'py>>)> {
         let same = |a: &Bound<'py, PyAny>, b: &Bound<'py, PyAny>| {
             a.is(b) || (is_plain(a) && is_plain(b) && equal(a, b))
         };
@@ -128,7 +131,7 @@ impl<'py> Snapshot<'py> {
                 || new.is_some_and(|new| has_array(new, 0));
             !arrays && !matches!((old, new), (Some(old), Some(new)) if same(old, new))
         };
-        let mut items = Vec::new();
+        let (mut items, mut orders) = (Vec::new(), Vec::new());
         for (dict, copy) in self.changed_dicts() {
             for (key, old) in copy.iter() {
                 let new = dict.get_item(&key)?;
@@ -142,6 +145,17 @@ impl<'py> Snapshot<'py> {
                 }
             }
         }
+        for (dict, copy) in self.changed_dicts() {
+            let stay = |one: &Bound<'py, PyDict>, other: &Bound<'py, PyDict>| {
+                let keys = one.keys().iter();
+                keys.filter(|key| other.contains(key).unwrap_or(false))
+                    .collect::<Vec<_>>()
+            };
+            let (before, now) = (stay(copy, dict), stay(dict, copy));
+            if !before.iter().zip(&now).all(|(before, now)| before.is(now)) {
+                orders.push((dict.clone(), copy.keys()));
+            }
+        }
         let mut lists = Vec::new();
         for (list, copy) in &self.lists {
             let mut pairs = list.iter().zip(copy.iter());
@@ -152,7 +166,7 @@ impl<'py> Snapshot<'py> {
                 lists.push((list.clone(), copy.clone()));
             }
         }
-        Ok((items, lists))
+        Ok((items, orders, lists))
     }
 
     /// Hold the arrays no more: `restore` leaves those that stand in their places then.
