@@ -180,6 +180,11 @@ def _kept(known: list[Any], codes: Iterable[types.CodeType]) -> list[tuple[Any, 
     return [(each, read) for each in known if (read := read_kept(each, names)) is not None]
 
 
+def moving(reached: list[Any]) -> list[Any]:
+    """Return generators and iterators among what is reached."""
+    return [each for each in reached if moves(each)]
+
+
 def blocking(reached: list[Any], changed: list[int]) -> str | None:
     """Return the name of an object by which threads wait for each other, if what it consists of has one of these addresses."""
     for each in reached:

@@ -88,6 +88,9 @@ pub struct Current {
     pub suspect: Suspect,
     /// Where generators and iterators stood before the loss was traced.
     pub positions: Option<Py<PyAny>>,
+    /// Generators and iterators that an optimizer's own code takes from; what it has taken from as its update was traced.
+    pub moving: Option<Py<PyAny>>,
+    pub taken: Option<Vec<String>>,
     /// Reason for which the trace ended early.
     pub stop: Option<Stop>,
     /// Structure that the loss returned, with holes for its arrays.

@@ -13,7 +13,10 @@ use super::{expected, stop, Current};
 use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
-    reach::{stop::Stop, suspect::Reads},
+    reach::{
+        stop::Stop,
+        suspect::{Positions, Reads},
+    },
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -117,7 +120,19 @@ impl Current {
         let reads = Reads::begin(py, self.compiled)?;
         schedules.hold()?;
         let model = self.model.bind(py);
+        let positions = match &self.moving {
+            Some(moving) if self.compiled && !self.sketch => {
+                let positions = Positions::among(model, moving.bind(py))?;
+                positions.begin()?;
+                Some(positions)
+            }
+            _ => None,
+        };
         let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
+        if let Some(positions) = positions {
+            positions.end();
+            self.taken = Some(positions.moved()?);
+        }
         let read = reads.end()?;
         schedules.let_go()?;
         match (read, updated) {

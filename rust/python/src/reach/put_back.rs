@@ -10,7 +10,7 @@ use pyo3::{
 use super::{
     contents::{contents, copy, refill},
     looked::Looked,
-    node::{attributes_of, Expect},
+    node::{attributes_of, Expect, How},
     seen::equal,
 };
 use crate::{
@@ -89,17 +89,23 @@ impl Looked {
         }
     }
 
-    /// Values in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
+    /// Values and objects in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.
     pub fn changed<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
         let changed = nodes.filter_map(|(at, node)| {
-            let Expect::Value(_, number) = &node.expect else {
-                return None;
-            };
             if !node.how.stands_alone() {
                 return None;
             }
+            let Expect::Value(_, number) = &node.expect else {
+                // another object; a getter may make one at each look
+                let (before, now) = (self.object(at, py)?, node.find(&objects, &[])?);
+                let other = !matches!(node.how, How::Attribute)
+                    && !matches!(node.expect, Expect::Array | Expect::Absent)
+                    && !before.is(&now)
+                    && !holds_array(&now, &mut HashSet::new());
+                return other.then_some((at, before));
+            };
             let before = self.values[*number].bind(py);
             let now = node.find(&objects, &[])?;
             (!equal(before, &now) && !bridge::is_array(&now)).then(|| (at, before.clone()))

@@ -31,6 +31,7 @@ pub struct Read {
     looks: usize,   // since the last change
     changes: usize, // one soon after the other
     hidden: Option<String>,
+    moving: Option<(usize, Py<PyAny>)>, // generators and iterators among it, and the program by which they were found
 }
 
 impl Default for Read {
@@ -42,6 +43,7 @@ impl Default for Read {
             looks: 0,
             changes: 0,
             hidden: None,
+            moving: None,
         }
     }
 }
@@ -55,6 +57,26 @@ impl Read {
     /// Why the update cannot be compiled, if it cannot.
     pub fn hidden(&self) -> Option<String> {
         self.hidden.clone()
+    }
+
+    /// Generators and iterators that it takes from, as a list.
+    pub fn moving(&self) -> Option<&Py<PyAny>> {
+        self.moving.as_ref().map(|(_, moving)| moving)
+    }
+
+    /// What an update that has just been traced has changed itself of what it reads.
+    pub fn changed(
+        &mut self,
+        optimizer: &Bound<'_, PyAny>,
+        model: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<String>> {
+        let py = optimizer.py();
+        let roots = [optimizer.clone(), model.clone()];
+        let looked = self.reach.look(&roots, optimizer)?;
+        let last = self.states.last();
+        let changed = last.map_or_else(Vec::new, |last| last.seen.changes(py, &looked));
+        let name = changed.first().map(|&value| looked.value_name(py, value));
+        Ok(name.map(|name| name_of(&name)))
     }
 
     /// Return whether an array is one of those that are read.
@@ -75,6 +97,16 @@ impl Read {
             .reach
             .look(&[optimizer.clone(), model.clone()], optimizer)?;
         self.looks += 1;
+        let program = looked.program.id;
+        if self
+            .moving
+            .as_ref()
+            .is_none_or(|(known, _)| *known != program)
+        {
+            let suspect = py.import("faststep._step._suspect")?;
+            let moving = suspect.call_method1("moving", (looked.all(py),))?;
+            self.moving = Some((program, moving.unbind()));
+        }
         let is_now = |state: &State| {
             state.arrays.ids() == looked.arrays.ids() && state.seen.fits(py, &looked)
         };

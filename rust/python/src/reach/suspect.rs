@@ -1,5 +1,5 @@
 //! What a loss has changed itself while it was traced, by which a trace may depend on how often the loss is called.
-use std::{cell::Cell, rc::Rc};
+use std::{cell::Cell, collections::HashSet, rc::Rc};
 
 use pyo3::{
     prelude::*,
@@ -10,7 +10,11 @@ use super::{
     contents::{copy, refill},
     Looked,
 };
-use crate::tree::{ordered, snapshot::Snapshot, text::text};
+use crate::tree::{
+    ordered,
+    snapshot::{holds_array, Snapshot},
+    text::text,
+};
 
 /// A value that is no array, and what stood in its place before the loss was called, or behind it.
 pub enum Change {
@@ -262,6 +266,15 @@ impl Suspect {
         found.call1((looked.all(py), changed))?.extract()
     }
 
+    /// Return whether the loss has changed the order of a dict of arrays: by another order it computes the same of others.
+    pub fn orders_arrays(&self, py: Python<'_>) -> bool {
+        let mut changes = self.model.iter().chain(&self.reached);
+        changes.any(|change| match change {
+            Change::Order(dict, _) => holds_array(dict.bind(py).as_any(), &mut HashSet::new()),
+            _ => false,
+        })
+    }
+
     /// Return whether nothing has changed that is no generator.
     pub fn is_unchanged(&self) -> bool {
         self.model.is_empty() && self.reached.is_empty()
@@ -439,6 +452,18 @@ impl<'py> Positions<'py> {
         let positions = suspect.getattr("Positions")?;
         Ok(Self {
             object: positions.call1((model, objects, looked.codes(py)))?,
+            hook: Cell::new(None),
+        })
+    }
+
+    /// Of those of the process, of the model, and of a list.
+    pub fn among(model: &Bound<'py, PyAny>, objects: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let py = model.py();
+        let suspect = py.import("faststep._step._suspect")?;
+        Ok(Self {
+            object: suspect
+                .getattr("Positions")?
+                .call1((model, objects, py.None()))?,
             hook: Cell::new(None),
         })
     }

@@ -298,6 +298,27 @@ impl Inner {
         Ok(())
     }
 
+    // why an update of the optimizer's own code cannot be repeated: what it has taken as it was traced, or changed of what it reads
+    fn changed_by_update(
+        &mut self,
+        user: &Arguments<'_>,
+        taken: &[String],
+    ) -> PyResult<Option<String>> {
+        let name = user.optimizer.get_type().fully_qualified_name()?;
+        if !taken.is_empty() {
+            let taken = taken.join(", ");
+            return Ok(Some(format!(
+                "the optimizer ({name}) takes from {taken} as it updates, which a trace would do once: draw with mx.random"
+            )));
+        }
+        let changed = self.read.changed(&user.optimizer, &user.model)?;
+        Ok(changed.map(|changed| {
+            format!(
+                "the optimizer's code reads {changed}, which it changes itself: keep it in an mx.array of its state"
+            )
+        }))
+    }
+
     // what of a step is compiled
     pub(super) fn compiling(&self) -> Compiled {
         // options that change at each step are constants of a kernel
@@ -417,6 +438,8 @@ impl Inner {
             written: Written::default(),
             suspect: Suspect::default(),
             positions: None,
+            moving: self.read.moving().map(|moving| moving.clone_ref(py)),
+            taken: None,
             probe: self.probe,
             stop: None,
             template: None,
@@ -447,6 +470,7 @@ impl Inner {
             return Ok(None);
         };
         self.positions = current.positions;
+        let of_update = current.taken.take();
         if !self.compiled && self.probe == Some(true) && current.stop.is_none() {
             self.probe = None;
             let drawn = std::mem::take(&mut current.suspect.drawn).join(", ");
@@ -466,6 +490,12 @@ impl Inner {
                 self.see(user, given, Some(template.clone_ref(user.py())))?;
             }
             self.template = Some(template);
+        }
+        if let (Some(taken), None) = (of_update, &current.stop) {
+            self.unwatched = match self.changed_by_update(user, &taken)? {
+                None => self.unwatched.take(),
+                why => why,
+            };
         }
         Ok(current.stop)
     }
