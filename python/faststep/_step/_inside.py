@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from faststep._step._positions import position
+from faststep._step._positions import position, state_of
 from faststep._step._things import CACHE, PLAIN, attributes, is_a, is_immutable, root_of
 
 Read = Callable[[Any], Any]
@@ -29,7 +29,7 @@ LOCKS = _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 _HASHES = frozenset({"digest", "copy", "update"})
 _MAX_BYTES = 1 << 16  # from which on a checksum is compared
 _PEEKS = frozenset({"length_hint", "__length_hint__", "repr", "copy", "deepcopy", "__copy__", "__reduce__", "gi_frame"})
-_GENERATORS = frozenset({"bit_generator", "state", "getstate", "get_state", "__getstate__"})
+_GENERATORS = frozenset({"bit_generator", "getstate", "get_state", "__getstate__"})
 _OF_PACKAGE = frozenset({"epoch", "position", "number", "skipped", "best"})  # numbers of loaders and trainers
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _KNOWN: tuple[type, ...] = (
@@ -121,7 +121,7 @@ def read_by_names(value: Any, names: set[str]) -> Read | None:
     if hasattr(type(value), "__next__") and not is_a(value, io.IOBase):
         return position if names & _PEEKS else None
     if "numpy.random" in sys.modules and is_a(value, np.random.BitGenerator):
-        return lambda generator: repr(generator.state)
+        return lambda generator: state_of(generator.state)
     is_generator = type(value).__name__ in ("Random", "RandomState", "Generator")
     if is_generator and names & _GENERATORS and position(value) != id(value):
         return position

@@ -56,21 +56,20 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
 
 
 def _made(code: types.CodeType) -> set[int]:
-    """Return where a maker reads private attributes that it has given the new object, whatever happens: by offset."""
-    found: set[int] = set()
+    """Return where a maker reads private attributes that it gives the new object: by offset."""
     if code.co_name not in _MAKERS or not code.co_argcount:
-        return found
-    given, always, owner = set(), True, False
+        return set()
+    given, owner = set(), False
+    read = dict[int, str]()
     for instruction in dis.get_instructions(code):
         name = instruction.argval
-        if owner and instruction.opname == "STORE_ATTR" and always and name.startswith("_"):
+        if owner and instruction.opname == "STORE_ATTR" and name.startswith("_"):
             given.add(name)
-        elif owner and instruction.opname == "LOAD_ATTR" and name in given:
-            found.add(instruction.offset)
-        always = always and instruction.opcode not in dis.hasjrel + dis.hasjabs
+        elif owner and instruction.opname == "LOAD_ATTR":
+            read[instruction.offset] = name
         last = name[-1:] == code.co_varnames[:1] if isinstance(name, tuple) else name == code.co_varnames[0]
         owner = instruction.opname.startswith("LOAD_FAST") and last  # of two, from Python 3.13 on
-    return found
+    return {offset for offset, name in read.items() if name in given}
 
 
 def asked(names: frozenset[str], attributes: frozenset[str], modules: frozenset[str]) -> tuple[bool, bool]:

@@ -138,6 +138,13 @@ def _flat(parts: Any, depth: int) -> Any:
             yield part if type(part) is int else str(id(part))
 
 
+def state_of(state: Any) -> Any:
+    """Return the state of a bit generator, of which arrays compare as a whole."""
+    if is_a(state, dict):
+        return {name: state_of(value) for name, value in state.items()}
+    return state.tobytes() if is_a(state, np.ndarray) else state
+
+
 def returning(value: Any) -> Callable[[], None] | None:
     """Return a function that puts a generator, an iterator or a file back to where it is now; none if nothing can."""
     if is_file(value):
@@ -207,6 +214,6 @@ def position(value: Any) -> Any:
         if is_a(value, np.random.SeedSequence):
             return value.n_children_spawned
         if is_a(value, np.random.RandomState):
-            return repr(value.get_state(legacy=False))
-        return repr((value if is_a(value, np.random.BitGenerator) else value.bit_generator).state)
+            return state_of(value.get_state(legacy=False))
+        return state_of((value if is_a(value, np.random.BitGenerator) else value.bit_generator).state)
     return id(value)

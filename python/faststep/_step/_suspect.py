@@ -28,6 +28,7 @@ from faststep._step._positions import (
     position,
     returning,
     returning_process,
+    state_of,
     with_inner,
 )
 from faststep._step._things import is_a
@@ -186,7 +187,7 @@ def moving(reached: list[Any]) -> list[Any]:
 
 
 def blocking(reached: list[Any], changed: list[int]) -> str | None:
-    """Return the name of an object by which threads wait for each other, if what it consists of has one of these addresses."""
+    """Return the name of an object by which threads wait for each other, if a part of it has one of these addresses."""
     for each in reached:
         if type(each).__module__.split(".")[0] in _BLOCKING:
             parts = getattr(each, "__dict__", {})
@@ -198,7 +199,7 @@ def blocking(reached: list[Any], changed: list[int]) -> str | None:
 def _of_process() -> list[tuple[str, Any]]:
     states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
     if "numpy.random" in sys.modules:
-        states.append(("numpy.random", repr(np.random.get_state(legacy=False)["state"])))
+        states.append(("numpy.random", state_of(np.random.get_state(legacy=False)["state"])))
     return states
 
 

@@ -88,6 +88,8 @@ pub struct Current {
     pub suspect: Suspect,
     /// Where generators and iterators stood before the loss was traced.
     pub positions: Option<Py<PyAny>>,
+    /// What an optimizer's own code reaches beside its own arrays and numbers.
+    pub of_update: Option<Rc<Looked>>,
     /// Generators and iterators that an optimizer's own code takes from; what it has taken from as its update was traced.
     pub moving: Option<Py<PyAny>>,
     pub taken: Option<Vec<String>>,

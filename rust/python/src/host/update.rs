@@ -49,8 +49,28 @@ impl Current {
         let snapshot = Snapshot::take(&optimizer)?;
         let model = Snapshot::take(self.model.bind(py))?;
         let key = keys.get_item(0)?;
+        let reached = self
+            .of_update
+            .clone()
+            .filter(|_| self.compiled && !self.sketch);
+        let reached = reached.map(|looked| {
+            let kept = (looked.snapshot(py)?, looked.copies(py)?);
+            Ok::<_, PyErr>((looked, kept))
+        });
+        let reached = reached.transpose()?;
         let outcome = self.traced_update(py, &optimizer, call, &before);
         keys.set_item(0, key)?;
+        if let (Some((looked, (contents, copies))), Err(stop)) = (reached, &outcome) {
+            if !matches!(stop, Stop::Raised(_)) {
+                contents.restore()?; // the update is computed once more, without a trace
+                for (node, copy) in copies {
+                    if !looked.has_contents(py, node)? {
+                        looked.refill(node, &copy)?;
+                    }
+                }
+                looked.put_back(py)?;
+            }
+        }
         if outcome.is_err() || self.compiled {
             model.restore()?;
         } else {

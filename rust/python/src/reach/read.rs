@@ -5,7 +5,7 @@ use faststep::engine::HeldArrays;
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use super::{Reach, Seen};
+use super::{Looked, Reach, Seen};
 
 /// The most sets of values that are told apart, where no arrays are among them.
 const MAX_STATES: usize = 16;
@@ -31,6 +31,7 @@ pub struct Read {
     looks: usize,   // since the last change
     changes: usize, // one soon after the other
     hidden: Option<String>,
+    looked: Option<Rc<Looked>>, // at the last look, while a call is under way
     moving: Option<(usize, Py<PyAny>)>, // generators and iterators among it, and the program by which they were found
 }
 
@@ -43,6 +44,7 @@ impl Default for Read {
             looks: 0,
             changes: 0,
             hidden: None,
+            looked: None,
             moving: None,
         }
     }
@@ -57,6 +59,16 @@ impl Read {
     /// Why the update cannot be compiled, if it cannot.
     pub fn hidden(&self) -> Option<String> {
         self.hidden.clone()
+    }
+
+    /// What it was at the last look.
+    pub fn looked(&self) -> Option<&Rc<Looked>> {
+        self.looked.as_ref()
+    }
+
+    /// Hold it no more.
+    pub fn let_go(&mut self) {
+        self.looked = None;
     }
 
     /// Generators and iterators that it takes from, as a list.
@@ -96,6 +108,8 @@ impl Read {
         let looked = self
             .reach
             .look(&[optimizer.clone(), model.clone()], optimizer)?;
+        let looked = Rc::new(looked);
+        self.looked = Some(looked.clone());
         self.looks += 1;
         let program = looked.program.id;
         if self

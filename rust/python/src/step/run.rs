@@ -440,6 +440,7 @@ impl Inner {
             positions: None,
             moving: self.read.moving().map(|moving| moving.clone_ref(py)),
             taken: None,
+            of_update: self.read.looked().cloned(),
             probe: self.probe,
             stop: None,
             template: None,
@@ -471,6 +472,7 @@ impl Inner {
         };
         self.positions = current.positions;
         let of_update = current.taken.take();
+        self.read.let_go();
         if !self.compiled && self.probe == Some(true) && current.stop.is_none() {
             self.probe = None;
             let drawn = std::mem::take(&mut current.suspect.drawn).join(", ");

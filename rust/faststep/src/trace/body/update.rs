@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// The least bytes of parameters for which, on a CPU, an uncompiled update by the host waits until it is known whether it is taken.
-const LEAST_WAITED: usize = 4 << 20;
+const LEAST_WAITED: usize = 256 << 10;
 
 impl Body<'_> {
     // new parameters, optimizer state, masters and average
