@@ -244,7 +244,7 @@ def test_what_a_loss_gathers_in_its_arguments_is_the_callers(loss_fn: LossFn, ki
     take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
     theirs, mine = (kind(), list[Any]()), (kind(), list[Any]())
     first, *others = batches = ROW.case.batches(3)
-    with pytest.warns(RuntimeWarning, match="reads the value|writes into a dict or list"):
+    with pytest.warns(RuntimeWarning, match="reads the value|writes into a dict, list or dataclass"):
         step(*first, *mine)
     for batch in others:
         step(*batch, *mine)

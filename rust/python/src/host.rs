@@ -186,12 +186,17 @@ impl PythonHost {
                     } else if let Some(positions) = &positions {
                         let stuck = reached.stuck(py)?;
                         let shared = stuck.is_empty() && positions.shared()?;
+                        let model = suspect::changes(&snapshot, false)?;
+                        // what the loss reaches of the model is put back with it
+                        let mut changed = reached.changes(py)?;
+                        changed.retain(|one| !model.iter().any(|other| one.is_of(other, py)));
                         current.suspect = Suspect {
                             drawn: [positions.moved()?, stuck].concat(),
                             shared,
                             read: positions.read()?,
-                            model: suspect::changes(&snapshot, false)?,
-                            reached: reached.changes(py)?,
+                            model,
+                            reached: changed,
+                            seen: Vec::new(),
                             others: 0,
                         };
                     }

@@ -148,7 +148,14 @@ pub fn scale(norm: &Array, max_norm: f64) -> Result<Array> {
 pub fn by(gradients: &[Array], scale: &Array) -> Result<Vec<Array>> {
     // a barrier: fused into the update, the scalar would be computed again for every element
     let scale = join::contiguous(scale)?;
-    let multiply = |gradient: &Array| gradient.multiply(&scale)?.as_dtype(gradient.dtype());
+    let multiply = |gradient: &Array| {
+        let clipped = gradient.multiply(&scale)?;
+        if gradient.dtype().is_float() {
+            clipped.as_dtype(gradient.dtype())
+        } else {
+            Ok(clipped) // a parameter of integers has float32 gradients then, as in MLX
+        }
+    };
     gradients.iter().map(multiply).collect()
 }
 

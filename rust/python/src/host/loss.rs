@@ -237,6 +237,8 @@ impl Current {
             own.clone() // what the loss does to containers is the user's to see
         };
         let before = Snapshot::take(&arguments)?;
+        let root = arguments.clone();
+        let slots = self.compiled.then(|| slots_of(&root));
         let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
         let positional = arguments
             .get_item(0)?
@@ -263,9 +265,14 @@ impl Current {
                 "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
             )));
         }
-        if self.compiled && before.has_gathered()? {
+        let replaced = slots.is_some_and(|slots| {
+            let now = slots_of(&root);
+            let mut pairs = slots.iter().zip(&now);
+            now.len() == slots.len() && pairs.any(|(before, now)| !before.object.is(&now.object))
+        });
+        if replaced || (self.compiled && before.has_gathered()?) {
             return Err(Stop::Untraceable(
-                "it writes into a dict or list among its arguments".into(),
+                "it writes into a dict, list or dataclass among its arguments".into(),
             ));
         }
         self.read_loss(&returned)
@@ -307,4 +314,10 @@ impl Current {
             aux: arrays,
         })
     }
+}
+
+// the arrays among arguments; none where the loss has put something there that can be no argument
+fn slots_of<'py>(arguments: &Bound<'py, PyAny>) -> Vec<Slot<'py>> {
+    let recorded = Tree::record_arguments(arguments, |_| String::new());
+    recorded.map_or_else(|_| Vec::new(), |recorded| recorded.slots)
 }

@@ -171,7 +171,13 @@ impl<'py> Reached<'py> {
                 changes.push(Change::Contents(self.looked.clone(), *node, copy));
             }
         }
-        Ok(changes)
+        // a deque of numbers is one of the contents above
+        let (contents, mut others): (Vec<_>, Vec<_>) = changes
+            .into_iter()
+            .partition(|change| matches!(change, Change::Contents(..)));
+        others.retain(|one| !contents.iter().any(|other| one.is_of(other, py)));
+        others.extend(contents);
+        Ok(others)
     }
 
     /// The names of numbers that the loss has changed and nobody can put back: attributes of classes in C that are read only.

@@ -33,6 +33,16 @@ impl Seen {
         Self::new(looked, self.constants.clone(), template)
     }
 
+    /// The numbers alone.
+    pub fn numbers(&self) -> Self {
+        Self {
+            program: self.program,
+            values: self.values.clone(),
+            constants: Vec::new(),
+            template: None,
+        }
+    }
+
     /// Return whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
         let mut pairs = self.values.iter().zip(looked.values.iter());

@@ -8,6 +8,7 @@ use pyo3::{
 
 use super::{
     contents::{copy, refill},
+    seen::Seen,
     Looked,
 };
 use crate::tree::{
@@ -22,6 +23,8 @@ pub enum Change {
     Item(Py<PyDict>, Py<PyAny>, Option<Py<PyAny>>),
     /// The contents of a list.
     List(Py<PyList>, Py<PyList>),
+    /// The items of a deque that is no other change.
+    Deque(Py<PyAny>, Py<PyList>),
     /// The keys of a dict, where only their order is another one.
     Order(Py<PyDict>, Py<PyList>),
     /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
@@ -31,6 +34,22 @@ pub enum Change {
 }
 
 impl Change {
+    /// Return whether both are changes in one place.
+    pub fn is_of(&self, other: &Self, py: Python<'_>) -> bool {
+        match (self, other) {
+            (Self::Item(one, key, _), Self::Item(other, name, _)) => {
+                one.is(other) && key.bind(py).eq(name.bind(py)).unwrap_or(false)
+            }
+            (Self::List(one, _), Self::List(other, _)) => one.is(other),
+            (Self::Order(one, _), Self::Order(other, _)) => one.is(other),
+            (Self::Deque(one, _), Self::Deque(other, _)) => one.is(other),
+            (Self::Deque(one, _), Self::Contents(looked, node, _)) => {
+                looked.at(py, *node).is_some_and(|other| one.is(&other))
+            }
+            _ => false,
+        }
+    }
+
     /// Put the one in the place of the other.
     fn swap(&mut self, py: Python<'_>) -> PyResult<()> {
         match self {
@@ -48,6 +67,13 @@ impl Change {
                 let now = list.get_slice(0, list.len()).unbind();
                 let other = std::mem::replace(other, now);
                 list.set_slice(0, list.len(), other.bind(py))
+            }
+            Self::Deque(deque, other) => {
+                let deque = deque.bind(py);
+                let now = PyList::new(py, deque.try_iter()?.collect::<PyResult<Vec<_>>>()?)?;
+                let other = std::mem::replace(other, now.unbind());
+                deque.call_method0("clear")?;
+                deque.call_method1("extend", (other,)).map(drop)
             }
             Self::Order(dict, other) => {
                 let dict = dict.bind(py);
@@ -88,7 +114,7 @@ impl Change {
         match self {
             Self::Item(dict, key, _) => dict.bind(py).get_item(key),
             Self::Node(looked, node, _) => Ok(looked.at(py, *node)),
-            Self::List(..) | Self::Order(..) | Self::Contents(..) => Ok(None),
+            Self::List(..) | Self::Deque(..) | Self::Order(..) | Self::Contents(..) => Ok(None),
         }
     }
 
@@ -100,7 +126,7 @@ impl Change {
         let before = match self {
             Self::Item(.., before) => before.as_ref().map(|before| before.bind(py).clone()),
             Self::Node(.., before) => Some(before.bind(py).clone()),
-            Self::List(..) | Self::Order(..) | Self::Contents(..) => None,
+            Self::List(..) | Self::Deque(..) | Self::Order(..) | Self::Contents(..) => None,
         };
         let Some(now) = self.now(py)? else {
             return Ok(None);
@@ -178,7 +204,7 @@ impl Change {
             Self::Item(_, key, _) => text(key.bind(py)),
             Self::Node(looked, node, _) => looked.key_name(py, *node),
             Self::List(list, _) => looked.name_of(list.bind(py)),
-            Self::Order(..) | Self::Contents(..) => String::new(),
+            Self::Deque(..) | Self::Order(..) | Self::Contents(..) => String::new(),
         }
     }
 
@@ -191,7 +217,7 @@ impl Change {
                 let third = third.bind(py).cast::<PyList>()?.clone().unbind();
                 Some(std::mem::replace(other, third).into_any())
             }
-            Self::Order(..) | Self::Contents(..) => None,
+            Self::Deque(..) | Self::Order(..) | Self::Contents(..) => None,
         };
         self.swap(py).map(|()| other)
     }
@@ -216,7 +242,7 @@ pub fn is_number(value: &Bound<'_, PyAny>) -> bool {
     value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<PyFloat>()
 }
 
-/// Number of looks with other numbers after which there is none with the same ones.
+/// Number of looks for other numbers after which there is only one for the same ones.
 const MAX_OTHERS: usize = 3;
 
 /// Reasons to look once more at whether a loss gives the same graph when it is called again.
@@ -232,12 +258,24 @@ pub struct Suspect {
     pub model: Vec<Change>,
     /// Changes to what the loss reaches, which stay.
     pub reached: Vec<Change>,
-    /// How often it was looked at for other numbers, with which nothing depended on it.
+    /// The numbers of which it was seen.
+    pub seen: Vec<Seen>,
+    /// How often it was looked at for other numbers.
     pub others: usize,
 }
 
 impl Suspect {
-    /// Note that nothing depends on it for other numbers; whether that is so for so many that it is so for all.
+    /// Return whether the numbers are those of which it was seen.
+    pub fn is_of(&self, py: Python<'_>, looked: &Looked) -> bool {
+        self.seen.iter().any(|seen| seen.fits(py, looked))
+    }
+
+    /// Return whether it is still looked at for any numbers.
+    pub fn is_due(&self) -> bool {
+        self.others <= MAX_OTHERS
+    }
+
+    /// Count a look for other numbers than those of its trace; whether there have been enough of them.
     pub fn is_cleared(&mut self) -> bool {
         self.others += 1;
         self.others > MAX_OTHERS
@@ -257,6 +295,7 @@ impl Suspect {
         let changed = self.reached.iter().filter_map(|change| match change {
             Change::Item(dict, ..) | Change::Order(dict, _) => Some(dict.as_ptr().addr()),
             Change::List(list, _) => Some(list.as_ptr().addr()),
+            Change::Deque(deque, _) => Some(deque.as_ptr().addr()),
             Change::Contents(looked, node, _) => Some(looked.at(py, *node)?.as_ptr().addr()),
             Change::Node(..) => None,
         });
@@ -368,6 +407,7 @@ impl Suspect {
         let names = names.map(|change| match change {
             Change::Item(_, key, _) => text(key.bind(py)),
             Change::List(..) => "a list".into(),
+            Change::Deque(..) => "a deque".into(),
             Change::Order(..) => "the order of a dict".into(),
             Change::Node(looked, node, _) | Change::Contents(looked, node, _) => {
                 looked.program.name(py, *node)
@@ -562,6 +602,13 @@ impl<'py> Reads<'py> {
 /// What has changed in the containers of a snapshot: with what stood there before, or with what stands there now.
 pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
     let (items, orders, lists) = snapshot.differences()?;
+    let deques = snapshot.changed_deques()?.into_iter().map(|(deque, old)| {
+        let py = deque.py();
+        let now = || PyList::new(py, deque.try_iter()?.collect::<PyResult<Vec<_>>>()?);
+        let other = if before { old } else { now()? };
+        Ok(Change::Deque(deque.unbind(), other.unbind()))
+    });
+    let deques = deques.collect::<PyResult<Vec<_>>>()?;
     let items = items.into_iter().map(|(dict, key, old, new)| {
         let other = if before { old } else { new };
         Change::Item(dict.unbind(), key.unbind(), other.map(Bound::unbind))
@@ -578,5 +625,5 @@ pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
         };
         Change::List(list.unbind(), other.unbind())
     });
-    Ok(items.chain(orders).chain(lists).collect())
+    Ok(items.chain(orders).chain(lists).chain(deques).collect())
 }

@@ -206,7 +206,7 @@ impl Inner {
         let stays_plain = !self.compiled && !self.becomes_another();
         let looked = if stays_plain && self.reach.is_costly() {
             Looked::nothing() // the loss is called at each step, and sees what there is
-        } else if may_be_rare && !self.traces.are_suspect() {
+        } else if may_be_rare && !self.traces.are_suspect(true) {
             self.reach.look_unless_searching(&roots, &user.optimizer)?
         } else {
             self.reach.look(&roots, &user.optimizer)?

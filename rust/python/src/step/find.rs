@@ -113,7 +113,7 @@ impl Inner {
     ) -> PyResult<Option<String>> {
         let py = user.py();
         let rule = store.rule.clone().filter(|_| self.compiled);
-        let Some(rule) = rule.filter(|_| self.traces.are_suspect()) else {
+        let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
             return Ok(None);
         };
         let mut parts = task.parts(&rule).into_iter();
@@ -127,7 +127,10 @@ impl Inner {
             entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
         });
         let suspects: Vec<&Entry> = suspects.collect();
-        let now = suspects.iter().find(|entry| holds(entry, py, &looked));
+        let now = suspects.iter().find(|entry| {
+            let suspect = entry.kept.suspect.borrow();
+            suspect.as_ref().is_some_and(|it| it.is_of(py, &looked))
+        });
         let is_now = now.is_some();
         let Some((at, suspect)) = now.or(suspects.first()).and_then(|entry| {
             let suspect = entry.kept.suspect.take()?;
@@ -142,6 +145,10 @@ impl Inner {
                 entry.kept.suspect.replace(Some(suspect));
             }
         };
+        if !is_now && suspect.is_cleared() {
+            keep(self, suspect); // until the numbers are those of its trace again
+            return Ok(None);
+        }
         self.checks += 1;
         if let Some(name) = suspect.blocking(py, &looked)? {
             suspect.swap(py, true)?;
@@ -172,9 +179,8 @@ impl Inner {
             suspect.swap(py, true)?;
             return Ok(Some(taken(&suspect.drawn.join(", "))));
         }
-        let is_last = is_now || suspect.is_cleared();
         if suspect.is_unchanged() && suspect.read.is_empty() {
-            if !is_last {
+            if !is_now {
                 keep(self, suspect);
             }
             return Ok(None);
@@ -219,7 +225,7 @@ impl Inner {
         let read = suspect.read.join(", ");
         if same {
             suspect.swap(py, true)?;
-            if !is_last {
+            if !is_now {
                 keep(self, suspect);
                 return Ok(None);
             }

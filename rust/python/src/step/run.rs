@@ -25,7 +25,7 @@ use crate::{
     reach::{
         stop::Stop,
         suspect::{put_back, Suspect},
-        Looked, Written,
+        Looked, Seen, Written,
     },
     store::{owner::Holder, Prepared, Store},
     tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
@@ -127,7 +127,10 @@ impl Inner {
                         self.became = 0;
                     }
                     self.compile_again();
-                    if let (Some(suspect), Some(last)) = (self.suspect.take(), self.traces.last()) {
+                    if let (Some(mut suspect), Some(last)) =
+                        (self.suspect.take(), self.traces.last())
+                    {
+                        suspect.seen = last.kept.seen.iter().map(Seen::numbers).collect();
                         last.kept.suspect.replace(Some(suspect));
                     }
                     return Ok((output, new));

@@ -194,10 +194,12 @@ impl Traces {
         self.known.use_again(fits)
     }
 
-    /// Return whether there is something to be looked at before a trace is used again.
-    pub fn are_suspect(&self) -> bool {
-        self.recent()
-            .any(|entry| entry.kept.suspect.borrow().is_some())
+    /// Return whether there is something to be looked at before a trace is used again: for any numbers, or for some.
+    pub fn are_suspect(&self, for_any: bool) -> bool {
+        self.recent().any(|entry| {
+            let suspect = entry.kept.suspect.borrow();
+            suspect.as_ref().is_some_and(|it| !for_any || it.is_due())
+        })
     }
 
     /// The traces, the one used last first.

@@ -99,14 +99,14 @@ impl<'py> Snapshot<'py> {
         dicts.filter(|(dict, copy)| !bridge::has_same_items(dict, copy))
     }
 
-    /// Return whether something is gathered in a container: a list has grown, what was no array has been replaced, or a
+    /// Return whether something is gathered in a container: a list has grown, what was there has been replaced, or a
     /// key has been added to a dict that makes what is missing. What is taken out, and new keys of other dicts, do not count.
     pub fn has_gathered(&self) -> PyResult<bool> {
         for (dict, copy) in &self.dicts {
             let makes = dict.get_type().hasattr("__missing__")?;
             for (key, value) in dict.iter() {
                 let gathered = match copy.get_item(&key)? {
-                    Some(before) => !before.is(&value) && !has_array(&before, 0),
+                    Some(before) => !before.is(&value),
                     None => makes,
                 };
                 if gathered {
@@ -114,10 +114,10 @@ impl<'py> Snapshot<'py> {
                 }
             }
         }
-        Ok(self
-            .lists
-            .iter()
-            .any(|(list, copy)| list.len() > copy.len()))
+        Ok(self.lists.iter().any(|(list, copy)| {
+            let mut pairs = list.iter().zip(copy.iter());
+            list.len() > copy.len() || pairs.any(|(now, before)| !now.is(&before))
+        }))
     }
 
     /// What has changed and is no array: items of dicts with their old and new values, orders of dicts, and lists with their old
@@ -167,6 +167,21 @@ impl<'py> Snapshot<'py> {
             }
         }
         Ok((items, orders, lists))
+    }
+
+    /// Deques that have other items now, none of which are arrays, with those that they had.
+    pub fn changed_deques(&self) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>> {
+        let mut changed = Vec::new();
+        for (deque, copy) in &self.deques {
+            let now = deque.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+            let mut pairs = now.iter().zip(copy.iter());
+            let other = now.len() != copy.len() || pairs.any(|(now, before)| !now.is(&before));
+            let mut items = now.iter().cloned().chain(copy.iter());
+            if other && !items.any(|item| has_array(&item, 0)) {
+                changed.push((deque.clone(), copy.clone()));
+            }
+        }
+        Ok(changed)
     }
 
     /// Hold the arrays no more: `restore` leaves those that stand in their places then.
