@@ -172,6 +172,12 @@ def may_draw(names: Iterable[str], values: Iterable[Any]) -> bool:
     return not _DRAWING.isdisjoint(names) or any(map(moves, of))
 
 
+def stays(value: Any) -> bool:
+    """Return whether what is taken from an object, which no function puts back, is not in its attributes or in others."""
+    taken = getattr(type(value), "__next__", None)
+    return not is_a(value, BY_OTHERS) and (taken is None or type(taken) is types.WrapperDescriptorType)
+
+
 def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
     """Return the attributes of a model and of the models among what is reached, and what is reached."""
     wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
@@ -179,10 +185,25 @@ def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
     return [*within, *reached]
 
 
-def returning_all(model: nn.Module, reached: list[Any]) -> list[Callable[[], None]]:
-    """Return functions that put back what a loss may take from."""
-    found = (returning(each) for each in with_inner(known_in(model, reached)))
-    return returning_process() + [each for each in found if each is not None]
+class Movable:
+    """Generators and iterators that a loss may take from as it is called for its graph alone, and where they stand."""
+
+    def __init__(self, model: nn.Module, reached: list[Any]) -> None:
+        self._objects = with_inner(known_in(model, reached))
+        self._before = [position(each) for each in self._objects]
+        found = [(each, returning(each)) for each in self._objects if moves(each)]
+        self._back = returning_process() + [put for _, put in found if put is not None]
+        self.stay = any(put is None and stays(each) for each, put in found)
+
+    def moved(self) -> list[str]:
+        """Return the names of those of the loss's that have moved since."""
+        pairs = zip(self._objects, self._before, strict=True)
+        return sorted({generator_name(each) for each, before in pairs if position(each) != before})
+
+    def put_back(self) -> None:
+        """Put back what can be, with the generators of the process."""
+        for back in self._back:
+            back()
 
 
 def returning_process() -> list[Callable[[], None]]:

@@ -16,7 +16,6 @@ import numpy as np
 from faststep._step._calls import DRAWN, FILE, Calls
 from faststep._step._inside import LOCKS, Read, read_kept
 from faststep._step._positions import (
-    BY_OTHERS,
     UNKNOWN,
     frames,
     generator_name,
@@ -29,6 +28,7 @@ from faststep._step._positions import (
     returning,
     returning_process,
     state_of,
+    stays,
     with_inner,
 )
 from faststep._step._things import is_a
@@ -104,7 +104,7 @@ class Positions:
         self._calls = Calls(known, frames(known), codes or ())
         self.profile = self._calls.profile
         # whether what is taken from one of them cannot be put back
-        self.stay = any(put is None and not is_a(each, BY_OTHERS) for each, put in back)
+        self.stay = any(put is None and stays(each) for each, put in back)
 
     def moved(self) -> list[str]:
         """Return the names of those that have moved since, or of which that cannot be seen."""

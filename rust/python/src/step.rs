@@ -36,7 +36,7 @@ use crate::{
     mlx::{bridge, errors::to_python, gil::Waiting},
     reach::{
         suspect::{Drawable, Suspect},
-        Reach, Read,
+        Reach, Read, Seen,
     },
     store::{
         registry::{self, Shared},
@@ -100,6 +100,7 @@ struct Inner {
     probe: Option<bool>,
     drawable: Option<Drawable>, // before the loss was called for its graph
     has_compiler: bool,         // as far as is known
+    probed: Option<Seen>,       // the numbers of the last such call behind a trace
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
@@ -171,6 +172,7 @@ impl Step {
                 probe: Some(false),
                 drawable: None,
                 has_compiler: true,
+                probed: None,
                 positions: None,
                 suspect: None,
                 checks: 0,

@@ -547,25 +547,38 @@ impl<'py> Positions<'py> {
     }
 }
 
-/// What a loss may take from generators and iterators as it is called for its graph alone.
-pub struct Drawable(Vec<Py<PyAny>>);
+/// What a loss may take from generators and iterators as it is called for its graph alone; none where its code does not tell of any.
+pub struct Drawable(Option<Py<PyAny>>);
 
 impl Drawable {
-    /// As it is before the call; nothing where the loss does not draw, as far as its code tells.
+    /// As it is before the call.
     pub fn before(model: &Bound<'_, PyAny>, looked: &Looked) -> PyResult<Self> {
         if !looked.program.may_draw {
-            return Ok(Self(Vec::new()));
+            return Ok(Self(None));
         }
         let py = model.py();
         let objects = PyList::new(py, looked.all(py))?;
         let positions = py.import("faststep._step._positions")?;
-        let found = positions.getattr("returning_all")?;
-        found.call1((model, objects))?.extract().map(Self)
+        let movable = positions.getattr("Movable")?.call1((model, objects))?;
+        Ok(Self(Some(movable.unbind())))
+    }
+
+    /// Return whether something may be taken that cannot be put back.
+    pub fn stay(&self, py: Python<'_>) -> PyResult<bool> {
+        let stay = self.0.as_ref().map(|it| it.getattr(py, "stay"));
+        stay.map_or(Ok(false), |stay| stay?.extract(py))
+    }
+
+    /// The names of what has been taken from, beside the process's generators.
+    pub fn moved(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let moved = self.0.as_ref().map(|it| it.call_method0(py, "moved"));
+        moved.map_or_else(|| Ok(Vec::new()), |moved| moved?.extract(py))
     }
 
     /// Put it back, before the loss is called again.
     pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
-        self.0.iter().try_for_each(|back| back.call0(py).map(drop))
+        let back = self.0.as_ref().map(|it| it.call_method0(py, "put_back"));
+        back.transpose().map(drop)
     }
 }
 

@@ -329,7 +329,22 @@ impl Inner {
         let Some(by_loss) = graph.map(TraceGraph::is_of_loss) else {
             return Ok(Some(Vec::new()));
         };
+        let probed = self.probed.as_ref();
+        if probed.is_none_or(|seen| !seen.fits(py, &given.looked))
+            && Drawable::before(&user.model, &given.looked)?.stay(py)?
+        {
+            self.probed = Some(Seen::new(&given.looked, Vec::new(), None));
+            self.probe = Some(false);
+            return Err(Stop::Probe);
+        }
         let (sketch, template) = self.sketch(store, user, given, key, by_loss)?;
+        if let Some(drawable) = &self.drawable {
+            let moved = drawable.moved(py)?;
+            if !moved.is_empty() {
+                drawable.put_back(py)?; // the trace that fits has not taken it
+                return Err(Stop::Untraceable(taken(&moved.join(", "))));
+            }
+        }
         let failed = Cell::new(None);
         let differences = |entry: &Entry| {
             let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;

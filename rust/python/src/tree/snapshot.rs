@@ -99,15 +99,14 @@ impl<'py> Snapshot<'py> {
         dicts.filter(|(dict, copy)| !bridge::has_same_items(dict, copy))
     }
 
-    /// Return whether something is gathered in a container: a list has grown, what was there has been replaced, or a
-    /// key has been added to a dict that makes what is missing. What is taken out, and new keys of other dicts, do not count.
+    /// Return whether something is gathered in a container: a list has grown, what was there has been replaced, or a key has been
+    /// added. What is taken out does not count: a dict of which that is used again would be an error.
     pub fn has_gathered(&self) -> PyResult<bool> {
         for (dict, copy) in &self.dicts {
-            let makes = dict.get_type().hasattr("__missing__")?;
             for (key, value) in dict.iter() {
                 let gathered = match copy.get_item(&key)? {
                     Some(before) => !before.is(&value),
-                    None => makes,
+                    None => true,
                 };
                 if gathered {
                     return Ok(true);

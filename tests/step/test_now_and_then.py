@@ -1,0 +1,332 @@
+"""Losses and optimizers that change or take something at some calls, in some order: the plain loop's numbers."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from mlx.utils import tree_map
+from support.beside import squares
+from support.helpers import plain_step
+
+Draw = Callable[[], float]
+DRAWS: dict[str, Callable[[], Draw]] = {
+    "numpy": lambda: np.random.default_rng(1).random,
+    "numpy of the process": lambda: (np.random.seed(1), np.random.rand)[1],
+    "a counter": lambda: counter([0]),
+    "a counter in a dict": lambda: counter({0: 0}),
+    "a generator": lambda: (1 + 0.5 * number for number in range(99)).__next__,
+}
+
+
+def counter(numbers: Any) -> Draw:
+    def count() -> float:
+        numbers[0] += 1
+        return 1 + 0.1 * numbers[0]
+
+    return count
+
+
+def same(build: Callable[[], tuple[nn.Module, Any, Callable[..., Any], list[Any]]], way: str = "plain") -> None:
+    """Train on what a program gives by the plain loop, and by a step that falls back with a warning."""
+    losses: list[list[Any]] = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, loss_fn, calls = build()
+        mx.eval(model.parameters())
+        step = Step(model, optimizer, loss_fn)
+        plain = plain_step(model, optimizer, loss_fn)
+        losses.append([])
+        for arguments in calls:
+            given = arguments() if callable(arguments) else arguments
+            try:
+                losses[-1].append(float(step(*given).loss if fast else plain(*given)[0]))
+            except ArithmeticError:
+                losses[-1].append(None)
+    assert [each is None for each in losses[0]] == [each is None for each in losses[1]]
+    pairs = zip(*losses, strict=True)
+    np.testing.assert_allclose(*zip(*(pair for pair in pairs if None not in pair), strict=True), rtol=2e-5)
+    assert step.stats.mode == way
+
+
+def xs(*lengths: int) -> list[mx.array]:
+    return [mx.random.normal((length, 4), key=mx.random.key(number)) for number, length in enumerate(lengths)]
+
+
+@pytest.mark.filterwarnings("ignore:faststep")
+@pytest.mark.parametrize("by", ["shape", "argument", "mode", "flag", "key", "function"])
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("order", ["ABAA", "BBBBABBBBABBBBA"])
+def test_what_is_drawn_for_some_batches_is_drawn_at_each_of_them(kind: str, by: str, order: str) -> None:
+    """The step behind one that draws may be one that does not."""
+
+    def build() -> tuple[nn.Module, Any, Callable[..., Any], list[Any]]:
+        draw, model, table = DRAWS[kind](), nn.Linear(4, 2), dict[str, int]()
+        state = types.SimpleNamespace(on=False, draws=None)
+
+        def loss_fn(model: nn.Module, x: mx.array, on: bool) -> mx.array:
+            draws = {
+                "shape": len(x) == 8,
+                "argument": on,
+                "mode": model.training,
+                "flag": state.on,
+                "key": "on" in table,
+                "function": state.draws is not None and state.draws(),
+            }
+            return squares(model, x) * (draw() if draws[by] else 1.0)
+
+        def call(letter: str, x: mx.array) -> Callable[[], Any]:
+            def given() -> Any:
+                state.on = on = letter == "A"
+                state.draws = (lambda: True) if on else None
+                model.train(on)
+                table.update({"on": 1} if on else {})
+                if not on:
+                    table.pop("on", None)
+                return x, on if by == "argument" else False
+
+            return given
+
+        lengths = [8 if letter == "A" or by != "shape" else 6 for letter in order]
+        return model, optim.SGD(0.1), loss_fn, [call(*each) for each in zip(order, xs(*lengths), strict=True)]
+
+    same(build)
+
+
+@pytest.mark.filterwarnings("ignore:faststep")
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_loss_that_counts_and_raises_once_goes_on(at: int) -> None:
+    def build() -> tuple[nn.Module, Any, Callable[..., Any], list[Any]]:
+        calls = [0]
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            calls[0] += 1
+            if calls[0] == at:
+                raise ArithmeticError
+            return squares(model, x)
+
+        return nn.Linear(4, 2), optim.SGD(0.1), loss_fn, [(x,) for x in xs(*[8] * 7)]
+
+    same(build, "native" if at < 3 else "plain")
+
+
+class Linked:
+    """An object that leads to the next one."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.next = weight, self
+
+
+def linked(*weights: float) -> Linked:
+    objects = [Linked(weight) for weight in weights]
+    for one, other in zip(objects, objects[1:] + objects[:1], strict=True):
+        one.next = other
+    return objects[0]
+
+
+Weigh = Callable[[nn.Module], Any]
+
+
+def in_cell() -> Weigh:
+    now = linked(1.0, 1.5, 2.0)
+
+    def weigh(_: nn.Module) -> float:
+        nonlocal now
+        now = now.next
+        return now.weight
+
+    return weigh
+
+
+def on_model() -> Weigh:
+    def weigh(model: nn.Module) -> float:
+        model.now = getattr(model, "now", None) or linked(1.0, 1.5, 2.0)
+        model.now = model.now.next
+        return float(model.now.weight)
+
+    return weigh
+
+
+def in_turns(make: Callable[[Any], Any]) -> Callable[[], Weigh]:
+    def build() -> Weigh:
+        table = {name: make(weight) for name, weight in zip("abc", (1.0, 1.5, 2.0), strict=True)}
+
+        def weigh(_: nn.Module) -> Any:
+            name = next(iter(table))
+            table[name] = table.pop(name)
+            return table[name]
+
+        return weigh
+
+    return build
+
+
+def rotated(make: Callable[[float], Any], read: Callable[[Any], Any]) -> Callable[[], Weigh]:
+    def build() -> Weigh:
+        items = collections.deque(make(weight) for weight in (1.0, 1.5, 2.0))
+
+        def weigh(_: nn.Module) -> Any:
+            items.rotate(1)
+            return read(items[0])
+
+        return weigh
+
+    return build
+
+
+def two_views() -> Weigh:
+    base = np.ones((2, 3))
+    row = base[0]
+
+    def weigh(_: nn.Module) -> float:
+        row[0] += 0.5
+        return float(base[0, 0])
+
+    return weigh
+
+
+def late(count: Callable[[], int]) -> Weigh:
+    return lambda _: 3.0 if count() >= 6 else 1.0
+
+
+def in_list() -> Weigh:
+    numbers = [0, 5]
+
+    def count() -> int:
+        numbers[0] += 1
+        return numbers[0]
+
+    return late(count)
+
+
+def by_default() -> Weigh:
+    box = types.SimpleNamespace()
+
+    def count() -> int:
+        box.calls = getattr(box, "calls", 0) + 1
+        return int(box.calls)
+
+    return late(count)
+
+
+def semaphore() -> Weigh:
+    permits = threading.Semaphore(100)
+    return lambda _: 1.0 + 0.0 * permits.acquire()
+
+
+def batches_of_a_queue() -> Weigh:
+    full: queue.Queue[float] = queue.Queue(4)
+
+    def fill() -> None:
+        for number in range(8):
+            full.put(1 + 0.5 * number)
+
+    threading.Thread(target=fill, daemon=True).start()
+    return lambda _: full.get(timeout=60)
+
+
+CHANGES: dict[str, Callable[[], Weigh]] = {
+    "an object in a cell": in_cell,
+    "an object on the model": on_model,
+    "the order of a dict": in_turns(float),
+    "the order of a dict of arrays": in_turns(mx.array),
+    "a deque of tuples": rotated(lambda weight: (0, weight), lambda item: item[1]),
+    "a deque of objects": rotated(Linked, lambda item: item.weight),
+    "a deque of numbers": rotated(float, float),
+    "an array and its view": two_views,
+    "a number in a list, later": in_list,
+    "a number by its default, later": by_default,
+    "a semaphore": semaphore,
+    "a queue": batches_of_a_queue,
+}
+
+
+@pytest.mark.filterwarnings("ignore:faststep")
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_a_loss_changes_in_turns_is_changed_at_each_step(kind: str) -> None:
+    def build() -> tuple[nn.Module, Any, Callable[..., Any], list[Any]]:
+        weigh = CHANGES[kind]()
+        loss_fn = lambda model, x: squares(model, x) * weigh(model)  # noqa: E731
+        return nn.Linear(4, 2), optim.SGD(0.1), loss_fn, [(x,) for x in xs(*[8] * 8)]
+
+    same(build)
+
+
+def noisy() -> optim.Optimizer:
+    rng = np.random.default_rng(1)
+
+    class Noisy(optim.SGD):
+        def apply_single(self, gradient: mx.array, parameter: mx.array, state: Any) -> mx.array:
+            noise = mx.array(rng.standard_normal(gradient.shape).astype(np.float32))
+            return super().apply_single(gradient + 0.1 * noise, parameter, state)
+
+    return Noisy(0.1)
+
+
+def cycling(reads: bool) -> optim.Optimizer:
+    numbers, log = [0], list[float]()
+
+    class Cycling(optim.SGD):
+        def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+            numbers[0] = (numbers[0] + 1) % 3
+            scale = 1.0 + numbers[0]
+            if reads:
+                log.append(float(gradients["bias"].sum()))
+                scale += 0.1 * len(log)
+            return super().apply_gradients(tree_map(lambda each: each * scale, gradients), parameters)
+
+    return Cycling(0.1)
+
+
+def taking() -> optim.Optimizer:
+    scales = iter(np.linspace(1, 2, 20).tolist())
+
+    class Taking(optim.SGD):
+        def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+            scale = next(scales)
+            return super().apply_gradients(tree_map(lambda each: each * scale, gradients), parameters)
+
+    return Taking(0.1)
+
+
+@pytest.mark.filterwarnings("ignore:faststep")
+@pytest.mark.parametrize(
+    "make",
+    [noisy, taking, lambda: cycling(False), lambda: cycling(True)],
+    ids=["draws", "takes", "counts in a circle", "counts and reads"],
+)
+def test_what_an_optimizer_changes_itself_is_changed_at_each_update(make: Callable[[], optim.Optimizer]) -> None:
+    def build() -> tuple[nn.Module, Any, Callable[..., Any], list[Any]]:
+        return nn.Linear(4, 2), make(), squares, [(x,) for x in xs(*[8] * 8)]
+
+    same(build)
+
+
+@pytest.mark.filterwarnings("ignore:faststep")
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(0.1), lambda: optim.Lion(0.1), lambda: optim.SGD(0.1)])
+def test_a_parameter_of_integers_is_clipped_as_in_mlx(make: Callable[[], optim.Optimizer]) -> None:
+    values = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 2), make()
+        model.channels = mx.array([192])
+        gradients_of = nn.value_and_grad(model, squares)
+        step = Step(model, optimizer, squares, max_grad_norm=1.0)
+        for x in xs(*[8] * 4):
+            if fast:
+                step(x)
+            else:
+                _, gradients = gradients_of(model, x)
+                optimizer.update(model, optim.clip_grad_norm(gradients, 1.0)[0])
+        values.append(np.array(model.channels))
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
