@@ -173,7 +173,7 @@ def may_draw(names: Iterable[str], values: Iterable[Any]) -> bool:
 
 
 def stays(value: Any) -> bool:
-    """Return whether what is taken from an object, which no function puts back, is not in its attributes or in others."""
+    """Return whether what is taken from an object that no function puts back is neither in attributes nor in others."""
     taken = getattr(type(value), "__next__", None)
     return not is_a(value, BY_OTHERS) and (taken is None or type(taken) is types.WrapperDescriptorType)
 

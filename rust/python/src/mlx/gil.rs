@@ -15,11 +15,23 @@ impl Unlocked<'_> {
     }
 }
 
+/// Work, or its result, on the thread that waits for it.
+struct Once<T>(T);
+
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl<T> Send for Once<T> {}
+
+impl<T, F: FnOnce() -> T> Once<F> {
+    fn run(self) -> Once<T> {
+        Once((self.0)())
+    }
+}
+
 /// Do work without the GIL: whatever may evaluate arrays of the caller's, of which MLX reads those of an .npz file through Python.
 pub fn unlocked<T>(py: Python<'_>, work: impl FnOnce() -> T) -> T {
-    let (mut work, mut done) = (Some(work), None);
-    Waiting(py).unlocked(&mut || done = work.take().map(|work| work()));
-    done.expect("work is done once")
+    let work = Once(work);
+    py.detach(|| work.run()).0
 }
 
 /// Waits without the GIL.

@@ -112,45 +112,15 @@ impl Inner {
         task: Task,
     ) -> PyResult<Option<String>> {
         let py = user.py();
-        let rule = store.rule.clone().filter(|_| self.compiled);
-        let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
+        let Some((at, is_now, mut suspect, part)) = self.pending(store, given, task, py)? else {
             return Ok(None);
-        };
-        let mut parts = task.parts(&rule).into_iter();
-        let Some(part) = parts.find(|part| !matches!(part, Part::Update(_))) else {
-            return Ok(None);
-        };
-        let known = self.loss_key(store, given, &rule, part.clone())?;
-        let looked = given.looked.clone();
-        // the trace of such a batch; for other numbers it may do something else
-        let suspects = self.traces.recent().filter(|entry| {
-            entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
-        });
-        let suspects: Vec<&Entry> = suspects.collect();
-        let now = suspects.iter().find(|entry| {
-            let suspect = entry.kept.suspect.borrow();
-            suspect.as_ref().is_some_and(|it| it.is_of(py, &looked))
-        });
-        let is_now = now.is_some();
-        let Some((at, suspect)) = now.or(suspects.first()).and_then(|entry| {
-            let suspect = entry.kept.suspect.take()?;
-            Some((entry.number, suspect))
-        }) else {
-            return Ok(None);
-        };
-        let mut suspect = suspect;
-        let keep = |inner: &Self, suspect: Suspect| {
-            let mut recent = inner.traces.recent();
-            if let Some(entry) = recent.find(|entry| entry.number == at) {
-                entry.kept.suspect.replace(Some(suspect));
-            }
         };
         if !is_now && suspect.is_cleared() {
-            keep(self, suspect); // until the numbers are those of its trace again
+            self.keep(at, suspect); // until the numbers are those of its trace again
             return Ok(None);
         }
         self.checks += 1;
-        if let Some(name) = suspect.blocking(py, &looked)? {
+        if let Some(name) = suspect.blocking(py, &given.looked)? {
             suspect.swap(py, true)?;
             return Ok(Some(taken(&name)));
         }
@@ -181,7 +151,7 @@ impl Inner {
         }
         if suspect.is_unchanged() && suspect.read.is_empty() {
             if !is_now {
-                keep(self, suspect);
+                self.keep(at, suspect);
             }
             return Ok(None);
         }
@@ -226,7 +196,7 @@ impl Inner {
         if same {
             suspect.swap(py, true)?;
             if !is_now {
-                keep(self, suspect);
+                self.keep(at, suspect);
                 return Ok(None);
             }
             if !read.is_empty() {
@@ -238,18 +208,49 @@ impl Inner {
             }
             return Ok(None);
         }
-        let names = suspect.names(py);
-        let (mut changes, mut remedies) = (Vec::new(), Vec::new());
-        if !names.is_empty() {
-            changes.push(format!("what it changes itself ({names})"));
-            remedies.push("keep that in an mx.array, or change it outside of the loss");
+        Ok(Some(depends(py, &suspect)))
+    }
+
+    // what is to be looked at before a trace is used for this batch: the trace's number, whether the numbers are those of then too
+    fn pending(
+        &self,
+        store: &Store,
+        given: &Given,
+        task: Task,
+        py: Python<'_>,
+    ) -> PyResult<Option<(usize, bool, Suspect, Part)>> {
+        let rule = store.rule.clone().filter(|_| self.compiled);
+        let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
+            return Ok(None);
+        };
+        let mut parts = task.parts(&rule).into_iter();
+        let Some(part) = parts.find(|part| !matches!(part, Part::Update(_))) else {
+            return Ok(None);
+        };
+        let known = self.loss_key(store, given, &rule, part.clone())?;
+        let suspects = self.traces.recent().filter(|entry| {
+            entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
+        });
+        let suspects: Vec<&Entry> = suspects.collect();
+        let now = suspects.iter().find(|entry| {
+            let suspect = entry.kept.suspect.borrow();
+            suspect
+                .as_ref()
+                .is_some_and(|it| it.is_of(py, &given.looked))
+        });
+        let found = now.or(suspects.first());
+        Ok(found.and_then(|entry| {
+            let suspect = entry.kept.suspect.take()?;
+            Some((entry.number, now.is_some(), suspect, part))
+        }))
+    }
+
+    // look at it once more before the trace is used again
+    fn keep(&self, number: usize, suspect: Suspect) {
+        let mut recent = self.traces.recent();
+        if let Some(entry) = recent.find(|entry| entry.number == number) {
+            entry.kept.suspect.replace(Some(suspect));
         }
-        if !read.is_empty() {
-            changes.push(format!("{read}, read as it is called"));
-            remedies.push("pass as an argument what is read");
-        }
-        let (changes, remedies) = (changes.join(" or on "), remedies.join("; "));
-        Ok(Some(format!("its result depends on {changes}: {remedies}")))
     }
 
     // find a trace that matches the arrays and the numbers that the loss reaches: one that is known to hold for these numbers,
@@ -529,4 +530,20 @@ pub(super) fn taken(drawn: &str) -> String {
         "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an argument \
          what is drawn"
     )
+}
+
+// the reason for which a loss runs uncompiled that gives another graph when it is called again
+fn depends(py: Python<'_>, suspect: &Suspect) -> String {
+    let (names, read) = (suspect.names(py), suspect.read.join(", "));
+    let (mut changes, mut remedies) = (Vec::new(), Vec::new());
+    if !names.is_empty() {
+        changes.push(format!("what it changes itself ({names})"));
+        remedies.push("keep that in an mx.array, or change it outside of the loss");
+    }
+    if !read.is_empty() {
+        changes.push(format!("{read}, read as it is called"));
+        remedies.push("pass as an argument what is read");
+    }
+    let (changes, remedies) = (changes.join(" or on "), remedies.join("; "));
+    format!("its result depends on {changes}: {remedies}")
 }

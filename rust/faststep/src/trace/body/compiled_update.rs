@@ -15,9 +15,11 @@ use crate::{
 #[derive(Default)]
 pub(crate) struct CompiledUpdate(RefCell<Option<Function>>);
 
+type Call = dyn FnMut(&[Array]) -> Result<Vec<Array>>;
+
 struct Function {
     form: Form,
-    call: Box<dyn FnMut(&[Array]) -> Result<Vec<Array>>>,
+    call: Box<Call>,
     state: Rc<RefCell<Vec<usize>>>, // the indices of what is new in the state
 }
 
