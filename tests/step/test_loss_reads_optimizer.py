@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_flatten
@@ -104,7 +105,7 @@ def test_two_steps_whose_losses_reach_both_optimizers_are_the_plain_loops() -> N
         steps: list[Any] = [(Step if fast else plain_step)(*pair, it.loss) for pair in pairs]
         called = [step(batch()) for _ in range(4) for step in steps]
         losses.append([(out.loss if fast else out[0]).item() for out in called])
-    assert losses[0] == losses[1]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
     assert mx.all(mx.isfinite(_sum(it.second.state)))
 
 

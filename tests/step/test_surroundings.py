@@ -294,6 +294,7 @@ OF_THE_PACKAGE: dict[str, tuple[Callable[..., mx.array], str]] = {
 
 @pytest.mark.parametrize("name", OF_THE_PACKAGE)
 @pytest.mark.filterwarnings("ignore:.*cannot be compiled.*the state of a step, a loader or a trainer:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*that it takes from where the step does not look:RuntimeWarning")
 def test_what_a_loss_reads_of_loaders_and_of_other_steps_is_the_plain_loop_s(name: str) -> None:
     loss_fn, mode = OF_THE_PACKAGE[name]
     x = mx.random.normal((4, 4))

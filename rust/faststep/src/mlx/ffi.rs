@@ -20,6 +20,8 @@ use crate::mlx::blas::Gemm;
 /// An array, or a list of them.
 pub(crate) type Handle = *const c_void;
 pub(crate) type Handles = *const Handle;
+/// `cblas_sgemm`, where it is OpenBLAS's.
+pub(crate) type Sgemm = Option<Gemm<f32, f32>>;
 /// A new array, or a list of them.
 pub(crate) type New = *mut c_void;
 
@@ -181,11 +183,7 @@ extern "C" {
     pub(crate) fn faststep_sum_rows(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
-    pub(crate) fn faststep_straight(
-        gradient: Handle,
-        sgemm: Option<Gemm<f32, f32>>,
-        straight: *mut New,
-    ) -> c_int;
+    pub(crate) fn faststep_straight(gradient: Handle, sgemm: Sgemm, straight: *mut New) -> c_int;
     pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_fuse_casts(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_kinds(
