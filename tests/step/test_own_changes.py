@@ -186,6 +186,35 @@ def test_what_another_thread_draws_is_not_drawn_by_the_loss() -> None:
     assert (step.stats.mode, step.stats.traced) == ("native", 1)
 
 
+def test_what_another_thread_draws_while_a_number_changes_is_not_drawn_by_the_loss() -> None:
+    drawn, done, generator = threading.Event(), threading.Event(), np.random.mtrand._rand
+    numbers = types.SimpleNamespace(scale=1.0, noisy=False)
+
+    def draw() -> None:
+        while not done.is_set():
+            np.random.rand()
+            drawn.set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if numbers.scale > 2:  # behind the traces, in a call for the graph alone
+            drawn.clear()
+            assert drawn.wait(60)
+        return model(x).square().mean() * (generator.rand() if numbers.noisy else numbers.scale)
+
+    step, thread = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), threading.Thread(target=draw)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(6):
+                numbers.scale = 1.0 + 0.5 * number
+                step(mx.ones((3, 4)))
+    finally:
+        done.set()
+        thread.join()
+    assert step.stats.mode == "native"
+
+
 def test_a_loss_that_counts_what_does_not_matter_is_traced_once() -> None:
     history: list[int] = []
 

@@ -23,9 +23,9 @@ import numpy as np
 from faststep._step._things import PLAIN, STREAMS, is_a
 
 _SimpleQueue = queue.SimpleQueue
-BY_OTHERS = (map, filter, zip, itertools.starmap)  # stand where those stand that they take from
+_BY_OTHERS = (map, filter, zip, itertools.starmap)  # stand where those stand that they take from
 _OVER_OTHERS = (
-    *(*BY_OTHERS, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle),
+    *(*_BY_OTHERS, enumerate, reversed, itertools.chain, itertools.islice, itertools.cycle),
     *(itertools.accumulate, itertools.compress, itertools.takewhile, itertools.dropwhile, itertools.zip_longest),
     *(itertools.groupby, itertools.pairwise, getattr(itertools, "batched", map)),
 )
@@ -172,10 +172,10 @@ def may_draw(names: Iterable[str], values: Iterable[Any]) -> bool:
     return not _DRAWING.isdisjoint(names) or any(map(moves, of))
 
 
-def stays(value: Any) -> bool:
+def _stays(value: Any) -> bool:
     """Return whether what is taken from an object that no function puts back is neither in attributes nor in others."""
     taken = getattr(type(value), "__next__", None)
-    return not is_a(value, BY_OTHERS) and (taken is None or type(taken) is types.WrapperDescriptorType)
+    return not is_a(value, _BY_OTHERS) and (taken is None or type(taken) is types.WrapperDescriptorType)
 
 
 def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
@@ -189,11 +189,10 @@ class Movable:
     """Generators and iterators that a loss may take from as it is called for its graph alone, and where they stand."""
 
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
-        self._objects = with_inner(known_in(model, reached))
+        known = known_in(model, reached)
+        self._objects = with_inner([each for each in known if moves(each) and not is_of_process(each)])
         self._before = [position(each) for each in self._objects]
-        found = [(each, returning(each)) for each in self._objects if moves(each)]
-        self._back = returning_process() + [put for _, put in found if put is not None]
-        self.stay = any(put is None and stays(each) for each, put in found)
+        self._back, self.stay = returning_all(self._objects)
 
     def moved(self) -> list[str]:
         """Return the names of those of the loss's that have moved since."""
@@ -206,7 +205,20 @@ class Movable:
             back()
 
 
-def returning_process() -> list[Callable[[], None]]:
+def is_of_process(value: Any) -> bool:
+    """Return whether it is a generator behind the functions of a module, from which any thread may draw."""
+    own = random.random.__self__  # type: ignore[attr-defined]
+    return value is own or ("numpy.random" in sys.modules and value is np.random.mtrand._rand)
+
+
+def returning_all(values: list[Any]) -> tuple[list[Callable[[], None]], bool]:
+    """Return functions that put back these and the process's generators, and whether one of these has none."""
+    found = [(each, returning(each)) for each in values]
+    back = _returning_process() + [put for _, put in found if put is not None]
+    return back, any(put is None and _stays(each) for each, put in found)
+
+
+def _returning_process() -> list[Callable[[], None]]:
     """Return functions that put back the generators of the process."""
     found: list[Callable[[], None]] = [functools.partial(random.setstate, random.getstate())]
     if "numpy.random" in sys.modules:

@@ -20,15 +20,14 @@ from faststep._step._positions import (
     frames,
     generator_name,
     is_file,
+    is_of_process,
     is_opaque,
     known_in,
     moves,
     place_in,
     position,
-    returning,
-    returning_process,
+    returning_all,
     state_of,
-    stays,
     with_inner,
 )
 from faststep._step._things import is_a
@@ -91,20 +90,17 @@ class Positions:
 
     def __init__(self, model: nn.Module, reached: list[Any], codes: Iterable[types.CodeType] | None) -> None:
         known = known_in(model, reached)
-        self._objects = [each for each in known if moves(each) and not _is_of_process(each)]
+        self._objects = [each for each in known if moves(each) and not is_of_process(each)]
         self._opaque = {generator_name(each) for each in self._objects if is_opaque(each)}
         self._files = [(each, place_in(each)) for each in known if is_file(each)]
         kept = _kept(known, codes or ())
         self._kept = [(each, read) for each, read in kept if not is_a(each, LOCKS)]
         self._locks = [(each, read, read(each)) for each, read in kept if is_a(each, LOCKS)]
         self._before = self._now()
-        moving = [*with_inner(self._objects), *(file for file, _ in self._files)]
-        back = [(each, returning(each)) for each in moving]
-        self._back = [*returning_process(), *(put for _, put in back if put is not None)]
+        # `stay`: whether what is taken from one of them cannot be put back
+        self._back, self.stay = returning_all([*with_inner(self._objects), *(file for file, _ in self._files)])
         self._calls = Calls(known, frames(known), codes or ())
         self.profile = self._calls.profile
-        # whether what is taken from one of them cannot be put back
-        self.stay = any(put is None and stays(each) for each, put in back)
 
     def moved(self) -> list[str]:
         """Return the names of those that have moved since, or of which that cannot be seen."""
@@ -201,9 +197,3 @@ def _of_process() -> list[tuple[str, Any]]:
     if "numpy.random" in sys.modules:
         states.append(("numpy.random", state_of(np.random.get_state(legacy=False)["state"])))
     return states
-
-
-def _is_of_process(value: Any) -> bool:
-    """Return whether it is a generator behind the functions of a module, which stand for it here."""
-    own = random.random.__self__  # type: ignore[attr-defined]
-    return value is own or ("numpy.random" in sys.modules and value is np.random.mtrand._rand)

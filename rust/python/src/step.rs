@@ -34,10 +34,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::{
     host::PythonHost,
     mlx::{bridge, errors::to_python, gil::Waiting},
-    reach::{
-        suspect::{Drawable, Suspect},
-        Reach, Read, Seen,
-    },
+    reach::{suspect::Suspect, Reach, Read, Seen},
     store::{
         registry::{self, Shared},
         Store,
@@ -98,9 +95,8 @@ struct Inner {
     fallen: Option<String>,
     /// True while it is to be seen whether the loss takes from what cannot be put back; none where that is known.
     probe: Option<bool>,
-    drawable: Option<Drawable>, // before the loss was called for its graph
-    has_compiler: bool,         // as far as is known
-    probed: Option<Seen>,       // the numbers of the last such call behind a trace
+    has_compiler: bool,           // as far as is known
+    probed: Option<Seen>,         // the numbers of the last such call behind a trace
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
@@ -170,7 +166,6 @@ impl Step {
                 reason: None,
                 fallen: None,
                 probe: Some(false),
-                drawable: None,
                 has_compiler: true,
                 probed: None,
                 positions: None,

@@ -54,21 +54,15 @@ impl Current {
             .clone()
             .filter(|_| self.compiled && !self.sketch);
         let reached = reached.map(|looked| {
-            let kept = (looked.snapshot(py)?, looked.copies(py)?);
-            Ok::<_, PyErr>((looked, kept))
+            let (contents, copies) = (looked.snapshot(py)?, looked.copies(py)?);
+            Ok::<_, PyErr>((looked, contents, copies))
         });
         let reached = reached.transpose()?;
         let outcome = self.traced_update(py, &optimizer, call, &before);
         keys.set_item(0, key)?;
-        if let (Some((looked, (contents, copies))), Err(stop)) = (reached, &outcome) {
+        if let (Some((looked, contents, copies)), Err(stop)) = (reached, &outcome) {
             if !matches!(stop, Stop::Raised(_)) {
-                contents.restore()?; // the update is computed once more, without a trace
-                for (node, copy) in copies {
-                    if !looked.has_contents(py, node)? {
-                        looked.refill(node, &copy)?;
-                    }
-                }
-                looked.put_back(py)?;
+                looked.restore(py, &contents, &copies)?; // the update is computed once more, without a trace
             }
         }
         if outcome.is_err() || self.compiled {

@@ -2,23 +2,10 @@
 use faststep::engine::Owner;
 use pyo3::prelude::*;
 
-/// Work that may cross the point where the GIL is released.
-struct Unlocked<'a>(&'a mut dyn FnMut());
-
-// SAFETY: the closure runs on the thread that made it, while that thread waits for it.
-#[allow(unsafe_code)]
-unsafe impl Send for Unlocked<'_> {}
-
-impl Unlocked<'_> {
-    fn run(self) {
-        (self.0)();
-    }
-}
-
-/// Work, or its result, on the thread that waits for it.
+/// Work that may cross the point where the GIL is released, or its result.
 struct Once<T>(T);
 
-// SAFETY: as above.
+// SAFETY: the work is done on the thread that made it, while that thread waits for it.
 #[allow(unsafe_code)]
 unsafe impl<T> Send for Once<T> {}
 
@@ -41,7 +28,6 @@ impl Owner for Waiting<'_> {
     fn release(&mut self) {}
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {
-        let work = Unlocked(work);
-        self.0.detach(|| work.run());
+        unlocked(self.0, work);
     }
 }

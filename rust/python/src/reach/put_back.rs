@@ -81,8 +81,8 @@ impl Looked {
         has.then(|| self.program.name(py, node))
     }
 
-    /// Give the object at a node the contents of a copy.
-    pub fn refill(&self, node: usize, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+    // give the object at a node the contents of a copy
+    fn refill(&self, node: usize, copy: &Bound<'_, PyAny>) -> PyResult<()> {
         match self.object(node, copy.py()) {
             Some(object) => refill(&object, copy),
             None => Ok(()),
@@ -137,8 +137,24 @@ impl Looked {
         Ok(snapshot)
     }
 
-    /// Put everything on the way back; the contents of containers are left to a snapshot.
-    pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
+    /// Put everything back as it was when these were taken.
+    pub fn restore(
+        &self,
+        py: Python<'_>,
+        snapshot: &Snapshot<'_>,
+        copies: &[(usize, Bound<'_, PyAny>)],
+    ) -> PyResult<()> {
+        snapshot.restore()?;
+        for (node, copy) in copies {
+            if !self.has_contents(py, *node)? {
+                self.refill(*node, copy)?;
+            }
+        }
+        self.put_back(py)
+    }
+
+    // put everything on the way back; the contents of containers are left to a snapshot
+    fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         let objects = self.bound(py);
         for (at, node) in self.program.nodes.iter().enumerate() {
             let Some(object) = self.object(at, py) else {

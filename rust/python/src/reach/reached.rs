@@ -209,13 +209,7 @@ impl<'py> Reached<'py> {
         if traced_well {
             return Ok(());
         }
-        traced.snapshot.restore()?;
-        for (node, copy) in &traced.copies {
-            if !self.looked.has_contents(py, *node)? {
-                self.looked.refill(*node, copy)?;
-            }
-        }
-        self.looked.put_back(py)
+        self.looked.restore(py, &traced.snapshot, &traced.copies)
     }
 }
 

@@ -276,7 +276,7 @@ impl Suspect {
     }
 
     /// Count a look for other numbers than those of its trace; whether there have been enough of them.
-    pub fn is_cleared(&mut self) -> bool {
+    pub fn is_looked_at_enough(&mut self) -> bool {
         self.others += 1;
         self.others > MAX_OTHERS
     }

@@ -115,7 +115,7 @@ impl Inner {
         let Some((at, is_now, mut suspect, part)) = self.pending(store, given, task, py)? else {
             return Ok(None);
         };
-        if !is_now && suspect.is_cleared() {
+        if !is_now && suspect.is_looked_at_enough() {
             self.keep(at, suspect); // until the numbers are those of its trace again
             return Ok(None);
         }
@@ -133,7 +133,8 @@ impl Inner {
         let mut key = key(store, part, 0)?;
         let mut sketch = |inner: &mut Self, given: &mut Given| {
             key.front.reached = given.looked.tensors.clone();
-            inner.sketch(store, user, given, &key, true)
+            let drawable = Drawable::before(&user.model, &given.looked)?;
+            inner.sketch(store, user, given, &key, true, &drawable)
         };
         let mut raised = false;
         let drawn = !suspect.drawn.is_empty()
@@ -330,21 +331,18 @@ impl Inner {
         let Some(by_loss) = graph.map(TraceGraph::is_of_loss) else {
             return Ok(Some(Vec::new()));
         };
+        let drawable = Drawable::before(&user.model, &given.looked)?;
         let probed = self.probed.as_ref();
-        if probed.is_none_or(|seen| !seen.fits(py, &given.looked))
-            && Drawable::before(&user.model, &given.looked)?.stay(py)?
-        {
+        if probed.is_none_or(|seen| !seen.fits(py, &given.looked)) && drawable.stay(py)? {
             self.probed = Some(Seen::new(&given.looked, Vec::new(), None));
             self.probe = Some(false);
             return Err(Stop::Probe);
         }
-        let (sketch, template) = self.sketch(store, user, given, key, by_loss)?;
-        if let Some(drawable) = &self.drawable {
-            let moved = drawable.moved(py)?;
-            if !moved.is_empty() {
-                drawable.put_back(py)?; // the trace that fits has not taken it
-                return Err(Stop::Untraceable(taken(&moved.join(", "))));
-            }
+        let (sketch, template) = self.sketch(store, user, given, key, by_loss, &drawable)?;
+        let moved = drawable.moved(py)?;
+        if !moved.is_empty() {
+            drawable.put_back(py)?; // the trace that fits has not taken it
+            return Err(Stop::Untraceable(taken(&moved.join(", "))));
         }
         let failed = Cell::new(None);
         let differences = |entry: &Entry| {
@@ -381,9 +379,7 @@ impl Inner {
             return Err(mlx(error).into());
         }
         given.constants = constants(&varying)?;
-        if let Some(drawable) = self.drawable.take() {
-            drawable.put_back(py)?; // or it would be drawn twice in this step
-        }
+        drawable.put_back(py)?; // or it would be drawn twice in this step
         Ok(Some(varying))
     }
 
@@ -406,7 +402,7 @@ impl Inner {
         Ok(())
     }
 
-    // trace without compiling; `by_loss`: the loss alone, where that determines the rest
+    // trace without compiling; `by_loss`: the loss alone, where that determines the rest; `drawable`: as it is before
     fn sketch(
         &mut self,
         store: &mut Store,
@@ -414,8 +410,8 @@ impl Inner {
         given: &mut Given,
         key: &Key,
         by_loss: bool,
+        drawable: &Drawable,
     ) -> Sketch {
-        let drawable = Drawable::before(&user.model, &given.looked)?;
         let mut sketch = Ok(None);
         if by_loss {
             sketch = self.sketch_once(store, user, given, key, true);
@@ -427,7 +423,6 @@ impl Inner {
         if matches!(&sketch, Err(stop) if !matches!(stop, Stop::Raised(_))) {
             drawable.put_back(user.py())?;
         }
-        self.drawable = Some(drawable);
         let missing = || PyRuntimeError::new_err("a step was traced without a loss");
         sketch?.ok_or_else(|| Stop::Raised(missing()))
     }

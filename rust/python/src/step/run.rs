@@ -155,7 +155,7 @@ impl Inner {
                     }
                 }
                 // the kernels of an update alone, where the compiler has gone or the disk is full
-                Stop::Untraceable(_) if !self.compiled && self.has_compiler => {
+                Stop::Untraceable(_) if self.compiling() == Compiled::Update => {
                     self.has_compiler = false;
                     self.traces.clear();
                 }
