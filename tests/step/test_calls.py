@@ -5,7 +5,11 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import datetime
+import decimal
+import fractions
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -316,6 +320,88 @@ def test_what_a_loss_leaves_in_its_arguments_is_there_at_the_next_step(kind: str
         )
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
     np.testing.assert_allclose(left[1], left[0], rtol=1e-6)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+# what is passed in the call with a number, and what the loss makes of it
+KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "slice": (lambda number: slice(0, 2 + number), lambda each: each.stop),
+    "range": (lambda number: range(2 + number), sum),
+    "set": (lambda number: {1, number + 2}, sum),
+    "frozenset": (lambda number: frozenset({1, number + 2}), sum),
+    "fraction": (lambda number: fractions.Fraction(1, 2 + number), float),
+    "decimal": (lambda number: decimal.Decimal(number + 1) / 8, float),
+    "duration": (lambda number: datetime.timedelta(number + 1), lambda each: each.days),
+    "date": (lambda number: datetime.datetime(2020, 1, 1 + number), lambda each: each.day),
+    "bytes": (lambda number: bytearray(b"a" * (1 + number)), len),
+    "slots": (lambda number: Slotted(1.0 + number), lambda each: each.value),
+    "array in slots": (lambda number: Slotted(mx.array(1.0 + number)), lambda each: each.value),
+    "deque": (lambda number: collections.deque([number, 1]), sum),
+    "path": (lambda number: Path("a" * (1 + number)), lambda each: len(each.name)),
+    "another optimizer": (lambda number: optim.SGD(1.0 / (1 + number)), lambda each: each.learning_rate),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_argument_may_be_any_object(kind: str) -> None:
+    make, read = KINDS[kind]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, each: Any) -> mx.array:
+        return cross_entropy(model, x, y) * read(each)
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number, batch in zip((0, 1, 1, 2, 0, 3), ROW.case.batches(6), strict=True):
+        np.testing.assert_allclose(step(*batch, make(number)).loss, take(*batch, make(number))[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "native"
+
+
+CHANGES_OF_ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "set": (set, lambda each: each.add(len(each)), len),
+    "bytes": (bytearray, lambda each: each.append(1), len),
+    "slots": (lambda: Slotted(0.0), lambda each: setattr(each, "value", each.value + 1), lambda each: each.value),
+    "numpy": (lambda: np.zeros(2, np.float32), lambda each: each.__setitem__(0, each[0] + 1), lambda each: each[0]),
+    "numpy in place": (lambda: np.zeros(2, np.float32), lambda each: each.__iadd__(1), lambda each: each[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("kind", CHANGES_OF_ARGUMENTS)
+def test_an_argument_that_the_loss_changes_is_changed_at_each_step(kind: str) -> None:
+    make, change, read = CHANGES_OF_ARGUMENTS[kind]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, each: Any) -> mx.array:
+        change(each)
+        return cross_entropy(model, x, y) * read(each)
+
+    reference, ours, (theirs, mine) = ROW.new(), ROW.new(), (make(), make())
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for batch in ROW.case.batches(6):
+        np.testing.assert_allclose(step(*batch, mine).loss, take(*batch, theirs)[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.mode == "plain"
+    assert read(mine) == read(theirs) == 6
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_the_optimizer_itself_may_be_an_argument() -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, optimizer: optim.Optimizer) -> mx.array:
+        return cross_entropy(model, x, y) * (1 + optimizer.learning_rate)
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for batch in ROW.case.batches(4):
+        reference[1].learning_rate = ours[1].learning_rate = 0.9 * ours[1].learning_rate
+        np.testing.assert_allclose(step(*batch, ours[1]).loss, take(*batch, reference[1])[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.reason == "it reads the state of the optimizer that updates it"
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])

@@ -103,6 +103,48 @@ def test_what_is_drawn_for_some_batches_is_drawn_at_each_of_them(kind: str, by: 
     same(build)
 
 
+class Counting(nn.Module):
+    """A layer that counts its calls, and does something else at each third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self._past = nn.Linear(4, 2), 0, [0]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.calls += 1
+        self._past.append(self.calls)
+        return self.linear(x) * (1.0 if self.calls % 3 else 0.5) + 0.1 * self._past[-2]
+
+
+@pytest.mark.filterwarnings("ignore:faststep")
+@pytest.mark.parametrize("by", ["shape", "mode", "frozen", "argument"])
+@pytest.mark.parametrize("odd", range(3))
+def test_what_a_model_counts_goes_on_whatever_trace_the_next_step_has(by: str, odd: int) -> None:
+    def build() -> tuple[nn.Module, Any, Callable[..., Any], list[Any]]:
+        model = Counting()
+
+        def loss_fn(model: nn.Module, x: mx.array, flag: bool) -> mx.array:
+            return squares(model, x)
+
+        def call(number: int) -> Callable[[], Any]:
+            def given() -> Any:
+                assert model.calls == number
+                is_odd = number == odd
+                if by == "mode":
+                    model.train(is_odd)
+                if by == "frozen":
+                    model.linear.freeze(keys="bias") if is_odd else model.unfreeze()
+                return xs(*[6 if is_odd and by == "shape" else 8] * 9)[number], is_odd and by == "argument"
+
+            return given
+
+        optimizer = optim.Adam(0.1)
+        optimizer.init(model.trainable_parameters())
+        return model, optimizer, loss_fn, [call(number) for number in range(9)]
+
+    same(build)
+
+
 @pytest.mark.filterwarnings("ignore:faststep")
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_loss_that_counts_and_raises_once_goes_on(at: int) -> None:

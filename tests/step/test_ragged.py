@@ -301,6 +301,24 @@ def test_a_failure_of_an_uncompiled_batch_of_its_own_shape_changes_nothing(compi
     assert pair[1].state["step"].item() == 40
 
 
+def test_texts_of_which_each_makes_another_graph_are_not_traced_for_ever() -> None:
+    """A loss that makes tokens of them, say; what comes again is traced."""
+
+    def loss_fn(model: nn.Module, text: str) -> mx.array:
+        x = mx.array([[float(ord(each) % 7) for each in text[at : at + 3]] for at in range(len(text) - 2)])
+        return mx.square(model(x)).mean()
+
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abcdef"), 5 + number % 7)) for number in range(60)]
+    reference, ours = model(), model()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for text in [*texts, *texts[-4:] * 3]:
+        np.testing.assert_allclose(step(text).loss, take(text)[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) <= 38
+    assert step.stats.mode == "native"
+
+
 def test_what_an_uncompiled_loss_keeps_is_right_whatever_the_shapes() -> None:
     kept = types.SimpleNamespace(total=mx.array(0.0))
 

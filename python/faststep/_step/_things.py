@@ -6,7 +6,10 @@ import argparse
 import array
 import collections
 import ctypes
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import inspect
 import io
@@ -27,6 +30,7 @@ from faststep._step._library import is_library_class
 PLAIN: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, mx.Dtype),
     *(np.number, np.bool_, np.character, np.datetime64, np.timedelta64),
+    *(fractions.Fraction, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta),
 )
 # compared as bytes; a structured scalar of NumPy's is a view
 BUFFERS: tuple[type, ...] = (

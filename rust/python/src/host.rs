@@ -4,6 +4,7 @@
 //! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
 mod loss_graph;
+mod shown;
 mod update;
 
 use std::{cell::RefCell, rc::Rc};
@@ -48,6 +49,8 @@ pub struct Current {
     pub weighted: bool,
     /// The positional arguments and a dict of the named ones.
     pub arguments: Py<PyTuple>,
+    /// The same with the user's NumPy arrays.
+    pub own: Py<PyTuple>,
     /// `mx.random`'s key list.
     pub key_list: Py<PyList>,
     /// The role of each array slot of the model, and the path to it.

@@ -17,7 +17,7 @@ use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::Tensor;
 use pyo3::{
-    exceptions::{PyRecursionError, PyTypeError},
+    exceptions::PyRecursionError,
     intern,
     prelude::*,
     types::{PyCFunction, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType},
@@ -139,31 +139,19 @@ impl Tree {
     /// As [`Tree::record`], for the arguments of a call.
     ///
     /// # Errors
-    /// An argument that is neither an array nor a plain value; the message has its `name`.
-    pub fn record_arguments<'py>(
-        root: &Bound<'py, PyAny>,
-        name: impl Fn(&Tree) -> String,
-    ) -> PyResult<RecordedArguments<'py>> {
+    /// A tree that is nested too deeply.
+    pub fn record_arguments<'py>(root: &Bound<'py, PyAny>) -> PyResult<RecordedArguments<'py>> {
         let mut recorder = Recorder {
             scope: Scope::Arguments,
             ..Recorder::default()
         };
-        let outcome = recorder.run(root);
-        let Some(object) = recorder.refused.take() else {
-            outcome?;
-            return Ok(RecordedArguments {
-                tree: recorder.tree,
-                slots: recorder.slots,
-                objects: [recorder.objects, recorder.wholes].concat(),
-                numpy: recorder.numpy,
-            });
-        };
-        let class = object.get_type().fully_qualified_name()?;
-        Err(PyTypeError::new_err(format!(
-            "argument {}: expected mx.array, a NumPy array, a dict, list, tuple or dataclass of them, an nn.Module, \
-             or a static value (number, string, None), got {class}",
-            name(&recorder.tree)
-        )))
+        recorder.run(root)?;
+        Ok(RecordedArguments {
+            tree: recorder.tree,
+            slots: recorder.slots,
+            objects: [recorder.objects, recorder.wholes].concat(),
+            numpy: recorder.numpy,
+        })
     }
 
     /// Walk `root` again: its slots, when it is what was noted, with arrays of the noted shapes and dtypes.
@@ -300,13 +288,6 @@ impl Tree {
         self.items.iter().for_each(|item| paths.step(item, py));
         paths.objects
     }
-
-    /// The path to where the walk ended.
-    pub fn last_path(&self, py: Python<'_>) -> Vec<String> {
-        let mut paths = Paths::default();
-        self.items.iter().for_each(|item| paths.step(item, py));
-        paths.next_path()
-    }
 }
 
 // a flag of classes that a program has made
@@ -323,7 +304,6 @@ struct Recorder<'py> {
     numpy: bool,
     optimizer: bool,
     scope: Scope,
-    refused: Option<Bound<'py, PyAny>>,
     error: Option<PyErr>,
 }
 
@@ -366,10 +346,6 @@ impl<'py> Recorder<'py> {
 
 impl<'py> Visitor<'py> for Recorder<'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
-        if self.scope == Scope::Arguments && kind == Kind::Optimizer {
-            self.refused = Some(container.clone());
-            return None;
-        }
         self.note_container(kind, container);
         self.optimizer |= kind == Kind::Optimizer;
         self.containers.push(container.as_ptr() as usize);
@@ -409,10 +385,6 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             if is_numpy(object) {
                 self.numpy = true;
                 return Some(());
-            }
-            if !object.is_callable() && !object.hasattr("__dict__").unwrap_or(false) {
-                self.refused = Some(object.clone());
-                return None;
             }
             self.objects.push(object.clone());
             self.tree.items.push(Item::Object);

@@ -187,7 +187,6 @@ impl Engine {
     // release the old arrays and install the new ones; returns the places of those in the state
     fn install(&mut self, work: &mut Work) -> Vec<usize> {
         let outputs = &mut work.outputs;
-        let updates = !outputs.parameters.is_empty();
         if !work.keep_gradients {
             outputs.gradients.clear();
         }
@@ -199,7 +198,7 @@ impl Engine {
             self.state[index] = array;
             changed.push(index);
         }
-        if updates {
+        if !outputs.parameters.is_empty() {
             self.masters_stale = !work.keep_masters;
             self.parameters.clear();
             self.shared.clear();

@@ -230,11 +230,13 @@ impl Engine {
         };
         self.seconds.build += started.elapsed().as_secs_f64();
         self.enter_evaluation(trace, &inputs, &outputs, owner);
-        let updates = !outputs.parameters.is_empty();
+        // those of a batch are what the loss has assigned: no update
+        let replaces = !outputs.parameters.is_empty();
+        let updates = replaces && trace.recipe.part != Part::Batch;
         let mut work = Work::new(trace, inputs, outputs);
         let evaluated = &mut trace.evaluated;
         let done = self.scheduled(owner, |schedule, device| {
-            schedule.evaluate(device, &mut work, evaluated, updates)
+            schedule.evaluate(device, &mut work, evaluated, replaces)
         });
         trace.caller = work.caller;
         if let Some(inputs) = work.inputs {

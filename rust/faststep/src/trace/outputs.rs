@@ -67,6 +67,10 @@ impl OutputCounts {
     pub(crate) fn written(&self) -> (Vec<usize>, bool) {
         (self.others.clone(), self.key > 0)
     }
+
+    pub(crate) fn sets_parameters(&self) -> bool {
+        self.parameters > 0
+    }
 }
 
 impl Outputs {

@@ -175,6 +175,11 @@ impl Trace {
         self.counts.borrow().written()
     }
 
+    // whether its last call had new parameters among its outputs
+    pub(crate) fn sets_parameters(&self) -> bool {
+        self.counts.borrow().sets_parameters()
+    }
+
     /// Build the graph of a step over `inputs`: parameters, shared buffers, state, others, key, batch.
     ///
     /// # Errors

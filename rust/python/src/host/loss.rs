@@ -9,7 +9,7 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
-use super::{expected, stop, Current};
+use super::{expected, shown::Shown, stop, Current};
 use crate::{
     mlx::bridge,
     optimizer::{reads, settings},
@@ -236,9 +236,11 @@ impl Current {
         } else {
             own.clone() // what the loss does to containers is the user's to see
         };
-        let before = Snapshot::take(&arguments)?;
-        let root = arguments.clone();
-        let slots = self.compiled.then(|| slots_of(&root));
+        let converted = (!self.arguments.is(&self.own)).then(|| self.own.bind(py));
+        let shown = self
+            .compiled
+            .then(|| Shown::take(&arguments, converted))
+            .transpose()?;
         let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
         let positional = arguments
             .get_item(0)?
@@ -265,15 +267,10 @@ impl Current {
                 "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
             )));
         }
-        let replaced = slots.is_some_and(|slots| {
-            let now = slots_of(&root);
-            let mut pairs = slots.iter().zip(&now);
-            now.len() == slots.len() && pairs.any(|(before, now)| !before.object.is(&now.object))
-        });
-        if replaced || (self.compiled && before.has_gathered()?) {
-            return Err(Stop::Untraceable(
-                "it writes into a dict, list or dataclass among its arguments".into(),
-            ));
+        if let Some(what) = shown.map(|shown| shown.written()).transpose()?.flatten() {
+            return Err(Stop::Untraceable(format!(
+                "it writes into {what} among its arguments"
+            )));
         }
         self.read_loss(&returned)
     }
@@ -314,10 +311,4 @@ impl Current {
             aux: arrays,
         })
     }
-}
-
-// the arrays among arguments; none where the loss has put something there that can be no argument
-fn slots_of<'py>(arguments: &Bound<'py, PyAny>) -> Vec<Slot<'py>> {
-    let recorded = Tree::record_arguments(arguments, |_| String::new());
-    recorded.map_or_else(|_| Vec::new(), |recorded| recorded.slots)
 }

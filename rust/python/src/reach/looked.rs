@@ -230,7 +230,10 @@ impl Looked {
 
     /// The object that stands at a node now.
     pub fn at<'py>(&self, py: Python<'py>, node: usize) -> Option<Bound<'py, PyAny>> {
-        self.program.nodes[node].find(&self.bound(py), &[])
+        match self.program.nodes[node].how {
+            How::Root => self.object(node, py),
+            _ => self.program.nodes[node].find(&self.bound(py), &[]),
+        }
     }
 
     /// Put another object at a node; whether that can be.

@@ -62,14 +62,14 @@ impl<'py> Arguments<'py> {
     /// The batch; none of its arrays may wait for another thread, and files are read here, where nothing has changed yet.
     pub fn batch(&mut self) -> PyResult<Batch<'py>> {
         let py = self.py();
-        let mut found = self.recorded()?;
+        let mut found = Tree::record_arguments(self.passed.as_any())?;
         if found.numpy {
             let mlx = py.import("mlx.core")?;
             let converted = rebuild_where(self.passed.as_any(), is_numpy, &mut |array| {
                 mlx.call_method1("array", (array,))
             })?;
             self.passed = converted.cast_into()?;
-            found = self.recorded()?;
+            found = Tree::record_arguments(self.passed.as_any())?;
         }
         let RecordedArguments {
             tree,
@@ -102,11 +102,6 @@ impl<'py> Arguments<'py> {
             arrays,
             objects,
         })
-    }
-
-    fn recorded(&self) -> PyResult<RecordedArguments<'py>> {
-        let named = |tree: &Tree| self.name(&tree.last_path(self.py()));
-        Tree::record_arguments(self.passed.as_any(), named)
     }
 
     /// A path as the loss function names it: `x`, or `batch["tokens"][0]`.

@@ -33,7 +33,6 @@ impl Inner {
         let py = user.py();
         let started = Instant::now();
         let mut given = self.given(&mut user, true)?;
-        let user = &user;
         for (index, array) in given.arrays.iter().enumerate() {
             let name = || format!("argument {}", user.name(&given.tree.paths(py)[index]));
             store.lazy.look(array, name);
@@ -45,11 +44,11 @@ impl Inner {
             Ok(())
         };
         let outcome = called.and_then(|()| {
-            let mut prepared = self.prepare(store, user, task)?;
+            let mut prepared = self.prepare(store, &user, task)?;
             let undo = prepared.undo.take();
             self.seconds.look += started.elapsed().as_secs_f64();
-            let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-                inner.attempt(store, user, &prepared, given, task)
+            let outcome = self.run(store, &user, &mut given, task, |inner, store, given| {
+                inner.attempt(store, &user, &prepared, given, task)
             });
             if let (Err(_), Some(undo)) = (&outcome, undo) {
                 undo.restore()?;
@@ -81,6 +80,12 @@ impl Inner {
         reached.let_go_of_moving();
         if let Some(why) = self.unwatched.take() {
             self.give_up(py, why)?;
+        }
+        if self.traces.last_changes_model() {
+            let mut given = self.given(&mut user, false)?;
+            if let Some(why) = self.suspected(store, &user, &mut given, task)? {
+                self.give_up(py, why)?;
+            }
         }
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now

@@ -103,6 +103,14 @@ impl Inner {
         rare.flatten().map_or(Ok(()), |why| Err(Stop::Rare(why)))
     }
 
+    // the same where there are traces for the key, but none for the numbers and texts
+    fn check_rare_values(&mut self, given: &Given, py: Python<'_>) -> Result<(), Stop> {
+        let max_traces = self.options.max_traces;
+        let may_be_rare = self.compiled && given.may_be_rare;
+        let rare = may_be_rare.then(|| self.traces.rare_values(&given.looked, max_traces, py));
+        rare.flatten().map_or(Ok(()), |why| Err(Stop::Rare(why)))
+    }
+
     // before the first step by a trace of a loss that changes something itself: the reason why that cannot be repeated
     pub(super) fn suspected(
         &mut self,
@@ -289,10 +297,23 @@ impl Inner {
         let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
         let other = changed.is_empty().then(|| self.reach.change()).flatten();
         self.check_rare(given, &key, py)?;
+        let known = self
+            .traces
+            .recent()
+            .any(|entry| equals(&entry.key, &key, py));
+        let mut unchecked = known;
+        if known && self.traces.are_values_new() {
+            self.check_rare_values(given, py)?;
+            unchecked = false;
+        }
         let varying = self.shared(store, user, given, &key)?;
         let Some(varying) = varying else {
+            self.traces.holds_again();
             return Ok(());
         };
+        if unchecked && varying.is_empty() {
+            self.check_rare_values(given, py)?;
+        }
         let names = changed.iter().map(|&value| looked.value_name(py, value));
         let mut names: Vec<String> = names.take(3).collect();
         if names.is_empty() {

@@ -423,6 +423,7 @@ impl Inner {
             } else {
                 user.own.clone().unbind()
             },
+            own: user.own.clone().unbind(),
             key_list: store.key_list.clone_ref(py),
             roles: signature.roles.clone(),
             trainable: signature.trainable.clone_ref(py),

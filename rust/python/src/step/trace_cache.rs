@@ -50,6 +50,10 @@ pub fn is_rare(why: &str) -> bool {
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
 const COMES_BACK: usize = 16;
 
+/// So many calls for which numbers or texts have been new and no trace has fit, one after the other, and from then on one out of
+/// so many compares the graph of the loss with those of the traces.
+const NEW_VALUES: (usize, usize) = (8, 16);
+
 /// Part of a trace's key beside the engine's state.
 #[derive(Clone)]
 pub struct CallKey {
@@ -182,8 +186,10 @@ pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked) -> bool {
 #[derive(Default)]
 pub struct Traces {
     known: TraceCache<Key, Kept>,
-    compiled: usize,         // of those that have been made
+    compiled: usize,                 // of those that have been made
     rare: Vec<(Key, usize)>, // kinds of batches that came when there were many traces, and how often; the last one last
+    rare_values: Vec<(Seen, usize)>, // the same for numbers and texts that made the form of a graph
+    new_values: usize,       // calls for which these were rare, one after the other
     warning: Option<String>,
     changes: usize, // before which a step ran uncompiled
 }
@@ -202,6 +208,14 @@ impl Traces {
         })
     }
 
+    /// Return whether the trace used last has changed the model, which has been taken back until it is known whether that matters.
+    pub fn last_changes_model(&self) -> bool {
+        self.last().is_some_and(|last| {
+            let suspect = last.kept.suspect.borrow();
+            suspect.as_ref().is_some_and(|it| !it.model.is_empty())
+        })
+    }
+
     /// The traces, the one used last first.
     pub fn recent(&self) -> impl Iterator<Item = &Entry> {
         self.known.recent()
@@ -212,7 +226,7 @@ impl Traces {
         if self.recent().any(|entry| equals(&entry.key, key, py)) {
             return None;
         }
-        let why = if self.compiled >= TOO_MANY.max(max_traces / 2) {
+        let why = if self.are_many(max_traces) {
             RARE
         } else {
             self.changing(key, py)?
@@ -236,6 +250,46 @@ impl Traces {
             }
         }
         (!comes_again).then_some(why)
+    }
+
+    fn are_many(&self, max_traces: usize) -> bool {
+        self.compiled >= TOO_MANY.max(max_traces / 2)
+    }
+
+    /// Return why a call for whose numbers and texts no trace has been found to hold is rather run uncompiled.
+    pub fn rare_values(
+        &mut self,
+        looked: &Looked,
+        max_traces: usize,
+        py: Python<'_>,
+    ) -> Option<&'static str> {
+        if !self.are_many(max_traces) {
+            return None;
+        }
+        let mut known = self.rare_values.iter();
+        let at = known.rposition(|(seen, _)| seen.fits(py, looked));
+        let (seen, times) = at.map_or_else(
+            || (Seen::new(looked, Vec::new(), None), 0),
+            |at| self.rare_values.remove(at),
+        );
+        self.rare_values.push((seen, times + 1));
+        if self.rare_values.len() > MAX_RARE {
+            self.rare_values.remove(0);
+        }
+        let comes_again = times == 1 || (times + 1).is_multiple_of(COMES_BACK);
+        self.new_values = if comes_again { 0 } else { self.new_values + 1 };
+        (!comes_again).then_some(RARE)
+    }
+
+    /// Return whether numbers and texts have made another graph so often that this is not looked at in each call.
+    pub fn are_values_new(&self) -> bool {
+        let (after, one_of) = NEW_VALUES;
+        self.new_values >= after && !self.new_values.is_multiple_of(one_of)
+    }
+
+    /// A trace has been found to hold for other numbers.
+    pub fn holds_again(&mut self) {
+        self.new_values = 0;
     }
 
     // what has changed before each of several traces, none of which is for this key, and nothing else

@@ -41,7 +41,7 @@ pub enum Scope {
     Whole,
     /// An optimizer without the state that it keeps for each parameter.
     Options,
-    /// The arguments of a call: arrays may stand in tuples, objects other than plain values may not stand at all.
+    /// The arguments of a call: arrays may stand in tuples, and `reach` looks at objects that are no containers.
     Arguments,
 }
 
@@ -61,7 +61,7 @@ pub trait Visitor<'py> {
     /// Return whether to pass over an attribute of an optimizer.
     fn skips(&self, key: &str) -> bool;
 
-    /// Return whether dataclasses are containers, and modules are not.
+    /// Return whether dataclasses are containers, and modules and optimizers are not.
     fn takes_arguments(&self) -> bool {
         false
     }
@@ -152,7 +152,7 @@ fn enter<'py>(
         }
         return Some(());
     }
-    if is_optimizer(&object) {
+    if is_optimizer(&object) && !visitor.takes_arguments() {
         visitor.open(Kind::Optimizer, &object, 0)?;
         return walk_attributes(&object, around, visitor);
     }

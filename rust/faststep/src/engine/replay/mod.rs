@@ -242,6 +242,9 @@ fn refusal(trace: &Trace) -> Option<&'static str> {
     if trace.is_eager() {
         return Some("the step is not compiled");
     }
+    if trace.recipe.part == Part::Batch && trace.sets_parameters() {
+        return Some("the loss assigns to a trainable parameter");
+    }
     let raises = trace.recipe.options.raises();
     raises.then_some("nonfinite=\"raise\" needs the gradients of each step")
 }

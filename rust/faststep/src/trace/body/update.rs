@@ -41,12 +41,40 @@ impl Body<'_> {
                 *new = choose(good, new.clone(), old)?;
             }
         }
+        self.put(inputs, new, good, true, outputs)
+    }
+
+    // parameters as the loss has left them, without an update; a skipped batch leaves none
+    pub(super) fn assign(
+        &self,
+        inputs: &Inputs,
+        rebound: &Rebound,
+        good: Option<&Array>,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
+        let mut new = self.weights(inputs, rebound)?;
+        for (new, old) in new.iter_mut().zip(&self.weights(inputs, &[])?) {
+            *new = choose(good, new.clone(), old)?;
+        }
+        self.put(inputs, new, good, false, outputs)
+    }
+
+    // the outputs that new weights make: parameters, masters, and the average, where it goes on
+    fn put(
+        &self,
+        inputs: &Inputs,
+        mut new: Vec<Array>,
+        good: Option<&Array>,
+        averages: bool,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
         let (layout, places) = (&self.recipe.layout, &self.recipe.places);
+        let decay = self.recipe.options.ema_decay.filter(|_| averages);
         for &(buffer, last) in layout.doubles() {
             new[buffer] = new[last].clone();
         }
         for (buffer, weight) in new.iter_mut().enumerate() {
-            if let (Some(decay), Some(first)) = (self.recipe.options.ema_decay, places.average) {
+            if let (Some(decay), Some(first)) = (decay, places.average) {
                 let old = &inputs.state[first + buffer];
                 // a barrier: beyond MLX's limit to the depth of a kernel, the squared gradient would be stored
                 *weight = weight.contiguous()?;

@@ -17,12 +17,6 @@ impl Body<'_> {
     // add the weighted gradients to the window; the first batch of a window, skipped or not, clears the previous sums
     pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
         let made = self.differentiate(inputs)?;
-        if !made.rebound.is_empty() {
-            return Err(Exception::custom(
-                "the loss assigns to a trainable parameter, which an accumulated step cannot repeat: expected \
-                 assignments to buffers only (freeze what is no parameter)",
-            ));
-        }
         let mut outputs = made.outputs;
         let joint = self.recipe.options.guard().is_some();
         let packed = pack::gradients(&self.recipe.layout, &made.gradients, joint)?;
@@ -52,6 +46,9 @@ impl Body<'_> {
         let total = begun(total)?;
         let new = choose(good.as_ref(), total.add(weight)?, &total)?;
         outputs.state.push((first + gradients.len(), new));
+        if !made.rebound.is_empty() {
+            self.assign(inputs, &made.rebound, good.as_ref(), &mut outputs)?;
+        }
         self.finish_outputs(inputs, good.as_ref(), &mut outputs)?;
         outputs.gradients = packed.buffers;
         Ok(outputs)
