@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -80,6 +81,49 @@ def test_an_option_of_any_optimizer_is_seen(optimizer: str, name: str, value: Tr
         return fast_step(*ours, cross_entropy, *batch), None
 
     assert_close(take_four(take, ours, change)[1], wanted[1], 2e-5)
+
+
+def all_at_once(state: Tree, saved: Tree) -> None:
+    state.update(saved)
+
+
+def one_layer(state: Tree, saved: Tree) -> None:
+    state["layers"][0] = saved["layers"][0]
+
+
+def one_parameter(state: Tree, saved: Tree) -> None:
+    state["layers"][0]["weight"] = saved["layers"][0]["weight"]
+
+
+def one_moment(state: Tree, saved: Tree) -> None:
+    state["layers"][0]["weight"].update(saved["layers"][0]["weight"])
+
+
+def begun_anew(state: Tree, saved: Tree) -> None:
+    del state["layers"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "muon", "adafactor", "multi", "user-adam"])
+@pytest.mark.parametrize("put", [all_at_once, one_layer, one_parameter, one_moment, begun_anew])
+def test_a_part_of_the_state_that_is_replaced_is_gone_on_with(put: Callable[..., None], optimizer: str) -> None:
+    row, losses = Row("mlp", optimizer), list[list[float]]()
+    for fast in (False, True):
+        model, each = row.new()
+        step, plain = Step(model, each, cross_entropy), plain_step(model, each, cross_entropy)
+        losses.append([])
+        for number, batch in enumerate(row.case.batches(9)):
+            parts = each.optimizers if isinstance(each, optim.MultiOptimizer) else [each]
+            if number == 3:
+                saved = [copy_tree(part.state) for part in parts]
+            if number == 6:
+                for part, before in zip(parts, saved, strict=True):
+                    if "layers" in before and (put is begun_anew or part is parts[0]):
+                        put(part.state, before)
+                if put is begun_anew:
+                    for part in (each, *parts):
+                        part._initialized = False
+            losses[-1].append(float(step(*batch).loss if fast else plain(*batch)[0]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
 
 
 def test_freezing_and_thawing() -> None:

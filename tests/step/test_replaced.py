@@ -141,13 +141,14 @@ PROGRAMS: dict[str, Build] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it changes _mock")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_replaced_in_a_library_is_called_from_the_next_step_on(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if name == "mx.array's method":
             patch.setattr(mx.array, "scaled", lambda y: y, raising=False)
         step = beside(PROGRAMS[name])
-    assert step.stats.mode == "native"
+    assert step.stats.mode == ("plain" if name == "a mock" else "native")  # which keeps what it has been called with
     assert step.stats.traced <= 3
 
 

@@ -404,4 +404,5 @@ def test_logs_caches_and_locks_change_nothing() -> None:
         step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
         for length in (1, 2, 1, 2, 3):
             step(mx.ones((length, 4)))  # a warning is an error in these tests
+    assert len(log) == 5
     assert step.stats.mode == "native"

@@ -135,6 +135,7 @@ BATCHES = st.recursive(
 
 @SETTINGS
 @given(BATCHES)
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it changes a list")
 def test_any_batch_reaches_the_loss_as_it_is(shapes: Tree) -> None:
     def make(tree: Tree) -> Tree:
         if isinstance(tree, tuple):

@@ -30,7 +30,7 @@ from faststep._step._positions import (
     state_of,
     with_inner,
 )
-from faststep._step._things import is_a
+from faststep._step._things import is_a, root_of
 
 
 class Reads:
@@ -185,7 +185,7 @@ def moving(reached: list[Any]) -> list[Any]:
 def blocking(reached: list[Any], changed: list[int]) -> str | None:
     """Return the name of an object by which threads wait for each other, if a part of it has one of these addresses."""
     for each in reached:
-        if type(each).__module__.split(".")[0] in _BLOCKING:
+        if root_of(type(each)) in _BLOCKING:
             parts = getattr(each, "__dict__", {})
             if not {id(parts), *map(id, parts.values())}.isdisjoint(changed):
                 return generator_name(each)

@@ -29,6 +29,7 @@ use crate::{
     mlx::{bridge, errors::mlx, gil::Waiting},
     optimizer::{leaves, traceable_rate},
     reach::{
+        advance::OwnChange,
         stop::Stop,
         suspect::{self, Positions, Reads, Suspect},
         Looked, Reached, Written,
@@ -89,6 +90,8 @@ pub struct Current {
     pub written: Written,
     /// What the loss has changed itself, where a trace has been made.
     pub suspect: Suspect,
+    /// The same where only the graph is wanted: of the model, and of what the loss reaches beside it.
+    pub changed: (Vec<OwnChange>, Vec<OwnChange>),
     /// Where generators and iterators stood before the loss was traced.
     pub positions: Option<Py<PyAny>>,
     /// What an optimizer's own code reaches beside its own arrays and numbers.
@@ -184,7 +187,9 @@ impl PythonHost {
                         let what = format!("it stores a new array on the model: {key}");
                         return Err(Stop::Stores(what));
                     }
-                    if let (Some(positions), false) = (&positions, compiled) {
+                    if sketch {
+                        current.changed = own_changes(&reached, &snapshot, false, py)?;
+                    } else if let (Some(positions), false) = (&positions, compiled) {
                         current.suspect.drawn = positions.moved()?;
                     } else if let Some(positions) = &positions {
                         let stuck = reached.stuck(py)?;
@@ -199,6 +204,7 @@ impl PythonHost {
                             read: positions.read()?,
                             model,
                             reached: changed,
+                            first: own_changes(&reached, &snapshot, true, py)?,
                             seen: Vec::new(),
                             others: 0,
                         };
@@ -418,6 +424,20 @@ impl Host for PythonHost {
     fn update(&self, call: UpdateCall) -> MlxResult<UpdateOutput> {
         self.run(|py, current| current.update(py, call))
     }
+}
+
+// what a loss has changed itself, of the model and of what it reaches beside it, as long as it is there
+fn own_changes<'py>(
+    reached: &Reached<'py>,
+    model: &Snapshot<'py>,
+    first: bool,
+    py: Python<'py>,
+) -> PyResult<(Vec<OwnChange>, Vec<OwnChange>)> {
+    let model = suspect::changes(model, true)?;
+    let mut changed = reached.changes(py)?;
+    changed.retain(|one| !model.iter().any(|other| one.is_of(other, py)));
+    let note = |changes| OwnChange::note(changes, first, py);
+    Ok((note(model)?, note(changed)?))
 }
 
 // call `work` and notice what the loss reads: the line where it reads the value of an array, and what came of `work`

@@ -15,6 +15,7 @@ mod measure;
 mod memory_plan;
 mod options;
 mod run;
+mod suspected;
 mod trace_cache;
 
 use std::{

@@ -43,6 +43,7 @@ pub struct ModelSignature {
     /// The tree of trainable parameters, with holes for the arrays.
     pub trainable: Py<PyAny>,
     parameters: Vec<usize>, // the slot of each
+    counts: Vec<usize>, // numbers in the tree to which a loss adds at each call, and which do not matter to it
 }
 
 impl ModelSignature {

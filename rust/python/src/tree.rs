@@ -262,6 +262,14 @@ impl Tree {
             && self.items.iter().zip(&other.items).all(equal)
     }
 
+    /// The numbers of the items that are other numbers there; none where more than that is another.
+    pub fn other_numbers(&self, other: &Self, py: Python<'_>) -> Option<Vec<usize>> {
+        let pairs = || self.items.iter().zip(&other.items).enumerate();
+        let differ = pairs().filter(|(_, (a, b))| !a.equals(b, py));
+        self.equals_but_numbers(other, py)
+            .then(|| differ.map(|(at, _)| at).collect())
+    }
+
     /// The path to the first place where the other one has another key, value or container; arrays may be others.
     pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
         let mut paths = Paths::default();

@@ -33,6 +33,13 @@ pub fn is_numpy_number(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
 }
 
+/// Return whether the object is a dtype of MLX's.
+pub fn is_dtype(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "mlx.core", "Dtype");
+    class.is_some_and(|class| bridge::is_of(object, class))
+}
+
 /// Return whether the object is an `optimizers.Optimizer`.
 pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

@@ -4,7 +4,7 @@ use std::rc::Rc;
 use pyo3::{intern, prelude::*, types::PyFrozenSet};
 
 use super::{
-    node::{Expect, How, Met},
+    node::{Expect, How, Met, Node},
     suspect::is_number,
     Program,
 };
@@ -226,6 +226,21 @@ impl Looked {
         let nodes = self.program.nodes.iter().enumerate();
         let nodes = nodes.filter(|(_, node)| !matches!(node.expect, Expect::Value(..)));
         nodes.filter_map(|(at, _)| self.object(at, py)).collect()
+    }
+
+    /// Return whether a node is the place of another one at another look.
+    pub fn is_place(&self, node: usize, other: &Self, at: usize, py: Python<'_>) -> bool {
+        let (one, two) = (&self.program.nodes[node], &other.program.nodes[at]);
+        let parent = |looked: &Self, node: &Node| looked.object(node.parent?, py);
+        let same_key = match (one.key(py), two.key(py)) {
+            (Some(one), Some(two)) => one.eq(two).unwrap_or(false),
+            (one, two) => one.is_none() && two.is_none(),
+        };
+        let parents = (parent(self, one), parent(other, two));
+        one.how == two.how
+            && one.index() == two.index()
+            && same_key
+            && matches!(parents, (Some(one), Some(two)) if one.is(&two))
     }
 
     /// The object that stands at a node now.

@@ -2,9 +2,12 @@
 use std::rc::Rc;
 
 use mlx_rs::Array;
-use pyo3::{prelude::*, types::PyFloat};
+use pyo3::{
+    prelude::*,
+    types::{PyFloat, PyTuple},
+};
 
-use super::Looked;
+use super::{advance::Advance, Looked};
 
 /// Numbers for which a trace has been found to hold.
 pub struct Seen {
@@ -14,6 +17,10 @@ pub struct Seen {
     pub constants: Vec<Array>,
     /// Structure that the loss returned, with holes for its arrays.
     pub template: Option<Py<PyAny>>,
+    /// What the loss adds to numbers of its own in a call with these numbers.
+    pub adds: Rc<Vec<Advance>>,
+    /// True if it adds the same in the next call, to the numbers that there are then.
+    pub goes_on: bool,
 }
 
 impl Seen {
@@ -24,13 +31,19 @@ impl Seen {
             values: looked.values.clone(),
             constants,
             template,
+            adds: Rc::default(),
+            goes_on: true,
         }
     }
 
     /// The same for other numbers.
     pub fn with(&self, py: Python<'_>, looked: &Looked) -> Self {
         let template = self.template.as_ref().map(|t| t.clone_ref(py));
-        Self::new(looked, self.constants.clone(), template)
+        Self {
+            adds: self.adds.clone(),
+            goes_on: self.goes_on,
+            ..Self::new(looked, self.constants.clone(), template)
+        }
     }
 
     /// The numbers alone.
@@ -40,15 +53,19 @@ impl Seen {
             values: self.values.clone(),
             constants: Vec::new(),
             template: None,
+            adds: Rc::default(),
+            goes_on: true,
         }
     }
 
     /// Return whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
-        let mut pairs = self.values.iter().zip(looked.values.iter());
-        self.program == looked.program.id
-            && (Rc::ptr_eq(&self.values, &looked.values)
-                || pairs.all(|(a, b)| equal(a.bind(py), b.bind(py))))
+        self.program == looked.program.id && are_equal(&self.values, &looked.values, py)
+    }
+
+    /// Return whether both are the same numbers.
+    pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
+        self.program == other.program && are_equal(&self.values, &other.values, py)
     }
 
     /// The values that are other ones now, by number, where the structure is the same.
@@ -62,6 +79,11 @@ impl Seen {
     }
 }
 
+fn are_equal(one: &Rc<Vec<Py<PyAny>>>, other: &Rc<Vec<Py<PyAny>>>, py: Python<'_>) -> bool {
+    let mut pairs = one.iter().zip(other.iter());
+    Rc::ptr_eq(one, other) || pairs.all(|(a, b)| equal(a.bind(py), b.bind(py)))
+}
+
 /// Return whether two values are the same number, string or set; of floats, bit by bit.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if a.is(b) {
@@ -69,6 +91,11 @@ pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     }
     if let (Ok(a), Ok(b)) = (a.cast::<PyFloat>(), b.cast::<PyFloat>()) {
         return a.value().to_bits() == b.value().to_bits();
+    }
+    if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
+        if a.len() != b.len() {
+            return false; // of a list that grows, without a look at what is in it
+        }
     }
     a.get_type().is(b.get_type()) && a.eq(b).unwrap_or(false)
 }

@@ -7,8 +7,9 @@ use pyo3::{
 };
 
 use super::{
+    advance::OwnChange,
     contents::{copy, refill},
-    seen::Seen,
+    seen::{equal, Seen},
     Looked,
 };
 use crate::tree::{
@@ -46,12 +47,45 @@ impl Change {
             (Self::Deque(one, _), Self::Contents(looked, node, _)) => {
                 looked.at(py, *node).is_some_and(|other| one.is(&other))
             }
+            (Self::Node(one, at, _), Self::Node(other, node, _))
+            | (Self::Contents(one, at, _), Self::Contents(other, node, _)) => {
+                one.is_place(*at, other, *node, py)
+            }
             _ => false,
         }
     }
 
+    /// Keep what stands in the place now, in place of what was there before.
+    pub fn turn(&mut self, py: Python<'_>) -> PyResult<()> {
+        match self {
+            Self::Item(dict, key, other) => {
+                *other = dict.bind(py).get_item(&*key)?.map(Bound::unbind);
+            }
+            Self::List(list, other) => {
+                let list = list.bind(py);
+                *other = list.get_slice(0, list.len()).unbind();
+            }
+            Self::Deque(deque, other) => {
+                let items = deque.bind(py).try_iter()?.collect::<PyResult<Vec<_>>>()?;
+                *other = PyList::new(py, items)?.unbind();
+            }
+            Self::Order(dict, other) => *other = keys(dict.bind(py))?.unbind(),
+            Self::Node(looked, node, other) => {
+                if let Some(now) = looked.at(py, *node) {
+                    *other = now.unbind();
+                }
+            }
+            Self::Contents(looked, node, other) => {
+                if let Some(object) = looked.at(py, *node) {
+                    *other = copy(&object)?.unbind();
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Put the one in the place of the other.
-    fn swap(&mut self, py: Python<'_>) -> PyResult<()> {
+    pub fn swap(&mut self, py: Python<'_>) -> PyResult<()> {
         match self {
             Self::Item(dict, key, other) => {
                 let dict = dict.bind(py);
@@ -77,7 +111,7 @@ impl Change {
             }
             Self::Order(dict, other) => {
                 let dict = dict.bind(py);
-                let now = dict.keys().unbind();
+                let now = keys(dict)?.unbind();
                 let other = std::mem::replace(other, now);
                 for key in other.bind(py) {
                     if let Some(value) = dict.get_item(&key)? {
@@ -198,6 +232,29 @@ impl Change {
         Ok(Some((len(before)?.into_any(), len(list)?.into_any())))
     }
 
+    /// Return whether both, which keep what a loss has left, are in one place and keep the same value.
+    pub fn leaves(&self, other: &Self, py: Python<'_>) -> bool {
+        let same = match (self, other) {
+            (Self::Item(.., Some(one)), Self::Item(.., Some(other)))
+            | (Self::Node(.., one), Self::Node(.., other)) => equal(one.bind(py), other.bind(py)),
+            _ => false,
+        };
+        same && self.is_of(other, py)
+    }
+
+    /// Its name, for a message.
+    pub fn shown(&self, py: Python<'_>) -> String {
+        match self {
+            Self::Item(_, key, _) => text(key.bind(py)),
+            Self::List(..) => "a list".into(),
+            Self::Deque(..) => "a deque".into(),
+            Self::Order(..) => "the order of a dict".into(),
+            Self::Node(looked, node, _) | Self::Contents(looked, node, _) => {
+                looked.program.name(py, *node)
+            }
+        }
+    }
+
     // the name that code has for what changes
     fn name(&self, py: Python<'_>, looked: &Looked) -> String {
         match self {
@@ -258,6 +315,8 @@ pub struct Suspect {
     pub model: Vec<Change>,
     /// Changes to what the loss reaches, which stay.
     pub reached: Vec<Change>,
+    /// The same changes, with what they add to numbers: of the model, and of what the loss reaches.
+    pub first: (Vec<OwnChange>, Vec<OwnChange>),
     /// The numbers of which it was seen.
     pub seen: Vec<Seen>,
     /// How often it was looked at for other numbers.
@@ -404,16 +463,7 @@ impl Suspect {
     /// The keys that have changed, for a message.
     pub fn names(&self, py: Python<'_>) -> String {
         let names = self.model.iter().chain(&self.reached);
-        let names = names.map(|change| match change {
-            Change::Item(_, key, _) => text(key.bind(py)),
-            Change::List(..) => "a list".into(),
-            Change::Deque(..) => "a deque".into(),
-            Change::Order(..) => "the order of a dict".into(),
-            Change::Node(looked, node, _) | Change::Contents(looked, node, _) => {
-                looked.program.name(py, *node)
-            }
-        });
-        let mut names: Vec<String> = names.collect();
+        let mut names: Vec<String> = names.map(|change| change.shown(py)).collect();
         names.dedup();
         names.truncate(3);
         names.join(", ")
@@ -612,6 +662,11 @@ impl<'py> Reads<'py> {
     }
 }
 
+// the keys of a dict in its order
+fn keys<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyList>> {
+    Ok(ordered::keys(dict)?.unwrap_or_else(|| dict.keys()))
+}
+
 /// What has changed in the containers of a snapshot: with what stood there before, or with what stands there now.
 pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
     let (items, orders, lists) = snapshot.differences()?;
@@ -627,9 +682,10 @@ pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
         Change::Item(dict.unbind(), key.unbind(), other.map(Bound::unbind))
     });
     let orders = orders.into_iter().map(|(dict, old)| {
-        let other = if before { old } else { dict.keys() };
-        Change::Order(dict.unbind(), other.unbind())
+        let other = if before { old } else { keys(&dict)? };
+        Ok(Change::Order(dict.unbind(), other.unbind()))
     });
+    let orders = orders.collect::<PyResult<Vec<_>>>()?;
     let lists = lists.into_iter().map(|(list, old)| {
         let other = if before {
             old

@@ -75,18 +75,14 @@ impl Inner {
             schedules.undo()?;
         }
         let taken = self.taken(py, &outcome?, task)?;
+        self.add_to_numbers(&user, &given)?;
         let reached = given.looked.program.clone();
         drop(given);
         reached.let_go_of_moving();
         if let Some(why) = self.unwatched.take() {
             self.give_up(py, why)?;
         }
-        if self.traces.last_changes_model() {
-            let mut given = self.given(&mut user, false)?;
-            if let Some(why) = self.suspected(store, &user, &mut given, task)? {
-                self.give_up(py, why)?;
-            }
-        }
+        self.look_at_changes(store, &mut user, task)?;
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }
@@ -106,6 +102,39 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(taken)
+    }
+
+    // what the loss has changed itself as its trace was made: whether that matters, and goes on in the same way
+    fn look_at_changes(
+        &mut self,
+        store: &mut Store,
+        user: &mut Arguments<'_>,
+        task: Task,
+    ) -> PyResult<()> {
+        if !self.traces.last_has_changed() {
+            return Ok(());
+        }
+        let mut given = self.given(user, false)?;
+        match self.suspected(store, user, &mut given, task)? {
+            Some(why) => self.give_up(user.py(), why),
+            None => Ok(()),
+        }
+    }
+
+    // what the loss would have added to numbers of its own, if it had been called
+    fn add_to_numbers(&mut self, user: &Arguments<'_>, given: &Given) -> PyResult<()> {
+        let py = user.py();
+        if given.adds.is_empty() {
+            return Ok(());
+        }
+        for add in given.adds.iter() {
+            add.add(py)?;
+        }
+        if given.goes_on {
+            let now = self.reach.look(&given.roots(py), &user.optimizer)?;
+            self.traces.go_on(py, &given.looked, &now);
+        }
+        Ok(())
     }
 
     // counts a step; returns its outputs
@@ -182,21 +211,22 @@ impl Inner {
         mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let mut given = self.given(&mut user, false)?;
-        let user = &user;
-        let mut prepared = self.prepare(store, user, Task::Gradients)?;
+        let mut prepared = self.prepare(store, &user, Task::Gradients)?;
         let undo = prepared.undo.take();
         let task = Task::Gradients;
-        let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-            inner.attempt(store, user, &prepared, given, task)
+        let outcome = self.run(store, &user, &mut given, task, |inner, store, given| {
+            inner.attempt(store, &user, &prepared, given, task)
         });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
         }
         let (output, _) = outcome?;
+        self.add_to_numbers(&user, &given)?;
         let reached = given.looked.program.clone();
         drop(given);
         reached.let_go_of_moving();
+        self.look_at_changes(store, &mut user, task)?;
         let trainable = store.signature()?.trainable.bind(user.py()).clone();
         let tree = fill(&trainable, output.batch.gradients.iter())?;
         Ok((self.returned(user.py(), &output.batch)?, tree))

@@ -8,30 +8,30 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use super::{
     arguments::Arguments,
     run::Given,
-    trace_cache::{equals, holds, warn, CallKey, Entry, Key},
+    trace_cache::{equals, holds, CallKey, Entry, Key},
     Inner,
 };
 use crate::{
     host::TraceGraph,
     mlx::errors::{mlx, to_python},
     reach::{
+        advance::{are_same, leave, Advance, OwnChange},
         stop::Stop,
-        suspect::{draws, Drawable, Suspect},
+        suspect::Drawable,
         Seen,
     },
     store::Store,
     tree::Tree,
 };
 
-/// A graph, and the template of what the loss returned.
-type Sketched = (TraceGraph, Option<Py<PyAny>>);
-type Sketch = Result<Sketched, Stop>;
-
-/// The most traces of which it is looked at what a loss gives many calls later.
-const MAX_LATER: usize = 2;
-
-/// How many calls later a loss that counts them may decide something by that.
-const LATER: [i64; 6] = [1, 9, 99, 999, 9_999, 99_999];
+/// What has come of a call for the graph alone.
+pub(super) struct Sketched {
+    pub(super) graph: TraceGraph,
+    template: Option<Py<PyAny>>,        // of what the loss returned
+    pub(super) model: Vec<OwnChange>,   // what the loss has changed itself of the model
+    pub(super) reached: Vec<OwnChange>, // and of what it reaches beside it
+}
+pub(super) type Sketch = Result<Sketched, Stop>;
 
 impl Inner {
     // the call's traces become those used last: that of the update, then that of the batch
@@ -86,7 +86,13 @@ impl Inner {
     }
 
     // of a part with a loss, for this batch
-    fn loss_key(&self, store: &Store, given: &Given, rule: &Rule, part: Part) -> PyResult<Key> {
+    pub(super) fn loss_key(
+        &self,
+        store: &Store,
+        given: &Given,
+        rule: &Rule,
+        part: Part,
+    ) -> PyResult<Key> {
         let mut key = self.part_key(store, rule, part)?;
         if self.compiled {
             key.front.reached = given.looked.tensors.clone();
@@ -111,157 +117,6 @@ impl Inner {
         rare.flatten().map_or(Ok(()), |why| Err(Stop::Rare(why)))
     }
 
-    // before the first step by a trace of a loss that changes something itself: the reason why that cannot be repeated
-    pub(super) fn suspected(
-        &mut self,
-        store: &mut Store,
-        user: &Arguments<'_>,
-        given: &mut Given,
-        task: Task,
-    ) -> PyResult<Option<String>> {
-        let py = user.py();
-        let Some((at, is_now, mut suspect, part)) = self.pending(store, given, task, py)? else {
-            return Ok(None);
-        };
-        if !is_now && suspect.is_looked_at_enough() {
-            self.keep(at, suspect); // until the numbers are those of its trace again
-            return Ok(None);
-        }
-        self.checks += 1;
-        if let Some(name) = suspect.blocking(py, &given.looked)? {
-            suspect.swap(py, true)?;
-            return Ok(Some(taken(&name)));
-        }
-        if suspect.orders_arrays(py) {
-            suspect.swap(py, true)?;
-            return Ok(Some(
-                "its result depends on the order of a dict, which it changes itself".into(),
-            ));
-        }
-        let mut key = key(store, part, 0)?;
-        let mut sketch = |inner: &mut Self, given: &mut Given| {
-            key.front.reached = given.looked.tensors.clone();
-            let drawable = Drawable::before(&user.model, &given.looked)?;
-            inner.sketch(store, user, given, &key, true, &drawable)
-        };
-        let mut raised = false;
-        let drawn = !suspect.drawn.is_empty()
-            && (!suspect.shared
-                || draws(py, || {
-                    raised |= matches!(sketch(self, given), Err(Stop::Raised(_)));
-                })?);
-        if raised {
-            self.traces.drop_number(at); // the loss is called, and raises where it would without a trace
-            return Ok(None);
-        }
-        if drawn {
-            suspect.swap(py, true)?;
-            return Ok(Some(taken(&suspect.drawn.join(", "))));
-        }
-        if suspect.is_unchanged() && suspect.read.is_empty() {
-            if !is_now {
-                self.keep(at, suspect);
-            }
-            return Ok(None);
-        }
-        let first = sketch(self, given);
-        if let Err(Stop::Raised(_)) = &first {
-            self.checks -= 1;
-            self.traces.drop_number(at);
-            return Ok(None);
-        }
-        suspect.swap(py, true)?;
-        suspect.swap(py, false)?;
-        let looked = self.reach.look(&given.roots(py), &user.optimizer);
-        let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
-        let second = now.map(|now| (sketch(self, given), now));
-        suspect.swap(py, false)?;
-        let (second, now) = second?;
-        given.looked = now;
-        let mut same = is_same(&first, &second)?;
-        let mut turns = LATER.to_vec();
-        if same && self.checks <= MAX_LATER {
-            turns.extend(suspect.turns(py, &given.looked)?);
-            turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);
-        }
-        for times in turns {
-            if !same || self.checks > MAX_LATER {
-                break;
-            }
-            // the model is as the loss has left it
-            let later = suspect.later(py, times, || {
-                let looked = self.reach.look(&given.roots(py), &user.optimizer)?;
-                let now = std::mem::replace(&mut given.looked, Rc::new(looked));
-                let later = sketch(self, given);
-                given.looked = now;
-                is_same(&first, &later)
-            });
-            match later? {
-                Some(later) => same = later?,
-                None => break,
-            }
-        }
-        let read = suspect.read.join(", ");
-        if same {
-            suspect.swap(py, true)?;
-            if !is_now {
-                self.keep(at, suspect);
-                return Ok(None);
-            }
-            if !read.is_empty() {
-                let message = format!(
-                    "the loss reads {read} as it is called, which is only while it is traced: what it decides by that stays \
-                     as it is. Pass as an argument what is to be seen at every step"
-                );
-                warn(py, &message)?;
-            }
-            return Ok(None);
-        }
-        Ok(Some(depends(py, &suspect)))
-    }
-
-    // what is to be looked at before a trace is used for this batch: the trace's number, whether the numbers are those of then too
-    fn pending(
-        &self,
-        store: &Store,
-        given: &Given,
-        task: Task,
-        py: Python<'_>,
-    ) -> PyResult<Option<(usize, bool, Suspect, Part)>> {
-        let rule = store.rule.clone().filter(|_| self.compiled);
-        let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
-            return Ok(None);
-        };
-        let mut parts = task.parts(&rule).into_iter();
-        let Some(part) = parts.find(|part| !matches!(part, Part::Update(_))) else {
-            return Ok(None);
-        };
-        let known = self.loss_key(store, given, &rule, part.clone())?;
-        let suspects = self.traces.recent().filter(|entry| {
-            entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
-        });
-        let suspects: Vec<&Entry> = suspects.collect();
-        let now = suspects.iter().find(|entry| {
-            let suspect = entry.kept.suspect.borrow();
-            suspect
-                .as_ref()
-                .is_some_and(|it| it.is_of(py, &given.looked))
-        });
-        let found = now.or(suspects.first());
-        Ok(found.and_then(|entry| {
-            let suspect = entry.kept.suspect.take()?;
-            Some((entry.number, now.is_some(), suspect, part))
-        }))
-    }
-
-    // look at it once more before the trace is used again
-    fn keep(&self, number: usize, suspect: Suspect) {
-        let mut recent = self.traces.recent();
-        if let Some(entry) = recent.find(|entry| entry.number == number) {
-            entry.kept.suspect.replace(Some(suspect));
-        }
-    }
-
     // find a trace that matches the arrays and the numbers that the loss reaches: one that is known to hold for these numbers,
     // or one whose graph differs from the current graph only in constants that are inputs
     fn find_loss(
@@ -274,6 +129,8 @@ impl Inner {
         let py = user.py();
         let looked = given.looked.clone();
         given.constants.clear();
+        given.adds = Rc::default();
+        given.goes_on = true;
         let fits = |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked);
         if let Some(entry) = self.traces.use_again(fits) {
             self.reach.change();
@@ -282,6 +139,8 @@ impl Inner {
             }
             if let Some(seen) = entry.kept.seen(py, &looked) {
                 given.constants.clone_from(&seen.constants);
+                given.adds = seen.adds.clone();
+                given.goes_on = seen.goes_on;
                 self.template = seen
                     .template
                     .as_ref()
@@ -359,7 +218,7 @@ impl Inner {
             self.probe = Some(false);
             return Err(Stop::Probe);
         }
-        let (sketch, template) = self.sketch(store, user, given, key, by_loss, &drawable)?;
+        let sketch = self.sketch(store, user, given, key, by_loss, &drawable)?;
         let moved = drawable.moved(py)?;
         if !moved.is_empty() {
             drawable.put_back(py)?; // the trace that fits has not taken it
@@ -368,7 +227,7 @@ impl Inner {
         let failed = Cell::new(None);
         let differences = |entry: &Entry| {
             let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
-            let differences = graph.differences(&sketch);
+            let differences = graph.differences(&sketch.graph);
             differences.unwrap_or_else(|error| {
                 failed.set(Some(error));
                 None
@@ -379,13 +238,18 @@ impl Inner {
             differences(entry).is_some_and(|differ| differ.iter().all(|at| varying.contains(at)))
         };
         let constants = |varying: &[u32]| {
-            let constants = varying.iter().map(|&at| sketch.graph().constant(at));
+            let constants = varying.iter().map(|&at| sketch.graph.graph().constant(at));
             constants.collect::<MlxResult<Vec<_>>>().map_err(mlx)
         };
         if let Some(entry) = self.traces.use_again(holds) {
             given.constants = constants(&entry.kept.varying)?;
+            let template = sketch.template;
             self.template = template.as_ref().map(|template| template.clone_ref(py));
-            self.see(user, given, template)?;
+            let (model, reached) = (leave(sketch.model, py)?, leave(sketch.reached, py)?);
+            if let Some((mut adds, more)) = model.zip(reached) {
+                adds.extend(more);
+                self.see(user, given, template, Some(adds))?;
+            }
             return Ok(None);
         }
         let mut varying = Vec::new();
@@ -404,27 +268,42 @@ impl Inner {
         Ok(Some(varying))
     }
 
-    // record that the last trace holds for the numbers at its creation, and for those numbers as the loss has changed them
+    // record that the last trace holds for the numbers before the call, and for those that the loss has left. `adds`: what it has
+    // added to numbers of its own; none as a trace is made, where that is looked at behind the call
     pub(super) fn see(
         &mut self,
         user: &Arguments<'_>,
         given: &Given,
         template: Option<Py<PyAny>>,
+        adds: Option<Vec<Advance>>,
     ) -> PyResult<()> {
         let py = user.py();
         let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-        if let Some(last) = self.traces.last_mut() {
-            if last.kept.seen(py, &given.looked).is_none() {
-                let constants = given.constants.clone();
-                last.kept.see(Seen::new(&given.looked, constants, template));
+        let Some(last) = self.traces.last_mut() else {
+            return Ok(());
+        };
+        let kept = &mut last.kept;
+        let goes_on = match &adds {
+            Some(adds) => are_same(adds, &kept.adds, py)?,
+            None => true,
+        };
+        if kept.seen(py, &given.looked).is_none() {
+            let mut seen = Seen::new(&given.looked, given.constants.clone(), template);
+            seen.adds = Rc::new(adds.unwrap_or_default());
+            seen.goes_on = goes_on;
+            kept.see(seen);
+        }
+        if goes_on && kept.seen(py, &now).is_none() {
+            let seen = kept.seen(py, &given.looked);
+            if let Some(seen) = seen.map(|seen| seen.with(py, &now)) {
+                kept.see(seen);
             }
         }
-        self.traces.see_changes(py, &given.looked, &now);
         Ok(())
     }
 
     // trace without compiling; `by_loss`: the loss alone, where that determines the rest; `drawable`: as it is before
-    fn sketch(
+    pub(super) fn sketch(
         &mut self,
         store: &mut Store,
         user: &Arguments<'_>,
@@ -471,11 +350,24 @@ impl Inner {
         let outcome = engine.dry_run(&mut trace, call);
         let current = self.host.current.take();
         let insufficient = asked && current.as_ref().is_some_and(|current| !current.by_loss);
-        let (stop, graph, template) = current.map_or((None, None, None), |current| {
-            (current.stop, current.graph, current.template)
-        });
+        let (stop, graph, template, (model, reached)) = current.map_or_else(
+            || (None, None, None, Default::default()),
+            |current| {
+                (
+                    current.stop,
+                    current.graph,
+                    current.template,
+                    current.changed,
+                )
+            },
+        );
         match (graph, stop, outcome) {
-            (Some(graph), ..) => Ok(Some((graph, template))),
+            (Some(graph), ..) => Ok(Some(Sketched {
+                graph,
+                template,
+                model,
+                reached,
+            })),
             (None, Some(stop), _) => Err(stop),
             (None, None, Err(_)) if insufficient => Ok(None),
             (None, None, Err(error)) => Err(Stop::Raised(to_python(&error))),
@@ -490,21 +382,8 @@ impl Inner {
     }
 }
 
-// true if two graphs of a loss are equal, as far as it has one
-fn is_same(one: &Sketch, other: &Sketch) -> PyResult<bool> {
-    match (one, other) {
-        (Ok((one, _)), Ok((other, _))) => {
-            let differences = one.differences(other).map_err(mlx)?;
-            Ok(differences.is_some_and(|differences| differences.is_empty()))
-        }
-        (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
-        | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => Ok(true),
-        _ => Ok(false),
-    }
-}
-
 // the key of a part, of any arguments
-fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
+pub(super) fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
     let missing = || PyRuntimeError::new_err("the step has not been prepared");
     let front = CallKey {
         model: store.signature()?.id,
@@ -546,20 +425,4 @@ pub(super) fn taken(drawn: &str) -> String {
         "it takes from {drawn} as it is called, which a trace would do once: draw with mx.random, or pass as an argument \
          what is drawn"
     )
-}
-
-// the reason for which a loss runs uncompiled that gives another graph when it is called again
-fn depends(py: Python<'_>, suspect: &Suspect) -> String {
-    let (names, read) = (suspect.names(py), suspect.read.join(", "));
-    let (mut changes, mut remedies) = (Vec::new(), Vec::new());
-    if !names.is_empty() {
-        changes.push(format!("what it changes itself ({names})"));
-        remedies.push("keep that in an mx.array, or change it outside of the loss");
-    }
-    if !read.is_empty() {
-        changes.push(format!("{read}, read as it is called"));
-        remedies.push("pass as an argument what is read");
-    }
-    let (changes, remedies) = (changes.join(" or on "), remedies.join("; "));
-    format!("its result depends on {changes}: {remedies}")
 }

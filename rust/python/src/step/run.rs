@@ -23,6 +23,7 @@ use crate::{
     host::Current,
     mlx::{bridge, errors::to_python},
     reach::{
+        advance::Advance,
         stop::Stop,
         suspect::{put_back, Suspect},
         Looked, Seen, Written,
@@ -55,7 +56,7 @@ const NO_KERNEL: [(&str, &str); 4] = [
 const MAX_STORES: usize = 8;
 
 /// The most traces of which a loss that changes numbers itself is looked at once more.
-const MAX_CHECKS: usize = 4;
+pub(super) const MAX_CHECKS: usize = 4;
 
 /// Inputs of a trace from one call, beside the model's own arrays.
 pub(super) struct Given {
@@ -68,6 +69,10 @@ pub(super) struct Given {
     pub(super) roots: Vec<Py<PyAny>>,
     /// The constants that the call's trace takes as inputs.
     pub(super) constants: Vec<Array>,
+    /// What the loss would add to numbers of its own, where its trace stands for the call.
+    pub(super) adds: Rc<Vec<Advance>>,
+    /// True if it adds the same in the next call, to the numbers that there are then.
+    pub(super) goes_on: bool,
     /// True if the call may run uncompiled where there is no trace for it.
     pub(super) may_be_rare: bool,
 }
@@ -85,6 +90,8 @@ impl Given {
             looked: Rc::new(looked),
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
+            adds: Rc::default(),
+            goes_on: true,
             may_be_rare,
         }
     }
@@ -441,6 +448,7 @@ impl Inner {
             loose: false,
             written: Written::default(),
             suspect: Suspect::default(),
+            changed: Default::default(),
             positions: None,
             moving: self.read.moving().map(|moving| moving.clone_ref(py)),
             taken: None,
@@ -482,7 +490,7 @@ impl Inner {
             let drawn = std::mem::take(&mut current.suspect.drawn).join(", ");
             self.unwatched = (!drawn.is_empty()).then(|| taken(&drawn));
         }
-        if !current.suspect.is_empty() && self.checks < MAX_CHECKS {
+        if !current.suspect.is_empty() {
             self.suspect = Some(current.suspect);
         }
         if let Some(template) = current.template {
@@ -493,7 +501,7 @@ impl Inner {
                 let (why, pins) = unwatched(user, &held.collect::<Vec<_>>())?;
                 last.kept.pins = pins;
                 self.unwatched = why;
-                self.see(user, given, Some(template.clone_ref(user.py())))?;
+                self.see(user, given, Some(template.clone_ref(user.py())), None)?;
             }
             self.template = Some(template);
         }

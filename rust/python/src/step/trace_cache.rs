@@ -8,7 +8,11 @@ use super::arguments::Arguments;
 use crate::{
     host::TraceGraph,
     mlx::bridge,
-    reach::{suspect::Suspect, Looked, Seen, Written},
+    reach::{
+        advance::{Adds, Advance},
+        suspect::Suspect,
+        Looked, Seen, Written,
+    },
     tree::Tree,
 };
 
@@ -118,6 +122,8 @@ pub struct Kept {
     pub written: Written,
     /// What the loss has changed itself as it was traced: to be looked at before the trace is used again.
     pub suspect: RefCell<Option<Suspect>>,
+    /// What the loss adds to numbers of its own at each call.
+    pub adds: Rc<Vec<Advance>>,
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
     met: Option<(Rc<Tree>, Rc<Vec<Tensor>>)>, // arguments of the last call that was looked for, and arrays that the loss reaches
@@ -208,11 +214,11 @@ impl Traces {
         })
     }
 
-    /// Return whether the trace used last has changed the model, which has been taken back until it is known whether that matters.
-    pub fn last_changes_model(&self) -> bool {
+    /// Return whether the loss has changed something itself as the trace used last was made, and nobody has looked at that yet.
+    pub fn last_has_changed(&self) -> bool {
         self.last().is_some_and(|last| {
             let suspect = last.kept.suspect.borrow();
-            suspect.as_ref().is_some_and(|it| !it.model.is_empty())
+            suspect.as_ref().is_some_and(|it| !it.is_unchanged())
         })
     }
 
@@ -308,18 +314,42 @@ impl Traces {
         })
     }
 
-    /// Changes that the loss makes to numbers which were there before it was called do not matter to a trace that holds for
-    /// those: it happens while tracing only.
-    pub fn see_changes(&mut self, py: Python<'_>, before: &Looked, after: &Looked) {
+    /// A loss has added to numbers of its own: a trace to which that does not matter, and which goes on with it, holds for the others.
+    pub fn go_on(&mut self, py: Python<'_>, before: &Looked, after: &Looked) {
         for entry in self.known.iter_mut() {
             if entry.kept.seen(py, after).is_some() {
                 continue;
             }
-            let seen = entry.kept.seen(py, before);
+            let seen = entry.kept.seen(py, before).filter(|seen| seen.goes_on);
             if let Some(seen) = seen.map(|seen| seen.with(py, after)) {
                 entry.kept.see(seen);
             }
         }
+    }
+
+    /// Note what a loss adds to numbers of its own at each call for which the trace with a number stands. `looked`: the numbers
+    /// that it has left.
+    pub fn settle_numbers(
+        &mut self,
+        looked: &Looked,
+        (number, suspect): (usize, &Suspect),
+        adds: Adds,
+        py: Python<'_>,
+    ) {
+        let mut entries = self.known.iter_mut();
+        let Some(entry) = entries.find(|entry| entry.number == number) else {
+            return;
+        };
+        let all = adds.all;
+        let adds = Rc::new(adds.into_vec());
+        let is_its = |seen: &Seen| suspect.seen.iter().any(|other| other.equals(seen, py));
+        // from what was there before its first call it does more
+        let seen = &mut entry.kept.seen;
+        seen.retain(|seen| all || !is_its(seen) || seen.fits(py, looked));
+        for seen in seen.iter_mut().filter(|seen| is_its(seen)) {
+            seen.adds = adds.clone();
+        }
+        entry.kept.adds = adds;
     }
 
     /// A new trace becomes the last one. `changed`: what the loss reaches and is another one now.

@@ -12,7 +12,8 @@ use super::{ModelSignature, Store};
 use crate::{
     mlx::bridge,
     optimizer::native_rule,
-    tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
+    reach::advance::Advance,
+    tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// Largest number of signatures of the model, and of the optimizer's options, that are kept; the oldest goes first.
@@ -49,10 +50,13 @@ impl Store {
         }
         let py = model.py();
         let (tree, slots) = Tree::record(model, Scope::Whole)?;
-        let at = self
-            .models
-            .iter()
-            .position(|known| known.tree.equals(&tree, py));
+        let at = self.models.iter().position(|known| {
+            known.tree.equals(&tree, py)
+                || (!known.counts.is_empty()
+                    && known.tree.other_numbers(&tree, py).is_some_and(|numbers| {
+                        numbers.iter().all(|number| known.counts.contains(number))
+                    }))
+        });
         let signature = match at {
             // keep the newly recorded objects: the fast check compares by identity
             Some(at) => {
@@ -64,6 +68,7 @@ impl Store {
                     roles: known.roles.clone(),
                     trainable: known.trainable.clone_ref(py),
                     parameters: known.parameters.clone(),
+                    counts: known.counts.clone(),
                 })
             }
             None => Rc::new(self.sign(model, tree)?),
@@ -74,6 +79,43 @@ impl Store {
         }
         self.switch(py, signature)?;
         Ok((slots, false))
+    }
+
+    /// Take the model's numbers and flags as they are now for those of its signature: a loss has changed them, which does not matter
+    /// to it, and `adds` to some of them at each call.
+    pub fn accept_model(&mut self, model: &Bound<'_, PyAny>, adds: &[Advance]) -> PyResult<()> {
+        let py = model.py();
+        let signature = self.signature()?;
+        let (tree, _) = Tree::record(model, Scope::Whole)?;
+        let now = Snapshot::take(model)?;
+        adds.iter().try_for_each(|add| add.add(py))?;
+        let (next, _) = Tree::record(model, Scope::Whole)?;
+        now.restore()?;
+        let Some(counts) = tree.other_numbers(&next, py) else {
+            return Ok(());
+        };
+        if tree.tensors() != signature.tree.tensors() || tree.paths(py) != signature.tree.paths(py)
+        {
+            return Ok(());
+        }
+        let at = self
+            .models
+            .iter()
+            .position(|known| known.id == signature.id);
+        let accepted = Rc::new(ModelSignature {
+            id: signature.id,
+            form: signature.form,
+            tree,
+            roles: signature.roles.clone(),
+            trainable: signature.trainable.clone_ref(py),
+            parameters: signature.parameters.clone(),
+            counts,
+        });
+        if let Some(at) = at {
+            self.models[at] = accepted.clone();
+        }
+        self.current = Some(accepted);
+        Ok(())
     }
 
     fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
@@ -110,6 +152,7 @@ impl Store {
             roles: Rc::new(roles),
             trainable: trainable.unbind(),
             parameters,
+            counts: Vec::new(),
         })
     }
 

@@ -18,9 +18,10 @@ use crate::{
 
 /// The dicts of an optimizer that is updated natively, or of those in a `MultiOptimizer`.
 pub struct Moments {
-    members: Vec<Py<PyDict>>,   // by rule
-    entries: Vec<Py<PyDict>>,   // by tensor
-    containers: Vec<Py<PyAny>>, // of the entries
+    members: Vec<Py<PyDict>>,     // by rule
+    entries: Vec<Py<PyDict>>,     // by tensor
+    containers: Vec<Py<PyAny>>,   // of the entries
+    ways: Vec<(Part, Key, Part)>, // to containers and entries, each from what it is in
     layout: StateLayout,
     shown: Option<Vec<Array>>, // the arrays of the entries, tensor by tensor; None: none
 }
@@ -32,23 +33,34 @@ fn slot<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Slot<'py>
     Ok(object.map(|object| Slot { place, object }))
 }
 
-// the object at a path, and the containers on the way
-fn follow<'py>(
-    state: &Bound<'py, PyDict>,
-    path: &[String],
-    containers: &mut Vec<Py<PyAny>>,
-) -> Option<Bound<'py, PyDict>> {
-    let mut at = state.clone().into_any();
-    for (depth, part) in path.iter().enumerate() {
-        if depth > 0 && !containers.iter().any(|c| c.is(&at)) {
-            containers.push(at.clone().unbind());
+/// A part of an optimizer's state, by its number among those of its kind.
+#[derive(Clone, Copy)]
+enum Part {
+    Member(usize),
+    Container(usize),
+    Entry(usize),
+}
+
+/// The place of a part in another one.
+enum Key {
+    Name(Py<PyString>),
+    Index(usize),
+}
+
+impl Key {
+    fn new(container: &Bound<'_, PyAny>, part: &str) -> Option<Self> {
+        if container.is_instance_of::<PyList>() {
+            return part.parse().ok().map(Self::Index);
         }
-        at = match at.cast::<PyList>() {
-            Ok(list) => list.get_item(part.parse::<usize>().ok()?).ok()?,
-            Err(_) => at.cast::<PyDict>().ok()?.get_item(part).ok()??,
-        };
+        Some(Self::Name(PyString::intern(container.py(), part).unbind()))
     }
-    at.cast_into().ok()
+
+    fn get<'py>(&self, container: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+        match self {
+            Self::Name(name) => container.cast::<PyDict>().ok()?.get_item(name).ok()?,
+            Self::Index(index) => container.cast::<PyList>().ok()?.get_item(*index).ok(),
+        }
+    }
 }
 
 impl Moments {
@@ -63,27 +75,66 @@ impl Moments {
             .iter()
             .map(state)
             .collect::<PyResult<Vec<_>>>()?;
-        let mut containers: Vec<Py<PyAny>> = Vec::new();
-        let mut entries = Vec::with_capacity(paths.len());
-        for (path, &rule) in paths.iter().zip(rules.of()) {
-            let Some(dict) = follow(&states[rule], path, &mut containers) else {
-                return Ok(None);
-            };
-            entries.push(dict.unbind());
-        }
         let mut moments = Self {
             members: states.into_iter().map(Bound::unbind).collect(),
-            entries,
-            containers,
+            entries: Vec::with_capacity(paths.len()),
+            containers: Vec::new(),
+            ways: Vec::new(),
             layout,
             shown: None,
         };
+        for (path, &rule) in paths.iter().zip(rules.of()) {
+            if moments.follow(optimizer.py(), path, rule).is_none() {
+                return Ok(None);
+            }
+        }
         let shown = moments.slots(optimizer.py())?;
         let arrays = shown.iter().map(|slot| bridge::get(&slot.object)).collect();
         moments.shown = arrays;
         let names = moments.layout.moments().iter().map(Vec::len);
         let complete = shown.len() == names.sum::<usize>();
         Ok(complete.then_some(moments))
+    }
+
+    // note the entry at a path in the state of a rule, and the containers on the way
+    fn follow(&mut self, py: Python<'_>, path: &[String], rule: usize) -> Option<()> {
+        let mut from = Part::Member(rule);
+        let mut at = self.members.get(rule)?.bind(py).clone().into_any();
+        for (depth, part) in path.iter().enumerate() {
+            let key = Key::new(&at, part)?;
+            let next = key.get(&at)?;
+            if depth + 1 == path.len() {
+                self.ways.push((from, key, Part::Entry(self.entries.len())));
+                self.entries.push(next.cast_into::<PyDict>().ok()?.unbind());
+                break;
+            }
+            let known = self.containers.iter().position(|c| c.is(&next));
+            let to = Part::Container(known.unwrap_or(self.containers.len()));
+            if known.is_none() {
+                self.containers.push(next.clone().unbind());
+                self.ways.push((from, key, to));
+            }
+            (from, at) = (to, next);
+        }
+        Some(())
+    }
+
+    fn part<'a, 'py>(&'a self, py: Python<'py>, part: Part) -> &'a Bound<'py, PyAny> {
+        match part {
+            Part::Member(at) => self.members[at].bind(py).as_any(),
+            Part::Container(at) => self.containers[at].bind(py),
+            Part::Entry(at) => self.entries[at].bind(py).as_any(),
+        }
+    }
+
+    // whether each container and entry is where it was; of hidden ones, as far as the states themselves tell
+    fn is_in_place(&self, py: Python<'_>) -> bool {
+        let ways = self
+            .ways
+            .iter()
+            .filter(|(from, ..)| self.shown.is_some() || matches!(from, Part::Member(_)));
+        let mut pairs = ways.map(|(from, key, to)| (key.get(self.part(py, *from)), *to));
+        pairs.all(|(found, to)| found.is_some_and(|found| found.is(self.part(py, to))))
     }
 
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Slot<'py>>> {
@@ -132,6 +183,9 @@ impl Moments {
             if !state.is(member.bind(py)) {
                 return Ok(false);
             }
+        }
+        if !self.is_in_place(py) {
+            return Ok(false);
         }
         let Some(shown) = &self.shown else {
             return Ok(true);

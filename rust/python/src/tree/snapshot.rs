@@ -9,7 +9,7 @@ use pyo3::{
 use super::{
     ordered,
     slot::Place,
-    static_value::{equal, is_plain},
+    static_value::{equal, is_fixed, is_plain},
     text::text,
     walk::{fields, walk, Kind, Visitor, MAX_DEPTH},
 };
@@ -123,7 +123,7 @@ impl<'py> Snapshot<'py> {
     /// contents.
     pub fn differences(&self) -> PyResult<(Vec<Item<'py>>, Vec<Order<'py>>, Vec<List<'py>>)> {
         let same = |a: &Bound<'py, PyAny>, b: &Bound<'py, PyAny>| {
-            a.is(b) || (is_plain(a) && is_plain(b) && equal(a, b))
+            a.is(b) || (is_fixed(a) && is_fixed(b) && equal(a, b))
         };
         let differs = |old: Option<&Bound<'py, PyAny>>, new: Option<&Bound<'py, PyAny>>| {
             let arrays = old.is_some_and(|old| has_array(old, 0))
@@ -145,14 +145,17 @@ impl<'py> Snapshot<'py> {
             }
         }
         for (dict, copy) in self.changed_dicts() {
-            let stay = |one: &Bound<'py, PyDict>, other: &Bound<'py, PyDict>| {
-                let keys = one.keys().iter();
+            let kept = self.orders.iter().find(|(ordered, _)| ordered.is(dict));
+            let old = kept.map_or_else(|| copy.keys(), |(_, keys)| keys.clone());
+            let now = ordered::keys(dict)?.unwrap_or_else(|| dict.keys());
+            let stay = |keys: &Bound<'py, PyList>, other: &Bound<'py, PyDict>| {
+                let keys = keys.iter();
                 keys.filter(|key| other.contains(key).unwrap_or(false))
                     .collect::<Vec<_>>()
             };
-            let (before, now) = (stay(copy, dict), stay(dict, copy));
+            let (before, now) = (stay(&old, dict), stay(&now, copy));
             if !before.iter().zip(&now).all(|(before, now)| before.is(now)) {
-                orders.push((dict.clone(), copy.keys()));
+                orders.push((dict.clone(), old));
             }
         }
         let mut lists = Vec::new();

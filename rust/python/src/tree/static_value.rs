@@ -3,12 +3,12 @@ use mlx_rs::Array;
 use pyo3::{
     prelude::*,
     types::{
-        PyBool, PyBytes, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString,
+        PyBool, PyBytes, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString, PyTuple,
         PyWeakrefReference,
     },
 };
 
-use crate::mlx::bridge;
+use crate::mlx::{bridge, classes::is_dtype};
 
 /// A value that belongs to the signature.
 #[derive(Debug)]
@@ -32,6 +32,14 @@ pub fn is_plain(object: &Bound<'_, PyAny>) -> bool {
         || object.is_instance_of::<PyString>()
         || object.is_instance_of::<PyBytes>()
         || object.is_instance_of::<PyComplex>()
+}
+
+/// Return whether the object is such a value, a dtype of MLX's, or a tuple of them: a shape, say.
+pub fn is_fixed(object: &Bound<'_, PyAny>) -> bool {
+    if let Ok(tuple) = object.cast_exact::<PyTuple>() {
+        return tuple.iter().all(|each| is_fixed(&each));
+    }
+    is_plain(object) || is_dtype(object)
 }
 
 impl Static {

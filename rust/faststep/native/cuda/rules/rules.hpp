@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "mlx/fast.h"
-#include "mlx/fast_primitives.h" // has no guard: nobody else includes it
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "fast_primitives.hpp"
 
 namespace faststep::rules {
 

@@ -1,0 +1,295 @@
+//! What a loss has changed itself, or drawn, as its trace was made: whether that matters, and goes on in the same way.
+use std::rc::Rc;
+
+use faststep::engine::{Part, Task};
+use pyo3::prelude::*;
+
+use super::{
+    arguments::Arguments,
+    find::{key, taken, Sketch},
+    run::{Given, MAX_CHECKS},
+    trace_cache::{equals, warn, Entry, Key},
+    Inner,
+};
+use crate::{
+    mlx::errors::mlx,
+    reach::{
+        advance::Adds,
+        stop::Stop,
+        suspect::{draws, Drawable, Suspect},
+    },
+    store::Store,
+};
+
+/// The most traces of which it is looked at what a loss gives many calls later.
+const MAX_LATER: usize = 2;
+
+/// How many calls later a loss that counts them may decide something by that.
+const LATER: [i64; 6] = [1, 9, 99, 999, 9_999, 99_999];
+
+/// What comes of further calls of a loss.
+enum Again {
+    /// The user's error.
+    Raised,
+    /// Another graph.
+    Differs,
+    /// The same graph, and a change of another kind, by its name.
+    Changes(String),
+    /// The same graph, and what each call adds to numbers; none where the loss cannot be called for its graph.
+    Same(Option<Adds>),
+}
+
+impl Inner {
+    // behind the first step by a trace of a loss that changes something itself: the reason why that cannot be repeated
+    pub(super) fn suspected(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        task: Task,
+    ) -> PyResult<Option<String>> {
+        let py = user.py();
+        let Some((at, is_now, mut suspect, part)) = self.pending(store, given, task, py)? else {
+            return Ok(None);
+        };
+        if !is_now && suspect.is_looked_at_enough() {
+            self.keep(at, suspect); // until the numbers are those of its trace again
+            return Ok(None);
+        }
+        if suspect.is_unchanged() && self.checks >= MAX_CHECKS {
+            return Ok(None);
+        }
+        self.checks += 1;
+        if let Some(name) = suspect.blocking(py, &given.looked)? {
+            suspect.swap(py, true)?;
+            return Ok(Some(taken(&name)));
+        }
+        if suspect.orders_arrays(py) {
+            suspect.swap(py, true)?;
+            return Ok(Some(
+                "its result depends on the order of a dict, which it changes itself".into(),
+            ));
+        }
+        let mut key = key(store, part, 0)?;
+        let mut raised = false;
+        let drawn = !suspect.drawn.is_empty()
+            && (!suspect.shared
+                || draws(py, || {
+                    let sketch = self.sketch_apart(store, user, given, &mut key, false);
+                    raised |= matches!(sketch, Err(Stop::Raised(_)));
+                })?);
+        if drawn && !raised {
+            suspect.swap(py, true)?;
+            return Ok(Some(taken(&suspect.drawn.join(", "))));
+        }
+        if !raised && suspect.is_unchanged() && suspect.read.is_empty() {
+            if !is_now {
+                self.keep(at, suspect);
+            }
+            return Ok(None);
+        }
+        let again = if raised {
+            suspect.swap(py, true)?;
+            Again::Raised
+        } else {
+            self.call_again(store, user, given, &mut key, &mut suspect)?
+        };
+        let adds = match again {
+            Again::Raised => {
+                self.checks -= 1;
+                self.traces.drop_number(at); // the loss is called, and raises where it would without a trace
+                return Ok(None);
+            }
+            Again::Differs => return Ok(Some(depends(py, &suspect))),
+            Again::Changes(name) => return Ok(Some(changes(&name))),
+            Again::Same(_) if !is_now => {
+                suspect.swap(py, true)?;
+                self.keep(at, suspect);
+                return Ok(None);
+            }
+            Again::Same(adds) => adds,
+        };
+        if let Some(adds) = adds {
+            // go on with what the loss adds to numbers of its own, wherever its trace stands for a call
+            if !suspect.model.is_empty() {
+                store.accept_model(&user.model, &adds.model)?;
+            }
+            self.traces
+                .settle_numbers(&given.looked, (at, &suspect), adds, py);
+        }
+        if !suspect.read.is_empty() {
+            let message = format!(
+                "the loss reads {} as it is called, which is only while it is traced: what it decides by that stays \
+                 as it is. Pass as an argument what is to be seen at every step",
+                suspect.read.join(", ")
+            );
+            warn(py, &message)?;
+        }
+        Ok(None)
+    }
+
+    // call the loss for its graph, with its own numbers as they are now, as they were, and as they will be; leaves the model as the
+    // first call has
+    fn call_again(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &mut Key,
+        suspect: &mut Suspect,
+    ) -> PyResult<Again> {
+        let py = user.py();
+        let mut sketch =
+            |inner: &mut Self, given: &mut Given| inner.sketch_apart(store, user, given, key, true);
+        let mut first = sketch(self, given);
+        suspect.swap(py, true)?;
+        if let Err(Stop::Raised(_)) = &first {
+            return Ok(Again::Raised);
+        }
+        suspect.swap(py, false)?;
+        let looked = self.reach.look(&given.roots(py), &user.optimizer);
+        let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
+        let second = now.map(|now| (sketch(self, given), now));
+        suspect.swap(py, false)?;
+        let (mut second, now) = second?;
+        given.looked = now;
+        if !is_same(&first, &second)? {
+            return Ok(Again::Differs);
+        }
+        let mut adds = None;
+        if let (Ok(first), Ok(second)) = (&mut first, &mut second) {
+            let again = (&mut second.model, &mut first.reached);
+            match Adds::of_two(&suspect.first, again, py)? {
+                Ok(found) => adds = Some(found),
+                Err(name) => return Ok(Again::Changes(name)),
+            }
+        }
+        if self.checks > MAX_LATER {
+            return Ok(Again::Same(adds));
+        }
+        let mut turns = LATER.to_vec();
+        turns.extend(suspect.turns(py, &given.looked)?);
+        turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);
+        let changed = std::mem::take(&mut suspect.first);
+        for times in turns {
+            let later = suspect.later(py, times, || {
+                let looked = self.reach.look(&given.roots(py), &user.optimizer)?;
+                let now = std::mem::replace(&mut given.looked, Rc::new(looked));
+                let later = sketch(self, given);
+                given.looked = now;
+                if !is_same(&first, &later)? {
+                    return Ok(Some(Again::Differs));
+                }
+                let (Some(adds), Ok(later)) = (&adds, &later) else {
+                    return Ok(None);
+                };
+                let other = adds.is_other((&later.model, &later.reached), &changed, py)?;
+                Ok::<_, PyErr>(other.map(Again::Changes))
+            });
+            match later?.transpose()? {
+                Some(None) => {}
+                Some(Some(other)) => return Ok(other),
+                None => break,
+            }
+        }
+        suspect.first = changed;
+        Ok(Again::Same(adds))
+    }
+
+    // call the loss for its graph; `returns`: what it takes from generators and iterators is put back
+    fn sketch_apart(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &mut Key,
+        returns: bool,
+    ) -> Sketch {
+        key.front.reached = given.looked.tensors.clone();
+        let drawable = Drawable::before(&user.model, &given.looked)?;
+        let sketch = self.sketch(store, user, given, key, true, &drawable);
+        if returns {
+            drawable.put_back(user.py())?;
+        }
+        sketch
+    }
+
+    // what is to be looked at before a trace is used for this batch: the trace's number, whether the numbers are those of then too
+    fn pending(
+        &self,
+        store: &Store,
+        given: &Given,
+        task: Task,
+        py: Python<'_>,
+    ) -> PyResult<Option<(usize, bool, Suspect, Part)>> {
+        let rule = store.rule.clone().filter(|_| self.compiled);
+        let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
+            return Ok(None);
+        };
+        let mut parts = task.parts(&rule).into_iter();
+        let Some(part) = parts.find(|part| !matches!(part, Part::Update(_))) else {
+            return Ok(None);
+        };
+        let known = self.loss_key(store, given, &rule, part.clone())?;
+        let suspects = self.traces.recent().filter(|entry| {
+            entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
+        });
+        let suspects: Vec<&Entry> = suspects.collect();
+        let now = suspects.iter().find(|entry| {
+            let suspect = entry.kept.suspect.borrow();
+            suspect
+                .as_ref()
+                .is_some_and(|it| it.is_of(py, &given.looked))
+        });
+        let found = now.or(suspects.first());
+        Ok(found.and_then(|entry| {
+            let suspect = entry.kept.suspect.take()?;
+            Some((entry.number, now.is_some(), suspect, part))
+        }))
+    }
+
+    // look at it once more before the trace is used again
+    fn keep(&self, number: usize, suspect: Suspect) {
+        let mut recent = self.traces.recent();
+        if let Some(entry) = recent.find(|entry| entry.number == number) {
+            entry.kept.suspect.replace(Some(suspect));
+        }
+    }
+}
+
+// true if two graphs of a loss are equal, as far as it has one
+fn is_same(one: &Sketch, other: &Sketch) -> PyResult<bool> {
+    match (one, other) {
+        (Ok(one), Ok(other)) => {
+            let differences = one.graph.differences(&other.graph).map_err(mlx)?;
+            Ok(differences.is_some_and(|differences| differences.is_empty()))
+        }
+        (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
+        | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => Ok(true),
+        _ => Ok(false),
+    }
+}
+
+// the reason for which a loss runs uncompiled that changes something itself in another way at each call
+fn changes(name: &str) -> String {
+    format!(
+        "it changes {name} itself, and not by adding the same at each call: keep that in an mx.array, or change it outside of \
+         the loss"
+    )
+}
+
+// the reason for which a loss runs uncompiled that gives another graph when it is called again
+fn depends(py: Python<'_>, suspect: &Suspect) -> String {
+    let (names, read) = (suspect.names(py), suspect.read.join(", "));
+    let (mut changes, mut remedies) = (Vec::new(), Vec::new());
+    if !names.is_empty() {
+        changes.push(format!("what it changes itself ({names})"));
+        remedies.push("keep that in an mx.array, or change it outside of the loss");
+    }
+    if !read.is_empty() {
+        changes.push(format!("{read}, read as it is called"));
+        remedies.push("pass as an argument what is read");
+    }
+    let (changes, remedies) = (changes.join(" or on "), remedies.join("; "));
+    format!("its result depends on {changes}: {remedies}")
+}

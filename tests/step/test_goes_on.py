@@ -1,0 +1,201 @@
+"""What a loss does to its own numbers and logs is done at each step, wherever a trace stands for the call."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step, fast_step
+from support.beside import squares
+
+pytestmark = pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+
+LENGTHS: dict[str, Callable[[int], int]] = {
+    "one length": lambda number: 8,
+    "another at the second step": lambda number: 5 if number == 1 else 8,
+    "two in turns": lambda number: 5 if number % 2 else 8,
+    "the last is shorter": lambda number: 5 if number % 4 == 3 else 8,
+}
+
+
+class Agent:
+    """Counts in attributes, a dict, a list, its class and its model; the kind says what else it changes."""
+
+    total = 0
+
+    def __init__(self, kind: str) -> None:
+        Agent.total = 0
+        self.kind, self.calls, self.seconds, self.rows, self.counts = kind, 0, 0.5, dict[str, int](), [0, 1.5]
+        self.flag, self.beta, self.log, self.last = False, 1.0, list[int](), 0
+
+    def reset(self) -> None:
+        self.calls, self.flag, self.beta = 0, False, 1.0
+        self.rows.clear()
+
+    def __call__(self, model: nn.Module, x: mx.array) -> mx.array:
+        kind, loss = self.kind, squares(model, x)
+        if kind == "counts":
+            self.calls += 1
+            self.seconds += 0.25
+            self.rows["rows"] = self.rows.get("rows", 0) + len(x)
+            self.counts[1] += 2
+            self.flag = True
+            Agent.total += 1
+        elif kind == "model":
+            model.calls += 1
+        elif kind == "log":
+            self.log.append(len(x))
+        elif kind == "last":
+            self.last = len(x)
+        elif kind == "products":
+            self.beta *= 0.9
+        elif kind == "circle":
+            self.calls = (self.calls + 1) % 3
+        elif kind == "a flag that matters":
+            loss = loss * (1.0 if self.flag else 0.1)
+            self.flag = True
+        elif kind == "a number that matters":
+            self.calls += 1
+            loss = loss * (0.5 if self.calls >= 4 else 1.0)
+        elif kind == "numbered":
+            loss = loss * self.rows.setdefault(str(len(x)), 1 + len(self.rows))
+        elif kind == "draws later":
+            self.calls += 1
+            loss = loss * (random.random() if self.calls > 3 else 1.0)
+        return loss
+
+    def shown(self) -> Any:
+        return {**vars(self), "rows": dict(self.rows), "log": list(self.log), "counts": list(self.counts)}, Agent.total
+
+
+KINDS = {
+    "counts": "native",
+    "model": "native",
+    "log": "native",
+    "last": "native",
+    "products": "plain",
+    "circle": "plain",
+    "a flag that matters": "plain",
+    "a number that matters": "plain",
+    "numbered": None,
+    "draws later": "plain",
+}
+
+
+def run(way: str, kind: str, length: Callable[[int], int], resets: tuple[int, ...]) -> tuple[list[Any], str]:
+    mx.random.seed(1)
+    random.seed(1)
+    model, optimizer, agent, left = nn.Linear(4, 3), optim.Adam(0.05), Agent(kind), list[Any]()
+    model.calls = 0
+    step, gradients = Step(model, optimizer, agent), nn.value_and_grad(model, agent)
+    for number in range(12):
+        if number in resets:
+            agent.reset()
+        x = mx.random.normal((length(number), 4), key=mx.random.key(number))
+        if way == "plain":
+            loss, found = gradients(model, x)
+            optimizer.update(model, found)
+        elif way == "step":
+            loss = step(x).loss
+        else:
+            loss = fast_step(model, optimizer, agent, x)
+        mx.eval(model.parameters(), optimizer.state)
+        left.append((round(loss.item(), 5), agent.shown(), model.calls, random.getstate()))
+    return left, step.stats.mode
+
+
+@pytest.mark.parametrize("resets", [(), (1,), (5,), (1, 6)], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_is_left_behind_is_what_the_plain_loop_leaves(kind: str, length: str, resets: tuple[int, ...]) -> None:
+    given = (kind, LENGTHS[length], resets)
+    plain, _ = run("plain", *given)
+    ours, mode = run("step", *given)
+    assert ours == plain
+    if KINDS[kind]:
+        assert mode == KINDS[kind]
+    assert run("fast_step", *given)[0] == plain
+
+
+def test_a_meter_of_arrays_and_numbers_has_the_plain_loops_mean() -> None:
+    means = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, meter = nn.Linear(4, 3), optim.SGD(0.1), types.SimpleNamespace(sum=mx.array(0.0), count=0)
+
+        def loss_fn(model: nn.Module, x: mx.array, meter: types.SimpleNamespace = meter) -> mx.array:
+            loss = squares(model, x)
+            meter.sum = meter.sum + mx.stop_gradient(loss) * len(x)
+            meter.count += len(x)
+            return loss
+
+        step, means = Step(model, optimizer, loss_fn), [*means, []]
+        for number in range(8):
+            x = mx.random.normal((5 if number % 3 == 2 else 8, 4), key=mx.random.key(number))
+            if fast:
+                step(x)
+            else:
+                optimizer.update(model, nn.value_and_grad(model, loss_fn)(model, x)[1])
+            means[-1].append(float(meter.sum) / meter.count)
+    np.testing.assert_allclose(means[1], means[0], rtol=1e-5)
+    assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("between", ["another loss", "the loss by hand", "a plain step"])
+def test_what_others_add_to_a_count_on_the_model_is_seen(between: str) -> None:
+    def one(model: nn.Module, x: mx.array) -> mx.array:
+        model.calls += 1
+        return squares(model, x) * (1 + 0.1 * model.calls)
+
+    def other(model: nn.Module, x: mx.array) -> mx.array:
+        model.calls += 1
+        return squares(model, x) * (1 - 0.01 * model.calls)
+
+    losses: list[list[float]] = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 3), optim.Adam(0.05)
+        model.calls = 0
+        steps = {loss: Step(model, optimizer, loss) for loss in (one, other)}
+        losses.append([])
+        for number in range(8):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            loss_fn = other if between == "another loss" and number % 2 else one
+            if fast and not (between == "a plain step" and number == 1):
+                loss = steps[loss_fn](x).loss
+            else:
+                loss, gradients = nn.value_and_grad(model, loss_fn)(model, x)
+                optimizer.update(model, gradients)
+                mx.eval(model.parameters(), optimizer.state)
+            losses[-1].append(loss.item())
+            if between == "the loss by hand":
+                losses[-1].append(one(model, x).item())
+        assert model.calls == (16 if between == "the loss by hand" else 8)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+
+
+def test_a_count_takes_no_trace_and_no_look_at_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 2), 0
+
+        def __call__(self, x: mx.array) -> mx.array:
+            print("called")
+            self.calls += 1
+            return self.layer(x)
+
+    model = Counting()
+    step = Step(model, optim.SGD(0.1), squares)
+    step(mx.ones((3, 4)))
+    capsys.readouterr()
+    for _ in range(50):
+        step(mx.ones((3, 4)))
+    assert (model.calls, step.stats.traced, capsys.readouterr().out) == (51, 1, "")
