@@ -179,6 +179,8 @@ void faststep_labels_clear() noexcept;
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
+// Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.
+int faststep_sum_slices(const void* const* arrays, size_t count, void** summed);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which
 // may be null, where MLX's own operations would give other bits.
 int faststep_straight(const void* gradient, faststep::Sgemm sgemm, void** straight);

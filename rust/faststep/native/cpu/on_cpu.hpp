@@ -1,4 +1,4 @@
-// The base of our own primitives on the CPU (join.cpp, pace.cpp, rows.cpp, sum_of_squares.cpp, turned.cpp).
+// The base of our own primitives on the CPU (join.cpp, pace.cpp, rows.cpp, slices.cpp, sum_of_squares.cpp, turned.cpp).
 #pragma once
 
 #include <stdexcept>

@@ -17,8 +17,8 @@ use super::ffi::{
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
     faststep_eval_one_by_one, faststep_is_transforming, faststep_kernels, faststep_merge,
-    faststep_sum_rows, faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle,
-    handles, made, owned, Handles, New,
+    faststep_sum_rows, faststep_sum_slices, faststep_watch_free, faststep_watch_is_alive,
+    faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
 use super::{join, kernels};
 
@@ -160,7 +160,7 @@ pub(crate) fn is_zero(array: &Array) -> bool {
 }
 
 /// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, on
-/// a CPU the gradients of tables are summed by rows, and on CUDA odd dimensions of products are padded and some operations
+/// a CPU the gradients of tables are summed by rows and those of sequences by slices, and on CUDA odd dimensions of products are padded and some operations
 /// are computed by kernels of the package's own, unless `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
@@ -168,7 +168,7 @@ pub(crate) fn is_zero(array: &Array) -> bool {
 pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     let merged = each(arrays, faststep_merge)?;
     if !join::is_cuda() {
-        rows_summed(&merged)
+        each(&rows_summed(&merged)?, faststep_sum_slices)
     } else if kernels::wanted() {
         each(&each(&merged, faststep_align)?, faststep_kernels)
     } else {

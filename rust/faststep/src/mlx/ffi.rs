@@ -181,6 +181,7 @@ extern "C" {
 
     pub(crate) fn faststep_merge(arrays: Handles, count: usize, merged: *mut New) -> c_int;
     pub(crate) fn faststep_sum_rows(arrays: Handles, count: usize, summed: *mut New) -> c_int;
+    pub(crate) fn faststep_sum_slices(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_straight(gradient: Handle, sgemm: Sgemm, straight: *mut New) -> c_int;

@@ -1,0 +1,150 @@
+// The gradient of an array that is read slice by slice, as a sequence is step by step, on a CPU: one operation writes the slices
+// (cpu/slices.cpp), in place of an array of zeros for each, and a sum of all.
+#include <algorithm>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+#include "cpu/slices.hpp"
+#include "graph/rewrite.hpp"
+#include "lazy.hpp"
+#include "status.hpp"
+
+namespace mx = mlx::core;
+using faststep::Slice;
+
+namespace {
+
+// From so many slices on a sum may be taken in another order: its bits may be other ones.
+constexpr size_t many = 8;
+
+bool is_lazy(const mx::array& a, std::string_view name) {
+  return a.has_primitive() && a.status() == mx::array::Status::unscheduled && a.primitive().name() == name;
+}
+
+bool is_sum(const mx::array& a) {
+  return is_lazy(a, "Add") && a.dtype() == mx::float32 && a.is_tracer() &&
+         a.primitive().stream().device == mx::Device::cpu;
+}
+
+// What waits for a part of the step to be done (cpu/pace.cpp) is what it is made of: of several arrays, the one in its place.
+bool is_zero(const mx::array& a) {
+  const auto* zero = &a;
+  while (is_lazy(*zero, "Pace") || is_lazy(*zero, "Wait")) {
+    auto outputs = zero->outputs();
+    auto is_it = [zero](const mx::array& output) { return output.id() == zero->id(); };
+    zero = &zero->inputs()[std::find_if(outputs.begin(), outputs.end(), is_it) - outputs.begin()];
+  }
+  return faststep_array_is_zero(zero) != 0;
+}
+
+std::optional<Slice> slice_of(const mx::array& a) {
+  if (!is_lazy(a, "SliceUpdate") || !is_zero(a.inputs()[0])) {
+    return std::nullopt;
+  }
+  auto [kind, start, end, steps] = static_cast<const mx::SliceUpdate&>(a.primitive()).state();
+  const auto& values = a.inputs()[1];
+  if (values.dtype() != mx::float32 || values.ndim() != a.ndim() || values.size() == 0) {
+    return std::nullopt;
+  }
+  for (size_t axis = 0; axis < a.ndim(); ++axis) {
+    bool fits = steps[axis] > 0 && start[axis] >= 0 &&
+                start[axis] + (values.shape(axis) - 1) * steps[axis] < a.shape(axis);
+    if (!fits) {
+      return std::nullopt;
+    }
+  }
+  return Slice{values, start, steps};
+}
+
+// Whether two slices have an index in common, as far as their bounds tell.
+bool meet(const Slice& one, const Slice& other) {
+  for (size_t axis = 0; axis < one.start.size(); ++axis) {
+    auto last = [axis](const Slice& slice) {
+      return slice.start[axis] + (slice.values.shape(axis) - 1) * slice.steps[axis];
+    };
+    if (last(one) < other.start[axis] || last(other) < one.start[axis]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool any_meet(const std::vector<Slice>& slices) {
+  for (size_t i = 0; i < slices.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      if (meet(slices[i], slices[j])) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+class SumSlices : public faststep::Rewrite {
+  std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
+    const auto& a = outputs[0];
+    if (outputs.size() != 1 || !is_sum(a)) {
+      return outputs;
+    }
+    auto by = users(a);
+    if (by.count == 1 && by.all.size() == 1 && is_sum(by.all[0])) {
+      return outputs; // a part of a sum
+    }
+    std::vector<Slice> slices;
+    std::vector<mx::array> rest, path{a.inputs()[1], a.inputs()[0]};
+    size_t before = 0; // slices before the first other term
+    bool in_order = true; // each sum is one of a sum and a term
+    while (!path.empty()) {
+      auto term = path.back();
+      path.pop_back();
+      bool is_own = uses(term) == 1;
+      if (auto slice = is_own ? slice_of(term) : std::nullopt) {
+        slices.push_back(*slice);
+        before += rest.empty();
+      } else if (is_own && is_sum(term)) {
+        in_order = in_order && slices.empty() && rest.empty();
+        path.push_back(term.inputs()[1]);
+        path.push_back(term.inputs()[0]);
+      } else {
+        rest.push_back(term);
+      }
+    }
+    // where two slices meet, elements are sums of more than two terms: of the same bits in the same order
+    auto is_same = [&] {
+      return rest.size() < 2 && ((in_order && (rest.empty() || before < 2)) || !any_meet(slices));
+    };
+    if (slices.size() < 2 || (slices.size() < many && !is_same())) {
+      return outputs;
+    }
+    auto stream = a.primitive().stream();
+    if (rest.empty()) {
+      auto made = faststep::sum_of_slices(a.shape(), slices, stream);
+      faststep::take_module(a, made);
+      return {made};
+    }
+    auto base = rest[0];
+    for (size_t i = 1; i < rest.size(); ++i) {
+      base = mx::add(base, rest[i], stream);
+      faststep::take_module(a, base);
+    }
+    auto made = faststep::with_slices(base, slices, stream);
+    faststep::take_module(a, made);
+    return {made};
+  }
+};
+
+} // namespace
+
+int faststep_sum_slices(const void* const* arrays, size_t count, void** summed) {
+  return faststep::guarded([&] {
+    auto all = faststep::list(arrays, count);
+    SumSlices rewrite;
+    rewrite.look(all);
+    rewrite.run(arrays, count, summed);
+  });
+}
