@@ -875,3 +875,82 @@ def test_an_optimizer_that_updates_within_the_loss_is_seen(kind: str, made: bool
     wanted, ours = run(fast=False), run(fast=True)
     assert_same(ours[0], wanted[0], 1e-5)
     assert_close(ours[1], wanted[1], 1e-5)
+
+
+class Trainer:
+    """Has a loss that reads none of what its history and its special methods read."""
+
+    factor = 2.0
+
+    def __init__(self, **config: Any) -> None:
+        self.__dict__.update(config)
+        self.memory, self.history = collections.deque[Any](maxlen=100), list[mx.array]()
+        self.capacity = self.memory.maxlen
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __repr__(self) -> str:
+        return f"Trainer({vars(self)})"
+
+    def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+        return self.factor * mx.square(model(x)).mean()
+
+
+def test_special_methods_that_the_loss_does_not_call_are_none_of_its_code() -> None:
+    trainer = Trainer(rate=0.1)
+    step, x = Step(nn.Linear(4, 2), optim.SGD(0.0), trainer.loss), mx.ones((3, 4))
+    for number in range(6):
+        trainer.history.append(step(x).loss)
+        trainer.memory.append((x, number))
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
+
+
+SPECIAL: dict[str, Callable[[Any, mx.array], Any]] = {
+    "len": lambda trainer, loss: loss * len(trainer),
+    "truth": lambda trainer, loss: loss * (2 if bool(trainer) else 1),
+    "repr": lambda trainer, loss: loss * len(repr(trainer)),
+    "f-string": lambda trainer, loss: loss * len(f"{trainer}"),
+    "str": lambda trainer, loss: loss * len(str(trainer)),
+    "another one": lambda trainer, loss: loss * type(trainer)().made,
+    "by its class": lambda trainer, loss: loss * trainer.__class__().made,
+    "by its name": lambda trainer, loss: loss * Made().made,
+    "from a dict": lambda trainer, loss: loss * KINDS["made"]().made,
+    "a copy": lambda trainer, loss: loss * copy.copy(trainer).made,
+}
+SCALE = [1.0]
+
+
+class Made:
+    def __init__(self) -> None:
+        self.made, self.items = SCALE[0], [1, 2]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __repr__(self) -> str:
+        return "x" * len(self.items)
+
+
+KINDS = {"made": Made}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_methods_that_the_loss_calls_are_looked_into(kind: str) -> None:
+    made, x, call = Made(), mx.ones((3, 4)), SPECIAL[kind]
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        found: mx.array = call(made, mx.square(model(x)).mean())
+        return found
+
+    model = nn.Linear(4, 2)
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    try:
+        for number in range(6):
+            if number in (2, 4):
+                SCALE[0] += 1.0
+                made.items += [3] * number
+                made.made += 0.5
+            assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5), number
+    finally:
+        SCALE[0] = 1.0

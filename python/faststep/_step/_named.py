@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
-_MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
+MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
 # functions that may read any attribute
 DYNAMIC = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
@@ -20,6 +20,12 @@ DYNAMIC = frozenset(
 # those that find a global or a module by a name that they are given
 _OF_GLOBALS = frozenset({"eval", "exec", "globals"})
 _OF_MODULES = frozenset({"import_module", "__import__"})
+# methods that Python calls for one of these names alone
+CALLED_BY = {"__len__": {"len", "bool", "list", "tuple", "sorted", "enumerate", "reversed"}} | dict.fromkeys(
+    ("__repr__", "__str__", "__format__"), {"repr", "str", "format", "print", "ascii"}
+)
+# by which code makes an object of the class of another one
+COPIES = frozenset({"type", "__class__", "copy", "deepcopy", "replace", "__reduce__", "__reduce_ex__", "loads"})
 LOOKUPS = _OF_GLOBALS | _OF_MODULES | {"f_globals"}
 
 
@@ -35,8 +41,10 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             continue
         elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
-        elif instruction.opname == "STORE_ATTR" and code.co_name not in _MAKERS:
+        elif instruction.opname == "STORE_ATTR" and code.co_name not in MAKERS:
             attributes.add(instruction.argval)
+        elif instruction.opname.startswith("FORMAT_"):
+            names.add("format")
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
     dynamic = bool(DYNAMIC & (names | attributes))
@@ -57,7 +65,7 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
 
 def _made(code: types.CodeType) -> set[int]:
     """Return where a maker reads private attributes that it gives the new object: by offset."""
-    if code.co_name not in _MAKERS or not code.co_argcount:
+    if code.co_name not in MAKERS or not code.co_argcount:
         return set()
     given, owner = set(), False
     read = dict[int, str]()

@@ -112,6 +112,7 @@ class Nodes:
         self.counted = (0, 0)  # out of so many in `asking` and in `texts`
         self.own_spaces: dict[int, dict[str, Any]] = {}  # globals of functions that are not installed
         self.classes: dict[int, type] = {}
+        self.makers: set[type] = set()  # classes that are met as such, of which code may make objects
         self.codes: set[types.CodeType] = set()  # of MLX's functions
         self.own_codes: dict[types.CodeType, None] = {}  # of functions that are no library's
         self.hidden: str | None = None
@@ -119,6 +120,8 @@ class Nodes:
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:
         """Add an object as a node, to be followed."""
         place = (parent, how, key)
+        if how not in (TYPE, BASE) and is_a(value, type):
+            self.makers.add(value)
         if place not in self.index:
             at = self.index[place] = len(self.nodes)
             try:

@@ -30,7 +30,7 @@ from mlx.optimizers import Optimizer
 from faststep._step._asked import BASES, Asking
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
-from faststep._step._named import attributes_in, named, texts
+from faststep._step._named import CALLED_BY, COPIES, MAKERS, attributes_in, named, texts
 from faststep._step._nodes import (
     ATTRIBUTE,
     BASE,
@@ -418,6 +418,16 @@ class _Search(Asking):
             if (inner := what_slot_gives(value, name)) is not None:
                 self.add(at, ATTRIBUTE, name, inner)
 
+    def may_call(self, cls: type, name: str) -> bool:
+        """Return whether the code may call a method of a class that Python calls by itself."""
+        if name not in MAKERS and name not in CALLED_BY:
+            return True
+        names = self.names | self.attributes
+        if name in CALLED_BY:
+            return not names.isdisjoint(CALLED_BY[name])
+        made = any(base in self.makers or base.__name__ in names for base in cls.__mro__)
+        return made or not names.isdisjoint(COPIES)
+
     def follow_base(self, at: int, number: int, base: type) -> None:
         """Add what the code names of one class of an inheritance, and what Python calls by itself."""
         own = vars(base)
@@ -425,6 +435,7 @@ class _Search(Asking):
         self.attributes.update(texts(own.get("__match_args__", ())))
         for name, value in own.items():
             called = name.startswith("__") and is_a(value, (types.FunctionType, staticmethod, classmethod))
+            called = called and self.may_call(self.objects[at], name)
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
             if called or (self.is_named(name, value, everything) and is_data):
                 if is_a(value, enum.Enum):  # which cannot be replaced, but have attributes
