@@ -1,6 +1,7 @@
-// The gradient of an array that is read slice by slice, as a sequence is step by step, on a CPU: one operation writes the slices
-// (cpu/slices.cpp), in place of an array of zeros for each, and a sum of all.
+// The gradient of an array that is read slice by slice, as a sequence is step by step: on a CPU one operation adds the slices up
+// (cpu/slices.cpp), elsewhere they are concatenated, in place of an array of zeros for each, and a sum of all.
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -26,9 +27,13 @@ bool is_lazy(const mx::array& a, std::string_view name) {
   return a.has_primitive() && a.status() == mx::array::Status::unscheduled && a.primitive().name() == name;
 }
 
+bool is_on_cpu(const mx::array& a) {
+  return a.primitive().stream().device == mx::Device::cpu;
+}
+
 bool is_sum(const mx::array& a) {
-  return is_lazy(a, "Add") && a.dtype() == mx::float32 && a.is_tracer() &&
-         a.primitive().stream().device == mx::Device::cpu;
+  bool is_known = a.dtype() == mx::float32 || a.dtype() == mx::bfloat16 || a.dtype() == mx::float16;
+  return is_lazy(a, "Add") && is_known && a.is_tracer() && (a.dtype() == mx::float32 || !is_on_cpu(a));
 }
 
 // What waits for a part of the step to be done (cpu/pace.cpp) is what it is made of: of several arrays, the one in its place.
@@ -48,7 +53,7 @@ std::optional<Slice> slice_of(const mx::array& a) {
   }
   auto [kind, start, end, steps] = static_cast<const mx::SliceUpdate&>(a.primitive()).state();
   const auto& values = a.inputs()[1];
-  if (values.dtype() != mx::float32 || values.ndim() != a.ndim() || values.size() == 0) {
+  if (values.dtype() != a.dtype() || values.ndim() != a.ndim() || values.size() == 0) {
     return std::nullopt;
   }
   for (size_t axis = 0; axis < a.ndim(); ++axis) {
@@ -83,6 +88,55 @@ bool any_meet(const std::vector<Slice>& slices) {
     }
   }
   return false;
+}
+
+// Slices one after the other along one axis, whole along the others, with zeros where there are none; several of the same place
+// are added up. None where they lie in another way.
+std::optional<mx::array> concatenated(const mx::Shape& shape, const std::vector<Slice>& slices, mx::Stream stream) {
+  std::optional<size_t> along;
+  std::map<int, mx::array> parts; // by where they begin
+  for (const auto& slice : slices) {
+    int start = 0;
+    for (size_t axis = 0; axis < shape.size(); ++axis) {
+      if (slice.values.shape(axis) == shape[axis]) {
+        continue;
+      }
+      if (slice.steps[axis] != 1 || along.value_or(axis) != axis) {
+        return std::nullopt;
+      }
+      along = axis;
+      start = slice.start[axis];
+    }
+    auto [known, is_new] = parts.try_emplace(start, slice.values);
+    if (!is_new) {
+      if (known->second.shape() != slice.values.shape()) {
+        return std::nullopt;
+      }
+      known->second = mx::add(known->second, slice.values, stream);
+    }
+  }
+  if (!along) {
+    return std::nullopt;
+  }
+  std::vector<mx::array> all;
+  int at = 0;
+  auto fill = [&](int to) {
+    if (at < to) {
+      auto gap = shape;
+      gap[*along] = to - at;
+      all.push_back(mx::zeros(gap, slices[0].values.dtype(), stream));
+    }
+  };
+  for (const auto& [start, values] : parts) {
+    if (start < at) {
+      return std::nullopt;
+    }
+    fill(start);
+    all.push_back(values);
+    at = start + values.shape(*along);
+  }
+  fill(shape[*along]);
+  return mx::concatenate(all, *along, stream);
 }
 
 class SumSlices : public faststep::Rewrite {
@@ -121,20 +175,26 @@ class SumSlices : public faststep::Rewrite {
     if (slices.size() < 2 || (slices.size() < many && !is_same())) {
       return outputs;
     }
+    auto made = summed(a, slices, rest);
+    if (!made) {
+      return outputs;
+    }
+    faststep::take_module(a, *made);
+    return {*made};
+  }
+
+  static std::optional<mx::array> summed(
+      const mx::array& a, const std::vector<Slice>& slices, const std::vector<mx::array>& rest) {
     auto stream = a.primitive().stream();
-    if (rest.empty()) {
-      auto made = faststep::sum_of_slices(a.shape(), slices, stream);
-      faststep::take_module(a, made);
-      return {made};
+    std::optional<mx::array> base;
+    for (const auto& term : rest) {
+      base = base ? mx::add(*base, term, stream) : term;
     }
-    auto base = rest[0];
-    for (size_t i = 1; i < rest.size(); ++i) {
-      base = mx::add(base, rest[i], stream);
-      faststep::take_module(a, base);
+    if (is_on_cpu(a)) {
+      return base ? faststep::with_slices(*base, slices, stream) : faststep::sum_of_slices(a.shape(), slices, stream);
     }
-    auto made = faststep::with_slices(base, slices, stream);
-    faststep::take_module(a, made);
-    return {made};
+    auto all = concatenated(a.shape(), slices, stream);
+    return all && base ? mx::add(*base, *all, stream) : all;
   }
 };
 

@@ -159,16 +159,16 @@ pub(crate) fn is_zero(array: &Array) -> bool {
     unsafe { faststep_array_is_zero(handle(array)) != 0 }
 }
 
-/// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over, on
-/// a CPU the gradients of tables are summed by rows and those of sequences by slices, and on CUDA odd dimensions of products are padded and some operations
-/// are computed by kernels of the package's own, unless `FASTSTEP_KERNELS` is 0.
+/// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over,
+/// the gradients of what is read by slices are summed at once, on a CPU those of tables by rows, and on CUDA odd dimensions
+/// of products are padded and some operations are computed by kernels of the package's own, unless `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
 pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
-    let merged = each(arrays, faststep_merge)?;
+    let merged = each(&each(arrays, faststep_merge)?, faststep_sum_slices)?;
     if !join::is_cuda() {
-        each(&rows_summed(&merged)?, faststep_sum_slices)
+        rows_summed(&merged)
     } else if kernels::wanted() {
         each(&each(&merged, faststep_align)?, faststep_kernels)
     } else {
