@@ -1,4 +1,4 @@
-"""Gradients of arrays that are read slice by slice: one operation, with the bits of MLX's sums, on a GPU a concatenation."""
+"""Gradients of arrays that are read slice by slice: one operation, with the bits of MLX's sums."""
 
 from __future__ import annotations
 

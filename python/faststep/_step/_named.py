@@ -21,9 +21,11 @@ DYNAMIC = frozenset(
 _OF_GLOBALS = frozenset({"eval", "exec", "globals"})
 _OF_MODULES = frozenset({"import_module", "__import__"})
 # methods that Python calls for one of these names alone
-CALLED_BY = {"__len__": {"len", "bool", "list", "tuple", "sorted", "enumerate", "reversed"}} | dict.fromkeys(
-    ("__repr__", "__str__", "__format__"), {"repr", "str", "format", "print", "ascii"}
-)
+_OF_TEXT = frozenset({"repr", "str", "format", "print", "ascii"})
+CALLED_BY = {
+    "__len__": frozenset({"len", "bool", "list", "tuple", "sorted", "enumerate", "reversed"}),
+    **dict.fromkeys(("__repr__", "__str__", "__format__"), _OF_TEXT),
+}
 # by which code makes an object of the class of another one
 COPIES = frozenset({"type", "__class__", "copy", "deepcopy", "replace", "__reduce__", "__reduce_ex__", "loads"})
 LOOKUPS = _OF_GLOBALS | _OF_MODULES | {"f_globals"}
