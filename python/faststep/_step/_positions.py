@@ -193,6 +193,11 @@ class Movable:
         self._objects = with_inner([each for each in known if moves(each) and not is_of_process(each)])
         self._before = [position(each) for each in self._objects]
         self._back, self.stay = returning_all(self._objects)
+        self._process = of_process()
+
+    def moved_of_process(self) -> list[str]:
+        """Return the names of the process's generators that have moved since: another thread may have drawn."""
+        return [name for (name, before), (_, now) in zip(self._process, of_process(), strict=True) if before != now]
 
     def moved(self) -> list[str]:
         """Return the names of those of the loss's that have moved since."""
@@ -203,6 +208,14 @@ class Movable:
         """Put back what can be, with the generators of the process."""
         for back in self._back:
             back()
+
+
+def of_process() -> list[tuple[str, Any]]:
+    """Return the generators of the process by name, with where they stand."""
+    states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
+    if "numpy.random" in sys.modules:
+        states.append(("numpy.random", state_of(np.random.get_state(legacy=False)["state"])))
+    return states
 
 
 def is_of_process(value: Any) -> bool:

@@ -24,10 +24,10 @@ from faststep._step._positions import (
     is_opaque,
     known_in,
     moves,
+    of_process,
     place_in,
     position,
     returning_all,
-    state_of,
     with_inner,
 )
 from faststep._step._things import is_a, root_of
@@ -136,13 +136,13 @@ class Positions:
 
     def shared(self) -> bool:
         """Return whether only generators of the process have moved, from which another thread may have drawn."""
-        own = len(_of_process())
+        own = len(of_process())
         alone = self._before[own:] == self._now()[own:] and not self._opaque
         return alone and not (self._of_files() or self._of_locks() or self._calls.drawn())
 
     def _now(self) -> list[tuple[str, Any]]:
         states = [(generator_name(each), read(each)) for each, read in self._kept]
-        return _of_process() + [(generator_name(each), position(each)) for each in self._objects] + states
+        return of_process() + [(generator_name(each), position(each)) for each in self._objects] + states
 
 
 class HeldBack:
@@ -156,11 +156,11 @@ class HeldBack:
         self._numpy = np.random.get_state(legacy=False) if "numpy.random" in sys.modules else None
         sys.setswitchinterval(0.1)
         time.sleep(0.02)  # threads that wait already do so for the interval from before
-        self._last = _of_process()
+        self._last = of_process()
 
     def moved(self) -> bool:
         """Return whether a generator has moved since the last call."""
-        before, self._last = self._last, _of_process()
+        before, self._last = self._last, of_process()
         return before != self._last
 
     def release(self) -> None:
@@ -190,10 +190,3 @@ def blocking(reached: list[Any], changed: list[int]) -> str | None:
             if not {id(parts), *map(id, parts.values())}.isdisjoint(changed):
                 return generator_name(each)
     return None
-
-
-def _of_process() -> list[tuple[str, Any]]:
-    states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
-    if "numpy.random" in sys.modules:
-        states.append(("numpy.random", state_of(np.random.get_state(legacy=False)["state"])))
-    return states

@@ -29,7 +29,7 @@ use crate::{
     mlx::{bridge, errors::mlx, gil::Waiting},
     optimizer::{leaves, traceable_rate},
     reach::{
-        advance::OwnChange,
+        advance::{leave, OwnChange},
         stop::Stop,
         suspect::{self, Positions, Reads, Suspect},
         Looked, Reached, Written,
@@ -72,6 +72,8 @@ pub struct Current {
     pub varying: Vec<u32>,
     /// True if only the graph is wanted.
     pub sketch: bool,
+    /// True if that is of a call of the user's, which an error of the loss ends.
+    pub ends: bool,
     /// True if the graph of the loss determines that of the step: no Python code computes gradients or the update.
     pub by_loss: bool,
     /// Arrays of the loss call, where its graph is wanted.
@@ -223,6 +225,10 @@ impl PythonHost {
             Ok(Err(_)) => self.raised(py) && reached.holds_no_tracer(py)?,
             Err(_) => false,
         };
+        // what a loss of which only the graph was wanted has changed is taken back, and left if its error ends the call
+        let ended = matches!(&outcome, Ok(Err(_))) && stays && compiled && self.ends();
+        let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
+        let (left_on_model, left) = left.transpose()?.unwrap_or_default();
         let reached_again = reached.restore(py, !sketch && stays);
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
@@ -232,6 +238,10 @@ impl PythonHost {
         };
         keys.set_item(0, old_key)?;
         reached_again.and(model_again)?;
+        leave(left_on_model, py)?;
+        if sketch {
+            leave(left, py)?;
+        }
         drop((before, slots, snapshot, reached)); // with their handles of the inputs
         match outcome {
             Ok(Ok(left)) => self.note_loss(left),
@@ -282,6 +292,12 @@ impl PythonHost {
         let current = self.current.borrow();
         let stop = current.as_ref().and_then(|current| current.stop.as_ref());
         matches!(stop, Some(Stop::Raised(error)) if !error.is_instance_of::<PyException>(py))
+    }
+
+    // whether an error of the loss ends a call of the user's
+    fn ends(&self) -> bool {
+        let current = self.current.borrow();
+        current.as_ref().is_some_and(|current| current.ends)
     }
 
     // whether the user's code has raised
@@ -436,8 +452,8 @@ fn own_changes<'py>(
     let model = suspect::changes(model, true)?;
     let mut changed = reached.changes(py)?;
     changed.retain(|one| !model.iter().any(|other| one.is_of(other, py)));
-    let note = |changes| OwnChange::note(changes, first, py);
-    Ok((note(model)?, note(changed)?))
+    let note = |changes, of_model| OwnChange::note(changes, of_model, first, py);
+    Ok((note(model, true)?, note(changed, false)?))
 }
 
 // call `work` and notice what the loss reads: the line where it reads the value of an array, and what came of `work`

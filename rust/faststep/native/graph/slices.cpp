@@ -1,5 +1,5 @@
-// The gradient of an array that is read slice by slice, as a sequence is step by step: on a CPU one operation adds the slices up
-// (cpu/slices.cpp), elsewhere they are concatenated, in place of an array of zeros for each, and a sum of all.
+// The gradient of an array that is read slice by slice, as a sequence is step by step: of float32 on a CPU one operation adds the slices
+// up (cpu/slices.cpp), elsewhere they are concatenated, in place of an array of zeros for each, and a sum of all.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -33,7 +33,7 @@ bool is_on_cpu(const mx::array& a) {
 
 bool is_sum(const mx::array& a) {
   bool is_known = a.dtype() == mx::float32 || a.dtype() == mx::bfloat16 || a.dtype() == mx::float16;
-  return is_lazy(a, "Add") && is_known && a.is_tracer() && (a.dtype() == mx::float32 || !is_on_cpu(a));
+  return is_lazy(a, "Add") && is_known && a.is_tracer();
 }
 
 // What waits for a part of the step to be done (cpu/pace.cpp) is what it is made of: of several arrays, the one in its place.
@@ -190,7 +190,7 @@ class SumSlices : public faststep::Rewrite {
     for (const auto& term : rest) {
       base = base ? mx::add(*base, term, stream) : term;
     }
-    if (is_on_cpu(a)) {
+    if (is_on_cpu(a) && a.dtype() == mx::float32) {
       return base ? faststep::with_slices(*base, slices, stream) : faststep::sum_of_slices(a.shape(), slices, stream);
     }
     auto all = concatenated(a.shape(), slices, stream);

@@ -141,6 +141,13 @@ pub fn cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py
     unsafe { Bound::from_owned_ptr_or_opt(function.py(), pyo3::ffi::PyCell_Get(cell.as_ptr())) }
 }
 
+/// The cells of a function's closure.
+pub fn cells<'py>(function: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+    (0..)
+        .map_while(|index| closure_cell(function, index))
+        .collect()
+}
+
 /// Put an object into a cell of a function's closure.
 pub fn set_cell(function: &Bound<'_, PyAny>, index: usize, object: &Bound<'_, PyAny>) {
     if let Some(cell) = closure_cell(function, index) {
@@ -149,7 +156,8 @@ pub fn set_cell(function: &Bound<'_, PyAny>, index: usize, object: &Bound<'_, Py
     }
 }
 
-fn closure_cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py, PyAny>> {
+/// A cell of a function's closure.
+pub fn closure_cell<'py>(function: &Bound<'py, PyAny>, index: usize) -> Option<Bound<'py, PyAny>> {
     if !is_function(function) {
         return None;
     }

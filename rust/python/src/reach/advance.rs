@@ -1,31 +1,47 @@
 //! What a loss does to its own numbers at each call, which is done for it where a trace stands for the call.
-use std::rc::Rc;
+use std::cell::Cell;
 
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyList},
+    types::{PyDict, PyList, PyTuple},
 };
 
 use super::{
+    node::{How, Met, Node},
     suspect::{is_number, Change},
     Looked,
 };
 use crate::{
-    mlx::classes::is_deque,
-    tree::static_value::{equal, is_plain},
+    mlx::{
+        bridge,
+        classes::{is_deque, is_module},
+    },
+    tree::{
+        static_value::{equal, is_plain},
+        walk::MAX_DEPTH,
+    },
 };
 
 /// What each call adds to a number, or appends to a list.
-pub enum Advance {
-    /// Under a key of a dict.
-    Item(Py<PyDict>, Py<PyAny>, Py<PyAny>),
-    /// In a list, by index.
-    Index(Py<PyList>, usize, Py<PyAny>),
-    /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
-    Node(Rc<Looked>, usize, Py<PyAny>),
+pub struct Advance {
+    object: Py<PyAny>, // the number is in it, or it is the list
+    of_model: bool,
+    node: Cell<usize>, // at which the object was found last
+    kind: Kind,
+}
+
+enum Kind {
+    /// A number under a key of a dict, and what is added.
+    Item(Py<PyAny>, Py<PyAny>),
+    /// A number in a list, by index.
+    Index(usize, Py<PyAny>),
+    /// The number in a cell.
+    Cell(Py<PyAny>),
+    /// A number at another place in the object, an attribute of a class, say.
+    Place(Node, Py<PyAny>),
     /// Numbers and texts at the end of a list or a deque.
-    End(Py<PyAny>, Vec<Py<PyAny>>),
+    End(Vec<Py<PyAny>>),
 }
 
 // what is appended, where that is all that has changed, and no more than numbers and texts
@@ -66,6 +82,15 @@ fn difference(
 }
 
 impl Advance {
+    fn new(object: &Bound<'_, PyAny>, kind: Kind) -> Self {
+        Self {
+            object: object.clone().unbind(),
+            of_model: false,
+            node: Cell::default(),
+            kind,
+        }
+    }
+
     /// What a change has added to numbers; none where it has done something else too, or where it cannot be told what it adds to a
     /// number that was not there. `first`: that one was 0.
     fn of(change: &Change, first: bool, py: Python<'_>) -> PyResult<Option<Vec<Self>>> {
@@ -76,35 +101,39 @@ impl Advance {
                 let before = before.or(zero.map(Bound::into_any));
                 let now = dict.bind(py).get_item(key)?;
                 let by = difference(before.as_ref(), now.as_ref())?;
-                by.map(|by| vec![Self::Item(dict.clone_ref(py), key.clone_ref(py), by)])
+                let kind = |by| Kind::Item(key.clone_ref(py), by);
+                by.map(|by| vec![Self::new(dict.bind(py), kind(by))])
             }
             Change::Node(looked, node, before) => {
                 let now = looked.at(py, *node);
                 let by = difference(Some(before.bind(py)), now.as_ref())?;
-                by.map(|by| vec![Self::Node(looked.clone(), *node, by)])
+                let place = looked.place(*node, py);
+                by.zip(place)
+                    .and_then(|(by, (node, parent))| Self::at_place(node, &parent, by))
+                    .map(|it| vec![it])
             }
             Change::List(list, before) => {
                 let (now, before) = (list.bind(py), before.bind(py));
                 if now.len() != before.len() {
                     let items = appended(now.as_any(), before)?;
-                    let end = |items| vec![Self::End(list.clone_ref(py).into_any(), items)];
-                    return Ok(items.map(end));
+                    return Ok(items.map(|items| vec![Self::new(now, Kind::End(items))]));
                 }
                 let mut found = Vec::new();
-                for (at, (before, now)) in before.iter().zip(now).enumerate() {
-                    if before.is(&now) {
+                for (at, (before, item)) in before.iter().zip(now).enumerate() {
+                    if before.is(&item) {
                         continue;
                     }
-                    match difference(Some(&before), Some(&now))? {
-                        Some(by) => found.push(Self::Index(list.clone_ref(py), at, by)),
+                    match difference(Some(&before), Some(&item))? {
+                        Some(by) => found.push(Self::new(now, Kind::Index(at, by))),
                         None => return Ok(None),
                     }
                 }
                 Some(found)
             }
             Change::Deque(deque, before) => {
-                let items = appended(deque.bind(py), before.bind(py))?;
-                items.map(|items| vec![Self::End(deque.clone_ref(py), items)])
+                let deque = deque.bind(py);
+                let items = appended(deque, before.bind(py))?;
+                items.map(|items| vec![Self::new(deque, Kind::End(items))])
             }
             Change::Contents(looked, node, before) => {
                 let object = looked.at(py, *node).filter(is_deque);
@@ -112,78 +141,163 @@ impl Advance {
                     return Ok(None);
                 };
                 let items = appended(&object, before.bind(py).cast::<PyList>()?)?;
-                items.map(|items| vec![Self::End(object.unbind(), items)])
+                items.map(|items| vec![Self::new(&object, Kind::End(items))])
             }
             Change::Order(..) => None,
         })
     }
 
-    fn is_same(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
-        let (one, two, place) = match (self, other) {
-            (Self::Item(dict, key, one), Self::Item(other, name, two)) => {
-                (one, two, dict.is(other) && key.bind(py).eq(name)?)
+    // of a function the globals and the cells stay where it is made anew
+    fn at_place(node: Node, parent: &Bound<'_, PyAny>, by: Py<PyAny>) -> Option<Self> {
+        let py = parent.py();
+        Some(match node.how {
+            How::Global => {
+                let key = node.key(py)?.clone().unbind();
+                Self::new(bridge::globals(parent)?.as_any(), Kind::Item(key, by))
             }
-            (Self::Index(list, at, one), Self::Index(other, index, two)) => {
-                (one, two, list.is(other) && at == index)
+            How::Cell => {
+                let cell = bridge::closure_cell(parent, node.index())?;
+                Self::new(&cell, Kind::Cell(by))
             }
-            (Self::Node(looked, node, one), Self::Node(other, at, two)) => {
-                (one, two, looked.is_place(*node, other, *at, py))
-            }
-            (Self::End(list, one), Self::End(other, two)) => {
-                let mut pairs = one.iter().zip(two);
-                let same = pairs.all(|(one, two)| equal(one.bind(py), two.bind(py)));
-                return Ok(list.is(other) && one.len() == two.len() && same);
-            }
-            _ => return Ok(false),
+            _ => Self::new(parent, Kind::Place(node, by)),
+        })
+    }
+
+    // whether both are the same, of any objects
+    fn is_alike(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
+        let same = |one: &Py<PyAny>, two: &Py<PyAny>| {
+            let (one, two) = (one.bind(py), two.bind(py));
+            Ok::<_, PyErr>(one.get_type().is(two.get_type()) && one.eq(two)?)
         };
-        let (one, two) = (one.bind(py), two.bind(py));
-        Ok(place && one.get_type().is(two.get_type()) && one.eq(two)?)
+        Ok(match (&self.kind, &other.kind) {
+            (Kind::Item(key, one), Kind::Item(name, two)) => same(key, name)? && same(one, two)?,
+            (Kind::Index(at, one), Kind::Index(index, two)) => at == index && same(one, two)?,
+            (Kind::Cell(one), Kind::Cell(two)) => same(one, two)?,
+            (Kind::Place(node, one), Kind::Place(other, two)) => {
+                let key = |node: &Node| node.key(py).map(ToString::to_string);
+                node.how == other.how
+                    && node.index() == other.index()
+                    && key(node) == key(other)
+                    && same(one, two)?
+            }
+            (Kind::End(one), Kind::End(two)) => {
+                let mut pairs = one.iter().zip(two);
+                one.len() == two.len() && pairs.all(|(one, two)| equal(one.bind(py), two.bind(py)))
+            }
+            _ => false,
+        })
+    }
+
+    fn is_same(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.object.is(&other.object) && self.is_alike(other, py)?)
+    }
+
+    /// Return whether its object is still one of those that the loss reaches, or of the model.
+    pub fn is_current(&self, looked: &Looked, py: Python<'_>) -> bool {
+        let address = self.object.as_ptr().addr();
+        if self.of_model {
+            let model = looked.model(py);
+            return model.is_some_and(|model| is_within(&model, address, 0));
+        }
+        let found = looked.holder(address, self.node.get(), py);
+        self.node.set(found.unwrap_or_default());
+        found.is_some()
     }
 
     /// Add it, where there is a number.
     pub fn add(&self, py: Python<'_>) -> PyResult<()> {
-        match self {
-            Self::Item(dict, key, by) => {
-                let dict = dict.bind(py);
+        let object = self.object.bind(py);
+        match &self.kind {
+            Kind::Item(key, by) => {
+                let dict = object.cast::<PyDict>()?;
                 match dict.get_item(key)? {
                     Some(now) if is_number(&now) => dict.set_item(key, now.add(by)?),
                     _ => Ok(()),
                 }
             }
-            Self::Index(list, at, by) => {
-                let list = list.bind(py);
+            Kind::Index(at, by) => {
+                let list = object.cast::<PyList>()?;
                 match list.get_item(*at) {
                     Ok(now) if is_number(&now) => list.set_item(*at, now.add(by)?),
                     _ => Ok(()),
                 }
             }
-            Self::Node(looked, node, by) => match looked.at(py, *node) {
-                Some(now) if is_number(&now) => looked.put_at(*node, &now.add(by)?).map(drop),
-                _ => Ok(()),
-            },
-            Self::End(list, items) => {
-                let items = items.iter().map(|item| item.bind(py));
-                let items = PyList::new(py, items)?;
-                list.call_method1(py, intern!(py, "extend"), (items,))
+            Kind::Cell(by) => {
+                let name = intern!(py, "cell_contents");
+                match object.getattr_opt(name)? {
+                    Some(now) if is_number(&now) => object.setattr(name, now.add(by)?),
+                    _ => Ok(()),
+                }
+            }
+            Kind::Place(node, by) => {
+                let Some(met) = Met::new(object.clone(), node) else {
+                    return Ok(());
+                };
+                match node.find_in(&met) {
+                    Some(now) if is_number(&now) => node.put(&[Some(met)], &now.add(by)?).map(drop),
+                    _ => Ok(()),
+                }
+            }
+            Kind::End(items) => {
+                let items = PyList::new(py, items.iter().map(|item| item.bind(py)))?;
+                object
+                    .call_method1(intern!(py, "extend"), (items,))
                     .map(drop)
             }
         }
     }
 }
 
+// whether a model has what is at an address
+fn is_within(object: &Bound<'_, PyAny>, address: usize, depth: usize) -> bool {
+    if object.as_ptr().addr() == address {
+        return true;
+    }
+    if depth > MAX_DEPTH {
+        return false;
+    }
+    let within = |object: &Bound<'_, PyAny>| is_within(object, address, depth + 1);
+    if let Ok(list) = object.cast::<PyList>() {
+        return list.iter().any(|item| within(&item));
+    }
+    if let Ok(tuple) = object.cast::<PyTuple>() {
+        return tuple.iter().any(|item| within(&item));
+    }
+    let Ok(dict) = object.cast::<PyDict>() else {
+        return false;
+    };
+    let attributes = bridge::attributes(object).filter(|_| is_module(object));
+    dict.values().iter().any(|item| within(&item))
+        || attributes.is_some_and(|attributes| within(attributes.as_any()))
+}
+
 /// A change that a call has made, and what it adds to numbers.
 pub struct OwnChange {
     change: Change,             // with what the loss has left
     adds: Option<Vec<Advance>>, // none where it does something else than to add to numbers, as far as one call tells
+    is_new: bool,               // under a key that was not there
 }
 
 impl OwnChange {
     /// Note changes, with what was there before, as long as they are there. `first`: a number that was not there was 0.
-    pub fn note(changes: Vec<Change>, first: bool, py: Python<'_>) -> PyResult<Vec<Self>> {
+    pub fn note(
+        changes: Vec<Change>,
+        of_model: bool,
+        first: bool,
+        py: Python<'_>,
+    ) -> PyResult<Vec<Self>> {
         let note = |mut change: Change| {
-            let adds = Advance::of(&change, first, py)?;
+            let mut adds = Advance::of(&change, first, py)?;
+            for add in adds.iter_mut().flatten() {
+                add.of_model = of_model;
+            }
+            let is_new = matches!(change, Change::Item(.., None));
             change.turn(py)?;
-            Ok(Self { change, adds })
+            Ok(Self {
+                change,
+                adds,
+                is_new,
+            })
         };
         changes.into_iter().map(note).collect()
     }
@@ -203,13 +317,21 @@ pub fn leave(changes: Vec<OwnChange>, py: Python<'_>) -> PyResult<Option<Vec<Adv
     Ok(adds)
 }
 
-/// Return whether both are the same.
-pub fn are_same(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
+/// Return whether both are the same, of any objects.
+pub fn are_alike(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
     let mut same = one.len() == other.len();
     for (one, other) in one.iter().zip(other) {
-        same = same && one.is_same(other, py)?;
+        same = same && one.is_alike(other, py)?;
     }
     Ok(same)
+}
+
+fn are_same(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
+    let same = one
+        .iter()
+        .zip(other)
+        .all(|(one, two)| one.object.is(&two.object));
+    Ok(same && are_alike(one, other, py)?)
 }
 
 // the name of what changes in another way than by such additions, or to what the first call has left
@@ -263,7 +385,10 @@ impl Adds {
         (model, reached): (&mut Vec<OwnChange>, &mut Vec<OwnChange>),
         py: Python<'_>,
     ) -> PyResult<Result<Self, String>> {
-        let all = first.0.len() == model.len() && first.1.len() == reached.len();
+        let mut changes = first.0.iter().chain(&first.1);
+        let all = first.0.len() == model.len()
+            && first.1.len() == reached.len()
+            && !changes.any(|own| own.is_new);
         let model = of_two(&first.0, std::mem::take(model), py)?;
         let reached = of_two(&first.1, std::mem::take(reached), py)?;
         Ok(match (model, reached) {

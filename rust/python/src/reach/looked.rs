@@ -4,7 +4,7 @@ use std::rc::Rc;
 use pyo3::{intern, prelude::*, types::PyFrozenSet};
 
 use super::{
-    node::{Expect, How, Met, Node},
+    node::{attributes_of, Expect, How, Met, Node},
     suspect::is_number,
     Program,
 };
@@ -226,6 +226,38 @@ impl Looked {
         let nodes = self.program.nodes.iter().enumerate();
         let nodes = nodes.filter(|(_, node)| !matches!(node.expect, Expect::Value(..)));
         nodes.filter_map(|(at, _)| self.object(at, py)).collect()
+    }
+
+    /// The place of a node in its parent, and the parent.
+    pub fn place<'py>(&self, node: usize, py: Python<'py>) -> Option<(Node, Bound<'py, PyAny>)> {
+        let it = &self.program.nodes[node];
+        Some((it.alone(py), self.object(it.parent?, py)?))
+    }
+
+    /// The model.
+    pub fn model<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let mut nodes = self.program.nodes.iter();
+        let at = nodes.position(|node| node.how == How::Root && node.index() == 1)?;
+        self.object(at, py)
+    }
+
+    /// The node of an object that is, or has, what is at an address: its instance dict, the globals or a cell of a function. `hint`:
+    /// where it was last.
+    pub fn holder(&self, address: usize, hint: usize, py: Python<'_>) -> Option<usize> {
+        let holds = |node: &usize| {
+            self.object(*node, py).is_some_and(|object| {
+                let at = |other: &Bound<'_, PyAny>| other.as_ptr().addr() == address;
+                at(&object)
+                    || attributes_of(&object).is_some_and(|dict| at(dict.as_any()))
+                    || bridge::globals(&object).is_some_and(|dict| at(dict.as_any()))
+                    || bridge::cells(&object).iter().any(at)
+            })
+        };
+        let count = self.program.nodes.len();
+        if hint < count && holds(&hint) {
+            return Some(hint);
+        }
+        (0..count).find(holds)
     }
 
     /// Return whether a node is the place of another one at another look.

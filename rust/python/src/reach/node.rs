@@ -336,6 +336,21 @@ impl Node {
         })
     }
 
+    /// The same place in its parent alone, whatever stands there.
+    pub fn alone(&self, py: Python<'_>) -> Self {
+        Self {
+            parent: Some(0),
+            how: self.how,
+            key: self.key.as_ref().map(|key| key.clone_ref(py)),
+            index: self.index,
+            kept: None,
+            kept_parent: Some(0),
+            whole: None,
+            opens: matches!(self.how, How::Instance),
+            expect: Expect::Anything,
+        }
+    }
+
     // what has been found at its parent
     fn parent_in<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Met<'py>> {
         objects.get(self.kept_parent?)?.as_ref()

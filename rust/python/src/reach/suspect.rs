@@ -386,7 +386,10 @@ impl Suspect {
             &mut self.reached
         };
         let swapped = changes.iter_mut().try_for_each(|change| change.swap(py));
-        changes.reverse(); // of two that lie in one memory, the last is the first to be taken back
+        // of two that lie in one memory, the last is the first to be taken back; keys come back in their order
+        changes.sort_by_key(|change| matches!(change, Change::Contents(..)));
+        let contents = changes.partition_point(|change| !matches!(change, Change::Contents(..)));
+        changes[contents..].reverse();
         swapped
     }
 
@@ -622,6 +625,13 @@ impl Drawable {
     /// The names of what has been taken from, beside the process's generators.
     pub fn moved(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let moved = self.0.as_ref().map(|it| it.call_method0(py, "moved"));
+        moved.map_or_else(|| Ok(Vec::new()), |moved| moved?.extract(py))
+    }
+
+    /// The names of those of the process's that have moved: another thread may have drawn from them.
+    pub fn moved_of_process(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let moved = self.0.as_ref();
+        let moved = moved.map(|it| it.call_method0(py, "moved_of_process"));
         moved.map_or_else(|| Ok(Vec::new()), |moved| moved?.extract(py))
     }
 

@@ -15,7 +15,7 @@ use crate::{
     host::TraceGraph,
     mlx::errors::{mlx, to_python},
     reach::{
-        advance::{are_same, leave, Advance, OwnChange},
+        advance::{are_alike, leave, Advance, OwnChange},
         stop::Stop,
         suspect::Drawable,
         Seen,
@@ -283,13 +283,17 @@ impl Inner {
             return Ok(());
         };
         let kept = &mut last.kept;
+        let adds = adds.map(Rc::new);
         let goes_on = match &adds {
-            Some(adds) => are_same(adds, &kept.adds, py)?,
+            Some(adds) => are_alike(adds, &kept.adds, py)?,
             None => true,
         };
+        if let (Some(adds), true) = (&adds, goes_on) {
+            kept.adds = adds.clone(); // to those of an object that has taken the place of another one, from now on
+        }
         if kept.seen(py, &given.looked).is_none() {
             let mut seen = Seen::new(&given.looked, given.constants.clone(), template);
-            seen.adds = Rc::new(adds.unwrap_or_default());
+            seen.adds = adds.unwrap_or_default();
             seen.goes_on = goes_on;
             kept.see(seen);
         }
@@ -343,6 +347,7 @@ impl Inner {
         let mut asked = false;
         if let Some(current) = self.host.current.borrow_mut().as_mut() {
             current.sketch = true;
+            current.ends = !self.apart;
             current.by_loss &= by_loss;
             asked = current.by_loss;
         }

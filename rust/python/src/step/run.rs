@@ -440,6 +440,7 @@ impl Inner {
             others: store.others.len(),
             varying: varying.to_vec(),
             sketch: false,
+            ends: true,
             by_loss: self.compiled && matches!(store.rule, Some(Rule::Native(_))),
             loss_arrays: None,
             tracers: Vec::new(),

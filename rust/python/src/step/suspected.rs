@@ -33,6 +33,8 @@ enum Again {
     Raised,
     /// Another graph.
     Differs,
+    /// Something has been taken from these generators and iterators.
+    Takes(String),
     /// The same graph, and a change of another kind, by its name.
     Changes(String),
     /// The same graph, and what each call adds to numbers; none where the loss cannot be called for its graph.
@@ -101,6 +103,7 @@ impl Inner {
                 return Ok(None);
             }
             Again::Differs => return Ok(Some(depends(py, &suspect))),
+            Again::Takes(names) => return Ok(Some(taken(&names))),
             Again::Changes(name) => return Ok(Some(changes(&name))),
             Again::Same(_) if !is_now => {
                 suspect.swap(py, true)?;
@@ -146,6 +149,9 @@ impl Inner {
         if let Err(Stop::Raised(_)) = &first {
             return Ok(Again::Raised);
         }
+        if let Some(names) = self.takes.take() {
+            return Ok(Again::Takes(names));
+        }
         suspect.swap(py, false)?;
         let looked = self.reach.look(&given.roots(py), &user.optimizer);
         let now = looked.map(|looked| std::mem::replace(&mut given.looked, Rc::new(looked)));
@@ -153,6 +159,9 @@ impl Inner {
         suspect.swap(py, false)?;
         let (mut second, now) = second?;
         given.looked = now;
+        if let Some(names) = self.takes.take() {
+            return Ok(Again::Takes(names));
+        }
         if !is_same(&first, &second)? {
             return Ok(Again::Differs);
         }
@@ -170,6 +179,9 @@ impl Inner {
         let mut turns = LATER.to_vec();
         turns.extend(suspect.turns(py, &given.looked)?);
         turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);
+        if let Some(names) = self.takes.take() {
+            return Ok(Again::Takes(names));
+        }
         let changed = std::mem::take(&mut suspect.first);
         for times in turns {
             let later = suspect.later(py, times, || {
@@ -177,6 +189,9 @@ impl Inner {
                 let now = std::mem::replace(&mut given.looked, Rc::new(looked));
                 let later = sketch(self, given);
                 given.looked = now;
+                if let Some(names) = self.takes.take() {
+                    return Ok(Some(Again::Takes(names)));
+                }
                 if !is_same(&first, &later)? {
                     return Ok(Some(Again::Differs));
                 }
@@ -196,7 +211,7 @@ impl Inner {
         Ok(Again::Same(adds))
     }
 
-    // call the loss for its graph; `returns`: what it takes from generators and iterators is put back
+    // call the loss for its graph; `returns`: what it takes from generators and iterators is put back, and noted
     fn sketch_apart(
         &mut self,
         store: &mut Store,
@@ -207,10 +222,24 @@ impl Inner {
     ) -> Sketch {
         key.front.reached = given.looked.tensors.clone();
         let drawable = Drawable::before(&user.model, &given.looked)?;
+        self.apart = true;
         let sketch = self.sketch(store, user, given, key, true, &drawable);
-        if returns {
-            drawable.put_back(user.py())?;
+        self.apart = false;
+        if !returns {
+            return sketch;
         }
+        let py = user.py();
+        let mut moved = drawable.moved(py)?;
+        let shared = drawable.moved_of_process(py)?;
+        drawable.put_back(py)?;
+        if !shared.is_empty()
+            && draws(py, || {
+                drop(self.sketch_apart(store, user, given, key, false))
+            })?
+        {
+            moved.extend(shared);
+        }
+        self.takes = (!moved.is_empty()).then(|| moved.join(", "));
         sketch
     }
 

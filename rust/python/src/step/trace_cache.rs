@@ -167,7 +167,10 @@ impl Kept {
 
     /// Return what is kept for the current numbers.
     pub fn seen(&self, py: Python<'_>, looked: &Looked) -> Option<&Seen> {
-        self.seen.iter().rev().find(|seen| seen.fits(py, looked))
+        let mut seen = self.seen.iter().rev();
+        seen.find(|seen| {
+            seen.fits(py, looked) && seen.adds.iter().all(|add| add.is_current(looked, py))
+        })
     }
 }
 
