@@ -390,6 +390,46 @@ def test_an_argument_that_the_loss_changes_is_changed_at_each_step(kind: str) ->
     assert read(mine) == read(theirs) == 6
 
 
+@dataclasses.dataclass
+class Visited:
+    x: mx.array
+    seen: mx.array | None = None
+    visits: int = 0
+
+
+def test_a_dataclass_of_which_the_loss_sets_fields_keeps_them() -> None:
+    def loss_fn(model: nn.Module, batch: Visited) -> mx.array:
+        y = model(batch.x)
+        batch.seen = mx.stop_gradient(y.sum())
+        batch.visits += 1
+        return mx.square(y).mean()
+
+    step = Step(nn.Linear(4, 3), optim.SGD(0.1), loss_fn)
+    batches = [Visited(mx.ones((2, 4)) * number) for number in (1, 2)]
+    with pytest.warns(RuntimeWarning, match="writes into a dict, list or dataclass"):
+        step(batches[0])
+    for number in range(1, 6):
+        step(batches[number % 2])
+    assert [batch.visits for batch in batches] == [3, 3]
+    assert all(batch.seen is not None for batch in batches)
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_the_order_of_an_ordered_dict_is_seen(arrays: bool) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, terms: dict[str, Any]) -> mx.array:
+        return cross_entropy(model, x, y) * next(iter(terms.values()))
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    make: Callable[[float], Any] = mx.array if arrays else float
+    terms = collections.OrderedDict(one=make(1.0), two=make(2.0))
+    for number, batch in enumerate(ROW.case.batches(6)):
+        terms.move_to_end(("one", "two", "two")[number % 3])
+        np.testing.assert_allclose(step(*batch, terms).loss, take(*batch, terms)[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "native"
+
+
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_the_optimizer_itself_may_be_an_argument() -> None:
     def loss_fn(model: nn.Module, x: mx.array, y: mx.array, optimizer: optim.Optimizer) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import types
 from collections.abc import Callable
@@ -199,3 +200,147 @@ def test_a_count_takes_no_trace_and_no_look_at_the_loss(capsys: pytest.CaptureFi
     for _ in range(50):
         step(mx.ones((3, 4)))
     assert (model.calls, step.stats.traced, capsys.readouterr().out) == (51, 1, "")
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def add_to(place: Any, key: Any) -> None:
+    if isinstance(place, dict):
+        place[key] = place.get(key, 0) + 1
+    elif isinstance(place, list):
+        place[key] += 1
+    else:
+        setattr(place, key, getattr(place, key) + 1)
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "dict": (lambda: {"n": 0}, lambda it: add_to(it, "n")),
+    "empty dict": (dict, lambda it: add_to(it, "n")),
+    "counter": (collections.Counter, lambda it: it.update(["n"])),
+    "default": (lambda: collections.defaultdict(int), lambda it: add_to(it, "n")),
+    "list": (lambda: [0, 1.5], lambda it: add_to(it, 1)),
+    "object": (lambda: types.SimpleNamespace(n=0), lambda it: add_to(it, "n")),
+    "slots": (Slotted, lambda it: add_to(it, "count")),
+    "log": (list, lambda it: it.append(1)),
+    "queue": (lambda: collections.deque(maxlen=4), lambda it: it.append("a")),
+}
+
+
+def contents(it: Any) -> Any:
+    if isinstance(it, Slotted | types.SimpleNamespace):
+        return it.count if isinstance(it, Slotted) else dict(vars(it))
+    return list(it.items()) if isinstance(it, dict) else list(it)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("how", ["replaced", "cleared", "in turns"])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_what_is_added_goes_to_the_object_that_is_there(kind: str, how: str, every: int) -> None:
+    make, add = HOLDERS[kind]
+    left: list[list[Any]] = []
+    for fast in (False, True):
+        model, optimizer, all_of_them = nn.Linear(4, 3), optim.SGD(0.0), [make() for _ in range(3)]
+        state = types.SimpleNamespace(kept=make())
+
+        def loss_fn(model: nn.Module, x: mx.array, state: types.SimpleNamespace = state) -> mx.array:
+            add(state.kept)
+            return squares(model, x)
+
+        step, gradients = Step(model, optimizer, loss_fn), nn.value_and_grad(model, loss_fn)
+        left.append([])
+        for number in range(9):
+            if how == "in turns":
+                state.kept = all_of_them[number % 3]
+            elif number % every == 0 and how == "replaced":
+                state.kept = make()
+            elif number % every == 0 and isinstance(state.kept, dict | collections.deque) and kind != "dict":
+                state.kept.clear()
+            if fast:
+                step(mx.ones((3, 4)))
+            else:
+                gradients(model, mx.ones((3, 4)))
+            left[-1].append((contents(state.kept), [contents(each) for each in all_of_them]))
+    assert left[1] == left[0]
+    if kind not in ("empty dict", "counter", "default"):  # whose key is made anew
+        assert step.stats.mode == "native"
+
+
+def test_keys_that_a_loss_makes_keep_their_order() -> None:
+    kept: dict[str, int] = {}
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        for name in ("seen", "tokens", "calls"):
+            add_to(kept, name)
+        return squares(model, x)
+
+    step = Step(nn.Linear(4, 3), optim.SGD(0.1), loss_fn)
+    for _ in range(4):
+        step(mx.ones((3, 4)))
+    assert list(kept.items()) == [("seen", 4), ("tokens", 4), ("calls", 4)]
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("how", ["flag", "text", "shape"])
+def test_what_a_loss_adds_before_it_raises_stays(how: str, at: int) -> None:
+    state = types.SimpleNamespace(calls=0, log=[], bad=False)
+
+    def loss_fn(model: nn.Module, x: mx.array, kind: str) -> mx.array:
+        state.calls += 1
+        state.log.append(1)
+        model.calls += 1
+        loss = squares(model, x)
+        if state.bad or kind == "bad" or len(x) == 5:
+            raise ArithmeticError("a bad batch")
+        return loss
+
+    model = nn.Linear(4, 3)
+    model.calls = 0
+    step = Step(model, optim.SGD(0.1), loss_fn)
+    for number in range(8):
+        state.bad = how == "flag" and number == at
+        x = mx.ones((5 if how == "shape" and number == at else 3, 4))
+        if number == at:
+            with pytest.raises(ArithmeticError):
+                step(x, "bad" if how == "text" else "good")
+        else:
+            step(x, "good")
+        assert (state.calls, len(state.log), model.calls) == (number + 1,) * 3
+    assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["random", "numpy", "own"])
+def test_a_loss_that_draws_after_a_warm_up_and_uses_it_by_chance_is_called_at_each_step(kind: str, seed: int) -> None:
+    losses: list[list[float]] = []
+    for fast in (False, True):
+        mx.random.seed(0)
+        random.seed(seed)
+        np.random.seed(seed)
+        state = types.SimpleNamespace(calls=0, own=np.random.default_rng(seed))
+        draw = {"random": random.random, "numpy": np.random.rand, "own": state.own.random}[kind]
+
+        def loss_fn(model: nn.Module, x: mx.array, state: Any = state, draw: Callable[[], float] = draw) -> mx.array:
+            if state.calls >= 3 and draw() < 0.5:
+                x = -2 * x
+            state.calls += 1
+            return squares(model, x)
+
+        model, optimizer = nn.Linear(4, 3), optim.SGD(0.1)
+        step, gradients = Step(model, optimizer, loss_fn), nn.value_and_grad(model, loss_fn)
+        losses.append([])
+        for number in range(10):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if fast:
+                losses[-1].append(step(x).loss.item())
+            else:
+                loss, found = gradients(model, x)
+                optimizer.update(model, found)
+                losses[-1].append(loss.item())
+        losses[-1].append(draw())
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert step.stats.mode == "plain"

@@ -225,10 +225,8 @@ impl PythonHost {
             Ok(Err(_)) => self.raised(py) && reached.holds_no_tracer(py)?,
             Err(_) => false,
         };
-        // what a loss of which only the graph was wanted has changed is taken back, and left if its error ends the call
         let ended = matches!(&outcome, Ok(Err(_))) && stays && compiled && self.ends();
         let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
-        let (left_on_model, left) = left.transpose()?.unwrap_or_default();
         let reached_again = reached.restore(py, !sketch && stays);
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
@@ -238,10 +236,7 @@ impl PythonHost {
         };
         keys.set_item(0, old_key)?;
         reached_again.and(model_again)?;
-        leave(left_on_model, py)?;
-        if sketch {
-            leave(left, py)?;
-        }
+        leave_ended(left.transpose()?, sketch, py)?;
         drop((before, slots, snapshot, reached)); // with their handles of the inputs
         match outcome {
             Ok(Ok(left)) => self.note_loss(left),
@@ -454,6 +449,20 @@ fn own_changes<'py>(
     changed.retain(|one| !model.iter().any(|other| one.is_of(other, py)));
     let note = |changes, of_model| OwnChange::note(changes, of_model, first, py);
     Ok((note(model, true)?, note(changed, false)?))
+}
+
+// an error of the loss ends the call: what it has changed before stays, though it has been taken back
+fn leave_ended(
+    left: Option<(Vec<OwnChange>, Vec<OwnChange>)>,
+    sketch: bool,
+    py: Python<'_>,
+) -> PyResult<()> {
+    let Some((on_model, reached)) = left else {
+        return Ok(());
+    };
+    leave(on_model, py)?;
+    leave(if sketch { reached } else { Vec::new() }, py)?;
+    Ok(())
 }
 
 // call `work` and notice what the loss reads: the line where it reads the value of an array, and what came of `work`

@@ -70,6 +70,7 @@ unsafe impl<T> Send for ThreadBound<T> {}
 #[allow(unsafe_code)]
 unsafe impl<T> Sync for ThreadBound<T> {}
 
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 struct Inner {
     options: Options,
     compiled: bool,

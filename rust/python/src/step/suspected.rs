@@ -234,7 +234,7 @@ impl Inner {
         drawable.put_back(py)?;
         if !shared.is_empty()
             && draws(py, || {
-                drop(self.sketch_apart(store, user, given, key, false))
+                drop(self.sketch_apart(store, user, given, key, false));
             })?
         {
             moved.extend(shared);

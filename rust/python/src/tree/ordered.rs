@@ -24,6 +24,20 @@ pub fn keys<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyList
     PyList::new(dict.py(), keys).map(Some)
 }
 
+/// The items of a dict in its order.
+pub fn items<'py>(dict: &Bound<'py, PyDict>) -> Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    match keys(dict) {
+        Ok(Some(keys)) => {
+            let items = keys.iter().map(|key| {
+                let value = dict.get_item(&key).ok().flatten()?;
+                Some((key, value))
+            });
+            items.flatten().collect()
+        }
+        _ => dict.iter().collect(),
+    }
+}
+
 /// Put a value into a dict.
 pub fn set_item(
     dict: &Bound<'_, PyDict>,

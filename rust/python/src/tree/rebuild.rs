@@ -4,7 +4,7 @@ use pyo3::{
     types::{PyDict, PyList, PySlice, PyTuple},
 };
 
-use super::walk::fields;
+use super::{ordered, walk::fields};
 use crate::mlx::{bridge, classes::is_module};
 
 /// A copy of `object` in which the arrays, in walking order, are those of `next`; modules stay what they are.
@@ -34,7 +34,7 @@ pub fn rebuild_where<'py>(
         } else {
             py.import("copy")?.call_method1("copy", (object,))? // a defaultdict makes what is missing
         };
-        for (key, value) in dict.iter() {
+        for (key, value) in ordered::items(dict) {
             copy.set_item(key, rebuild_where(&value, wanted, next)?)?;
         }
         return Ok(copy);

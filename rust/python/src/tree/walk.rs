@@ -5,7 +5,7 @@ use pyo3::{
     types::{PyDict, PyList, PyString, PyTuple},
 };
 
-use super::slot::Place;
+use super::{ordered, slot::Place};
 use crate::mlx::{
     bridge,
     classes::{is_module, is_optimizer},
@@ -189,16 +189,16 @@ fn walk_items<'py>(
     around: Around<'_>,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
-    for (key, value) in dict.iter() {
+    let mut item = |key: Bound<'py, PyAny>, value| {
         visitor.key(&key)?;
-        enter(
-            value,
-            Place::Dict(dict.clone(), key),
-            around.deeper(),
-            visitor,
-        )?;
+        let place = Place::Dict(dict.clone(), key);
+        enter(value, place, around.deeper(), visitor)
+    };
+    if dict.is_exact_instance_of::<PyDict>() {
+        return dict.iter().try_for_each(|(key, value)| item(key, value));
     }
-    Some(())
+    let mut items = ordered::items(dict).into_iter();
+    items.try_for_each(|(key, value)| item(key, value))
 }
 
 fn walk_attributes<'py>(
