@@ -314,26 +314,31 @@ def test_what_a_loss_adds_before_it_raises_stays(how: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("begins", ["by a count", "by a flag"])
 @pytest.mark.parametrize("kind", ["random", "numpy", "own"])
-def test_a_loss_that_draws_after_a_warm_up_and_uses_it_by_chance_is_called_at_each_step(kind: str, seed: int) -> None:
+def test_a_loss_that_begins_to_draw_and_uses_it_by_chance_is_called_at_each_step(
+    kind: str, begins: str, seed: int
+) -> None:
     losses: list[list[float]] = []
     for fast in (False, True):
         mx.random.seed(0)
         random.seed(seed)
         np.random.seed(seed)
-        state = types.SimpleNamespace(calls=0, own=np.random.default_rng(seed))
+        state = types.SimpleNamespace(calls=0, on=False, own=np.random.default_rng(seed))
         draw = {"random": random.random, "numpy": np.random.rand, "own": state.own.random}[kind]
 
         def loss_fn(model: nn.Module, x: mx.array, state: Any = state, draw: Callable[[], float] = draw) -> mx.array:
-            if state.calls >= 3 and draw() < 0.5:
+            if (state.on if begins == "by a flag" else state.calls >= 3) and draw() < 0.5:
                 x = -2 * x
-            state.calls += 1
+            if begins == "by a count":
+                state.calls += 1
             return squares(model, x)
 
         model, optimizer = nn.Linear(4, 3), optim.SGD(0.1)
         step, gradients = Step(model, optimizer, loss_fn), nn.value_and_grad(model, loss_fn)
         losses.append([])
         for number in range(10):
+            state.on = number >= 3
             x = mx.random.normal((8, 4), key=mx.random.key(number))
             if fast:
                 losses[-1].append(step(x).loss.item())

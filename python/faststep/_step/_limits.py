@@ -15,8 +15,8 @@ _MAX = 24  # calls of a loss that tell
 class Limits:
     """What numbers that a loss changes at every call are compared with.
 
-    A loss is called with numbers by `noting` in the place of its own. What it computes of them by adding, subtracting
-    and multiplying notes too; what else it makes of them are numbers of Python's.
+    A loss is called with numbers by `noting` in the place of its own. What it computes of them by adding, subtracting,
+    multiplying and dividing notes too; what else it makes of them are numbers of Python's.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Limits:
         """Return a number that notes, of one that was another before a call."""
         return self.of(now, now - before)
 
-    def of(self, value: _Number, change: _Number) -> _Number:
-        """Return a number that notes, by what it changes at each call."""
+    def of(self, value: _Number, change: _Number, exact: _Number | None = None) -> _Number:
+        """Return a number that notes, by what it changes at each call; `exact`: a quotient before it is rounded."""
         kind = _Int if type(value) is int else _Float
         number = kind(value)
-        number.limits, number.change = self, change
+        number.limits, number.change, number.exact = self, change, value if exact is None else exact
         return number
 
     def note(self, way: _Number, change: _Number) -> None:
@@ -50,6 +50,10 @@ class Limits:
 
 def _change(other: Any) -> _Number:
     return other.change if isinstance(other, _Noting) else 0
+
+
+def _exact(value: Any) -> _Number:
+    return value.exact if isinstance(value, _Noting) else value
 
 
 def _plain(value: Any) -> Any:
@@ -75,7 +79,8 @@ def _linear(name: str, sign: int, *, turned: bool = False) -> Callable[[Any, Any
     def result(self: Any, number: Any, other: Any) -> Any:
         one, two = (number, self.value()) if turned else (self.value(), number)
         change = _change(other) + sign * self.change if turned else self.change + sign * _change(other)
-        return self.limits.of(compute(one, two), change)
+        exact = (_exact(other), self.exact) if turned else (self.exact, _exact(other))
+        return self.limits.of(compute(one, two), change, compute(*exact))
 
     return _method(result)
 
@@ -86,7 +91,7 @@ def _scaled(name: str) -> Callable[[Any, Any], Any]:
     def result(self: Any, number: Any, other: Any) -> Any:
         if isinstance(other, _Noting):
             return compute(self.value(), number)
-        return self.limits.of(compute(self.value(), number), compute(self.change, number))
+        return self.limits.of(compute(self.value(), number), compute(self.change, number), compute(self.exact, number))
 
     return _method(result)
 
@@ -95,7 +100,7 @@ def _compared(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name)
 
     def result(self: Any, number: Any, other: Any) -> Any:
-        self.limits.note(number - self.value(), self.change - _change(other))
+        self.limits.note(_exact(other) - self.exact, self.change - _change(other))
         return compute(self.value(), number)
 
     return _method(result)
@@ -113,9 +118,14 @@ def _stepped(name: str) -> Callable[[Any, Any], Any]:
         else:
             width = number
         if width:
-            down, way = self.value() % width, abs(width)
+            down, way = self.exact % width, abs(width)
             self.limits.note(way - abs(down) if self.change > 0 else -(abs(down) or way), self.change)
-        return compute(self.value(), number)
+        found = compute(self.value(), number)
+        if name in ("mod", "and_"):
+            return found
+        quotient = found[0] if name == "divmod" else found
+        quotient = self.limits.of(quotient, self.change / width, self.exact / width)
+        return (quotient, found[1]) if name == "divmod" else quotient
 
     return _method(result)
 
@@ -125,6 +135,7 @@ class _Noting:
 
     limits: Limits
     change: _Number
+    exact: _Number
 
     def value(self) -> Any:
         """Return it as a number of Python's."""
@@ -139,10 +150,10 @@ class _Noting:
     __and__, __rand__, __rshift__ = _stepped("and_"), _stepped("and_"), _stepped("rshift")
 
     def __neg__(self) -> Any:
-        return self.limits.of(-self.value(), -self.change)
+        return self.limits.of(-self.value(), -self.change, -self.exact)
 
     def __bool__(self) -> bool:
-        self.limits.note(-self.value(), self.change)
+        self.limits.note(-self.exact, self.change)
         return bool(self.value())
 
     def __hash__(self) -> int:

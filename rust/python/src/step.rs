@@ -102,7 +102,8 @@ struct Inner {
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
-    apart: bool,           // the loss is called for its graph behind a call of the user's
+    shared_draws: usize, // how often a generator of the process has moved while a graph was compared
+    apart: bool,         // the loss is called for its graph behind a call of the user's
     takes: Option<String>, // generators and iterators from which the loss has taken as it was called for its graph
     /// Reason why the trace that has just been made cannot be used again.
     unwatched: Option<String>,
@@ -175,6 +176,7 @@ impl Step {
                 positions: None,
                 suspect: None,
                 checks: 0,
+                shared_draws: 0,
                 apart: false,
                 takes: None,
                 unwatched: None,

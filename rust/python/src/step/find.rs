@@ -17,7 +17,7 @@ use crate::{
     reach::{
         advance::{are_alike, leave, Advance, OwnChange},
         stop::Stop,
-        suspect::Drawable,
+        suspect::{draws, Drawable},
         Seen,
     },
     store::Store,
@@ -32,6 +32,10 @@ pub(super) struct Sketched {
     pub(super) reached: Vec<OwnChange>, // and of what it reaches beside it
 }
 pub(super) type Sketch = Result<Sketched, Stop>;
+
+/// So many times that a generator of the process has moved while a graph was compared, it is looked at with other threads held back
+/// whether the loss has drawn, which takes 20 ms; then one out of so many times.
+const SHARED_DRAWS: (usize, usize) = (4, 16);
 
 impl Inner {
     // the call's traces become those used last: that of the update, then that of the batch
@@ -219,7 +223,16 @@ impl Inner {
             return Err(Stop::Probe);
         }
         let sketch = self.sketch(store, user, given, key, by_loss, &drawable)?;
-        let moved = drawable.moved(py)?;
+        let mut moved = drawable.moved(py)?;
+        let shared = drawable.moved_of_process(py)?;
+        self.shared_draws += usize::from(!shared.is_empty());
+        let (first, one_of) = SHARED_DRAWS;
+        let asks = self.shared_draws <= first || self.shared_draws.is_multiple_of(one_of);
+        if !shared.is_empty() && asks {
+            drawable.put_back(py)?;
+            let again = || drop(self.sketch(store, user, given, key, by_loss, &drawable));
+            moved.extend(draws(py, again)?.then_some(shared).into_iter().flatten());
+        }
         if !moved.is_empty() {
             drawable.put_back(py)?; // the trace that fits has not taken it
             return Err(Stop::Untraceable(taken(&moved.join(", "))));
