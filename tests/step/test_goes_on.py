@@ -270,6 +270,36 @@ def test_what_is_added_goes_to_the_object_that_is_there(kind: str, how: str, eve
         assert step.stats.mode == "native"
 
 
+class Noting:
+    """Counts behind a property, whose setter notes each time that it is called."""
+
+    def __init__(self) -> None:
+        self._count, self.sets = 0, 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self._count = value
+        self.sets += 1
+
+
+def test_a_setter_is_called_once_in_a_call() -> None:
+    noting = Noting()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        noting.count += 1
+        return squares(model, x)
+
+    step = Step(nn.Linear(4, 3), optim.SGD(0.1), loss_fn)
+    for number in range(6):
+        step(mx.ones((3, 4)))
+        assert (noting.count, noting.sets, type(noting.count)) == (number + 1, number + 1, int)
+    assert step.stats.mode == "native"
+
+
 def test_keys_that_a_loss_makes_keep_their_order() -> None:
     kept: dict[str, int] = {}
 
@@ -284,7 +314,7 @@ def test_keys_that_a_loss_makes_keep_their_order() -> None:
     assert list(kept.items()) == [("seen", 4), ("tokens", 4), ("calls", 4)]
 
 
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("how", ["flag", "text", "shape"])
 def test_what_a_loss_adds_before_it_raises_stays(how: str, at: int) -> None:
     state = types.SimpleNamespace(calls=0, log=[], bad=False)

@@ -211,7 +211,7 @@ def parts(value: Any) -> tuple[str, ...]:
     if is_a(value, functools.singledispatchmethod):
         return ("dispatcher", "func")
     if is_a(value, property):
-        return ("fget",)
+        return ("fget", "fset")
     if is_a(value, (staticmethod, classmethod)):
         return ("__func__",)
     if is_a(value, functools.cached_property):

@@ -47,6 +47,13 @@ pub fn is_optimizer(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| bridge::is_of(object, class))
 }
 
+/// Return whether the object is a property.
+pub fn is_property(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "builtins", "property");
+    class.is_some_and(|class| bridge::is_of(object, class))
+}
+
 /// `collections.OrderedDict`.
 pub fn ordered_dict(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

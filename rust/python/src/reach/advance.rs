@@ -239,10 +239,9 @@ impl Advance {
                 }
             }
             Kind::End(items) => {
-                let items = PyList::new(py, items.iter().map(|item| item.bind(py)))?;
-                object
-                    .call_method1(intern!(py, "extend"), (items,))
-                    .map(drop)
+                let name = intern!(py, "append"); // as a class of the user's has it
+                let mut items = items.iter();
+                items.try_for_each(|item| object.call_method1(name, (item,)).map(drop))
             }
         }
     }

@@ -4,7 +4,7 @@ use pyo3::{
     exceptions::{PyAttributeError, PyKeyboardInterrupt, PyTypeError},
     intern,
     prelude::*,
-    types::{PyDict, PyList, PyTuple, PyType, PyWeakrefReference},
+    types::{PyDict, PyList, PyString, PyTuple, PyType, PyWeakrefReference},
 };
 
 use super::{
@@ -12,7 +12,10 @@ use super::{
     keys::Keys,
 };
 use crate::{
-    mlx::{bridge, classes::is_deque},
+    mlx::{
+        bridge,
+        classes::{is_deque, is_property as is_of_property},
+    },
     tree::{
         identity::{Class, Weak},
         static_value::is_plain,
@@ -479,6 +482,17 @@ impl Node {
     /// The list in which the object stands.
     pub fn list<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Bound<'py, PyList>> {
         self.parent_in(objects)?.object.cast::<PyList>().ok()
+    }
+
+    /// Return whether a property gives it, of which what it is made of changes by itself: its setter may do more than to set it.
+    pub fn is_property(&self, objects: &[Option<Met<'_>>]) -> bool {
+        let (How::Attribute, Some(met)) = (self.how, self.parent_in(objects)) else {
+            return false;
+        };
+        let py = met.object.py();
+        let name = self.key(py).and_then(|key| key.cast::<PyString>().ok());
+        let of_class = name.and_then(|name| met.object.get_type().getattr_opt(name).ok()?);
+        of_class.is_some_and(|it| is_of_property(&it))
     }
 
     /// Put another object there; whether that can be.

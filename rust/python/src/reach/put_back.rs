@@ -94,7 +94,7 @@ impl Looked {
         let objects = self.bound(py);
         let nodes = self.program.nodes.iter().enumerate();
         let changed = nodes.filter_map(|(at, node)| {
-            if !node.how.stands_alone() {
+            if !node.how.stands_alone() || node.is_property(&objects) {
                 return None;
             }
             let Expect::Value(_, number) = &node.expect else {
