@@ -313,7 +313,7 @@ def test_texts_of_which_each_makes_another_graph_are_not_traced_for_ever() -> No
     reference, ours = model(), model()
     take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
     for text in [*texts, *texts[-4:] * 3]:
-        np.testing.assert_allclose(step(text).loss, take(text)[0], rtol=1e-5)
+        np.testing.assert_allclose(step(text).loss, take(text)[0], rtol=1e-5, atol=1e-7)
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert len(step.stats.traces) <= 38
     assert step.stats.mode == "native"
