@@ -115,7 +115,8 @@ impl Inner {
         if let Some(adds) = adds {
             // go on with what the loss adds to numbers of its own, wherever its trace stands for a call
             if !suspect.model.is_empty() {
-                store.accept_model(&user.model, &adds.model)?;
+                let add = || adds.model.iter().try_for_each(|add| add.add(py));
+                store.accept_model(&user.model, add)?;
             }
             self.traces
                 .settle_numbers(&given.looked, (at, &suspect), adds, py);

@@ -12,7 +12,6 @@ use super::{ModelSignature, Store};
 use crate::{
     mlx::bridge,
     optimizer::native_rule,
-    reach::advance::Advance,
     tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -82,13 +81,17 @@ impl Store {
     }
 
     /// Take the model's numbers and flags as they are now for those of its signature: a loss has changed them, which does not matter
-    /// to it, and `adds` to some of them at each call.
-    pub fn accept_model(&mut self, model: &Bound<'_, PyAny>, adds: &[Advance]) -> PyResult<()> {
+    /// to it. `add`: what it adds to some of them at each call.
+    pub fn accept_model(
+        &mut self,
+        model: &Bound<'_, PyAny>,
+        add: impl FnOnce() -> PyResult<()>,
+    ) -> PyResult<()> {
         let py = model.py();
         let signature = self.signature()?;
         let (tree, _) = Tree::record(model, Scope::Whole)?;
         let now = Snapshot::take(model)?;
-        adds.iter().try_for_each(|add| add.add(py))?;
+        add()?;
         let (next, _) = Tree::record(model, Scope::Whole)?;
         now.restore()?;
         let Some(counts) = tree.other_numbers(&next, py) else {
