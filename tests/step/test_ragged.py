@@ -279,7 +279,7 @@ def test_a_number_on_the_model_that_changes_at_each_call_takes_no_search(more: i
     step = Step(ours, optim.Adam(1e-2), loss_fn)
     wanted = run(plain_step(reference, optim.Adam(1e-2), loss_fn), reference)
     assert_same(run(step, ours), wanted, 1e-5)
-    assert len(searches) <= 3  # one for each activation
+    assert len(searches) <= 4  # two for each activation: the scale is looked at from its third value on
 
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU's step is not where MLX inverts matrices")

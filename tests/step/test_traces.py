@@ -467,7 +467,10 @@ def test_options_that_are_set_before_each_step_are_not_traced_without_end(kind: 
     assert len([trace for trace in step.stats.traces if "option" in trace.cause]) <= 5
 
 
-def test_numbers_of_the_model_that_are_set_before_each_step_are_not_traced_without_end() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_numbers_of_the_model_that_are_set_before_each_step_are_inputs(accumulate: int) -> None:
+    """A temperature, a rate of dropout, a counter; the mode, the depth and what is frozen change now and then."""
+
     class Annealed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -477,31 +480,58 @@ def test_numbers_of_the_model_that_are_set_before_each_step_are_not_traced_witho
                 nn.Dropout(0.1),
                 1.0,
             )
+            self.depth, self.seen, self.inner = 1, 0, [nn.Linear(8, 8)]
 
         def __call__(self, x: mx.array) -> mx.array:
             hidden = self.dropout(mx.softmax(self.first(x) / self.temperature, axis=-1))
+            for _ in range(self.depth):
+                hidden = self.inner[0](hidden)
             return self.last(hidden * mx.random.bernoulli(self.temperature))
 
     def run(fast: bool) -> tuple[list[float], dict[str, np.ndarray], Step | None]:
         mx.random.seed(3)
         model, optimizer = Annealed(), optim.AdamW(1e-2)
-        step = Step(model, optimizer, summed) if fast else None
-        take = plain_step(model, optimizer, summed)
+        step = Step(model, optimizer, summed, accumulate=accumulate) if fast else None
+        take = plain_step(model, optimizer, summed, accumulate=accumulate)
         losses = []
-        for number in range(40):
+        for number in range(60):
             model.temperature = 1 - 0.02 * min(number, 30)
-            if number % 10 == 0:
-                optimizer.betas = [0.9, 0.99 - 0.001 * number]
+            model.dropout._p_1 = 0.9 - 0.005 * number
+            model.seen, model.depth = number, 1 + number // 50
+            model.train(number % 7 != 6)
+            if number == 32:
+                model.inner[0].freeze()
+            if number == 46:
+                model.unfreeze()
             x = mx.random.normal((6, 4))
             losses.append((step(x).loss if step else take(x)[0]).item())
         return losses, {path: np.array(array) for path, array in flat(model.parameters()).items()}, step
 
     wanted, reference, _ = run(fast=False)
-    with pytest.warns(RuntimeWarning, match="numbers or modes of the model have changed again and again") as warned:
-        losses, parameters, step = run(fast=True)
-    assert len(warned) == 1
+    losses, parameters, step = run(fast=True)
     assert_same(losses, wanted, 1e-5)
     assert_close(parameters, reference, 1e-5)
     assert step is not None
     assert step.stats.mode == "native"
-    assert len(step.stats.traces) <= 6
+    assert len(step.stats.traces) <= 12
+
+
+def test_texts_of_the_model_that_are_set_before_each_step_are_not_traced_without_end() -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean() * len(model.label)
+
+    def run(take: Any, model: nn.Module) -> list[float]:
+        losses = []
+        for number in range(40):
+            model.label = f"label {number}"
+            loss = take(mx.ones((2, 3)))
+            losses.append((loss.loss if isinstance(take, Step) else loss[0]).item())
+        return losses
+
+    ours, reference = nn.Linear(3, 1), nn.Linear(3, 1)
+    reference.update(ours.parameters())
+    wanted = run(plain_step(reference, optim.Adam(1e-2), loss_fn), reference)
+    with pytest.warns(RuntimeWarning, match="attributes of the model have changed again and again") as warned:
+        losses = run(Step(ours, optim.Adam(1e-2), loss_fn), ours)
+    assert len(warned) == 1
+    assert_same(losses, wanted, 1e-5)

@@ -88,6 +88,7 @@ class Nodes:
         self.objects: list[Any] = []  # of each node
         self.index: dict[tuple[Any, ...], int] = {}
         self.owned, self.walked = owned, containers(model)  # dicts, lists and modules whose arrays are known as slots
+        self.numbers: dict[str, Any] | None = None  # of the model, where they change again and again
         self.of_update = False  # then the arrays and numbers of optimizers are known
         self.updating = optimizers_in(owned)  # by the step, which knows their state
         self.growing: set[int] = set()  # addresses of lists and dicts: one of numbers is compared as a whole

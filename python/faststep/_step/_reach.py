@@ -88,7 +88,9 @@ _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have 
 _MAX_NODES = 50_000
 
 
-def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) -> Found:
+def discover(
+    roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = (), numbers: dict[str, Any] | None = None
+) -> Found:
     """Return what a loss function reaches.
 
     Args:
@@ -96,6 +98,7 @@ def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) ->
             model's own arrays and numbers are left out: they are watched elsewhere.
         owned: The optimizer, which belongs to the step.
         growing: The addresses of lists and dicts whose length changes again and again.
+        numbers: The root that holds numbers of the model which change again and again.
 
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
@@ -105,9 +108,11 @@ def discover(roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = ()) ->
     """
     search = _Search(roots[1], owned)
     search.growing.update(growing)
+    search.numbers = numbers
     search.walked.update(
         id(root) for root in roots[2:] if is_a(root, (dict, list, tuple)) and not is_a(root, nn.Module)
     )
+    search.walked.discard(id(numbers))
     return _found(search, roots)
 
 
@@ -204,6 +209,7 @@ class _Search(Asking):
                 self.follow_members(at, value)
         elif is_a(value, (dict, list, tuple)):
             in_argument = self.nodes[at][1] == ROOT and not is_a(value, nn.Module)  # looked at with the argument
+            in_argument = in_argument and value is not self.numbers
             if size(value) <= MAX_ITEMS and not in_argument:
                 self.follow_container(at, value)
         elif is_a(value, (set, frozenset)):

@@ -27,7 +27,11 @@ use std::{
     rc::Rc,
 };
 
-use pyo3::{exceptions::PyException, prelude::*, types::PyTuple};
+use pyo3::{
+    exceptions::PyException,
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
 
 use faststep::engine::HeldArrays;
 
@@ -148,6 +152,8 @@ pub struct Reach {
     growing: Vec<(usize, usize)>, // addresses of lists and dicts that had another length, and how often
     model: usize,                 // the model's form, at the last call until it is known
     known: bool,
+    /// Numbers of the model, which are the last root.
+    pub numbers: Option<Py<PyDict>>,
     searches: Searches,
 }
 
@@ -335,7 +341,10 @@ impl Reach {
         } else {
             let growing = self.growing.iter().filter(|each| each.1 >= MANY_LENGTHS);
             let growing: Vec<usize> = growing.map(|(at, _)| *at).collect();
-            reach.call_method1("discover", (PyTuple::new(py, roots)?, owned, growing))?
+            reach.call_method1(
+                "discover",
+                (PyTuple::new(py, roots)?, owned, growing, &self.numbers),
+            )?
         };
         let (nodes, classes, codes, hidden, meets_optimizer, may_draw): (
             Bound<'_, PyAny>,

@@ -102,6 +102,7 @@ struct Inner {
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
+    changes_model: bool,   // the loss changes numbers of the model itself
     shared_draws: usize, // how often a generator of the process has moved while a graph was compared
     apart: bool,         // the loss is called for its graph behind a call of the user's
     takes: Option<String>, // generators and iterators from which the loss has taken as it was called for its graph
@@ -176,6 +177,7 @@ impl Step {
                 positions: None,
                 suspect: None,
                 checks: 0,
+                changes_model: false,
                 shared_draws: 0,
                 apart: false,
                 takes: None,

@@ -20,7 +20,7 @@ use faststep::engine::{Engine, HeldArrays, NamedAuxState, Needs, Role, Rule, Sta
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
     prelude::*,
-    types::{PyList, PyWeakrefReference},
+    types::{PyDict, PyList, PyWeakrefReference},
 };
 
 use crate::{
@@ -42,8 +42,16 @@ pub struct ModelSignature {
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
     /// The tree of trainable parameters, with holes for the arrays.
     pub trainable: Py<PyAny>,
-    parameters: Vec<usize>, // the slot of each
+    parameters: Vec<usize>,       // the slot of each
     counts: Vec<usize>, // numbers in the tree to which a loss adds at each call, and which do not matter to it
+    varying: Option<Rc<Varying>>, // numbers that are no part of it
+}
+
+/// Numbers of models of one form that have changed again and again: they are looked at as what the loss reaches is.
+struct Varying {
+    form: usize,
+    numbers: Vec<(usize, String)>, // the item of each in the tree, and the path to it
+    now: Py<PyDict>,               // by path
 }
 
 impl ModelSignature {
@@ -71,6 +79,17 @@ impl ModelSignature {
             _ => None,
         });
         doubles.collect()
+    }
+
+    fn has_free_numbers(&self) -> bool {
+        !self.counts.is_empty() || self.varying.is_some()
+    }
+
+    // whether a number of the tree is no part of the signature
+    fn is_free(&self, number: usize) -> bool {
+        let varying = self.varying.as_ref();
+        self.counts.contains(&number)
+            || varying.is_some_and(|it| it.numbers.iter().any(|(at, _)| *at == number))
     }
 
     fn tensors(&self) -> Vec<Tensor> {
@@ -104,6 +123,8 @@ pub struct Store {
     /// `mx.random`'s key list of the thread.
     pub key_list: Py<PyList>,
     models: Vec<Rc<ModelSignature>>,
+    varying: Vec<Rc<Varying>>,
+    own_numbers: bool, // the loss changes numbers of the model itself: all are part of the signature
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>, // most recent last
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
@@ -152,6 +173,8 @@ impl Store {
             thread: std::thread::current().id(),
             key_list: key_list(model.py())?.unbind(),
             models: Vec::new(),
+            varying: Vec::new(),
+            own_numbers: false,
             current: None,
             options: Vec::new(),
             doubted: false,

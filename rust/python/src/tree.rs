@@ -270,6 +270,40 @@ impl Tree {
             .then(|| differ.map(|(at, _)| at).collect())
     }
 
+    /// Those of the items that are numbers, and not flags, in both trees, and other numbers in each.
+    pub fn varying_numbers(&self, other: &Self, py: Python<'_>) -> Vec<usize> {
+        let differ = self.other_numbers(other, py).unwrap_or_default();
+        let is_one = |tree: &Self, at: usize| match &tree.items[at] {
+            Item::Static(value) => value.is_number(py) && !value.is_flag(py),
+            _ => false,
+        };
+        let both = |&at: &usize| is_one(self, at) && is_one(other, at);
+        differ.into_iter().filter(both).collect()
+    }
+
+    /// The number at an item.
+    pub fn number<'py>(&self, at: usize, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        match self.items.get(at)? {
+            Item::Static(value @ Static::Value(number)) if value.is_number(py) => {
+                Some(number.bind(py).clone())
+            }
+            _ => None,
+        }
+    }
+
+    /// The item of each number, and the path to it.
+    pub fn numbers(&self, py: Python<'_>) -> Vec<(usize, String)> {
+        let mut paths = Paths::default();
+        let mut numbers = Vec::new();
+        for (at, item) in self.items.iter().enumerate() {
+            if self.number(at, py).is_some() {
+                numbers.push((at, paths.next_path().join(".")));
+            }
+            paths.step(item, py);
+        }
+        numbers
+    }
+
     /// The path to the first place where the other one has another key, value or container; arrays may be others.
     pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
         let mut paths = Paths::default();

@@ -1,5 +1,5 @@
 //! What a loss does to its own numbers at each call, which is done for it where a trace stands for the call.
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 use pyo3::{
     intern,
@@ -27,7 +27,8 @@ use crate::{
 pub struct Advance {
     object: Py<PyAny>, // the number is in it, or it is the list
     of_model: bool,
-    node: Cell<usize>, // at which the object was found last
+    node: Cell<(usize, usize)>, // the program, and its node at which the object was found last
+    name: RefCell<Option<String>>, // of the place
     kind: Kind,
 }
 
@@ -87,6 +88,7 @@ impl Advance {
             object: object.clone().unbind(),
             of_model: false,
             node: Cell::default(),
+            name: RefCell::default(),
             kind,
         }
     }
@@ -192,15 +194,26 @@ impl Advance {
         Ok(self.object.is(&other.object) && self.is_alike(other, py)?)
     }
 
-    /// Return whether its object is still one of those that the loss reaches, or of the model.
+    /// Return whether its object is still one of those that the loss reaches, at the same place, or of the model.
     pub fn is_current(&self, looked: &Looked, py: Python<'_>) -> bool {
         let address = self.object.as_ptr().addr();
         if self.of_model {
             let model = looked.model(py);
             return model.is_some_and(|model| is_within(&model, address, 0));
         }
-        let found = looked.holder(address, self.node.get(), py);
-        self.node.set(found.unwrap_or_default());
+        let (program, hint) = self.node.get();
+        let is_place = |node: usize| {
+            if (program, hint) == (looked.program.id, node) {
+                return true;
+            }
+            let name = looked.program.name(py, node);
+            let mut known = self.name.borrow_mut();
+            *known.get_or_insert_with(|| name.clone()) == name
+        };
+        let found = looked.holder(address, hint, is_place, py);
+        if let Some(node) = found {
+            self.node.set((looked.program.id, node));
+        }
         found.is_some()
     }
 
@@ -325,7 +338,8 @@ pub fn are_alike(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult
     Ok(same)
 }
 
-fn are_same(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
+/// Return whether both are the same, of the same objects.
+pub fn are_same(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
     let same = one
         .iter()
         .zip(other)

@@ -242,8 +242,14 @@ impl Looked {
     }
 
     /// The node of an object that is, or has, what is at an address: its instance dict, the globals or a cell of a function. `hint`:
-    /// where it was last.
-    pub fn holder(&self, address: usize, hint: usize, py: Python<'_>) -> Option<usize> {
+    /// where it was last; `is_place`: whether it may be that node.
+    pub fn holder(
+        &self,
+        address: usize,
+        hint: usize,
+        is_place: impl Fn(usize) -> bool,
+        py: Python<'_>,
+    ) -> Option<usize> {
         let holds = |node: &usize| {
             self.object(*node, py).is_some_and(|object| {
                 let at = |other: &Bound<'_, PyAny>| other.as_ptr().addr() == address;
@@ -254,10 +260,10 @@ impl Looked {
             })
         };
         let count = self.program.nodes.len();
-        if hint < count && holds(&hint) {
+        if hint < count && holds(&hint) && is_place(hint) {
             return Some(hint);
         }
-        (0..count).find(holds)
+        (0..count).find(|node| holds(node) && is_place(*node))
     }
 
     /// Return whether a node is the place of another one at another look.

@@ -32,7 +32,7 @@ impl Inner {
     ) -> PyResult<Returned<'py>> {
         let py = user.py();
         let started = Instant::now();
-        let mut given = self.given(&mut user, true)?;
+        let mut given = self.given(store, &mut user, true)?;
         for (index, array) in given.arrays.iter().enumerate() {
             let name = || format!("argument {}", user.name(&given.tree.paths(py)[index]));
             store.lazy.look(array, name);
@@ -114,7 +114,7 @@ impl Inner {
         if !self.traces.last_has_changed() {
             return Ok(());
         }
-        let mut given = self.given(user, false)?;
+        let mut given = self.given(store, user, false)?;
         match self.suspected(store, user, &mut given, task)? {
             Some(why) => self.give_up(user.py(), why),
             None => Ok(()),
@@ -132,7 +132,7 @@ impl Inner {
         }
         if given.goes_on {
             let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-            self.traces.go_on(py, &given.looked, &now);
+            self.traces.go_on(py, &given.looked, &now, &given.adds)?;
         }
         Ok(())
     }
@@ -210,7 +210,7 @@ impl Inner {
         store: &mut Store,
         mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let mut given = self.given(&mut user, false)?;
+        let mut given = self.given(store, &mut user, false)?;
         let mut prepared = self.prepare(store, &user, Task::Gradients)?;
         let undo = prepared.undo.take();
         let task = Task::Gradients;
@@ -233,10 +233,21 @@ impl Inner {
     }
 
     // the batch, and the values that the loss reaches beside it; `may_be_rare`: the call may run uncompiled, without a search
-    pub(super) fn given(&mut self, user: &mut Arguments<'_>, may_be_rare: bool) -> PyResult<Given> {
+    pub(super) fn given(
+        &mut self,
+        store: &mut Store,
+        user: &mut Arguments<'_>,
+        may_be_rare: bool,
+    ) -> PyResult<Given> {
         let batch = user.batch()?;
         let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
         roots.extend_from_slice(&batch.objects);
+        if self.changes_model {
+            store.keep_numbers();
+        }
+        let numbers = store.varying_numbers(&user.model)?;
+        self.reach.numbers = numbers.as_ref().map(|numbers| numbers.clone().unbind());
+        roots.extend(numbers.map(Bound::into_any));
         self.reach.begin();
         let stays_plain = !self.compiled && !self.becomes_another();
         let looked = if stays_plain && self.reach.is_costly() {

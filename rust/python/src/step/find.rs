@@ -223,6 +223,7 @@ impl Inner {
             return Err(Stop::Probe);
         }
         let sketch = self.sketch(store, user, given, key, by_loss, &drawable)?;
+        self.changes_model |= !sketch.model.is_empty();
         let mut moved = drawable.moved(py)?;
         let shared = drawable.moved_of_process(py)?;
         self.shared_draws += usize::from(!shared.is_empty());
@@ -433,7 +434,7 @@ fn named(user: &Arguments<'_>, tree: &Tree, name: String) -> String {
         .and_then(|number: usize| paths.get(number))
     {
         Some(path) => format!("argument {}{rest}", user.name(path)),
-        None => name,
+        None => format!("model{rest}"), // its numbers come behind the arguments
     }
 }
 

@@ -92,7 +92,7 @@ impl Inner {
             (Task, usize),
         ) -> Result<T, Stop>,
     ) -> PyResult<T> {
-        let mut given = self.given(&mut user, false)?;
+        let mut given = self.given(store, &mut user, false)?;
         let user = &user;
         let (task, calls) = window_of(accumulate, store);
         let needs = self.options.needs(task.accumulates());

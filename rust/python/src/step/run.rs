@@ -491,6 +491,7 @@ impl Inner {
             let drawn = std::mem::take(&mut current.suspect.drawn).join(", ");
             self.unwatched = (!drawn.is_empty()).then(|| taken(&drawn));
         }
+        self.changes_model |= !current.suspect.model.is_empty();
         if !current.suspect.is_empty() {
             self.suspect = Some(current.suspect);
         }

@@ -233,12 +233,12 @@ impl Inner {
         let mut moved = drawable.moved(py)?;
         let shared = drawable.moved_of_process(py)?;
         drawable.put_back(py)?;
-        if !shared.is_empty()
-            && draws(py, || {
-                drop(self.sketch_apart(store, user, given, key, false));
-            })?
-        {
-            moved.extend(shared);
+        if !shared.is_empty() {
+            let again = || drop(self.sketch_apart(store, user, given, key, false));
+            if draws(py, again)? {
+                moved.extend(shared);
+            }
+            drawable.put_back(py)?; // of its own, it has taken once more
         }
         self.takes = (!moved.is_empty()).then(|| moved.join(", "));
         sketch
@@ -294,9 +294,10 @@ fn is_same(one: &Sketch, other: &Sketch) -> PyResult<bool> {
             let differences = one.graph.differences(&other.graph).map_err(mlx)?;
             Ok(differences.is_some_and(|differences| differences.is_empty()))
         }
-        (Err(Stop::Becomes(_) | Stop::Stores(_)), _)
-        | (_, Err(Stop::Becomes(_) | Stop::Stores(_))) => Ok(true),
-        _ => Ok(false),
+        (Err(Stop::Becomes(_) | Stop::Stores(_)), Err(Stop::Becomes(_) | Stop::Stores(_))) => {
+            Ok(true)
+        }
+        _ => Ok(false), // it stores an array at some calls, say
     }
 }
 

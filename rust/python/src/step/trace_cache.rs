@@ -9,7 +9,7 @@ use crate::{
     host::TraceGraph,
     mlx::bridge,
     reach::{
-        advance::{Adds, Advance},
+        advance::{are_same, Adds, Advance},
         suspect::Suspect,
         Looked, Seen, Written,
     },
@@ -22,8 +22,8 @@ const MANY: usize = 16;
 /// Number of traces from which on the first batch of a kind runs uncompiled, where no more than twice as many are kept.
 const TOO_MANY: usize = 32;
 
-/// Number of traces that differ by the optimizer's options or by the model's numbers alone from which on others run uncompiled
-/// at first: betas or a temperature that are set anew before each step, say.
+/// Number of traces that differ by the optimizer's options or by the model's attributes alone from which on others run uncompiled
+/// at first: betas or a text that are set anew before each step, say.
 const MANY_NUMBERS: usize = 4;
 
 /// Number of steps that have run uncompiled for that reason from which on a warning says so.
@@ -38,9 +38,9 @@ const RARE: &str = "many traces have been made, and this is the first batch of i
 /// The reason why a batch runs uncompiled before which the optimizer got other options.
 pub const RARE_OPTIONS: &str = "options of the optimizer have changed again and again";
 
-/// The reason why a batch runs uncompiled before which the model got other numbers or modes.
-const RARE_NUMBERS: &str =
-    "numbers or modes of the model have changed again and again: keep a number that changes in an mx.array";
+/// The reason why a batch runs uncompiled before which the model got other attributes: texts, say.
+const RARE_ATTRIBUTES: &str =
+    "attributes of the model have changed again and again: pass what changes as an argument";
 
 /// The reason why a batch runs uncompiled for which what the loss reaches is not searched.
 pub const RARE_STRUCTURE: &str =
@@ -48,7 +48,7 @@ pub const RARE_STRUCTURE: &str =
 
 /// Return whether a reason is that a trace might be used once, so that a step without one may be wanted again soon.
 pub fn is_rare(why: &str) -> bool {
-    [RARE, RARE_OPTIONS, RARE_NUMBERS, RARE_STRUCTURE].contains(&why)
+    [RARE, RARE_OPTIONS, RARE_ATTRIBUTES, RARE_STRUCTURE].contains(&why)
 }
 
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
@@ -313,14 +313,20 @@ impl Traces {
         Some(if same_numbers {
             RARE_OPTIONS
         } else {
-            RARE_NUMBERS
+            RARE_ATTRIBUTES
         })
     }
 
-    /// A loss has added to numbers of its own: a trace to which that does not matter, and which goes on with it, holds for the others.
-    pub fn go_on(&mut self, py: Python<'_>, before: &Looked, after: &Looked) {
+    /// A loss has added to numbers of its own: a trace that adds the same holds for the others. One that does not may read them.
+    pub fn go_on(
+        &mut self,
+        py: Python<'_>,
+        before: &Looked,
+        after: &Looked,
+        adds: &[Advance],
+    ) -> PyResult<()> {
         for entry in self.known.iter_mut() {
-            if entry.kept.seen(py, after).is_some() {
+            if entry.kept.seen(py, after).is_some() || !are_same(&entry.kept.adds, adds, py)? {
                 continue;
             }
             let seen = entry.kept.seen(py, before).filter(|seen| seen.goes_on);
@@ -328,6 +334,7 @@ impl Traces {
                 entry.kept.see(seen);
             }
         }
+        Ok(())
     }
 
     /// Note what a loss adds to numbers of its own at each call for which the trace with a number stands. `looked`: the numbers

@@ -6,9 +6,9 @@ use std::{
 
 use faststep::engine::{Role, Rule};
 use mlx_rs::Array;
-use pyo3::{intern, prelude::*};
+use pyo3::{intern, prelude::*, types::PyDict};
 
-use super::{ModelSignature, Store};
+use super::{ModelSignature, Store, Varying};
 use crate::{
     mlx::bridge,
     optimizer::native_rule,
@@ -17,6 +17,9 @@ use crate::{
 
 /// Largest number of signatures of the model, and of the optimizer's options, that are kept; the oldest goes first.
 const MAX_SIGNATURES: usize = 64;
+
+/// A number of the model that has had so many other values belongs to what is looked at in each call.
+const MANY_VALUES: usize = 2;
 
 impl Store {
     fn known(&self) -> Vec<usize> {
@@ -51,10 +54,11 @@ impl Store {
         let (tree, slots) = Tree::record(model, Scope::Whole)?;
         let at = self.models.iter().position(|known| {
             known.tree.equals(&tree, py)
-                || (!known.counts.is_empty()
-                    && known.tree.other_numbers(&tree, py).is_some_and(|numbers| {
-                        numbers.iter().all(|number| known.counts.contains(number))
-                    }))
+                || (known.has_free_numbers()
+                    && known
+                        .tree
+                        .other_numbers(&tree, py)
+                        .is_some_and(|numbers| numbers.iter().all(|&number| known.is_free(number))))
         });
         let signature = match at {
             // keep the newly recorded objects: the fast check compares by identity
@@ -68,6 +72,7 @@ impl Store {
                     trainable: known.trainable.clone_ref(py),
                     parameters: known.parameters.clone(),
                     counts: known.counts.clone(),
+                    varying: known.varying.clone(),
                 })
             }
             None => Rc::new(self.sign(model, tree)?),
@@ -113,6 +118,7 @@ impl Store {
             trainable: signature.trainable.clone_ref(py),
             parameters: signature.parameters.clone(),
             counts,
+            varying: signature.varying.clone(),
         });
         if let Some(at) = at {
             self.models[at] = accepted.clone();
@@ -148,15 +154,88 @@ impl Store {
             .map(|(slot, path)| (role(slot), path))
             .collect();
         self.next_id += 1;
+        let form = self.form(&tree, py).unwrap_or(self.next_id);
+        let varying = self.varying_of(form, &tree, py);
         Ok(ModelSignature {
             id: self.next_id,
-            form: self.form(&tree, py).unwrap_or(self.next_id),
+            form,
+            varying,
             tree,
             roles: Rc::new(roles),
             trainable: trainable.unbind(),
             parameters,
             counts: Vec::new(),
         })
+    }
+
+    // numbers that had other values in several models of a form, or did so in another form; these models are forgotten then, since
+    // they are told apart by them
+    fn varying_of(&mut self, form: usize, tree: &Tree, py: Python<'_>) -> Option<Rc<Varying>> {
+        if self.own_numbers {
+            return None;
+        }
+        let known = self.varying.iter().position(|known| known.form == form);
+        let alike = self.models.iter().filter(|known| known.form == form);
+        let mut times: HashMap<usize, usize> = HashMap::new();
+        for at in alike.flat_map(|known| known.tree.varying_numbers(tree, py)) {
+            *times.entry(at).or_default() += 1;
+        }
+        times.retain(|_, times| *times >= MANY_VALUES);
+        if times.is_empty() && (known.is_some() || self.varying.is_empty()) {
+            return known.map(|at| self.varying[at].clone());
+        }
+        let others = || self.varying.iter().flat_map(|known| &known.numbers);
+        let mut numbers = tree.numbers(py);
+        numbers.retain(|(at, path)| {
+            times.contains_key(at) || others().any(|(_, other)| other == path)
+        });
+        if numbers.is_empty() {
+            return None;
+        }
+        let varying = Rc::new(Varying {
+            form,
+            numbers,
+            now: PyDict::new(py).unbind(),
+        });
+        self.models.retain(|known| known.form != form);
+        if let Some(at) = known {
+            self.varying.remove(at);
+        }
+        self.varying.push(varying.clone());
+        if self.varying.len() > MAX_SIGNATURES {
+            self.varying.remove(0);
+        }
+        Some(varying)
+    }
+
+    /// Keep all numbers of the model in its signature: the loss changes some itself.
+    pub fn keep_numbers(&mut self) {
+        if std::mem::replace(&mut self.own_numbers, true) {
+            return;
+        }
+        self.varying.clear();
+        self.models.retain(|known| known.varying.is_none());
+    }
+
+    /// The numbers of the model, by their paths, that have changed again and again: they are no part of its signature.
+    pub fn varying_numbers<'py>(
+        &mut self,
+        model: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        if self.varying.is_empty() {
+            return Ok(None);
+        }
+        self.look_at_model(model)?;
+        let py = model.py();
+        let current = self.signature()?;
+        let Some(varying) = &current.varying else {
+            return Ok(None);
+        };
+        let now = varying.now.bind(py);
+        for (at, path) in &varying.numbers {
+            now.set_item(path, current.tree.number(*at, py))?;
+        }
+        Ok(Some(now.clone()))
     }
 
     // the form of a known model from which this one differs in numbers alone

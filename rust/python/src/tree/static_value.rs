@@ -84,6 +84,10 @@ impl Static {
         })
     }
 
+    pub fn is_flag(&self, py: Python<'_>) -> bool {
+        matches!(self, Self::Value(value) if value.bind(py).is_exact_instance_of::<PyBool>())
+    }
+
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         let object = match other {
             Self::Value(value) => Some(value.bind(py).clone()),
