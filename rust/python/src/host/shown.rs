@@ -1,7 +1,7 @@
 //! The arguments that a loss is shown while it is traced: what it writes into them would be lost.
 use pyo3::{
     prelude::*,
-    types::{PyString, PyTuple},
+    types::{PyDict, PyList, PyString, PyTuple},
 };
 
 use crate::{
@@ -63,9 +63,12 @@ impl<'py> Shown<'py> {
     }
 }
 
-/// The dataclasses among arguments, which are copies of the user's, with what is in their fields.
+/// The dataclasses among arguments, which are copies of the user's, with what is in their fields, and the lists and dicts there.
 #[derive(Default)]
-struct Fields<'py>(Vec<(Bound<'py, PyAny>, Vec<Field<'py>>)>);
+struct Fields<'py> {
+    fields: Vec<(Bound<'py, PyAny>, Vec<Field<'py>>)>,
+    containers: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>, // with their keys and items
+}
 
 type Field<'py> = (Bound<'py, PyString>, Bound<'py, PyAny>);
 
@@ -77,10 +80,16 @@ impl<'py> Fields<'py> {
     }
 
     fn have_changed(&self) -> bool {
-        self.0.iter().any(|(object, fields)| {
+        let other = |(object, fields): &(Bound<'py, PyAny>, Vec<Field<'py>>)| {
             let mut fields = fields.iter();
             fields.any(|(name, before)| !object.getattr(name).is_ok_and(|now| now.is(before)))
-        })
+        };
+        let held = |(object, before): &(Bound<'py, PyAny>, Bound<'py, PyList>)| {
+            let now = contents(object);
+            let is_new = |item: Bound<'py, PyAny>| !before.iter().any(|before| before.is(&item));
+            now.is_none_or(|now| now.len() > before.len() || now.iter().any(is_new))
+        };
+        self.fields.iter().any(other) || self.containers.iter().any(held)
     }
 }
 
@@ -92,7 +101,9 @@ impl<'py> Visitor<'py> for Fields<'py> {
                 Some((name, value))
             });
             let values = values.collect::<Option<_>>()?;
-            self.0.push((container.clone(), values));
+            self.fields.push((container.clone(), values));
+        } else if let Some(held) = contents(container) {
+            self.containers.push((container.clone(), held));
         }
         Some(())
     }
@@ -116,6 +127,20 @@ impl<'py> Visitor<'py> for Fields<'py> {
     fn skips(&self, _: &str) -> bool {
         false
     }
+}
+
+// the keys and the items of a dict, the items of a list
+fn contents<'py>(container: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
+    if let Ok(dict) = container.cast::<PyDict>() {
+        let held = dict.keys();
+        dict.values()
+            .iter()
+            .try_for_each(|value| held.append(value))
+            .ok()?;
+        return Some(held);
+    }
+    let list = container.cast::<PyList>().ok()?;
+    PyList::new(container.py(), list).ok()
 }
 
 // none where the loss has put something there that can be no argument

@@ -381,6 +381,31 @@ fn other(
     Ok((!rest.is_empty()).then(|| "a number".into()))
 }
 
+/// The name of what a call has changed in another way than the first one, to the same objects with the same in them.
+pub fn differ(
+    again: &[OwnChange],
+    first: &[OwnChange],
+    py: Python<'_>,
+) -> PyResult<Option<String>> {
+    for own in again {
+        let mut before = first.iter();
+        let before = before.find(|other| other.change.is_of(&own.change, py));
+        let same = match before {
+            None => false,
+            Some(before) if before.change.leaves(&own.change, py) => true,
+            Some(before) => match (&before.adds, &own.adds) {
+                (Some(one), Some(two)) => are_same(one, two, py)?,
+                (None, None) => !own.change.is_plain(py),
+                _ => false,
+            },
+        };
+        if !same {
+            return Ok(Some(own.change.shown(py)));
+        }
+    }
+    Ok(None)
+}
+
 /// What a loss adds to numbers of its own at each call.
 pub struct Adds {
     /// To those of the model.
@@ -425,6 +450,18 @@ impl Adds {
             Some(name) => Ok(Some(name)),
             None => other(reached, &self.reached, &first.1, py),
         }
+    }
+
+    /// Return whether a number under a key is one of those.
+    pub fn has_item(&self, dict: &Py<PyDict>, key: &Py<PyAny>, py: Python<'_>) -> PyResult<bool> {
+        for add in self.model.iter().chain(&self.reached) {
+            if let Kind::Item(name, _) = &add.kind {
+                if add.object.is(dict) && name.bind(py).eq(key)? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
     }
 
     /// All of them.

@@ -7,7 +7,7 @@ use pyo3::{
 };
 
 use super::{
-    advance::OwnChange,
+    advance::{Adds, OwnChange},
     contents::{copy, refill},
     seen::{equal, Seen},
     Looked,
@@ -15,6 +15,7 @@ use super::{
 use crate::tree::{
     ordered,
     snapshot::{holds_array, Snapshot},
+    static_value::is_plain,
     text::text,
 };
 
@@ -165,13 +166,8 @@ impl Change {
         let Some(now) = self.now(py)? else {
             return Ok(None);
         };
-        let before = match before {
-            Some(before) => before,
-            // made by the first call, which counts from 0
-            None if now.is_exact_instance_of::<PyInt>() && now.eq(1)? => {
-                0_u8.into_pyobject(py)?.into_any()
-            }
-            None => return Ok(None),
+        let Some(before) = before else {
+            return Ok(None); // made by the first call
         };
         Ok((is_number(&before) && is_number(&now)).then_some((before, now)))
     }
@@ -240,6 +236,14 @@ impl Change {
             _ => false,
         };
         same && self.is_of(other, py)
+    }
+
+    /// Return whether it keeps a number or a text that has been put in the place of another value.
+    pub fn is_plain(&self, py: Python<'_>) -> bool {
+        match self {
+            Self::Item(.., Some(value)) | Self::Node(.., value) => is_plain(value.bind(py)),
+            _ => false,
+        }
     }
 
     /// Its name, for a message.
@@ -441,6 +445,29 @@ impl Suspect {
             }
         }
         Ok(done)
+    }
+
+    /// Take numbers under keys that the first call has made for counts from 0, where each call adds to them; which these are.
+    pub fn count(&mut self, adds: &Adds, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let mut counts = Vec::new();
+        for (at, change) in self.model.iter_mut().chain(&mut self.reached).enumerate() {
+            if let Change::Item(dict, key, before @ None) = change {
+                if adds.has_item(dict, key, py)? {
+                    *before = Some(0_u8.into_pyobject(py)?.into_any().unbind());
+                    counts.push(at);
+                }
+            }
+        }
+        Ok(counts)
+    }
+
+    /// Forget that these were counts.
+    pub fn uncount(&mut self, counts: &[usize]) {
+        for (at, change) in self.model.iter_mut().chain(&mut self.reached).enumerate() {
+            if let (Change::Item(.., before), true) = (change, counts.contains(&at)) {
+                *before = None;
+            }
+        }
     }
 
     /// How many calls later a number that the loss changes comes to one with which its code may compare it.

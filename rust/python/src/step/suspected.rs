@@ -14,7 +14,7 @@ use super::{
 use crate::{
     mlx::errors::mlx,
     reach::{
-        advance::Adds,
+        advance::{differ, Adds},
         stop::Stop,
         suspect::{draws, Drawable, Suspect},
     },
@@ -168,6 +168,15 @@ impl Inner {
         }
         let mut adds = None;
         if let (Ok(first), Ok(second)) = (&mut first, &mut second) {
+            // to the model as it was, and to what the loss reaches as it was
+            let of_model = differ(&first.model, &suspect.first.0, py)?;
+            let name = match of_model {
+                None => differ(&second.reached, &suspect.first.1, py)?,
+                name => name,
+            };
+            if let Some(name) = name {
+                return Ok(Again::Changes(name));
+            }
             let again = (&mut second.model, &mut first.reached);
             match Adds::of_two(&suspect.first, again, py)? {
                 Ok(found) => adds = Some(found),
@@ -177,11 +186,31 @@ impl Inner {
         if self.checks > MAX_LATER {
             return Ok(Again::Same(adds));
         }
+        let counts = adds.as_ref().map(|adds| suspect.count(adds, py));
+        let counts = counts.transpose()?.unwrap_or_default();
+        let other = self.call_later(store, user, given, key, suspect, (&first, &adds));
+        suspect.uncount(&counts);
+        Ok(other?.unwrap_or(Again::Same(adds)))
+    }
+
+    // call the loss for its graph with its own numbers as they will be many calls later; none where it does the same there
+    fn call_later(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &mut Key,
+        suspect: &mut Suspect,
+        (first, adds): (&Sketch, &Option<Adds>),
+    ) -> PyResult<Option<Again>> {
+        let py = user.py();
+        let mut sketch =
+            |inner: &mut Self, given: &mut Given| inner.sketch_apart(store, user, given, key, true);
         let mut turns = LATER.to_vec();
         turns.extend(suspect.turns(py, &given.looked)?);
         turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);
         if let Some(names) = self.takes.take() {
-            return Ok(Again::Takes(names));
+            return Ok(Some(Again::Takes(names)));
         }
         let changed = std::mem::take(&mut suspect.first);
         for times in turns {
@@ -193,10 +222,10 @@ impl Inner {
                 if let Some(names) = self.takes.take() {
                     return Ok(Some(Again::Takes(names)));
                 }
-                if !is_same(&first, &later)? {
+                if !is_same(first, &later)? {
                     return Ok(Some(Again::Differs));
                 }
-                let (Some(adds), Ok(later)) = (&adds, &later) else {
+                let (Some(adds), Ok(later)) = (adds, &later) else {
                     return Ok(None);
                 };
                 let other = adds.is_other((&later.model, &later.reached), &changed, py)?;
@@ -204,12 +233,12 @@ impl Inner {
             });
             match later?.transpose()? {
                 Some(None) => {}
-                Some(Some(other)) => return Ok(other),
+                Some(Some(other)) => return Ok(Some(other)),
                 None => break,
             }
         }
         suspect.first = changed;
-        Ok(Again::Same(adds))
+        Ok(None)
     }
 
     // call the loss for its graph; `returns`: what it takes from generators and iterators is put back, and noted
