@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
 import types
 from collections.abc import Callable
@@ -384,3 +385,169 @@ def test_a_loss_that_begins_to_draw_and_uses_it_by_chance_is_called_at_each_step
         losses[-1].append(draw())
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert step.stats.mode == "plain"
+
+
+@dataclasses.dataclass
+class Held:
+    """An argument that a loss counts and logs in."""
+
+    counts: dict[str, int]
+    log: list[int]
+
+
+class Now:
+    """A loss that does something at some of its calls; the kind says what."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.calls, self.epoch, self.last, self.best = kind, 0, 0, None, 0.0
+        self.log: list[Any] = []
+        self.tables: tuple[dict[str, int], ...] = ({}, collections.defaultdict(int), collections.Counter())
+        self.held = Held({}, [])
+        self.pair = types.SimpleNamespace(a=[], b=[])
+
+    def __call__(self, model: nn.Module, x: mx.array, held: Held | None = None) -> mx.array:
+        kind, loss = self.kind, squares(model, x)
+        short = len(x) < 8
+        if kind.startswith("arrays"):
+            self.calls += 1
+            if self.calls % int(kind[-1]) == 0:
+                self.log.append(mx.stop_gradient(loss))
+                self.last = {"loss": mx.stop_gradient(loss)}
+        elif kind == "an epoch by the last batch":
+            self.epoch += short
+            loss = loss * 0.8**self.epoch
+        elif kind == "an epoch that others read":
+            if short:
+                self.epoch += 1
+                return loss
+            loss = loss * (1 + 0.1 * min(self.epoch, 3))
+        elif kind == "set back by the last batch":
+            self.calls += 1
+            if short:
+                self.calls = 0
+        elif kind == "counts by rows":
+            for table in self.tables:
+                table["rows"] = table.get("rows", 0) + len(x)
+            self.rows = getattr(self, "rows", 0) + len(x)
+            rows = [self.rows, *(table["rows"] for table in self.tables)]
+            loss = loss * (1.0 if max(rows) < 60 else 0.3)
+        elif kind == "the second call":
+            self.calls += 1
+            if self.calls == 2:
+                model.stage, model.mode = 1, "b"
+        elif kind == "in an argument":
+            assert held is not None
+            held.counts["calls"] = held.counts.get("calls", 0) + 1
+            held.log.append(len(x))
+            loss = loss * held.counts["calls"]
+        elif kind == "in turns":
+            self.pair.a.append(len(x))
+        return loss
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "arrays at every 2",
+        "arrays at every 3",
+        "arrays at every 7",
+        "an epoch by the last batch",
+        "an epoch that others read",
+        "set back by the last batch",
+        "counts by rows",
+        "the second call",
+        "in an argument",
+        "in turns",
+    ],
+)
+def test_what_a_loss_does_at_some_calls_or_for_some_batches_is_done_then(kind: str, length: str) -> None:
+    def run(fast: bool) -> list[Any]:
+        mx.random.seed(1)
+        model, optimizer, loss_fn = nn.Linear(4, 3), optim.SGD(0.1), Now(kind)
+        model.stage, model.mode, taken = 0, "a", list[Any]()
+        for number in range(14):
+            x = mx.random.normal((LENGTHS[length](number), 4), key=mx.random.key(number))
+            more = (loss_fn.held,) if kind == "in an argument" else ()
+            if fast:
+                loss = fast_step(model, optimizer, loss_fn, x, *more, nonfinite="allow")
+            else:
+                loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, *more)
+                optimizer.update(model, gradients)
+                mx.eval(model.state, optimizer.state)
+            if kind == "in turns" and number % 3 == 2:
+                loss_fn.pair.a, loss_fn.pair.b = loss_fn.pair.b, loss_fn.pair.a
+            logged = [round(each.item(), 4) for each in loss_fn.log]
+            last = loss_fn.last and round(loss_fn.last["loss"].item(), 4)
+            rows = [getattr(loss_fn, "rows", 0), *map(dict, loss_fn.tables)]
+            counts = [loss_fn.calls, loss_fn.epoch, model.stage, model.mode, len(loss_fn.pair.a), len(loss_fn.pair.b)]
+            held = [dict(loss_fn.held.counts), list(loss_fn.held.log)]
+            taken.append([round(loss.item(), 4), logged, last, rows, counts, held])
+        return taken
+
+    assert run(fast=True) == run(fast=False)
+
+
+@pytest.mark.parametrize("tries", [False, True])
+def test_a_global_that_the_first_call_makes_counts_on(tries: bool) -> None:
+    def run(take: Callable[..., Any], space: dict[str, Any]) -> list[Any]:
+        losses = [take(mx.ones((6, 4)) * number).loss.item() for number in range(1, 20)]
+        return [*losses, space["seen"]]
+
+    source = """
+def by_get():
+    global seen
+    seen = globals().get("seen", 0) + 6
+    return seen
+def by_try():
+    global seen
+    try:
+        seen += 6
+    except NameError:
+        seen = 6
+    return seen
+def loss_fn(model, x):
+    return (model(x) ** 2).mean() * (1.0 if count() < 60 else 0.3)
+"""
+    results = []
+    for compiled in (True, False):
+        space: dict[str, Any] = {}
+        exec(source, space)
+        space["count"] = space["by_try" if tries else "by_get"]
+        mx.random.seed(0)
+        model = nn.Linear(4, 2)
+        results.append(run(Step(model, optim.SGD(0.001), space["loss_fn"], compile=compiled), space))
+    assert results[0] == results[1]
+    assert results[0][-1] == 6 * 19
+
+
+@pytest.mark.parametrize("shared", ["random", "numpy"])
+def test_a_generator_of_its_own_is_put_back_beside_the_process_s(shared: str) -> None:
+    def run(fast: bool) -> list[float]:
+        random.seed(0)
+        np.random.seed(0)
+        mx.random.seed(0)
+        own, state = np.random.default_rng(1), types.SimpleNamespace(calls=0)
+        draw = random.random if shared == "random" else np.random.random
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            state.calls += 1
+            loss = squares(model, x)
+            if state.calls > 6:
+                loss = loss * own.random()
+            if state.calls > 4 and draw() < 0.5:
+                loss = loss * 0.5
+            return loss
+
+        model, optimizer, losses = nn.Linear(4, 3), optim.SGD(0.1), []
+        for number in range(10):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if fast:
+                loss = fast_step(model, optimizer, loss_fn, x, nonfinite="allow")
+            else:
+                loss, gradients = nn.value_and_grad(model, loss_fn)(model, x)
+                optimizer.update(model, gradients)
+            losses.append(round(loss.item(), 5))
+        return [*losses, own.random()]
+
+    assert run(fast=True) == run(fast=False)

@@ -113,6 +113,28 @@ impl Looked {
         changed.collect()
     }
 
+    /// Globals that were not there and are now, in which no arrays stand: the dict and the key of each.
+    pub fn made<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Vec<(Bound<'py, PyDict>, Bound<'py, PyAny>)>> {
+        let mut made = Vec::new();
+        for node in &self.program.nodes {
+            if !matches!((&node.expect, node.how), (Expect::Absent, How::Global)) {
+                continue;
+            }
+            let function = node.parent.and_then(|parent| self.object(parent, py));
+            let globals = function.as_ref().and_then(bridge::globals);
+            if let Some((globals, key)) = globals.zip(node.key(py)) {
+                let now = globals.get_item(key)?;
+                if now.is_some_and(|now| !holds_array(&now, &mut HashSet::new())) {
+                    made.push((globals, key.clone()));
+                }
+            }
+        }
+        Ok(made)
+    }
+
     /// The contents of dicts, lists, modules and objects on the way.
     pub fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Snapshot<'py>> {
         let mut snapshot = Snapshot::default();
@@ -155,6 +177,9 @@ impl Looked {
 
     // put everything on the way back; the contents of containers are left to a snapshot
     fn put_back(&self, py: Python<'_>) -> PyResult<()> {
+        for (globals, key) in self.made(py)? {
+            globals.del_item(key)?;
+        }
         let objects = self.bound(py);
         for (at, node) in self.program.nodes.iter().enumerate() {
             let Some(object) = self.object(at, py) else {

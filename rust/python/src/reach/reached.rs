@@ -165,6 +165,12 @@ impl<'py> Reached<'py> {
                 changes.push(Change::Node(self.looked.clone(), node, before.unbind()));
             }
         }
+        for (globals, key) in self.looked.made(py)? {
+            let made = Change::Item(globals.unbind(), key.unbind(), None);
+            if !changes.iter().any(|change| change.is_of(&made, py)) {
+                changes.push(made);
+            }
+        }
         for (node, copy) in &traced.copies {
             if !self.looked.has_contents(py, *node)? {
                 let copy = copy.clone().unbind();
