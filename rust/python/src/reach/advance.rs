@@ -194,6 +194,21 @@ impl Advance {
         Ok(self.object.is(&other.object) && self.is_alike(other, py)?)
     }
 
+    // whether both are of one place
+    fn is_of(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
+        let key = |node: &Node| node.key(py).map(ToString::to_string);
+        Ok(self.object.is(&other.object)
+            && match (&self.kind, &other.kind) {
+                (Kind::Item(one, _), Kind::Item(two, _)) => one.bind(py).eq(two)?,
+                (Kind::Index(one, _), Kind::Index(two, _)) => one == two,
+                (Kind::Place(one, _), Kind::Place(two, _)) => {
+                    one.how == two.how && one.index() == two.index() && key(one) == key(two)
+                }
+                (Kind::Cell(_), Kind::Cell(_)) | (Kind::End(_), Kind::End(_)) => true,
+                _ => false,
+            })
+    }
+
     /// Return whether its object is still one of those that the loss reaches, at the same place, or of the model.
     pub fn is_current(&self, looked: &Looked, py: Python<'_>) -> bool {
         let address = self.object.as_ptr().addr();
@@ -338,8 +353,21 @@ pub fn are_alike(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult
     Ok(same)
 }
 
-/// Return whether both are the same, of the same objects.
-pub fn are_same(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
+/// Return whether each is to a place to which one of the others is, too.
+pub fn are_within(adds: &[Advance], others: &[Advance], py: Python<'_>) -> PyResult<bool> {
+    for add in adds {
+        let mut found = false;
+        for other in others {
+            found = found || add.is_of(other, py)?;
+        }
+        if !found {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn are_same(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult<bool> {
     let same = one
         .iter()
         .zip(other)

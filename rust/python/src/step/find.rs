@@ -307,7 +307,7 @@ impl Inner {
         }
         if kept.seen(py, &given.looked).is_none() {
             let mut seen = Seen::new(&given.looked, given.constants.clone(), template);
-            seen.adds = adds.unwrap_or_default();
+            seen.adds = adds.clone().unwrap_or_default();
             seen.goes_on = goes_on;
             kept.see(seen);
         }
@@ -317,7 +317,12 @@ impl Inner {
                 kept.see(seen);
             }
         }
-        Ok(())
+        match adds {
+            Some(adds) if goes_on && !adds.is_empty() => {
+                self.traces.go_on(py, &given.looked, &now, &adds)
+            }
+            _ => Ok(()),
+        }
     }
 
     // trace without compiling; `by_loss`: the loss alone, where that determines the rest; `drawable`: as it is before

@@ -9,7 +9,7 @@ use crate::{
     host::TraceGraph,
     mlx::bridge,
     reach::{
-        advance::{are_same, Adds, Advance},
+        advance::{are_within, Adds, Advance},
         suspect::Suspect,
         Looked, Seen, Written,
     },
@@ -317,7 +317,7 @@ impl Traces {
         })
     }
 
-    /// A loss has added to numbers of its own: a trace that adds the same holds for the others. One that does not may read them.
+    /// A loss has added to numbers of its own: a trace that adds to them too holds for the others. One that does not may read them.
     pub fn go_on(
         &mut self,
         py: Python<'_>,
@@ -326,7 +326,7 @@ impl Traces {
         adds: &[Advance],
     ) -> PyResult<()> {
         for entry in self.known.iter_mut() {
-            if entry.kept.seen(py, after).is_some() || !are_same(&entry.kept.adds, adds, py)? {
+            if entry.kept.seen(py, after).is_some() || !are_within(adds, &entry.kept.adds, py)? {
                 continue;
             }
             let seen = entry.kept.seen(py, before).filter(|seen| seen.goes_on);
