@@ -271,7 +271,7 @@ impl Tree {
     }
 
     /// Those of the items that are numbers, and not flags, in both trees, and other numbers in each.
-    pub fn varying_numbers(&self, other: &Self, py: Python<'_>) -> Vec<usize> {
+    pub fn changed_numbers(&self, other: &Self, py: Python<'_>) -> Vec<usize> {
         let differ = self.other_numbers(other, py).unwrap_or_default();
         let is_one = |tree: &Self, at: usize| match &tree.items[at] {
             Item::Static(value) => value.is_number(py) && !value.is_flag(py),

@@ -1,7 +1,7 @@
 //! The arguments that a loss is shown while it is traced: what it writes into them would be lost.
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList, PyString, PyTuple},
+    types::{PyString, PyTuple},
 };
 
 use crate::{
@@ -37,13 +37,19 @@ impl<'py> Shown<'py> {
             })?;
         }
         let numpy = (0..slots.len()).filter(|&slot| kinds.get(slot) == Some(&true));
+        let mut containers = Snapshot::take(root)?;
+        let fields = Fields::of(root);
+        let values = fields.0.iter().flat_map(|(_, fields)| fields);
+        for (_, value) in values {
+            containers.note_all(value)?;
+        }
         Ok(Self {
             numpy: numpy
                 .map(|slot| (slot, bridge::id(&slots[slot].object)))
                 .collect(),
             root: root.clone(),
-            containers: Snapshot::take(root)?,
-            fields: Fields::of(root),
+            containers,
+            fields,
             slots,
         })
     }
@@ -63,12 +69,9 @@ impl<'py> Shown<'py> {
     }
 }
 
-/// The dataclasses among arguments, which are copies of the user's, with what is in their fields, and the lists and dicts there.
+/// The dataclasses among arguments, which are copies of the user's, with what is in their fields.
 #[derive(Default)]
-struct Fields<'py> {
-    fields: Vec<(Bound<'py, PyAny>, Vec<Field<'py>>)>,
-    containers: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>, // with their keys and items
-}
+struct Fields<'py>(Vec<(Bound<'py, PyAny>, Vec<Field<'py>>)>);
 
 type Field<'py> = (Bound<'py, PyString>, Bound<'py, PyAny>);
 
@@ -80,16 +83,10 @@ impl<'py> Fields<'py> {
     }
 
     fn have_changed(&self) -> bool {
-        let other = |(object, fields): &(Bound<'py, PyAny>, Vec<Field<'py>>)| {
+        self.0.iter().any(|(object, fields)| {
             let mut fields = fields.iter();
             fields.any(|(name, before)| !object.getattr(name).is_ok_and(|now| now.is(before)))
-        };
-        let held = |(object, before): &(Bound<'py, PyAny>, Bound<'py, PyList>)| {
-            let now = contents(object);
-            let is_new = |item: Bound<'py, PyAny>| !before.iter().any(|before| before.is(&item));
-            now.is_none_or(|now| now.len() > before.len() || now.iter().any(is_new))
-        };
-        self.fields.iter().any(other) || self.containers.iter().any(held)
+        })
     }
 }
 
@@ -101,9 +98,7 @@ impl<'py> Visitor<'py> for Fields<'py> {
                 Some((name, value))
             });
             let values = values.collect::<Option<_>>()?;
-            self.fields.push((container.clone(), values));
-        } else if let Some(held) = contents(container) {
-            self.containers.push((container.clone(), held));
+            self.0.push((container.clone(), values));
         }
         Some(())
     }
@@ -127,20 +122,6 @@ impl<'py> Visitor<'py> for Fields<'py> {
     fn skips(&self, _: &str) -> bool {
         false
     }
-}
-
-// the keys and the items of a dict, the items of a list
-fn contents<'py>(container: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
-    if let Ok(dict) = container.cast::<PyDict>() {
-        let held = dict.keys();
-        dict.values()
-            .iter()
-            .try_for_each(|value| held.append(value))
-            .ok()?;
-        return Some(held);
-    }
-    let list = container.cast::<PyList>().ok()?;
-    PyList::new(container.py(), list).ok()
 }
 
 // none where the loss has put something there that can be no argument

@@ -45,6 +45,17 @@ enum Kind {
     End(Vec<Py<PyAny>>),
 }
 
+impl Kind {
+    fn added(&self) -> &[Py<PyAny>] {
+        match self {
+            Self::Item(_, by) | Self::Index(_, by) | Self::Cell(by) | Self::Place(_, by) => {
+                std::slice::from_ref(by)
+            }
+            Self::End(items) => items,
+        }
+    }
+}
+
 // what is appended, where that is all that has changed, and no more than numbers and texts
 fn appended(
     object: &Bound<'_, PyAny>,
@@ -165,48 +176,34 @@ impl Advance {
         })
     }
 
-    // whether both are the same, of any objects
-    fn is_alike(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
-        let same = |one: &Py<PyAny>, two: &Py<PyAny>| {
-            let (one, two) = (one.bind(py), two.bind(py));
-            Ok::<_, PyErr>(one.get_type().is(two.get_type()) && one.eq(two)?)
-        };
+    // whether both are at the same place, of any objects
+    fn is_placed_as(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
+        let key = |node: &Node| node.key(py).map(ToString::to_string);
         Ok(match (&self.kind, &other.kind) {
-            (Kind::Item(key, one), Kind::Item(name, two)) => same(key, name)? && same(one, two)?,
-            (Kind::Index(at, one), Kind::Index(index, two)) => at == index && same(one, two)?,
-            (Kind::Cell(one), Kind::Cell(two)) => same(one, two)?,
-            (Kind::Place(node, one), Kind::Place(other, two)) => {
-                let key = |node: &Node| node.key(py).map(ToString::to_string);
-                node.how == other.how
-                    && node.index() == other.index()
-                    && key(node) == key(other)
-                    && same(one, two)?
+            (Kind::Item(one, _), Kind::Item(two, _)) => {
+                let (one, two) = (one.bind(py), two.bind(py));
+                one.get_type().is(two.get_type()) && one.eq(two)?
             }
-            (Kind::End(one), Kind::End(two)) => {
-                let mut pairs = one.iter().zip(two);
-                one.len() == two.len() && pairs.all(|(one, two)| equal(one.bind(py), two.bind(py)))
+            (Kind::Index(one, _), Kind::Index(two, _)) => one == two,
+            (Kind::Place(one, _), Kind::Place(two, _)) => {
+                one.how == two.how && one.index() == two.index() && key(one) == key(two)
             }
+            (Kind::Cell(_), Kind::Cell(_)) | (Kind::End(_), Kind::End(_)) => true,
             _ => false,
         })
     }
 
-    fn is_same(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.object.is(&other.object) && self.is_alike(other, py)?)
+    // whether both are the same, of any objects
+    fn is_alike(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
+        let (one, two) = (self.kind.added(), other.kind.added());
+        let mut pairs = one.iter().zip(two);
+        Ok(self.is_placed_as(other, py)?
+            && one.len() == two.len()
+            && pairs.all(|(one, two)| equal(one.bind(py), two.bind(py))))
     }
 
-    // whether both are of one place
-    fn is_of(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
-        let key = |node: &Node| node.key(py).map(ToString::to_string);
-        Ok(self.object.is(&other.object)
-            && match (&self.kind, &other.kind) {
-                (Kind::Item(one, _), Kind::Item(two, _)) => one.bind(py).eq(two)?,
-                (Kind::Index(one, _), Kind::Index(two, _)) => one == two,
-                (Kind::Place(one, _), Kind::Place(two, _)) => {
-                    one.how == two.how && one.index() == two.index() && key(one) == key(two)
-                }
-                (Kind::Cell(_), Kind::Cell(_)) | (Kind::End(_), Kind::End(_)) => true,
-                _ => false,
-            })
+    fn is_same(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.object.is(&other.object) && self.is_alike(other, py)?)
     }
 
     /// Return whether its object is still one of those that the loss reaches, at the same place, or of the model.
@@ -358,7 +355,7 @@ pub fn are_within(adds: &[Advance], others: &[Advance], py: Python<'_>) -> PyRes
     for add in adds {
         let mut found = false;
         for other in others {
-            found = found || add.is_of(other, py)?;
+            found = found || (add.object.is(&other.object) && add.is_placed_as(other, py)?);
         }
         if !found {
             return Ok(false);

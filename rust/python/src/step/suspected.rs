@@ -170,11 +170,8 @@ impl Inner {
         if let (Ok(first), Ok(second)) = (&mut first, &mut second) {
             // to the model as it was, and to what the loss reaches as it was
             let of_model = differ(&first.model, &suspect.first.0, py)?;
-            let name = match of_model {
-                None => differ(&second.reached, &suspect.first.1, py)?,
-                name => name,
-            };
-            if let Some(name) = name {
+            let of_reached = differ(&second.reached, &suspect.first.1, py)?;
+            if let Some(name) = of_model.or(of_reached) {
                 return Ok(Again::Changes(name));
             }
             let again = (&mut second.model, &mut first.reached);
@@ -188,7 +185,7 @@ impl Inner {
         }
         let counts = adds.as_ref().map(|adds| suspect.count(adds, py));
         let counts = counts.transpose()?.unwrap_or_default();
-        let other = self.call_later(store, user, given, key, suspect, (&first, &adds));
+        let other = self.call_later(user, given, suspect, (&first, &adds), sketch);
         suspect.uncount(&counts);
         Ok(other?.unwrap_or(Again::Same(adds)))
     }
@@ -196,16 +193,13 @@ impl Inner {
     // call the loss for its graph with its own numbers as they will be many calls later; none where it does the same there
     fn call_later(
         &mut self,
-        store: &mut Store,
         user: &Arguments<'_>,
         given: &mut Given,
-        key: &mut Key,
         suspect: &mut Suspect,
         (first, adds): (&Sketch, &Option<Adds>),
+        mut sketch: impl FnMut(&mut Self, &mut Given) -> Sketch,
     ) -> PyResult<Option<Again>> {
         let py = user.py();
-        let mut sketch =
-            |inner: &mut Self, given: &mut Given| inner.sketch_apart(store, user, given, key, true);
         let mut turns = LATER.to_vec();
         turns.extend(suspect.turns(py, &given.looked)?);
         turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);

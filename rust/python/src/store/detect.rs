@@ -177,7 +177,7 @@ impl Store {
         let known = self.varying.iter().position(|known| known.form == form);
         let alike = self.models.iter().filter(|known| known.form == form);
         let mut times: HashMap<usize, usize> = HashMap::new();
-        for at in alike.flat_map(|known| known.tree.varying_numbers(tree, py)) {
+        for at in alike.flat_map(|known| known.tree.changed_numbers(tree, py)) {
             *times.entry(at).or_default() += 1;
         }
         times.retain(|_, times| *times >= MANY_VALUES);
