@@ -223,6 +223,58 @@ def test_a_tie_is_made_and_cut() -> None:
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
 
 
+@pytest.mark.parametrize("returns", ["no layer", "the layer", "another layer"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "several", "own"])
+def test_a_layer_is_taken_from_the_end_and_comes_back(optimizer: str, returns: str) -> None:
+    kinds: dict[str, Callable[[], optim.Optimizer]] = {
+        "sgd": lambda: optim.SGD(0.1),
+        "momentum": lambda: optim.SGD(0.1, momentum=0.9),
+        "adam": lambda: optim.Adam(0.01),
+        "several": lambda: optim.MultiOptimizer(
+            [optim.Adam(0.01), optim.SGD(0.1, momentum=0.9)], [lambda name, _: "weight" in name]
+        ),
+        "own": lambda: Averaged(0.1),
+    }
+    losses = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, own = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), kinds[optimizer]()
+        more = nn.Linear(4, 4)
+        mx.eval(model.state, more.state)
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            return mx.square(model(x)).mean()
+
+        plain, step = plain_step(model, own, loss_fn), Step(model, own, loss_fn)
+        losses.append([])
+        for number in range(8):
+            if number == 2:
+                last = model.layers.pop()
+            if number == 5 and returns != "no layer":
+                model.layers.append(last if returns == "the layer" else more)
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            losses[-1].append(float(step(x).loss if fast else plain(x)[0]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+class Averaged(optim.Optimizer):
+    """An optimizer of one's own with an average of the gradients."""
+
+    def __init__(self, learning_rate: float) -> None:
+        """Keep the rate."""
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+
+    def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
+        """Begin with zeros."""
+        state["mean"] = mx.zeros_like(parameter)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
+        """Go along the average."""
+        state["mean"] = 0.5 * state["mean"] + gradient
+        return parameter - self.learning_rate * state["mean"]
+
+
 SLOPE = 1.0
 
 

@@ -4,7 +4,7 @@
 //! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
 mod loss_graph;
-mod shown;
+pub mod shown;
 mod update;
 
 use std::{cell::RefCell, rc::Rc};
@@ -24,6 +24,7 @@ use pyo3::{
 
 use loss_graph::LossArrays;
 pub use loss_graph::TraceGraph;
+use shown::TakenOut;
 
 use crate::{
     mlx::{bridge, errors::mlx, gil::Waiting},
@@ -90,6 +91,8 @@ pub struct Current {
     pub probe: Option<bool>,
     /// What the loss writes to what it reaches.
     pub written: Written,
+    /// Keys that it takes out of dicts among its arguments.
+    pub taken_out: TakenOut,
     /// What the loss has changed itself, where a trace has been made.
     pub suspect: Suspect,
     /// The same where only the graph is wanted: of the model, and of what the loss reaches beside it.

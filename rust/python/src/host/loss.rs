@@ -237,10 +237,8 @@ impl Current {
             own.clone() // what the loss does to containers is the user's to see
         };
         let converted = (!self.arguments.is(&self.own)).then(|| self.own.bind(py));
-        let shown = self
-            .compiled
-            .then(|| Shown::take(&arguments, converted))
-            .transpose()?;
+        let shown = (self.compiled || self.mixed).then(|| Shown::take(&arguments, converted));
+        let shown = shown.transpose()?;
         let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
         let positional = arguments
             .get_item(0)?
@@ -267,10 +265,17 @@ impl Current {
                 "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
             )));
         }
-        if let Some(what) = shown.map(|shown| shown.written()).transpose()?.flatten() {
-            return Err(Stop::Untraceable(format!(
-                "it writes into {what} among its arguments"
-            )));
+        match shown {
+            Some(shown) if self.compiled => {
+                if let Some(what) = shown.written() {
+                    return Err(Stop::Untraceable(format!(
+                        "it writes into {what} among its arguments"
+                    )));
+                }
+                self.taken_out = shown.taken_out();
+            }
+            Some(shown) => shown.give_back(self.own.bind(py).as_any())?,
+            None => {}
         }
         self.read_loss(&returned)
     }

@@ -1,26 +1,30 @@
-//! The arguments that a loss is shown while it is traced: what it writes into them would be lost.
+//! The arguments that a loss is shown, copies of the user's: what it writes into them would be lost.
+use std::collections::HashMap;
+
 use pyo3::{
     prelude::*,
-    types::{PyString, PyTuple},
+    types::{PyDict, PyList, PyString, PyTuple},
 };
 
 use crate::{
     mlx::{bridge, classes::is_numpy},
     tree::{
+        ordered,
         rebuild::rebuild_where,
         slot::{Place, Slot},
-        snapshot::Snapshot,
         walk::{fields, walk, Kind, Visitor},
         Tree,
     },
 };
 
+/// Keys that a loss takes out of dicts among its arguments, by the dicts' numbers in walking order.
+pub type TakenOut = Vec<(usize, Py<PyAny>)>;
+
 /// Arguments with tracers in the places of their arrays, as they are before the loss is called.
 pub struct Shown<'py> {
     root: Bound<'py, PyAny>,
-    containers: Snapshot<'py>,
+    containers: Containers<'py>,
     slots: Vec<Slot<'py>>,
-    fields: Fields<'py>,
     numpy: Vec<(usize, Option<usize>)>, // slots of the user's NumPy arrays, and the identities of their tracers
 }
 
@@ -28,69 +32,168 @@ impl<'py> Shown<'py> {
     /// Note the arguments and what is in them; `own` are the user's, where there are NumPy arrays among them.
     pub fn take(root: &Bound<'py, PyAny>, own: Option<&Bound<'py, PyTuple>>) -> PyResult<Self> {
         let slots = arrays(root);
-        let mut kinds = Vec::new();
-        if let Some(own) = own {
-            let is_one = |object: &Bound<'_, PyAny>| bridge::is_array(object) || is_numpy(object);
-            rebuild_where(own.as_any(), is_one, &mut |object| {
-                kinds.push(is_numpy(object));
-                Ok(object.clone())
-            })?;
-        }
-        let numpy = (0..slots.len()).filter(|&slot| kinds.get(slot) == Some(&true));
-        let mut containers = Snapshot::take(root)?;
-        let fields = Fields::of(root);
-        let values = fields.0.iter().flat_map(|(_, fields)| fields);
-        for (_, value) in values {
-            containers.note_all(value)?;
-        }
+        let own = own.map_or_else(|| Ok(Vec::new()), |own| leaves(own.as_any()))?;
+        let numpy = (0..slots.len()).filter(|&slot| own.get(slot).is_some_and(is_numpy));
         Ok(Self {
             numpy: numpy
                 .map(|slot| (slot, bridge::id(&slots[slot].object)))
                 .collect(),
             root: root.clone(),
-            containers,
-            fields,
+            containers: Containers::of(root),
             slots,
         })
     }
 
-    /// What the loss has written into, if it has.
-    pub fn written(&self) -> PyResult<Option<&'static str>> {
+    /// What the loss has written into, if it has. That keys are taken out of a dict does not count.
+    pub fn written(&self) -> Option<&'static str> {
         let now = arrays(&self.root);
         let mut pairs = self.slots.iter().zip(&now);
         let replaced = now.len() == self.slots.len()
             && pairs.any(|(before, now)| !before.object.is(&now.object));
-        if replaced || self.fields.have_changed() || self.containers.has_gathered()? {
-            return Ok(Some("a dict, list or dataclass"));
+        if replaced || self.containers.are_written_to() {
+            return Some("a dict, list or dataclass");
         }
         let mut numpy = self.numpy.iter();
         let changed = numpy.any(|&(slot, id)| bridge::id(&self.slots[slot].object) != id);
-        Ok(changed.then_some("a NumPy array"))
+        changed.then_some("a NumPy array")
+    }
+
+    /// The keys that the loss has taken out of dicts.
+    pub fn taken_out(&self) -> TakenOut {
+        let dicts = self.containers.dicts.iter().enumerate();
+        let taken = dicts.flat_map(|(number, (dict, before))| {
+            let gone = |key: &Bound<'_, PyAny>| !dict.contains(key).unwrap_or(true);
+            let gone = before.keys().into_iter().filter(gone);
+            gone.map(move |key| (number, key.unbind()))
+                .collect::<Vec<_>>()
+        });
+        taken.collect()
+    }
+
+    /// Do to the user's own arguments what the loss has done to these.
+    pub fn give_back(&self, own: &Bound<'py, PyAny>) -> PyResult<()> {
+        let (shown, own_containers) = (&self.containers, Containers::of(own));
+        let mut known = HashMap::new();
+        let mut is_copy = |copy: &Bound<'py, PyAny>, own: &Bound<'py, PyAny>| {
+            known.insert(copy.as_ptr().addr(), own.clone());
+        };
+        for ((copy, _), (own, _)) in shown.dicts.iter().zip(&own_containers.dicts) {
+            is_copy(copy.as_any(), own.as_any());
+        }
+        for ((copy, _), (own, _)) in shown.lists.iter().zip(&own_containers.lists) {
+            is_copy(copy.as_any(), own.as_any());
+        }
+        for ((copy, _), (own, _)) in shown.dataclasses.iter().zip(&own_containers.dataclasses) {
+            is_copy(copy, own);
+        }
+        for (copy, own) in self.slots.iter().zip(leaves(own)?) {
+            is_copy(&copy.object, &own);
+        }
+        let users = |object: Bound<'py, PyAny>| {
+            let own = known.get(&object.as_ptr().addr());
+            own.cloned().unwrap_or(object)
+        };
+        take_out(own, &self.taken_out())?;
+        for ((copy, before), (own, _)) in shown.dicts.iter().zip(&own_containers.dicts) {
+            for (key, value) in ordered::items(copy) {
+                if !before.get_item(&key)?.is_some_and(|old| old.is(&value)) {
+                    ordered::set_item(own, &key, &users(value))?;
+                }
+            }
+        }
+        for ((copy, before), (own, _)) in shown.lists.iter().zip(&own_containers.lists) {
+            if !has_same(copy, before) {
+                let items = PyList::new(own.py(), copy.iter().map(users))?;
+                own.set_slice(0, own.len(), items.as_any())?;
+            }
+        }
+        let set = own
+            .py()
+            .get_type::<PyAny>()
+            .getattr(pyo3::intern!(own.py(), "__setattr__"))?;
+        for ((copy, before), (own, _)) in shown.dataclasses.iter().zip(&own_containers.dataclasses)
+        {
+            for (name, old) in before {
+                if let Some(now) = copy.getattr_opt(name)?.filter(|now| !now.is(old)) {
+                    set.call1((own, name, users(now)))?;
+                }
+            }
+        }
+        Ok(())
     }
 }
 
-/// The dataclasses among arguments, which are copies of the user's, with what is in their fields.
+/// Take keys out of the dicts among the user's arguments.
+pub fn take_out(own: &Bound<'_, PyAny>, taken: &TakenOut) -> PyResult<()> {
+    if taken.is_empty() {
+        return Ok(());
+    }
+    let containers = Containers::of(own);
+    for (number, key) in taken {
+        let key = key.bind(own.py());
+        if let Some((dict, _)) = containers.dicts.get(*number) {
+            if dict.contains(key)? {
+                ordered::del_item(dict, key)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Return whether these are the same keys of the same dicts.
+pub fn are_same(one: &TakenOut, other: &TakenOut, py: Python<'_>) -> bool {
+    let mut pairs = one.iter().zip(other);
+    one.len() == other.len()
+        && pairs.all(|((a, key), (b, other))| {
+            a == b && key.bind(py).eq(other.bind(py)).unwrap_or(false)
+        })
+}
+
+/// Containers among arguments, in walking order, with what is in them.
 #[derive(Default)]
-struct Fields<'py>(Vec<(Bound<'py, PyAny>, Vec<Field<'py>>)>);
+struct Containers<'py> {
+    dicts: Vec<(Bound<'py, PyDict>, Bound<'py, PyDict>)>,
+    lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
+    dataclasses: Vec<(Bound<'py, PyAny>, Vec<Field<'py>>)>,
+}
 
 type Field<'py> = (Bound<'py, PyString>, Bound<'py, PyAny>);
 
-impl<'py> Fields<'py> {
+impl<'py> Containers<'py> {
     fn of(root: &Bound<'py, PyAny>) -> Self {
         let mut found = Self::default();
         walk(root.clone(), Place::Tuple, &mut found);
         found
     }
 
-    fn have_changed(&self) -> bool {
-        self.0.iter().any(|(object, fields)| {
+    // keys have been added, or are in another order; a list is another; anything has been replaced
+    fn are_written_to(&self) -> bool {
+        let dict = |(dict, before): &(Bound<'py, PyDict>, Bound<'py, PyDict>)| {
+            if bridge::has_same_items(dict, before) {
+                return false;
+            }
+            let now = ordered::items(dict);
+            let left = ordered::items(before).into_iter();
+            let left = left.filter(|(key, _)| dict.contains(key).unwrap_or(false));
+            let same = |((a, now), (b, old)): (&(_, Bound<'_, _>), (Bound<'_, PyAny>, _))| {
+                Bound::is(a, &b) && now.is(&old)
+            };
+            !(now.iter().zip(left).all(same) && now.len() <= before.len())
+        };
+        let dataclass = |(object, fields): &(Bound<'py, PyAny>, Vec<Field<'py>>)| {
             let mut fields = fields.iter();
             fields.any(|(name, before)| !object.getattr(name).is_ok_and(|now| now.is(before)))
-        })
+        };
+        self.dicts.iter().any(dict)
+            || self
+                .lists
+                .iter()
+                .any(|(now, before)| !has_same(now, before))
+            || self.dataclasses.iter().any(dataclass)
     }
 }
 
-impl<'py> Visitor<'py> for Fields<'py> {
+impl<'py> Visitor<'py> for Containers<'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, _: usize) -> Option<()> {
         if kind == Kind::Dataclass {
             let values = fields(container)?.into_iter().map(|name| {
@@ -98,7 +201,16 @@ impl<'py> Visitor<'py> for Fields<'py> {
                 Some((name, value))
             });
             let values = values.collect::<Option<_>>()?;
-            self.0.push((container.clone(), values));
+            self.dataclasses.push((container.clone(), values));
+        } else if let Ok(dict) = container.cast::<PyDict>() {
+            let copy = PyDict::new(dict.py());
+            for (key, value) in ordered::items(dict) {
+                copy.set_item(key, value).ok()?;
+            }
+            self.dicts.push((dict.clone(), copy));
+        } else if let Ok(list) = container.cast::<PyList>() {
+            self.lists
+                .push((list.clone(), list.get_slice(0, list.len())));
         }
         Some(())
     }
@@ -124,8 +236,23 @@ impl<'py> Visitor<'py> for Fields<'py> {
     }
 }
 
+fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
+    one.len() == other.len() && one.iter().zip(other.iter()).all(|(a, b)| a.is(&b))
+}
+
 // none where the loss has put something there that can be no argument
 fn arrays<'py>(arguments: &Bound<'py, PyAny>) -> Vec<Slot<'py>> {
     let recorded = Tree::record_arguments(arguments);
     recorded.map_or_else(|_| Vec::new(), |recorded| recorded.slots)
+}
+
+// arrays and NumPy arrays
+fn leaves<'py>(arguments: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let is_one = |object: &Bound<'_, PyAny>| bridge::is_array(object) || is_numpy(object);
+    let mut leaves = Vec::new();
+    rebuild_where(arguments, is_one, &mut |object| {
+        leaves.push(object.clone());
+        Ok(object.clone())
+    })?;
+    Ok(leaves)
 }

@@ -1,5 +1,5 @@
 //! One call: takes over what the user has changed, steps, returns the outputs.
-use std::time::Instant;
+use std::{rc::Rc, time::Instant};
 
 use faststep::engine::{memory, Output, Outputs, Task};
 use mlx_rs::Array;
@@ -16,6 +16,7 @@ use super::{
     Inner, Returned,
 };
 use crate::{
+    host::shown::{take_out, TakenOut},
     mlx::bridge,
     optimizer::HostSchedules,
     reach::Looked,
@@ -82,7 +83,10 @@ impl Inner {
         if let Some(why) = self.unwatched.take() {
             self.give_up(py, why)?;
         }
-        self.look_at_changes(store, &mut user, task)?;
+        let taken_out = self.taken_out();
+        let looked_at = self.look_at_changes(store, &mut user, task);
+        take_out(user.own.as_any(), &taken_out)?;
+        looked_at?;
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }
@@ -102,6 +106,12 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(taken)
+    }
+
+    // the keys that the loss takes out of dicts among its arguments, where its trace has stood for the call
+    fn taken_out(&self) -> Rc<TakenOut> {
+        let last = self.traces.last().filter(|last| !last.trace.is_eager());
+        last.map_or_else(Rc::default, |last| last.kept.taken_out.clone())
     }
 
     // what the loss has changed itself as its trace was made: whether that matters, and goes on in the same way
@@ -226,7 +236,10 @@ impl Inner {
         let reached = given.looked.program.clone();
         drop(given);
         reached.let_go_of_moving();
-        self.look_at_changes(store, &mut user, task)?;
+        let taken_out = self.taken_out();
+        let looked_at = self.look_at_changes(store, &mut user, task);
+        take_out(user.own.as_any(), &taken_out)?;
+        looked_at?;
         let trainable = store.signature()?.trainable.bind(user.py()).clone();
         let tree = fill(&trainable, output.batch.gradients.iter())?;
         Ok((self.returned(user.py(), &output.batch)?, tree))

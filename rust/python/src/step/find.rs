@@ -374,17 +374,23 @@ impl Inner {
         let outcome = engine.dry_run(&mut trace, call);
         let current = self.host.current.take();
         let insufficient = asked && current.as_ref().is_some_and(|current| !current.by_loss);
-        let (stop, graph, template, (model, reached)) = current.map_or_else(
-            || (None, None, None, Default::default()),
+        let (stop, graph, template, (model, reached), taken_out) = current.map_or_else(
+            || (None, None, None, Default::default(), Vec::new()),
             |current| {
                 (
                     current.stop,
                     current.graph,
                     current.template,
                     current.changed,
+                    current.taken_out,
                 )
             },
         );
+        if graph.is_some() && !self.traces.takes_out(&given.tree, &taken_out, user.py()) {
+            return Err(Stop::Untraceable(
+                "it takes something out of a dict among its arguments, and not at each call".into(),
+            ));
+        }
         match (graph, stop, outcome) {
             (Some(graph), ..) => Ok(Some(Sketched {
                 graph,

@@ -20,7 +20,7 @@ use super::{
     Inner,
 };
 use crate::{
-    host::Current,
+    host::{shown::TakenOut, Current},
     mlx::{bridge, errors::to_python},
     reach::{
         advance::Advance,
@@ -448,6 +448,7 @@ impl Inner {
             held: Vec::new(),
             loose: false,
             written: Written::default(),
+            taken_out: TakenOut::default(),
             suspect: Suspect::default(),
             changed: Default::default(),
             positions: None,
@@ -499,6 +500,7 @@ impl Inner {
             if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
                 last.kept.graph = current.graph;
                 last.kept.written = current.written;
+                last.kept.taken_out = Rc::new(current.taken_out);
                 let held = current.held.iter().filter(|it| !self.read.has(it));
                 let (why, pins) = unwatched(user, &held.collect::<Vec<_>>())?;
                 last.kept.pins = pins;

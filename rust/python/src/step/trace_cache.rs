@@ -6,7 +6,10 @@ use pyo3::{exceptions::PyRuntimeWarning, prelude::*, types::PyWeakrefReference};
 
 use super::arguments::Arguments;
 use crate::{
-    host::TraceGraph,
+    host::{
+        shown::{are_same, TakenOut},
+        TraceGraph,
+    },
     mlx::bridge,
     reach::{
         advance::{are_within, Adds, Advance},
@@ -120,6 +123,8 @@ pub struct Kept {
     pub seen: Vec<Seen>,
     /// What the loss writes to what it reaches.
     pub written: Written,
+    /// Keys that it takes out of dicts among its arguments, which are the user's to see.
+    pub taken_out: Rc<TakenOut>,
     /// What the loss has changed itself as it was traced: to be looked at before the trace is used again.
     pub suspect: RefCell<Option<Suspect>>,
     /// What the loss adds to numbers of its own at each call.
@@ -222,6 +227,15 @@ impl Traces {
         self.last().is_some_and(|last| {
             let suspect = last.kept.suspect.borrow();
             suspect.as_ref().is_some_and(|it| !it.is_unchanged())
+        })
+    }
+
+    /// Return whether a loss takes the same keys out of dicts among its arguments as in the traces for such arguments.
+    pub fn takes_out(&self, batch: &Tree, taken_out: &TakenOut, py: Python<'_>) -> bool {
+        let mut compiled = self.recent().filter(|entry| entry.kept.graph.is_some());
+        compiled.all(|entry| {
+            !entry.key.front.batch.equals(batch, py)
+                || are_same(&entry.kept.taken_out, taken_out, py)
         })
     }
 

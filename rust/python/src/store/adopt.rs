@@ -6,7 +6,7 @@ use faststep::{
     Optimizer,
 };
 use mlx_rs::Array;
-use pyo3::{intern, prelude::*};
+use pyo3::{exceptions::PyIndexError, intern, prelude::*};
 
 use super::{class_name, first_state::depends_on_values, native::Native, ModelSignature, Store};
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
         errors::{mlx, to_python},
         gil::unlocked,
     },
-    optimizer::{children, native_rule},
+    optimizer::{children, leaves, native_rule},
     tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -31,7 +31,7 @@ impl Store {
         self.expose(model.py())?;
         self.forget()?;
         let snapshot = Snapshot::take(optimizer)?;
-        match self.lay_out(model, optimizer, slots, needs) {
+        match self.lay_out(model, (optimizer, &snapshot), slots, needs) {
             Ok(engine) => {
                 self.engine = Some(engine);
                 Ok(snapshot)
@@ -47,7 +47,7 @@ impl Store {
     fn lay_out<'py>(
         &mut self,
         model: &Bound<'py, PyAny>,
-        optimizer: &Bound<'py, PyAny>,
+        (optimizer, before): (&Bound<'py, PyAny>, &Snapshot<'py>),
         slots: &[Slot<'py>],
         needs: Needs,
     ) -> PyResult<Engine> {
@@ -66,7 +66,7 @@ impl Store {
             trainable
         };
         if !depends_on_values(optimizer, &trainable)? {
-            optimizer.call_method1(intern!(py, "init"), (&trainable,))?;
+            init(optimizer, &trainable, before)?;
         }
         let parameters = signature
             .parameters
@@ -154,6 +154,25 @@ impl Store {
             Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
             None => Ok(Tree::record(optimizer, Scope::Whole)?.1),
         }
+    }
+}
+
+// make the state that is missing. MLX's `init` raises where a list of the model has become shorter than the state's is: with
+// that state, and none for a layer of which it has none, a plain loop goes on
+fn init<'py>(
+    optimizer: &Bound<'py, PyAny>,
+    trainable: &Bound<'py, PyAny>,
+    before: &Snapshot<'py>,
+) -> PyResult<()> {
+    let py = optimizer.py();
+    let made = |leaf: &Bound<'_, PyAny>| leaf.getattr("_initialized")?.is_truthy();
+    let leaves = leaves(optimizer);
+    let made = leaves.iter().map(made).collect::<PyResult<Vec<_>>>()?;
+    match optimizer.call_method1(intern!(py, "init"), (trainable,)) {
+        Err(error) if made.iter().all(|&made| made) && error.is_instance_of::<PyIndexError>(py) => {
+            before.restore()
+        }
+        outcome => outcome.map(drop),
     }
 }
 

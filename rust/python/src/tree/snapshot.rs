@@ -99,26 +99,6 @@ impl<'py> Snapshot<'py> {
         dicts.filter(|(dict, copy)| !bridge::has_same_items(dict, copy))
     }
 
-    /// Return whether something is gathered in a container: a list has grown, what was there has been replaced, or a key has been
-    /// added. What is taken out does not count: a dict of which that is used again would be an error.
-    pub fn has_gathered(&self) -> PyResult<bool> {
-        for (dict, copy) in &self.dicts {
-            for (key, value) in dict.iter() {
-                let gathered = match copy.get_item(&key)? {
-                    Some(before) => !before.is(&value),
-                    None => true,
-                };
-                if gathered {
-                    return Ok(true);
-                }
-            }
-        }
-        Ok(self.lists.iter().any(|(list, copy)| {
-            let mut pairs = list.iter().zip(copy.iter());
-            list.len() > copy.len() || pairs.any(|(now, before)| !now.is(&before))
-        }))
-    }
-
     /// What has changed and is no array: items of dicts with their old and new values, orders of dicts, and lists with their old
     /// contents.
     pub fn differences(&self) -> PyResult<(Vec<Item<'py>>, Vec<Order<'py>>, Vec<List<'py>>)> {

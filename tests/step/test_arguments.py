@@ -1,0 +1,379 @@
+"""Arguments of a step: objects of any kind, and what a loss does to them."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import fractions
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from support.beside import squares
+from support.helpers import LossFn, Row, assert_close, plain_step, snapshot
+from support.models import cross_entropy
+
+ROW = Row("mlp", "adamw")
+
+
+@pytest.fixture
+def data() -> Iterator[tuple[mx.array, mx.array]]:
+    return iter(ROW.case.batches(20))
+
+
+def counted(model: nn.Module, x: mx.array, y: mx.array, metrics: dict[str, Any], losses: list[Any]) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    metrics["loss"] += np.array(loss).item() * len(x)
+    losses.append(loss)
+    return loss
+
+
+def gathered(model: nn.Module, x: mx.array, y: mx.array, metrics: dict[str, Any], losses: list[Any]) -> mx.array:
+    loss = cross_entropy(model, x, y)
+    metrics["loss"] += loss
+    losses.append(loss)
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [counted, gathered])
+@pytest.mark.parametrize("kind", [lambda: collections.defaultdict(float), lambda: {"loss": 0.0}])
+def test_what_a_loss_gathers_in_its_arguments_is_the_callers(loss_fn: LossFn, kind: Callable[[], Any]) -> None:
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    theirs, mine = (kind(), list[Any]()), (kind(), list[Any]())
+    first, *others = batches = ROW.case.batches(3)
+    with pytest.warns(RuntimeWarning, match="reads the value|writes into a dict, list or dataclass"):
+        step(*first, *mine)
+    for batch in others:
+        step(*batch, *mine)
+    for batch in batches:
+        take(*batch, *theirs)
+    np.testing.assert_allclose(float(mine[0]["loss"]), float(theirs[0]["loss"]), rtol=1e-5)
+    np.testing.assert_allclose([float(loss) for loss in mine[1]], [float(loss) for loss in theirs[1]], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+
+
+def test_a_loss_may_take_its_batch_apart(data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, mx.array]) -> mx.array:
+        labels = batch.pop("y")
+        return nn.losses.cross_entropy(model(**batch), labels).mean()
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for _ in range(3):
+        x, y = next(data)
+        take({"x": x, "y": y})
+        step({"x": x, "y": y})
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.mode == "native"
+
+
+@dataclasses.dataclass
+class Carried:
+    """What a loss hands to its next call."""
+
+    last: mx.array
+
+
+@pytest.mark.parametrize("kind", ["a key", "a new key", "a list", "a dataclass"])
+def test_what_a_loss_leaves_in_its_arguments_is_there_at_the_next_step(kind: str) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, carried: Any) -> mx.array:
+        y = model(x)
+        left = mx.stop_gradient(y.mean(axis=0))
+        if isinstance(carried, Carried):
+            before, carried.last = carried.last, left
+        elif isinstance(carried, list):
+            before, carried[0] = carried[0], left
+        else:
+            before, carried["last"] = carried.get("last", mx.zeros(3)), left
+        return mx.square(y + before).mean()
+
+    kinds = {
+        "a key": {"last": mx.zeros(3)},
+        "a new key": {},
+        "a list": [mx.zeros(3)],
+        "a dataclass": Carried(mx.zeros(3)),
+    }
+    losses, left = [], []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, carried = nn.Linear(4, 3), optim.SGD(0.1), copy.deepcopy(kinds[kind])
+        mx.eval(model.parameters())
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        xs = [mx.random.normal((8, 4), key=mx.random.key(number)) for number in range(5)]
+        if fast:
+            with pytest.warns(RuntimeWarning, match="writes into a dict, list or dataclass"):
+                losses.append([float(step(x, carried).loss) for x in xs])
+            assert step.stats.mode == "plain"
+        else:
+            losses.append([float(plain(x, carried)[0]) for x in xs])
+        left.append(
+            carried.last if isinstance(carried, Carried) else carried["last" if isinstance(carried, dict) else 0]
+        )
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+    np.testing.assert_allclose(left[1], left[0], rtol=1e-6)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+# what is passed in the call with a number, and what the loss makes of it
+KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "slice": (lambda number: slice(0, 2 + number), lambda each: each.stop),
+    "range": (lambda number: range(2 + number), sum),
+    "set": (lambda number: {1, number + 2}, sum),
+    "frozenset": (lambda number: frozenset({1, number + 2}), sum),
+    "fraction": (lambda number: fractions.Fraction(1, 2 + number), float),
+    "decimal": (lambda number: decimal.Decimal(number + 1) / 8, float),
+    "duration": (lambda number: datetime.timedelta(number + 1), lambda each: each.days),
+    "date": (lambda number: datetime.datetime(2020, 1, 1 + number), lambda each: each.day),
+    "bytes": (lambda number: bytearray(b"a" * (1 + number)), len),
+    "slots": (lambda number: Slotted(1.0 + number), lambda each: each.value),
+    "array in slots": (lambda number: Slotted(mx.array(1.0 + number)), lambda each: each.value),
+    "deque": (lambda number: collections.deque([number, 1]), sum),
+    "path": (lambda number: Path("a" * (1 + number)), lambda each: len(each.name)),
+    "another optimizer": (lambda number: optim.SGD(1.0 / (1 + number)), lambda each: each.learning_rate),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_argument_may_be_any_object(kind: str) -> None:
+    make, read = KINDS[kind]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, each: Any) -> mx.array:
+        return cross_entropy(model, x, y) * read(each)
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number, batch in zip((0, 1, 1, 2, 0, 3), ROW.case.batches(6), strict=True):
+        np.testing.assert_allclose(step(*batch, make(number)).loss, take(*batch, make(number))[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "native"
+
+
+CHANGES_OF_ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "set": (set, lambda each: each.add(len(each)), len),
+    "bytes": (bytearray, lambda each: each.append(1), len),
+    "slots": (lambda: Slotted(0.0), lambda each: setattr(each, "value", each.value + 1), lambda each: each.value),
+    "numpy": (lambda: np.zeros(2, np.float32), lambda each: each.__setitem__(0, each[0] + 1), lambda each: each[0]),
+    "numpy in place": (lambda: np.zeros(2, np.float32), lambda each: each.__iadd__(1), lambda each: each[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("kind", CHANGES_OF_ARGUMENTS)
+def test_an_argument_that_the_loss_changes_is_changed_at_each_step(kind: str) -> None:
+    make, change, read = CHANGES_OF_ARGUMENTS[kind]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, each: Any) -> mx.array:
+        change(each)
+        return cross_entropy(model, x, y) * read(each)
+
+    reference, ours, (theirs, mine) = ROW.new(), ROW.new(), (make(), make())
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for batch in ROW.case.batches(6):
+        np.testing.assert_allclose(step(*batch, mine).loss, take(*batch, theirs)[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.mode == "plain"
+    assert read(mine) == read(theirs) == 6
+
+
+@dataclasses.dataclass
+class Visited:
+    x: mx.array
+    seen: mx.array | None = None
+    visits: int = 0
+
+
+def test_a_dataclass_of_which_the_loss_sets_fields_keeps_them() -> None:
+    def loss_fn(model: nn.Module, batch: Visited) -> mx.array:
+        y = model(batch.x)
+        batch.seen = mx.stop_gradient(y.sum())
+        batch.visits += 1
+        return mx.square(y).mean()
+
+    step = Step(nn.Linear(4, 3), optim.SGD(0.1), loss_fn)
+    batches = [Visited(mx.ones((2, 4)) * number) for number in (1, 2)]
+    with pytest.warns(RuntimeWarning, match="writes into a dict, list or dataclass"):
+        step(batches[0])
+    for number in range(1, 6):
+        step(batches[number % 2])
+    assert [batch.visits for batch in batches] == [3, 3]
+    assert all(batch.seen is not None for batch in batches)
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_the_order_of_an_ordered_dict_is_seen(arrays: bool) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, terms: dict[str, Any]) -> mx.array:
+        return cross_entropy(model, x, y) * next(iter(terms.values()))
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    make: Callable[[float], Any] = mx.array if arrays else float
+    terms = collections.OrderedDict(one=make(1.0), two=make(2.0))
+    for number, batch in enumerate(ROW.case.batches(6)):
+        terms.move_to_end(("one", "two", "two")[number % 3])
+        np.testing.assert_allclose(step(*batch, terms).loss, take(*batch, terms)[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert step.stats.mode == "native"
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_the_optimizer_itself_may_be_an_argument() -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, optimizer: optim.Optimizer) -> mx.array:
+        return cross_entropy(model, x, y) * (1 + optimizer.learning_rate)
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for batch in ROW.case.batches(4):
+        reference[1].learning_rate = ours[1].learning_rate = 0.9 * ours[1].learning_rate
+        np.testing.assert_allclose(step(*batch, ours[1]).loss, take(*batch, reference[1])[0], rtol=1e-5)
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert step.stats.reason == "it reads the state of the optimizer that updates it"
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])
+def test_a_scalar_of_numpy_is_a_number(kind: Callable[[float], Any], data: Iterator[tuple[mx.array, mx.array]]) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array, factor: Any) -> mx.array:
+        return cross_entropy(model, x, y) * factor
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number in range(6):
+        batch, factor = next(data), kind(number % 3)
+        (loss, _), out = take(*batch, factor), step(*batch, factor)
+        np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+        assert out.loss.dtype == loss.dtype
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) <= 3
+
+
+def test_texts_that_change_are_no_new_traces_unless_they_decide_something(
+    data: Iterator[tuple[mx.array, mx.array]],
+) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any], kind: str) -> mx.array:
+        assert all(batch["texts"])
+        loss = nn.losses.cross_entropy(model(batch["x"]), batch["y"])
+        return loss.sum() if kind == "sum" else loss.mean()
+
+    reference, ours = ROW.new(), ROW.new()
+    take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
+    for number in range(8):
+        x, y = next(data)
+        batch = {"x": x, "y": y, "texts": [f"{number}.{each}" for each in range(2)]}
+        for side in (take, step):
+            side(batch, "sum" if number in (3, 5) else "mean")
+    assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
+    assert len(step.stats.traces) == 2
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.defaultdict])
+@pytest.mark.parametrize("numpy", [False, True])
+def test_what_a_loss_takes_out_of_a_dict_is_out_of_it(kind: Callable[[], Any], numpy: bool) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, more: list[Any]) -> mx.array:
+        return squares(model, x) * more[0].pop("scale", 1.0) * more[0].get("inner", {}).pop("factor", 1.0)
+
+    losses, left = [], []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, more = nn.Linear(4, 3), optim.SGD(0.1), kind()
+        mx.eval(model.parameters())
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        more["first"] = np.ones(2) if numpy else mx.ones(2)
+        losses.append([])
+        left.append([])
+        for number in range(8):
+            if number % 3 == 0:
+                more["scale"] = 5.0
+            if number % 4 == 1:
+                more["inner"] = {"factor": 3.0, "kept": 1}
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            losses[-1].append(float(step(x, [more]).loss if fast else plain(x, [more])[0]))
+            left[-1].append((list(more), list(more.get("inner", {}))))
+        assert not fast or step.stats.mode == "native"
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert left[0] == left[1]
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_what_a_loss_takes_out_of_a_dict_at_some_calls_is_taken_out_at_those() -> None:
+    left = []
+    for fast in (False, True):
+        model, optimizer, calls = nn.Linear(4, 3), optim.SGD(0.1), [0]
+
+        def loss_fn(model: nn.Module, x: mx.array, more: dict[str, Any], calls: list[int] = calls) -> mx.array:
+            calls[0] += 1
+            if calls[0] % 3 == 0:
+                more.pop("once", None)
+            return squares(model, x)
+
+        left.append([])
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        for number in range(10):
+            more = {"once": 1, "kept": 2}
+            take = step if fast else plain
+            take(mx.random.normal((8, 4), key=mx.random.key(number)), more)
+            left[-1].append(list(more))
+    assert left[0] == left[1]
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("compute_dtype", [None, mx.bfloat16])
+def test_a_list_that_the_loss_clears_is_cleared_and_one_that_it_fills_is_filled(compute_dtype: mx.Dtype | None) -> None:
+    def loss_fn(model: nn.Module, x: mx.array, cleared: list[int], filled: dict[str, Any]) -> mx.array:
+        scale = 1 + len(cleared)
+        cleared.clear()
+        filled["lengths"].append(scale)
+        filled["x"], filled["again"] = x, filled["lengths"]
+        return squares(model, x) * scale
+
+    step = Step(nn.Linear(4, 3), optim.SGD(0.1), loss_fn, compute_dtype=compute_dtype)
+    cleared, filled, scales = list[int](), {"lengths": list[int](), "x": None}, list[int]()
+    for number in range(6):
+        scales.append(1 + len(cleared))
+        x = mx.random.normal((8, 4), key=mx.random.key(number))
+        step(x, cleared, filled)
+        assert (cleared, filled["lengths"]) == ([], scales)
+        assert filled["x"] is x
+        assert filled["again"] is filled["lengths"]
+        if number > 2:
+            cleared.append(number)
+
+
+def test_a_module_among_the_arguments_may_keep_statistics_and_count() -> None:
+    class Normed(nn.BatchNorm):
+        calls = 0
+
+        def __call__(self, x: mx.array) -> mx.array:
+            self.calls += 1
+            return super().__call__(x)
+
+    def loss_fn(model: nn.Module, x: mx.array, batch: dict[str, nn.Module]) -> mx.array:
+        return squares(model, batch["norm"](x))
+
+    left = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, norm = nn.Linear(4, 3), optim.SGD(0.1), Normed(4)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        for number in range(5):
+            take = step if fast else plain
+            take(mx.random.normal((8, 4), key=mx.random.key(number)), {"norm": norm})
+        left.append((norm.calls, np.array(norm.running_mean), np.array(model.weight)))
+        assert not fast or step.stats.mode == "native"
+    assert left[0][0] == left[1][0] == 5
+    np.testing.assert_allclose(left[1][1], left[0][1], rtol=1e-5)
+    np.testing.assert_allclose(left[1][2], left[0][2], rtol=1e-5)
