@@ -355,6 +355,82 @@ def test_what_an_optimizer_changes_itself_is_changed_at_each_update(make: Callab
 
 
 @pytest.mark.filterwarnings("ignore:faststep")
+class Schedule:
+    """Counts calls of a loss; what it reads beside that is set later."""
+
+    def __init__(self) -> None:
+        self.calls, self.on, self.weight, self.phase, self.epoch = 0, False, 0.0, "warm", 0
+        self.terms, self.table, self.log, self.scale = list[int](), dict[str, int](), list[int](), 1.0
+
+
+# what is set after 12 steps, and what the loss reads of that
+LATER: dict[str, tuple[Callable[[Schedule, nn.Module], object], Callable[[Schedule, nn.Module], bool]]] = {
+    "a flag": (lambda it, _: setattr(it, "on", True), lambda it, _: it.on),
+    "a weight": (lambda it, _: setattr(it, "weight", 0.1), lambda it, _: it.weight > 0),
+    "a text": (lambda it, _: setattr(it, "phase", "full"), lambda it, _: it.phase == "full"),
+    "an epoch": (lambda it, _: setattr(it, "epoch", 3), lambda it, _: it.epoch >= 3),
+    "an item of a list": (lambda it, _: it.terms.append(1), lambda it, _: len(it.terms) > 0),
+    "an item of a dict": (lambda it, _: it.table.update(on=1), lambda it, _: it.table.get("on", 0) == 1),
+    "a new attribute": (lambda it, _: setattr(it, "more", 1), lambda it, _: hasattr(it, "more")),
+    "a mode of the model": (lambda _, model: model.train(), lambda _, model: model.training),
+    "an attribute of the model": (lambda _, model: setattr(model, "on", True), lambda _, model: "on" in vars(model)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("lengths", [1, 3])
+@pytest.mark.parametrize("counts", ["a number", "a log", "a number of the model"])
+@pytest.mark.parametrize("kind", LATER)
+def test_what_is_set_later_may_decide_something_at_every_tenth_call(kind: str, counts: str, lengths: int) -> None:
+    change, is_on = LATER[kind]
+    losses = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, schedule = nn.Linear(4, 3), optim.SGD(0.1), Schedule()
+        model.calls = 0
+        model.eval()
+
+        def loss_fn(model: nn.Module, x: mx.array, schedule: Schedule = schedule) -> mx.array:
+            if counts == "a log":
+                schedule.log.append(1)
+                calls = len(schedule.log)
+            elif counts == "a number":
+                schedule.calls += 1
+                calls = schedule.calls
+            else:
+                model.calls += 1
+                calls = model.calls
+            loss = squares(model, x) * schedule.scale
+            return loss * 3 if is_on(schedule, model) and calls % 10 == 0 else loss
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        losses.append([])
+        for number in range(32):
+            if number == 12:
+                change(schedule, model)
+            schedule.scale = 1 + number // 5 * 0.1
+            x = mx.random.normal((8 - number % lengths, 4), key=mx.random.key(number))
+            losses[-1].append(float(step(x).loss if fast else plain(x)[0]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+
+
+def test_a_loss_that_counts_beside_numbers_that_change_stays_native() -> None:
+    schedule = Schedule()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        schedule.calls += 1
+        return squares(model, x) * (1 + schedule.epoch)
+
+    model = nn.Linear(4, 3)
+    step = Step(model, optim.SGD(1e-3), loss_fn)
+    for number in range(120):
+        schedule.epoch = number // 30
+        step(mx.ones((8, 4)))
+    assert schedule.calls == 120
+    assert step.stats.mode == "native"
+    assert len(step.stats.traces) <= 2
+
+
 @pytest.mark.parametrize("make", [lambda: optim.AdamW(0.1), lambda: optim.Lion(0.1), lambda: optim.SGD(0.1)])
 def test_a_parameter_of_integers_is_clipped_as_in_mlx(make: Callable[[], optim.Optimizer]) -> None:
     values = []

@@ -20,7 +20,7 @@ _FAR = 1 << 40
 
 def calls_later(
     codes: Iterable[types.CodeType],
-    changed: list[tuple[str, _Number, _Number]],
+    changed: list[tuple[str, _Number, _Number, bool]],
     read: list[tuple[str, _Number]],
 ) -> list[int]:
     """Return how many calls later a number that a loss changes comes to one with which the loss may compare it.
@@ -29,7 +29,8 @@ def calls_later(
 
     Args:
         codes: Code of the loss and of what it calls.
-        changed: The names of the numbers, with what they were before a call and are behind it.
+        changed: The names of the numbers, with what they were before a call and are behind it, and whether they are
+            lengths of lists, which cannot note by what they are divided.
         read: The names of other numbers that the loss reads, and these.
 
     Returns:
@@ -37,12 +38,14 @@ def calls_later(
     """
     every = list(dict.fromkeys(inner for code in codes for inner in codes_of(code)))
     found: dict[int, None] = {}
-    for name, before, now in changed:
+    for name, before, now, is_length in changed:
         naming = [code for code in every if name in _names(code)]
         if now == before or all(_reads(code, name) <= 0 for code in naming):
             continue  # it only counts
         comparing = [code for code in (*naming, *every) if _compares(code)]
         limits = [limit for code in comparing for limit in _limits(code, read)]
+        if is_length:
+            limits += [now - now % limit + limit for limit in limits if limit > 1]
         for limit in limits:
             times = _times(before, now, limit)
             found |= dict.fromkeys(each for each in (times - 1, times) if each > 0)

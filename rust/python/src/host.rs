@@ -110,6 +110,48 @@ pub struct Current {
     pub template: Option<Py<PyAny>>,
 }
 
+impl Current {
+    // what the loss has changed itself: to be left where its graph is wanted, and looked at behind the step where it is traced
+    fn note_changes<'py>(
+        &mut self,
+        py: Python<'py>,
+        (reached, model): (&Reached<'py>, &Snapshot<'py>),
+        positions: Option<&Positions<'py>>,
+    ) -> PyResult<()> {
+        if self.sketch {
+            self.changed = own_changes(reached, model, false, py)?;
+            let (of_model, of_reached) = &self.changed;
+            if self.ends && !(of_model.is_empty() && of_reached.is_empty()) {
+                self.suspect.first = own_changes(reached, model, false, py)?;
+            }
+            return Ok(());
+        }
+        let Some(positions) = positions else {
+            return Ok(());
+        };
+        if !self.compiled {
+            self.suspect.drawn = positions.moved()?;
+            return Ok(());
+        }
+        let stuck = reached.stuck(py)?;
+        let shared = stuck.is_empty() && positions.shared()?;
+        let of_model = suspect::changes(model, false)?;
+        // what the loss reaches of the model is put back with it
+        let mut of_reached = reached.changes(py)?;
+        of_reached.retain(|one| !of_model.iter().any(|other| one.is_of(other, py)));
+        self.suspect = Suspect {
+            drawn: [positions.moved()?, stuck].concat(),
+            shared,
+            read: positions.read()?,
+            model: of_model,
+            reached: of_reached,
+            first: own_changes(reached, model, true, py)?,
+            ..Suspect::default()
+        };
+        Ok(())
+    }
+}
+
 /// The engine's host: the call that is under way.
 #[derive(Default)]
 pub struct PythonHost {
@@ -192,28 +234,7 @@ impl PythonHost {
                         let what = format!("it stores a new array on the model: {key}");
                         return Err(Stop::Stores(what));
                     }
-                    if sketch {
-                        current.changed = own_changes(&reached, &snapshot, false, py)?;
-                    } else if let (Some(positions), false) = (&positions, compiled) {
-                        current.suspect.drawn = positions.moved()?;
-                    } else if let Some(positions) = &positions {
-                        let stuck = reached.stuck(py)?;
-                        let shared = stuck.is_empty() && positions.shared()?;
-                        let model = suspect::changes(&snapshot, false)?;
-                        // what the loss reaches of the model is put back with it
-                        let mut changed = reached.changes(py)?;
-                        changed.retain(|one| !model.iter().any(|other| one.is_of(other, py)));
-                        current.suspect = Suspect {
-                            drawn: [positions.moved()?, stuck].concat(),
-                            shared,
-                            read: positions.read()?,
-                            model,
-                            reached: changed,
-                            first: own_changes(&reached, &snapshot, true, py)?,
-                            seen: Vec::new(),
-                            others: 0,
-                        };
-                    }
+                    current.note_changes(py, (&reached, &snapshot), positions.as_ref())?;
                     Ok(Ok(left))
                 })
             }

@@ -45,7 +45,7 @@ pub use reached::{Reached, Written};
 pub use read::Read;
 use row::Row;
 use searches::Searches;
-pub use seen::Seen;
+pub use seen::{equal, Seen};
 
 /// Largest number of programs that are kept; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;

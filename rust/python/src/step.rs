@@ -46,6 +46,7 @@ use arguments::Arguments;
 use flags::{is_true, read};
 use measure::Measured;
 use options::Options;
+use suspected::LookedAhead;
 use trace_cache::Traces;
 
 pub use measure::label;
@@ -102,6 +103,7 @@ struct Inner {
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
+    looked_ahead: LookedAhead,
     changes_model: bool,   // the loss changes numbers of the model itself
     shared_draws: usize, // how often a generator of the process has moved while a graph was compared
     apart: bool,         // the loss is called for its graph behind a call of the user's
@@ -177,6 +179,7 @@ impl Step {
                 positions: None,
                 suspect: None,
                 checks: 0,
+                looked_ahead: LookedAhead::default(),
                 changes_model: false,
                 shared_draws: 0,
                 apart: false,

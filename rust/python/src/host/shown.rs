@@ -173,12 +173,10 @@ impl<'py> Containers<'py> {
                 return false;
             }
             let now = ordered::items(dict);
-            let left = ordered::items(before).into_iter();
-            let left = left.filter(|(key, _)| dict.contains(key).unwrap_or(false));
-            let same = |((a, now), (b, old)): (&(_, Bound<'_, _>), (Bound<'_, PyAny>, _))| {
-                Bound::is(a, &b) && now.is(&old)
-            };
-            !(now.iter().zip(left).all(same) && now.len() <= before.len())
+            let mut left = ordered::items(before);
+            left.retain(|(key, _)| dict.contains(key).unwrap_or(false));
+            let mut pairs = now.iter().zip(&left);
+            now.len() != left.len() || !pairs.all(|(now, old)| now.0.is(&old.0) && now.1.is(&old.1))
         };
         let dataclass = |(object, fields): &(Bound<'py, PyAny>, Vec<Field<'py>>)| {
             let mut fields = fields.iter();

@@ -327,18 +327,22 @@ impl OwnChange {
     }
 }
 
-/// Leave changes that have been taken back as the loss has. Returns what each call adds to numbers; none where it does something
-/// else too.
-pub fn leave(changes: Vec<OwnChange>, py: Python<'_>) -> PyResult<Option<Vec<Advance>>> {
-    let mut adds = Some(Vec::new());
+/// Leave changes that have been taken back as the loss has. Returns what each call adds to numbers, none where it does something
+/// else too, and the changes with what was there before.
+pub fn leave(
+    changes: Vec<OwnChange>,
+    py: Python<'_>,
+) -> PyResult<(Option<Vec<Advance>>, Vec<Change>)> {
+    let (mut adds, mut left) = (Some(Vec::new()), Vec::new());
     for mut own in changes {
         own.change.swap(py)?;
+        left.push(own.change);
         adds = adds.zip(own.adds).map(|(mut all, more)| {
             all.extend(more);
             all
         });
     }
-    Ok(adds)
+    Ok((adds, left))
 }
 
 /// Return whether both are the same, of any objects.

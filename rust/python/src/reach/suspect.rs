@@ -325,6 +325,9 @@ pub struct Suspect {
     pub seen: Vec<Seen>,
     /// How often it was looked at for other numbers.
     pub others: usize,
+    /// True if its trace has been looked at before, with other numbers beside those that the loss changes; its changes to the model
+    /// have been left, then.
+    pub again: bool,
 }
 
 impl Suspect {
@@ -475,7 +478,9 @@ impl Suspect {
         let mut changed = Vec::new();
         for change in self.model.iter().chain(&self.reached) {
             let counts = change.counts(py)?;
-            changed.extend(counts.map(|(before, now)| (change.name(py, looked), before, now)));
+            let is_length = matches!(change, Change::List(..));
+            let named = |(before, now)| (change.name(py, looked), before, now, is_length);
+            changed.extend(counts.map(named));
         }
         let Some(codes) = looked
             .program

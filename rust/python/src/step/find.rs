@@ -8,6 +8,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use super::{
     arguments::Arguments,
     run::Given,
+    suspected::Beside,
     trace_cache::{equals, holds, CallKey, Entry, Key},
     Inner,
 };
@@ -17,8 +18,8 @@ use crate::{
     reach::{
         advance::{are_alike, leave, Advance, OwnChange},
         stop::Stop,
-        suspect::{draws, Drawable},
-        Seen,
+        suspect::{draws, Drawable, Suspect},
+        Looked, Seen,
     },
     store::Store,
     tree::Tree,
@@ -27,9 +28,10 @@ use crate::{
 /// What has come of a call for the graph alone.
 pub(super) struct Sketched {
     pub(super) graph: TraceGraph,
-    template: Option<Py<PyAny>>,        // of what the loss returned
-    pub(super) model: Vec<OwnChange>,   // what the loss has changed itself of the model
-    pub(super) reached: Vec<OwnChange>, // and of what it reaches beside it
+    template: Option<Py<PyAny>>,             // of what the loss returned
+    pub(super) model: Vec<OwnChange>,        // what the loss has changed itself of the model
+    pub(super) reached: Vec<OwnChange>,      // and of what it reaches beside it
+    first: (Vec<OwnChange>, Vec<OwnChange>), // the same once more, in a call of the user's
 }
 pub(super) type Sketch = Result<Sketched, Stop>;
 
@@ -259,10 +261,26 @@ impl Inner {
             given.constants = constants(&entry.kept.varying)?;
             let template = sketch.template;
             self.template = template.as_ref().map(|template| template.clone_ref(py));
-            let (model, reached) = (leave(sketch.model, py)?, leave(sketch.reached, py)?);
-            if let Some((mut adds, more)) = model.zip(reached) {
+            let (to_model, model) = leave(sketch.model, py)?;
+            let (to_reached, reached) = leave(sketch.reached, py)?;
+            if let Some((mut adds, more)) = to_model.zip(to_reached) {
                 adds.extend(more);
-                self.see(user, given, template, Some(adds))?;
+                let now = self.reach.look(&given.roots(py), &user.optimizer)?;
+                let beside = Beside::of(key.front.model, &given.tree, (&given.looked, &now), py);
+                let known = adds.is_empty() || self.looked_ahead.has(&beside, py);
+                let due = !known && self.looked_ahead.comes(beside, 1, py);
+                if known || due {
+                    self.see(py, (given, &now), template, Some(adds))?;
+                }
+                if due {
+                    self.suspect = Some(Suspect {
+                        model,
+                        reached,
+                        first: sketch.first,
+                        again: true,
+                        ..Suspect::default()
+                    });
+                }
             }
             return Ok(None);
         }
@@ -286,13 +304,11 @@ impl Inner {
     // added to numbers of its own; none as a trace is made, where that is looked at behind the call
     pub(super) fn see(
         &mut self,
-        user: &Arguments<'_>,
-        given: &Given,
+        py: Python<'_>,
+        (given, now): (&Given, &Looked),
         template: Option<Py<PyAny>>,
         adds: Option<Vec<Advance>>,
     ) -> PyResult<()> {
-        let py = user.py();
-        let now = self.reach.look(&given.roots(py), &user.optimizer)?;
         let Some(last) = self.traces.last_mut() else {
             return Ok(());
         };
@@ -311,18 +327,16 @@ impl Inner {
             seen.goes_on = goes_on;
             kept.see(seen);
         }
-        if goes_on && kept.seen(py, &now).is_none() {
+        if goes_on && kept.seen(py, now).is_none() {
             let seen = kept.seen(py, &given.looked);
-            if let Some(seen) = seen.map(|seen| seen.with(py, &now)) {
+            if let Some(seen) = seen.map(|seen| seen.with(py, now)) {
                 kept.see(seen);
             }
         }
-        match adds {
-            Some(adds) if goes_on && !adds.is_empty() => {
-                self.traces.go_on(py, &given.looked, &now, &adds)
-            }
-            _ => Ok(()),
+        if let Some(adds) = adds.filter(|adds| goes_on && !adds.is_empty()) {
+            self.traces.go_on(py, &given.looked, now, &adds)?;
         }
+        Ok(())
     }
 
     // trace without compiling; `by_loss`: the loss alone, where that determines the rest; `drawable`: as it is before
@@ -374,30 +388,27 @@ impl Inner {
         let outcome = engine.dry_run(&mut trace, call);
         let current = self.host.current.take();
         let insufficient = asked && current.as_ref().is_some_and(|current| !current.by_loss);
-        let (stop, graph, template, (model, reached), taken_out) = current.map_or_else(
-            || (None, None, None, Default::default(), Vec::new()),
-            |current| {
-                (
-                    current.stop,
-                    current.graph,
-                    current.template,
-                    current.changed,
-                    current.taken_out,
-                )
-            },
-        );
-        if graph.is_some() && !self.traces.takes_out(&given.tree, &taken_out, user.py()) {
-            return Err(Stop::Untraceable(
-                "it takes something out of a dict among its arguments, and not at each call".into(),
-            ));
-        }
-        match (graph, stop, outcome) {
-            (Some(graph), ..) => Ok(Some(Sketched {
-                graph,
-                template,
-                model,
-                reached,
-            })),
+        let Some(current) = current else {
+            return Err(Stop::Raised(missing()));
+        };
+        match (current.graph, current.stop, outcome) {
+            (Some(graph), ..) => {
+                let taken_out = &current.taken_out;
+                if !self.traces.takes_out(&given.tree, taken_out, user.py()) {
+                    return Err(Stop::Untraceable(
+                        "it takes something out of a dict among its arguments, and not at each call"
+                            .into(),
+                    ));
+                }
+                let (model, reached) = current.changed;
+                Ok(Some(Sketched {
+                    graph,
+                    template: current.template,
+                    model,
+                    reached,
+                    first: current.suspect.first,
+                }))
+            }
             (None, Some(stop), _) => Err(stop),
             (None, None, Err(_)) if insufficient => Ok(None),
             (None, None, Err(error)) => Err(Stop::Raised(to_python(&error))),

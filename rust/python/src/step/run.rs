@@ -146,6 +146,7 @@ impl Inner {
             };
             self.traces.discard();
             self.unwatched = None;
+            self.suspect = None;
             match stop {
                 // also of a call that was tried without a trace: that was no matter of tracing
                 Stop::Raised(error) => return Err(self.raised(error)),
@@ -505,7 +506,9 @@ impl Inner {
                 let (why, pins) = unwatched(user, &held.collect::<Vec<_>>())?;
                 last.kept.pins = pins;
                 self.unwatched = why;
-                self.see(user, given, Some(template.clone_ref(user.py())), None)?;
+                let py = user.py();
+                let now = self.reach.look(&given.roots(py), &user.optimizer)?;
+                self.see(py, (given, &now), Some(template.clone_ref(py)), None)?;
             }
             self.template = Some(template);
         }

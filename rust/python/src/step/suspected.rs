@@ -15,17 +15,87 @@ use crate::{
     mlx::errors::mlx,
     reach::{
         advance::{differ, Adds},
+        equal,
         stop::Stop,
         suspect::{draws, Drawable, Suspect},
+        Looked, Seen,
     },
     store::Store,
+    tree::Tree,
 };
-
-/// The most traces of which it is looked at what a loss gives many calls later.
-const MAX_LATER: usize = 2;
 
 /// How many calls later a loss that counts them may decide something by that.
 const LATER: [i64; 6] = [1, 9, 99, 999, 9_999, 99_999];
+
+/// How often a loss is called with the same numbers, texts and objects beside its own before it is looked at what it gives many
+/// calls later with these, and its calls are left out again.
+const COMES_AGAIN: usize = 3;
+
+/// The most such sets that are remembered, the last ones last.
+const MAX_BESIDE: usize = 64;
+
+/// What a loss may decide by beside the numbers that it changes itself.
+pub(super) struct Beside {
+    model: usize,
+    batch: Rc<Tree>,
+    program: usize,
+    values: Rc<Vec<Py<PyAny>>>,
+    own: Vec<usize>, // the numbers of those that it changes
+}
+
+impl Beside {
+    /// What there was before a call, and behind it.
+    pub(super) fn of(
+        model: usize,
+        batch: &Rc<Tree>,
+        (before, now): (&Looked, &Looked),
+        py: Python<'_>,
+    ) -> Self {
+        Self {
+            model,
+            batch: batch.clone(),
+            program: before.program.id,
+            values: before.values.clone(),
+            own: Seen::new(before, Vec::new(), None).changes(py, now),
+        }
+    }
+
+    fn is_same(&self, other: &Self, py: Python<'_>) -> bool {
+        let same = |a: &Py<PyAny>, b: &Py<PyAny>| equal(a.bind(py), b.bind(py));
+        let is_own = |at: &usize| self.own.contains(at) || other.own.contains(at);
+        let mut values = (0..self.values.len()).filter(|at| !is_own(at));
+        (self.model, self.program) == (other.model, other.program)
+            && self.values.len() == other.values.len()
+            && values.all(|at| same(&self.values[at], &other.values[at]))
+            && self.batch.equals(&other.batch, py)
+    }
+}
+
+/// With what beside its own numbers it has been looked at what a loss gives many calls later.
+#[derive(Default)]
+pub(super) struct LookedAhead {
+    known: Vec<(Beside, usize)>, // and how often it has come; more often where it has been looked at
+}
+
+impl LookedAhead {
+    /// Return whether that has been done with these.
+    pub(super) fn has(&self, beside: &Beside, py: Python<'_>) -> bool {
+        let mut known = self.known.iter();
+        known.any(|(known, times)| *times >= COMES_AGAIN && known.is_same(beside, py))
+    }
+
+    /// Note that a loss is called with these; whether it is to be done now.
+    pub(super) fn comes(&mut self, beside: Beside, times: usize, py: Python<'_>) -> bool {
+        let mut known = self.known.iter();
+        let at = known.rposition(|(known, _)| known.is_same(&beside, py));
+        let before = at.map_or(0, |at| self.known.remove(at).1);
+        if self.known.len() == MAX_BESIDE {
+            self.known.remove(0);
+        }
+        self.known.push((beside, before + times));
+        before + times >= COMES_AGAIN
+    }
+}
 
 /// What comes of further calls of a loss.
 enum Again {
@@ -61,7 +131,10 @@ impl Inner {
         if suspect.is_unchanged() && self.checks >= MAX_CHECKS {
             return Ok(None);
         }
-        self.checks += 1;
+        self.checks += usize::from(!suspect.again);
+        if suspect.again {
+            suspect.swap(py, true)?;
+        }
         if let Some(name) = suspect.blocking(py, &given.looked)? {
             suspect.swap(py, true)?;
             return Ok(Some(taken(&name)));
@@ -98,7 +171,7 @@ impl Inner {
         };
         let adds = match again {
             Again::Raised => {
-                self.checks -= 1;
+                self.checks -= usize::from(!suspect.again);
                 self.traces.drop_number(at); // the loss is called, and raises where it would without a trace
                 return Ok(None);
             }
@@ -106,13 +179,15 @@ impl Inner {
             Again::Takes(names) => return Ok(Some(taken(&names))),
             Again::Changes(name) => return Ok(Some(changes(&name))),
             Again::Same(_) if !is_now => {
-                suspect.swap(py, true)?;
+                if !suspect.again {
+                    suspect.swap(py, true)?;
+                }
                 self.keep(at, suspect);
                 return Ok(None);
             }
             Again::Same(adds) => adds,
         };
-        if let Some(adds) = adds {
+        if let Some(adds) = adds.filter(|_| !suspect.again) {
             // go on with what the loss adds to numbers of its own, wherever its trace stands for a call
             if !suspect.model.is_empty() {
                 let add = || adds.model.iter().try_for_each(|add| add.add(py));
@@ -143,6 +218,7 @@ impl Inner {
         suspect: &mut Suspect,
     ) -> PyResult<Again> {
         let py = user.py();
+        let model = store.signature()?.id;
         let mut sketch =
             |inner: &mut Self, given: &mut Given| inner.sketch_apart(store, user, given, key, true);
         let mut first = sketch(self, given);
@@ -159,7 +235,7 @@ impl Inner {
         let second = now.map(|now| (sketch(self, given), now));
         suspect.swap(py, false)?;
         let (mut second, now) = second?;
-        given.looked = now;
+        let before = std::mem::replace(&mut given.looked, now);
         if let Some(names) = self.takes.take() {
             return Ok(Again::Takes(names));
         }
@@ -180,8 +256,12 @@ impl Inner {
                 Err(name) => return Ok(Again::Changes(name)),
             }
         }
-        if self.checks > MAX_LATER {
-            return Ok(Again::Same(adds));
+        let beside = Beside::of(model, &given.tree, (&before, &given.looked), py);
+        if !suspect.again {
+            if self.looked_ahead.has(&beside, py) {
+                return Ok(Again::Same(adds));
+            }
+            self.looked_ahead.comes(beside, COMES_AGAIN, py);
         }
         let counts = adds.as_ref().map(|adds| suspect.count(adds, py));
         let counts = counts.transpose()?.unwrap_or_default();
