@@ -1,4 +1,4 @@
-"""Measure a step whose loss reads a number that changes at every step, as a temperature that is annealed does.
+"""Measure a step whose loss, or model, reads a number that changes at every step: a temperature that is annealed.
 
 ``python benches/varying.py`` takes a minute.
 """
@@ -23,6 +23,7 @@ from ways import COMPILED, FAST, PLAIN, WAYS, StepFn
 ROUNDS = 12
 TINY = "linear"
 MEASURED = (TINY, "mlp", "gpt24", "gpt4")
+ON_MODEL = "fast_step: another number on the model"
 NUMBER, ARRAY, SAME = "fast_step: another number", "fast_step: another mx.array", "fast_step: always the same"
 ARGUMENT = f"{COMPILED}: an argument"
 
@@ -67,6 +68,23 @@ def reached(case: Case, way: str, value: Callable[[float], Any] | None) -> StepF
     return anneal
 
 
+def on_model(case: Case) -> StepFn:
+    """Make a step whose loss reads the temperature as an attribute of the model, set before each step."""
+    temperatures = annealed()
+
+    def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return loss_fn(model, x, y) / model.temperature
+
+    run = new_run(case, loss)
+    step = WAYS[FAST](run)
+
+    def anneal(*batch: mx.array) -> mx.array:
+        run.model.temperature = next(temperatures)
+        return step(*batch)
+
+    return anneal
+
+
 def passed(case: Case) -> StepFn:
     """Make a compiled step whose loss is given the temperature as an array."""
     temperatures = annealed()
@@ -92,6 +110,7 @@ def measure(case: Case, rounds: int, after_round: Callable[[], None]) -> dict[st
         PLAIN: reached(case, PLAIN, float),
         ARGUMENT: passed(case),
         NUMBER: reached(case, FAST, float),
+        ON_MODEL: on_model(case),
         ARRAY: reached(case, FAST, mx.array),
         SAME: reached(case, FAST, None),
     }

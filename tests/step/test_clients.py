@@ -17,7 +17,7 @@ from support.programs.parts import Make
 WIDTH, ROUNDS = 16, 7
 # Of a loss, where it is more than one: a number that changes is found out by a second trace and an input of the third,
 # and what changes the form of the graph (a string, a smoothing of 0) makes one more.
-TRACES = {"dqn": 3, "ppo": 3, "teacher": 3, "distillation": 3, "curriculum": 4, "dpo": 4}
+TRACES = {"dqn": 3, "ppo": 3, "teacher": 3, "distillation": 3, "curriculum": 4, "dpo": 4, "annealed": 5}
 
 
 def plain(model: nn.Module, optimizer: optim.Optimizer, loss_fn: LossFn, **options: Any) -> Callable[..., Tree]:

@@ -55,6 +55,8 @@ PROGRAMS = {
     "dpo": Program("DPO: LoRA, reference, dataclass", language.DirectPreference, compiled=True),
     "lora": Program("LoRA on a checkpointed Llama", language.FineTuning, compiled=True),
     "moe": Program("mixture of experts", language.MixtureOfExperts, compiled=True),
+    "recurrent": Program("recurrent net that carries its state", language.TruncatedBackpropagation),
+    "annealed": Program("numbers on the model, dict batch", schedules.Annealed, compilable=False),
     "curriculum": Program("curriculum: weights in a dict", schedules.Curriculum, compilable=False),
     "trainer": Program("trainer class with a metric", schedules.Trainer),
     "graph": Program("graph network, dataclass batch", schedules.GraphNetwork, compilable=False),

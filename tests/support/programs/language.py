@@ -1,4 +1,4 @@
-"""Language models as they are fine-tuned: LoRA with checkpointing, preferences against a reference, experts."""
+"""Language models: LoRA with checkpointing, preferences against a reference, experts, a recurrent one."""
 
 from __future__ import annotations
 
@@ -152,6 +152,38 @@ class MixtureOfExperts(FineTuning):
     """A model with routed experts that is trained as a whole."""
 
     experts, lora = True, False
+
+
+class Recurrent(nn.Module):
+    """A GRU over tokens (Cho et al., 2014)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.gru = nn.Embedding(VOCABULARY, width), nn.GRU(width, width)
+        self.out = nn.Linear(width, VOCABULARY)
+
+    def __call__(self, tokens: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        states = self.gru(self.embed(tokens), hidden=hidden)
+        return self.out(states), states[:, -1]
+
+
+class TruncatedBackpropagation:
+    """A recurrent model whose state is an argument, comes back behind the loss, and goes into the next step."""
+
+    def __init__(self, make: Make, width: int) -> None:
+        model = Recurrent(width)
+        self.models, self.hidden = [model], mx.zeros((BATCH, width))
+
+        def loss(model: nn.Module, tokens: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
+            logits, hidden = model(tokens[:, :-1], hidden)
+            return nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="mean"), mx.stop_gradient(hidden)
+
+        self.learn = make(model, optim.Adam(1e-3), loss, max_grad_norm=1.0)
+        self.batches = integers(VOCABULARY, BATCH, 2 * SEQ)
+
+    def round(self, number: int) -> Losses:
+        loss, self.hidden = self.learn(self.batches[number % BATCHES], self.hidden)
+        return [loss, self.hidden.square().mean()]
 
 
 @dataclass

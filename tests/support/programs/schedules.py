@@ -1,4 +1,4 @@
-"""Losses around which something changes: weights in a dict, a mask drawn again, an object that counts, a graph."""
+"""Losses around which something changes: weights in a dict, a mask, numbers on a model, what counts, a graph."""
 
 from __future__ import annotations
 
@@ -41,6 +41,37 @@ class Curriculum:
             self.config["classes"] = mx.linspace(0.5, 1.5, CLASSES) ** (number % 12 / 3)  # bounded: training goes on
             self.config["smoothing"] = 0.0
         return [self.learn(*self.batches[number % BATCHES])]
+
+
+class Annealed:
+    """Temperature and rate of dropout, attributes of the model, are set before each step; a batch is a dict."""
+
+    def __init__(self, make: Make, width: int) -> None:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body, self.temperature = nn.TransformerEncoder(2, width, 4, dropout=0.1), 1.0
+                self.first, self.last = nn.Linear(IMAGE, width), nn.Linear(width, CLASSES)
+
+            def __call__(self, x: mx.array) -> mx.array:
+                return self.last(self.body(self.first(x), None)) / self.temperature
+
+        self.model = Model()
+        self.models = [self.model]
+
+        def loss(model: nn.Module, batch: dict[str, mx.array]) -> mx.array:
+            y = batch.pop("y")
+            return nn.losses.cross_entropy(model(**batch), y, reduction="mean")
+
+        self.learn = make(self.model, optim.AdamW(1e-3), loss)
+        self.batches = list(zip(normals(4, BATCH, IMAGE), integers(CLASSES, 4, BATCH), strict=True))
+
+    def round(self, number: int) -> Losses:
+        self.model.temperature = 1 + 1 / (1 + number)
+        for layer in self.model.body.layers:
+            layer.dropout1._p_1 = 0.9 + 0.1 / (1 + number)
+        x, y = self.batches[number % BATCHES]
+        return [self.learn({"x": x, "y": y})]
 
 
 class Accuracy:

@@ -266,9 +266,9 @@ impl Inner {
             if let Some((mut adds, more)) = to_model.zip(to_reached) {
                 adds.extend(more);
                 let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-                let beside = Beside::of(key.front.model, &given.tree, (&given.looked, &now), py);
-                let known = adds.is_empty() || self.looked_ahead.has(&beside, py);
-                let due = !known && self.looked_ahead.comes(beside, 1, py);
+                let beside = || Beside::of(key.front.model, &given.tree, (&given.looked, &now), py);
+                let known = adds.is_empty() || self.looked_ahead.has(&beside(), py);
+                let due = !known && self.looked_ahead.comes(beside(), 1, py);
                 if known || due {
                     self.see(py, (given, &now), template, Some(adds))?;
                 }
