@@ -39,8 +39,8 @@ nanoseconds are the difference to the loss that reaches nothing, in the same rou
 """
 VARYING = """The loss is divided by a temperature, an attribute of an object, which is another number at each step:
 the loss is called once for each and its graph compared; so it is for an attribute of the model. An `mx.array` in its
-place is an input of the trace, as an argument of a compiled step is. AdamW and clipping as above; the smallest model has
-SGD without.
+place is an input of the trace, as an argument of a compiled step is. AdamW and clipping as above; the smallest model
+has SGD without.
 """
 QUANTIZED = """Products with quantized weights, on a CPU. All ways take their turns in one process.
 """

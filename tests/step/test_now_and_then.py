@@ -414,6 +414,88 @@ def test_what_is_set_later_may_decide_something_at_every_tenth_call(kind: str, c
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
 
 
+# what a count that goes on from another one than 0 comes to
+COUNTED: dict[str, Callable[[int], object]] = {
+    "a remainder": lambda count: count % 40 == 5,
+    "a range of remainders": lambda count: count % 16 < 3,
+    "two remainders": lambda count: count % 30 in (4, 7),
+    "a share of a period": lambda count: (count % 50) / 50 < 0.1,
+    "a remainder of a quotient": lambda count: (count // 12) % 3 == 1,
+    "the rest of a division": lambda count: divmod(count, 50)[1] == 2,
+    "the last bits": lambda count: count & 31 == 3,
+    "a whole number": lambda count: int(count / 20) % 2,
+    "a rounded number": lambda count: round(count / 20) % 2,
+    "no remainder": lambda count: not count % 36,
+}
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("counts", ["a number", "a log", "a number of the model"])
+@pytest.mark.parametrize("start", [7, 1007])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_count_that_begins_elsewhere_may_decide_something(kind: str, start: int, counts: str) -> None:
+    if counts == "a log" and kind not in ("a remainder", "no remainder"):
+        pytest.skip("a length does not note what is computed of it")
+    losses, decides = [], COUNTED[kind]
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, log = nn.Linear(4, 3), optim.SGD(1e-3), [0] * start
+        agent = types.SimpleNamespace(calls=start)
+        model.calls = start
+
+        def loss_fn(model: nn.Module, x: mx.array, agent: Any = agent, log: list[int] = log) -> mx.array:
+            if counts == "a log":
+                log.append(1)
+                calls = len(log)
+            else:
+                holder = agent if counts == "a number" else model
+                holder.calls += 1
+                calls = holder.calls
+            loss = squares(model, x)
+            return loss * 3 if decides(calls) else loss
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        x = mx.random.normal((8, 4), key=mx.random.key(3))
+        losses.append([float(step(x).loss if fast else plain(x)[0]) for _ in range(60)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("counts", ["a number", "a number of the model", "a deque", "a full deque"])
+@pytest.mark.parametrize("at", [15, 27])
+def test_a_count_that_is_set_back_is_looked_at_again(counts: str, at: int) -> None:
+    losses = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 3), optim.SGD(1e-3)
+        window = collections.deque[int](maxlen=12 if counts == "a full deque" else None)
+        agent = types.SimpleNamespace(calls=0, stage=1)
+        model.calls = 0
+
+        def loss_fn(model: nn.Module, x: mx.array, agent: Any = agent, window: Any = window) -> mx.array:
+            if "deque" in counts:
+                window.append(len(x))
+                calls = len(window)
+            else:
+                holder = agent if counts == "a number" else model
+                holder.calls += 1
+                calls = holder.calls
+            loss = squares(model, x)
+            return loss * 3 if agent.stage == 2 and calls > 10 else loss
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        x = mx.random.normal((8, 4), key=mx.random.key(3))
+        losses.append([])
+        for number in range(60):
+            if number % 15 == 0:
+                agent.calls = model.calls = 0
+                window.clear()
+            if number == at:
+                agent.stage = 2
+            losses[-1].append(float(step(x).loss if fast else plain(x)[0]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+
+
 def test_a_loss_that_counts_beside_numbers_that_change_stays_native() -> None:
     schedule = Schedule()
 

@@ -15,6 +15,7 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 _DIVIDES = ("%", "//")
 _DECIDES = ("BINARY_MODULO", "BINARY_FLOOR_DIVIDE", "BINARY_SUBSCR")
 _MAX = 24  # calls of a loss that tell
+_FEW = 12  # divisors of a length
 _FAR = 1 << 40
 
 
@@ -40,16 +41,23 @@ def calls_later(
     found: dict[int, None] = {}
     for name, before, now, is_length in changed:
         naming = [code for code in every if name in _names(code)]
-        if now == before or all(_reads(code, name) <= 0 for code in naming):
+        if now == before or (not is_length and all(_reads(code, name) <= 0 for code in naming)):
             continue  # it only counts
         comparing = [code for code in (*naming, *every) if _compares(code)]
         limits = [limit for code in comparing for limit in _limits(code, read)]
         if is_length:
-            limits += [now - now % limit + limit for limit in limits if limit > 1]
+            limits += list(_remainders(now, limits))
         for limit in limits:
             times = _times(before, now, limit)
             found |= dict.fromkeys(each for each in (times - 1, times) if each > 0)
     return list(found)[:_MAX]
+
+
+def _remainders(now: _Number, limits: list[_Number]) -> Iterator[_Number]:
+    """Give out the next numbers that have one of the limits, or 0, as remainder by another one."""
+    whole = list(dict.fromkeys(int(limit) for limit in limits if 0 < limit < _FAR and limit == int(limit)))[:_FEW]
+    yield from (now - now % width + width for width in whole)
+    yield from (now + (rest - now % width) % width for width in whole for rest in whole if rest < width)
 
 
 def _times(before: _Number, now: _Number, limit: _Number) -> int:

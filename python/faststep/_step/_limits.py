@@ -9,14 +9,14 @@ from typing import Any
 
 _Number = int | float
 _FAR = 1 << 40
-_MAX = 24  # calls of a loss that tell
+_MAX = 48  # calls of a loss that tell
 
 
 class Limits:
     """What numbers that a loss changes at every call are compared with.
 
     A loss is called with numbers by `noting` in the place of its own. What it computes of them by adding, subtracting,
-    multiplying and dividing notes too; what else it makes of them are numbers of Python's.
+    multiplying, dividing and rounding notes too; what else it makes of them are numbers of Python's.
     """
 
     def __init__(self) -> None:
@@ -26,16 +26,28 @@ class Limits:
         """Return a number that notes, of one that was another before a call."""
         return self.of(now, now - before)
 
-    def of(self, value: _Number, change: _Number, exact: _Number | None = None) -> _Number:
-        """Return a number that notes, by what it changes at each call; `exact`: a quotient before it is rounded."""
+    def of(self, value: _Number, change: _Number, exact: _Number | None = None, period: _Number = 0) -> _Number:
+        """Return a number that notes.
+
+        Args:
+            value: The number.
+            change: What it changes by at each call.
+            exact: A quotient before it is rounded.
+            period: Of a remainder, the divisor: it begins anew there.
+        """
         kind = _Int if type(value) is int else _Float
         number = kind(value)
         number.limits, number.change, number.exact = self, change, value if exact is None else exact
+        number.period = abs(period)
         return number
 
-    def note(self, way: _Number, change: _Number) -> None:
-        """Note a number that is to change by so much, and does by so much at each call."""
+    def note(self, way: _Number, change: _Number, period: _Number = 0) -> None:
+        """Note a number that is to change by `way`, within its period if it has one, and does by `change` at a call."""
         try:
+            if period and change > 0:
+                way = way % period or period
+            elif period:
+                way = -(-way % period or period)
             times = way / change
         except (OverflowError, ZeroDivisionError):
             return
@@ -54,6 +66,11 @@ def _change(other: Any) -> _Number:
 
 def _exact(value: Any) -> _Number:
     return value.exact if isinstance(value, _Noting) else value
+
+
+def _period(one: Any, other: Any) -> _Number:
+    periods = [each.period for each in (one, other) if isinstance(each, _Noting) and each.period]
+    return min(periods, default=0)
 
 
 def _plain(value: Any) -> Any:
@@ -80,7 +97,7 @@ def _linear(name: str, sign: int, *, turned: bool = False) -> Callable[[Any, Any
         one, two = (number, self.value()) if turned else (self.value(), number)
         change = _change(other) + sign * self.change if turned else self.change + sign * _change(other)
         exact = (_exact(other), self.exact) if turned else (self.exact, _exact(other))
-        return self.limits.of(compute(one, two), change, compute(*exact))
+        return self.limits.of(compute(one, two), change, compute(*exact), _period(self, other))
 
     return _method(result)
 
@@ -91,7 +108,8 @@ def _scaled(name: str) -> Callable[[Any, Any], Any]:
     def result(self: Any, number: Any, other: Any) -> Any:
         if isinstance(other, _Noting):
             return compute(self.value(), number)
-        return self.limits.of(compute(self.value(), number), compute(self.change, number), compute(self.exact, number))
+        scaled = (compute(each, number) for each in (self.value(), self.change, self.exact, self.period))
+        return self.limits.of(*scaled)
 
     return _method(result)
 
@@ -100,7 +118,7 @@ def _compared(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name)
 
     def result(self: Any, number: Any, other: Any) -> Any:
-        self.limits.note(_exact(other) - self.exact, self.change - _change(other))
+        self.limits.note(_exact(other) - self.exact, self.change - _change(other), _period(self, other))
         return compute(self.value(), number)
 
     return _method(result)
@@ -111,23 +129,37 @@ def _stepped(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name) if name != "divmod" else divmod
 
     def result(self: Any, number: Any, _: Any) -> Any:
+        is_mask = name == "and_" and number > 0 and not number & number + 1  # of the last bits
         if name == "rshift":
             width = 1 << number
+        elif is_mask:
+            width = number + 1
         elif name == "and_":
             width = number and 1 << number.bit_length() - 1
         else:
             width = number
         if width:
-            down, way = self.exact % width, abs(width)
-            self.limits.note(way - abs(down) if self.change > 0 else -(abs(down) or way), self.change)
+            self.limits.note(-self.exact % abs(width), self.change, width and abs(width))
         found = compute(self.value(), number)
-        if name in ("mod", "and_"):
+        if name == "and_" and not is_mask:
             return found
-        quotient = found[0] if name == "divmod" else found
-        quotient = self.limits.of(quotient, self.change / width, self.exact / width)
-        return (quotient, found[1]) if name == "divmod" else quotient
+        both = found if name == "divmod" else (found, found)
+        period = min(abs(width), self.period or abs(width))
+        rest = self.limits.of(both[1], self.change, self.exact % width, period)
+        quotient = self.limits.of(both[0], self.change / width, self.exact / width, self.period / width)
+        return (quotient, rest) if name == "divmod" else rest if name in ("mod", "and_") else quotient
 
     return _method(result)
+
+
+def _rounded(compute: Callable[[_Number], Any], step: float) -> Callable[[Any], Any]:
+    """Return a method that rounds to a whole number, which changes at each `step` behind one."""
+
+    def method(self: Any) -> Any:
+        self.limits.note(step - self.exact, self.change, 1)
+        return self.limits.of(compute(self.value()), self.change, self.exact, self.period)
+
+    return method
 
 
 class _Noting:
@@ -136,6 +168,7 @@ class _Noting:
     limits: Limits
     change: _Number
     exact: _Number
+    period: _Number
 
     def value(self) -> Any:
         """Return it as a number of Python's."""
@@ -148,12 +181,22 @@ class _Noting:
     __lt__, __le__, __gt__, __ge__ = _compared("lt"), _compared("le"), _compared("gt"), _compared("ge")
     __mod__, __floordiv__, __divmod__ = _stepped("mod"), _stepped("floordiv"), _stepped("divmod")
     __and__, __rand__, __rshift__ = _stepped("and_"), _stepped("and_"), _stepped("rshift")
+    __floor__, __ceil__, __trunc__ = _rounded(math.floor, 0), _rounded(math.ceil, 0), _rounded(math.trunc, 0)
+
+    def __round__(self, digits: Any = None) -> Any:
+        unit = 10 ** -(digits or 0)
+        self.limits.note(0.5 * unit - self.exact, self.change, unit)
+        return self.limits.of(round(self.value(), digits), self.change, self.exact, self.period)
+
+    def __int__(self) -> int:
+        self.limits.note(-self.exact, self.change, 1)
+        return int(self.value())
 
     def __neg__(self) -> Any:
-        return self.limits.of(-self.value(), -self.change, -self.exact)
+        return self.limits.of(-self.value(), -self.change, -self.exact, self.period)
 
     def __bool__(self) -> bool:
-        self.limits.note(-self.exact, self.change)
+        self.limits.note(-self.exact, self.change, self.period)
         return bool(self.value())
 
     def __hash__(self) -> int:

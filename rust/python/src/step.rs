@@ -35,7 +35,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::{
     host::PythonHost,
     mlx::{bridge, errors::to_python, gil::Waiting},
-    reach::{suspect::Suspect, Reach, Read, Seen},
+    reach::{advance::Advance, suspect::Suspect, Reach, Read, Seen},
     store::{
         registry::{self, Shared},
         Store,
@@ -104,7 +104,8 @@ struct Inner {
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
     looked_ahead: LookedAhead,
-    changes_model: bool,   // the loss changes numbers of the model itself
+    counts: Option<(Vec<f64>, Rc<Vec<Advance>>)>, // how far numbers of the model have come, behind the last step
+    changes_model: bool,                          // the loss changes numbers of the model itself
     shared_draws: usize, // how often a generator of the process has moved while a graph was compared
     apart: bool,         // the loss is called for its graph behind a call of the user's
     takes: Option<String>, // generators and iterators from which the loss has taken as it was called for its graph
@@ -180,6 +181,7 @@ impl Step {
                 suspect: None,
                 checks: 0,
                 looked_ahead: LookedAhead::default(),
+                counts: None,
                 changes_model: false,
                 shared_draws: 0,
                 apart: false,

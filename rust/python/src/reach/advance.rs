@@ -229,6 +229,29 @@ impl Advance {
         found.is_some()
     }
 
+    /// How far the number has come, in the direction in which it goes; of a list its length.
+    fn progress(&self, py: Python<'_>) -> PyResult<f64> {
+        let object = self.object.bind(py);
+        let now = match &self.kind {
+            Kind::End(_) => Some(object.len()?.into_pyobject(py)?.into_any()),
+            Kind::Item(key, _) => object.cast::<PyDict>()?.get_item(key)?,
+            Kind::Index(at, _) => object.cast::<PyList>()?.get_item(*at).ok(),
+            Kind::Cell(_) => object.getattr_opt(intern!(py, "cell_contents"))?,
+            Kind::Place(node, _) => {
+                Met::new(object.clone(), node).and_then(|met| node.find_in(&met))
+            }
+        };
+        let now = now.and_then(|now| now.extract::<f64>().ok());
+        let by = self.kind.added().first();
+        let falls = by.is_some_and(|by| by.bind(py).lt(0).unwrap_or(false));
+        Ok(now.map_or(0.0, |now| if falls { -now } else { now }))
+    }
+
+    /// Return whether it is to the model.
+    pub fn is_of_model(&self) -> bool {
+        self.of_model
+    }
+
     /// Add it, where there is a number.
     pub fn add(&self, py: Python<'_>) -> PyResult<()> {
         let object = self.object.bind(py);
@@ -343,6 +366,11 @@ pub fn leave(
         });
     }
     Ok((adds, left))
+}
+
+/// How far the numbers have come to which each call adds.
+pub fn progress<'a>(adds: impl Iterator<Item = &'a Advance>, py: Python<'_>) -> PyResult<Vec<f64>> {
+    adds.map(|add| add.progress(py)).collect()
 }
 
 /// Return whether both are the same, of any objects.
@@ -481,9 +509,14 @@ impl Adds {
         }
     }
 
+    /// Each of them.
+    pub fn iter(&self) -> impl Iterator<Item = &Advance> {
+        self.model.iter().chain(&self.reached)
+    }
+
     /// Return whether a number under a key is one of those.
     pub fn has_item(&self, dict: &Py<PyDict>, key: &Py<PyAny>, py: Python<'_>) -> PyResult<bool> {
-        for add in self.model.iter().chain(&self.reached) {
+        for add in self.iter() {
             if let Kind::Item(name, _) = &add.kind {
                 if add.object.is(dict) && name.bind(py).eq(key)? {
                     return Ok(true);

@@ -2,6 +2,7 @@
 use std::{cell::Cell, collections::HashSet, rc::Rc};
 
 use pyo3::{
+    intern,
     prelude::*,
     types::{PyDict, PyFloat, PyInt, PyList},
 };
@@ -12,6 +13,7 @@ use super::{
     seen::{equal, Seen},
     Looked,
 };
+use crate::mlx::classes::is_deque;
 use crate::tree::{
     ordered,
     snapshot::{holds_array, Snapshot},
@@ -172,16 +174,60 @@ impl Change {
         Ok((is_number(&before) && is_number(&now)).then_some((before, now)))
     }
 
-    // the number, or the list, that comes when its change goes on `times` more
+    // items of a list or a deque now, and before the change
+    #[allow(clippy::type_complexity)] // two lists
+    fn items<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<(Bound<'py, PyList>, Bound<'py, PyList>)>> {
+        let of_deque = |deque: &Bound<'py, PyAny>, before: &Py<PyAny>| {
+            let now = deque.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+            let before = before.bind(py).cast::<PyList>()?.clone();
+            Ok::<_, PyErr>(Some((PyList::new(py, now)?, before)))
+        };
+        match self {
+            Self::List(list, before) => {
+                let list = list.bind(py);
+                let now = list.get_slice(0, list.len());
+                Ok(Some((now, before.bind(py).clone())))
+            }
+            Self::Deque(deque, before) => of_deque(deque.bind(py), before.as_any()),
+            Self::Contents(looked, node, before) => {
+                let object = looked.at(py, *node).filter(is_deque);
+                object.map_or(Ok(None), |deque| of_deque(&deque, before))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    // the length of a deque beyond which the first items go
+    fn most(&self, py: Python<'_>) -> PyResult<Option<usize>> {
+        let deque = match self {
+            Self::Deque(deque, _) => Some(deque.bind(py).clone()),
+            Self::Contents(looked, node, _) => looked.at(py, *node),
+            _ => None,
+        };
+        let most = deque.map(|deque| deque.getattr(intern!(py, "maxlen")));
+        Ok(most.transpose()?.and_then(|most| most.extract().ok()))
+    }
+
+    // the number, the list or the items of a deque that come when its change goes on `times` more
     fn later<'py>(&self, py: Python<'py>, times: i64) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if let Self::List(list, before) = self {
-            let (list, len) = (list.bind(py), before.bind(py).len());
+        if let Some((list, before)) = self.items(py)? {
+            let len = before.len();
             let added = list.get_slice(len, list.len());
             if list.len() == len {
                 return self.each(py, |before, now| now.add(now.sub(before)?.mul(times)?));
             }
-            let few = usize::try_from(times).is_ok_and(|n| n * added.len() <= MAX_ADDED);
-            if !few || added.is_empty() {
+            if added.is_empty() {
+                return Ok(None);
+            }
+            let mut times = usize::try_from(times)?;
+            if let Some(most) = self.most(py)? {
+                let calls = most.saturating_sub(list.len()) / added.len();
+                times = times.min(calls.saturating_sub(1)); // the next call fills it
+            }
+            if times == 0 || times * added.len() > MAX_ADDED {
                 return Ok(None);
             }
             return list.add(added.mul(times)?).map(Some);
@@ -221,11 +267,11 @@ impl Change {
         &self,
         py: Python<'py>,
     ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
-        let Self::List(list, before) = self else {
+        let Some((list, before)) = self.items(py)? else {
             return self.numbers(py);
         };
-        let len = |list: &Py<PyList>| list.bind(py).len().into_pyobject(py);
-        Ok(Some((len(before)?.into_any(), len(list)?.into_any())))
+        let len = |list: &Bound<'py, PyList>| list.len().into_pyobject(py);
+        Ok(Some((len(&before)?.into_any(), len(&list)?.into_any())))
     }
 
     /// Return whether both, which keep what a loss has left, are in one place and keep the same value.
@@ -263,9 +309,12 @@ impl Change {
     fn name(&self, py: Python<'_>, looked: &Looked) -> String {
         match self {
             Self::Item(_, key, _) => text(key.bind(py)),
-            Self::Node(looked, node, _) => looked.key_name(py, *node),
+            Self::Node(looked, node, _) | Self::Contents(looked, node, _) => {
+                looked.key_name(py, *node)
+            }
             Self::List(list, _) => looked.name_of(list.bind(py)),
-            Self::Deque(..) | Self::Order(..) | Self::Contents(..) => String::new(),
+            Self::Deque(deque, _) => looked.name_of(deque.bind(py)),
+            Self::Order(..) => String::new(),
         }
     }
 
@@ -273,12 +322,14 @@ impl Change {
     fn exchange(&mut self, py: Python<'_>, third: Py<PyAny>) -> PyResult<Option<Py<PyAny>>> {
         let other = match self {
             Self::Item(.., other) => other.replace(third),
-            Self::Node(.., other) => Some(std::mem::replace(other, third)),
-            Self::List(_, other) => {
+            Self::Node(.., other) | Self::Contents(.., other) => {
+                Some(std::mem::replace(other, third))
+            }
+            Self::List(_, other) | Self::Deque(_, other) => {
                 let third = third.bind(py).cast::<PyList>()?.clone().unbind();
                 Some(std::mem::replace(other, third).into_any())
             }
-            Self::Deque(..) | Self::Order(..) | Self::Contents(..) => None,
+            Self::Order(..) => None,
         };
         self.swap(py).map(|()| other)
     }
@@ -288,8 +339,8 @@ impl Change {
         self.swap(py)?;
         match (self, before) {
             (Self::Item(.., other), before) => *other = before,
-            (Self::Node(.., other), Some(before)) => *other = before,
-            (Self::List(_, other), Some(before)) => {
+            (Self::Node(.., other) | Self::Contents(.., other), Some(before)) => *other = before,
+            (Self::List(_, other) | Self::Deque(_, other), Some(before)) => {
                 *other = before.bind(py).cast::<PyList>()?.clone().unbind();
             }
             _ => {}
@@ -478,7 +529,7 @@ impl Suspect {
         let mut changed = Vec::new();
         for change in self.model.iter().chain(&self.reached) {
             let counts = change.counts(py)?;
-            let is_length = matches!(change, Change::List(..));
+            let is_length = !matches!(change, Change::Item(..) | Change::Node(..));
             let named = |(before, now)| (change.name(py, looked), before, now, is_length);
             changed.extend(counts.map(named));
         }

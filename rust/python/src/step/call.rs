@@ -19,7 +19,7 @@ use crate::{
     host::shown::{take_out, TakenOut},
     mlx::bridge,
     optimizer::HostSchedules,
-    reach::Looked,
+    reach::{advance::progress, Looked},
     store::{Prepared, Store},
     tree::rebuild::rebuild,
 };
@@ -33,6 +33,7 @@ impl Inner {
     ) -> PyResult<Returned<'py>> {
         let py = user.py();
         let started = Instant::now();
+        self.check_counts(py)?;
         let mut given = self.given(store, &mut user, true)?;
         for (index, array) in given.arrays.iter().enumerate() {
             let name = || format!("argument {}", user.name(&given.tree.paths(py)[index]));
@@ -87,6 +88,7 @@ impl Inner {
         let looked_at = self.look_at_changes(store, &mut user, task);
         take_out(user.own.as_any(), &taken_out)?;
         looked_at?;
+        self.note_counts(py)?;
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }
@@ -106,6 +108,30 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(taken)
+    }
+
+    // keep how far the numbers of the model have come that the loss counts in
+    fn note_counts(&mut self, py: Python<'_>) -> PyResult<()> {
+        let last = self.traces.last().filter(|last| !last.trace.is_eager());
+        let adds = last.map_or_else(Rc::default, |last| last.kept.adds.clone());
+        let of_model = || adds.iter().filter(|add| add.is_of_model());
+        self.counts = match of_model().next() {
+            Some(_) => Some((progress(of_model(), py)?, adds.clone())),
+            None => None,
+        };
+        Ok(())
+    }
+
+    // where the user has set one of those since, the loss is to be called
+    fn check_counts(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some((counts, adds)) = self.counts.take() else {
+            return Ok(());
+        };
+        let of_model = adds.iter().filter(|add| add.is_of_model());
+        if progress(of_model, py)? != counts {
+            self.traces.forget_counts();
+        }
+        Ok(())
     }
 
     // the keys that the loss takes out of dicts among its arguments, where its trace has stood for the call

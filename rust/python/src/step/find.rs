@@ -16,7 +16,7 @@ use crate::{
     host::TraceGraph,
     mlx::errors::{mlx, to_python},
     reach::{
-        advance::{are_alike, leave, Advance, OwnChange},
+        advance::{are_alike, leave, progress, Advance, OwnChange},
         stop::Stop,
         suspect::{draws, Drawable, Suspect},
         Looked, Seen,
@@ -266,7 +266,9 @@ impl Inner {
             if let Some((mut adds, more)) = to_model.zip(to_reached) {
                 adds.extend(more);
                 let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-                let beside = || Beside::of(key.front.model, &given.tree, (&given.looked, &now), py);
+                let looks = (&*given.looked, &now);
+                let counts = progress(adds.iter(), py)?;
+                let beside = || Beside::of(key.front.model, &given.tree, looks, counts.clone(), py);
                 let known = adds.is_empty() || self.looked_ahead.has(&beside(), py);
                 let due = !known && self.looked_ahead.comes(beside(), 1, py);
                 if known || due {

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     mlx::errors::mlx,
     reach::{
-        advance::{differ, Adds},
+        advance::{differ, progress, Adds},
         equal,
         stop::Stop,
         suspect::{draws, Drawable, Suspect},
@@ -40,7 +40,8 @@ pub(super) struct Beside {
     batch: Rc<Tree>,
     program: usize,
     values: Rc<Vec<Py<PyAny>>>,
-    own: Vec<usize>, // the numbers of those that it changes
+    own: Vec<usize>,  // the numbers of those that it changes
+    counts: Vec<f64>, // how far the numbers have come to which each call adds
 }
 
 impl Beside {
@@ -49,9 +50,11 @@ impl Beside {
         model: usize,
         batch: &Rc<Tree>,
         (before, now): (&Looked, &Looked),
+        counts: Vec<f64>,
         py: Python<'_>,
     ) -> Self {
         Self {
+            counts,
             model,
             batch: batch.clone(),
             program: before.program.id,
@@ -67,6 +70,7 @@ impl Beside {
         (self.model, self.program) == (other.model, other.program)
             && self.values.len() == other.values.len()
             && values.all(|at| same(&self.values[at], &other.values[at]))
+            && self.counts.len() == other.counts.len()
             && self.batch.equals(&other.batch, py)
     }
 }
@@ -78,10 +82,15 @@ pub(super) struct LookedAhead {
 }
 
 impl LookedAhead {
-    /// Return whether that has been done with these.
+    /// Return whether that has been done with these, and from no later call on.
     pub(super) fn has(&self, beside: &Beside, py: Python<'_>) -> bool {
         let mut known = self.known.iter();
-        known.any(|(known, times)| *times >= COMES_AGAIN && known.is_same(beside, py))
+        known.any(|(known, times)| {
+            let mut counts = known.counts.iter().zip(&beside.counts);
+            *times >= COMES_AGAIN
+                && known.is_same(beside, py)
+                && counts.all(|(from, now)| from <= now)
+        })
     }
 
     /// Note that a loss is called with these; whether it is to be done now.
@@ -256,7 +265,8 @@ impl Inner {
                 Err(name) => return Ok(Again::Changes(name)),
             }
         }
-        let beside = Beside::of(model, &given.tree, (&before, &given.looked), py);
+        let counts = progress(adds.iter().flat_map(Adds::iter), py)?;
+        let beside = Beside::of(model, &given.tree, (&before, &given.looked), counts, py);
         if !suspect.again {
             if self.looked_ahead.has(&beside, py) {
                 return Ok(Again::Same(adds));

@@ -239,6 +239,15 @@ impl Traces {
         })
     }
 
+    /// Of traces of a loss that counts in numbers of the model, it is not known any more for which numbers they hold.
+    pub fn forget_counts(&mut self) {
+        for entry in self.known.iter_mut() {
+            if entry.kept.adds.iter().any(Advance::is_of_model) {
+                entry.kept.seen.clear();
+            }
+        }
+    }
+
     /// The traces, the one used last first.
     pub fn recent(&self) -> impl Iterator<Item = &Entry> {
         self.known.recent()
