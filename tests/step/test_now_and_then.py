@@ -496,6 +496,34 @@ def test_a_count_that_is_set_back_is_looked_at_again(counts: str, at: int) -> No
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("kind", ["counts", "decides", "fades"])
+def test_gradients_alone_count_too(kind: str) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        model.calls += 1
+        if kind == "fades":
+            model.share = max(0.1, model.share * 0.9)
+        loss = squares(model, x) * (1 + model.share)
+        return loss * 3 if kind == "decides" and model.calls % 3 == 0 else loss
+
+    losses, left = [], []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 3), optim.SGD(0.1)
+        model.calls, model.share = 0, 1.0
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        losses.append([])
+        for number in range(9):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if number % 2:
+                loss, _ = step.gradients(x) if fast else nn.value_and_grad(model, loss_fn)(model, x)
+                losses[-1].append(float(loss))
+            losses[-1].append(float(step(x).loss if fast else plain(x)[0]))
+        left.append((model.calls, model.share))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+    assert left[0] == left[1]
+
+
 def test_a_loss_that_counts_beside_numbers_that_change_stays_native() -> None:
     schedule = Schedule()
 

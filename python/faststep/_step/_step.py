@@ -265,7 +265,9 @@ class Step:
         self._program.core.load_state(*_state.flat(state, self.model))
 
     def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
-        """Compute loss and gradients of one batch and change nothing.
+        """Compute loss and gradients of one batch; all arrays of model and optimizer stay as they are.
+
+        What the loss function changes itself beside arrays, a count of its calls, say, it changes here too.
 
         Args:
             *batch: As for a step.

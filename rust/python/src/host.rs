@@ -250,7 +250,9 @@ impl PythonHost {
             Err(_) => false,
         };
         let ended = matches!(&outcome, Ok(Err(_))) && stays && compiled && self.ends();
-        let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
+        // gradients alone leave the model's arrays as they are, and what the loss counts
+        let alone = restore && !compiled && matches!(outcome, Ok(Ok(_)));
+        let left = (ended || alone).then(|| own_changes(&reached, &snapshot, false, py));
         let reached_again = reached.restore(py, !sketch && stays);
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
@@ -260,7 +262,7 @@ impl PythonHost {
         };
         keys.set_item(0, old_key)?;
         reached_again.and(model_again)?;
-        leave_ended(left.transpose()?, sketch, py)?;
+        leave_again(left.transpose()?, sketch, py)?;
         drop((before, slots, snapshot, reached)); // with their handles of the inputs
         match outcome {
             Ok(Ok(left)) => self.note_loss(left),
@@ -475,8 +477,8 @@ fn own_changes<'py>(
     Ok((note(model, true)?, note(changed, false)?))
 }
 
-// an error of the loss ends the call: what it has changed before stays, though it has been taken back
-fn leave_ended(
+// what the loss has changed itself stays, though it has been taken back
+fn leave_again(
     left: Option<(Vec<OwnChange>, Vec<OwnChange>)>,
     sketch: bool,
     py: Python<'_>,
