@@ -265,7 +265,7 @@ class Step:
         self._program.core.load_state(*_state.flat(state, self.model))
 
     def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
-        """Compute loss and gradients of one batch; all arrays of model and optimizer stay as they are.
+        """Compute loss and gradients of one batch; all arrays of model and optimizer, and the random state, stay.
 
         What the loss function changes itself beside arrays, a count of its calls, say, it changes here too.
 
