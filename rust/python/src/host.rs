@@ -250,9 +250,10 @@ impl PythonHost {
             Err(_) => false,
         };
         let ended = matches!(&outcome, Ok(Err(_))) && stays && compiled && self.ends();
+        let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
         // gradients alone leave the model's arrays as they are, and what the loss counts
         let alone = restore && !compiled && matches!(outcome, Ok(Ok(_)));
-        let left = (ended || alone).then(|| own_changes(&reached, &snapshot, false, py));
+        let counted = alone.then(|| own_changes(&reached, &snapshot, false, py));
         let reached_again = reached.restore(py, !sketch && stays);
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
@@ -262,7 +263,11 @@ impl PythonHost {
         };
         keys.set_item(0, old_key)?;
         reached_again.and(model_again)?;
-        leave_again(left.transpose()?, sketch, py)?;
+        leave_ended(left.transpose()?, sketch, py)?;
+        if let Some((mut on_model, _)) = counted.transpose()? {
+            on_model.retain(|own| own.is_plain(py));
+            leave(on_model, py)?;
+        }
         drop((before, slots, snapshot, reached)); // with their handles of the inputs
         match outcome {
             Ok(Ok(left)) => self.note_loss(left),
@@ -477,8 +482,8 @@ fn own_changes<'py>(
     Ok((note(model, true)?, note(changed, false)?))
 }
 
-// what the loss has changed itself stays, though it has been taken back
-fn leave_again(
+// an error of the loss ends the call: what it has changed before stays, though it has been taken back
+fn leave_ended(
     left: Option<(Vec<OwnChange>, Vec<OwnChange>)>,
     sketch: bool,
     py: Python<'_>,

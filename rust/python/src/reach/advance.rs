@@ -326,6 +326,11 @@ pub struct OwnChange {
 }
 
 impl OwnChange {
+    /// Return whether it adds to numbers or a list, or puts a number or a text in the place of another value.
+    pub fn is_plain(&self, py: Python<'_>) -> bool {
+        self.adds.is_some() || self.change.is_plain(py)
+    }
+
     /// Note changes, with what was there before, as long as they are there. `first`: a number that was not there was 0.
     pub fn note(
         changes: Vec<Change>,
