@@ -331,3 +331,102 @@ def test_what_an_uncompiled_loss_keeps_is_right_whatever_the_shapes() -> None:
     step = Step(*model(), functools.partial(loss_fn, kept=kept))
     total = sum(step(graph=graph).loss.item() for graph in made)
     assert kept.total.item() == pytest.approx(total, rel=1e-5)
+
+
+class Keeps(nn.Module):
+    """A model that keeps something of its last batch, in a way of its own."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.keeps = nn.Linear(3, 2), nn.BatchNorm(2), keeps
+        self._last = mx.zeros((6, 2))
+        self._pair = (mx.zeros((6, 2)), mx.zeros((6,), mx.uint32))
+        self._by_name = {"last": mx.zeros((6,))}
+        self.calls = 0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.norm(mx.tanh(self.layer(x)))
+        if self.keeps == "an array that it reads":
+            y = y + 0.1 * self._last.mean(axis=0)
+        if self.keeps == "a mask":
+            if self._last.shape[0] != len(x):
+                self._last = mx.full((len(x), 2), 1.0 + len(x))
+            y = y * self._last
+        elif self.keeps == "a tuple":
+            self._pair = (mx.stop_gradient(y), mx.argmax(y, axis=1))
+        elif self.keeps == "a dict":
+            self._by_name["last"] = mx.stop_gradient(y.sum(axis=1))
+        elif self.keeps != "nothing":
+            self._last = mx.stop_gradient(y)
+        self.calls += self.keeps == "an array and a count"
+        return y
+
+    def kept(self) -> list[mx.array]:
+        return [self._last, *self._pair, self._by_name["last"], mx.array(self.calls), self.norm.running_mean]
+
+
+class Carries:
+    """The same of the object whose method is the loss."""
+
+    def __init__(self, carries: bool) -> None:
+        self.carries, self.hidden, self.calls = carries, (mx.zeros((6,)), mx.zeros((6, 2))), 0
+
+    def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+        y = model(x)
+        if self.carries:
+            y = y + 0.1 * self.hidden[1].mean(axis=0)
+            self.hidden = (mx.stop_gradient(y.sum(axis=1)), mx.stop_gradient(y))
+            self.calls += 1
+        return mx.square(y - 1).mean()
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it assigns an array of another shape")
+@pytest.mark.parametrize("lengths", [[6, 6, 6, 3], [6, 5, 3]])
+@pytest.mark.parametrize(
+    ("keeps", "carries"),
+    [
+        *((keeps, False) for keeps in ("an array", "an array that it reads", "a mask", "a tuple", "a dict")),
+        ("an array and a count", False),
+        ("nothing", True),
+        ("a tuple", True),
+    ],
+)
+def test_what_is_kept_of_a_shorter_batch_has_its_shape(keeps: str, carries: bool, lengths: list[int]) -> None:
+    """The last batch of each epoch is shorter: once such a call has come before, it is native."""
+    mx.random.seed(5)
+    models, agents = [Keeps(keeps) for _ in range(2)], [Carries(carries) for _ in range(2)]
+    models[1].update(models[0].parameters())
+    adams = [optim.Adam(1e-2) for _ in models]
+    step = Step(models[0], adams[0], agents[0].loss)
+    take = plain_step(models[1], adams[1], agents[1].loss)
+    rng = np.random.default_rng(6)
+    for at in range(24):
+        x = mx.array(rng.standard_normal((lengths[at % len(lengths)], 3)).astype(np.float32))
+        assert_same(step(x).loss.item(), take(x)[0].item(), 1e-5)
+        for ours, reference in zip(models[0].kept(), models[1].kept(), strict=True):
+            assert_same(ours, reference, 1e-5)
+        for ours, reference in zip(agents[0].hidden, agents[1].hidden, strict=True):
+            assert_same(ours, reference, 1e-5)
+        assert agents[0].calls == agents[1].calls
+    if keeps != "an array and a count":
+        assert step.stats.mode == "native"
+        made = len(step.stats.traces)
+        step(mx.ones((lengths[0], 3)))
+        assert len(step.stats.traces) == made
+
+
+def test_what_a_skipped_batch_of_another_shape_would_keep_is_left_out() -> None:
+    mx.random.seed(5)
+    model, agent = Keeps("an array"), Carries(True)
+    step = Step(model, optim.Adam(1e-2), agent.loss)
+    good = {length: mx.array(np.random.default_rng(length).standard_normal((length, 3))) for length in (6, 3)}
+    for length in (6, 6, 3) * 3:
+        step(good[length])
+    assert step.stats.mode == "native"
+    before = [np.array(each) for each in (*model.kept(), *agent.hidden)]
+    assert step(good[6] * float("nan")).skipped.item()
+    for ours, value in zip((*model.kept(), *agent.hidden), before, strict=True):
+        assert_same(ours, value)
+    step(good[6])
+    assert model._last.shape == (6, 2)
+    assert agent.hidden[0].shape == (6,)

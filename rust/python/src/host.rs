@@ -63,6 +63,8 @@ pub struct Current {
     pub mixed: bool,
     /// True if the loss is computed once and replayed: then it may store no arrays beside the model's slots.
     pub compiled: bool,
+    /// True if the trace repeats that the loss assigns arrays of another shape.
+    pub reshapes: bool,
     /// True if everything that the loss does to the model is taken back.
     pub restore: bool,
     /// Objects that the loss reaches beside the model and its arguments; their arrays stand behind the model's others.
@@ -111,6 +113,11 @@ pub struct Current {
 }
 
 impl Current {
+    // true if the loss has changed numbers of the model itself
+    fn changes_model(&self) -> bool {
+        !(self.changed.0.is_empty() && self.suspect.model.is_empty())
+    }
+
     // what the loss has changed itself: to be left where its graph is wanted, and looked at behind the step where it is traced
     fn note_changes<'py>(
         &mut self,
@@ -215,7 +222,8 @@ impl PythonHost {
                     return Err(Stop::Probe);
                 }
             }
-            let reached = Reached::new(py, looked, current.others, current.compiled, others)?;
+            let how = (current.compiled, current.reshapes);
+            let reached = Reached::new(py, looked, current.others, how, others)?;
             current.tracers = reached.constants(others).to_vec();
             let (restore, compiled, sketch) = (current.restore, current.compiled, current.sketch);
             (restore, compiled, sketch, positions, reached)
@@ -235,6 +243,10 @@ impl PythonHost {
                         return Err(Stop::Stores(what));
                     }
                     current.note_changes(py, (&reached, &snapshot), positions.as_ref())?;
+                    if current.reshapes && current.changes_model() {
+                        let what = "it assigns arrays of another shape, and counts on the model";
+                        return Err(Stop::Reshapes(what.into()));
+                    }
                     Ok(Ok(left))
                 })
             }

@@ -106,6 +106,7 @@ struct Inner {
     looked_ahead: LookedAhead,
     counts: Option<(Vec<f64>, Rc<Vec<Advance>>)>, // how far numbers of the model have come, behind the last step
     changes_model: bool,                          // the loss changes numbers of the model itself
+    reshapes: bool, // a trace repeats that the loss assigns arrays of another shape
     shared_draws: usize, // how often a generator of the process has moved while a graph was compared
     apart: bool,         // the loss is called for its graph behind a call of the user's
     takes: Option<String>, // generators and iterators from which the loss has taken as it was called for its graph
@@ -183,6 +184,7 @@ impl Step {
                 looked_ahead: LookedAhead::default(),
                 counts: None,
                 changes_model: false,
+                reshapes: false,
                 shared_draws: 0,
                 apart: false,
                 takes: None,

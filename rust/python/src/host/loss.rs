@@ -170,7 +170,9 @@ impl Current {
                         "{what}, which is trained: freeze it, `model.freeze(keys=[...])`, or give its name an underscore in front"
                     )))
                 }
-                Role::Other(_) if self.compiled => return Err(Stop::Stores(what)),
+                Role::Other(_) if self.compiled && !self.reshapes => {
+                    return Err(Stop::Reshapes(what))
+                }
                 Role::Other(_) => {}
             }
         }

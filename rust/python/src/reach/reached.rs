@@ -27,6 +27,7 @@ pub struct Written {
 /// The tracer is put into the array object itself, wherever that stands: in a tuple or a cell too.
 pub struct Reached<'py> {
     looked: Rc<Looked>,
+    reshapes: bool, // the trace repeats that the loss assigns arrays of another shape
     traced: Option<Traced<'py>>, // none where the loss is called at every step
 }
 
@@ -44,12 +45,13 @@ impl<'py> Reached<'py> {
         py: Python<'py>,
         looked: Rc<Looked>,
         first: usize,
-        compiled: bool,
+        (compiled, reshapes): (bool, bool),
         others: &[Array],
     ) -> PyResult<Self> {
         if !compiled {
             return Ok(Self {
                 looked,
+                reshapes,
                 traced: None,
             });
         }
@@ -65,6 +67,7 @@ impl<'py> Reached<'py> {
         }
         Ok(Self {
             looked,
+            reshapes,
             traced: Some(traced),
         })
     }
@@ -89,7 +92,7 @@ impl<'py> Reached<'py> {
             return Ok(Written::default());
         };
         let mut written = Written::default();
-        for (node, arrays) in self.looked.replaced(py)? {
+        for (node, arrays) in self.looked.replaced(py, self.reshapes)? {
             let numbers = arrays.iter().map(|(number, _)| *number).collect();
             written.replaced.push((node, numbers));
             let arrays = arrays.into_iter();
@@ -110,8 +113,9 @@ impl<'py> Reached<'py> {
             if faststep::engine::array::id(&array) == faststep::engine::array::id(tracer) {
                 continue;
             }
-            if array.shape() != tracer.shape() || array.dtype() != tracer.dtype() {
-                return Err(Stop::Stores(another(&name(), tracer, &array)));
+            let fits = array.shape() == tracer.shape() && array.dtype() == tracer.dtype();
+            if !fits && !self.reshapes {
+                return Err(Stop::Reshapes(another(&name(), tracer, &array)));
             }
             if same {
                 written.in_place.push(number);

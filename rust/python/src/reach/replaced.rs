@@ -11,6 +11,7 @@ use super::{
     looked::Looked,
     node::{Expect, How, Met},
     seen::equal,
+    stop::{another, Stop},
     Program,
 };
 use crate::mlx::{bridge, classes::is_module};
@@ -43,8 +44,8 @@ impl Program {
 
 impl Looked {
     /// Dicts, lists and tuples in whose place the loss has put another one of the same form, by node, and the arrays in
-    /// each, by number. The old ones are put back.
-    pub fn replaced(&self, py: Python<'_>) -> PyResult<Vec<(usize, Numbered)>> {
+    /// each, by number. The old ones are put back. `reshapes`: the arrays may have other shapes.
+    pub fn replaced(&self, py: Python<'_>, reshapes: bool) -> Result<Vec<(usize, Numbered)>, Stop> {
         let objects = self.bound(py);
         let firsts = self.program.firsts();
         let mut replaced = Vec::new();
@@ -57,10 +58,18 @@ impl Looked {
                 continue;
             };
             let mut arrays = Vec::new();
-            if self.has_form(at, &now, &firsts, &mut arrays)
-                && !arrays.is_empty()
-                && node.put(&objects, &old)?
-            {
+            if !self.has_form(at, &now, &firsts, &mut arrays) || arrays.is_empty() {
+                continue;
+            }
+            let mut others = arrays.iter().filter(|(number, array)| {
+                self.tensors.get(*number) != Some(&Tensor::of(array)) && !reshapes
+            });
+            if let Some((number, array)) = others.next() {
+                let before = &self.arrays[*number];
+                let what = another(&self.name(py, *number), before, array);
+                return Err(Stop::Reshapes(what));
+            }
+            if node.put(&objects, &old)? {
                 replaced.push((at, arrays));
             }
         }
@@ -96,11 +105,9 @@ impl Looked {
                 match &node.expect {
                     Expect::Array => {
                         let array = bridge::get(&item);
-                        let fits = array.as_ref().is_some_and(|array| {
-                            self.tensors.get(firsts[child]) == Some(&Tensor::of(array))
-                        });
+                        let is_array = array.is_some();
                         arrays.extend(array.map(|array| (firsts[child], array)));
-                        fits
+                        is_array
                     }
                     Expect::Container(..) => self.has_form(child, &item, firsts, arrays),
                     Expect::Value(_, number) => equal(self.values[*number].bind(py), &item),

@@ -12,8 +12,10 @@ pub enum Stop {
     Untraceable(String),
     /// The optimizer makes something else of its state, which the next trace may be for.
     Becomes(String),
-    /// The loss stores an array where there was none, or one of another shape, and the next trace may find it there.
+    /// The loss stores an array where there was none, and the next trace may find it there.
     Stores(String),
+    /// The loss assigns an array of another shape: a trace of such a call repeats it, where it comes again.
+    Reshapes(String),
     /// The loss might take from what cannot be put back, were its trace given up: a call without one tells.
     Probe,
     /// A trace might be used once, for this reason.
@@ -32,6 +34,7 @@ impl Stop {
             Self::Untraceable(why) => Self::Untraceable(why + more),
             Self::Becomes(why) => Self::Becomes(why + more),
             Self::Stores(why) => Self::Stores(why + more),
+            Self::Reshapes(why) => Self::Reshapes(why + more),
             Self::Raised(_) | Self::Refused(..) | Self::Probe | Self::Rare(_) => self,
         }
     }
@@ -43,7 +46,7 @@ impl From<PyErr> for Stop {
     }
 }
 
-/// The reason for which no trace can repeat an assignment.
+/// The reason for which a trace does not repeat an assignment.
 pub fn another(name: &str, before: &Array, now: &Array) -> String {
     format!(
         "it assigns an array of another shape or dtype to {name}: {:?} {:?} -> {:?} {:?}",

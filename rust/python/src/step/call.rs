@@ -1,7 +1,7 @@
 //! One call: takes over what the user has changed, steps, returns the outputs.
 use std::{rc::Rc, time::Instant};
 
-use faststep::engine::{memory, Output, Outputs, Task};
+use faststep::engine::{memory, Output, Outputs, Task, Tensor};
 use mlx_rs::Array;
 use pyo3::{
     prelude::*,
@@ -56,8 +56,9 @@ impl Inner {
                 undo.restore()?;
                 store.discard();
             }
-            let (output, new) = outcome?;
+            let (mut output, new) = outcome?;
             let shown = Instant::now();
+            leave_out_missed(py, store, &given, &mut output.batch)?;
             store.take_output(py, &prepared, &output.batch)?;
             if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
                 let (others, first) = (&output.batch.others, store.others.len());
@@ -311,6 +312,28 @@ impl Inner {
             },
         }
     }
+}
+
+// an array that would get another shape keeps its value where the batch was skipped: a trace cannot choose between the two
+fn leave_out_missed(
+    py: Python<'_>,
+    store: &Store,
+    given: &Given,
+    outputs: &mut Outputs,
+) -> PyResult<()> {
+    let Some(skipped) = &outputs.skipped else {
+        return Ok(());
+    };
+    let fits = |(index, array): &(usize, Array)| {
+        let (model, reached) = (&store.others, &given.looked.arrays);
+        let before = model.get(*index);
+        let before = before.or_else(|| reached.get(index.checked_sub(model.len())?));
+        before.is_some_and(|before| Tensor::of(before) == Tensor::of(array))
+    };
+    if !outputs.others.iter().all(fits) && read(is_true(py, skipped))? {
+        outputs.others.retain(fits);
+    }
+    Ok(())
 }
 
 fn fill<'a, 'py>(

@@ -154,6 +154,7 @@ impl Inner {
             }
             return Ok(());
         }
+        self.reshapes = self.may_reshape(&key, py);
         let changed = self
             .traces
             .recent()
@@ -366,6 +367,11 @@ impl Inner {
         sketch?.ok_or_else(|| Stop::Raised(missing()))
     }
 
+    // numbers that the loss changes on the model are looked at behind a step whose trace leaves the shapes
+    fn may_reshape(&self, key: &Key, py: Python<'_>) -> bool {
+        self.compiled && !self.changes_model && self.traces.reshapes(key, py)
+    }
+
     // none where the graph of the loss does not determine the rest
     fn sketch_once(
         &mut self,
@@ -378,6 +384,7 @@ impl Inner {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let recipe = self.recipe(store, key, store.others.len() + key.front.reached.len())?;
         let mut trace = Trace::new(recipe, self.host.clone(), Compiled::Whole);
+        self.reshapes = self.may_reshape(key, user.py());
         let call = self.enter_host(store, user, given, true, &[])?;
         let mut asked = false;
         if let Some(current) = self.host.current.borrow_mut().as_mut() {

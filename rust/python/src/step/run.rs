@@ -2,7 +2,7 @@
 use std::{collections::HashMap, rc::Rc, time::Instant};
 
 use faststep::{
-    engine::{Call, Compiled, Output, Rule, Stage, Task},
+    engine::{Call, Compiled, Output, Part, Rule, Stage, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -167,7 +167,10 @@ impl Inner {
                     self.has_compiler = false;
                     self.traces.clear();
                 }
-                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why)
+                Stop::Untraceable(why)
+                | Stop::Becomes(why)
+                | Stop::Stores(why)
+                | Stop::Reshapes(why)
                     if !self.compiled =>
                 {
                     return Err(PyRuntimeError::new_err(format!(
@@ -178,9 +181,10 @@ impl Inner {
                 // makes a part of its state at its first update
                 Stop::Becomes(why) if self.became == 0 => self.becomes(why),
                 // a mask for each length, say
-                Stop::Stores(why)
-                    if self.became < MAX_STORES && (self.became == 0 || self.becomes != why) =>
-                {
+                Stop::Stores(why) if self.stores(&why) => self.becomes(why),
+                // what a model keeps of its last batch, say
+                Stop::Reshapes(why) if self.stores(&why) => {
+                    self.note_reshaping(store, given, task)?;
                     self.becomes(why);
                 }
                 Stop::Rare(why) => self.becomes = why.into(),
@@ -188,7 +192,10 @@ impl Inner {
                     self.probe = Some(true);
                     self.becomes = "it is seen whether its loss takes from an iterator".into();
                 }
-                Stop::Untraceable(why) | Stop::Becomes(why) | Stop::Stores(why) => {
+                Stop::Untraceable(why)
+                | Stop::Becomes(why)
+                | Stop::Stores(why)
+                | Stop::Reshapes(why) => {
                     self.fall_back(user.py(), why)?;
                     self.traces.clear();
                 }
@@ -231,6 +238,24 @@ impl Inner {
         self.compiled = false;
         self.traces.clear();
         self.fall_back(py, why)
+    }
+
+    // true if a loss that stores an array may be traced for the next batch
+    fn stores(&self, why: &str) -> bool {
+        self.became < MAX_STORES && (self.became == 0 || self.becomes != why)
+    }
+
+    // when such a call comes again, its trace repeats that the loss assigns an array of another shape
+    fn note_reshaping(&mut self, store: &Store, given: &Given, task: Task) -> PyResult<()> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let rule = store.rule.as_ref().ok_or_else(missing)?;
+        for part in task.parts(rule) {
+            if !matches!(part, Part::Update(_)) {
+                let key = self.loss_key(store, given, rule, part)?;
+                self.traces.note_reshaping(key);
+            }
+        }
+        Ok(())
     }
 
     fn becomes(&mut self, why: String) {
@@ -436,6 +461,7 @@ impl Inner {
             roles: signature.roles.clone(),
             trainable: signature.trainable.clone_ref(py),
             compiled: self.compiled,
+            reshapes: self.reshapes,
             restore,
             looked: given.looked.clone(),
             others: store.others.len(),

@@ -205,7 +205,8 @@ pub struct Traces {
     rare_values: Vec<(Seen, usize)>, // the same for numbers and texts that made the form of a graph
     new_values: usize,       // calls for which these were rare, one after the other
     warning: Option<String>,
-    changes: usize, // before which a step ran uncompiled
+    changes: usize,     // before which a step ran uncompiled
+    reshaped: Vec<Key>, // kinds of calls in which the loss assigns arrays of another shape; the last one last
 }
 
 impl Traces {
@@ -246,6 +247,19 @@ impl Traces {
                 entry.kept.seen.clear();
             }
         }
+    }
+
+    /// In a call of this kind the loss assigns an array of another shape.
+    pub fn note_reshaping(&mut self, key: Key) {
+        self.reshaped.push(key);
+        if self.reshaped.len() > MAX_RARE {
+            self.reshaped.remove(0);
+        }
+    }
+
+    /// Return whether it has done that in a call of this kind before.
+    pub fn reshapes(&self, key: &Key, py: Python<'_>) -> bool {
+        self.reshaped.iter().any(|known| equals(known, key, py))
     }
 
     /// The traces, the one used last first.

@@ -105,6 +105,9 @@ impl Engine {
             let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
             let others = outputs.others.iter().map(|(at, value)| (*at, value));
             for (at, value) in others.chain(key) {
+                if value.shape() != given[at].array().shape() {
+                    return Err("the model keeps an array that gets another shape".into());
+                }
                 carried.push((value.clone(), given[at].array().clone()));
             }
             let results = outputs.given_out().cloned().collect();

@@ -195,13 +195,13 @@ impl<'a> Body<'a> {
     ) -> Result<()> {
         for (index, new) in &mut outputs.others {
             let old = &inputs.others[*index];
-            if new.shape() == old.shape() {
+            if new.shape() == old.shape() && new.dtype() == old.dtype() {
                 *new = choose(good, new.clone(), old)?;
-            } else if let Some(good) = good {
+            } else if let (Some(good), true) = (good, self.eager) {
                 if !self.reads(good)? {
-                    *new = old.clone(); // a buffer gets another shape in no trace: its values can be read
+                    *new = old.clone();
                 }
-            }
+            } // else the host leaves it out where the batch was skipped
         }
         if outputs.skipped.is_none() {
             outputs.skipped = good.map(Array::logical_not).transpose()?;
