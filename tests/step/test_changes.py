@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 from faststep import Step, fast_step
 from support.changes import CHANGES, Change, halve, setting
-from support.helpers import Row, StepFn, Taken, Tree, assert_close, copy_tree, plain_step, save_and_load, snapshot
+from support.helpers import (
+    Row,
+    StepFn,
+    Taken,
+    Tree,
+    assert_close,
+    assert_same,
+    copy_tree,
+    plain_step,
+    save_and_load,
+    snapshot,
+)
 from support.models import CLASSES, cross_entropy
 
 
@@ -81,6 +92,28 @@ def test_an_option_of_any_optimizer_is_seen(optimizer: str, name: str, value: Tr
         return fast_step(*ours, cross_entropy, *batch), None
 
     assert_close(take_four(take, ours, change)[1], wanted[1], 2e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd-weight-decay", "sgd-momentum"])
+def test_a_weight_decay_that_is_set_before_each_step_takes_no_traces(
+    optimizer: str, compiled: bool, accumulate: int
+) -> None:
+    """As schedules of DINO and I-JEPA do."""
+    row = Row("mlp", optimizer)
+    reference, ours = row.new(), row.new()
+    take = plain_step(*reference, cross_entropy, accumulate=accumulate)
+    step = Step(*ours, cross_entropy, accumulate=accumulate, compile=compiled)
+    made = 0
+    for number, batch in enumerate(row.case.batches(24)):
+        for _, each in (reference, ours):
+            each.weight_decay = 0.0 if number == 13 else 0.04 + 0.01 * number
+        assert_same(step(*batch).loss.item(), take(*batch)[0].item(), 2e-5)
+        made = len(step.stats.traces) if number == 15 else made
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert len(step.stats.traces) == made
+    assert made <= 5 * accumulate
 
 
 def all_at_once(state: Tree, saved: Tree) -> None:

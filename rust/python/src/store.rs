@@ -17,6 +17,7 @@ mod values;
 use std::{rc::Rc, sync::Arc, thread::ThreadId};
 
 use faststep::engine::{Engine, HeldArrays, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
+use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
     prelude::*,
@@ -126,7 +127,9 @@ pub struct Store {
     varying: Vec<Rc<Varying>>,
     own_numbers: bool, // the loss changes numbers of the model itself: all are part of the signature
     current: Option<Rc<ModelSignature>>,
-    options: Vec<(usize, Tree)>, // most recent last
+    options: Vec<(usize, Tree)>,       // most recent last
+    decay: (f64, usize), // the optimizer's weight decay, and how often it has become another one
+    given_decay: Option<(f64, Array)>, // where it is an array
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
@@ -185,6 +188,8 @@ impl Store {
             clock: Arc::default(),
             lazy: LazyInputs::default(),
             rule: None,
+            decay: (f64::NAN, 0),
+            given_decay: None,
             drafts: false,
             mixed: false,
             kept: None,
@@ -260,7 +265,13 @@ impl Store {
         let to_take = if same { &[] } else { &slots[..] };
         let packed = self.take_values(to_take, &state, undo.is_some())? || undo.is_some();
         if let Some(engine) = &mut self.engine {
+            let takes_decay = matches!(&self.rule, Some(Rule::Native(it)) if it.takes_decay());
+            let needs = Needs {
+                decay: takes_decay,
+                ..needs
+            };
             engine.need(needs).map_err(|error| to_python(&error))?;
+            self.give_decay();
         }
         Ok(Prepared {
             aliased: !self.signature()?.tree.doubles().is_empty(),

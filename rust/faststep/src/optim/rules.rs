@@ -19,6 +19,7 @@ use crate::{
 pub struct Rules {
     rules: Vec<Optimizer>,
     of: Vec<usize>,
+    takes_decay: bool, // the weight decay is an array
 }
 
 /// The outputs of an update.
@@ -50,7 +51,36 @@ impl Rules {
     /// `of`: for each tensor, the rule that updates it.
     #[must_use]
     pub fn new(rules: Vec<Optimizer>, of: Vec<usize>) -> Self {
-        Self { rules, of }
+        Self {
+            rules,
+            of,
+            takes_decay: false,
+        }
+    }
+
+    /// The weight decay of the only rule, where it is above 0.
+    #[must_use]
+    pub fn decay(&self) -> Option<f64> {
+        let [rule] = &self.rules[..] else {
+            return None;
+        };
+        rule.decay().filter(|&decay| decay > 0.0)
+    }
+
+    /// The same with a weight decay, of which there is one, that is an array of the state ([`Places::decay`]).
+    ///
+    /// [`Places::decay`]: crate::layout::aux_state::Places::decay
+    #[must_use]
+    pub fn with_decay_taken(mut self) -> Self {
+        self.rules.iter_mut().for_each(|rule| rule.set_decay(1.0));
+        self.takes_decay = true;
+        self
+    }
+
+    /// Return whether the weight decay is an array.
+    #[must_use]
+    pub fn takes_decay(&self) -> bool {
+        self.takes_decay
     }
 
     /// Use one rule for this number of tensors.
@@ -158,12 +188,12 @@ impl Rules {
         places.collect()
     }
 
-    /// One update of every buffer: the new parameters, and what is new in `state`.
+    /// One update of every buffer: the new parameters, and what is new in `state`. `decay`: where it is an array.
     pub(crate) fn update(
         &self,
         layout: &Layout,
         schedule: Schedule,
-        state: &[Array],
+        (state, decay): (&[Array], Option<&Array>),
         (gradients, weights): (&[Array], &[Array]),
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
@@ -187,6 +217,9 @@ impl Rules {
                 moments: old,
                 rate: rate
                     .map(|rate| rate.as_dtype(gradient.dtype()))
+                    .transpose()?,
+                decay: decay
+                    .map(|decay| decay.as_dtype(gradient.dtype()))
                     .transpose()?,
                 step: &head.step,
                 take: good,
@@ -256,6 +289,7 @@ fn update_stack(rule: &Optimizer, shape: &[i32], given: &Given) -> Updated {
         parameter: &parameter,
         moments: &moments,
         rate: given.rate.clone(),
+        decay: given.decay.clone(),
         ..*given
     })?;
     let pairs = new_moments.iter().zip(given.moments);

@@ -79,7 +79,8 @@ impl Store {
             Engine::new
         };
         let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
-            self.rule = Some(Rule::Native(Rc::new(native.rules)));
+            let rules = self.with_decay(native.rules);
+            self.rule = Some(Rule::Native(Rc::new(rules)));
             let mut moments = native.moments;
             moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
             self.moments = Some(moments);

@@ -4,7 +4,7 @@ use std::{
     rc::Rc,
 };
 
-use faststep::engine::{Role, Rule};
+use faststep::engine::{Role, Rule, Rules};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*, types::PyDict};
 
@@ -308,11 +308,41 @@ impl Store {
             let Some(rules) = rule else {
                 return Ok(None); // of a `MultiOptimizer`, predicates may have changed
             };
+            let rules = self.with_decay(rules);
             self.rule = Some(Rule::Native(Rc::new(rules)));
         } else if !same {
             return Ok(None);
         }
         self.state_or(slots, optimizer)
+    }
+
+    /// Rules whose weight decay is an array of the state, once it has had a few values.
+    pub(super) fn with_decay(&mut self, rules: Rules) -> Rules {
+        let Some(decay) = rules.decay() else {
+            return rules;
+        };
+        let (now, changes) = self.decay;
+        self.decay = (decay, changes + usize::from(now != decay));
+        if self.decay.1 > MANY_VALUES {
+            return rules.with_decay_taken();
+        }
+        rules
+    }
+
+    /// Put the weight decay into its place.
+    pub(super) fn give_decay(&mut self) {
+        let (Some(Rule::Native(rules)), Some(engine)) = (&self.rule, &mut self.engine) else {
+            return;
+        };
+        let Some(at) = engine.places().decay.filter(|_| rules.takes_decay()) else {
+            return;
+        };
+        let decay = self.decay.0;
+        let known = self.given_decay.take().filter(|(known, _)| *known == decay);
+        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+        let (_, array) = known.unwrap_or_else(|| (decay, Array::from_f32(decay as f32)));
+        engine.set_state(at, array.clone());
+        self.given_decay = Some((decay, array));
     }
 
     fn state_or<'py>(
@@ -334,10 +364,10 @@ impl Store {
     }
 
     pub(super) fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
-        let at = self
-            .options
-            .iter()
-            .position(|(_, known)| known.equals(&tree, py));
+        let native = matches!(self.rule, Some(Rule::Native(_))); // its numbers are in the rule
+        let at = self.options.iter().position(|(_, known)| {
+            known.equals(&tree, py) || (native && known.equals_but_numbers(&tree, py))
+        });
         let id = if let Some(at) = at {
             self.options.remove(at).0
         } else {

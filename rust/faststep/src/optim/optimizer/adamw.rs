@@ -53,7 +53,7 @@ impl Rule for AdamW {
 
     // w = (1 - lr wd) w, then as Adam
     fn update(&self, given: &Given) -> Updated {
-        let decay = given.number(self.weight_decay);
+        let decay = given.decay(self.weight_decay);
         let decay = given.rate()?.multiply(decay)?;
         let keep = given.number(1.0).subtract(decay)?.contiguous()?; // once, not for every element
         let parameter = given.parameter.multiply(keep)?;

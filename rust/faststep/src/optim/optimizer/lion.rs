@@ -45,7 +45,7 @@ impl Rule for Lion {
         let m = given.moment(given.average(b2, m, given.gradient)?, m)?;
         let mut parameter = given.parameter.clone();
         if self.weight_decay > 0.0 {
-            let decay = rate.multiply(given.number(self.weight_decay))?;
+            let decay = rate.multiply(given.decay(self.weight_decay))?;
             let keep = given.number(1.0).subtract(decay)?.contiguous()?;
             parameter = keep.multiply(parameter)?;
         }

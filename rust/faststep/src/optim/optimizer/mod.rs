@@ -113,6 +113,27 @@ impl Optimizer {
         matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)
     }
 
+    /// The weight decay of a rule that may take an array in its place.
+    pub(super) fn decay(&self) -> Option<f64> {
+        match self {
+            Self::AdamW(AdamW { weight_decay, .. })
+            | Self::Lion(Lion { weight_decay, .. })
+            | Self::Muon(Muon { weight_decay, .. })
+            | Self::Sgd(Sgd { weight_decay, .. }) => Some(*weight_decay),
+            _ => None,
+        }
+    }
+
+    pub(super) fn set_decay(&mut self, value: f64) {
+        if let Self::AdamW(AdamW { weight_decay, .. })
+        | Self::Lion(Lion { weight_decay, .. })
+        | Self::Muon(Muon { weight_decay, .. })
+        | Self::Sgd(Sgd { weight_decay, .. }) = self
+        {
+            *weight_decay = value;
+        }
+    }
+
     /// The scalars of the rule in `optimizer.state`, in their order.
     #[must_use]
     pub fn scalars(&self) -> &'static [&'static str] {

@@ -60,7 +60,7 @@ impl Rule for Muon {
         let rest = given.number(1.0 - self.momentum);
         let mut gradient = given.gradient.clone();
         if self.weight_decay != 0.0 {
-            let decay = given.number(self.weight_decay);
+            let decay = given.decay(self.weight_decay);
             gradient = gradient.add(decay.multiply(given.parameter)?)?;
         }
         let v = momentum.multiply(old)?.add(rest.multiply(&gradient)?)?;

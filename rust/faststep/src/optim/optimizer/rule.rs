@@ -118,6 +118,8 @@ pub(in crate::optim) struct Given<'a> {
     pub(in crate::optim) moments: &'a [Array],
     /// The learning rate, in the gradient's dtype.
     pub(in crate::optim) rate: Option<Array>,
+    /// The weight decay in that dtype, where it is an array.
+    pub(in crate::optim) decay: Option<Array>,
     /// The number of this update, from 1.
     pub(in crate::optim) step: &'a Array,
     /// True if the update is taken.
@@ -133,6 +135,11 @@ impl Given<'_> {
     /// A scalar in the dtype of the gradient.
     pub(super) fn number(&self, value: f64) -> Array {
         scalar(value, self.gradient.dtype())
+    }
+
+    /// The weight decay in the dtype of the gradient.
+    pub(super) fn decay(&self, value: f64) -> Array {
+        self.decay.clone().unwrap_or_else(|| self.number(value))
     }
 
     /// The learning rate of a rule that has one.

@@ -40,7 +40,7 @@ impl Rule for Sgd {
         let (rate, parameter) = (given.rate()?, given.parameter);
         let mut gradient = given.gradient.clone();
         if self.weight_decay != 0.0 {
-            let decay = given.number(self.weight_decay);
+            let decay = given.decay(self.weight_decay);
             gradient = gradient.add(decay.multiply(parameter)?)?;
         }
         let Some(old) = given.moments.first() else {

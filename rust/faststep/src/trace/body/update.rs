@@ -110,6 +110,8 @@ impl Body<'_> {
         let rule = match rule {
             Rule::Native(rules) => {
                 let given = (gradients, weights);
+                let decay = self.recipe.places.decay.map(|at| &inputs.state[at]);
+                let state = (state, decay.filter(|_| rules.takes_decay()));
                 if let Some(compiled) = self.compiled {
                     return compiled.update(self.recipe, rules, self.host, state, given, good);
                 }
