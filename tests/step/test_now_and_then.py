@@ -558,3 +558,72 @@ def test_a_parameter_of_integers_is_clipped_as_in_mlx(make: Callable[[], optim.O
                 optimizer.update(model, optim.clip_grad_norm(gradients, 1.0)[0])
         values.append(np.array(model.channels))
     np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
+
+
+class Counting(nn.Module):
+    """A module that counts its calls, beside attributes of other kinds."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), 0
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.calls += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("attribute", [None, types.SimpleNamespace(width=4), squares, nn.gelu])
+def test_a_count_on_another_module_is_one_at_each_call(attribute: Any, decides: bool) -> None:
+    losses, counts = [], []
+    for fast in (False, True):
+        mx.random.seed(1)
+        teacher, model, optimizer = Counting(attribute=attribute), nn.Linear(4, 3), optim.SGD(0.1)
+        teacher.freeze()
+
+        def loss_fn(model: nn.Module, x: mx.array, teacher: Counting = teacher) -> mx.array:
+            loss = mx.square(model(x) - mx.stop_gradient(teacher(x))).mean()
+            return loss * 2 if decides and teacher.calls % 5 == 4 else loss
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        for x in xs(*[8] * 14):
+            losses.append(float(step(x).loss if fast else plain(x)[0]))
+            counts.append(teacher.calls)
+    np.testing.assert_allclose(losses[14:], losses[:14], rtol=2e-5)
+    assert counts == [*range(1, 15)] * 2
+
+
+@pytest.mark.parametrize("counts_in", ["long batches", "a mode", "another loss"])
+def test_a_count_on_the_model_that_only_some_calls_make_is_seen_by_all(counts_in: str) -> None:
+    """One kind of call counts, another one decides by the count."""
+    losses, counts = [], []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = Counting(), optim.SGD(0.1)
+
+        def loss_fn(model: Any, x: mx.array, mode: str) -> mx.array:
+            if len(x) == 8 and mode != "read":
+                model.calls += 1
+            loss = squares(model.layer, x)
+            if (len(x) < 8 or mode == "read") and model.calls >= 7:
+                loss = loss + 0.3 * mx.abs(model.layer(x)).mean()
+            return loss
+
+        def counting(model: Any, x: mx.array, mode: str) -> mx.array:
+            model.calls += 1
+            return squares(model.layer, x)
+
+        other = counting if counts_in == "another loss" else loss_fn
+        plain = [plain_step(model, optimizer, each) for each in (other, loss_fn)]
+        steps = [Step(model, optimizer, other), Step(model, optimizer, loss_fn)]
+        for number in range(30):
+            which = number % 2
+            x = mx.random.normal((5 if which and counts_in == "long batches" else 8, 4), key=mx.random.key(number))
+            mode = "read" if which and counts_in != "long batches" else "count"
+            took = which if counts_in == "another loss" else 0
+            losses.append(float(steps[took](x, mode).loss if fast else plain[took](x, mode)[0]))
+            counts.append(model.calls)
+    np.testing.assert_allclose(losses[30:], losses[:30], rtol=2e-5)
+    assert counts[30:] == counts[:30]

@@ -53,6 +53,12 @@ def calls_later(
     return list(found)[:_MAX]
 
 
+def may_read(codes: Iterable[types.CodeType], names: list[str]) -> bool:
+    """Return whether code of a loss, or of what it calls, does more with numbers of these names than add to them."""
+    every = dict.fromkeys(inner for code in codes for inner in codes_of(code))
+    return any(_reads(code, name) > 0 for code in every for name in names if name in _names(code))
+
+
 def _remainders(now: _Number, limits: list[_Number]) -> Iterator[_Number]:
     """Give out the next numbers that have one of the limits, or 0, as remainder by another one."""
     whole = list(dict.fromkeys(int(limit) for limit in limits if 0 < limit < _FAR and limit == int(limit)))[:_FEW]

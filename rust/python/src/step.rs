@@ -106,6 +106,7 @@ struct Inner {
     looked_ahead: LookedAhead,
     counts: Option<(Vec<f64>, Rc<Vec<Advance>>)>, // how far numbers of the model have come, behind the last step
     changes_model: bool,                          // the loss changes numbers of the model itself
+    reads_counts: ((usize, usize, usize), bool), // of a program and a model with so many counts: whether the loss may read them
     reshapes: bool, // a trace repeats that the loss assigns arrays of another shape
     shared_draws: usize, // how often a generator of the process has moved while a graph was compared
     apart: bool,         // the loss is called for its graph behind a call of the user's
@@ -184,6 +185,7 @@ impl Step {
                 looked_ahead: LookedAhead::default(),
                 counts: None,
                 changes_model: false,
+                reads_counts: Default::default(),
                 reshapes: false,
                 shared_draws: 0,
                 apart: false,

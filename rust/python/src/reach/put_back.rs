@@ -156,6 +156,7 @@ impl Looked {
                 }
             }
         }
+        snapshot.settle();
         Ok(snapshot)
     }
 

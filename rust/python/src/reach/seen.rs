@@ -21,6 +21,8 @@ pub struct Seen {
     pub adds: Rc<Vec<Advance>>,
     /// True if it adds the same in the next call, to the numbers that there are then.
     pub goes_on: bool,
+    /// The numbers of the model to which losses add: this one may read them where another one adds to them.
+    pub counted: Rc<Vec<Py<PyAny>>>,
 }
 
 impl Seen {
@@ -33,6 +35,7 @@ impl Seen {
             template,
             adds: Rc::default(),
             goes_on: true,
+            counted: Rc::default(),
         }
     }
 
@@ -42,6 +45,7 @@ impl Seen {
         Self {
             adds: self.adds.clone(),
             goes_on: self.goes_on,
+            counted: self.counted.clone(),
             ..Self::new(looked, self.constants.clone(), template)
         }
     }
@@ -55,12 +59,22 @@ impl Seen {
             template: None,
             adds: Rc::default(),
             goes_on: true,
+            counted: Rc::default(),
         }
     }
 
     /// Return whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
         self.program == looked.program.id && are_equal(&self.values, &looked.values, py)
+    }
+
+    /// Return whether the loss is known to do the same with numbers of the model to which losses add: it adds to them itself, or
+    /// they are what they have been.
+    pub fn holds_for(&self, counted: &[Py<PyAny>], py: Python<'_>) -> bool {
+        let mut pairs = self.counted.iter().zip(counted);
+        let same = self.counted.len() == counted.len()
+            && pairs.all(|(one, other)| equal(one.bind(py), other.bind(py)));
+        same || self.adds.iter().any(Advance::is_of_model)
     }
 
     /// Return whether both are the same numbers.

@@ -137,7 +137,10 @@ impl Inner {
         given.constants.clear();
         given.adds = Rc::default();
         given.goes_on = true;
-        let fits = |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked);
+        given.counted = Rc::new(self.counted(store, &looked, py)?);
+        let counted = given.counted.clone();
+        let fits =
+            |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked, &counted);
         if let Some(entry) = self.traces.use_again(fits) {
             self.reach.change();
             if !self.compiled && !entry.kept.meet(&given.tree, &looked, py) {
@@ -324,10 +327,12 @@ impl Inner {
         if let (Some(adds), true) = (&adds, goes_on) {
             kept.adds = adds.clone(); // to those of an object that has taken the place of another one, from now on
         }
-        if kept.seen(py, &given.looked).is_none() {
+        let known = kept.seen(py, &given.looked);
+        if known.is_none_or(|seen| !seen.holds_for(&given.counted, py)) {
             let mut seen = Seen::new(&given.looked, given.constants.clone(), template);
             seen.adds = adds.clone().unwrap_or_default();
             seen.goes_on = goes_on;
+            seen.counted = given.counted.clone();
             kept.see(seen);
         }
         if goes_on && kept.seen(py, now).is_none() {
@@ -365,6 +370,29 @@ impl Inner {
         }
         let missing = || PyRuntimeError::new_err("a step was traced without a loss");
         sketch?.ok_or_else(|| Stop::Raised(missing()))
+    }
+
+    // the numbers of the model to which losses add, where the code of this one may read them
+    fn counted(
+        &mut self,
+        store: &Store,
+        looked: &Looked,
+        py: Python<'_>,
+    ) -> PyResult<Vec<Py<PyAny>>> {
+        let counted = store.counted(py)?;
+        if counted.is_empty() || !self.compiled {
+            return Ok(Vec::new());
+        }
+        let of = (looked.program.id, store.signature()?.id, counted.len());
+        if self.reads_counts.0 != of {
+            let reads = looked.may_read(&store.counted_names(py)?, py)?;
+            self.reads_counts = (of, reads);
+        }
+        Ok(if self.reads_counts.1 {
+            counted
+        } else {
+            Vec::new()
+        })
     }
 
     // numbers that the loss changes on the model are looked at behind a step whose trace leaves the shapes

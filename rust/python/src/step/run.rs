@@ -71,6 +71,8 @@ pub(super) struct Given {
     pub(super) constants: Vec<Array>,
     /// What the loss would add to numbers of its own, where its trace stands for the call.
     pub(super) adds: Rc<Vec<Advance>>,
+    /// The numbers of the model to which losses add.
+    pub(super) counted: Rc<Vec<Py<PyAny>>>,
     /// True if it adds the same in the next call, to the numbers that there are then.
     pub(super) goes_on: bool,
     /// True if the call may run uncompiled where there is no trace for it.
@@ -91,6 +93,7 @@ impl Given {
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
             adds: Rc::default(),
+            counted: Rc::default(),
             goes_on: true,
             may_be_rare,
         }

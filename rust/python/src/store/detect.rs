@@ -238,6 +238,21 @@ impl Store {
         Ok(Some(now.clone()))
     }
 
+    /// The numbers of the model to which a loss adds at each call, as they are now.
+    pub fn counted(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        let current = self.signature()?;
+        let numbers = current.counts.iter().map(|&at| current.tree.number(at, py));
+        Ok(numbers.flatten().map(Bound::unbind).collect())
+    }
+
+    /// The paths to them.
+    pub fn counted_names(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let current = self.signature()?;
+        let mut numbers = current.tree.numbers(py);
+        numbers.retain(|(at, _)| current.counts.contains(at));
+        Ok(numbers.into_iter().map(|(_, path)| path).collect())
+    }
+
     // the form of a known model from which this one differs in numbers alone
     fn form(&self, tree: &Tree, py: Python<'_>) -> Option<usize> {
         let models = self.models.iter().rev();

@@ -251,6 +251,15 @@ impl<'py> Snapshot<'py> {
         Ok(found)
     }
 
+    /// Let go of what has been noted once more: it would be a second change of the same.
+    pub fn settle(&mut self) {
+        let mut met = HashSet::new();
+        let mut first = |object: &Bound<'py, PyAny>| met.insert(object.as_ptr());
+        self.dicts.retain(|(dict, _)| first(dict));
+        self.lists.retain(|(list, _)| first(list));
+        self.deques.retain(|(deque, _)| first(deque));
+    }
+
     /// Note the contents of one dict, list or deque.
     pub fn note(&mut self, container: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Ok(dict) = container.cast::<PyDict>() {
