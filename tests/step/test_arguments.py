@@ -377,3 +377,39 @@ def test_a_module_among_the_arguments_may_keep_statistics_and_count() -> None:
     assert left[0][0] == left[1][0] == 5
     np.testing.assert_allclose(left[1][1], left[0][1], rtol=1e-5)
     np.testing.assert_allclose(left[1][2], left[0][2], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it reaches a NumPy array of objects")
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("in_batch", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: np.array(["a" * (1 + number % 3), "b"]),
+        lambda number: np.array(["a" * (1 + number % 3), "b"], object),
+        lambda number: np.array([[0.5] * (1 + number % 3), {}], object),
+        lambda number: np.array([b"a" * (1 + number % 3)]),
+        lambda number: np.array([datetime.date(2020, 1, 1 + number % 5)] * (1 + number % 3), "datetime64[D]"),
+        lambda number: np.ones(1 + number % 3, np.longdouble),
+        lambda number: np.zeros(1 + number % 3, [("weight", "f4")]),
+        lambda number: np.array([], object),
+    ],
+)
+def test_arrays_of_numpy_that_mlx_has_none_of_are_arguments(
+    make: Callable[[int], np.ndarray[Any, Any]], in_batch: bool, reads: bool
+) -> None:
+    """A column of texts in a batch, say."""
+
+    def loss_fn(model: nn.Module, x: mx.array, batch: Any) -> mx.array:
+        column = batch["column"] if isinstance(batch, dict) else batch
+        sized = len(column) and isinstance(column[0], str | bytes | list)
+        size = len(column[0]) if sized else len(column)
+        return squares(model, x) * (1 + size if reads else 1)
+
+    model, reference = nn.Linear(4, 2), nn.Linear(4, 2)
+    reference.update(model.parameters())
+    step, take = Step(model, optim.SGD(1e-2), loss_fn), plain_step(reference, optim.SGD(1e-2), loss_fn)
+    for number in range(8):
+        x, column = mx.random.normal((8, 4), key=mx.random.key(number)), make(number)
+        batch = {"column": column, "label": 1} if in_batch else column
+        np.testing.assert_allclose(step(x, batch).loss, take(x, batch)[0], rtol=2e-5)

@@ -628,3 +628,34 @@ def test_a_count_on_the_model_that_only_some_calls_make_is_seen_by_all(counts_in
             counts.append(model.calls)
     np.testing.assert_allclose(losses[30:], losses[:30], rtol=2e-5)
     assert counts[30:] == counts[:30]
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. its result depends")
+@pytest.mark.parametrize("kind", ["a set", "a dict", "a list of events"])
+def test_a_milestone_among_many_numbers_is_seen(kind: str) -> None:
+    losses = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        at = types.SimpleNamespace(call=0, share=1.0, milestones={160})
+        at.shares = {20 + 10 * number: 1.0 if number < 14 else 0.2 for number in range(20)}
+        at.events = [*((20 + 6 * number, "log") for number in range(18)), (128, "drop")]
+        for number in range(14):
+            setattr(at, f"size{number}", 300 + 7 * number)
+
+        def loss_fn(model: nn.Module, x: mx.array, at: Any = at) -> mx.array:
+            at.call += 1
+            share = sum([at.size0, at.size1, at.size2, at.size3, at.size4, at.size5, at.size6, at.size7]) / 2496
+            sizes = at.size8, at.size9, at.size10, at.size11, at.size12, at.size13
+            if kind == "a set" and at.call in at.milestones:
+                share = 0.2
+            if kind == "a dict" and at.call in at.shares:
+                share = at.shares[at.call]
+            for number, event in at.events if kind == "a list of events" else ():
+                if at.call == number and event == "drop":
+                    share = 0.2
+            return squares(model, x) * (share if sizes else 0)
+
+        model, optimizer = nn.Linear(4, 3), optim.SGD(1e-2)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        losses.append([float(step(x).loss if fast else plain(x)[0]) for x in xs(*[4] * 190)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)

@@ -357,6 +357,59 @@ def test_what_is_too_much_to_be_watched_is_told() -> None:
     assert [warning.filename for warning in caught] == [__file__]
 
 
+class Row:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda rows: dict(enumerate(rows))])
+def test_what_changes_in_a_large_container_of_objects_is_told(kind: Callable[[list[Row]], Any]) -> None:
+    def take(count: int) -> float:
+        rows = kind([Row(1.0) for _ in range(count)])
+        step = Step(nn.Linear(4, 1), optim.SGD(0.0), lambda model, x: model(x).sum() * rows[7].weight)
+        before = step(mx.ones((2, 4))).loss.item()
+        rows[7].weight = 3.0
+        return step(mx.ones((2, 4))).loss.item() / before
+
+    assert take(4000) == pytest.approx(3)
+    with pytest.warns(
+        RuntimeWarning, match=r"reaches a \w+ of 5,000 objects: what changes"
+    ) as caught:
+        take(5000)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_large_table_of_texts_and_numbers_is_nothing_to_be_told() -> None:
+    words, merges = {f"word{number}": number for number in range(5000)}, [("a", "b")] * 5000
+    model = nn.Linear(4, 1)
+    step = Step(model, optim.SGD(0.0), lambda model, x: model(x).sum() * words["word3"] * len(merges[0]))
+    assert step(mx.ones((2, 4))).loss.item() == pytest.approx(6 * model(mx.ones((2, 4))).sum().item(), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it reaches a NumPy array of objects")
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("items", [["a", "bb"], [1.0, 2.0], [{"weight": 1.0}], [Row(1.0)]])
+def test_what_is_in_an_array_of_objects_is_seen(items: list[Any], anew: bool) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        first = held.rows[0]
+        weight = first["weight"] if isinstance(first, dict) else getattr(first, "weight", first)
+        return model(x).sum() * (len(weight) if isinstance(weight, str) else weight)
+
+    held = types.SimpleNamespace(rows=np.array(items, object))
+    model, x = nn.Linear(4, 1), mx.ones((2, 4))
+    step = Step(model, optim.SGD(0.0), loss_fn)
+    for number in range(1, 8):
+        if anew:
+            held.rows = np.array(items, object)
+        if isinstance(items[0], dict):
+            held.rows[0]["weight"] = float(number)
+        elif isinstance(items[0], Row):
+            held.rows[0].weight = float(number)
+        else:
+            held.rows[0] = "a" * number if isinstance(items[0], str) else float(number)
+        assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5)
+
+
 def test_a_large_numpy_array_is_read_as_its_elements_lie() -> None:
     rows = np.ones((400, 300), np.float32)
     for table in (rows, rows.T, rows[::2, ::2], rows.astype(np.float64)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import types
@@ -14,7 +15,8 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", 
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 _DIVIDES = ("%", "//")
 _DECIDES = ("BINARY_MODULO", "BINARY_FLOOR_DIVIDE", "BINARY_SUBSCR")
-_MAX = 24  # calls of a loss that tell
+_MAX = 32  # calls of a loss that tell, beside those for items of lists, sets and dicts
+_MAX_ITEMS = 128  # and for these
 _FEW = 12  # divisors of a length
 _FAR = 1 << 40
 
@@ -39,18 +41,29 @@ def calls_later(
     """
     every = list(dict.fromkeys(inner for code in codes for inner in codes_of(code)))
     found: dict[int, None] = {}
+    items: dict[int, None] = {}
+    several = collections.Counter(name for name, _ in read)
     for name, before, now, is_length in changed:
         naming = [code for code in every if name in _names(code)]
         if now == before or (not is_length and all(_reads(code, name) <= 0 for code in naming)):
             continue  # it only counts
         comparing = [code for code in (*naming, *every) if _compares(code)]
-        limits = [limit for code in comparing for limit in _limits(code, read)]
+        names = frozenset().union(*map(_names, comparing))
+        limits = [number for each, number in read if each in names and several[each] > 1]
+        for limit in limits:
+            items |= dict.fromkeys(_calls(before, now, limit))
+        limits += [limit for code in comparing for limit in _limits(code, read)]
         if is_length:
             limits += list(_remainders(now, limits))
         for limit in limits:
-            times = _times(before, now, limit)
-            found |= dict.fromkeys(each for each in (times - 1, times) if each > 0)
-    return list(found)[:_MAX]
+            found |= dict.fromkeys(_calls(before, now, limit))
+    first = list(items)[:_MAX_ITEMS]
+    return first + [each for each in found if each not in items][:_MAX]
+
+
+def _calls(before: _Number, now: _Number, limit: _Number) -> list[int]:
+    times = _times(before, now, limit)
+    return [each for each in (times - 1, times) if each > 0]
 
 
 def may_read(codes: Iterable[types.CodeType], names: list[str]) -> bool:

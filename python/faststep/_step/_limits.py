@@ -9,7 +9,7 @@ from typing import Any
 
 _Number = int | float
 _FAR = 1 << 40
-_MAX = 48  # calls of a loss that tell
+_MAX = 192  # calls of a loss that tell
 
 
 class Limits:

@@ -25,6 +25,7 @@ from faststep._step._things import (
     VIEWS,
     attributes,
     has_attributes,
+    holds_values,
     is_a,
     is_fixed,
     is_large_deque,
@@ -117,6 +118,7 @@ class Nodes:
         self.codes: set[types.CodeType] = set()  # of MLX's functions
         self.own_codes: dict[types.CodeType, None] = {}  # of functions that are no library's
         self.hidden: str | None = None
+        self.large: dict[str, None] = {}  # containers in whose items nothing is watched
 
     def add(self, parent: int, how: int, key: Any, value: Any) -> int:
         """Add an object as a node, to be followed."""
@@ -187,6 +189,11 @@ class Nodes:
             self.hidden or f"it reaches an object of {type(value).__qualname__}, which cannot be looked at ({what})"
         )
 
+    def note_large(self, value: Any) -> None:
+        """Note a container of which only the items are compared, where they may change themselves."""
+        if not holds_values(value):
+            self.large[f"a {type(value).__name__} of {size(value):,} objects"] = None
+
     def compared(self, value: Any) -> tuple[int, Any]:
         """Return what is compared in an object, and what is expected."""
         if is_a(value, weakref.ref) or type(value) in (*weakref.ProxyTypes, *VIEWS, *GETTERS):
@@ -214,7 +221,10 @@ class Nodes:
                 return ANYTHING, None
             if id(value) in self.growing and is_of_numbers(value):
                 return CONTENTS, type(value)
-            return (CONTAINER, None) if size(value) <= MAX_ITEMS else (CONTENTS, type(value))
+            if size(value) <= MAX_ITEMS:
+                return CONTAINER, None
+            self.note_large(value)
+            return CONTENTS, type(value)
         if is_a(value, collections.deque) and not is_large_deque(value):
             return CONTAINER, None
         if parts(value):

@@ -136,6 +136,13 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
             RuntimeWarning,
             stacklevel=4,  # between the user and this is Step.__call__ or fast_step
         )
+    if search.large and not search.hidden:
+        warnings.warn(
+            f"faststep: the loss reaches {' and '.join(search.large)}: what changes in them is not watched, and keeps "
+            "the value that it has now. Keep it in an mx.array or a NumPy array, or pass to the loss what it reads",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
     draws = may_draw(search.names | search.attributes, search.objects)
@@ -214,8 +221,8 @@ class _Search(Asking):
                 self.follow_container(at, value)
         elif is_a(value, (set, frozenset)):
             self.follow_set(at, value)
-        elif is_a(value, np.ndarray) and value.dtype == object and value.size <= MAX_ITEMS:
-            self.follow_members(at, value.ravel().tolist())
+        elif is_a(value, np.ndarray) and value.dtype.hasobject:
+            self.follow_objects(at, value)
         elif (
             is_a(value, (type, types.ModuleType))
             or self.is_optimizer(value)
@@ -321,6 +328,16 @@ class _Search(Asking):
         """Add the objects in a set, and those that are keys of a dict."""
         for member in members(value):
             self.add(at, HELD, weakref.ref(member), member)
+
+    def follow_objects(self, at: int, value: np.ndarray[Any, Any]) -> None:
+        """Add what is in an array of objects, where that can be watched: in one that is passed, others may be."""
+        items = value.ravel().tolist()
+        if value.size <= MAX_ITEMS and len(members(items)) == len(items) and self.nodes[at][1] != ROOT:
+            self.follow_members(at, items)
+        elif value.size:
+            self.hidden = self.hidden or (
+                "it reaches a NumPy array of objects or texts, whose changes cannot be seen: make it a list"
+            )
 
     def follow_deque(self, at: int, value: Any) -> None:
         """Add what is in a short deque, and how long another is."""

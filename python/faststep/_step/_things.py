@@ -13,6 +13,7 @@ import fractions
 import functools
 import inspect
 import io
+import itertools
 import operator
 import string
 import sys
@@ -151,6 +152,13 @@ def is_of_numbers(value: Any) -> bool:
 def is_large_deque(value: Any) -> bool:
     """Return whether it is a `deque` of which only the length is watched: a replay buffer, say."""
     return is_a(value, collections.deque) and size(value) > _MAX_QUEUE and not is_numbers(value)
+
+
+def holds_values(value: Any) -> bool:
+    """Return whether the first items of a list, dict or tuple are numbers and texts, or tuples of such."""
+    items = list(itertools.islice(value.values() if is_a(value, dict) else value, 64))
+    items += [each for item in items if type(item) is tuple for each in item]
+    return all(is_a(each, PLAIN) or type(each) is tuple for each in items)
 
 
 def is_buffer(value: Any) -> bool:

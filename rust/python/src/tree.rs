@@ -25,7 +25,7 @@ use pyo3::{
 
 use crate::mlx::{
     bridge,
-    classes::{is_numpy, is_numpy_number},
+    classes::{is_numeric, is_numpy_number},
     glance::Glance,
 };
 use identity::Class;
@@ -424,7 +424,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             return Some(());
         }
         if self.scope == Scope::Arguments && !is_plain(object) && !is_static_object(object) {
-            if is_numpy(object) {
+            if is_numeric(object) {
                 self.numpy = true;
                 return Some(());
             }

@@ -1,5 +1,5 @@
 //! Tests for MLX's, NumPy's and some of Python's classes.
-use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
+use pyo3::{intern, prelude::*, sync::PyOnceLock, types::PyType};
 
 use super::bridge;
 
@@ -24,6 +24,20 @@ pub fn is_numpy(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = class(object.py(), &CLASS, "numpy", "ndarray");
     class.is_some_and(|class| bridge::is_of(object, class))
+}
+
+/// Return whether the object is an array of NumPy's that MLX makes one of: no texts, objects or dates.
+pub fn is_numeric(object: &Bound<'_, PyAny>) -> bool {
+    let py = object.py();
+    let holds = || -> PyResult<bool> {
+        let dtype = object.getattr(intern!(py, "dtype"))?;
+        let kind: char = dtype.getattr(intern!(py, "kind"))?.extract()?;
+        let size: usize = dtype.getattr(intern!(py, "itemsize"))?.extract()?;
+        Ok(matches!(kind, 'b' | 'i' | 'u')
+            || (kind == 'f' && size <= 8)
+            || (kind == 'c' && size <= 16))
+    };
+    is_numpy(object) && holds().unwrap_or(false)
 }
 
 /// Return whether the object is a scalar of NumPy's: a number, as Python's are.

@@ -9,7 +9,7 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, classes::is_numpy, gil::unlocked},
+    mlx::{bridge, classes::is_numeric, gil::unlocked},
     tree::{rebuild::rebuild_where, RecordedArguments, Tree},
 };
 
@@ -65,7 +65,7 @@ impl<'py> Arguments<'py> {
         let mut found = Tree::record_arguments(self.passed.as_any())?;
         if found.numpy {
             let mlx = py.import("mlx.core")?;
-            let converted = rebuild_where(self.passed.as_any(), is_numpy, &mut |array| {
+            let converted = rebuild_where(self.passed.as_any(), is_numeric, &mut |array| {
                 mlx.call_method1("array", (array,))
             })?;
             self.passed = converted.cast_into()?;
