@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from faststep.checkpoints import Checkpoints, CheckpointWarning
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_map_with_path
 from support.helpers import Row, Tree, assert_close, flat, plain_step, random_key, snapshot, to_numpy
 from support.models import cross_entropy
 
@@ -180,13 +180,34 @@ class Wrapped(Own):
         return self.base.apply_gradients(tree_map(lambda g: g / self.updates, gradients), parameters)
 
 
+class Helped(Own):
+    """Hands the update to an object that keeps the averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = types.SimpleNamespace(averages=dict[str, mx.array]())
+
+    def init_single(self, parameter: mx.array, state: State) -> None:
+        """Keep nothing here."""
+
+    def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Go along an average of the gradients, by the parameter's path."""
+        averages = self.helper.averages
+
+        def along(path: str, gradient: mx.array, parameter: mx.array) -> mx.array:
+            averages[path] = 0.9 * averages.get(path, mx.zeros_like(gradient)) + gradient
+            return parameter - 0.01 * averages[path]
+
+        return tree_map_with_path(along, gradients, parameters)
+
+
 def several() -> optim.Optimizer:
     """Make one of two, of which one counts."""
     return optim.MultiOptimizer([Attribute(), optim.Adam(1e-2)], [lambda name, _: "weight" in name])
 
 
 KEEPING = {"averaging": Averaging, "wrapped": Wrapped, "several": several}
-PLAIN = {"counting": Counting, "attribute": Attribute, "containers": Containers}
+PLAIN = {"counting": Counting, "attribute": Attribute, "containers": Containers, "helped": Helped}
 TRACED = {"late": Late, "begun": Begun, "lists": Lists, "noisy": Noisy, "pulled": pulled, "replaced": replaced}
 Make = Callable[[], optim.Optimizer]
 

@@ -372,9 +372,7 @@ def test_what_changes_in_a_large_container_of_objects_is_told(kind: Callable[[li
         return step(mx.ones((2, 4))).loss.item() / before
 
     assert take(4000) == pytest.approx(3)
-    with pytest.warns(
-        RuntimeWarning, match=r"reaches a \w+ of 5,000 objects: what changes"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match=r"reaches a \w+ of 5,000 objects: what changes") as caught:
         take(5000)
     assert [warning.filename for warning in caught] == [__file__]
 

@@ -58,8 +58,16 @@ impl Current {
             Ok::<_, PyErr>((looked, contents, copies))
         });
         let reached = reached.transpose()?;
-        let outcome = self.traced_update(py, &optimizer, call, &before);
+        let mut outcome = self.traced_update(py, &optimizer, call, &before);
         keys.set_item(0, key)?;
+        if let (Some((_, contents, _)), true) = (&reached, outcome.is_ok()) {
+            if let Some(key) = contents.new_array(false)? {
+                let class = optimizer.get_type().fully_qualified_name()?;
+                outcome = Err(Stop::Untraceable(format!(
+                    "the optimizer ({class}) keeps an array in an object beside its state ({key}): keep it in its state"
+                )));
+            }
+        }
         if let (Some((looked, contents, copies)), Err(stop)) = (reached, &outcome) {
             if !matches!(stop, Stop::Raised(_)) {
                 looked.restore(py, &contents, &copies)?; // the update is computed once more, without a trace
