@@ -102,12 +102,20 @@ def _linear(name: str, sign: int, *, turned: bool = False) -> Callable[[Any, Any
     return _method(result)
 
 
+def _change_of_quotient(one: Any, other: Any) -> _Number:
+    """Return what a quotient of two numbers changes by at a call, as near as its derivative tells."""
+    return float((one.change - other.change * one.exact / other.exact) / other.exact)
+
+
 def _scaled(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name)
 
     def result(self: Any, number: Any, other: Any) -> Any:
         if isinstance(other, _Noting):
-            return compute(self.value(), number)
+            found = compute(self.value(), number)
+            if name == "mul" or not number:
+                return found
+            return self.limits.of(found, _change_of_quotient(self, other), self.exact / other.exact)
         scaled = (compute(each, number) for each in (self.value(), self.change, self.exact, self.period))
         return self.limits.of(*scaled)
 
@@ -128,7 +136,7 @@ def _stepped(name: str) -> Callable[[Any, Any], Any]:
     """Return a method whose result changes where the number comes to a multiple of another one."""
     compute = getattr(operator, name) if name != "divmod" else divmod
 
-    def result(self: Any, number: Any, _: Any) -> Any:
+    def result(self: Any, number: Any, other: Any) -> Any:
         is_mask = name == "and_" and number > 0 and not number & number + 1  # of the last bits
         if name == "rshift":
             width = 1 << number
@@ -143,6 +151,8 @@ def _stepped(name: str) -> Callable[[Any, Any], Any]:
         found = compute(self.value(), number)
         if name == "and_" and not is_mask:
             return found
+        if isinstance(other, _Noting) and name == "floordiv":
+            return self.limits.of(found, _change_of_quotient(self, other), self.exact / other.exact)
         both = found if name == "divmod" else (found, found)
         period = min(abs(width), self.period or abs(width))
         rest = self.limits.of(both[1], self.change, self.exact % width, period)
