@@ -402,11 +402,11 @@ def test_what_is_kept_of_a_shorter_batch_has_its_shape(keeps: str, carries: bool
     rng = np.random.default_rng(6)
     for at in range(24):
         x = mx.array(rng.standard_normal((lengths[at % len(lengths)], 3)).astype(np.float32))
-        assert_same(step(x).loss.item(), take(x)[0].item(), 1e-5)
+        assert_same(step(x).loss.item(), take(x)[0].item(), 1e-5, on_gpu=1e-3)
         for ours, reference in zip(models[0].kept(), models[1].kept(), strict=True):
-            assert_same(ours, reference, 1e-5)
+            assert_same(ours, reference, 1e-5, on_gpu=1e-3)
         for ours, reference in zip(agents[0].hidden, agents[1].hidden, strict=True):
-            assert_same(ours, reference, 1e-5)
+            assert_same(ours, reference, 1e-5, on_gpu=1e-3)
         assert agents[0].calls == agents[1].calls
     if keeps != "an array and a count":
         assert step.stats.mode == "native"
