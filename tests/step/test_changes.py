@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -354,3 +355,37 @@ def test_a_layer_of_another_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
         losses.append([float(each.loss if ours else each[0]) for each in taken])  # type: ignore[union-attr, index]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert native.stats.mode == "native"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("change", ["shared", "taken away", "frozen"])
+@pytest.mark.parametrize("make", [lambda: optim.SGD(0.05), lambda: optim.Adam(0.01)])
+def test_other_trained_tensors_between_steps(make: Callable[[], optim.Optimizer], change: str, compiled: bool) -> None:
+    def loss_fn(model: Any, x: mx.array) -> mx.array:
+        for layer in model.layers:
+            x = mx.tanh(layer(x))
+        return mx.square(x).mean()
+
+    def run(fast: bool) -> tuple[list[float], dict[str, np.ndarray]]:
+        mx.random.seed(3)
+        model, optimizer, losses = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), make(), []
+        layers = model.layers
+        step, take = Step(model, optimizer, loss_fn, compile=compiled), plain_step(model, optimizer, loss_fn)
+        for number in range(9):
+            if number in (3, 6):
+                if change == "shared":
+                    layers[1] = layers[0] if number == 3 else nn.Linear(4, 4)
+                elif change == "frozen":
+                    layers[1].freeze() if number == 3 else layers[1].unfreeze()
+                elif number == 3:
+                    layers.pop()
+                else:
+                    layers.append(nn.Linear(4, 4))
+            x = mx.random.normal((8, 4))
+            losses.append(float(step(x).loss if fast else take(x)[0]))
+        return losses, snapshot(model)
+
+    losses, parameters = run(fast=True)
+    wanted, reference = run(fast=False)
+    assert_same(losses, wanted, 2e-5, on_gpu=1e-3)
+    assert_close(parameters, reference, 2e-5)

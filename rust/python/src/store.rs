@@ -16,7 +16,9 @@ mod values;
 
 use std::{rc::Rc, sync::Arc, thread::ThreadId};
 
-use faststep::engine::{Engine, HeldArrays, NamedAuxState, Needs, Role, Rule, StageClock, Tensor};
+use faststep::engine::{
+    Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
+};
 use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
@@ -128,6 +130,9 @@ pub struct Store {
     own_numbers: bool, // the loss changes numbers of the model itself: all are part of the signature
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>,       // most recent last
+    layouts: Vec<(usize, Rc<Layout>)>, // most recent last
+    /// Tells layouts of the trained tensors apart.
+    pub layout_id: usize,
     decay: (f64, usize), // the optimizer's weight decay, and how often it has become another one
     given_decay: Option<(f64, Array)>, // where it is an array
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
@@ -188,6 +193,8 @@ impl Store {
             clock: Arc::default(),
             lazy: LazyInputs::default(),
             rule: None,
+            layouts: Vec::new(),
+            layout_id: 0,
             decay: (f64::NAN, 0),
             given_decay: None,
             drafts: false,

@@ -16,6 +16,7 @@ use crate::{
 
 /// The rules of a step: one, or those of a `MultiOptimizer`.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::struct_field_names)] // the rules are what it is of
 pub struct Rules {
     rules: Vec<Optimizer>,
     of: Vec<usize>,

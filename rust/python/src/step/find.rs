@@ -87,6 +87,7 @@ impl Inner {
         }
         if !self.compiled {
             key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
+            key.front.read = store.layout_id;
         }
         Ok(key)
     }

@@ -70,7 +70,7 @@ pub struct CallKey {
     pub model: usize,
     /// The optimizer's options.
     pub options: usize,
-    /// What the optimizer's code reads beside them.
+    /// What the optimizer's code reads beside them; uncompiled, the layout of the trained tensors.
     pub read: usize,
     /// The arguments.
     pub batch: Rc<Tree>,

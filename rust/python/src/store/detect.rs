@@ -4,7 +4,7 @@ use std::{
     rc::Rc,
 };
 
-use faststep::engine::{Role, Rule, Rules};
+use faststep::engine::{Layout, Role, Rule, Rules};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*, types::PyDict};
 
@@ -337,7 +337,10 @@ impl Store {
             return rules;
         };
         let (now, changes) = self.decay;
-        self.decay = (decay, changes + usize::from(now != decay));
+        self.decay = (
+            decay,
+            changes + usize::from(now.to_bits() != decay.to_bits()),
+        );
         if self.decay.1 > MANY_VALUES {
             return rules.with_decay_taken();
         }
@@ -353,7 +356,10 @@ impl Store {
             return;
         };
         let decay = self.decay.0;
-        let known = self.given_decay.take().filter(|(known, _)| *known == decay);
+        let known = self
+            .given_decay
+            .take()
+            .filter(|(known, _)| known.to_bits() == decay.to_bits());
         #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
         let (_, array) = known.unwrap_or_else(|| (decay, Array::from_f32(decay as f32)));
         engine.set_state(at, array.clone());
@@ -375,6 +381,20 @@ impl Store {
         match self.rule {
             Some(Rule::Native(_)) => Scope::Options,
             Some(Rule::Host) | None => Scope::Whole,
+        }
+    }
+
+    pub(super) fn sign_layout(&mut self, layout: &Rc<Layout>) {
+        let at = self.layouts.iter().position(|(_, known)| known == layout);
+        let known = at.map(|at| self.layouts.remove(at));
+        let (id, layout) = known.unwrap_or_else(|| {
+            self.next_id += 1;
+            (self.next_id, layout.clone())
+        });
+        self.layout_id = id;
+        self.layouts.push((id, layout));
+        if self.layouts.len() > MAX_SIGNATURES {
+            self.layouts.remove(0);
         }
     }
 
