@@ -659,3 +659,26 @@ def test_a_milestone_among_many_numbers_is_seen(kind: str) -> None:
         plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
         losses.append([float(step(x).loss if fast else plain(x)[0]) for x in xs(*[4] * 190)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_of_a_loss_that_counts_may_be_the_first_call(momentum: float) -> None:
+    at = types.SimpleNamespace(calls=0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        at.calls += 1
+        model.calls += 1
+        return squares(model, x)
+
+    model, x = nn.Linear(4, 3), mx.ones((8, 4))
+    model.calls = 0
+    optimizer = optim.SGD(0.1, momentum=momentum)
+    step = Step(model, optimizer, loss_fn)
+    wanted = nn.value_and_grad(model, squares)(model, x)[1]
+    for number in range(1, 5):
+        gradients = step.gradients(x)[1]
+        assert mx.allclose(gradients["weight"], wanted["weight"], rtol=1e-5)
+        assert (model.calls, at.calls) == (number, number)
+    assert "weight" not in optimizer.state
+    step(x)
+    assert (model.calls, at.calls) == (5, 5)

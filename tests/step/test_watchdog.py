@@ -55,8 +55,8 @@ def test_a_loss_that_waits_is_reported_with_its_line_and_its_batch(tmp_path: Pat
             said.append(process.stderr.readline())
             assert process.poll() is None, "".join(said)
         process.kill()
-    text = "".join(said)
-    assert text.count("no progress for") == 1
+    before, _, text = "".join(said).rpartition("no progress for")
+    assert "between" not in before  # on a busy machine the first call may take as long
     assert "calling the loss function" in text
     assert "batch: 0.x float32 [3, 4]" in text
     assert "traces: 2 so far" in text

@@ -254,22 +254,24 @@ impl Inner {
         let outcome = self.run(store, &user, &mut given, task, |inner, store, given| {
             inner.attempt(store, &user, &prepared, given, task)
         });
+        let returned = outcome.and_then(|(output, _)| {
+            self.add_to_numbers(&user, &given)?;
+            let reached = given.looked.program.clone();
+            drop(given);
+            reached.let_go_of_moving();
+            let taken_out = self.taken_out();
+            let looked_at = self.look_at_changes(store, &mut user, task);
+            take_out(user.own.as_any(), &taken_out)?;
+            looked_at?;
+            let trainable = store.signature()?.trainable.bind(user.py()).clone();
+            let tree = fill(&trainable, output.batch.gradients.iter())?;
+            Ok((self.returned(user.py(), &output.batch)?, tree))
+        });
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
         }
-        let (output, _) = outcome?;
-        self.add_to_numbers(&user, &given)?;
-        let reached = given.looked.program.clone();
-        drop(given);
-        reached.let_go_of_moving();
-        let taken_out = self.taken_out();
-        let looked_at = self.look_at_changes(store, &mut user, task);
-        take_out(user.own.as_any(), &taken_out)?;
-        looked_at?;
-        let trainable = store.signature()?.trainable.bind(user.py()).clone();
-        let tree = fill(&trainable, output.batch.gradients.iter())?;
-        Ok((self.returned(user.py(), &output.batch)?, tree))
+        returned
     }
 
     // the batch, and the values that the loss reaches beside it; `may_be_rare`: the call may run uncompiled, without a search
