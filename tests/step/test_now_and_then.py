@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import operator
 import queue
 import threading
 import types
@@ -682,3 +683,37 @@ def test_gradients_of_a_loss_that_counts_may_be_the_first_call(momentum: float) 
     assert "weight" not in optimizer.state
     step(x)
     assert (model.calls, at.calls) == (5, 5)
+
+
+Place = tuple[Callable[[Any], None], Callable[[Any], int]]
+PLACES: dict[str, Place] = {
+    "an item of a list": (lambda m: operator.setitem(m.counts, 0, m.counts[0] + 1), lambda m: m.counts[0]),
+    "a list as a whole": (lambda m: operator.setitem(m.counts, 0, m.counts[0] + 1), lambda m: sum(m.counts)),
+    "a dict as a whole": (lambda m: m.seen.update(n=m.seen["n"] + 1), lambda m: sum(m.seen.values())),
+    "a layer": (lambda m: setattr(m.layer, "calls", m.layer.calls + 1), lambda m: m.layer.calls),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_count_anywhere_on_the_model_is_seen_by_calls_that_do_not_make_it(place: str) -> None:
+    add, read = PLACES[place]
+
+    def loss_fn(model: Any, x: mx.array, mode: str) -> mx.array:
+        if mode == "count":
+            add(model)
+        loss = squares(model.layer, x)
+        if mode == "read" and read(model) >= 7:
+            loss = loss + 0.3 * mx.abs(model.layer(x)).mean()
+        return loss
+
+    losses = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = Teacher(counts=[0, 0], seen={"n": 0, "m": 0}), optim.SGD(0.1)
+        model.layer.calls = 0
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        for number in range(30):
+            x, mode = mx.random.normal((8, 4), key=mx.random.key(number)), ("count", "read")[number % 2]
+            losses.append(float(step(x, mode).loss if fast else plain(x, mode)[0]))
+        assert read(model) == 15
+    np.testing.assert_allclose(losses[30:], losses[:30], rtol=2e-5)

@@ -129,16 +129,17 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
     for at, root in enumerate(roots):
         search.add(-1, ROOT, at, root)
     search.run()
+    who = "the optimizer" if search.of_update else "the loss"
     if search.todo:
         warnings.warn(
-            f"faststep: the loss reaches more than {_MAX_NODES:,} objects: those beyond are not watched, and numbers "
+            f"faststep: {who} reaches more than {_MAX_NODES:,} objects: those beyond are not watched, and numbers "
             "in them keep the values that they have now. Keep large tables in an mx.array or a NumPy array",
             RuntimeWarning,
             stacklevel=4,  # between the user and this is Step.__call__ or fast_step
         )
     if search.large and not search.hidden:
         warnings.warn(
-            f"faststep: the loss reaches {' and '.join(search.large)}: what changes in them is not watched, and keeps "
+            f"faststep: {who} reaches {' and '.join(search.large)}: what changes in them is not watched, and keeps "
             "the value that it has now. Keep it in an mx.array or a NumPy array, or pass to the loss what it reads",
             RuntimeWarning,
             stacklevel=4,

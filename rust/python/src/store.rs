@@ -117,6 +117,14 @@ pub struct Prepared<'py> {
     pub undo: Option<Snapshot<'py>>,
 }
 
+/// The weight decay of a native optimizer, where it is above 0.
+#[derive(Default)]
+struct Decay {
+    value: f64,
+    values: usize,        // that it has had, one after the other
+    array: Option<Array>, // of the value, once it stands in the engine's state
+}
+
 /// The state of one model and optimizer.
 #[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 pub struct Store {
@@ -131,10 +139,7 @@ pub struct Store {
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>,       // most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
-    /// Tells layouts of the trained tensors apart.
-    pub layout_id: usize,
-    decay: (f64, usize), // the optimizer's weight decay, and how often it has become another one
-    given_decay: Option<(f64, Array)>, // where it is an array
+    decay: Decay,
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
@@ -194,9 +199,7 @@ impl Store {
             lazy: LazyInputs::default(),
             rule: None,
             layouts: Vec::new(),
-            layout_id: 0,
-            decay: (f64::NAN, 0),
-            given_decay: None,
+            decay: Decay::default(),
             drafts: false,
             mixed: false,
             kept: None,
@@ -244,6 +247,11 @@ impl Store {
     /// The id of the optimizer's options at the last preparation.
     pub fn options_id(&self) -> usize {
         self.options.last().map_or(0, |(id, _)| *id)
+    }
+
+    /// The id of the layout of the trained tensors, since a step has begun.
+    pub fn layout_id(&self) -> usize {
+        self.layouts.last().map_or(0, |(id, _)| *id)
     }
 
     /// Take over whatever the user has changed since the last step, for one that needs this beside the optimizer's state.

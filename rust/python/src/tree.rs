@@ -304,6 +304,15 @@ impl Tree {
         numbers
     }
 
+    /// The name of an item, where that is an attribute of a module.
+    pub fn attribute(&self, at: usize, py: Python<'_>) -> Option<String> {
+        let mut paths = Paths::default();
+        self.items[..at]
+            .iter()
+            .for_each(|item| paths.step(item, py));
+        paths.attribute()
+    }
+
     /// The path to the first place where the other one has another key, value or container; arrays may be others.
     pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
         let mut paths = Paths::default();

@@ -33,9 +33,13 @@ pub fn is_numeric(object: &Bound<'_, PyAny>) -> bool {
         let dtype = object.getattr(intern!(py, "dtype"))?;
         let kind: char = dtype.getattr(intern!(py, "kind"))?.extract()?;
         let size: usize = dtype.getattr(intern!(py, "itemsize"))?.extract()?;
-        Ok(matches!(kind, 'b' | 'i' | 'u')
-            || (kind == 'f' && size <= 8)
-            || (kind == 'c' && size <= 16))
+        Ok(match kind {
+            'b' | 'i' | 'u' => true,
+            'f' => size <= 8,
+            'c' => size <= 16,
+            'V' => dtype.getattr(intern!(py, "name"))?.eq("bfloat16")?, // of ml_dtypes
+            _ => false,
+        })
     };
     is_numpy(object) && holds().unwrap_or(false)
 }

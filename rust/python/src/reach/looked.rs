@@ -193,13 +193,11 @@ impl Looked {
         at.map_or_else(String::new, |at| self.key_name(py, at))
     }
 
-    /// Return whether the loss may do more with numbers at these paths of the model than add to them.
-    pub fn may_read(&self, paths: &[String], py: Python<'_>) -> PyResult<bool> {
+    /// Return whether the loss may do more with numbers of these names than add to them.
+    pub fn may_read(&self, names: Vec<String>, py: Python<'_>) -> PyResult<bool> {
         let Some(codes) = self.codes(py) else {
             return Ok(true);
         };
-        let names = paths.iter().map(|path| path.rsplit('.').next());
-        let names: Vec<_> = names.flatten().collect();
         let later = py.import("faststep._step._later")?;
         later.call_method1("may_read", (codes, names))?.extract()
     }

@@ -27,14 +27,14 @@ pub struct Written {
 /// The tracer is put into the array object itself, wherever that stands: in a tuple or a cell too.
 pub struct Reached<'py> {
     looked: Rc<Looked>,
-    reshapes: bool, // the trace repeats that the loss assigns arrays of another shape
     traced: Option<Traced<'py>>, // none where the loss is called at every step
 }
 
 struct Traced<'py> {
     spots: Vec<Spot<'py>>,
     tracers: Vec<Array>,
-    first: usize, // the number of the first among all other arrays
+    first: usize,   // the number of the first among all other arrays
+    reshapes: bool, // the trace repeats that the loss assigns arrays of another shape
     copies: Vec<(usize, Bound<'py, PyAny>)>, // of what is changed in place and is no container, by node
     snapshot: Snapshot<'py>,
 }
@@ -51,7 +51,6 @@ impl<'py> Reached<'py> {
         if !compiled {
             return Ok(Self {
                 looked,
-                reshapes,
                 traced: None,
             });
         }
@@ -60,6 +59,7 @@ impl<'py> Reached<'py> {
             snapshot: looked.snapshot(py)?,
             copies: looked.copies(py)?,
             first,
+            reshapes,
             tracers: others[first..][..looked.arrays.len()].to_vec(),
         };
         for (spot, tracer) in traced.spots.iter().zip(&traced.tracers).rev() {
@@ -67,7 +67,6 @@ impl<'py> Reached<'py> {
         }
         Ok(Self {
             looked,
-            reshapes,
             traced: Some(traced),
         })
     }
@@ -92,7 +91,7 @@ impl<'py> Reached<'py> {
             return Ok(Written::default());
         };
         let mut written = Written::default();
-        for (node, arrays) in self.looked.replaced(py, self.reshapes)? {
+        for (node, arrays) in self.looked.replaced(py, traced.reshapes)? {
             let numbers = arrays.iter().map(|(number, _)| *number).collect();
             written.replaced.push((node, numbers));
             let arrays = arrays.into_iter();
@@ -114,7 +113,7 @@ impl<'py> Reached<'py> {
                 continue;
             }
             let fits = array.shape() == tracer.shape() && array.dtype() == tracer.dtype();
-            if !fits && !self.reshapes {
+            if !fits && !traced.reshapes {
                 return Err(Stop::Reshapes(another(&name(), tracer, &array)));
             }
             if same {

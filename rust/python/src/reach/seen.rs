@@ -74,7 +74,7 @@ impl Seen {
         let mut pairs = self.counted.iter().zip(counted);
         let same = self.counted.len() == counted.len()
             && pairs.all(|(one, other)| equal(one.bind(py), other.bind(py)));
-        same || self.adds.iter().any(Advance::is_of_model)
+        counted.is_empty() || same || self.adds.iter().any(Advance::is_of_model)
     }
 
     /// Return whether both are the same numbers.

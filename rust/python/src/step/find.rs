@@ -87,7 +87,7 @@ impl Inner {
         }
         if !self.compiled {
             key.front.model = usize::MAX - store.others.len(); // the loss reads the model's numbers at each call
-            key.front.read = store.layout_id;
+            key.front.read = store.layout_id();
         }
         Ok(key)
     }
@@ -386,7 +386,10 @@ impl Inner {
         }
         let of = (looked.program.id, store.signature()?.id, counted.len());
         if self.reads_counts.0 != of {
-            let reads = looked.may_read(&store.counted_names(py)?, py)?;
+            let reads = match store.counted_names(py)? {
+                Some(names) => looked.may_read(names, py)?,
+                None => true,
+            };
             self.reads_counts = (of, reads);
         }
         Ok(if self.reads_counts.1 {

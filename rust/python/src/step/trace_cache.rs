@@ -192,7 +192,7 @@ pub type Entry = TraceEntry<Key, Kept>;
 /// Return whether the trace is known to hold for what the loss reaches now; one that calls the loss always does.
 /// `counted`: numbers of the model to which losses add.
 pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked, counted: &[Py<PyAny>]) -> bool {
-    let fits = |seen: &Seen| counted.is_empty() || seen.holds_for(counted, py);
+    let fits = |seen: &Seen| seen.holds_for(counted, py);
     entry.trace.is_eager()
         || (entry.kept.pins.iter().all(|pin| pin.holds(py))
             && entry.kept.seen(py, looked).is_some_and(fits))

@@ -99,7 +99,7 @@ impl Store {
             unlocked(py, || take(Rc::new(layout), parameters, state))
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
-        self.sign_layout(engine.layout());
+        self.sign_layout(engine.layout().clone());
         engine.set_clock(self.clock.clone());
         if let Some(kept) = &self.kept {
             let kept = kept.onto(&self.names()?, &signature.tensors());

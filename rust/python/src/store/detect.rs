@@ -8,7 +8,7 @@ use faststep::engine::{Layout, Role, Rule, Rules};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*, types::PyDict};
 
-use super::{ModelSignature, Store, Varying};
+use super::{Decay, ModelSignature, Store, Varying};
 use crate::{
     mlx::bridge,
     optimizer::native_rule,
@@ -245,12 +245,11 @@ impl Store {
         Ok(numbers.flatten().map(Bound::unbind).collect())
     }
 
-    /// The paths to them.
-    pub fn counted_names(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+    /// Their names; `None` where one is in a list or a dict, which code may read as a whole.
+    pub fn counted_names(&self, py: Python<'_>) -> PyResult<Option<Vec<String>>> {
         let current = self.signature()?;
-        let mut numbers = current.tree.numbers(py);
-        numbers.retain(|(at, _)| current.counts.contains(at));
-        Ok(numbers.into_iter().map(|(_, path)| path).collect())
+        let names = current.counts.iter();
+        Ok(names.map(|&at| current.tree.attribute(at, py)).collect())
     }
 
     // the form of a known model from which this one differs in numbers alone
@@ -336,12 +335,14 @@ impl Store {
         let Some(decay) = rules.decay() else {
             return rules;
         };
-        let (now, changes) = self.decay;
-        self.decay = (
-            decay,
-            changes + usize::from(now.to_bits() != decay.to_bits()),
-        );
-        if self.decay.1 > MANY_VALUES {
+        if self.decay.value.to_bits() != decay.to_bits() {
+            self.decay = Decay {
+                value: decay,
+                values: self.decay.values + 1,
+                array: None,
+            };
+        }
+        if self.decay.values > MANY_VALUES {
             return rules.with_decay_taken();
         }
         rules
@@ -349,21 +350,18 @@ impl Store {
 
     /// Put the weight decay into its place.
     pub(super) fn give_decay(&mut self) {
-        let (Some(Rule::Native(rules)), Some(engine)) = (&self.rule, &mut self.engine) else {
+        let Some(engine) = &mut self.engine else {
             return;
         };
-        let Some(at) = engine.places().decay.filter(|_| rules.takes_decay()) else {
-            return;
-        };
-        let decay = self.decay.0;
-        let known = self
-            .given_decay
-            .take()
-            .filter(|(known, _)| known.to_bits() == decay.to_bits());
-        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
-        let (_, array) = known.unwrap_or_else(|| (decay, Array::from_f32(decay as f32)));
-        engine.set_state(at, array.clone());
-        self.given_decay = Some((decay, array));
+        if let Some(at) = engine.places().decay {
+            #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+            let value = self.decay.value as f32;
+            let array = self
+                .decay
+                .array
+                .get_or_insert_with(|| Array::from_f32(value));
+            engine.set_state(at, array.clone());
+        }
     }
 
     fn state_or<'py>(
@@ -384,34 +382,40 @@ impl Store {
         }
     }
 
-    pub(super) fn sign_layout(&mut self, layout: &Rc<Layout>) {
-        let at = self.layouts.iter().position(|(_, known)| known == layout);
-        let known = at.map(|at| self.layouts.remove(at));
-        let (id, layout) = known.unwrap_or_else(|| {
-            self.next_id += 1;
-            (self.next_id, layout.clone())
-        });
-        self.layout_id = id;
-        self.layouts.push((id, layout));
-        if self.layouts.len() > MAX_SIGNATURES {
-            self.layouts.remove(0);
-        }
+    pub(super) fn sign_layout(&mut self, layout: Rc<Layout>) {
+        sign(
+            &mut self.layouts,
+            &mut self.next_id,
+            layout,
+            |known, new| known == new,
+        );
     }
 
     pub(super) fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
         let native = matches!(self.rule, Some(Rule::Native(_))); // its numbers are in the rule
-        let at = self.options.iter().position(|(_, known)| {
-            known.equals(&tree, py) || (native && known.equals_but_numbers(&tree, py))
+        sign(&mut self.options, &mut self.next_id, tree, |known, new| {
+            known.equals(new, py) || (native && known.equals_but_numbers(new, py))
         });
-        let id = if let Some(at) = at {
-            self.options.remove(at).0
-        } else {
-            self.next_id += 1;
-            self.next_id
-        };
-        self.options.push((id, tree));
-        if self.options.len() > MAX_SIGNATURES {
-            self.options.remove(0);
-        }
+    }
+}
+
+// make it the most recent one of those that are known, with the id of the same or a new one
+fn sign<T>(
+    known: &mut Vec<(usize, T)>,
+    last_id: &mut usize,
+    new: T,
+    is_same: impl Fn(&T, &T) -> bool,
+) {
+    let at = known.iter().position(|(_, each)| is_same(each, &new));
+    let id = at.map_or_else(
+        || {
+            *last_id += 1;
+            *last_id
+        },
+        |at| known.remove(at).0,
+    );
+    known.push((id, new));
+    if known.len() > MAX_SIGNATURES {
+        known.remove(0);
     }
 }

@@ -24,6 +24,13 @@ impl Paths {
         path
     }
 
+    /// The name of the next item, where that is an attribute of a module.
+    pub(super) fn attribute(&self) -> Option<String> {
+        let last = self.open.last();
+        let is_one = last.is_some_and(|(kind, ..)| *kind == Kind::Attributes);
+        self.key.clone().filter(|_| is_one)
+    }
+
     pub(super) fn step(&mut self, item: &Item, py: Python<'_>) {
         match item {
             Item::Key(key) => {
