@@ -16,7 +16,7 @@ use super::{
     arguments::{Arguments, Batch},
     find::taken,
     flags::{is_true, read},
-    trace_cache::{is_rare, warn, Pin, RARE_OPTIONS, RARE_STRUCTURE},
+    trace_cache::{is_rare, warn, Pin, PROBED, RARE_OPTIONS, RARE_STRUCTURE},
     Inner,
 };
 use crate::{
@@ -193,7 +193,7 @@ impl Inner {
                 Stop::Rare(why) => self.becomes = why.into(),
                 Stop::Probe => {
                     self.probe = Some(true);
-                    self.becomes = "it is seen whether its loss takes from an iterator".into();
+                    self.becomes = PROBED.into();
                 }
                 Stop::Untraceable(why)
                 | Stop::Becomes(why)

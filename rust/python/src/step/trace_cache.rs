@@ -49,9 +49,13 @@ const RARE_ATTRIBUTES: &str =
 pub const RARE_STRUCTURE: &str =
     "what the loss reaches has had another structure at nearly every call";
 
-/// Return whether a reason is that a trace might be used once, so that a step without one may be wanted again soon.
+/// The reason why a batch runs uncompiled whose loss names an iterator or a generator, of numbers that are new.
+pub const PROBED: &str = "it is seen whether its loss takes from an iterator";
+
+/// Return whether a reason is one for which a step without a trace may be wanted again soon: that a trace might be used once, say.
 pub fn is_rare(why: &str) -> bool {
-    [RARE, RARE_OPTIONS, RARE_ATTRIBUTES, RARE_STRUCTURE].contains(&why)
+    let all = [RARE, RARE_OPTIONS, RARE_ATTRIBUTES, RARE_STRUCTURE, PROBED];
+    all.contains(&why)
 }
 
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
