@@ -461,6 +461,63 @@ def test_a_count_that_begins_elsewhere_may_decide_something(kind: str, start: in
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
 
 
+BEHIND: dict[str, Callable[[int], bool]] = {
+    "warm-up, then every": lambda n: n > 30 and n % 12 == 0,
+    "every, after a warm-up": lambda n: n % 12 == 0 and n > 30,
+    "a phase that begins there": lambda n: n > 18 and (n - 18) % 5 == 0,
+    "an epoch and a batch": lambda n: divmod(n, 20) == (2, 7),
+    "between": lambda n: 25 < n < 60 and not n % 11,
+    "one that rounds": lambda n: n / 11 > 1 and (n - 11) % 25 == 0,
+    "three": lambda n: n % 2 == 0 and n >= 20 and n // 16 == 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("counts", ["a number", "a log", "a number of the model"])
+@pytest.mark.parametrize("effect", ["the loss", "a count"])
+@pytest.mark.parametrize("kind", BEHIND)
+def test_what_is_decided_behind_another_decision_is_seen(kind: str, effect: str, counts: str) -> None:
+    """As codebooks restart: `if steps > warmup and steps % every == 0`."""
+
+    if counts == "a log" and kind == "an epoch and a batch":
+        pytest.skip("a length does not note what is computed of it")
+
+    def run(fast: bool) -> tuple[list[float], int]:
+        mx.random.seed(3)
+        model = nn.Linear(4, 2)
+        model.calls = 0
+        seen, log, events, optimizer = (
+            types.SimpleNamespace(calls=0),
+            list[int](),
+            collections.Counter(),
+            optim.SGD(0.05),
+        )
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            loss = model(x).square().mean()
+            seen.calls += counts == "a number"
+            if counts == "a log":
+                log.append(1)
+            if counts == "a number of the model":
+                model.calls += 1
+            if BEHIND[kind](seen.calls + len(log) + model.calls):
+                if effect == "a count":
+                    events["n"] += 1
+                else:
+                    loss = 0.5 * loss
+            return loss
+
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        batches = [mx.random.normal((4, 4)) for _ in range(70)]
+        losses = [(step(x).loss if step else take(x)[0]).item() for x in batches]
+        return losses, events["n"]
+
+    (losses, events), (wanted, expected) = run(fast=True), run(fast=False)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    assert events == expected
+
+
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 @pytest.mark.parametrize("counts", ["a number", "a number of the model", "a deque", "a full deque"])
 @pytest.mark.parametrize("at", [15, 27])

@@ -73,10 +73,11 @@ def may_read(codes: Iterable[types.CodeType], names: list[str]) -> bool:
 
 
 def _remainders(now: _Number, limits: list[_Number]) -> Iterator[_Number]:
-    """Give out the next numbers that have one of the limits, or 0, as remainder by another one."""
+    """Give out the next numbers that have one of the limits, or 0, as remainder by another one, or 0 behind one."""
     whole = list(dict.fromkeys(int(limit) for limit in limits if 0 < limit < _FAR and limit == int(limit)))[:_FEW]
     yield from (now - now % width + width for width in whole)
     yield from (now + (rest - now % width) % width for width in whole for rest in whole if rest < width)
+    yield from (each - each % width + width for each in whole for width in whole if now < each != width)
 
 
 def _times(before: _Number, now: _Number, limit: _Number) -> int:

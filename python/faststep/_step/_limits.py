@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 _Number = int | float
+_Place = tuple[types.CodeType, int, _Number | None, _Number]  # where, with what, and within which period
 _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
+_ROUNDING = 1e-9
 
 
 class Limits:
@@ -17,14 +21,30 @@ class Limits:
 
     A loss is called with numbers by `noting` in the place of its own. What it computes of them by adding, subtracting,
     multiplying, dividing and rounding notes too; what else it makes of them are numbers of Python's.
+
+    Where it comes to what it is compared with in one place (`n > 50`), it may be compared in others to which it has not
+    come before, or where it has not decided anything (`and n % 20 == 0`): what is noted there, many calls later, counts
+    from there.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, None] = {}
+        self._calls: dict[int, _Place] = {}
+        self._given = 0
+        self._later = 0
+        self._from: _Place | None = None
+        self._here: set[_Place] = set()
+        self._followed: set[tuple[_Place | None, _Place]] = set()
+
+    def begin(self, later: int) -> None:
+        """Note from now on as so many calls later, at 0 or at one of `calls`."""
+        self._followed |= {(self._from, place) for place in self._here}
+        self._here.clear()
+        self._later, self._from = later, self._calls.get(later)
 
     def noting(self, before: _Number, now: _Number) -> _Number:
         """Return a number that notes, of one that was another before a call."""
-        return self.of(now, now - before)
+        change = now - before
+        return self.of(now + change * self._later, change)
 
     def of(self, value: _Number, change: _Number, exact: _Number | None = None, period: _Number = 0) -> _Number:
         """Return a number that notes.
@@ -41,8 +61,18 @@ class Limits:
         number.period = abs(period)
         return number
 
-    def note(self, way: _Number, change: _Number, period: _Number = 0) -> None:
-        """Note a number that is to change by `way`, within its period if it has one, and does by `change` at a call."""
+    def note(self, other: Any, way: _Number, change: _Number, period: _Number = 0) -> None:
+        """Note a number that is to change by `way`, within its period if it has one, and does by `change` at a call.
+
+        Args:
+            other: The number that it is compared with, or divided by.
+            way: What it is short of that.
+            change: What it changes by at each call.
+            period: Of a remainder, the divisor.
+        """
+        place = (*_line(), None if isinstance(other, _Noting) else other, period)
+        if place == self._from or (self._from, place) in self._followed:
+            return
         try:
             if period and change > 0:
                 way = way % period or period
@@ -52,12 +82,24 @@ class Limits:
         except (OverflowError, ZeroDivisionError):
             return
         if 0 < times < _FAR:
-            first = math.floor(times)
-            self._calls |= dict.fromkeys(each for each in (first - 1, first, first + 1) if each > 0)
+            first = math.floor(times + _ROUNDING)
+            near = (self._later + each for each in (first - 1, first, first + 1) if each > 0)
+            new = [each for each in near if each not in self._calls]
+            self._calls |= dict.fromkeys(new, place)
+            self._here |= {place} if new else set()
 
     def calls(self) -> list[int]:
-        """Return how many calls later a number comes to what it has been compared with."""
-        return list(self._calls)[:_MAX]
+        """Return how many calls later a number comes to what it has been compared with, without those given before."""
+        found = list(self._calls)[self._given : _MAX]
+        self._given += len(found)
+        return found
+
+
+def _line() -> tuple[types.CodeType, int]:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == _line.__code__.co_filename:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
 
 
 def _change(other: Any) -> _Number:
@@ -126,7 +168,8 @@ def _compared(name: str) -> Callable[[Any, Any], Any]:
     compute = getattr(operator, name)
 
     def result(self: Any, number: Any, other: Any) -> Any:
-        self.limits.note(_exact(other) - self.exact, self.change - _change(other), _period(self, other))
+        way, change = _exact(other) - self.exact, self.change - _change(other)
+        self.limits.note(other, way, change, _period(self, other))
         return compute(self.value(), number)
 
     return _method(result)
@@ -147,7 +190,7 @@ def _stepped(name: str) -> Callable[[Any, Any], Any]:
         else:
             width = number
         if width:
-            self.limits.note(-self.exact % abs(width), self.change, width and abs(width))
+            self.limits.note(other, -self.exact % abs(width), self.change, width and abs(width))
         found = compute(self.value(), number)
         if name == "and_" and not is_mask:
             return found
@@ -166,7 +209,7 @@ def _rounded(compute: Callable[[_Number], Any], step: float) -> Callable[[Any], 
     """Return a method that rounds to a whole number, which changes at each `step` behind one."""
 
     def method(self: Any) -> Any:
-        self.limits.note(step - self.exact, self.change, 1)
+        self.limits.note(step, step - self.exact, self.change, 1)
         return self.limits.of(compute(self.value()), self.change, self.exact, self.period)
 
     return method
@@ -195,18 +238,18 @@ class _Noting:
 
     def __round__(self, digits: Any = None) -> Any:
         unit = 10 ** -(digits or 0)
-        self.limits.note(0.5 * unit - self.exact, self.change, unit)
+        self.limits.note(digits, 0.5 * unit - self.exact, self.change, unit)
         return self.limits.of(round(self.value(), digits), self.change, self.exact, self.period)
 
     def __int__(self) -> int:
-        self.limits.note(-self.exact, self.change, 1)
+        self.limits.note(1, -self.exact, self.change, 1)
         return int(self.value())
 
     def __neg__(self) -> Any:
         return self.limits.of(-self.value(), -self.change, -self.exact, self.period)
 
     def __bool__(self) -> bool:
-        self.limits.note(-self.exact, self.change, self.period)
+        self.limits.note(0, -self.exact, self.change, self.period)
         return bool(self.value())
 
     def __hash__(self) -> int:

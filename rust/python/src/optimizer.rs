@@ -44,17 +44,17 @@ fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
 
 /// The engine's rules for an optimizer, of which every part is of exactly one of MLX's classes; `None` for every other.
 ///
-/// `trainable`: the parameters as a tree, for the predicates of a `MultiOptimizer`; `paths`: where its arrays stand.
-pub fn native_rules(
-    optimizer: &Bound<'_, PyAny>,
+/// `trainable`: makes the parameters' tree, for the predicates of a `MultiOptimizer`; `paths`: where its arrays stand.
+pub fn native_rules<'py>(
+    optimizer: &Bound<'py, PyAny>,
     paths: &[Vec<String>],
-    trainable: &Bound<'_, PyAny>,
+    trainable: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Option<Rules>> {
     if children(optimizer).is_none() {
         return Ok(native_rule(optimizer).map(|rule| Rules::one(rule, paths.len())));
     }
     let mut parts = Vec::new();
-    split(optimizer, trainable, &mut parts)?;
+    split(optimizer, &trainable()?, &mut parts)?;
     let places: HashMap<_, _> = paths.iter().zip(0..).collect();
     let mut of = vec![None; paths.len()];
     let mut rules = Vec::with_capacity(parts.len());

@@ -117,12 +117,12 @@ pub struct Prepared<'py> {
     pub undo: Option<Snapshot<'py>>,
 }
 
-/// The weight decay of a native optimizer, where it is above 0.
+/// The numbers of a native optimizer's options.
 #[derive(Default)]
-struct Decay {
-    value: f64,
-    values: usize,        // that it has had, one after the other
-    array: Option<Array>, // of the value, once it stands in the engine's state
+struct Numbers {
+    values: Vec<f64>,
+    changes: usize,     // how often they have become others, the first ones counted
+    arrays: Vec<Array>, // of the values, once they stand in the engine's state
 }
 
 /// The state of one model and optimizer.
@@ -139,7 +139,7 @@ pub struct Store {
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>,       // most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
-    decay: Decay,
+    numbers: Numbers,
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
@@ -199,7 +199,7 @@ impl Store {
             lazy: LazyInputs::default(),
             rule: None,
             layouts: Vec::new(),
-            decay: Decay::default(),
+            numbers: Numbers::default(),
             drafts: false,
             mixed: false,
             kept: None,
@@ -271,7 +271,7 @@ impl Store {
         }
         self.look_at_moments(optimizer)?;
         let mut undo = None;
-        let state = if let Some(state) = self.look_at_optimizer(optimizer)? {
+        let state = if let Some(state) = self.look_at_optimizer(model, optimizer)? {
             state
         } else {
             undo = Some(self.adopt(model, optimizer, &slots, needs)?);
@@ -280,13 +280,13 @@ impl Store {
         let to_take = if same { &[] } else { &slots[..] };
         let packed = self.take_values(to_take, &state, undo.is_some())? || undo.is_some();
         if let Some(engine) = &mut self.engine {
-            let takes_decay = matches!(&self.rule, Some(Rule::Native(it)) if it.takes_decay());
-            let needs = Needs {
-                decay: takes_decay,
-                ..needs
+            let numbers = match &self.rule {
+                Some(Rule::Native(rules)) => rules.taken(),
+                _ => 0,
             };
+            let needs = Needs { numbers, ..needs };
             engine.need(needs).map_err(|error| to_python(&error))?;
-            self.give_decay();
+            self.give_numbers();
         }
         Ok(Prepared {
             aliased: !self.signature()?.tree.doubles().is_empty(),

@@ -13,7 +13,7 @@ pub(crate) const CLOSED: f32 = f32::NEG_INFINITY;
 
 /// The auxiliary state that a step needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(clippy::struct_excessive_bools)] // five questions that have nothing to do with each other
+#[allow(clippy::struct_excessive_bools)] // questions that have nothing to do with each other
 pub struct Needs {
     /// Float32 masters of parameters in half precision.
     pub masters: bool,
@@ -23,8 +23,8 @@ pub struct Needs {
     pub window: bool,
     /// A scale of the loss.
     pub scale: bool,
-    /// A weight decay that is another one at each step.
-    pub decay: bool,
+    /// So many numbers of the optimizer's options that are others at each step.
+    pub numbers: usize,
 }
 
 /// The index of the first array of each kind in the state, where there is one.
@@ -40,8 +40,8 @@ pub struct Places {
     pub window: Option<usize>,
     /// The scale, and the number of good steps since it last changed.
     pub scale: Option<usize>,
-    /// The weight decay, a float32 scalar.
-    pub decay: Option<usize>,
+    /// The numbers of the optimizer's options, float32 scalars.
+    pub numbers: Option<usize>,
     /// The number of all arrays.
     pub len: usize,
 }
@@ -101,9 +101,9 @@ impl Places {
             self.scale = Some(start + new.len());
             new.extend(precision::first_scale());
         }
-        if needs.decay && self.decay.is_none() {
-            self.decay = Some(start + new.len());
-            new.push(Array::from_f32(0.0));
+        if needs.numbers > 0 && self.numbers.is_none() {
+            self.numbers = Some(start + new.len());
+            new.extend((0..needs.numbers).map(|_| Array::from_f32(0.0)));
         }
         self.len += new.len();
         Ok(new)

@@ -20,7 +20,7 @@ use crate::{
 pub struct Rules {
     rules: Vec<Optimizer>,
     of: Vec<usize>,
-    takes_decay: bool, // the weight decay is an array
+    takes_numbers: bool, // the numbers of options are arrays
 }
 
 /// The outputs of an update.
@@ -55,33 +55,36 @@ impl Rules {
         Self {
             rules,
             of,
-            takes_decay: false,
+            takes_numbers: false,
         }
     }
 
-    /// The weight decay of the only rule, where it is above 0.
+    /// The numbers of the rules' options that an update computes with, rule by rule.
     #[must_use]
-    pub fn decay(&self) -> Option<f64> {
-        let [rule] = &self.rules[..] else {
-            return None;
-        };
-        rule.decay().filter(|&decay| decay > 0.0)
+    pub fn numbers(&self) -> Vec<f64> {
+        self.rules.iter().flat_map(Optimizer::numbers).collect()
     }
 
-    /// The same with a weight decay, of which there is one, that is an array of the state ([`Places::decay`]).
+    /// The same with numbers that are arrays of the state ([`Places::numbers`]): rules whose operations are the same are equal.
     ///
-    /// [`Places::decay`]: crate::layout::aux_state::Places::decay
+    /// [`Places::numbers`]: crate::layout::aux_state::Places::numbers
     #[must_use]
-    pub fn with_decay_taken(mut self) -> Self {
-        self.rules.iter_mut().for_each(|rule| rule.set_decay(1.0));
-        self.takes_decay = true;
+    pub fn with_numbers_taken(mut self) -> Self {
+        for rule in &mut self.rules {
+            *rule = rule.form();
+        }
+        self.takes_numbers = true;
         self
     }
 
-    /// Return whether the weight decay is an array.
+    /// The number of arrays that are taken for numbers of options.
     #[must_use]
-    pub fn takes_decay(&self) -> bool {
-        self.takes_decay
+    pub fn taken(&self) -> usize {
+        if self.takes_numbers {
+            self.numbers().len()
+        } else {
+            0
+        }
     }
 
     /// Use one rule for this number of tensors.
@@ -135,13 +138,12 @@ impl Rules {
         Layout::flat(tensors, &keys).with_doubles(doubles)
     }
 
-    /// The same with another rule in place of the only one; `None` where that one keeps another state.
+    /// Others in place of these; `None` where they keep another state, or update other tensors.
     #[must_use]
-    pub fn replaced(&self, rule: Optimizer, tensors: &[Tensor]) -> Option<Self> {
-        let new = Self::one(rule, self.of.len());
-        let same = self.rules.len() == 1
-            && self.rules[0].has_rate() == new.rules[0].has_rate()
-            && std::mem::discriminant(&self.rules[0]) == std::mem::discriminant(&new.rules[0])
+    pub fn replaced(&self, new: Self, tensors: &[Tensor]) -> Option<Self> {
+        let kind = |rule: &Optimizer| (std::mem::discriminant(rule), rule.has_rate());
+        let same = self.of == new.of
+            && self.rules.iter().map(kind).eq(new.rules.iter().map(kind))
             && self.moments(tensors).eq(new.moments(tensors));
         same.then_some(new)
     }
@@ -189,16 +191,17 @@ impl Rules {
         places.collect()
     }
 
-    /// One update of every buffer: the new parameters, and what is new in `state`. `decay`: where it is an array.
+    /// One update of every buffer: the new parameters, and what is new in `state`. `numbers`: those that are arrays.
     pub(crate) fn update(
         &self,
         layout: &Layout,
         schedule: Schedule,
-        (state, decay): (&[Array], Option<&Array>),
+        (state, numbers): (&[Array], &[Array]),
         (gradients, weights): (&[Array], &[Array]),
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
         let heads = self.heads(schedule, state)?;
+        let numbers = self.by_rule(numbers)?;
         let mut new_state = Vec::with_capacity(state.len());
         let mut parameters = Vec::with_capacity(weights.len());
         let buffers = gradients.iter().zip(weights).enumerate();
@@ -219,9 +222,7 @@ impl Rules {
                 rate: rate
                     .map(|rate| rate.as_dtype(gradient.dtype()))
                     .transpose()?,
-                decay: decay
-                    .map(|decay| decay.as_dtype(gradient.dtype()))
-                    .transpose()?,
+                numbers: numbers[self.of[first]],
                 step: &head.step,
                 take: good,
                 stacked,
@@ -248,6 +249,20 @@ impl Rules {
             kept: Vec::new(),
             key: None,
         })
+    }
+
+    // each rule's part of the numbers that are taken
+    fn by_rule<'a>(&self, mut numbers: &'a [Array]) -> Result<Vec<Option<&'a [Array]>>> {
+        let parts = self.rules.iter().map(|rule| {
+            if !self.takes_numbers {
+                return Ok(None);
+            }
+            let part = numbers.split_at_checked(rule.numbers().len());
+            let (part, rest) = part.ok_or_else(short)?;
+            numbers = rest;
+            Ok(Some(part))
+        });
+        parts.collect()
     }
 
     // the number of this update, and the learning rate that its schedule gives for those before
@@ -290,7 +305,6 @@ fn update_stack(rule: &Optimizer, shape: &[i32], given: &Given) -> Updated {
         parameter: &parameter,
         moments: &moments,
         rate: given.rate.clone(),
-        decay: given.decay.clone(),
         ..*given
     })?;
     let pairs = new_moments.iter().zip(given.moments);

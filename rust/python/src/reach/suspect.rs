@@ -462,17 +462,26 @@ impl Suspect {
         self.with_others(py, |change| change.later(py, times), work)
     }
 
-    /// While the numbers that the loss changes note what they are compared with, do something. Returns how many calls later
-    /// they come to that.
-    pub fn compared(&mut self, py: Python<'_>, work: impl FnOnce()) -> PyResult<Vec<i64>> {
-        let limits = py.import("faststep._step._limits")?;
-        let limits = limits.getattr("Limits")?.call0()?;
+    /// While the numbers that the loss changes, as they will be so many calls later, note what they are compared with, do
+    /// something. Returns how many calls later they come to that, without those that these limits have given before.
+    pub fn compared<'py>(
+        &mut self,
+        limits: &Bound<'py, PyAny>,
+        times: i64,
+        work: impl FnOnce(),
+    ) -> PyResult<Vec<i64>> {
+        let py = limits.py();
+        limits.call_method1("begin", (times,))?;
         let noting = |change: &Change| {
             let note = |numbers| limits.call_method1("noting", numbers);
-            match change.numbers(py)? {
-                Some(numbers) => note(numbers).map(Some),
-                None => change.each(py, |before, now| note((before.clone(), now.clone()))),
+            if let Some(numbers) = change.numbers(py)? {
+                return note(numbers).map(Some);
             }
+            let each = change.each(py, |before, now| note((before.clone(), now.clone())))?;
+            if each.is_none() && times > 0 {
+                return change.later(py, times);
+            }
+            Ok(each)
         };
         self.with_others(py, noting, work)?;
         limits.call_method0("calls")?.extract()

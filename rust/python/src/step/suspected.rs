@@ -1,5 +1,5 @@
 //! What a loss has changed itself, or drawn, as its trace was made: whether that matters, and goes on in the same way.
-use std::rc::Rc;
+use std::{collections::VecDeque, rc::Rc};
 
 use faststep::engine::{Part, Task};
 use pyo3::prelude::*;
@@ -292,12 +292,16 @@ impl Inner {
         let py = user.py();
         let mut turns = LATER.to_vec();
         turns.extend(suspect.turns(py, &given.looked)?);
-        turns.extend(suspect.compared(py, || drop(sketch(self, given)))?);
+        let mut turns: VecDeque<_> = turns.into_iter().map(|times| (times, false)).collect();
+        let limits = py.import("faststep._step._limits")?;
+        let limits = limits.getattr("Limits")?.call0()?;
+        let found = suspect.compared(&limits, 0, || drop(sketch(self, given)))?;
+        turns.extend(found.into_iter().map(|times| (times, true)));
         if let Some(names) = self.takes.take() {
             return Ok(Some(Again::Takes(names)));
         }
         let changed = std::mem::take(&mut suspect.first);
-        for times in turns {
+        while let Some((times, goes_on)) = turns.pop_front() {
             let later = suspect.later(py, times, || {
                 let looked = self.reach.look(&given.roots(py), &user.optimizer)?;
                 let now = std::mem::replace(&mut given.looked, Rc::new(looked));
@@ -319,6 +323,13 @@ impl Inner {
                 Some(None) => {}
                 Some(Some(other)) => return Ok(Some(other)),
                 None => break,
+            }
+            if goes_on {
+                let found = suspect.compared(&limits, times, || drop(sketch(self, given)))?;
+                turns.extend(found.into_iter().map(|times| (times, true)));
+                if let Some(names) = self.takes.take() {
+                    return Ok(Some(Again::Takes(names)));
+                }
             }
         }
         suspect.first = changed;

@@ -53,18 +53,7 @@ impl Store {
     ) -> PyResult<Engine> {
         let py = model.py();
         let signature = self.signature()?;
-        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
-        let trainable = if self.mixed {
-            rebuild(&trainable, &mut |object| {
-                let array = bridge::get(object).map(|a| a.as_dtype(wide(a.dtype())));
-                match array.transpose().map_err(mlx)? {
-                    Some(array) => bridge::wrap(py, &array),
-                    None => Ok(object.clone()),
-                }
-            })?
-        } else {
-            trainable
-        };
+        let trainable = self.trainable(model)?;
         if !depends_on_values(optimizer, &trainable)? {
             init(optimizer, &trainable, before)?;
         }
@@ -79,7 +68,7 @@ impl Store {
             Engine::new
         };
         let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
-            let rules = self.with_decay(native.rules);
+            let rules = self.with_numbers(native.rules);
             self.rule = Some(Rule::Native(Rc::new(rules)));
             let mut moments = native.moments;
             moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
@@ -112,6 +101,22 @@ impl Store {
         let (tree, _) = Tree::record(optimizer, self.scope())?;
         self.sign_options(py, tree);
         Ok(engine)
+    }
+
+    /// The trained parameters as a tree, in the dtypes in which they are updated.
+    pub(super) fn trainable<'py>(&self, model: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = model.py();
+        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+        if !self.mixed {
+            return Ok(trainable);
+        }
+        rebuild(&trainable, &mut |object| {
+            let array = bridge::get(object).map(|a| a.as_dtype(wide(a.dtype())));
+            match array.transpose().map_err(mlx)? {
+                Some(array) => bridge::wrap(py, &array),
+                None => Ok(object.clone()),
+            }
+        })
     }
 
     fn native(

@@ -8,10 +8,10 @@ use faststep::engine::{Layout, Role, Rule, Rules};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*, types::PyDict};
 
-use super::{Decay, ModelSignature, Store, Varying};
+use super::{ModelSignature, Numbers, Store, Varying};
 use crate::{
     mlx::bridge,
-    optimizer::native_rule,
+    optimizer::native_rules,
     tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -291,6 +291,7 @@ impl Store {
     // the optimizer's slots; None if the engine has to be rebuilt
     pub(super) fn look_at_optimizer<'py>(
         &mut self,
+        model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Vec<Slot<'py>>>> {
         let Some(engine) = &self.engine else {
@@ -317,12 +318,13 @@ impl Store {
         let same = before.is_some_and(|before| before == tree.tensors());
         self.sign_options(optimizer.py(), tree);
         if let Some(Rule::Native(old)) = &self.rule {
-            let rule = native_rule(optimizer);
-            let rule = rule.and_then(|rule| old.replaced(rule, layout.tensors()));
-            let Some(rules) = rule else {
-                return Ok(None); // of a `MultiOptimizer`, predicates may have changed
+            let paths = self.signature()?.paths();
+            let new = native_rules(optimizer, &paths, || self.trainable(model))?;
+            let new = new.and_then(|new| old.replaced(new, layout.tensors()));
+            let Some(rules) = new else {
+                return Ok(None);
             };
-            let rules = self.with_decay(rules);
+            let rules = self.with_numbers(rules);
             self.rule = Some(Rule::Native(Rc::new(rules)));
         } else if !same {
             return Ok(None);
@@ -330,37 +332,37 @@ impl Store {
         self.state_or(slots, optimizer)
     }
 
-    /// Rules whose weight decay is an array of the state, once it has had a few values.
-    pub(super) fn with_decay(&mut self, rules: Rules) -> Rules {
-        let Some(decay) = rules.decay() else {
-            return rules;
-        };
-        if self.decay.value.to_bits() != decay.to_bits() {
-            self.decay = Decay {
-                value: decay,
-                values: self.decay.values + 1,
-                array: None,
+    /// Rules whose numbers are arrays of the state, once these have been others a few times.
+    pub(super) fn with_numbers(&mut self, rules: Rules) -> Rules {
+        let values = rules.numbers();
+        let bits = |values: &[f64]| -> Vec<_> { values.iter().map(|it| it.to_bits()).collect() };
+        if bits(&self.numbers.values) != bits(&values) {
+            self.numbers = Numbers {
+                values,
+                changes: self.numbers.changes + 1,
+                arrays: Vec::new(),
             };
         }
-        if self.decay.values > MANY_VALUES {
-            return rules.with_decay_taken();
+        if self.numbers.changes > MANY_VALUES {
+            return rules.with_numbers_taken();
         }
         rules
     }
 
-    /// Put the weight decay into its place.
-    pub(super) fn give_decay(&mut self) {
+    /// Put the numbers of the optimizer's options into their places.
+    pub(super) fn give_numbers(&mut self) {
         let Some(engine) = &mut self.engine else {
             return;
         };
-        if let Some(at) = engine.places().decay {
-            #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
-            let value = self.decay.value as f32;
-            let array = self
-                .decay
-                .array
-                .get_or_insert_with(|| Array::from_f32(value));
-            engine.set_state(at, array.clone());
+        if let Some(first) = engine.places().numbers {
+            let Numbers { values, arrays, .. } = &mut self.numbers;
+            if arrays.is_empty() {
+                #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+                arrays.extend(values.iter().map(|&value| Array::from_f32(value as f32)));
+            }
+            for (at, array) in (first..).zip(arrays) {
+                engine.set_state(at, array.clone());
+            }
         }
     }
 

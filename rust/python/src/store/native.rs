@@ -39,7 +39,7 @@ impl Native {
         if !tensors.iter().all(|t| Optimizer::supports(t.dtype)) {
             return Ok(None);
         }
-        let Some(rules) = native_rules(optimizer, &paths, trainable)? else {
+        let Some(rules) = native_rules(optimizer, &paths, || Ok(trainable.clone()))? else {
             return Ok(None);
         };
         if !doubles.is_empty() && rules.rules().len() > 1 {

@@ -1,8 +1,10 @@
 //! `mlx.optimizers.AdaDelta`.
 //!
 //! Zeiler, ADADELTA: An Adaptive Learning Rate Method (2012).
+use mlx_rs::{error::Result, Array};
+
 use super::{
-    rule::{fields, like, Given, Moment, Rule, Updated},
+    rule::{averaged, fields, like, shares, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
@@ -29,15 +31,21 @@ impl Rule for AdaDelta {
         like(shape, &["v", "u"])
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        [&shares(self.rho)[..], &[self.eps]].concat()
+    }
+
     // v = rho v + (1 - rho) g^2;  d = sqrt(u + eps) / sqrt(v + eps) g;  u = rho u + (1 - rho) d^2;  w = w - lr d
     fn update(&self, given: &Given) -> Updated {
+        let [rho, rest, eps] = given.numbers(self)?;
         let [v, u] = given.moments()?;
-        let square = given.gradient.square()?;
-        let v = given.moment(given.average(self.rho, v, &square)?, v)?;
-        let ratio = u.add(given.number(self.eps))?.sqrt()?;
-        let ratio = ratio.divide(v.add(given.number(self.eps))?.sqrt()?)?;
+        let average = |old: &Array, value: Array| -> Result<Array> {
+            given.moment(averaged([&rho, &rest], old, &value)?, old)
+        };
+        let v = average(v, given.gradient.square()?)?;
+        let ratio = u.add(&eps)?.sqrt()?.divide(v.add(&eps)?.sqrt()?)?;
         let delta = ratio.multiply(given.gradient)?;
-        let u = given.moment(given.average(self.rho, u, &delta.square()?)?, u)?;
+        let u = average(u, delta.square()?)?;
         let update = given.rate()?.multiply(delta)?;
         given.updated(given.parameter.subtract(update)?, vec![v, u])
     }

@@ -4,7 +4,7 @@
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use super::{
-    rule::{Attributes, Fields, Given, Moment, Rule, Updated},
+    rule::{averaged, shares, Attributes, Field, Fields, Given, Moment, Rule, Updated},
     Optimizer,
 };
 use crate::mlx::{join::paced, means, ops::scalar};
@@ -97,6 +97,18 @@ impl Fields for Adafactor {
         };
         (rule.has_rate || rule.relative_step).then_some(rule)
     }
+
+    // what is added to the squares stays: a kernel of the means has it in its code
+    fn form(&self) -> Self {
+        Self {
+            eps: (self.eps.0, self.eps.1.form()),
+            clip_threshold: self.clip_threshold.form(),
+            decay_rate: self.decay_rate.form(),
+            beta_1: self.beta_1.form(),
+            weight_decay: self.weight_decay.form(),
+            ..self.clone()
+        }
+    }
 }
 
 impl Rule for Adafactor {
@@ -122,10 +134,23 @@ impl Rule for Adafactor {
         self.has_rate
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        let [beta, rest] = shares(self.beta_1.unwrap_or_default());
+        vec![
+            self.eps.1,
+            self.clip_threshold,
+            beta,
+            rest,
+            -self.weight_decay,
+            self.decay_rate,
+        ]
+    }
+
     // u = g / sqrt(v), divided by max(1, rms(u) / clip_threshold), times the learning rate;  m = b1 m + (1 - b1) u
     // w = w - lr wd w - u, or m in place of u
     fn update(&self, given: &Given) -> Updated {
-        let rate = self.rate(given)?;
+        let [least, threshold, beta, rest, decay, _] = given.numbers(self)?;
+        let rate = self.rate(given, least)?;
         let kept = given.moments.len();
         let (second, first) = given
             .moments
@@ -133,16 +158,16 @@ impl Rule for Adafactor {
         let (root, mut new) = self.second(given, second)?;
         let update = paced(&root.multiply(given.gradient)?)?;
         let clip = root_mean_square(&update, given.stacked)?;
-        let clip = clip.divide(given.number(self.clip_threshold))?;
+        let clip = clip.divide(threshold)?;
         let update = update.divide(ops::maximum(given.number(1.0), clip)?)?;
         let mut update = rate.multiply(update)?;
-        if let (Some(beta), [old]) = (self.beta_1, first) {
-            update = given.moment(given.average(beta, old, &update)?, old)?;
+        if let (true, [old]) = (self.beta_1.is_some(), first) {
+            update = given.moment(averaged([&beta, &rest], old, &update)?, old)?;
             new.push(update.clone());
         }
         let mut decayed = given.parameter.clone();
         if self.weight_decay != 0.0 {
-            let decay = given.number(-self.weight_decay).multiply(rate)?;
+            let decay = decay.multiply(rate)?;
             decayed = decayed.add(given.parameter.multiply(decay)?)?;
         }
         given.updated(decayed.subtract(update)?, new)
@@ -151,7 +176,7 @@ impl Rule for Adafactor {
 
 impl Adafactor {
     // lr = max(eps_2, rms(w)) min(10^-2, step^-0.5), or 10^-6 step in place of 10^-2, or the given one in place of both
-    fn rate(&self, given: &Given) -> Result<Array> {
+    fn rate(&self, given: &Given, least_scale: Array) -> Result<Array> {
         let size = if self.relative_step {
             let least = if self.warmup_init {
                 scalar(1e-6, Dtype::Float32).multiply(given.step)?
@@ -164,8 +189,10 @@ impl Adafactor {
             given.rate()?.clone()
         };
         let scale = if self.scale_parameter {
-            let least = given.number(self.eps.1);
-            ops::maximum(least, root_mean_square(given.parameter, given.stacked)?)?
+            ops::maximum(
+                least_scale,
+                root_mean_square(given.parameter, given.stacked)?,
+            )?
         } else {
             given.number(1.0)
         };
@@ -175,7 +202,8 @@ impl Adafactor {
     // v = b2 v + (1 - b2) (g^2 + eps_1) with b2 = 1 - step^decay_rate: the new ones, and 1 / sqrt(v)
     // of a matrix v is kept as the means of its rows r and columns c, and taken for r c^T / mean(r)
     fn second(&self, given: &Given, old: &[Array]) -> Result<(Array, Vec<Array>)> {
-        let power = given.step.power(scalar(self.decay_rate, Dtype::Float32))?;
+        let [.., decay_rate]: [_; 6] = given.numbers_in(self, Dtype::Float32)?;
+        let power = given.step.power(decay_rate)?;
         let power = power.as_dtype(given.gradient.dtype())?;
         let beta = given.number(1.0).subtract(power)?;
         let rest = given.number(1.0).subtract(&beta)?;

@@ -27,10 +27,14 @@ impl Rule for Adagrad {
         like(shape, &["v"])
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        vec![self.eps]
+    }
+
     // v = v + g^2;  w = w - lr g / (sqrt(v) + eps)
     fn update(&self, given: &Given) -> Updated {
-        let [v] = given.moments()?;
+        let ([v], [eps]) = (given.moments()?, given.numbers(self)?);
         let v = given.moment(v.add(given.gradient.square()?)?, v)?;
-        given.over_root(v, self.eps)
+        given.over_root(v, eps)
     }
 }

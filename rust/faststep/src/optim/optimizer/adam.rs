@@ -4,7 +4,7 @@
 use mlx_rs::{error::Result, Array, Dtype};
 
 use super::{
-    rule::{fields, like, Given, Moment, Rule, Updated},
+    rule::{averaged, fields, like, shares, Given, Moment, Rule, Updated},
     Optimizer,
 };
 use crate::mlx::ops::scalar;
@@ -38,31 +38,46 @@ impl Rule for Adam {
         true
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        let (b1, b2) = self.betas;
+        [&shares(b1)[..], &shares(b2), &[self.eps]].concat()
+    }
+
     fn update(&self, given: &Given) -> Updated {
-        self.update_from(given, given.parameter)
+        let numbers = given.numbers(self)?;
+        let [b1, _, b2, _, _] = given.numbers_in(self, Dtype::Float32)?;
+        self.update_from(given, given.parameter, numbers, [b1, b2])
     }
 }
 
 impl Adam {
     // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w = w - lr m / (sqrt(v) + eps)
     // bias correction scales m by 1 / (1 - b1^t) and v by 1 / (1 - b2^t)
-    pub(super) fn update_from(&self, given: &Given, parameter: &Array) -> Updated {
-        let ([m, v], (b1, b2)) = (given.moments()?, self.betas);
+    // `betas`: in float32
+    pub(super) fn update_from(
+        &self,
+        given: &Given,
+        parameter: &Array,
+        [b1, rest1, b2, rest2, eps]: [Array; 5],
+        betas: [Array; 2],
+    ) -> Updated {
+        let [m, v] = given.moments()?;
         let (rate, dtype) = (given.rate()?, given.gradient.dtype());
-        let m = given.moment(given.average(b1, m, given.gradient)?, m)?;
-        let v = given.moment(given.average(b2, v, &given.gradient.square()?)?, v)?;
+        let m = given.moment(averaged([&b1, &rest1], m, given.gradient)?, m)?;
+        let square = given.gradient.square()?;
+        let v = given.moment(averaged([&b2, &rest2], v, &square)?, v)?;
         let (numerator, denominator) = if self.bias_correction {
-            let rest = |beta| -> Result<Array> {
-                let power = scalar(beta, Dtype::Float32).power(given.step)?;
+            let [one, two] = betas.map(|beta| -> Result<Array> {
+                let power = beta.power(given.step)?;
                 scalar(1.0, Dtype::Float32).subtract(power)
-            };
-            let c1 = rate.divide(rest(b1)?)?.as_dtype(dtype)?.contiguous()?;
-            let c2 = rest(b2)?.rsqrt()?.as_dtype(dtype)?.contiguous()?;
+            });
+            let c1 = rate.divide(one?)?.as_dtype(dtype)?.contiguous()?;
+            let c2 = two?.rsqrt()?.as_dtype(dtype)?.contiguous()?;
             let root = v.sqrt()?.multiply(c2)?;
-            (c1.multiply(&m)?, root.add(given.number(self.eps))?)
+            (c1.multiply(&m)?, root.add(eps)?)
         } else {
             let root = v.sqrt()?;
-            (rate.multiply(&m)?, root.add(given.number(self.eps))?)
+            (rate.multiply(&m)?, root.add(eps)?)
         };
         let parameter = parameter.subtract(numerator.divide(denominator)?)?;
         given.updated(parameter, vec![m, v])

@@ -4,7 +4,7 @@
 use mlx_rs::ops;
 
 use super::{
-    rule::{fields, like, Given, Moment, Rule, Updated},
+    rule::{averaged, fields, like, shares, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
@@ -35,13 +35,19 @@ impl Rule for Adamax {
         true
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        let (b1, b2) = self.betas;
+        [&shares(b1)[..], &[b2, self.eps]].concat()
+    }
+
     // m = b1 m + (1 - b1) g;  v = max(b2 v, |g|);  w = w - lr m / (v + eps)
     fn update(&self, given: &Given) -> Updated {
-        let ([m, v], (b1, b2)) = (given.moments()?, self.betas);
-        let m = given.moment(given.average(b1, m, given.gradient)?, m)?;
-        let decayed = given.number(b2).multiply(v)?;
+        let [b1, rest, b2, eps] = given.numbers(self)?;
+        let [m, v] = given.moments()?;
+        let m = given.moment(averaged([&b1, &rest], m, given.gradient)?, m)?;
+        let decayed = b2.multiply(v)?;
         let v = given.moment(ops::maximum(decayed, given.gradient.abs()?)?, v)?;
-        let denominator = v.add(given.number(self.eps))?;
+        let denominator = v.add(eps)?;
         let update = given.rate()?.multiply(&m)?.divide(denominator)?;
         given.updated(given.parameter.subtract(update)?, vec![m, v])
     }

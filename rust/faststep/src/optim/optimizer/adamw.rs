@@ -1,6 +1,8 @@
 //! `mlx.optimizers.AdamW`.
 //!
 //! Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019).
+use mlx_rs::Dtype;
+
 use super::{
     adam::Adam,
     rule::{fields, Given, Moment, Rule, Updated},
@@ -51,12 +53,19 @@ impl Rule for AdamW {
         true
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        [self.adam().numbers(), vec![self.weight_decay]].concat()
+    }
+
     // w = (1 - lr wd) w, then as Adam
     fn update(&self, given: &Given) -> Updated {
-        let decay = given.decay(self.weight_decay);
+        let [b1, rest1, b2, rest2, eps, decay] = given.numbers(self)?;
+        let [wide1, _, wide2, ..]: [_; 6] = given.numbers_in(self, Dtype::Float32)?;
         let decay = given.rate()?.multiply(decay)?;
         let keep = given.number(1.0).subtract(decay)?.contiguous()?; // once, not for every element
         let parameter = given.parameter.multiply(keep)?;
-        self.adam().update_from(given, &parameter)
+        let numbers = [b1, rest1, b2, rest2, eps];
+        self.adam()
+            .update_from(given, &parameter, numbers, [wide1, wide2])
     }
 }

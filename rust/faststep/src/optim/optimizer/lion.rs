@@ -4,7 +4,7 @@
 use mlx_rs::ops;
 
 use super::{
-    rule::{fields, like, Given, Moment, Rule, Updated},
+    rule::{averaged, fields, like, shares, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
@@ -38,14 +38,20 @@ impl Rule for Lion {
         true
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        let (b1, b2) = self.betas;
+        [&shares(b1)[..], &shares(b2), &[self.weight_decay]].concat()
+    }
+
     // c = b1 m + (1 - b1) g;  m = b2 m + (1 - b2) g;  w = (1 - lr wd) w - lr sign(c)
     fn update(&self, given: &Given) -> Updated {
-        let ([m], (b1, b2), rate) = (given.moments()?, self.betas, given.rate()?);
-        let direction = given.average(b1, m, given.gradient)?;
-        let m = given.moment(given.average(b2, m, given.gradient)?, m)?;
+        let [b1, rest1, b2, rest2, decay] = given.numbers(self)?;
+        let ([m], rate) = (given.moments()?, given.rate()?);
+        let direction = averaged([&b1, &rest1], m, given.gradient)?;
+        let m = given.moment(averaged([&b2, &rest2], m, given.gradient)?, m)?;
         let mut parameter = given.parameter.clone();
         if self.weight_decay > 0.0 {
-            let decay = rate.multiply(given.decay(self.weight_decay))?;
+            let decay = rate.multiply(decay)?;
             let keep = given.number(1.0).subtract(decay)?.contiguous()?;
             parameter = keep.multiply(parameter)?;
         }

@@ -83,6 +83,20 @@ macro_rules! rules {
                 }
             }
 
+            /// The numbers of its options that an update computes with.
+            pub(super) fn numbers(&self) -> Vec<f64> {
+                match self {
+                    $(Self::$name(rule) => rule.numbers(),)*
+                }
+            }
+
+            /// The same with 1 for each number above 0 and -1 for each below: rules of one form have the same operations.
+            pub(super) fn form(&self) -> Self {
+                match self {
+                    $(Self::$name(rule) => Self::$name(rule.form()),)*
+                }
+            }
+
             /// One update: the new parameter and its new moments, which come back as they were where it is not taken.
             pub(super) fn update(&self, given: &Given) -> Updated {
                 match self {
@@ -111,27 +125,6 @@ impl Optimizer {
     #[must_use]
     pub fn supports(dtype: Dtype) -> bool {
         matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)
-    }
-
-    /// The weight decay of a rule that may take an array in its place.
-    pub(super) fn decay(&self) -> Option<f64> {
-        match self {
-            Self::AdamW(AdamW { weight_decay, .. })
-            | Self::Lion(Lion { weight_decay, .. })
-            | Self::Muon(Muon { weight_decay, .. })
-            | Self::Sgd(Sgd { weight_decay, .. }) => Some(*weight_decay),
-            _ => None,
-        }
-    }
-
-    pub(super) fn set_decay(&mut self, value: f64) {
-        if let Self::AdamW(AdamW { weight_decay, .. })
-        | Self::Lion(Lion { weight_decay, .. })
-        | Self::Muon(Muon { weight_decay, .. })
-        | Self::Sgd(Sgd { weight_decay, .. }) = self
-        {
-            *weight_decay = value;
-        }
     }
 
     /// The scalars of the rule in `optimizer.state`, in their order.

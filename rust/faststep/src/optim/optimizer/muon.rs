@@ -7,7 +7,7 @@ use mlx_rs::{
 };
 
 use super::{
-    rule::{fields, like, Given, Moment, Rule, Updated},
+    rule::{averaged, fields, like, shares, Given, Moment, Rule, Updated},
     Optimizer,
 };
 use crate::mlx::join::paced;
@@ -52,19 +52,20 @@ impl Rule for Muon {
         true
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        [&shares(self.momentum)[..], &[self.weight_decay]].concat()
+    }
+
     // v = momentum v + (1 - momentum) g;  u = v, or (1 - momentum) g + momentum v with Nesterov;  w = w - lr u
     // of a matrix u is brought near the closest orthogonal one, and lr multiplied by max(1, rows / columns)^0.5
     fn update(&self, given: &Given) -> Updated {
         let [old] = given.moments()?;
-        let momentum = given.number(self.momentum);
-        let rest = given.number(1.0 - self.momentum);
+        let [momentum, rest, decay] = given.numbers(self)?;
         let mut gradient = given.gradient.clone();
         if self.weight_decay != 0.0 {
-            let decay = given.decay(self.weight_decay);
             gradient = gradient.add(decay.multiply(given.parameter)?)?;
         }
-        let v = momentum.multiply(old)?.add(rest.multiply(&gradient)?)?;
-        let v = given.moment(v, old)?;
+        let v = given.moment(averaged([&momentum, &rest], old, &gradient)?, old)?;
         let mut update = if self.nesterov {
             gradient.multiply(rest)?.add(v.multiply(momentum)?)?
         } else {

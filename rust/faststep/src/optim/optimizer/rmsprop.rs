@@ -2,7 +2,7 @@
 //!
 //! Tieleman & Hinton, lecture 6.5 of Neural Networks for Machine Learning (2012).
 use super::{
-    rule::{fields, like, Given, Moment, Rule, Updated},
+    rule::{averaged, fields, like, shares, Given, Moment, Rule, Updated},
     Optimizer,
 };
 
@@ -29,11 +29,16 @@ impl Rule for RmsProp {
         like(shape, &["v"])
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        [&shares(self.alpha)[..], &[self.eps]].concat()
+    }
+
     // v = alpha v + (1 - alpha) g^2;  w = w - lr g / (sqrt(v) + eps)
     fn update(&self, given: &Given) -> Updated {
+        let [alpha, rest, eps] = given.numbers(self)?;
         let [v] = given.moments()?;
         let square = given.gradient.square()?;
-        let v = given.moment(given.average(self.alpha, v, &square)?, v)?;
-        given.over_root(v, self.eps)
+        let v = given.moment(averaged([&alpha, &rest], v, &square)?, v)?;
+        given.over_root(v, eps)
     }
 }

@@ -1,9 +1,9 @@
 //! The interface of an update rule: its arrays, its update, and the attributes that Python's optimizer has for its fields.
-use std::fmt::Debug;
+use std::{cmp::Ordering, fmt::Debug};
 
 use mlx_rs::{
     error::{Exception, Result},
-    Array,
+    Array, Dtype,
 };
 
 use crate::mlx::ops::{choose, scalar};
@@ -31,29 +31,48 @@ pub trait Attributes {
 pub(super) trait Fields: Debug + Default {
     /// The fields of Python's optimizer; `None` where one is missing or of another type.
     fn read(attributes: &dyn Attributes) -> Option<Self>;
+
+    /// The same with 1 for each number above 0 and -1 for each below: rules of one form have the same operations.
+    fn form(&self) -> Self;
 }
 
 /// A field, as it is read.
 pub(super) trait Field: Sized {
     fn read(attributes: &dyn Attributes, name: &str) -> Option<Self>;
+
+    /// What decides about operations.
+    fn form(self) -> Self;
 }
 
 macro_rules! kinds {
-    ($($type:ty: $kind:ident,)*) => {$(
+    ($($type:ty: $kind:ident, $form:expr,)*) => {$(
         impl Field for $type {
             fn read(attributes: &dyn Attributes, name: &str) -> Option<Self> {
                 attributes.$kind(name)
+            }
+
+            fn form(self) -> Self {
+                $form(self)
             }
         }
     )*};
 }
 
 kinds! {
-    f64: number,
-    (f64, f64): pair,
-    usize: count,
-    bool: flag,
-    Option<f64>: optional,
+    f64: number, sign,
+    (f64, f64): pair, |(a, b)| (sign(a), sign(b)),
+    usize: count, |it| it,
+    bool: flag, |it| it,
+    Option<f64>: optional, |it: Option<f64>| it.map(sign),
+}
+
+fn sign(value: f64) -> f64 {
+    match value.partial_cmp(&0.0) {
+        Some(Ordering::Greater) => 1.0,
+        Some(Ordering::Less) => -1.0,
+        Some(Ordering::Equal) => 0.0,
+        None => value,
+    }
 }
 
 /// The struct of a rule: its fields, each with its default, which have the names of Python's attributes.
@@ -76,6 +95,11 @@ macro_rules! fields {
                 use $crate::optim::optimizer::rule::Field;
                 Some(Self { $($field: Field::read(attributes, stringify!($field))?,)* })
             }
+
+            fn form(&self) -> Self {
+                use $crate::optim::optimizer::rule::Field;
+                Self { $($field: self.$field.form(),)* }
+            }
         }
     };
 }
@@ -85,6 +109,9 @@ pub(super) use fields;
 pub(super) trait Rule: Fields {
     /// The state of a tensor of this shape that the update reads and writes, in its order, in the tensor's dtype.
     fn moments(&self, shape: &[i32]) -> Vec<Moment>;
+
+    /// The numbers of its options that an update computes with, as it takes them from [`Given::numbers`].
+    fn numbers(&self) -> Vec<f64>;
 
     /// Build one update.
     fn update(&self, given: &Given) -> Updated;
@@ -118,8 +145,8 @@ pub(in crate::optim) struct Given<'a> {
     pub(in crate::optim) moments: &'a [Array],
     /// The learning rate, in the gradient's dtype.
     pub(in crate::optim) rate: Option<Array>,
-    /// The weight decay in that dtype, where it is an array.
-    pub(in crate::optim) decay: Option<Array>,
+    /// The rule's numbers, float32, where they are arrays.
+    pub(in crate::optim) numbers: Option<&'a [Array]>,
     /// The number of this update, from 1.
     pub(in crate::optim) step: &'a Array,
     /// True if the update is taken.
@@ -137,9 +164,31 @@ impl Given<'_> {
         scalar(value, self.gradient.dtype())
     }
 
-    /// The weight decay in the dtype of the gradient.
-    pub(super) fn decay(&self, value: f64) -> Array {
-        self.decay.clone().unwrap_or_else(|| self.number(value))
+    /// The numbers of a rule, in the dtype of the gradient.
+    pub(super) fn numbers<const N: usize>(&self, rule: &impl Rule) -> Result<[Array; N]> {
+        self.numbers_in(rule, self.gradient.dtype())
+    }
+
+    /// The numbers of a rule, in this dtype.
+    pub(super) fn numbers_in<const N: usize>(
+        &self,
+        rule: &impl Rule,
+        dtype: Dtype,
+    ) -> Result<[Array; N]> {
+        let numbers: Vec<_> = match self.numbers {
+            Some(numbers) => numbers
+                .iter()
+                .map(|number| number.as_dtype(dtype))
+                .collect::<Result<_>>()?,
+            None => rule
+                .numbers()
+                .into_iter()
+                .map(|number| scalar(number, dtype))
+                .collect(),
+        };
+        let got = numbers.len();
+        let message = || format!("{:?}: expected {N} numbers, got {got}", self.rule);
+        numbers.try_into().map_err(|_| Exception::custom(message()))
     }
 
     /// The learning rate of a rule that has one.
@@ -174,16 +223,24 @@ impl Given<'_> {
         Ok((choose(self.take, parameter, self.parameter)?, moments))
     }
 
-    /// `decay * average + (1 - decay) * value`.
-    pub(super) fn average(&self, decay: f64, average: &Array, value: &Array) -> Result<Array> {
-        let old = self.number(decay).multiply(average)?;
-        old.add(self.number(1.0 - decay).multiply(value)?)
-    }
-
     /// The update by gradients over a root: `w - lr g / (sqrt(v) + eps)`.
-    pub(super) fn over_root(&self, v: Array, eps: f64) -> Updated {
-        let root = v.sqrt()?.add(self.number(eps))?;
+    pub(super) fn over_root(&self, v: Array, eps: Array) -> Updated {
+        let root = v.sqrt()?.add(eps)?;
         let update = self.rate()?.multiply(self.gradient)?.divide(root)?;
         self.updated(self.parameter.subtract(update)?, vec![v])
     }
+}
+
+/// A decay and what is left of 1.
+pub(super) fn shares(decay: f64) -> [f64; 2] {
+    [decay, 1.0 - decay]
+}
+
+/// `decay * average + rest * value`.
+pub(super) fn averaged(
+    [decay, rest]: [&Array; 2],
+    average: &Array,
+    value: &Array,
+) -> Result<Array> {
+    decay.multiply(average)?.add(rest.multiply(value)?)
 }

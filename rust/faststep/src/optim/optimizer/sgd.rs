@@ -35,27 +35,31 @@ impl Rule for Sgd {
         like(shape, names)
     }
 
+    fn numbers(&self) -> Vec<f64> {
+        vec![self.momentum, self.weight_decay, 1.0 - self.dampening]
+    }
+
     // v = momentum v + (1 - dampening) g;  w = w - lr v, or w - lr (g + momentum v) with Nesterov
     fn update(&self, given: &Given) -> Updated {
         let (rate, parameter) = (given.rate()?, given.parameter);
+        let [momentum, decay, rest] = given.numbers(self)?;
         let mut gradient = given.gradient.clone();
         if self.weight_decay != 0.0 {
-            let decay = given.decay(self.weight_decay);
             gradient = gradient.add(decay.multiply(parameter)?)?;
         }
         let Some(old) = given.moments.first() else {
             let parameter = parameter.subtract(rate.multiply(&gradient)?)?;
             return given.updated(parameter, Vec::new());
         };
-        let mut velocity = given.number(self.momentum).multiply(old)?;
+        let mut velocity = momentum.multiply(old)?;
         velocity = if self.dampening > 0.0 {
-            velocity.add(given.number(1.0 - self.dampening).multiply(&gradient)?)?
+            velocity.add(rest.multiply(&gradient)?)?
         } else {
             velocity.add(&gradient)?
         };
         velocity = given.moment(velocity, old)?;
         let update = if self.nesterov {
-            gradient.add(given.number(self.momentum).multiply(&velocity)?)?
+            gradient.add(momentum.multiply(&velocity)?)?
         } else {
             velocity.clone()
         };

@@ -37,7 +37,7 @@ impl CompiledUpdate {
         recipe: &Recipe,
         rules: &Rc<Rules>,
         host: &dyn Host,
-        (state, decay): (&[Array], Option<&Array>),
+        (state, numbers): (&[Array], &[Array]),
         (gradients, weights): (&[Array], &[Array]),
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
@@ -58,7 +58,7 @@ impl CompiledUpdate {
         let rates = rates.iter().flatten();
         let inputs = rates
             .chain(state)
-            .chain(decay)
+            .chain(numbers)
             .chain(gradients)
             .chain(weights)
             .chain(good);
@@ -83,14 +83,14 @@ impl Function {
             let scheduled = of.scheduled.iter().filter(|it| **it).count();
             let (rates, rest) = taken(inputs, scheduled)?;
             let (state, rest) = taken(rest, moments)?;
-            let (decay, rest) = taken(rest, usize::from(rules.takes_decay()))?;
+            let (numbers, rest) = taken(rest, rules.taken())?;
             let (gradients, rest) = taken(rest, layout.len())?;
             let (weights, good) = taken(rest, layout.len())?;
             let rate = |rule: usize, _: &Array| {
                 let before = of.scheduled[..rule].iter().filter(|it| **it).count();
                 Ok(of.scheduled[rule].then(|| rates[before].clone()))
             };
-            let state = (state, decay.first());
+            let state = (state, numbers);
             let made = rules.update(&layout, &rate, state, (gradients, weights), good.first())?;
             let (indices, values): (Vec<_>, Vec<_>) = made.state.into_iter().unzip();
             new.replace(indices);

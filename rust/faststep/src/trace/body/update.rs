@@ -1,7 +1,7 @@
 //! The update: new parameters, optimizer state, masters and average.
 use mlx_rs::{error::Result, Array};
 
-use super::{Body, Inputs, Rebound};
+use super::{short, Body, Inputs, Rebound};
 use crate::{
     mlx::{
         join,
@@ -110,8 +110,9 @@ impl Body<'_> {
         let rule = match rule {
             Rule::Native(rules) => {
                 let given = (gradients, weights);
-                let decay = self.recipe.places.decay.map(|at| &inputs.state[at]);
-                let state = (state, decay.filter(|_| rules.takes_decay()));
+                let first = self.recipe.places.numbers.unwrap_or_default();
+                let numbers = inputs.state[first..].get(..rules.taken());
+                let state = (state, numbers.ok_or_else(short)?);
                 if let Some(compiled) = self.compiled {
                     return compiled.update(self.recipe, rules, self.host, state, given, good);
                 }
