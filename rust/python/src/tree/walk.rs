@@ -2,7 +2,7 @@
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyList, PyString, PyTuple},
+    types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple},
 };
 
 use super::{ordered, slot::Place};
@@ -225,8 +225,20 @@ fn walk_attributes<'py>(
     Some(())
 }
 
+// a text, a number or None, of which a batch may hold many
+fn is_builtin(object: &Bound<'_, PyAny>) -> bool {
+    object.is_exact_instance_of::<PyString>()
+        || object.is_exact_instance_of::<PyInt>()
+        || object.is_exact_instance_of::<PyFloat>()
+        || object.is_exact_instance_of::<PyBool>()
+        || object.is_none()
+}
+
 /// The names of the fields of a dataclass's instance.
 pub fn fields<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyString>>> {
+    if is_builtin(object) {
+        return None; // to ask for an attribute that is not there takes a microsecond
+    }
     let name = intern!(object.py(), "__dataclass_fields__");
     let fields = object.get_type().getattr_opt(name).ok().flatten()?;
     let names = fields.cast::<PyDict>().ok()?.keys().into_iter();
