@@ -464,9 +464,9 @@ impl Suspect {
 
     /// While the numbers that the loss changes, as they will be so many calls later, note what they are compared with, do
     /// something. Returns how many calls later they come to that, without those that these limits have given before.
-    pub fn compared<'py>(
+    pub fn compared(
         &mut self,
-        limits: &Bound<'py, PyAny>,
+        limits: &Bound<'_, PyAny>,
         times: i64,
         work: impl FnOnce(),
     ) -> PyResult<Vec<i64>> {
