@@ -774,3 +774,48 @@ def test_a_count_anywhere_on_the_model_is_seen_by_calls_that_do_not_make_it(plac
             losses.append(float(step(x, mode).loss if fast else plain(x, mode)[0]))
         assert read(model) == 15
     np.testing.assert_allclose(losses[30:], losses[:30], rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("kind", ["a helper", "a method", "both beside each other"])
+def test_a_cell_that_functions_share_is_one_place(kind: str, decides: bool) -> None:
+    """As a count of a notebook's `train()`: each function had it as a change of its own, so that it went up by two."""
+
+    def run(fast: bool) -> tuple[list[float], list[int]]:
+        mx.random.seed(3)
+        model, optimizer, other, count = nn.Linear(4, 2), optim.SGD(0.05), 0, 0
+
+        def tick() -> None:
+            nonlocal count
+            count += 1
+
+        class Counter:
+            def go(self) -> None:
+                nonlocal count, other
+                other, count = other + 1, count + 1
+
+        counter = Counter()
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            nonlocal count
+            if kind != "a method":
+                tick()
+            if kind != "a helper":
+                counter.go()
+            count += 1
+            loss = model(x).square().mean()
+            return loss * (1 + count % 5) if decides else loss
+
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses, counts = list[float](), list[int]()
+        for _ in range(12):
+            x = mx.random.normal((4, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
+            counts.append(count)
+        return losses, counts
+
+    (losses, counts), (wanted, expected) = run(fast=True), run(fast=False)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    assert counts == expected

@@ -275,7 +275,8 @@ impl Looked {
         (0..count).find(|node| holds(node) && is_place(*node))
     }
 
-    /// Return whether a node is the place of another one at another look.
+    /// Return whether a node is the place of another one at another look. Functions may share a cell, and have the globals of
+    /// their module.
     pub fn is_place(&self, node: usize, other: &Self, at: usize, py: Python<'_>) -> bool {
         let (one, two) = (&self.program.nodes[node], &other.program.nodes[at]);
         let parent = |looked: &Self, node: &Node| looked.object(node.parent?, py);
@@ -283,11 +284,17 @@ impl Looked {
             (Some(one), Some(two)) => one.eq(two).unwrap_or(false),
             (one, two) => one.is_none() && two.is_none(),
         };
-        let parents = (parent(self, one), parent(other, two));
+        let place = |looked: &Self, node: &Node| {
+            let parent = parent(looked, node)?;
+            match node.how {
+                How::Cell => bridge::closure_cell(&parent, node.index()),
+                How::Global => bridge::globals(&parent).map(Bound::into_any),
+                _ => Some(parent),
+            }
+        };
         one.how == two.how
-            && one.index() == two.index()
-            && same_key
-            && matches!(parents, (Some(one), Some(two)) if one.is(&two))
+            && (one.how == How::Cell || (one.index() == two.index() && same_key))
+            && matches!((place(self, one), place(other, two)), (Some(one), Some(two)) if one.is(&two))
     }
 
     /// The object that stands at a node now.

@@ -164,8 +164,9 @@ impl<'py> Reached<'py> {
         };
         let mut changes = suspect::changes(&traced.snapshot, true)?;
         for (node, before) in self.looked.changed(py) {
-            if !self.is_stuck(py, node)? {
-                changes.push(Change::Node(self.looked.clone(), node, before.unbind()));
+            let change = Change::Node(self.looked.clone(), node, before.unbind());
+            if !self.is_stuck(py, node)? && !changes.iter().any(|other| change.is_of(other, py)) {
+                changes.push(change);
             }
         }
         for (globals, key) in self.looked.made(py)? {
