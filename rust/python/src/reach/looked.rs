@@ -18,7 +18,7 @@ use faststep::engine::{HeldArrays, Tensor};
 pub struct Spot<'py> {
     /// The object.
     pub object: Bound<'py, PyAny>,
-    place: Option<Place<'py>>, // in a module; elsewhere at a node
+    pub(super) place: Option<Place<'py>>, // in a module; elsewhere at a node
     node: usize,
 }
 

@@ -154,7 +154,13 @@ impl<'py> Reached<'py> {
                 return Ok(false);
             }
         }
-        Ok(self.looked.new_array(py).is_none() && traced.snapshot.new_array(false)?.is_none())
+        let replaced = |spot: &Spot<'py>| {
+            let now = self.looked.now(spot).filter(|_| spot.place.is_none());
+            now.is_some_and(|now| !now.is(&spot.object) && bridge::is_array(&now))
+        };
+        Ok(!traced.spots.iter().any(replaced)
+            && self.looked.new_array(py).is_none()
+            && traced.snapshot.new_array(false)?.is_none())
     }
 
     /// What the loss has changed that is no array, with what was there before.
