@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from faststep._step import _reach
+from mlx.utils import tree_map
 from support.helpers import assert_close, assert_same, flat, plain_step, snapshot
 
 WEIGHTS = mx.array([1.0, 2.0, 3.0, 4.0])
@@ -1005,3 +1006,81 @@ def test_special_methods_that_the_loss_calls_are_looked_into(kind: str) -> None:
             assert step(x).loss.item() == pytest.approx(loss_fn(model, x).item(), rel=1e-5), number
     finally:
         SCALE[0] = 1.0
+
+
+@pytest.mark.parametrize("change", [1, 4])
+@pytest.mark.parametrize("kind", ["modules", "attributes", "arguments"])
+def test_arrays_that_are_one_as_the_loss_is_traced_may_part(kind: str, change: int) -> None:
+    """As two networks that begin as the same one, by `update(model.parameters())`."""
+
+    def run(fast: bool) -> list[float]:
+        mx.random.seed(0)
+        model, one, two = (nn.Linear(6, 3) for _ in range(3))
+        one.update(model.parameters())
+        two.update(model.parameters())
+        agent = types.SimpleNamespace(one=one.weight, two=one.weight)
+
+        def loss_fn(model: nn.Module, x: mx.array, *given: nn.Module) -> mx.array:
+            first, second = given or (one, two)
+            if kind == "attributes":
+                pair = x @ agent.one.T, x @ agent.two.T
+            else:
+                pair = first(x), second(x)
+            return (model(x) - pair[0]).square().mean() + (model(x) + 2 * pair[1]).square().mean()
+
+        optimizer = optim.SGD(0.02)
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses = []
+        for number in range(10):
+            if number in (change, change + 4):
+                one.update(tree_map(lambda p: 0.5 * p, model.parameters()))
+                agent.one = 3 * agent.one
+            if number == change + 2:
+                two.update(one.parameters())
+                agent.two = agent.one
+            batch = (mx.random.normal((4, 6)), *((one, two) if kind == "arguments" else ()))
+            losses.append((step(*batch).loss if step else take(*batch)[0]).item())
+        return losses
+
+    np.testing.assert_allclose(run(fast=True), run(fast=False), rtol=1e-5)
+
+
+KEPT = mx.zeros(3)
+
+
+@pytest.mark.parametrize("place", ["global", "cell", "attribute"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_what_a_loss_keeps_before_it_raises_is_put_back(place: str, at: int) -> None:
+    global KEPT
+    model, kept, seen = nn.Linear(4, 3), mx.zeros(3), types.SimpleNamespace(kept=mx.zeros(3))
+    KEPT = mx.zeros(3)
+
+    def loss_fn(model: nn.Module, x: mx.array, bad: bool) -> mx.array:
+        global KEPT
+        nonlocal kept
+        out = model(x)
+        mean = mx.stop_gradient(out).mean(axis=0)
+        if place == "global":
+            KEPT = 0.9 * KEPT + mean
+        elif place == "cell":
+            kept = 0.9 * kept + mean
+        else:
+            seen.kept = 0.9 * seen.kept + mean
+        if bad:
+            raise ValueError("a bad batch")
+        return out.square().mean()
+
+    def now() -> list[float]:
+        return {"global": KEPT, "cell": kept, "attribute": seen.kept}[place].tolist()
+
+    step = Step(model, optim.SGD(0.1), loss_fn)
+    for number in range(6):
+        before = now()
+        if number == at:
+            with pytest.raises(ValueError, match="a bad batch"):
+                step(mx.ones((2, 4)), True)
+            assert now() == before
+        else:
+            step(mx.ones((2, 4)), False)
+            assert now() != before

@@ -1,5 +1,5 @@
 //! What has been found at one look, and where.
-use std::rc::Rc;
+use std::{collections::HashMap, rc::Rc};
 
 use pyo3::{intern, prelude::*, types::PyFrozenSet};
 
@@ -123,6 +123,17 @@ impl Looked {
             }
         }
         Ok(spots)
+    }
+
+    /// Arrays that are one object with another one before them, by their numbers.
+    pub fn shared(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
+        let mut first = HashMap::new();
+        let spots = self.spots(py)?.into_iter().enumerate();
+        let pairs = spots.filter_map(|(number, spot)| {
+            let known = *first.entry(spot.object.as_ptr()).or_insert(number);
+            (known != number).then_some((number, known))
+        });
+        Ok(pairs.collect())
     }
 
     /// Return the path of an array, by its number, as a user writes it.

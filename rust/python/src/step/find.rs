@@ -141,7 +141,7 @@ impl Inner {
         given.counted = Rc::new(self.counted(store, &looked, py)?);
         let counted = given.counted.clone();
         let fits =
-            |entry: &Entry| equals(&entry.key, &key, py) && holds(entry, py, &looked, &counted);
+            |entry: &Entry| is_of(entry, &key, &looked, py) && holds(entry, py, &looked, &counted);
         if let Some(entry) = self.traces.use_again(fits) {
             self.reach.change();
             if !self.compiled && !entry.kept.meet(&given.tree, &looked, py) {
@@ -162,7 +162,7 @@ impl Inner {
         let changed = self
             .traces
             .recent()
-            .find(|entry| equals(&entry.key, &key, py));
+            .find(|entry| is_of(entry, &key, &looked, py));
         let seen = changed.and_then(|entry| entry.kept.seen.last());
         let changed = seen.map_or_else(Vec::new, |seen| seen.changes(py, &looked));
         let other = changed.is_empty().then(|| self.reach.change()).flatten();
@@ -170,7 +170,7 @@ impl Inner {
         let known = self
             .traces
             .recent()
-            .any(|entry| equals(&entry.key, &key, py));
+            .any(|entry| is_of(entry, &key, &looked, py));
         let mut unchecked = known;
         if known && self.traces.are_values_new() {
             self.check_rare_values(given, py)?;
@@ -201,6 +201,9 @@ impl Inner {
             .add(user, key, trace, varying, changed.as_deref(), max_traces);
         if let Some(last) = self.traces.last_mut() {
             last.kept.meet(&given.tree, &looked, py);
+            if self.compiled {
+                last.kept.shared = looked.shared(py)?;
+            }
         }
         Ok(())
     }
@@ -215,8 +218,9 @@ impl Inner {
         key: &Key,
     ) -> Result<Option<Vec<u32>>, Stop> {
         let py = user.py();
+        let looked = given.looked.clone();
         let is_candidate =
-            |entry: &Entry| entry.kept.graph.is_some() && equals(&entry.key, key, py);
+            |entry: &Entry| entry.kept.graph.is_some() && is_of(entry, key, &looked, py);
         let candidate = self.traces.recent().find(|entry| is_candidate(entry));
         let graph = candidate.and_then(|entry| entry.kept.graph.as_ref());
         let Some(by_loss) = graph.map(TraceGraph::is_of_loss) else {
@@ -462,6 +466,11 @@ impl Inner {
         let engine = store.engine.as_ref().ok_or_else(missing)?;
         Ok(engine.recipe(key.part.clone(), *self.options, others))
     }
+}
+
+/// Return whether a trace is of this key, for arrays that are one where those of its own were.
+pub(super) fn is_of(entry: &Entry, key: &Key, looked: &Looked, py: Python<'_>) -> bool {
+    equals(&entry.key, key, py) && entry.kept.shares(looked)
 }
 
 // the key of a part, of any arguments

@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 
 use super::{
     arguments::Arguments,
-    find::{key, taken, Sketch},
+    find::{is_of, key, taken, Sketch},
     run::{Given, MAX_CHECKS},
-    trace_cache::{equals, warn, Entry, Key},
+    trace_cache::{warn, Entry, Key},
     Inner,
 };
 use crate::{
@@ -386,7 +386,7 @@ impl Inner {
         };
         let known = self.loss_key(store, given, &rule, part.clone())?;
         let suspects = self.traces.recent().filter(|entry| {
-            entry.kept.suspect.borrow().is_some() && equals(&entry.key, &known, py)
+            entry.kept.suspect.borrow().is_some() && is_of(entry, &known, &given.looked, py)
         });
         let suspects: Vec<&Entry> = suspects.collect();
         let now = suspects.iter().find(|entry| {

@@ -135,6 +135,8 @@ pub struct Kept {
     pub adds: Rc<Vec<Advance>>,
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
+    /// Arrays that the loss reaches which were one object as it was traced: one input stands for both, by their numbers.
+    pub shared: Vec<(usize, usize)>,
     met: Option<(Rc<Tree>, Rc<Vec<Tensor>>)>, // arguments of the last call that was looked for, and arrays that the loss reaches
 }
 
@@ -158,6 +160,13 @@ impl Pin {
 const MAX_SEEN: usize = 16;
 
 impl Kept {
+    /// Return whether what was one array as the loss was traced is one still.
+    pub fn shares(&self, looked: &Looked) -> bool {
+        let ids = looked.arrays.ids();
+        let mut shared = self.shared.iter();
+        shared.all(|&(one, other)| ids.get(one) == ids.get(other))
+    }
+
     /// The trace holds for these numbers too.
     pub fn see(&mut self, seen: Seen) {
         self.seen.push(seen);
