@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import enum
 import functools
 import gc
 import operator
@@ -1041,6 +1042,41 @@ def test_arrays_that_are_one_as_the_loss_is_traced_may_part(kind: str, change: i
                 agent.two = agent.one
             batch = (mx.random.normal((4, 6)), *((one, two) if kind == "arguments" else ()))
             losses.append((step(*batch).loss if step else take(*batch)[0]).item())
+        return losses
+
+    np.testing.assert_allclose(run(fast=True), run(fast=False), rtol=1e-5)
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    MAIN = 2
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("values", [(Phase.WARM, Phase.MAIN), (1.0, 2.0), ("warm", "main"), (None, (1, 2))])
+def test_an_attribute_of_a_class_is_seen_as_it_changes(values: tuple[Any, Any], derived: bool) -> None:
+    def run(fast: bool) -> list[float]:
+        mx.random.seed(0)
+
+        class Config:
+            phase = values[0]
+
+        class Derived(Config):
+            pass
+
+        read = Derived if derived else Config
+        model, optimizer = nn.Linear(4, 3), optim.SGD(0.02)
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            return model(x).square().mean() * (1.0 if read.phase == values[0] else 2.0)
+
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses = []
+        for number in range(12):
+            Config.phase = values[number // 3 % 2]
+            x = mx.random.normal((4, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
         return losses
 
     np.testing.assert_allclose(run(fast=True), run(fast=False), rtol=1e-5)

@@ -462,8 +462,8 @@ class _Search(Asking):
             called = called and self.may_call(self.objects[at], name)
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
             if called or (self.is_named(name, value, everything) and is_data):
-                if is_a(value, enum.Enum):  # which cannot be replaced, but have attributes
-                    continue
+                if issubclass(base, enum.Enum) and is_a(value, enum.Enum):
+                    continue  # a member cannot be replaced, but has attributes
                 self.add(self.add_place(at, BASE, number, base), CLASS, name, value)
         if issubclass(base, enum.Enum):
             for name, value in base.__members__.items():
