@@ -1082,6 +1082,42 @@ def test_an_attribute_of_a_class_is_seen_as_it_changes(values: tuple[Any, Any], 
     np.testing.assert_allclose(run(fast=True), run(fast=False), rtol=1e-5)
 
 
+class Base:
+    def term(self, z: mx.array) -> mx.array:
+        return z.mean() ** 2
+
+
+class Sub(Base):
+    def term(self, z: mx.array) -> mx.array:
+        return 2 * super().term(z)
+
+
+SWAPPED: list[Callable[..., mx.array]] = [nn.relu]
+
+
+def test_a_method_that_is_another_one_is_seen_where_what_was_before_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        out = model(x)
+        return out.square().mean() + Sub().term(out) + SWAPPED[0](out).mean()
+
+    def run(fast: bool) -> list[float]:
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 3), optim.SGD(0.02)
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses = []
+        with monkeypatch.context() as patch:
+            for number in range(12):
+                if number == 5:
+                    patch.setattr(Base, "term", lambda _, z: mx.abs(z).mean())
+                SWAPPED[0] = nn.Tanh() if number % 3 == 0 else nn.relu
+                x = mx.random.normal((4, 4))
+                losses.append((step(x).loss if step else take(x)[0]).item())
+        return losses
+
+    np.testing.assert_allclose(run(fast=True), run(fast=False), rtol=1e-5)
+
+
 KEPT = mx.zeros(3)
 
 

@@ -130,7 +130,9 @@ impl Classes {
             } else {
                 methods.are_of(class, watched.with_code)
             };
-            methods.version = version;
+            if same {
+                methods.version = version;
+            }
             (!same).then(|| {
                 class
                     .name()
