@@ -111,7 +111,7 @@ def others(optimizer: optim.Optimizer, number: int) -> None:
             if getattr(each, name, None):
                 setattr(each, name, share)
         if hasattr(each, "weight_decay"):
-            each.weight_decay = 0.0 if number == 11 else 0.04 + 0.01 * number
+            each.weight_decay = 0.0 if number == 13 else 0.04 + 0.01 * number
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -124,11 +124,11 @@ def test_options_that_are_set_before_each_step_take_no_traces(optimizer: str, co
     take = plain_step(*reference, cross_entropy, accumulate=accumulate)
     step = Step(*ours, cross_entropy, accumulate=accumulate, compile=compiled)
     made = 0
-    for number, batch in enumerate(row.case.batches(18)):
+    for number, batch in enumerate(row.case.batches(24)):
         for _, each in (reference, ours):
             others(each, number)
         assert_same(step(*batch).loss.item(), take(*batch)[0].item(), 2e-5)
-        made = len(step.stats.traces) if number == 13 else made
+        made = len(step.stats.traces) if number == 15 else made
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
     assert len(step.stats.traces) == made
     assert made <= 5 * accumulate

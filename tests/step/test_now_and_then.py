@@ -478,7 +478,6 @@ BEHIND: dict[str, Callable[[int], bool]] = {
 @pytest.mark.parametrize("kind", BEHIND)
 def test_what_is_decided_behind_another_decision_is_seen(kind: str, effect: str, counts: str) -> None:
     """As codebooks restart: `if steps > warmup and steps % every == 0`."""
-
     if counts == "a log" and kind == "an epoch and a batch":
         pytest.skip("a length does not note what is computed of it")
 
@@ -486,12 +485,8 @@ def test_what_is_decided_behind_another_decision_is_seen(kind: str, effect: str,
         mx.random.seed(3)
         model = nn.Linear(4, 2)
         model.calls = 0
-        seen, log, events, optimizer = (
-            types.SimpleNamespace(calls=0),
-            list[int](),
-            collections.Counter(),
-            optim.SGD(0.05),
-        )
+        seen, log, events = types.SimpleNamespace(calls=0), list[int](), collections.Counter[str]()
+        optimizer = optim.SGD(0.05)
 
         def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
             loss = model(x).square().mean()
@@ -818,4 +813,55 @@ def test_a_cell_that_functions_share_is_one_place(kind: str, decides: bool) -> N
 
     (losses, counts), (wanted, expected) = run(fast=True), run(fast=False)
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    assert counts == expected
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("kind", ["a dict", "a list", "a layer"])
+def test_a_count_that_parts_of_the_model_share_is_one_at_each_call(kind: str, decides: bool) -> None:
+    """As statistics that are handed to every layer, and layers that are tied."""
+
+    class Layer(nn.Module):
+        def __init__(self, shared: Any) -> None:
+            super().__init__()
+            self.linear, self._shared, self._calls = nn.Linear(4, 4), shared, [0]
+
+        def __call__(self, x: mx.array) -> mx.array:
+            self._calls[0] += 1
+            if kind == "a dict":
+                self._shared["calls"] += 1
+            if kind == "a list":
+                self._shared.append("call")
+            return nn.relu(self.linear(x))
+
+    def run(fast: bool) -> tuple[list[float], list[int]]:
+        mx.random.seed(3)
+        shared = {"calls": 0} if kind == "a dict" else []
+        layer = Layer(shared)
+        layers = [layer, layer] if kind == "a layer" else [layer, Layer(shared)]
+        model, optimizer = nn.Sequential(*layers), optim.SGD(0.05)
+
+        def count() -> int:
+            return {
+                "a dict": lambda: shared["calls"],
+                "a list": lambda: len(shared),
+                "a layer": lambda: layer._calls[0],
+            }[kind]()
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            loss = model(x).square().mean()
+            return loss * (1 + count() % 3) if decides else loss
+
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses, counts = list[float](), list[int]()
+        for _ in range(8):
+            x = mx.random.normal((4, 4))
+            losses.append((step(x).loss if step else take(x)[0]).item())
+            counts.append(count())
+        return losses, counts
+
+    (losses, counts), (wanted, expected) = run(fast=True), run(fast=False)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     assert counts == expected

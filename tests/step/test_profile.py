@@ -141,7 +141,7 @@ def test_cuda_times_operations_by_events() -> None:
     rates = [2 * 4096 * 2048 * 2048 / seconds / 1e12 for seconds in products]
     assert 5 < min(rates) <= max(rates) < 2000, rates  # TFLOP/s: neither the host's time nor none
     views = [each.seconds for each in found.operations if each.name in ("Transpose", "Reshape", "Broadcast")]
-    assert sum(views) < 0.5 * sum(products)
+    assert sum(views) < 0.1 * sum(each.seconds for each in found.operations)
 
 
 def test_a_trace_file_has_every_stage_and_writes_over_nothing(tmp_path: Path) -> None:

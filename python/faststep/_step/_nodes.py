@@ -273,6 +273,8 @@ class Nodes:
             return True
         if how == MODULES and is_a(self.objects[at], types.ModuleType):
             return False
-        if how in (TYPE, BASE, REFERENT, HELD) or (how == CLASS and kind in (FUNCTION, SAME, ANYTHING)):
+        if how in (TYPE, BASE, REFERENT, HELD) or (how == CLASS and kind in (FUNCTION, ANYTHING)):
             return False
+        if how == CLASS and kind == SAME:
+            return not is_a(self.objects[at], types.FunctionType)  # methods are looked at with their class
         return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.walked)

@@ -156,7 +156,6 @@ impl Looked {
                 }
             }
         }
-        snapshot.settle();
         Ok(snapshot)
     }
 

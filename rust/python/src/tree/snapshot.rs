@@ -37,6 +37,7 @@ pub struct Snapshot<'py> {
     orders: Vec<(Bound<'py, PyDict>, Bound<'py, PyList>)>, // keys of those that keep an order of their own
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
     deques: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>,
+    met: HashSet<usize>,             // their addresses
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
     unchanged: Cell<bool>,           // the dicts, when it was last looked for a new array
     error: Option<PyErr>,
@@ -251,17 +252,11 @@ impl<'py> Snapshot<'py> {
         Ok(found)
     }
 
-    /// Let go of what has been noted once more: it would be a second change of the same.
-    pub fn settle(&mut self) {
-        let mut met = HashSet::new();
-        let mut first = |object: &Bound<'py, PyAny>| met.insert(object.as_ptr());
-        self.dicts.retain(|(dict, _)| first(dict));
-        self.lists.retain(|(list, _)| first(list));
-        self.deques.retain(|(deque, _)| first(deque));
-    }
-
-    /// Note the contents of one dict, list or deque.
+    /// Note the contents of one dict, list or deque. What is met once more would be a second change of the same.
     pub fn note(&mut self, container: &Bound<'py, PyAny>) -> PyResult<()> {
+        if !self.met.insert(container.as_ptr().addr()) {
+            return Ok(());
+        }
         if let Ok(dict) = container.cast::<PyDict>() {
             self.dicts.push((dict.clone(), dict.copy()?));
             let order = ordered::keys(dict)?;

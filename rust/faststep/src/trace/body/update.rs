@@ -110,9 +110,10 @@ impl Body<'_> {
         let rule = match rule {
             Rule::Native(rules) => {
                 let given = (gradients, weights);
-                let first = self.recipe.places.numbers.unwrap_or_default();
-                let numbers = inputs.state[first..].get(..rules.taken());
-                let state = (state, numbers.ok_or_else(short)?);
+                let first = self.recipe.places.numbers;
+                let numbers = first.map_or(&[][..], |first| &inputs.state[first..]);
+                let numbers = numbers.get(..rules.taken()).ok_or_else(short)?;
+                let state = (state, numbers);
                 if let Some(compiled) = self.compiled {
                     return compiled.update(self.recipe, rules, self.host, state, given, good);
                 }
