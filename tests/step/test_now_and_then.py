@@ -865,3 +865,42 @@ def test_a_count_that_parts_of_the_model_share_is_one_at_each_call(kind: str, de
     (losses, counts), (wanted, expected) = run(fast=True), run(fast=False)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     assert counts == expected
+
+
+@pytest.mark.filterwarnings("ignore:faststep. attributes of the model have changed again and again")
+@pytest.mark.parametrize("begin", [2, 3, 5, 8])
+@pytest.mark.parametrize("toggles", [False, True])
+def test_the_first_count_on_a_model_whose_numbers_are_set_is_not_lost(toggles: bool, begin: int) -> None:
+    class Pruned(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.progress, self.mode, self.pruned, self._log = 0.0, "dense", 0, list[str]()
+
+        def __call__(self, x: mx.array, prune: bool) -> mx.array:
+            if prune:
+                self.pruned += 1
+                self._log.append("pruned")
+            scale = 1 + self.progress if self.mode == "dense" else 0.5
+            return scale * super().__call__(x)
+
+    def run(fast: bool) -> tuple[list[float], int, int]:
+        mx.random.seed(3)
+        model, optimizer = Pruned(), optim.SGD(0.05)
+
+        def loss_fn(model: nn.Module, x: mx.array, prune: bool) -> mx.array:
+            return model(x, prune).square().mean()
+
+        step = Step(model, optimizer, loss_fn) if fast else None
+        take = plain_step(model, optimizer, loss_fn)
+        losses = list[float]()
+        for number in range(16):
+            model.progress = 0.1 * number
+            if toggles and number % begin == 0:
+                model.mode = "sparse" if model.mode == "dense" else "dense"
+            batch = mx.random.normal((4, 4)), number >= begin
+            losses.append((step(*batch).loss if step else take(*batch)[0]).item())
+        return losses, model.pruned, len(model._log)
+
+    (losses, *counts), (wanted, *expected) = run(fast=True), run(fast=False)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    assert counts == expected

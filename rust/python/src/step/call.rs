@@ -151,7 +151,7 @@ impl Inner {
         if !self.traces.last_has_changed() {
             return Ok(());
         }
-        let mut given = self.given(store, user, false)?;
+        let mut given = self.given_again(user, false)?;
         match self.suspected(store, user, &mut given, task)? {
             Some(why) => self.give_up(user.py(), why),
             None => Ok(()),
@@ -281,15 +281,21 @@ impl Inner {
         user: &mut Arguments<'_>,
         may_be_rare: bool,
     ) -> PyResult<Given> {
-        let batch = user.batch()?;
-        let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
-        roots.extend_from_slice(&batch.objects);
         if self.changes_model {
             store.keep_numbers();
         }
         let numbers = store.varying_numbers(&user.model)?;
-        self.reach.numbers = numbers.as_ref().map(|numbers| numbers.clone().unbind());
-        roots.extend(numbers.map(Bound::into_any));
+        self.reach.numbers = numbers.map(Bound::unbind);
+        self.given_again(user, may_be_rare)
+    }
+
+    // the same behind the step, whose trace is of the model's signature before it
+    fn given_again(&mut self, user: &mut Arguments<'_>, may_be_rare: bool) -> PyResult<Given> {
+        let batch = user.batch()?;
+        let mut roots = vec![user.loss_fn.clone(), user.model.clone()];
+        roots.extend_from_slice(&batch.objects);
+        let numbers = self.reach.numbers.as_ref();
+        roots.extend(numbers.map(|numbers| numbers.bind(user.py()).clone().into_any()));
         self.reach.begin();
         let stays_plain = !self.compiled && !self.becomes_another();
         let looked = if stays_plain && self.reach.is_costly() {
