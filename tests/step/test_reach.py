@@ -1019,15 +1019,18 @@ def test_arrays_that_are_one_as_the_loss_is_traced_may_part(kind: str, change: i
         model, one, two = (nn.Linear(6, 3) for _ in range(3))
         one.update(model.parameters())
         two.update(model.parameters())
-        agent = types.SimpleNamespace(one=one.weight, two=one.weight)
+        agent = types.SimpleNamespace(
+            one=one.weight, two=one.weight, teachers=(one, two), hooks=list[Callable[[mx.array], mx.array]]()
+        )
 
         def loss_fn(model: nn.Module, x: mx.array, *given: nn.Module) -> mx.array:
-            first, second = given or (one, two)
+            first, second = given or agent.teachers
             if kind == "attributes":
                 pair = x @ agent.one.T, x @ agent.two.T
             else:
                 pair = first(x), second(x)
-            return (model(x) - pair[0]).square().mean() + (model(x) + 2 * pair[1]).square().mean()
+            loss = (model(x) - pair[0]).square().mean() + (model(x) + 2 * pair[1]).square().mean()
+            return functools.reduce(lambda loss, hook: hook(loss), agent.hooks, loss)
 
         optimizer = optim.SGD(0.02)
         step = Step(model, optimizer, loss_fn) if fast else None
@@ -1038,8 +1041,11 @@ def test_arrays_that_are_one_as_the_loss_is_traced_may_part(kind: str, change: i
                 one.update(tree_map(lambda p: 0.5 * p, model.parameters()))
                 agent.one = 3 * agent.one
             if number == change + 2:
-                two.update(one.parameters())
+                one.update(model.parameters())
+                two.update(model.parameters())
                 agent.two = agent.one
+            if number == change + 3:
+                agent.hooks.append(mx.sqrt)  # a trace while they are one
             batch = (mx.random.normal((4, 6)), *((one, two) if kind == "arguments" else ()))
             losses.append((step(*batch).loss if step else take(*batch)[0]).item())
         return losses
