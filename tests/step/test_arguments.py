@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import decimal
 import fractions
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -347,7 +348,7 @@ def test_a_list_that_the_loss_clears_is_cleared_and_one_that_it_fills_is_filled(
         x = mx.random.normal((8, 4), key=mx.random.key(number))
         step(x, cleared, filled)
         assert (cleared, filled["lengths"]) == ([], scales)
-        assert filled["x"] is x
+        assert mx.array_equal(filled["x"], x)  # in the plain loop too another object
         assert filled["again"] is filled["lengths"]
         if number > 2:
             cleared.append(number)
@@ -413,3 +414,67 @@ def test_arrays_of_numpy_that_mlx_has_none_of_are_arguments(
         x, column = mx.random.normal((8, 4), key=mx.random.key(number)), make(number)
         batch = {"column": column, "label": 1} if in_batch else column
         np.testing.assert_allclose(step(x, batch).loss, take(x, batch)[0], rtol=2e-5)
+
+
+@dataclasses.dataclass
+class Bank:
+    """Rows that a loss writes into."""
+
+    rows: mx.array
+
+
+def rows_of(kind: str) -> tuple[Any, Callable[[Any], mx.array]]:
+    rows = mx.zeros((3, 2))
+    found: dict[str, tuple[Any, Callable[[Any], mx.array]]] = {
+        "dataclass": (Bank(rows), lambda held: held.rows),
+        "dict": ({"rows": rows}, lambda held: held["rows"]),
+        "list": ([rows], lambda held: held[0]),
+        "tuple": ((rows,), lambda held: held[0]),
+        "array": (rows, lambda held: held),
+    }
+    return found[kind]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("kind", ["dataclass", "dict", "list", "tuple", "array"])
+def test_arrays_of_arguments_changed_in_place_are_as_after_the_plain_loop(kind: str, adds: bool) -> None:
+    found, losses = rows_of(kind)[1], list[list[float]]()
+    held = [rows_of(kind)[0] for _ in range(2)]
+
+    def loss_fn(model: nn.Module, x: mx.array, held: Any, index: int) -> mx.array:
+        rows, out = found(held), model(x)
+        loss = mx.square(out).mean() + mx.square(out - rows[index]).mean()
+        if adds:
+            rows += mx.stop_gradient(out).mean(0)
+        else:
+            rows[index] = mx.stop_gradient(out).mean(0)
+        return loss
+
+    mx.random.seed(1)
+    reference = nn.Linear(4, 2)
+    model = copy.deepcopy(reference)
+    plain, step = plain_step(reference, optim.SGD(0.05), loss_fn), Step(model, optim.SGD(0.05), loss_fn)
+    stays = kind in ("dataclass", "dict", "list")  # MLX copies the others
+    batches = [mx.random.normal((3, 4)) for _ in range(6)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number, x in enumerate(batches):
+            losses.append([plain(x, held[0], number % 3)[0].item(), step(x, held[1], number % 3).loss.item()])
+    np.testing.assert_allclose(*np.array(losses).T, rtol=1e-5)
+    np.testing.assert_allclose(found(held[1]), found(held[0]), rtol=1e-5)
+    assert (step.stats.mode, len(told)) == (("plain", 1) if stays else ("native", 0))
+    assert bool(found(held[1]).any()) == stays
+
+
+def test_a_float32_array_of_an_argument_is_changed_in_place_in_mixed_precision() -> None:
+    bank = Bank(mx.zeros((2,)))
+
+    def loss_fn(model: nn.Module, x: mx.array, bank: Bank) -> mx.array:
+        bank.rows[0] += 1
+        return mx.square(model(x)).mean()
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.05), loss_fn, compute_dtype=mx.bfloat16)
+    with pytest.warns(RuntimeWarning, match="writes into an array among its arguments"):
+        losses = [step(mx.ones((3, 4)), bank).loss.item() for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert (bank.rows.tolist(), bank.rows.dtype) == ([3.0, 0.0], mx.float32)

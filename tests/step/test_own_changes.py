@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import dataclasses
 import itertools
 import random
 import threading
@@ -418,3 +419,104 @@ def test_a_loss_that_counts_may_reach_numpys_own_functions() -> None:
     for _ in range(4):
         step(mx.ones((3, 4)))
     assert (step.stats.mode, trainer.calls) == ("native", 4)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """What a loss keeps, in slots."""
+
+    counts: tuple[int, int] = (0, 0)
+    log: list[str] = dataclasses.field(default_factory=list)
+
+
+def test_what_a_loss_puts_anew_into_slots_stays_there() -> None:
+    state = Slotted()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.counts = (state.counts[0] + 1, state.counts[1] + len(x))
+        state.log = [*state.log, "step"]
+        return mx.square(model(x)).mean()
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    with pytest.warns(RuntimeWarning, match="cannot be compiled: it changes"):
+        losses = [step(mx.ones((3, 4))).loss.item() for _ in range(6)]
+    assert losses[5] < losses[0]
+    assert (state.counts, len(state.log)) == ((6, 18), 6)
+
+
+class Recent(nn.Module):
+    """Keeps what it gave, in a list, a dict and an attribute, for four calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self._recent: list[Any] = []
+        self._by_name: dict[str, Any] = {}
+        self._last: tuple[mx.array, ...] | None = None
+        self.kept = 0
+
+    def keep(self, it: Any) -> None:
+        """Keep something with arrays, or forget all."""
+        self.kept += 1
+        if self.kept % 4:
+            self._recent.append(it)
+            self._by_name[str(self.kept)], self._last = it, (it,)
+        else:
+            self._recent.clear()
+            self._by_name.clear()
+            self._last = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Give what the layer gives, scaled by how much is kept."""
+        out: mx.array = self.layer(x)
+        return out * (1 + len(self._recent) + len(self._by_name) + (self._last is not None))
+
+
+@pytest.mark.parametrize("kept", [lambda a: a, lambda a: [a], lambda a: {"it": a}, lambda a: (a,)])
+def test_arrays_that_a_loss_keeps_and_forgets_are_there_as_in_the_plain_loop(kept: Callable[[mx.array], Any]) -> None:
+    def loss_fn(model: Recent, x: mx.array) -> mx.array:
+        out = model(x)
+        model.keep(kept(mx.stop_gradient(out).mean()))
+        return mx.square(out).mean()
+
+    def left(model: Recent) -> tuple[int, int, bool, int]:
+        return len(model._recent), len(model._by_name), model._last is None, model.kept
+
+    seen: list[list[tuple[float, Any]]] = []
+    for ours in (False, True):
+        mx.random.seed(3)
+        model, optimizer = Recent(), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if ours else "error")
+            losses = [(step(x).loss if ours else plain(x)[0]).item() for x in [mx.ones((3, 4))] * 11]
+        seen.append([*losses, left(model)])
+    np.testing.assert_allclose(seen[1][:-1], seen[0][:-1], rtol=1e-5)
+    assert seen[1][-1] == seen[0][-1]
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_what_a_loss_removes_stays_away(of_model: bool) -> None:
+    """What had arrays is replaced by nothing that has: no output of a trace tells so."""
+    left: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(3)
+        model, optimizer = Recent(), optim.SGD(0.05)
+        holder = model if of_model else types.SimpleNamespace(_last=None, _recent=[])
+        holder._last = (mx.ones((2,)),)
+        holder._recent = [{"it": mx.ones((2,))}]
+
+        def loss_fn(model: Recent, x: mx.array, holder: Any = holder) -> mx.array:
+            scale = 1.0 if holder._last is None else holder._last[0].sum()
+            scale = scale + len(holder._recent)
+            holder._last = None
+            holder._recent.clear()
+            return mx.square(model.layer(x)).mean() * scale
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if ours else "error")
+            losses = [(step(x).loss if ours else plain(x)[0]).item() for x in [mx.ones((3, 4))] * 5]
+        left.append([losses, holder._last, holder._recent])
+    np.testing.assert_allclose(left[1][0], left[0][0], rtol=1e-5)
+    assert left[1][1:] == left[0][1:] == [None, []]

@@ -35,7 +35,7 @@ use crate::{
         suspect::{self, Positions, Reads, Suspect},
         Looked, Reached, Written,
     },
-    tree::{snapshot::Snapshot, walk::Scope, Tree},
+    tree::{slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// The call during which a trace may be made.
@@ -242,6 +242,10 @@ impl PythonHost {
                         let what = format!("it stores a new array on the model: {key}");
                         return Err(Stop::Stores(what));
                     }
+                    let lost = current.compiled.then(|| snapshot.lost_array());
+                    if let Some(key) = lost.transpose()?.flatten() {
+                        return Err(Stop::Untraceable(format!("it removes {key}")));
+                    }
                     current.note_changes(py, (&reached, &snapshot), positions.as_ref())?;
                     if current.reshapes && current.changes_model() {
                         let what = "it assigns arrays of another shape, and counts on the model";
@@ -270,8 +274,9 @@ impl PythonHost {
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
         } else {
-            let mut set = slots.iter().map(|slot| slot.place.set(&slot.object));
-            set.try_for_each(|set| set)
+            let stays = |slot: &&Slot<'_>| compiled || matches!(slot.place.get(), Ok(Some(_)));
+            let mut set = slots.iter().filter(stays);
+            set.try_for_each(|slot| slot.place.set(&slot.object))
         };
         keys.set_item(0, old_key)?;
         reached_again.and(model_again)?;

@@ -9,7 +9,11 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
-use super::{expected, shown::Shown, stop, Current};
+use super::{
+    expected,
+    shown::{renewed, Shown},
+    stop, Current,
+};
 use crate::{
     mlx::bridge,
     optimizer::{reads, settings},
@@ -191,6 +195,9 @@ impl Current {
         let mut left = Left::default();
         for (number, (slot, (role, path))) in slots.iter().zip(self.roles.iter()).enumerate() {
             if let Role::Other(index) = role {
+                if !self.compiled && slot.place.get()?.is_none() {
+                    continue; // the loss has taken it out, as the plain loop lets it
+                }
                 let shown = match self.roles[before.last_place(number)].0 {
                     Role::Other(last) => &others[last],
                     Role::Parameter(_) => &others[*index],
@@ -236,7 +243,7 @@ impl Current {
                 bridge::wrap(py, tracer)
             })?
         } else {
-            own.clone() // what the loss does to containers is the user's to see
+            renewed(own)? // what the loss does to containers is the user's to see
         };
         let converted = (!self.arguments.is(&self.own)).then(|| self.own.bind(py));
         let shown = (self.compiled || self.mixed).then(|| Shown::take(&arguments, converted));

@@ -1,16 +1,20 @@
 //! The arguments that a loss is shown, copies of the user's: what it writes into them would be lost.
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use pyo3::{
+    exceptions::PyValueError,
     prelude::*,
     types::{PyDict, PyList, PyString, PyTuple},
 };
 
 use crate::{
-    mlx::{bridge, classes::is_numpy},
+    mlx::{
+        bridge,
+        classes::{is_module, is_numpy},
+    },
     tree::{
         ordered,
-        rebuild::rebuild_where,
+        rebuild::{again, rebuild_where},
         slot::{Place, Slot},
         walk::{fields, walk, Kind, Visitor},
         Tree,
@@ -25,7 +29,8 @@ pub struct Shown<'py> {
     root: Bound<'py, PyAny>,
     containers: Containers<'py>,
     slots: Vec<Slot<'py>>,
-    numpy: Vec<(usize, Option<usize>)>, // slots of the user's NumPy arrays, and the identities of their tracers
+    ids: Vec<Option<usize>>, // of the values in the slots
+    numpy: Vec<bool>,        // slots of the user's NumPy arrays
 }
 
 impl<'py> Shown<'py> {
@@ -33,15 +38,26 @@ impl<'py> Shown<'py> {
     pub fn take(root: &Bound<'py, PyAny>, own: Option<&Bound<'py, PyTuple>>) -> PyResult<Self> {
         let slots = arrays(root);
         let own = own.map_or_else(|| Ok(Vec::new()), |own| leaves(own.as_any()))?;
-        let numpy = (0..slots.len()).filter(|&slot| own.get(slot).is_some_and(is_numpy));
+        let numpy = (0..slots.len()).map(|slot| own.get(slot).is_some_and(is_numpy));
         Ok(Self {
-            numpy: numpy
-                .map(|slot| (slot, bridge::id(&slots[slot].object)))
-                .collect(),
+            numpy: numpy.collect(),
+            ids: slots.iter().map(|slot| bridge::id(&slot.object)).collect(),
             root: root.clone(),
             containers: Containers::of(root),
             slots,
         })
+    }
+
+    // the slots whose arrays the loss has changed in place, but for those of which the plain loop forgets that
+    fn changed(&self) -> Vec<usize> {
+        let of_other_id = |&slot: &usize| bridge::id(&self.slots[slot].object) != self.ids[slot];
+        let mut changed: Vec<usize> = (0..self.slots.len()).filter(of_other_id).collect();
+        if !changed.is_empty() {
+            let passing = passing(&self.root);
+            let address = |slot: usize| self.slots[slot].object.as_ptr().addr();
+            changed.retain(|&slot| self.numpy[slot] || !passing.contains(&address(slot)));
+        }
+        changed
     }
 
     /// What the loss has written into, if it has. That keys are taken out of a dict does not count.
@@ -53,9 +69,13 @@ impl<'py> Shown<'py> {
         if replaced || self.containers.are_written_to() {
             return Some("a dict, list or dataclass");
         }
-        let mut numpy = self.numpy.iter();
-        let changed = numpy.any(|&(slot, id)| bridge::id(&self.slots[slot].object) != id);
-        changed.then_some("a NumPy array")
+        let changed = self.changed();
+        let slot = *changed.first()?;
+        Some(if self.numpy[slot] {
+            "a NumPy array"
+        } else {
+            "an array"
+        })
     }
 
     /// The keys that the loss has taken out of dicts.
@@ -86,8 +106,22 @@ impl<'py> Shown<'py> {
         for ((copy, _), (own, _)) in shown.dataclasses.iter().zip(&own_containers.dataclasses) {
             is_copy(copy, own);
         }
-        for (copy, own) in self.slots.iter().zip(leaves(own)?) {
-            is_copy(&copy.object, &own);
+        let own_leaves = leaves(own)?;
+        for (copy, own) in self.slots.iter().zip(&own_leaves) {
+            is_copy(&copy.object, own);
+        }
+        for slot in self.changed() {
+            let now = bridge::get(&self.slots[slot].object);
+            let old = own_leaves
+                .get(slot)
+                .and_then(|own| Some((own, bridge::get(own)?)));
+            if let (Some(now), Some((own, old))) = (now, old) {
+                let now = now.as_dtype(old.dtype());
+                bridge::assign(
+                    own,
+                    &now.map_err(|error| PyValueError::new_err(error.what().to_owned()))?,
+                );
+            }
         }
         let users = |object: Bound<'py, PyAny>| {
             let own = known.get(&object.as_ptr().addr());
@@ -236,6 +270,60 @@ impl<'py> Visitor<'py> for Containers<'py> {
 
 fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
     one.len() == other.len() && one.iter().zip(other.iter()).all(|(a, b)| a.is(&b))
+}
+
+// the arrays among arguments that stand alone or in tuples: MLX differentiates with copies of these, so that the plain loop
+// forgets what is done to them in place
+fn passing(arguments: &Bound<'_, PyAny>) -> HashSet<usize> {
+    fn note(object: &Bound<'_, PyAny>, found: &mut HashSet<usize>) {
+        if bridge::is_array(object) {
+            found.insert(object.as_ptr().addr());
+        } else if let Ok(tuple) = object.cast::<PyTuple>() {
+            tuple.iter().for_each(|item| note(&item, found));
+        }
+    }
+    let mut found = HashSet::new();
+    if let Ok((positional, named)) = arguments.extract::<(Bound<'_, PyTuple>, Bound<'_, PyDict>)>()
+    {
+        note(positional.as_any(), &mut found);
+        named
+            .values()
+            .iter()
+            .for_each(|value| note(&value, &mut found));
+    }
+    found
+}
+
+/// Arguments as MLX shows them to a loss that it differentiates: the arrays are other objects of the same values, which stay in
+/// the user's dicts and lists. What the loss does to them in place is not done to what else holds them.
+pub fn renewed<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    if let Some(array) = bridge::get(object) {
+        return bridge::wrap(object.py(), &array);
+    }
+    if let Ok(dict) = object.cast::<PyDict>() {
+        if dict.is_exact_instance_of::<PyDict>() || !is_module(object) {
+            for (key, value) in ordered::items(dict) {
+                let now = renewed(&value)?;
+                if !now.is(&value) {
+                    ordered::set_item(dict, &key, &now)?;
+                }
+            }
+        }
+    } else if let Ok(list) = object.cast::<PyList>() {
+        for (index, value) in list.iter().enumerate() {
+            let now = renewed(&value)?;
+            if !now.is(&value) {
+                list.set_item(index, now)?;
+            }
+        }
+    } else if let Ok(tuple) = object.cast::<PyTuple>() {
+        let items = tuple.iter().map(|item| renewed(&item));
+        let items = items.collect::<PyResult<Vec<_>>>()?;
+        if !tuple.iter().zip(&items).all(|(old, now)| old.is(now)) {
+            return again(tuple, items);
+        }
+    }
+    Ok(object.clone())
 }
 
 // none where the loss has put something there that can be no argument

@@ -72,6 +72,13 @@ pub fn is_property(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| bridge::is_of(object, class))
 }
 
+/// Return whether the object is what a class has for one of its `__slots__`.
+pub fn is_member(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "types", "MemberDescriptorType");
+    class.is_some_and(|class| bridge::is_of(object, class))
+}
+
 /// `collections.OrderedDict`.
 pub fn ordered_dict(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     mlx::{
         bridge,
-        classes::{is_deque, is_property as is_of_property},
+        classes::{is_deque, is_member, is_property as is_of_property},
     },
     tree::{
         identity::{Class, Weak},
@@ -486,13 +486,21 @@ impl Node {
 
     /// Return whether a property gives it, of which what it is made of changes by itself: its setter may do more than to set it.
     pub fn is_property(&self, objects: &[Option<Met<'_>>]) -> bool {
-        let (How::Attribute, Some(met)) = (self.how, self.parent_in(objects)) else {
-            return false;
-        };
-        let py = met.object.py();
-        let name = self.key(py).and_then(|key| key.cast::<PyString>().ok());
-        let of_class = name.and_then(|name| met.object.get_type().getattr_opt(name).ok()?);
-        of_class.is_some_and(|it| is_of_property(&it))
+        self.of_class(objects).is_some_and(|it| is_of_property(&it))
+    }
+
+    /// Return whether it stands in a slot, of `__slots__`, or where Python alone keeps it: at each look the same object.
+    pub fn is_kept(&self, objects: &[Option<Met<'_>>]) -> bool {
+        self.how != How::Attribute || self.of_class(objects).is_some_and(|it| is_member(&it))
+    }
+
+    // what the class of its parent has under its name
+    fn of_class<'py>(&self, objects: &[Option<Met<'py>>]) -> Option<Bound<'py, PyAny>> {
+        let met = self
+            .parent_in(objects)
+            .filter(|_| self.how == How::Attribute)?;
+        let name = self.key(met.object.py())?.cast::<PyString>().ok()?;
+        met.object.get_type().getattr_opt(name).ok()?
     }
 
     /// Put another object there; whether that can be.

@@ -100,7 +100,7 @@ impl Looked {
             let Expect::Value(_, number) = &node.expect else {
                 // another object; a getter may make one at each look
                 let (before, now) = (self.object(at, py)?, node.find(&objects, &[])?);
-                let other = !matches!(node.how, How::Attribute)
+                let other = node.is_kept(&objects)
                     && !matches!(node.expect, Expect::Array | Expect::Absent)
                     && !before.is(&now)
                     && !holds_array(&now, &mut HashSet::new());

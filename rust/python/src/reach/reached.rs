@@ -130,6 +130,9 @@ impl<'py> Reached<'py> {
         if let Some(name) = name {
             return Err(Stop::Stores(format!("it stores a new array in {name}")));
         }
+        if let Some(name) = traced.snapshot.lost_array()? {
+            return Err(Stop::Untraceable(format!("it removes {name}")));
+        }
         for (node, _) in &traced.copies {
             if self.looked.has_contents(py, *node)? {
                 continue;

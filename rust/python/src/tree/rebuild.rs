@@ -51,20 +51,7 @@ pub fn rebuild_where<'py>(
     }
     if let Ok(tuple) = object.cast::<PyTuple>() {
         let items = tuple.iter().map(|item| rebuild_where(&item, wanted, next));
-        let items = PyTuple::new(py, items.collect::<PyResult<Vec<_>>>()?)?;
-        if tuple.is_exact_instance_of::<PyTuple>() {
-            return Ok(items.into_any());
-        }
-        if tuple.hasattr("_fields")? {
-            return tuple.get_type().call1(items);
-        }
-        let new = py.get_type::<PyTuple>().getattr("__new__")?;
-        let copy = new.call1((tuple.get_type(), items))?;
-        if let Some(attributes) = bridge::attributes(object) {
-            copy.getattr("__dict__")?
-                .call_method1("update", (attributes,))?;
-        }
-        return Ok(copy);
+        return again(tuple, items.collect::<PyResult<_>>()?);
     }
     let Some(fields) = fields(object) else {
         return Ok(object.clone());
@@ -74,6 +61,28 @@ pub fn rebuild_where<'py>(
     for name in fields {
         let value = rebuild_where(&object.getattr(&name)?, wanted, next)?;
         set.call1((&copy, name, value))?;
+    }
+    Ok(copy)
+}
+
+/// A tuple of the same class, and with the same attributes, of other items.
+pub fn again<'py>(
+    tuple: &Bound<'py, PyTuple>,
+    items: Vec<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tuple.py();
+    let items = PyTuple::new(py, items)?;
+    if tuple.is_exact_instance_of::<PyTuple>() {
+        return Ok(items.into_any());
+    }
+    if tuple.hasattr("_fields")? {
+        return tuple.get_type().call1(items);
+    }
+    let new = py.get_type::<PyTuple>().getattr("__new__")?;
+    let copy = new.call1((tuple.get_type(), items))?;
+    if let Some(attributes) = bridge::attributes(tuple) {
+        copy.getattr("__dict__")?
+            .call_method1("update", (attributes,))?;
     }
     Ok(copy)
 }

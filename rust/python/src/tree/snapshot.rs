@@ -94,6 +94,36 @@ impl<'py> Snapshot<'py> {
         Ok(None)
     }
 
+    /// The key under which a container or an object with arrays has stood that is there no more, nor anything else with arrays.
+    pub fn lost_array(&self) -> PyResult<Option<String>> {
+        let is_lost = |before: &Bound<'py, PyAny>, now: Option<Bound<'py, PyAny>>| {
+            let stays = bridge::is_array(before) || now.as_ref().is_some_and(|now| now.is(before));
+            !stays
+                && holds_array(before, &mut HashSet::new())
+                && !now.is_some_and(|now| holds_array(&now, &mut HashSet::new()))
+        };
+        for (dict, copy) in self.changed_dicts() {
+            for (key, value) in copy.iter() {
+                if is_lost(&value, dict.get_item(&key)?) {
+                    return Ok(Some(text(&key)));
+                }
+            }
+        }
+        for (list, copy) in &self.lists {
+            let mut items = copy.iter().enumerate();
+            if items.any(|(at, value)| is_lost(&value, list.get_item(at).ok())) {
+                return Ok(Some("an item of a list".into()));
+            }
+        }
+        for (deque, copy) in &self.deques {
+            let mut items = copy.iter().enumerate();
+            if items.any(|(at, value)| is_lost(&value, deque.get_item(at).ok())) {
+                return Ok(Some("an item of a deque".into()));
+            }
+        }
+        Ok(None)
+    }
+
     // those that have not the objects of their copies, in their order
     fn changed_dicts(&self) -> impl Iterator<Item = &(Bound<'py, PyDict>, Bound<'py, PyDict>)> {
         let dicts = self.dicts.iter();
