@@ -78,6 +78,8 @@ _BY_CLASS: tuple[tuple[type, Read], ...] = (
     (collections.OrderedDict, _keys),
     (mmap.mmap, _mapped),
     (ctypes._Pointer, _pointed),
+    (operator.methodcaller, repr),
+    (operator.attrgetter, repr),
 )
 
 

@@ -11,7 +11,7 @@ use pyo3::{
 
 use super::{
     expected,
-    shown::{renewed, Shown},
+    shown::{Renewed, Shown},
     stop, Current,
 };
 use crate::{
@@ -237,13 +237,15 @@ impl Current {
     fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<Read, Stop> {
         let mut tracers = batch.iter();
         let own = self.arguments.bind(py).as_any();
+        let mut shown = |_: &Bound<'_, PyAny>| {
+            let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
+            bridge::wrap(py, tracer)
+        };
+        let mut renewed = Renewed::default();
         let arguments = if self.compiled || self.mixed {
-            rebuild(own, &mut |_| {
-                let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
-                bridge::wrap(py, tracer)
-            })?
+            rebuild(own, &mut shown)?
         } else {
-            renewed(own)? // what the loss does to containers is the user's to see
+            renewed.take(own, &mut shown)? // what the loss does to containers is the user's to see
         };
         let converted = (!self.arguments.is(&self.own)).then(|| self.own.bind(py));
         let shown = (self.compiled || self.mixed).then(|| Shown::take(&arguments, converted));
@@ -263,6 +265,7 @@ impl Current {
         let meets = self.looked.program.meets_optimizer && !self.compiled;
         let options = meets.then(|| settings(self.optimizer.bind(py)));
         let (reads, returned) = reads(|| self.loss_fn.bind(py).call(all, Some(&named)));
+        renewed.give_back()?;
         if reads && self.compiled {
             return Err(Stop::Untraceable(
                 "it reads the state of the optimizer that updates it".into(),

@@ -294,36 +294,92 @@ fn passing(arguments: &Bound<'_, PyAny>) -> HashSet<usize> {
     found
 }
 
-/// Arguments as MLX shows them to a loss that it differentiates: the arrays are other objects of the same values, which stay in
-/// the user's dicts and lists. What the loss does to them in place is not done to what else holds them.
-pub fn renewed<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    if let Some(array) = bridge::get(object) {
-        return bridge::wrap(object.py(), &array);
+/// Arguments as MLX shows them to a loss that it differentiates: other array objects, which stand in the user's dicts and lists
+/// meanwhile. What the loss does to one of those in place stays there, and is not done to what else holds the user's.
+#[derive(Default)]
+pub struct Renewed<'py> {
+    made: HashMap<usize, Bound<'py, PyAny>>, // by the addresses of the user's
+    put: Vec<(Place<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>)>, // with what stood there, and what stands there now
+    ids: HashMap<usize, Option<usize>>,                           // of those that are shown
+}
+
+impl<'py> Renewed<'py> {
+    /// The arguments; `shown`: what is shown for each of their arrays, in the order of a tree.
+    pub fn take(
+        &mut self,
+        arguments: &Bound<'py, PyAny>,
+        shown: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        rebuild_where(arguments, bridge::is_array, &mut |object| {
+            self.made.insert(object.as_ptr().addr(), shown(object)?);
+            Ok(object.clone())
+        })?;
+        let made = self.made.values();
+        self.ids = made
+            .map(|made| (made.as_ptr().addr(), bridge::id(made)))
+            .collect();
+        self.renew(arguments)
     }
-    if let Ok(dict) = object.cast::<PyDict>() {
-        if dict.is_exact_instance_of::<PyDict>() || !is_module(object) {
-            for (key, value) in ordered::items(dict) {
-                let now = renewed(&value)?;
-                if !now.is(&value) {
-                    ordered::set_item(dict, &key, &now)?;
+
+    fn renew(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(made) = self.made.get(&object.as_ptr().addr()) {
+            return Ok(made.clone());
+        }
+        if let Ok(dict) = object.cast::<PyDict>() {
+            if dict.is_exact_instance_of::<PyDict>() || !is_module(object) {
+                for (key, value) in ordered::items(dict) {
+                    let now = self.renew(&value)?;
+                    self.put(Place::Dict(dict.clone(), key), value, now)?;
                 }
             }
-        }
-    } else if let Ok(list) = object.cast::<PyList>() {
-        for (index, value) in list.iter().enumerate() {
-            let now = renewed(&value)?;
-            if !now.is(&value) {
-                list.set_item(index, now)?;
+        } else if let Ok(list) = object.cast::<PyList>() {
+            for (index, value) in list.iter().enumerate() {
+                let now = self.renew(&value)?;
+                self.put(Place::List(list.clone(), index), value, now)?;
+            }
+        } else if let Ok(tuple) = object.cast::<PyTuple>() {
+            let items = tuple.iter().map(|item| self.renew(&item));
+            let items = items.collect::<PyResult<Vec<_>>>()?;
+            if !tuple.iter().zip(&items).all(|(old, now)| old.is(now)) {
+                return again(tuple, items);
             }
         }
-    } else if let Ok(tuple) = object.cast::<PyTuple>() {
-        let items = tuple.iter().map(|item| renewed(&item));
-        let items = items.collect::<PyResult<Vec<_>>>()?;
-        if !tuple.iter().zip(&items).all(|(old, now)| old.is(now)) {
-            return again(tuple, items);
+        Ok(object.clone())
+    }
+
+    fn put(
+        &mut self,
+        place: Place<'py>,
+        old: Bound<'py, PyAny>,
+        now: Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        if !now.is(&old) {
+            place.set(&now)?;
+            self.put.push((place, old, now));
+        }
+        Ok(())
+    }
+
+    /// Put the user's objects back where the loss has changed nothing.
+    pub fn give_back(self) -> PyResult<()> {
+        for (place, old, now) in &self.put {
+            let stands = place.get()?.is_some_and(|it| it.is(now));
+            if stands && !self.is_changed(now) {
+                place.set(old)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_changed(&self, now: &Bound<'py, PyAny>) -> bool {
+        match now.cast::<PyTuple>() {
+            Ok(tuple) => tuple.iter().any(|item| self.is_changed(&item)),
+            Err(_) => {
+                let id = self.ids.get(&now.as_ptr().addr());
+                id.is_some_and(|id| *id != bridge::id(now))
+            }
         }
     }
-    Ok(object.clone())
 }
 
 // none where the loss has put something there that can be no argument

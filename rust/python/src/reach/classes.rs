@@ -3,7 +3,7 @@ use std::cell::RefCell;
 
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyString, PyType},
+    types::{PyDict, PyList, PyString, PyType},
 };
 
 use crate::{
@@ -21,11 +21,10 @@ struct Watched {
     methods: RefCell<Methods>,
 }
 
-#[derive(Default)]
 struct Methods {
     version: Option<u32>, // Python counts it up whenever something is put into the class
     bases: Vec<usize>,    // addresses of those from which it inherits
-    members: usize,       // with those that are no methods, which may hide a base's
+    members: Py<PyList>,  // the names, with those that are no methods, which may hide a base's
     all: Vec<Method>,
 }
 
@@ -65,7 +64,7 @@ impl Methods {
         Ok(Self {
             version,
             bases: bases.collect(),
-            members: members.len(),
+            members: members.keys().unbind(),
             all,
         })
     }
@@ -76,7 +75,7 @@ impl Methods {
         let now = Self::of(class, with_code);
         now.is_ok_and(|now| {
             let mut pairs = self.all.iter().zip(&now.all);
-            self.members == now.members
+            self.members.bind(py).len() == now.members.bind(py).len()
                 && self.bases == now.bases
                 && self.all.len() == now.all.len()
                 && pairs.all(|(a, b)| {
@@ -116,6 +115,33 @@ impl Classes {
             });
         }
         Ok(Self(all))
+    }
+
+    /// Classes of the user's with the names of attributes that they have not had when the loss was searched.
+    pub fn made<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Vec<(Bound<'py, PyType>, Bound<'py, PyAny>)>> {
+        let mut made = Vec::new();
+        for watched in self.0.iter().filter(|watched| watched.with_code) {
+            let Some(class) = watched.class.get(py) else {
+                continue;
+            };
+            let class = class.cast_into::<PyType>()?;
+            let methods = watched.methods.borrow();
+            let version = bridge::version(&class);
+            if version.is_some() && version == methods.version {
+                continue;
+            }
+            let before = methods.members.bind(py);
+            for name in members(&class)?.keys() {
+                // Python makes `__annotations__` as they are asked for, say
+                if !text(&name).starts_with("__") && !before.contains(&name)? {
+                    made.push((class.clone(), name));
+                }
+            }
+        }
+        Ok(made)
     }
 
     /// The name of a class that has another method now.

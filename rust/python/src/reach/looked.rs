@@ -1,7 +1,11 @@
 //! What has been found at one look, and where.
 use std::{collections::HashMap, rc::Rc};
 
-use pyo3::{intern, prelude::*, types::PyFrozenSet};
+use pyo3::{
+    intern,
+    prelude::*,
+    types::{PyDict, PyFrozenSet},
+};
 
 use super::{
     node::{attributes_of, Expect, How, Met, Node},
@@ -306,6 +310,17 @@ impl Looked {
         one.how == two.how
             && (one.how == How::Cell || (one.index() == two.index() && same_key))
             && matches!((place(self, one), place(other, two)), (Some(one), Some(two)) if one.is(&two))
+    }
+
+    /// Return whether a node is what a dict, the globals of a function, has under a key.
+    pub fn is_global(&self, node: usize, dict: &Bound<'_, PyDict>, key: &Bound<'_, PyAny>) -> bool {
+        let it = &self.program.nodes[node];
+        let globals = || bridge::globals(&self.object(it.parent?, dict.py())?);
+        it.how == How::Global
+            && it
+                .key(dict.py())
+                .is_some_and(|own| own.eq(key).unwrap_or(false))
+            && globals().is_some_and(|globals| globals.is(dict))
     }
 
     /// The object that stands at a node now.

@@ -114,8 +114,8 @@ pub enum Expect {
     Container(Class, usize, Option<usize>, Keys),
     /// An object of that class, with so many attributes.
     Object(Class, Option<usize>),
-    /// A function with that code.
-    Function(Py<PyAny>),
+    /// A function with that code, and so many attributes.
+    Function(Py<PyAny>, Option<usize>),
     /// The object of another node: its number, then that among the objects of a look.
     Same(usize, Option<usize>),
     /// That very object.
@@ -197,7 +197,7 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
             Keys::default(),
         ),
         4 => Expect::Object(Weak::of_class(&expected.get_type()), None),
-        5 => Expect::Function(expected.clone().unbind()),
+        5 => Expect::Function(expected.clone().unbind(), None),
         6 => Expect::Same(expected.extract()?, None),
         7 => Expect::Identity(match expected.cast::<PyWeakrefReference>() {
             Ok(weak) => Weak::Weak(weak.clone().unbind()),
@@ -265,6 +265,9 @@ pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResul
                 *class = Weak::of_class(&object.get_type());
                 *attributes = attributes_of(&object).map(|dict| dict.len());
                 node.opens |= attributes.is_some();
+            }
+            Expect::Function(_, attributes) => {
+                *attributes = bridge::attributes(&object).map(|dict| dict.len());
             }
             Expect::Array => tensors.extend(bridge::get(&object).as_ref().map(Tensor::of)),
             Expect::Module(tree, first) => {
@@ -556,8 +559,11 @@ impl Node {
             Expect::Object(class, attributes) => {
                 class.is(&object.get_type()) && attributes_len() == *attributes
             }
-            Expect::Function(code) => bridge::code(object)
-                .is_some_and(|now| now.is(code) || now.eq(code.bind(object.py())).unwrap_or(false)),
+            Expect::Function(code, attributes) => {
+                let same = |now: &Bound<'_, PyAny>| now.eq(code.bind(object.py())).unwrap_or(false);
+                bridge::code(object).is_some_and(|now| now.is(code) || same(&now))
+                    && bridge::attributes(object).map(|dict| dict.len()) == *attributes
+            }
             Expect::Same(_, other) => other
                 .and_then(|other| objects.get(other)?.as_ref())
                 .is_some_and(|other| other.object.is(object)),

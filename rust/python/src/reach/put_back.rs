@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyFrozenSet, PyList, PyTuple},
+    types::{PyDict, PyFrozenSet, PyList, PyString, PyTuple},
 };
 
 use super::{
@@ -150,7 +150,8 @@ impl Looked {
             {
                 snapshot.note(&object)?;
             }
-            if node.opens || matches!(node.expect, Expect::Object(..)) {
+            let has_attributes = matches!(node.expect, Expect::Object(..) | Expect::Function(..));
+            if node.opens || has_attributes {
                 if let Some(dict) = attributes_of(&object) {
                     snapshot.note(dict.as_any())?;
                 }
@@ -179,6 +180,9 @@ impl Looked {
     fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         for (globals, key) in self.made(py)? {
             globals.del_item(key)?;
+        }
+        for (class, name) in self.program.classes.made(py)? {
+            class.delattr(name.cast_into::<PyString>()?)?;
         }
         let objects = self.bound(py);
         for (at, node) in self.program.nodes.iter().enumerate() {

@@ -11,7 +11,10 @@ use super::{
     suspect::{self, Change},
     Looked,
 };
-use crate::{mlx::bridge, tree::snapshot::Snapshot};
+use crate::{
+    mlx::bridge,
+    tree::{snapshot::Snapshot, text::text},
+};
 
 /// What a loss writes to what it reaches.
 #[derive(Default)]
@@ -129,6 +132,10 @@ impl<'py> Reached<'py> {
         };
         if let Some(name) = name {
             return Err(Stop::Stores(format!("it stores a new array in {name}")));
+        }
+        if let Some((class, name)) = self.looked.program.classes.made(py)?.first() {
+            let name = format!("{}.{}", text(class.name()?.as_any()), text(name));
+            return Err(Stop::Becomes(format!("it makes {name} of a class")));
         }
         if let Some(name) = traced.snapshot.lost_array()? {
             return Err(Stop::Untraceable(format!("it removes {name}")));

@@ -54,6 +54,10 @@ impl Change {
             | (Self::Contents(one, at, _), Self::Contents(other, node, _)) => {
                 one.is_place(*at, other, *node, py)
             }
+            (Self::Item(dict, key, _), Self::Node(looked, node, _))
+            | (Self::Node(looked, node, _), Self::Item(dict, key, _)) => {
+                looked.is_global(*node, dict.bind(py), key.bind(py))
+            }
             _ => false,
         }
     }

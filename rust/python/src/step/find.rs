@@ -370,7 +370,8 @@ impl Inner {
             drawable.put_back(user.py())?;
             sketch = self.sketch_once(store, user, given, key, false);
         }
-        if matches!(&sketch, Err(stop) if !matches!(stop, Stop::Raised(_))) {
+        let ended = matches!(&sketch, Err(stop) if !matches!(stop, Stop::Raised(_)));
+        if ended && !self.apart {
             drawable.put_back(user.py())?;
         }
         let missing = || PyRuntimeError::new_err("a step was traced without a loss");
@@ -474,7 +475,7 @@ pub(super) fn is_of(entry: &Entry, key: &Key, looked: &Looked, py: Python<'_>) -
 }
 
 // the key of a part, of any arguments
-pub(super) fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
+fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
     let missing = || PyRuntimeError::new_err("the step has not been prepared");
     let front = CallKey {
         model: store.signature()?.id,

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use super::{
     arguments::Arguments,
-    find::{is_of, key, taken, Sketch},
+    find::{is_of, taken, Sketch},
     run::{Given, MAX_CHECKS},
     trace_cache::{warn, Entry, Key},
     Inner,
@@ -130,7 +130,7 @@ impl Inner {
         task: Task,
     ) -> PyResult<Option<String>> {
         let py = user.py();
-        let Some((at, is_now, mut suspect, part)) = self.pending(store, given, task, py)? else {
+        let Some((at, is_now, mut suspect, mut key)) = self.pending(store, given, task, py)? else {
             return Ok(None);
         };
         if !is_now && suspect.is_looked_at_enough() {
@@ -154,7 +154,6 @@ impl Inner {
                 "its result depends on the order of a dict, which it changes itself".into(),
             ));
         }
-        let mut key = key(store, part, 0)?;
         let mut raised = false;
         let drawn = !suspect.drawn.is_empty()
             && (!suspect.shared
@@ -368,14 +367,15 @@ impl Inner {
         sketch
     }
 
-    // what is to be looked at before a trace is used for this batch: the trace's number, whether the numbers are those of then too
+    // what is to be looked at before a trace is used for this batch: the trace's number, whether the numbers are those of then too,
+    // and the key of the batch
     fn pending(
         &self,
         store: &Store,
         given: &Given,
         task: Task,
         py: Python<'_>,
-    ) -> PyResult<Option<(usize, bool, Suspect, Part)>> {
+    ) -> PyResult<Option<(usize, bool, Suspect, Key)>> {
         let rule = store.rule.clone().filter(|_| self.compiled);
         let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
             return Ok(None);
@@ -384,7 +384,7 @@ impl Inner {
         let Some(part) = parts.find(|part| !matches!(part, Part::Update(_))) else {
             return Ok(None);
         };
-        let known = self.loss_key(store, given, &rule, part.clone())?;
+        let known = self.loss_key(store, given, &rule, part)?;
         let suspects = self.traces.recent().filter(|entry| {
             entry.kept.suspect.borrow().is_some() && is_of(entry, &known, &given.looked, py)
         });
@@ -396,10 +396,11 @@ impl Inner {
                 .is_some_and(|it| it.is_of(py, &given.looked))
         });
         let found = now.or(suspects.first());
-        Ok(found.and_then(|entry| {
+        let found = found.and_then(|entry| {
             let suspect = entry.kept.suspect.take()?;
-            Some((entry.number, now.is_some(), suspect, part))
-        }))
+            Some((entry.number, now.is_some(), suspect))
+        });
+        Ok(found.map(|(number, is_now, suspect)| (number, is_now, suspect, known)))
     }
 
     // look at it once more before the trace is used again

@@ -69,11 +69,19 @@ impl Body<'_> {
         let batch = batch.collect::<Result<Vec<_>>>()?;
         let scale = self.scale(inputs);
         let counts = RefCell::new(LossCounts::default());
-        let loss = |parameters: &[Array]| -> Result<Vec<Array>> {
+        let mut differentiated = self.for_loss(inputs)?;
+        let count = differentiated.len();
+        if self.eager {
+            // a gradient within the loss would make numbers of these otherwise, which functions that MLX compiles take for those
+            // of an evaluation
+            differentiated.extend(batch.iter().cloned());
+        }
+        let loss = |arrays: &[Array]| -> Result<Vec<Array>> {
+            let (parameters, shown) = arrays.split_at_checked(count).ok_or_else(short)?;
             let output = self.host.loss(LossCall {
                 parameters,
                 others: inputs.others,
-                batch: &batch,
+                batch: if self.eager { shown } else { &batch },
                 key,
             })?;
             let (values, shape) = LossCounts::flatten(output, scale.map(|[scale, _]| scale))?;
@@ -82,11 +90,10 @@ impl Body<'_> {
         };
         let numbers = 0..i32::try_from(inputs.parameters.len()).unwrap_or(i32::MAX);
         let numbers: Vec<i32> = numbers.collect();
-        let parameters = self.for_loss(inputs)?;
         let mut differentiate = value_and_grad_with_argnums(loss, numbers.as_slice());
         let mut made = None;
         let left = self.host.differentiate(inputs.others, key, &mut || {
-            made = Some(differentiate(&parameters)?);
+            made = Some(differentiate(&differentiated)?);
             Ok(())
         })?;
         drop(differentiate);
