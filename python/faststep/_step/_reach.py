@@ -40,12 +40,14 @@ from faststep._step._nodes import (
     CONTEXT,
     GLOBAL,
     HELD,
+    IDENTITY,
     INDEX,
     INSTANCE,
     ITEM,
     LENGTH,
     MISSES,
     MODULES,
+    READ,
     REFERENT,
     ROOT,
     SAME,
@@ -65,6 +67,7 @@ from faststep._step._things import (
     PLAIN,
     VIEWS,
     WEAK_SETS,
+    Kept,
     attributes,
     chosen,
     has_attributes,
@@ -78,6 +81,7 @@ from faststep._step._things import (
     parts,
     size,
     slots,
+    states_in,
 )
 
 Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool]
@@ -86,6 +90,7 @@ _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and al
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
 _MAX_NODES = 50_000
+_MAX_MISSES = 256  # numbers of which Python has one object each
 
 
 def discover(
@@ -205,7 +210,7 @@ class _Search(Asking):
             for name in named_parts:
                 self.add(at, ATTRIBUTE, name, getattr(value, name))
             if is_a(value, CACHE):
-                self.add(at, MISSES, None, value.cache_info().misses)
+                self.follow_results(at, value)
         elif type(value) in VIEWS:
             self.follow_referents(at, value, dict)
         elif type(value) in GETTERS:
@@ -269,6 +274,17 @@ class _Search(Asking):
         for number, referent in enumerate(gc.get_referents(value)):
             if issubclass(type(referent), kinds):
                 self.add(at, REFERENT, number, referent)
+
+    def follow_results(self, at: int, cache: Any) -> None:
+        """Add how many results a function with a cache has made, and the objects, dicts and lists that it keeps."""
+        _, misses, _, count = cache.cache_info()
+        found = states_in(cache)
+        if misses <= _MAX_MISSES and (found or not count):
+            self._put((at, MISSES, None), IDENTITY, misses, misses)  # another one may be the first to be looked at
+        else:
+            self.add(at, MISSES, None, misses)
+        for each in found:
+            self.add(at, READ, Kept(each), each)
 
     def follow_function(self, at: int, function: types.FunctionType) -> None:
         """Add a function's closure and defaults, and the globals that its code names."""

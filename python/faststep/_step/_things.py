@@ -11,6 +11,7 @@ import decimal
 import enum
 import fractions
 import functools
+import gc
 import inspect
 import io
 import itertools
@@ -205,6 +206,68 @@ def members(value: Iterable[Any]) -> list[Any]:
     """Return the objects of a user's classes among the keys of a dict, or in a set, that can be referred to weakly."""
     found = (each for each in list(value) if not is_a(each, (type, types.FunctionType, *PLAIN)))
     return [each for each in found if has_attributes(each) and type(each).__weakrefoffset__ != 0]
+
+
+class Kept:
+    """What finds an object among those that a function with a cache keeps."""
+
+    def __init__(self, value: Any) -> None:
+        self._get = weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
+        self._id = id(value)
+
+    def __call__(self, cache: Any) -> Any:
+        """Return the object, if it is there."""
+        value = self._get()
+        return value if any(each is value for each in _results(cache)) else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self._id == other._id
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def states_in(cache: Any) -> list[Any]:
+    """Return those of the results that a function with a cache keeps in which something may change.
+
+    These are objects with attributes, dicts, lists and their kind: one state for all who ask for it, say.
+    """
+    if cache.cache_info().currsize > MAX_ITEMS:
+        return []
+    fixed = (type, types.FunctionType, types.ModuleType, mx.array, *PLAIN)
+    containers = (dict, list, set, collections.deque)
+    found = _results(cache)
+    return [each for each in found if is_a(each, containers) or (has_attributes(each) and not is_a(each, fixed))]
+
+
+def forget_states(cache: Any, misses: int) -> None:
+    """Take the results out of a function's cache that it has made since it had made so many."""
+    if misses == 0:
+        cache.cache_clear()
+        return
+    known = _dict_of(cache, gc.get_referents(cache))[1]
+    for _ in range(min(cache.cache_info().misses - misses, len(known))):
+        known.popitem()  # of a cache with bounds too: Python looks whether what is the oldest is still in the dict
+
+
+def _results(cache: Any) -> list[Any]:
+    """Return what a function with a cache keeps."""
+    referents = gc.get_referents(cache)
+    place, known = _dict_of(cache, referents)
+    if cache.cache_info().maxsize is None:
+        return list(known.values())
+    found = dict(zip(referents[1:place:3], referents[2:place:3], strict=False))  # the last of a key
+    return [result for key, result in found.items() if key in known]
+
+
+def _dict_of(cache: Any, referents: list[Any]) -> tuple[int, dict[Any, Any]]:
+    """Return the place of a cache's dict among what its function refers to, and the dict.
+
+    Behind a class come the keys and results of a cache with bounds, then the dict, and the function.
+    """
+    place = max((number for number, each in enumerate(referents) if each is cache.__wrapped__), default=0) - 1
+    known = referents[place] if place > 0 else None
+    return place, known if type(known) is dict else {}
 
 
 def parts(value: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, errors::mlx, gil::unlocked},
+    mlx::{bridge, classes::is_numpy_float, errors::mlx, gil::unlocked},
     tree::{walk::Scope, Tree},
 };
 
@@ -112,7 +112,9 @@ impl<'py> Fields<'_, 'py> {
 }
 
 fn number(value: &Bound<'_, PyAny>) -> Option<f64> {
-    let plain = value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyInt>();
+    let plain = value.is_instance_of::<PyFloat>()
+        || value.is_instance_of::<PyInt>()
+        || is_numpy_float(value);
     plain.then(|| value.extract().ok()).flatten()
 }
 

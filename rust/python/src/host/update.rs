@@ -11,7 +11,7 @@ use pyo3::{
 
 use super::{expected, stop, Current};
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, classes::is_numpy},
     optimizer::HostSchedules,
     reach::{
         stop::Stop,
@@ -189,6 +189,13 @@ impl Current {
         state: &[Array],
         before: &Before<'py>,
     ) -> Result<(Vec<(usize, Array)>, Vec<Array>), Stop> {
+        for slot in before.slots.iter().filter(|_| !self.compiled) {
+            // NumPy makes arrays of its own of an array and one of its numbers
+            if let Some(now) = slot.place.get()?.filter(is_numpy) {
+                let array = py.import("mlx.core")?.getattr("array")?.call1((now,))?;
+                slot.place.set(&array)?;
+            }
+        }
         let (after, slots) = Tree::record(optimizer, Scope::Whole)?;
         if let Some(path) = before.state.difference(&after, py) {
             if self.compiled {

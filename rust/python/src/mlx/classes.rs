@@ -72,6 +72,13 @@ pub fn is_property(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| bridge::is_of(object, class))
 }
 
+/// Return whether the object is a scalar of NumPy's that is a float.
+pub fn is_numpy_float(object: &Bound<'_, PyAny>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = class(object.py(), &CLASS, "numpy", "floating");
+    class.is_some_and(|class| bridge::is_of(object, class))
+}
+
 /// Return whether the object is what a class has for one of its `__slots__`.
 pub fn is_member(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

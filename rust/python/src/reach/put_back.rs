@@ -135,6 +135,33 @@ impl Looked {
         Ok(made)
     }
 
+    /// Functions that have made what they keep in their caches, and in which something may change: those with the number of results
+    /// that they had made before.
+    pub fn made_states<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+        let mut made = Vec::new();
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            if !matches!((&node.expect, node.how), (Expect::Identity(_), How::Misses)) {
+                continue;
+            }
+            let cache = node.parent.and_then(|parent| self.object(parent, py));
+            let Some((before, cache)) = self.object(at, py).zip(cache) else {
+                continue;
+            };
+            let misses = cache.call_method0("cache_info")?.getattr("misses")?;
+            let states = || {
+                let things = py.import("faststep._step._things")?;
+                things.call_method1("states_in", (&cache,))?.is_truthy()
+            };
+            if !misses.eq(&before)? && states()? {
+                made.push((cache, before));
+            }
+        }
+        Ok(made)
+    }
+
     /// The contents of dicts, lists, modules and objects on the way.
     pub fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Snapshot<'py>> {
         let mut snapshot = Snapshot::default();
@@ -180,6 +207,10 @@ impl Looked {
     fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         for (globals, key) in self.made(py)? {
             globals.del_item(key)?;
+        }
+        for (cache, misses) in self.made_states(py)? {
+            let things = py.import("faststep._step._things")?;
+            things.call_method1("forget_states", (cache, misses))?;
         }
         for (class, name) in self.program.classes.made(py)? {
             class.delattr(name.cast_into::<PyString>()?)?;

@@ -3,7 +3,7 @@ use std::{collections::HashSet, rc::Rc};
 
 use faststep::engine::Left;
 use mlx_rs::Array;
-use pyo3::prelude::*;
+use pyo3::{intern, prelude::*};
 
 use super::{
     looked::Spot,
@@ -136,6 +136,12 @@ impl<'py> Reached<'py> {
         if let Some((class, name)) = self.looked.program.classes.made(py)?.first() {
             let name = format!("{}.{}", text(class.name()?.as_any()), text(name));
             return Err(Stop::Becomes(format!("it makes {name} of a class")));
+        }
+        if let Some((cache, _)) = self.looked.made_states(py)?.first() {
+            let name = text(&cache.getattr(intern!(py, "__qualname__"))?);
+            return Err(Stop::Becomes(format!(
+                "it makes what {name} keeps in its cache"
+            )));
         }
         if let Some(name) = traced.snapshot.lost_array()? {
             return Err(Stop::Untraceable(format!("it removes {name}")));

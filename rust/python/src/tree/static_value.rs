@@ -8,7 +8,10 @@ use pyo3::{
     },
 };
 
-use crate::mlx::{bridge, classes::is_dtype};
+use crate::mlx::{
+    bridge,
+    classes::{is_dtype, is_numpy_float},
+};
 
 /// A value that belongs to the signature.
 #[derive(Debug)]
@@ -74,13 +77,14 @@ impl Static {
         }
     }
 
-    // a number or a flag of Python's own classes
+    // a number or a flag of Python's own classes, or one of NumPy's floats
     pub fn is_number(&self, py: Python<'_>) -> bool {
         matches!(self, Self::Value(value) if {
             let value = value.bind(py);
             value.is_exact_instance_of::<PyFloat>()
                 || value.is_exact_instance_of::<PyInt>()
                 || value.is_exact_instance_of::<PyBool>()
+                || is_numpy_float(value)
         })
     }
 
