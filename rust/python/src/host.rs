@@ -22,6 +22,7 @@ use pyo3::{
     types::{PyList, PyTuple},
 };
 
+pub use loss::Swapped;
 use loss_graph::LossArrays;
 pub use loss_graph::TraceGraph;
 use shown::TakenOut;
@@ -95,6 +96,8 @@ pub struct Current {
     pub written: Written,
     /// Keys that it takes out of dicts among its arguments.
     pub taken_out: TakenOut,
+    /// Containers of the model in whose places it puts others, uncompiled.
+    pub swapped: Vec<Swapped>,
     /// What the loss has changed itself, where a trace has been made.
     pub suspect: Suspect,
     /// The same where only the graph is wanted: of the model, and of what the loss reaches beside it.

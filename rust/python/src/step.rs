@@ -33,7 +33,7 @@ use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use crate::{
-    host::PythonHost,
+    host::{PythonHost, Swapped},
     mlx::{bridge, errors::to_python, gil::Waiting},
     reach::{advance::Advance, suspect::Suspect, Reach, Read, Seen},
     store::{
@@ -101,6 +101,7 @@ struct Inner {
     has_compiler: bool,           // as far as is known
     probed: Option<Seen>,         // the numbers of the last such call behind a trace
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
+    swapped: Vec<Swapped>,        // of the model, by the loss of this call
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
     looked_ahead: LookedAhead,
@@ -180,6 +181,7 @@ impl Step {
                 has_compiler: true,
                 probed: None,
                 positions: None,
+                swapped: Vec::new(),
                 suspect: None,
                 checks: 0,
                 looked_ahead: LookedAhead::default(),

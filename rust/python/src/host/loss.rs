@@ -1,12 +1,12 @@
 //! One call of the loss function, with tracers in place of the arrays.
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use faststep::engine::{Left, LossCall, LossOutput, Role};
 use mlx_rs::{error::Exception, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
-    types::{PyDict, PyTuple},
+    types::{PyDict, PyList, PyTuple},
 };
 
 use super::{
@@ -18,7 +18,14 @@ use crate::{
     mlx::bridge,
     optimizer::{reads, settings},
     reach::stop::{another, Stop},
-    tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{
+        paths::dotted,
+        rebuild::rebuild,
+        slot::{Place, Slot},
+        text::text,
+        walk::Scope,
+        Tree,
+    },
 };
 
 /// Parsed return value of a loss function.
@@ -53,6 +60,79 @@ fn read_weight(returned: &Bound<'_, PyAny>) -> Result<Array, Stop> {
     ))))
 }
 
+/// A list, dict or module of the model, and the one that the loss has put in its place, with the arrays that the first had.
+pub struct Swapped {
+    parent: Py<PyAny>,
+    key: Py<PyAny>,
+    old: Py<PyAny>,
+    new: Py<PyAny>,
+    arrays: Vec<(Py<PyAny>, Array)>,
+}
+
+impl Swapped {
+    fn new<'py>(
+        place: Place<'py>,
+        old: Bound<'py, PyAny>,
+        new: Bound<'py, PyAny>,
+        arrays: Vec<(Py<PyAny>, Array)>,
+    ) -> PyResult<Option<Self>> {
+        let key = place.key(old.py())?;
+        let (old, new) = (old.unbind(), new.unbind());
+        Ok(place.object().zip(key).map(|(parent, key)| Self {
+            parent: parent.unbind(),
+            key,
+            old,
+            new,
+            arrays,
+        }))
+    }
+
+    /// Behind the step, put the second where the loss has put it, with the arrays that the first has by then.
+    pub fn settle(self, py: Python<'_>) -> PyResult<()> {
+        let (old, new) = (self.old.bind(py), self.new.bind(py));
+        for (key, array) in &self.arrays {
+            new.set_item(key, old.get_item(key)?)?;
+            old.set_item(key, bridge::wrap(py, array)?)?;
+        }
+        self.parent.bind(py).set_item(self.key, new)
+    }
+}
+
+// the place of a container of the model, by its path; none in a tuple
+fn place_of<'py>(
+    model: &Bound<'py, PyAny>,
+    path: &[String],
+    container: usize,
+) -> Option<Place<'py>> {
+    let mut place = None;
+    let mut object = model.clone();
+    for part in path {
+        let next = match object.cast::<PyList>() {
+            Ok(list) => Some(Place::List(list.clone(), part.parse().ok()?)),
+            Err(_) => [
+                object.cast::<PyDict>().ok().cloned(),
+                bridge::attributes(&object),
+            ]
+            .into_iter()
+            .flatten()
+            .find_map(|dict| {
+                let key = dict.keys().iter().find(|key| text(key) == *part)?;
+                Some(Place::Dict(dict, key))
+            }),
+        };
+        place = next;
+        object = match place.as_ref() {
+            Some(place) => place.get().ok()??,
+            None => object
+                .cast::<PyTuple>()
+                .ok()?
+                .get_item(part.parse().ok()?)
+                .ok()?,
+        };
+    }
+    place.filter(|_| object.as_ptr().addr() == container)
+}
+
 // true if these are the very same objects
 fn are(before: &[Py<PyAny>], now: &[Py<PyAny>]) -> bool {
     before.len() == now.len() && before.iter().zip(now).all(|(before, now)| before.is(now))
@@ -80,7 +160,8 @@ impl Current {
             .set_item(0, bridge::wrap(py, call.key)?)?;
 
         let Read { loss, weight, aux } = self.call_loss(py, call.batch)?;
-        self.put_places(py, &slots)?;
+        let swapped = self.put_places(py, &slots)?;
+        self.swapped = swapped;
 
         let mut output = LossOutput {
             weight,
@@ -101,21 +182,31 @@ impl Current {
         Ok(output)
     }
 
-    // a trained array has to be in its place when the update comes: a list or dict that the loss has put in the place of the
-    // one that it is in gives its items to that one, which comes back
-    fn put_places<'py>(&self, py: Python<'py>, slots: &[Slot<'py>]) -> Result<(), Stop> {
+    // a trained array has to be in its place when the update comes: a list, dict or module that the loss has put in the place of
+    // the one that it is in gives its items to that one, which comes back until the step is done
+    fn put_places<'py>(&self, py: Python<'py>, slots: &[Slot<'py>]) -> Result<Vec<Swapped>, Stop> {
+        let mut swapped = Vec::new();
         loop {
-            let (after, now) = Tree::record(self.model.bind(py), Scope::Whole)?;
-            let here: HashSet<_> = now.iter().map(|slot| slot.place.container()).collect();
+            let model = self.model.bind(py);
+            let (after, now) = Tree::record(model, Scope::Whole)?;
+            let container = |slot: &Slot<'_>| slot.place.container();
+            if now.len() == slots.len() && now.iter().map(container).eq(slots.iter().map(container))
+            {
+                return Ok(swapped);
+            }
+            let paths = after.paths(py);
+            let at: HashMap<_, _> = paths.iter().zip(&now).collect();
+            let here: HashSet<_> = now.iter().map(container).collect();
             let mut trained = slots.iter().zip(self.roles.iter());
-            let gone = trained.find(|(slot, (role, _))| {
-                matches!(role, Role::Parameter(_)) && !here.contains(&slot.place.container())
+            let gone = trained.find(|(slot, (role, path))| {
+                let other = at.get(path).map(|now| container(now) != container(slot));
+                matches!(role, Role::Parameter(_))
+                    && other.unwrap_or_else(|| !here.contains(&container(slot)))
             });
             let Some((slot, (_, path))) = gone else {
-                return Ok(());
+                return Ok(swapped);
             };
-            let paths = after.paths(py);
-            let Some(at) = paths.iter().position(|other| other == path) else {
+            let Some(there) = at.get(path) else {
                 return Err(Stop::Untraceable(format!("it removes {}", dotted(path))));
             };
             if self.compiled {
@@ -124,26 +215,29 @@ impl Current {
                     dotted(path)
                 )));
             }
-            let container = now[at].place.container();
+            let mut arrays = Vec::new();
             for (other, (_, path)) in slots.iter().zip(self.roles.iter()) {
-                if other.place.container() == slot.place.container() {
-                    let at = paths.iter().position(|other| other == path);
-                    let at = at.filter(|&at| now[at].place.container() == container);
-                    let object = at.map(|at| now[at].object.clone());
-                    let removed = || Stop::Untraceable(format!("it removes {}", dotted(path)));
-                    other.place.set(&object.ok_or_else(removed)?)?;
+                let Some(now) = at.get(path).filter(|_| container(other) == container(slot)) else {
+                    continue;
+                };
+                if container(now) == container(there) {
+                    other.place.set(&now.object)?;
+                    let key = other.place.key(py)?;
+                    arrays.extend(key.zip(bridge::get(&other.object)));
                 }
             }
-            let Some(old) = slot.place.object() else {
-                return Ok(());
-            };
-            if !Snapshot::take(self.model.bind(py))?.replace(container, &old)? {
+            let containers = slot.place.object().zip(there.place.object());
+            let parts = path.split_last().map(|(_, parts)| parts);
+            let place = parts.and_then(|parts| place_of(model, parts, container(there)));
+            let (Some((old, new)), Some(place)) = (containers, place) else {
                 return Err(Stop::Raised(PyValueError::new_err(format!(
                     "the loss function: it puts another tuple in the place of the one on the model that {} is in, which is \
                      trained: assign to the items",
                     dotted(path)
                 ))));
-            }
+            };
+            place.set(&old)?;
+            swapped.extend(Swapped::new(place, old, new, arrays)?);
         }
     }
 

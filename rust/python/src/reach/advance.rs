@@ -156,7 +156,7 @@ impl Advance {
                 let items = appended(&object, before.bind(py).cast::<PyList>()?)?;
                 items.map(|items| vec![Self::new(&object, Kind::End(items))])
             }
-            Change::Order(..) => None,
+            Change::Set(..) | Change::Order(..) => None,
         })
     }
 

@@ -4,7 +4,7 @@ use std::{cell::Cell, collections::HashSet, rc::Rc};
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyFloat, PyInt, PyList},
+    types::{PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PySet},
 };
 
 use super::{
@@ -29,6 +29,8 @@ pub enum Change {
     List(Py<PyList>, Py<PyList>),
     /// The items of a deque that is no other change.
     Deque(Py<PyAny>, Py<PyList>),
+    /// The members of a set.
+    Set(Py<PySet>, Py<PyFrozenSet>),
     /// The keys of a dict, where only their order is another one.
     Order(Py<PyDict>, Py<PyList>),
     /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
@@ -48,6 +50,11 @@ impl Change {
             (Self::Order(one, _), Self::Order(other, _)) => one.is(other),
             (Self::Deque(one, _), Self::Deque(other, _)) => one.is(other),
             (Self::Deque(one, _), Self::Contents(looked, node, _)) => {
+                looked.at(py, *node).is_some_and(|other| one.is(&other))
+            }
+            (Self::Set(one, _), Self::Set(other, _)) => one.is(other),
+            (Self::Set(one, _), Self::Contents(looked, node, _))
+            | (Self::Contents(looked, node, _), Self::Set(one, _)) => {
                 looked.at(py, *node).is_some_and(|other| one.is(&other))
             }
             (Self::Node(one, at, _), Self::Node(other, node, _))
@@ -76,6 +83,7 @@ impl Change {
                 let items = deque.bind(py).try_iter()?.collect::<PyResult<Vec<_>>>()?;
                 *other = PyList::new(py, items)?.unbind();
             }
+            Self::Set(set, other) => *other = PyFrozenSet::new(py, set.bind(py).iter())?.unbind(),
             Self::Order(dict, other) => *other = keys(dict.bind(py))?.unbind(),
             Self::Node(looked, node, other) => {
                 if let Some(now) = looked.at(py, *node) {
@@ -116,6 +124,13 @@ impl Change {
                 deque.call_method0("clear")?;
                 deque.call_method1("extend", (other,)).map(drop)
             }
+            Self::Set(set, other) => {
+                let set = set.bind(py);
+                let now = PyFrozenSet::new(py, set.iter())?.unbind();
+                set.clear();
+                set.call_method1("update", (std::mem::replace(other, now),))
+                    .map(drop)
+            }
             Self::Order(dict, other) => {
                 let dict = dict.bind(py);
                 let now = keys(dict)?.unbind();
@@ -155,7 +170,11 @@ impl Change {
         match self {
             Self::Item(dict, key, _) => dict.bind(py).get_item(key),
             Self::Node(looked, node, _) => Ok(looked.at(py, *node)),
-            Self::List(..) | Self::Deque(..) | Self::Order(..) | Self::Contents(..) => Ok(None),
+            Self::List(..)
+            | Self::Deque(..)
+            | Self::Set(..)
+            | Self::Order(..)
+            | Self::Contents(..) => Ok(None),
         }
     }
 
@@ -167,7 +186,11 @@ impl Change {
         let before = match self {
             Self::Item(.., before) => before.as_ref().map(|before| before.bind(py).clone()),
             Self::Node(.., before) => Some(before.bind(py).clone()),
-            Self::List(..) | Self::Deque(..) | Self::Order(..) | Self::Contents(..) => None,
+            Self::List(..)
+            | Self::Deque(..)
+            | Self::Set(..)
+            | Self::Order(..)
+            | Self::Contents(..) => None,
         };
         let Some(now) = self.now(py)? else {
             return Ok(None);
@@ -302,6 +325,7 @@ impl Change {
             Self::Item(_, key, _) => text(key.bind(py)),
             Self::List(..) => "a list".into(),
             Self::Deque(..) => "a deque".into(),
+            Self::Set(..) => "a set".into(),
             Self::Order(..) => "the order of a dict".into(),
             Self::Node(looked, node, _) | Self::Contents(looked, node, _) => {
                 looked.program.name(py, *node)
@@ -318,6 +342,7 @@ impl Change {
             }
             Self::List(list, _) => looked.name_of(list.bind(py)),
             Self::Deque(deque, _) => looked.name_of(deque.bind(py)),
+            Self::Set(set, _) => looked.name_of(set.bind(py)),
             Self::Order(..) => String::new(),
         }
     }
@@ -333,7 +358,7 @@ impl Change {
                 let third = third.bind(py).cast::<PyList>()?.clone().unbind();
                 Some(std::mem::replace(other, third).into_any())
             }
-            Self::Order(..) => None,
+            Self::Set(..) | Self::Order(..) => None,
         };
         self.swap(py).map(|()| other)
     }
@@ -417,6 +442,7 @@ impl Suspect {
             Change::Item(dict, ..) | Change::Order(dict, _) => Some(dict.as_ptr().addr()),
             Change::List(list, _) => Some(list.as_ptr().addr()),
             Change::Deque(deque, _) => Some(deque.as_ptr().addr()),
+            Change::Set(set, _) => Some(set.as_ptr().addr()),
             Change::Contents(looked, node, _) => Some(looked.at(py, *node)?.as_ptr().addr()),
             Change::Node(..) => None,
         });
@@ -800,5 +826,12 @@ pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
         };
         Change::List(list.unbind(), other.unbind())
     });
-    Ok(items.chain(orders).chain(lists).chain(deques).collect())
+    let sets = snapshot.changed_sets().map(|(set, old)| {
+        let now = || PyFrozenSet::new(set.py(), set.iter());
+        let other = if before { old.clone() } else { now()? };
+        Ok(Change::Set(set.clone().unbind(), other.unbind()))
+    });
+    let sets = sets.collect::<PyResult<Vec<_>>>()?;
+    let others = orders.into_iter().chain(lists).chain(deques).chain(sets);
+    Ok(items.chain(others).collect())
 }

@@ -60,6 +60,10 @@ impl Inner {
             let shown = Instant::now();
             leave_out_missed(py, store, &given, &mut output.batch)?;
             store.take_output(py, &prepared, &output.batch)?;
+            let swapped = std::mem::take(&mut self.swapped).into_iter();
+            if task != Task::Gradients {
+                swapped.rev().try_for_each(|it| it.settle(py))?;
+            }
             if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
                 let (others, first) = (&output.batch.others, store.others.len());
                 given.looked.show(py, others, first, &last.kept.written)?;

@@ -479,6 +479,7 @@ impl Inner {
             loose: false,
             written: Written::default(),
             taken_out: TakenOut::default(),
+            swapped: Vec::new(),
             suspect: Suspect::default(),
             changed: Default::default(),
             positions: None,
@@ -515,6 +516,7 @@ impl Inner {
             return Ok(None);
         };
         self.positions = current.positions;
+        self.swapped = current.swapped;
         let of_update = current.taken.take();
         self.read.let_go();
         if !self.compiled && self.probe == Some(true) && current.stop.is_none() {

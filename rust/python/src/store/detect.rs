@@ -102,9 +102,13 @@ impl Store {
         let Some(counts) = tree.other_numbers(&next, py) else {
             return Ok(());
         };
-        if tree.tensors() != signature.tree.tensors() || tree.paths(py) != signature.tree.paths(py)
-        {
+        let paths = tree.paths(py);
+        if tree.tensors() != signature.tree.tensors() || paths != signature.tree.paths(py) {
             return Ok(());
+        }
+        let trained = signature.parameters.iter().map(|&slot| &paths[slot]);
+        if trained.collect::<HashSet<_>>() != trainable_now(model)?.1.iter().collect() {
+            return Ok(()); // it has frozen a part
         }
         let at = self
             .models
@@ -129,11 +133,7 @@ impl Store {
 
     fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
         let py = model.py();
-        let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
-        let hole = bridge::wrap(py, &faststep::engine::array::hollow())?;
-        let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
-        let trainable_paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
-        let trainable_paths: HashSet<_> = trainable_paths.into_iter().collect();
+        let (trainable, trainable_paths) = trainable_now(model)?;
         let paths = tree.paths(py);
         let last: HashMap<usize, usize> = tree.doubles().iter().copied().collect();
         let last = |slot: usize| last.get(&slot).copied().unwrap_or(slot);
@@ -399,6 +399,19 @@ impl Store {
             known.equals(new, py) || (native && known.equals_but_numbers(new, py))
         });
     }
+}
+
+// the trainable parameters as a tree of holes, and their paths
+#[allow(clippy::type_complexity)] // a tree and its paths
+fn trainable_now<'py>(
+    model: &Bound<'py, PyAny>,
+) -> PyResult<(Bound<'py, PyAny>, HashSet<Vec<String>>)> {
+    let py = model.py();
+    let trainable = model.call_method0(intern!(py, "trainable_parameters"))?;
+    let hole = bridge::wrap(py, &faststep::engine::array::hollow())?;
+    let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
+    let paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
+    Ok((trainable, paths.into_iter().collect()))
 }
 
 // make it the most recent one of those that are known, with the id of the same or a new one

@@ -69,6 +69,15 @@ impl<'py> Place<'py> {
         }
     }
 
+    /// The key or index in that, where it is known.
+    pub fn key(&self, py: Python<'py>) -> PyResult<Option<Py<PyAny>>> {
+        Ok(match self {
+            Self::Dict(_, key) => Some(key.clone().unbind()),
+            Self::List(_, index) => Some(index.into_pyobject(py)?.into_any().unbind()),
+            Self::Tuple | Self::Nth(..) => None,
+        })
+    }
+
     /// Put another object there.
     pub fn set(&self, object: &Bound<'py, PyAny>) -> PyResult<()> {
         match self {

@@ -3,7 +3,7 @@ use std::{cell::Cell, collections::HashSet};
 
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList, PyTuple, PyType},
+    types::{PyDict, PyFrozenSet, PyList, PySet, PyTuple, PyType},
 };
 
 use super::{
@@ -30,6 +30,9 @@ pub type Order<'py> = (Bound<'py, PyDict>, Bound<'py, PyList>);
 /// A list, and its contents before.
 pub type List<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
 
+/// A set, and its members before.
+pub type Set<'py> = (Bound<'py, PySet>, Bound<'py, PyFrozenSet>);
+
 /// The contents of every container of a tree, to be put back.
 #[derive(Default)]
 pub struct Snapshot<'py> {
@@ -37,6 +40,7 @@ pub struct Snapshot<'py> {
     orders: Vec<(Bound<'py, PyDict>, Bound<'py, PyList>)>, // keys of those that keep an order of their own
     lists: Vec<(Bound<'py, PyList>, Bound<'py, PyList>)>,
     deques: Vec<(Bound<'py, PyAny>, Bound<'py, PyList>)>,
+    sets: Vec<Set<'py>>,
     met: HashSet<usize>,             // their addresses
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
     unchanged: Cell<bool>,           // the dicts, when it was last looked for a new array
@@ -89,6 +93,14 @@ impl<'py> Snapshot<'py> {
                 if !known && is_new(None, &item) {
                     return Ok(Some("a deque".into()));
                 }
+            }
+        }
+        for (set, _) in self.changed_sets() {
+            if set
+                .iter()
+                .any(|item| holds_array(&item, &mut HashSet::new()))
+            {
+                return Ok(Some("a set".into()));
             }
         }
         Ok(None)
@@ -197,6 +209,12 @@ impl<'py> Snapshot<'py> {
         Ok(changed)
     }
 
+    /// Sets that have other members now, with those that they had.
+    pub fn changed_sets(&self) -> impl Iterator<Item = &Set<'py>> {
+        let sets = self.sets.iter();
+        sets.filter(|(set, copy)| set.len() != copy.len() || !set.eq(copy).unwrap_or(false))
+    }
+
     /// Hold the arrays no more: `restore` leaves those that stand in their places then.
     pub fn let_go(&mut self, py: Python<'py>) -> PyResult<()> {
         let hole = py.get_type::<PyAny>().call0()?;
@@ -260,26 +278,11 @@ impl<'py> Snapshot<'py> {
             deque.call_method0("clear")?;
             deque.call_method1("extend", (copy,))?;
         }
+        for (set, copy) in self.changed_sets() {
+            set.clear();
+            set.call_method1("update", (copy,))?;
+        }
         Ok(())
-    }
-
-    /// Put another object into the places of the one at an address. Returns whether there was one.
-    pub fn replace(&self, address: usize, object: &Bound<'py, PyAny>) -> PyResult<bool> {
-        let is = |value: &Bound<'py, PyAny>| value.as_ptr().addr() == address;
-        let mut found = false;
-        for (dict, copy) in &self.dicts {
-            for (key, _) in copy.iter().filter(|(_, value)| is(value)) {
-                dict.set_item(key, object)?;
-                found = true;
-            }
-        }
-        for (list, copy) in &self.lists {
-            for (at, _) in copy.iter().enumerate().filter(|(_, value)| is(value)) {
-                list.set_item(at, object)?;
-                found = true;
-            }
-        }
-        Ok(found)
     }
 
     /// Note the contents of one dict, list or deque. What is met once more would be a second change of the same.
@@ -376,7 +379,14 @@ impl<'py> Visitor<'py> for Snapshot<'py> {
         Some(())
     }
 
-    fn leaf(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
+    fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
+        if let Ok(set) = object.cast::<PySet>() {
+            if self.met.insert(set.as_ptr().addr()) {
+                let copy = PyFrozenSet::new(set.py(), set.iter());
+                let copy = copy.map_err(|error| self.error = Some(error)).ok()?;
+                self.sets.push((set.clone(), copy));
+            }
+        }
         Some(())
     }
 
