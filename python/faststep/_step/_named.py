@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
-MAKERS = ("__init__", "__post_init__", "__new__")  # what they store is in an object that was not there before
+_OF_NEW = ("__init__", "__post_init__")  # what they store is in an object that was not there before
+MAKERS = (*_OF_NEW, "__new__")
 # functions that may read any attribute
 DYNAMIC = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
@@ -43,7 +44,7 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             continue
         elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
-        elif instruction.opname == "STORE_ATTR" and code.co_name not in MAKERS:
+        elif instruction.opname == "STORE_ATTR" and code.co_name not in _OF_NEW:
             attributes.add(instruction.argval)
         elif instruction.opname.startswith("FORMAT_"):
             names.add("format")
@@ -67,7 +68,7 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
 
 def _made(code: types.CodeType) -> set[int]:
     """Return where a maker reads private attributes that it gives the new object: by offset."""
-    if code.co_name not in MAKERS or not code.co_argcount:
+    if code.co_name not in _OF_NEW or not code.co_argcount:
         return set()
     given, owner = set(), False
     read = dict[int, str]()

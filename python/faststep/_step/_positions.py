@@ -179,10 +179,23 @@ def _stays(value: Any) -> bool:
 
 
 def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
-    """Return the attributes of a model and of the models among what is reached, and what is reached."""
+    """Return what is in a model and in the models among what is reached, in dicts and lists too, and the latter."""
     wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
-    within = [value for whole in wholes for module in whole.modules() for value in vars(module).values()]
-    return [*within, *reached]
+    modules = [module for whole in wholes for module in whole.modules()]
+    within, met = [values for module in modules for values in (vars(module), module)], set(map(id, modules))
+    found = list[Any]()
+    while within:
+        for value in _items(within.pop()):
+            if not is_a(value, (dict, list, tuple)):
+                found.append(value)
+            elif id(value) not in met:
+                met.add(id(value))
+                within.append(value)
+    return [*found, *reached]
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return dict.values(container) if is_a(container, dict) else container
 
 
 class Movable:

@@ -164,7 +164,7 @@ def holds_values(value: Any) -> bool:
 
 def is_buffer(value: Any) -> bool:
     """Return whether it is a `deque` of objects, which may grow at each step: it is followed where code names it."""
-    return is_a(value, collections.deque) and not is_numbers(value)
+    return is_a(value, collections.deque) and size(value) > 0 and not is_numbers(value)
 
 
 def has_attributes(value: Any) -> bool:

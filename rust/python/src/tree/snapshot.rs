@@ -167,8 +167,11 @@ impl<'py> Snapshot<'py> {
                 }
             }
         }
-        for (dict, copy) in self.changed_dicts() {
+        for (dict, copy) in &self.dicts {
             let kept = self.orders.iter().find(|(ordered, _)| ordered.is(dict));
+            if kept.is_none() && bridge::has_same_items(dict, copy) {
+                continue; // of one with an order of its own, the items are the same in any
+            }
             let old = kept.map_or_else(|| copy.keys(), |(_, keys)| keys.clone());
             let now = ordered::keys(dict)?.unwrap_or_else(|| dict.keys());
             let stay = |keys: &Bound<'py, PyList>, other: &Bound<'py, PyDict>| {
