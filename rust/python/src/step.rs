@@ -13,6 +13,7 @@ mod flags;
 mod kept_losses;
 mod measure;
 mod memory_plan;
+mod numpy;
 mod options;
 mod run;
 mod suspected;
@@ -104,6 +105,7 @@ struct Inner {
     swapped: Vec<Swapped>,        // of the model, by the loss of this call
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
+    numpy_looks: usize, // at whether NumPy's arrays matter to the loss
     looked_ahead: LookedAhead,
     counts: Option<(Vec<f64>, Rc<Vec<Advance>>)>, // how far numbers of the model have come, behind the last step
     changes_model: bool,                          // the loss changes numbers of the model itself
@@ -184,6 +186,7 @@ impl Step {
                 swapped: Vec::new(),
                 suspect: None,
                 checks: 0,
+                numpy_looks: 0,
                 looked_ahead: LookedAhead::default(),
                 counts: None,
                 changes_model: false,

@@ -28,9 +28,9 @@ use crate::{
 /// What has come of a call for the graph alone.
 pub(super) struct Sketched {
     pub(super) graph: TraceGraph,
-    template: Option<Py<PyAny>>,             // of what the loss returned
-    pub(super) model: Vec<OwnChange>,        // what the loss has changed itself of the model
-    pub(super) reached: Vec<OwnChange>,      // and of what it reaches beside it
+    pub(super) template: Option<Py<PyAny>>, // of what the loss returned
+    pub(super) model: Vec<OwnChange>,       // what the loss has changed itself of the model
+    pub(super) reached: Vec<OwnChange>,     // and of what it reaches beside it
     first: (Vec<OwnChange>, Vec<OwnChange>), // the same once more, in a call of the user's
 }
 pub(super) type Sketch = Result<Sketched, Stop>;
@@ -183,6 +183,9 @@ impl Inner {
         };
         if unchecked && varying.is_empty() {
             self.check_rare_values(given, py)?;
+        }
+        if let Some(why) = self.takes_numpy(store, user, given)? {
+            return Err(Stop::Untraceable(why));
         }
         let names = changed.iter().map(|&value| looked.value_name(py, value));
         let mut names: Vec<String> = names.take(3).collect();

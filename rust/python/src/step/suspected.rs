@@ -2,7 +2,10 @@
 use std::{collections::VecDeque, rc::Rc};
 
 use faststep::engine::{Part, Task};
-use pyo3::prelude::*;
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyList, PyTuple},
+};
 
 use super::{
     arguments::Arguments,
@@ -12,7 +15,7 @@ use super::{
     Inner,
 };
 use crate::{
-    mlx::errors::mlx,
+    mlx::{classes::is_numpy_number, errors::mlx},
     reach::{
         advance::{differ, progress, Adds},
         equal,
@@ -21,7 +24,7 @@ use crate::{
         Looked, Seen,
     },
     store::Store,
-    tree::Tree,
+    tree::{static_value::is_plain, Tree},
 };
 
 /// How many calls later a loss that counts them may decide something by that.
@@ -247,7 +250,7 @@ impl Inner {
         if let Some(names) = self.takes.take() {
             return Ok(Again::Takes(names));
         }
-        if !is_same(&first, &second)? {
+        if !is_same(&first, &second, py)? {
             return Ok(Again::Differs);
         }
         let mut adds = None;
@@ -309,7 +312,7 @@ impl Inner {
                 if let Some(names) = self.takes.take() {
                     return Ok(Some(Again::Takes(names)));
                 }
-                if !is_same(first, &later)? {
+                if !is_same(first, &later, py)? {
                     return Ok(Some(Again::Differs));
                 }
                 let (Some(adds), Ok(later)) = (adds, &later) else {
@@ -413,11 +416,16 @@ impl Inner {
 }
 
 // true if two graphs of a loss are equal, as far as it has one
-fn is_same(one: &Sketch, other: &Sketch) -> PyResult<bool> {
+fn is_same(one: &Sketch, other: &Sketch, py: Python<'_>) -> PyResult<bool> {
     match (one, other) {
         (Ok(one), Ok(other)) => {
             let differences = one.graph.differences(&other.graph).map_err(mlx)?;
-            Ok(differences.is_some_and(|differences| differences.is_empty()))
+            let returned = (one.template.as_ref(), other.template.as_ref());
+            let same = match returned {
+                (Some(one), Some(other)) => has_same_values(one.bind(py), other.bind(py)),
+                _ => true,
+            };
+            Ok(same && differences.is_some_and(|differences| differences.is_empty()))
         }
         (
             Err(Stop::Becomes(_) | Stop::Stores(_) | Stop::Reshapes(_)),
@@ -425,6 +433,30 @@ fn is_same(one: &Sketch, other: &Sketch) -> PyResult<bool> {
         ) => Ok(true),
         _ => Ok(false), // it stores an array at some calls, say
     }
+}
+
+// true if the numbers and texts in two structures that a loss returns are the same
+fn has_same_values(one: &Bound<'_, PyAny>, other: &Bound<'_, PyAny>) -> bool {
+    let alike = |ones: Vec<Bound<'_, PyAny>>, others: Vec<Bound<'_, PyAny>>| {
+        let mut pairs = ones.iter().zip(&others);
+        ones.len() == others.len() && pairs.all(|(one, other)| has_same_values(one, other))
+    };
+    if let (Ok(one), Ok(other)) = (one.cast::<PyDict>(), other.cast::<PyDict>()) {
+        let keys = one.keys().eq(other.keys()).unwrap_or(false);
+        return keys
+            && alike(
+                one.values().iter().collect(),
+                other.values().iter().collect(),
+            );
+    }
+    if let (Ok(one), Ok(other)) = (one.cast::<PyList>(), other.cast::<PyList>()) {
+        return alike(one.iter().collect(), other.iter().collect());
+    }
+    if let (Ok(one), Ok(other)) = (one.cast::<PyTuple>(), other.cast::<PyTuple>()) {
+        return alike(one.iter().collect(), other.iter().collect());
+    }
+    let is_value = |it: &Bound<'_, PyAny>| is_plain(it) || is_numpy_number(it);
+    !(is_value(one) || is_value(other)) || equal(one, other)
 }
 
 // the reason for which a loss runs uncompiled that changes something itself in another way at each call

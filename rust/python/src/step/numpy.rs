@@ -1,0 +1,111 @@
+//! NumPy arrays among the arguments, which a trace shows to a loss as arrays of MLX's: whether that matters to it.
+use mlx_rs::{transforms::eval, Array};
+use pyo3::{exceptions::PyException, intern, prelude::*, types::PyTuple};
+
+use super::{arguments::Arguments, run::Given, Inner};
+use crate::{
+    mlx::{bridge, classes::is_numpy, errors::mlx, gil::unlocked},
+    reach::{suspect::Drawable, Reached},
+    store::Store,
+    tree::{rebuild::rebuild_where, snapshot::Snapshot, walk::Scope, Tree},
+};
+
+/// For so many traces it is looked at.
+const MAX_LOOKS: usize = 8;
+
+/// Relative difference of two losses up to which one differs from the other by rounding: MLX computes in half the bits.
+const ROUNDING: f64 = 1e-5;
+
+impl Inner {
+    /// Before a trace is made: the reason why the loss is to be shown NumPy's arrays themselves. It is called with both, and what
+    /// it does is taken back.
+    pub(super) fn takes_numpy(
+        &mut self,
+        store: &Store,
+        user: &Arguments<'_>,
+        given: &Given,
+    ) -> PyResult<Option<String>> {
+        let mixed = self.options.compute_dtype.is_some();
+        if !self.compiled || mixed || user.passed.is(&user.own) || self.numpy_looks == MAX_LOOKS {
+            return Ok(None);
+        }
+        self.numpy_looks += 1;
+        let Some(own) = value(store, user, given, &user.own)? else {
+            return Ok(None); // with which it raises
+        };
+        let shown = value(store, user, given, &user.passed)?;
+        let same = shown.is_some_and(|shown| {
+            let rounding = ROUNDING * own.abs().max(shown.abs());
+            shown.to_bits() == own.to_bits()
+                || (shown.is_nan() && own.is_nan())
+                || (shown - own).abs() <= rounding
+        });
+        Ok((!same).then(|| {
+            "it computes something else with the NumPy arrays among its arguments than with arrays of MLX's: pass mx.array(...)"
+                .into()
+        }))
+    }
+}
+
+// the loss with these arguments; none where it raises
+fn value(
+    store: &Store,
+    user: &Arguments<'_>,
+    given: &Given,
+    arguments: &Bound<'_, PyTuple>,
+) -> PyResult<Option<f64>> {
+    let py = user.py();
+    let is_one = |object: &Bound<'_, PyAny>| bridge::is_array(object) || is_numpy(object);
+    let copies = rebuild_where(
+        arguments.as_any(),
+        is_one,
+        &mut |object| match bridge::get(object) {
+            Some(array) => bridge::wrap(py, &array),
+            None => object.call_method0(intern!(py, "copy")),
+        },
+    )?;
+    let drawable = Drawable::before(&user.model, &given.looked)?;
+    let keys = store.key_list.bind(py);
+    let key = keys.get_item(0)?;
+    let snapshot = Snapshot::take(&user.model)?;
+    for slot in Tree::record(&user.model, Scope::Whole)?.1 {
+        if let Some(array) = bridge::get(&slot.object) {
+            slot.place.set(&bridge::wrap(py, &array)?)?; // what the loss does to it in place is not done to the user's
+        }
+    }
+    let arrays = &given.looked.arrays;
+    let reached = Reached::new(py, given.looked.clone(), 0, (true, false), arrays)?;
+    let called = call(user, &copies);
+    let outcome = called.and_then(|loss| {
+        let loss = bridge::get(&loss).filter(|loss| loss.ndim() == 0);
+        loss.map(|loss| read(py, &loss)).transpose()
+    });
+    let reached_again = reached.restore(py, false);
+    let model_again = snapshot.restore();
+    keys.set_item(0, key)?;
+    drawable.put_back(py)?;
+    reached_again.and(model_again)?;
+    match outcome {
+        Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
+        outcome => Ok(outcome.ok().flatten()),
+    }
+}
+
+fn call<'py>(user: &Arguments<'py>, arguments: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let (positional, named): (Bound<'py, PyTuple>, _) = arguments.extract()?;
+    let mut all = vec![user.model.clone()];
+    all.extend(positional.iter());
+    let returned = user
+        .loss_fn
+        .call(PyTuple::new(user.py(), all)?, Some(&named))?;
+    match returned.cast::<PyTuple>() {
+        Ok(values) => values.get_item(0),
+        Err(_) => Ok(returned),
+    }
+}
+
+fn read(py: Python<'_>, loss: &Array) -> PyResult<f64> {
+    let wide = loss.as_dtype(mlx_rs::Dtype::Float32).map_err(mlx)?;
+    unlocked(py, || eval([&wide])).map_err(mlx)?;
+    Ok(f64::from(wide.item_exact::<f32>()))
+}
