@@ -227,7 +227,7 @@ def of_process() -> list[tuple[str, Any]]:
     """Return the generators of the process by name, with where they stand."""
     states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
     if "numpy.random" in sys.modules:
-        states.append(("numpy.random", state_of(np.random.get_state(legacy=False)["state"])))
+        states.append(("numpy.random", state_of(np.random.get_state(legacy=False))))
     return states
 
 

@@ -289,16 +289,29 @@ impl Change {
         Ok(found.then(|| made.into_any()))
     }
 
-    // a number before the change and behind it, or the length of a list
+    // a number before the change and behind it, the length of a list, with true, or the numbers in one of the same length
+    #[allow(clippy::type_complexity)] // pairs of numbers
     fn counts<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, bool)>> {
         let Some((list, before)) = self.items(py)? else {
-            return self.numbers(py);
+            let numbers = self.numbers(py)?;
+            return Ok(numbers.into_iter().map(|(a, b)| (a, b, false)).collect());
         };
         let len = |list: &Bound<'py, PyList>| list.len().into_pyobject(py);
-        Ok(Some((len(&before)?.into_any(), len(&list)?.into_any())))
+        if list.len() != before.len() {
+            return Ok(vec![(
+                len(&before)?.into_any(),
+                len(&list)?.into_any(),
+                true,
+            )]);
+        }
+        let pairs = before.iter().zip(list.iter());
+        let numbers = pairs.filter(|(before, now)| {
+            is_number(before) && is_number(now) && !before.eq(now).unwrap_or(true)
+        });
+        Ok(numbers.map(|(before, now)| (before, now, false)).collect())
     }
 
     /// Return whether both, which keep what a loss has left, are in one place and keep the same value.
@@ -567,10 +580,9 @@ impl Suspect {
     pub fn turns(&self, py: Python<'_>, looked: &Looked) -> PyResult<Vec<i64>> {
         let mut changed = Vec::new();
         for change in self.model.iter().chain(&self.reached) {
-            let counts = change.counts(py)?;
-            let is_length = !matches!(change, Change::Item(..) | Change::Node(..));
-            let named = |(before, now)| (change.name(py, looked), before, now, is_length);
-            changed.extend(counts.map(named));
+            for (before, now, is_length) in change.counts(py)? {
+                changed.push((change.name(py, looked), before, now, is_length));
+            }
         }
         let Some(codes) = looked
             .program

@@ -156,7 +156,7 @@ impl Inner {
             return Ok(());
         }
         let mut given = self.given_again(user, false)?;
-        match self.suspected(store, user, &mut given, task)? {
+        match self.suspected(store, user, &mut given, (task, true))? {
             Some(why) => self.give_up(user.py(), why),
             None => Ok(()),
         }

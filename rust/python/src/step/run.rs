@@ -221,7 +221,7 @@ impl Inner {
         }
         let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
             Some(why) => Some(why),
-            None => self.suspected(store, user, given, task)?,
+            None => self.suspected(store, user, given, (task, false))?,
         };
         match why.filter(|_| self.compiled) {
             Some(why) => self.give_up(user.py(), why), // which may raise: the next call is uncompiled all the same

@@ -124,16 +124,19 @@ enum Again {
 }
 
 impl Inner {
-    // behind the first step by a trace of a loss that changes something itself: the reason why that cannot be repeated
+    // behind the first step by a trace of a loss that changes something itself, or before another one: the reason why that cannot be
+    // repeated
     pub(super) fn suspected(
         &mut self,
         store: &mut Store,
         user: &Arguments<'_>,
         given: &mut Given,
-        task: Task,
+        (task, is_behind): (Task, bool),
     ) -> PyResult<Option<String>> {
         let py = user.py();
-        let Some((at, is_now, mut suspect, mut key)) = self.pending(store, given, task, py)? else {
+        let Some((at, is_now, mut suspect, mut key)) =
+            self.pending(store, given, (task, is_behind), py)?
+        else {
             return Ok(None);
         };
         if !is_now && suspect.is_looked_at_enough() {
@@ -376,7 +379,7 @@ impl Inner {
         &self,
         store: &Store,
         given: &Given,
-        task: Task,
+        (task, is_behind): (Task, bool),
         py: Python<'_>,
     ) -> PyResult<Option<(usize, bool, Suspect, Key)>> {
         let rule = store.rule.clone().filter(|_| self.compiled);
@@ -388,6 +391,11 @@ impl Inner {
             return Ok(None);
         };
         let known = self.loss_key(store, given, &rule, part)?;
+        if let Some(last) = self.traces.last().filter(|_| is_behind) {
+            // what the loss reaches has the forms that it has left there
+            let suspect = last.kept.suspect.take();
+            return Ok(suspect.map(|suspect| (last.number, true, suspect, known)));
+        }
         let suspects = self.traces.recent().filter(|entry| {
             entry.kept.suspect.borrow().is_some() && is_of(entry, &known, &given.looked, py)
         });
