@@ -47,7 +47,7 @@ use arguments::Arguments;
 use flags::{is_true, read};
 use measure::Measured;
 use options::Options;
-use suspected::LookedAhead;
+use suspected::{LookedAhead, Writes};
 use trace_cache::Traces;
 
 pub use measure::label;
@@ -113,6 +113,7 @@ struct Inner {
     reshapes: bool, // a trace repeats that the loss assigns arrays of another shape
     shared_draws: usize, // how often a generator of the process has moved while a graph was compared
     apart: bool,         // the loss is called for its graph behind a call of the user's
+    writes: Writes,      // so does what it writes
     takes: Option<String>, // generators and iterators from which the loss has taken as it was called for its graph
     /// Reason why the trace that has just been made cannot be used again.
     unwatched: Option<String>,
@@ -195,6 +196,7 @@ impl Step {
                 shared_draws: 0,
                 apart: false,
                 takes: None,
+                writes: Writes::default(),
                 unwatched: None,
                 told: None,
             })),

@@ -664,6 +664,32 @@ impl Drop for Hook<'_> {
     }
 }
 
+/// What a loss writes as it is called on trial is noticed as long as this is in use.
+pub struct Effects<'py>(Bound<'py, PyAny>);
+
+impl<'py> Effects<'py> {
+    /// Notice it; `stops`: or end the call before.
+    pub fn begin(py: Python<'py>, stops: bool) -> PyResult<Self> {
+        let effects = py.import("faststep._step._effects")?.getattr("Effects")?;
+        let effects = Self(effects.call1((stops,))?);
+        effects.0.call_method0("begin")?;
+        Ok(effects)
+    }
+
+    /// Return whether something has been, or would have been, written.
+    pub fn found(&self) -> PyResult<bool> {
+        self.0.getattr("found")?.extract()
+    }
+}
+
+impl Drop for Effects<'_> {
+    fn drop(&mut self) {
+        if self.0.call_method0("end").is_err() {
+            drop(self.0.call_method0("end")); // a Ctrl-C may end the first
+        }
+    }
+}
+
 /// The positions of random generators and iterators before a loss is called.
 pub struct Positions<'py> {
     object: Bound<'py, PyAny>,

@@ -20,7 +20,7 @@ use crate::{
         advance::{differ, progress, Adds},
         equal,
         stop::Stop,
-        suspect::{draws, Drawable, Suspect},
+        suspect::{draws, Drawable, Effects, Suspect},
         Looked, Seen,
     },
     store::Store,
@@ -109,6 +109,20 @@ impl LookedAhead {
     }
 }
 
+/// When a loss prints or writes to files, as far as it has been called on trial.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Writes {
+    /// It has not been called yet.
+    #[default]
+    Unknown,
+    /// Not in the first of these calls: one that does is ended before.
+    Never,
+    /// In the first already.
+    Ever,
+    /// In a later one, which has been ended.
+    Later,
+}
+
 /// What comes of further calls of a loss.
 enum Again {
     /// The user's error.
@@ -160,6 +174,7 @@ impl Inner {
                 "its result depends on the order of a dict, which it changes itself".into(),
             ));
         }
+        self.writes = Writes::Unknown;
         let mut raised = false;
         let drawn = !suspect.drawn.is_empty()
             && (!suspect.shared
@@ -188,6 +203,10 @@ impl Inner {
                 self.checks -= usize::from(!suspect.again);
                 self.traces.drop_number(at); // the loss is called, and raises where it would without a trace
                 return Ok(None);
+            }
+            Again::Differs if self.writes == Writes::Later => {
+                let why = "it prints or writes to a file at some calls, which a trace would not";
+                return Ok(Some(why.into()));
             }
             Again::Differs => return Ok(Some(depends(py, &suspect))),
             Again::Takes(names) => return Ok(Some(taken(&names))),
@@ -353,8 +372,17 @@ impl Inner {
         key.front.reached = given.looked.tensors.clone();
         let drawable = Drawable::before(&user.model, &given.looked)?;
         self.apart = true;
+        let effects = Effects::begin(user.py(), self.writes == Writes::Never)?;
         let sketch = self.sketch(store, user, given, key, true, &drawable);
         self.apart = false;
+        let found = effects.found()?;
+        drop(effects);
+        self.writes = match (self.writes, found) {
+            (Writes::Unknown, false) => Writes::Never,
+            (Writes::Unknown, true) => Writes::Ever,
+            (Writes::Never, true) => Writes::Later,
+            (known, _) => known,
+        };
         if !returns {
             return sketch;
         }

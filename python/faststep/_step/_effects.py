@@ -1,0 +1,98 @@
+"""What a loss writes as it is called on trial, for a call to come: files, and lines on the screen."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import sys
+import threading
+import types
+from typing import Any
+
+import mlx.core as mx
+
+from faststep._step._things import STREAMS, is_a
+
+_SAVES = ("save", "savez", "savez_compressed", "save_safetensors", "save_gguf")
+_WRITES = frozenset({"write", "writelines", "truncate"})
+_OF_SYSTEM = frozenset(
+    getattr(os, name)
+    for name in ("mkdir", "remove", "rename", "replace", "rmdir", "system", "unlink", "write")
+    if hasattr(os, name)
+)
+
+
+class Effect(BaseException):
+    """Raised in place of what would be written, past a user's `except Exception`."""
+
+
+class Effects:
+    """Notices what this thread writes between `begin` and `end`, or stops the first of it.
+
+    Attributes:
+        found: Whether something is, or would have been, written.
+    """
+
+    def __init__(self, stops: bool) -> None:
+        self.found, self._stops, self._thread = False, stops, threading.get_ident()
+        self._old: list[tuple[Any, str, Any]] = []
+
+    def begin(self) -> None:
+        """Put functions that notice in the places of those that write."""
+        self._put(builtins, "open", self._opening(builtins.open))
+        self._put(io, "open", self._opening(io.open))
+        for name in _SAVES:
+            if (save := getattr(mx, name, None)) is not None:
+                self._put(mx, name, self._saving(save))
+        if sys.getprofile() is None:
+            sys.setprofile(self._profile)
+
+    def end(self) -> None:
+        """Put them back."""
+        if sys.getprofile() == self._profile:
+            sys.setprofile(None)
+        while self._old:
+            owner, name, old = self._old.pop()
+            setattr(owner, name, old)
+
+    def _put(self, owner: Any, name: str, new: Any) -> None:
+        self._old.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+    def _opening(self, old: Any) -> Any:
+        @functools.wraps(old)
+        def opened(file: Any, mode: Any = "r", *rest: Any, **named: Any) -> Any:
+            if is_a(mode, str) and set(mode) & set("wax+"):
+                self._note()
+            return old(file, mode, *rest, **named)
+
+        return opened
+
+    def _saving(self, old: Any) -> Any:
+        @functools.wraps(old)
+        def saved(*args: Any, **named: Any) -> Any:
+            self._note()
+            return old(*args, **named)
+
+        return saved
+
+    def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and _writes(function):
+            self._note()
+
+    def _note(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self.found = True
+        if self._stops:
+            raise Effect
+
+
+def _writes(function: Any) -> bool:
+    """Return whether a function of Python's writes something that stays."""
+    if function is print or (is_a(function, types.BuiltinFunctionType) and function in _OF_SYSTEM):
+        return True
+    own = getattr(function, "__self__", None)
+    return getattr(function, "__name__", "") in _WRITES and is_a(own, io.IOBase) and not is_a(own, STREAMS)
