@@ -66,6 +66,29 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
 
 
+@functools.lru_cache(maxsize=4096)
+def on_globals(code: types.CodeType) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
+    """Return the globals of code with the names that it reads behind each (`nn.losses.mse_loss`), and other attributes."""
+    chains, others, chain = set[tuple[str, ...]](), set[str](), tuple[str, ...]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _NAMES:
+            chain = (instruction.argval,)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain = (*chain, instruction.argval)
+            chains.add(chain)
+        else:
+            chain = ()
+            if instruction.opname in (*_ATTRIBUTES, "STORE_ATTR"):
+                others.add(instruction.argval)
+    others |= {name for text in texts(code.co_consts) for name in attributes_in(text)}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_chains, inner_others = on_globals(constant)
+            chains |= inner_chains
+            others |= inner_others
+    return frozenset(chains), frozenset(others)
+
+
 def _made(code: types.CodeType) -> set[int]:
     """Return where a maker reads private attributes that it gives the new object: by offset."""
     if code.co_name not in _OF_NEW or not code.co_argcount:

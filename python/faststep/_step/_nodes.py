@@ -99,6 +99,7 @@ class Nodes:
         self.spaces: dict[int, int] = {}  # the first function with these globals, or builtins
         self.openers: set[int] = set()  # nodes that are there for what is found from them
         self.attributes: set[str] = set()
+        self.of_modules: set[str] = set()  # attributes that code asks modules of libraries for, and nothing else
         self.names: set[str] = set()  # of globals
         self.texts: set[str] = set()  # strings met, of which each may name an attribute
         self.constants: set[str] = set()  # strings in code that asks for something by its name

@@ -30,7 +30,7 @@ from mlx.optimizers import Optimizer
 from faststep._step._asked import BASES, Asking
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
-from faststep._step._named import CALLED_BY, COPIES, MAKERS, attributes_in, named, texts
+from faststep._step._named import CALLED_BY, COPIES, MAKERS, attributes_in, named, on_globals, texts
 from faststep._step._nodes import (
     ATTRIBUTE,
     BASE,
@@ -151,7 +151,7 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
-    draws = may_draw(search.names | search.attributes, search.objects)
+    draws = may_draw(search.names | search.of_modules | search.attributes, search.objects)
     return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws
 
 
@@ -169,7 +169,7 @@ class _Search(Asking):
             for cls, at in self.of_library.items():
                 self.follow_class_data(at, cls)
             self.follow_asked()
-        names = self.attributes | self.names
+        names = self.attributes | self.of_modules | self.names
         for at in range(len(self.objects)):
             self.attempt(functools.partial(self.read_inside, names), at)
         for read in by_names(names, self.texts | self.constants, {type(value) for value in self.objects}):
@@ -303,7 +303,9 @@ class _Search(Asking):
             self.filtered.append(at)
         self.own_codes[function.__code__] = None
         names, attributes, modules, _ = named(function.__code__)
-        self.attributes |= attributes
+        of_modules = _of_library_modules(function)
+        self.of_modules |= of_modules
+        self.attributes |= attributes - of_modules
         self.names |= names
         if "getLogger" in attributes | names:
             self.constants.update(texts(function.__code__.co_consts))
@@ -391,7 +393,7 @@ class _Search(Asking):
                     self.follow_base(at, number, base)
             return
         if is_a(value, types.ModuleType) and is_library_module(value):
-            self.follow_module(at, value, self.attributes)
+            self.follow_module(at, value, self.attributes | self.of_modules)
             if self.any_attribute:
                 named_so = self.texts & vars(value).keys()
                 self.naming |= named_so
@@ -462,7 +464,7 @@ class _Search(Asking):
         """Return whether the code may call a method of a class that Python calls by itself."""
         if name not in MAKERS and name not in CALLED_BY:
             return True
-        names = self.names | self.attributes
+        names = self.names | self.of_modules | self.attributes
         if name in CALLED_BY:
             return not names.isdisjoint(CALLED_BY[name])
         made = any(base in self.makers or base.__name__ in names for base in cls.__mro__)
@@ -486,3 +488,18 @@ class _Search(Asking):
                 if name in self.attributes and not is_fixed(value):
                     place = self.add_place(self.add_place(at, BASE, number, base), CLASS, "_member_map_")
                     self.open(place, ITEM, name, value)
+
+
+def _of_library_modules(function: types.FunctionType) -> set[str]:
+    """Return the names for which a function's code asks modules of libraries alone: those of no other object."""
+    chains, others = on_globals(function.__code__)
+    found, elsewhere = set[str](), set(others)
+    for first, *names in chains:
+        value: Any = function.__globals__.get(first)
+        for number, name in enumerate(names):
+            if not is_a(value, types.ModuleType) or not is_library_module(value):
+                elsewhere.update(names[number:])
+                break
+            found.add(name)
+            value = vars(value).get(name)
+    return found - elsewhere
