@@ -68,7 +68,7 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
 
 @functools.lru_cache(maxsize=4096)
 def on_globals(code: types.CodeType) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
-    """Return the globals of code with the names that it reads behind each (`nn.losses.mse_loss`), and other attributes."""
+    """Return the globals of code with the names read behind each (`nn.losses.mse_loss`), and other attributes."""
     chains, others, chain = set[tuple[str, ...]](), set[str](), tuple[str, ...]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _NAMES:
