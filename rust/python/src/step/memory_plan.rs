@@ -1,4 +1,6 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
+use std::rc::Rc;
+
 use faststep::engine::{Needs, Plan, PlannedCalls, Role};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
@@ -10,8 +12,13 @@ use super::{
 };
 use crate::{
     mlx::bridge,
-    reach::stop::Stop,
+    reach::{
+        stop::Stop,
+        suspect::{changes, Drawable},
+        Looked,
+    },
     store::{moments::Moments, owner::Holder, Prepared, Store},
+    tree::snapshot::Snapshot,
 };
 
 /// Memory of the device that a step takes, in bytes.
@@ -94,6 +101,7 @@ impl Inner {
     ) -> PyResult<T> {
         let mut given = self.given(store, &mut user, false)?;
         let user = &user;
+        let before = Before::of(user, &given.looked)?;
         let (task, calls) = window_of(accumulate, store);
         let needs = self.options.needs(task.accumulates());
         self.look_at_update(store, user)?;
@@ -106,6 +114,9 @@ impl Inner {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
         }
+        before.restore(user.py())?;
+        self.traces.drop_suspects(); // the first step is to call the loss
+        self.suspect = None;
         Ok(outcome?.0)
     }
 
@@ -145,6 +156,47 @@ impl Inner {
         let stop = self.leave_host(user, given);
         put_back?;
         finished(outcome, stop?)
+    }
+}
+
+/// What a loss may change that is none of the model's arrays.
+struct Before<'py> {
+    looked: Rc<Looked>,
+    model: Snapshot<'py>,
+    reached: Snapshot<'py>,
+    copies: Vec<(usize, Bound<'py, PyAny>)>,
+    arrays: Vec<(Bound<'py, PyAny>, Array)>,
+    drawable: Drawable,
+}
+
+impl<'py> Before<'py> {
+    fn of(user: &Arguments<'py>, looked: &Rc<Looked>) -> PyResult<Self> {
+        let py = user.py();
+        let spots = looked.spots(py)?.into_iter();
+        Ok(Self {
+            model: Snapshot::take(&user.model)?,
+            reached: looked.snapshot(py)?,
+            copies: looked.copies(py)?,
+            arrays: spots
+                .zip(looked.arrays.iter())
+                .map(|(spot, array)| (spot.object, array.clone()))
+                .collect(),
+            drawable: Drawable::before(&user.model, looked)?,
+            looked: looked.clone(),
+        })
+    }
+
+    fn restore(self, py: Python<'_>) -> PyResult<()> {
+        for mut change in changes(&self.model, true)? {
+            change.swap(py)?;
+        }
+        self.looked.restore(py, &self.reached, &self.copies)?;
+        for (object, array) in &self.arrays {
+            if bridge::id(object) != Some(faststep::engine::array::id(array)) {
+                bridge::assign(object, array);
+            }
+        }
+        self.drawable.put_back(py)
     }
 }
 

@@ -131,6 +131,8 @@ enum Again {
     Differs,
     /// Something has been taken from these generators and iterators.
     Takes(String),
+    /// The same graph, and a generator or an iterator that nobody could put back in calls to come.
+    Stays,
     /// The same graph, and a change of another kind, by its name.
     Changes(String),
     /// The same graph, and what each call adds to numbers; none where the loss cannot be called for its graph.
@@ -210,6 +212,11 @@ impl Inner {
             }
             Again::Differs => return Ok(Some(depends(py, &suspect))),
             Again::Takes(names) => return Ok(Some(taken(&names))),
+            Again::Stays => {
+                let why = "it reaches a generator or an iterator, from which it may take at a later call: draw with mx.random, or pass \
+                           as an argument what is taken";
+                return Ok(Some(why.into()));
+            }
             Again::Changes(name) => return Ok(Some(changes(&name))),
             Again::Same(_) if !is_now => {
                 if !suspect.again {
@@ -296,6 +303,9 @@ impl Inner {
                 return Ok(Again::Same(adds));
             }
             self.looked_ahead.comes(beside, COMES_AGAIN, py);
+        }
+        if Drawable::before(&user.model, &given.looked)?.stay(py)? {
+            return Ok(Again::Stays);
         }
         let counts = adds.as_ref().map(|adds| suspect.count(adds, py));
         let counts = counts.transpose()?.unwrap_or_default();

@@ -439,6 +439,12 @@ impl Traces {
         self.known.retain(|entry| entry.number != number);
     }
 
+    /// Drop the traces of a loss that has changed something itself, of which nobody has seen yet whether that matters.
+    pub fn drop_suspects(&mut self) {
+        self.known
+            .retain(|entry| entry.kept.suspect.borrow().is_none());
+    }
+
     /// Drop the trace used last.
     pub fn drop_last(&mut self) {
         let last = self.known.last().map(std::ptr::from_ref);
