@@ -13,6 +13,8 @@ _Number = int | float
 _Place = tuple[types.CodeType, int, _Number | None, _Number]  # where, with what, and within which period
 _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
+_FEW = 64  # numbers that may be what another one is compared with
+_CALLERS = 3  # functions that may compare what one returns
 _ROUNDING = 1e-9
 
 
@@ -95,11 +97,30 @@ class Limits:
         return found
 
 
-def _line() -> tuple[types.CodeType, int]:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename == _line.__code__.co_filename:
+def _caller() -> types.FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == _caller.__code__.co_filename:
         frame = frame.f_back
+    return frame
+
+
+def _line() -> tuple[types.CodeType, int]:
+    frame = _caller()
     return frame.f_code, frame.f_lasti
+
+
+def _numbers_of(frame: types.FrameType) -> list[_Number]:
+    """Return numbers that code has, or reads by a name of its own: variables, globals and attributes of variables."""
+    names, values = frame.f_code.co_names, list(frame.f_locals.values())
+    values += [frame.f_globals[name] for name in names if name in frame.f_globals]
+    of_values = [getattr(value, "__dict__", None) for value in values if not isinstance(value, type)]
+    found: list[Any] = [*frame.f_code.co_consts, *values]
+    for attributes in of_values:
+        if isinstance(attributes, dict):
+            found += [attributes[name] for name in names if name in attributes]
+    several = [list(each)[:_FEW] for each in found if isinstance(each, (tuple, list, set, frozenset, dict))]
+    found += [number for each in several for number in each]
+    return list(dict.fromkeys(each for each in found if type(each) in (int, float)))[:_FEW]
 
 
 def _change(other: Any) -> _Number:
@@ -243,6 +264,11 @@ class _Noting:
 
     def __int__(self) -> int:
         self.limits.note(1, -self.exact, self.change, 1)
+        frame: types.FrameType | None = _caller()
+        for _ in range(_CALLERS):  # one of their numbers, perhaps, is what it is compared with: it notes no more
+            for number in _numbers_of(frame) if frame is not None else ():
+                self.limits.note(number, number - self.exact, self.change, self.period)
+            frame = frame and frame.f_back
         return int(self.value())
 
     def __neg__(self) -> Any:

@@ -20,7 +20,7 @@ use pyo3::{
     exceptions::PyRecursionError,
     intern,
     prelude::*,
-    types::{PyCFunction, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType},
+    types::{PyBytes, PyCFunction, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType},
 };
 
 use crate::mlx::{
@@ -474,6 +474,7 @@ fn is_value(object: &Bound<'_, PyAny>) -> bool {
     object.is_exact_instance_of::<PyFloat>()
         || object.is_exact_instance_of::<PyInt>()
         || object.is_exact_instance_of::<PyString>()
+        || object.is_exact_instance_of::<PyBytes>()
         || is_numpy_number(object)
 }
 
