@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ _Key = tuple[int, int, Options]
 # The optimizer comes last where it stands for an object that is none.
 _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
 _programs: dict[_Key, _Known] = {}
+_MAX_PROGRAMS = 16  # of a model and an optimizer
+_told: set[tuple[int, int]] = set()  # models and optimizers with more
 
 
 def fast_step(
@@ -126,9 +129,29 @@ def _keep(key: _Key, model: nn.Module, optimizer: Any) -> _Known:
     def drop(reference: object) -> None:
         if (kept := _programs.get(key)) and reference in kept[:2]:
             del _programs[key]
+            _told.discard(key[:2])
 
     taken = as_optimizer(optimizer)
+    alike = [each for each in _programs if each[:2] == key[:2]]
+    if len(alike) == _MAX_PROGRAMS:
+        _tell(alike)
+        del _programs[alike[0]]
     program = Program(model, taken, key[2])
     own = None if taken is optimizer else taken
     _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
     return _programs[key]
+
+
+def _tell(alike: list[_Key]) -> None:
+    """Warn of options that change again and again, once for a model and an optimizer."""
+    if alike[0][:2] in _told:
+        return
+    _told.add(alike[0][:2])
+    options = [key[2]._asdict() for key in alike]
+    names = [name for name in Options._fields if len({each[name] for each in options}) > 1]
+    warnings.warn(
+        f"faststep: fast_step has had more than {len(alike)} values of {' and '.join(names)} for one model: each makes "
+        "traces of its own, which takes seconds and memory. Keep to a few values",
+        RuntimeWarning,
+        stacklevel=4,
+    )
