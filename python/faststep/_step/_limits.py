@@ -6,7 +6,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _Number = int | float
@@ -15,6 +15,7 @@ _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
 _FEW = 64  # numbers that may be what another one is compared with
 _CALLERS = 3  # functions that may compare what one returns
+_MAX_POWER = 12
 _ROUNDING = 1e-9
 
 
@@ -121,6 +122,16 @@ def _numbers_of(frame: types.FrameType) -> list[_Number]:
     several = [list(each)[:_FEW] for each in found if isinstance(each, (tuple, list, set, frozenset, dict))]
     found += [number for each in several for number in each]
     return list(dict.fromkeys(each for each in found if type(each) in (int, float)))[:_FEW]
+
+
+def _numbers_near() -> list[_Number]:
+    """Return the numbers of the code that computes, and of those that have called it."""
+    frame: types.FrameType | None = _caller()
+    found: list[_Number] = []
+    for _ in range(_CALLERS):
+        found += _numbers_of(frame) if frame is not None else []
+        frame = frame and frame.f_back
+    return list(dict.fromkeys(found))
 
 
 def _change(other: Any) -> _Number:
@@ -264,12 +275,27 @@ class _Noting:
 
     def __int__(self) -> int:
         self.limits.note(1, -self.exact, self.change, 1)
-        frame: types.FrameType | None = _caller()
-        for _ in range(_CALLERS):  # one of their numbers, perhaps, is what it is compared with: it notes no more
-            for number in _numbers_of(frame) if frame is not None else ():
-                self.limits.note(number, number - self.exact, self.change, self.period)
-            frame = frame and frame.f_back
+        self._note_all(_numbers_near())  # one of them, perhaps, is what it is compared with: it notes no more
         return int(self.value())
+
+    def _note_all(self, numbers: Iterable[_Number], period: _Number = 0) -> None:
+        for number in numbers:
+            self.limits.note(number, number - self.exact, self.change, period or self.period)
+
+    def _text(self) -> None:
+        self._note_all(range(10), 10)  # the last digit
+
+    def __str__(self) -> str:
+        self._text()
+        return str(self.value())
+
+    def __repr__(self) -> str:
+        self._text()
+        return repr(self.value())
+
+    def __format__(self, spec: str) -> str:
+        self._text()
+        return format(self.value(), spec)
 
     def __neg__(self) -> Any:
         return self.limits.of(-self.value(), -self.change, -self.exact, self.period)
@@ -284,6 +310,31 @@ class _Noting:
 
 class _Int(_Noting, int):
     """An integer that notes."""
+
+    def __invert__(self) -> Any:
+        return -self - 1
+
+    def __lshift__(self, other: Any) -> Any:
+        return self * (1 << other)
+
+    def __xor__(self, other: Any) -> Any:
+        if (mask := _plain(other)) is None:
+            return NotImplemented
+        self._note_all(number ^ mask for number in _numbers_near() if type(number) is int)
+        return self.value() ^ mask
+
+    __rxor__ = __xor__
+
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        if type(other) is int and other > 0:
+            self._note_all(number ** (1 / other) for number in _numbers_near() if number > 0)
+        return pow(self.value(), other, modulus)
+
+    def __float__(self) -> float:
+        near = [number for number in _numbers_near() if 0 < number < _MAX_POWER]
+        powers = (value for number in near for value in (number, number**2, 2**number, 10**number, math.exp(number)))
+        self._note_all(dict.fromkeys(powers))  # of a root or a logarithm
+        return float(self.value())
 
 
 class _Float(_Noting, float):

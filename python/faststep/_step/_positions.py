@@ -202,11 +202,11 @@ class Movable:
     """Generators and iterators that a loss may take from as it is called for its graph alone, and where they stand."""
 
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
+        self._process = of_process()
         known = known_in(model, reached)
         self._objects = with_inner([each for each in known if moves(each) and not is_of_process(each)])
         self._before = [position(each) for each in self._objects]
         self._back, self.stay = returning_all(self._objects)
-        self._process = of_process()
 
     def moved_of_process(self) -> list[str]:
         """Return the names of the process's generators that have moved since: another thread may have drawn."""
@@ -225,10 +225,8 @@ class Movable:
 
 def of_process() -> list[tuple[str, Any]]:
     """Return the generators of the process by name, with where they stand."""
-    states: list[tuple[str, Any]] = [("Python's random", random.getstate())]
-    if "numpy.random" in sys.modules:
-        states.append(("numpy.random", state_of(np.random.get_state(legacy=False))))
-    return states
+    numpy = np.random.get_state(legacy=False)  # NumPy imports it as it is asked for: not in the loss
+    return [("Python's random", random.getstate()), ("numpy.random", state_of(numpy))]
 
 
 def is_of_process(value: Any) -> bool:
@@ -246,10 +244,10 @@ def returning_all(values: list[Any]) -> tuple[list[Callable[[], None]], bool]:
 
 def _returning_process() -> list[Callable[[], None]]:
     """Return functions that put back the generators of the process."""
-    found: list[Callable[[], None]] = [functools.partial(random.setstate, random.getstate())]
-    if "numpy.random" in sys.modules:
-        found.append(functools.partial(np.random.set_state, np.random.get_state(legacy=False)))
-    return found
+    return [
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state(legacy=False)),
+    ]
 
 
 def position(value: Any) -> Any:

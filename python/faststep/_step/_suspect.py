@@ -153,7 +153,7 @@ class HeldBack:
 
     def __init__(self) -> None:
         self._interval, self._python = sys.getswitchinterval(), random.getstate()
-        self._numpy = np.random.get_state(legacy=False) if "numpy.random" in sys.modules else None
+        self._numpy = np.random.get_state(legacy=False)
         sys.setswitchinterval(0.1)
         time.sleep(0.02)  # threads that wait already do so for the interval from before
         self._last = of_process()
@@ -166,8 +166,7 @@ class HeldBack:
     def release(self) -> None:
         """Restore the generators, and let the threads go."""
         random.setstate(self._python)
-        if self._numpy is not None:
-            np.random.set_state(self._numpy)
+        np.random.set_state(self._numpy)
         sys.setswitchinterval(self._interval)
 
 

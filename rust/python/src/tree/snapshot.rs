@@ -3,7 +3,7 @@ use std::{cell::Cell, collections::HashSet};
 
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyFrozenSet, PyList, PySet, PyTuple, PyType},
+    types::{PyDict, PyFrozenSet, PyList, PyModule, PySet, PyTuple, PyType},
 };
 
 use super::{
@@ -162,7 +162,8 @@ impl<'py> Snapshot<'py> {
                 }
             }
             for (key, new) in dict.iter() {
-                if copy.get_item(&key)?.is_none() && differs(None, Some(&new)) {
+                let made = copy.get_item(&key)?.is_none() && !new.is_instance_of::<PyModule>();
+                if made && differs(None, Some(&new)) {
                     items.push((dict.clone(), key, None, Some(new)));
                 }
             }
@@ -266,7 +267,11 @@ impl<'py> Snapshot<'py> {
         if !self.unchanged.get() {
             for (dict, copy) in self.changed_dicts() {
                 let order = self.orders.iter().find(|(ordered, _)| ordered.is(dict));
+                let imported = imported(dict, copy)?;
                 ordered::refill(dict, copy, order.map(|(_, keys)| keys))?;
+                for (name, module) in imported {
+                    dict.set_item(name, module)?;
+                }
             }
         }
         for (dict, keys) in &self.orders {
@@ -307,6 +312,20 @@ impl<'py> Snapshot<'py> {
         }
         Ok(())
     }
+}
+
+// modules that are in a dict and were not: imported once, a part of a package is looked for there
+fn imported<'py>(
+    dict: &Bound<'py, PyDict>,
+    copy: &Bound<'py, PyDict>,
+) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    let mut found = Vec::new();
+    for (name, value) in dict.iter() {
+        if value.is_instance_of::<PyModule>() && !copy.contains(&name)? {
+            found.push((name, value));
+        }
+    }
+    Ok(found)
 }
 
 fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
