@@ -15,7 +15,6 @@ _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
 _FEW = 64  # numbers that may be what another one is compared with
 _CALLERS = 3  # functions that may compare what one returns
-_MAX_POWER = 12
 _ROUNDING = 1e-9
 
 
@@ -331,9 +330,7 @@ class _Int(_Noting, int):
         return pow(self.value(), other, modulus)
 
     def __float__(self) -> float:
-        near = [number for number in _numbers_near() if 0 < number < _MAX_POWER]
-        powers = (value for number in near for value in (number, number**2, 2**number, 10**number, math.exp(number)))
-        self._note_all(dict.fromkeys(powers))  # of a root or a logarithm
+        self._note_all(value for number in _numbers_near() for value in (number, number * number))  # of a root
         return float(self.value())
 
 

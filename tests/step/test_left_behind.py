@@ -1,0 +1,702 @@
+"""Losses that keep something of their own: what they give and leave behind is the plain loop's at every step."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import queue
+import random
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from mlx.utils import tree_flatten
+from support.beside import squares
+from support.helpers import plain_step
+
+SIZES = {"one": [3], "two": [3, 5], "three": [3, 5, 4]}
+
+
+@dataclasses.dataclass
+class Made:
+    """A program: its loss, what it leaves, and what it does before a step."""
+
+    loss_fn: Callable[..., Any]
+    see: Callable[[], Any]
+    before: Callable[[int], object] = lambda number: None
+    model: nn.Module = dataclasses.field(default_factory=lambda: nn.Linear(4, 2))
+    sizes: str = "one"
+
+
+Make = Callable[[], Made]
+PROGRAMS: dict[str, Make] = {}
+
+
+def program(make: Make) -> Make:
+    """Add a program."""
+    PROGRAMS[make.__name__] = make
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_leaves_what_it_leaves_in_the_plain_loop(name: str) -> None:
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        mx.random.seed(0)
+        made, optimizer = PROGRAMS[name](), optim.SGD(0.05)
+        plain, step = plain_step(made.model, optimizer, made.loss_fn), Step(made.model, optimizer, made.loss_fn)
+        sizes = SIZES[made.sizes]
+        seen.append([])
+        for number in range(14):
+            made.before(number)
+            x = mx.random.normal((sizes[number % len(sizes)], 4), key=mx.random.key(number))
+            loss = step(x).loss if ours else plain(x)[0]
+            seen[-1].append((loss.item(), made.see()))
+    for number, (mine, theirs) in enumerate(zip(*reversed(seen), strict=True)):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-4), f"loss {number}"
+        assert mine[1] == theirs[1], f"left behind step {number}"
+
+
+# functions, classes and modules
+
+
+@program
+def attribute_of_a_function_that_the_loss_makes() -> Made:
+    def weigh(loss: mx.array) -> mx.array:
+        made = vars(weigh)
+        weigh.n = made.get("n", 0) + 1  # type: ignore[attr-defined]
+        return loss * (1 + 0.1 * made["n"])
+
+    return Made(lambda model, x: weigh(squares(model, x)), lambda: vars(weigh).get("n"))
+
+
+@program
+def static_variable_of_a_function() -> Made:
+    def count(loss: mx.array) -> mx.array:
+        if not hasattr(count, "n"):
+            count.n = 0  # type: ignore[attr-defined]
+        count.n += 1  # type: ignore[attr-defined]
+        return loss
+
+    return Made(lambda model, x: count(squares(model, x)), lambda: vars(count).get("n"))
+
+
+@program
+def attribute_of_a_class_that_the_loss_makes() -> Made:
+    class Stats:
+        n: int
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if not hasattr(Stats, "n"):
+            Stats.n = 0
+        Stats.n += 1
+        return squares(model, x) * (1 + 0.1 * Stats.n)
+
+    return Made(loss_fn, lambda: Stats.n)
+
+
+@program
+def attribute_of_a_subclass_over_an_inherited_one() -> Made:
+    class Base:
+        calls = 0
+
+        @classmethod
+        def tick(cls) -> None:
+            cls.calls += 1
+
+    class Term(Base):
+        pass
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        Term.tick()
+        return squares(model, x) * (1 + 0.1 * Term.calls)
+
+    return Made(loss_fn, lambda: (Term.calls, Base.calls))
+
+
+@program
+def singleton_by_new() -> Made:
+    class Tracker:
+        _instance: Any = None
+        steps: int
+        weight: float
+
+        def __new__(cls) -> Any:
+            if cls._instance is None:
+                cls._instance = super().__new__(cls)
+                cls._instance.steps, cls._instance.weight = 0, 1.0
+            return cls._instance
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        tracker = Tracker()
+        tracker.steps += 1
+        return squares(model, x) * tracker.weight
+
+    def before(number: int) -> None:
+        Tracker().weight = 1 + 0.1 * number
+
+    return Made(loss_fn, lambda: Tracker().steps, before)
+
+
+def module(code: str) -> Any:
+    found = types.ModuleType("helpers_of_a_program")
+    exec(textwrap.dedent(code), vars(found))
+    return found
+
+
+@program
+def global_of_a_module_that_is_imported() -> Made:
+    helpers = module("""
+        n = 0
+        def tick():
+            global n
+            n += 1
+            return n
+        """)
+    return Made(lambda model, x: squares(model, x) * (1 + 0.1 * helpers.tick()), lambda: helpers.n)
+
+
+@program
+def count_in_a_module_that_is_imported() -> Made:
+    helpers = module("""
+        n = 0
+        def tick():
+            global n
+            n += 1
+        """)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        helpers.tick()
+        return squares(model, x)
+
+    return Made(loss_fn, lambda: helpers.n)
+
+
+@program
+def method_caller_that_is_replaced() -> Made:
+    state = {"reduce": operator.methodcaller("mean")}
+
+    def before(number: int) -> None:
+        if number == 4:
+            state["reduce"] = operator.methodcaller("sum")
+
+    return Made(lambda model, x: state["reduce"](mx.square(model(x))), lambda: None, before)
+
+
+# what a function with a cache keeps
+
+
+class State:
+    """What programs count and set."""
+
+    def __init__(self) -> None:
+        self.steps, self.log, self.weight, self.mean = 0, list[int](), 1.0, mx.zeros((2,))
+
+
+def cached(kind: Callable[..., Any], keyed: bool, make: Callable[[], Any] = State) -> Make:
+    def build() -> Made:
+        @kind
+        def get(key: int = 0) -> Any:
+            return make() if make is State else collections.defaultdict(float, weight=1.0)
+
+        def of(it: Any) -> dict[str, Any]:
+            return it if isinstance(it, dict) else vars(it)
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            out = model(x)
+            state = get(len(x)) if keyed else get()
+            values = of(state)
+            values["steps"] += 1
+            if "mean" in values:
+                state.mean = 0.9 * state.mean + 0.1 * mx.stop_gradient(out).mean(0)
+            return mx.square(out).mean() * values["weight"]
+
+        def before(number: int) -> None:
+            if number == 6:
+                of(get(3) if keyed else get())["weight"] = 3.0
+
+        def see() -> Any:
+            values = of(get(3) if keyed else get())
+            return values["steps"], round(float(mx.sum(values.get("mean", mx.array(0.0)))), 3)
+
+        return Made(loss_fn, see, before, sizes="two" if keyed else "one")
+
+    return build
+
+
+for keyed in (False, True):
+    PROGRAMS[f"state in a cache without bounds, {keyed}"] = cached(functools.cache, keyed)
+    PROGRAMS[f"state in a cache with bounds, {keyed}"] = cached(functools.lru_cache, keyed)
+    PROGRAMS[f"dict in a cache with bounds, {keyed}"] = cached(functools.lru_cache, keyed, dict)
+
+
+@program
+def cache_of_a_state_that_is_cleared() -> Made:
+    get = functools.cache(State)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        get().steps += 1
+        return squares(model, x) * (1 + 0.1 * get().steps)
+
+    def before(number: int) -> None:
+        if number == 7:
+            get.cache_clear()
+
+    return Made(loss_fn, lambda: get().steps, before)
+
+
+# draws
+
+
+def drawing(draw: Callable[[], float], sizes: str, stores: bool) -> Make:
+    def build() -> Made:
+        kept: dict[str, Any] = {"last": None}
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            out = model(x)
+            if stores:
+                kept["last"] = mx.stop_gradient(out)
+            return mx.abs(out).mean() * (1 + 0.1 * draw())
+
+        return Made(loss_fn, lambda: (random.getstate(), str(np.random.get_state())), sizes=sizes)
+
+    return build
+
+
+for name, draw in {
+    "np.random.rand": np.random.rand,
+    "np.random.randn": np.random.randn,
+    "random.random": random.random,
+    "random.gauss": lambda: random.gauss(0, 1),
+}.items():
+    for sizes in SIZES:
+        PROGRAMS[f"{name} beside an array of sizes {sizes}"] = drawing(draw, sizes, stores=True)
+    PROGRAMS[name] = drawing(draw, "one", stores=False)
+
+
+def iterating(make: Callable[[], Iterator[Any]], where: str) -> Make:
+    def build() -> Made:
+        model = nn.Linear(4, 2)
+        model._kept = {"it": make()} if where == "dict" else [make()]
+        return Made(
+            lambda model, x: squares(model, x) * (1 + next(model._kept["it" if where == "dict" else 0])),
+            lambda: None,
+            model=model,
+        )
+
+    return build
+
+
+for where in ("dict", "list"):
+    PROGRAMS[f"a generator in a {where} of the model"] = iterating(lambda: (0.1 * n for n in range(30)), where)
+    PROGRAMS[f"an iterator in a {where} of the model"] = iterating(lambda: itertools.count(0, 0.1), where)
+
+
+@program
+def iterator_that_is_taken_from_behind_a_warm_up() -> Made:
+    state = types.SimpleNamespace(it=itertools.count(1), steps=0, last=None)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.steps += 1
+        if state.steps > 5:
+            state.last = next(state.it)
+        return squares(model, x) * (1 + (state.last or 0))
+
+    return Made(loss_fn, lambda: (state.steps, state.last))
+
+
+# sets, queues, orders and modules
+
+
+class Net(nn.Module):
+    """A model that counts its calls, and does something as it counts."""
+
+    def __init__(self, act: Callable[[Any, mx.array], object]) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 2)
+        self.spare = (nn.Linear(4, 2),)
+        self.steps, self._done, self._act = 0, set[Any](), (act,)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Give what the head gives."""
+        self.steps += 1
+        self._act[0](self, x)
+        out: mx.array = self.head(self.encoder(x))
+        return out * 0.5 if "warm-up" in self._done else out
+
+
+def acting(act: Callable[[Any, mx.array], object], see: Callable[[Any], Any], sizes: str = "one") -> Make:
+    def build() -> Made:
+        model = Net(act)
+        return Made(squares, lambda: (model.steps, see(model)), model=model, sizes=sizes)
+
+    return build
+
+
+def once(model: Any, x: mx.array) -> None:
+    if len(x) not in model._done:
+        model._done.add(len(x))
+        model.steps += 100
+
+
+PROGRAMS |= {
+    "a set on the model behind a warm-up": acting(
+        lambda model, x: model._done.add("warm-up") if model.steps >= 5 else None, lambda model: sorted(model._done)
+    ),
+    "a set on the model, at the first batch of a length": acting(once, lambda model: sorted(model._done), "three"),
+    "a part that is frozen later": acting(
+        lambda model, x: model.encoder.freeze() if model.steps == 8 else None,
+        lambda model: len(tree_flatten(model.trainable_parameters())),
+    ),
+    "a part that is frozen at the first call": acting(
+        lambda model, x: model.encoder.freeze() if model.steps == 1 else None,
+        lambda model: (
+            len(tree_flatten(model.trainable_parameters())),
+            round(float(model.encoder.layers[0].weight.sum()), 4),
+        ),
+    ),
+    "a part in evaluation later": acting(
+        lambda model, x: model.encoder.eval() if model.steps == 8 else None, lambda model: model.encoder.training
+    ),
+    "a head that is replaced": acting(
+        lambda model, x: setattr(model, "head", model.spare[0]) if model.steps == 6 else None,
+        lambda model: (model.head is model.spare[0], round(float(model.spare[0].weight.sum()), 4)),
+    ),
+}
+
+
+def in_turns(model: Any, x: mx.array) -> None:
+    model.heads = getattr(model, "heads", None) or (model.head, model.spare[0])
+    model.head = model.heads[model.steps % 2]
+
+
+PROGRAMS["heads in turns"] = acting(
+    in_turns, lambda model: [round(float(head.weight.sum()), 4) for head in (model.head, model.spare[0])]
+)
+
+
+@program
+def set_on_another_module() -> Made:
+    critic = nn.Linear(2, 2)
+    critic._seen = set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        loss = squares(model, x)
+        if len(x) not in critic._seen:
+            critic._seen.add(len(x))
+            loss = loss * 2
+        return loss
+
+    return Made(loss_fn, lambda: sorted(critic._seen), sizes="three")
+
+
+@program
+def queue_that_is_put_into_later() -> Made:
+    items, count = queue.Queue[str](), [0]
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        count[0] += 1
+        if count[0] == 8:
+            items.put("warm-up done")
+        return squares(model, x)
+
+    return Made(loss_fn, items.qsize)
+
+
+@program
+def least_recently_used() -> Made:
+    cache, count = collections.OrderedDict[int, float](), {"misses": 0}
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if len(x) in cache:
+            cache.move_to_end(len(x))
+        else:
+            count["misses"] += 1
+            cache[len(x)] = 0.1 * count["misses"]
+            if len(cache) > 2:
+                cache.popitem(last=False)
+        return squares(model, x) * (1 + cache[len(x)])
+
+    return Made(loss_fn, lambda: (list(cache), count["misses"]), sizes="three")
+
+
+@program
+def rotation_of_tasks() -> Made:
+    tasks = collections.OrderedDict(a=1.0, b=2.0, c=3.0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        task = next(name for name in tasks)
+        tasks.move_to_end(task)
+        return squares(model, x) * tasks[task]
+
+    return Made(loss_fn, lambda: list(tasks))
+
+
+@program
+def count_beside_places_that_share_an_array() -> Made:
+    zeros = mx.zeros((2,))
+    state = types.SimpleNamespace(mean=zeros, reference=zeros)
+
+    def count(model: Any, x: mx.array) -> None:
+        model._done.add(model.steps)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        out = model(x)
+        loss = mx.square(out - state.mean).mean() + mx.abs(out - state.reference).mean()
+        state.mean = 0.9 * state.mean + 0.1 * mx.stop_gradient(out).mean(0)
+        return loss
+
+    model = Net(count)
+    return Made(loss_fn, lambda: (model.steps, sorted(model._done)), model=model)
+
+
+# counts that decide
+
+
+def deciding(decide: Callable[[int], object]) -> Make:
+    def build() -> Made:
+        count = [0]
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            count[0] += 1
+            return squares(model, x) * (2.0 if decide(count[0]) else 1.0)
+
+        return Made(loss_fn, lambda: count[0])
+
+    return build
+
+
+PROGRAMS |= {
+    f"a count by {name}": deciding(decide)
+    for name, decide in {
+        "a set": lambda n: n in {5, 9},
+        "a dict": lambda n: {5: 2.0, 9: 3.0}.get(n),
+        "int() of a quotient": lambda n: int(n / 4) == 2,
+        "its last digit": lambda n: f"{n}".endswith("2"),
+        "a text": lambda n: str(n)[-1] == "7",
+        "a mask": lambda n: (n ^ 5) == 12,
+        "a complement": lambda n: ~n == -12,
+        "a shift": lambda n: n << 1 == 18,
+        "a square": lambda n: n**2 == 81,
+        "a root": lambda n: math.sqrt(n) == 3,
+    }.items()
+}
+
+
+def test_a_count_that_is_returned_goes_on() -> None:
+    counted: list[int] = []
+
+    def loss_fn(model: nn.Module, x: mx.array) -> tuple[mx.array, dict[str, Any]]:
+        counted.append(1)
+        return squares(model, x), {"step": len(counted), "texts": [f"step {len(counted)}"]}
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    with pytest.warns(RuntimeWarning, match="depends on what it changes itself"):
+        returned = [step(mx.ones((3, 4))).aux[0] for _ in range(4)]
+    assert returned == [{"step": n, "texts": [f"step {n}"]} for n in (1, 2, 3, 4)]
+
+
+# what is written
+
+
+@pytest.mark.parametrize("by", ["print", "a file", "an array"])
+def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Path, capsys: Any) -> None:
+    state = types.SimpleNamespace(n=0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.n += 1
+        if state.n % 5 == 0:
+            if by == "print":
+                print(state.n)
+            elif by == "a file":
+                with (tmp_path / str(state.n)).open("w") as file:
+                    file.write("written")
+            else:
+                mx.save(str(tmp_path / str(state.n)), mx.array(1.0))
+        return squares(model, x)
+
+    def written() -> list[int]:
+        return sorted(int(path.stem) for path in tmp_path.iterdir())
+
+    step, said, found = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), list[int](), list[list[int]]()
+
+    def take(number: int) -> None:
+        step(mx.ones((3, 4)))
+        said.extend(int(line) for line in capsys.readouterr().out.split())
+        found.append(list(said) if by == "print" else written())
+
+    with pytest.warns(RuntimeWarning, match="prints or writes to a file at some calls"):
+        list(map(take, range(1, 13)))
+    assert found == [[each for each in (5, 10) if each <= number] for number in range(1, 13)]
+    assert state.n == 12
+
+
+# NumPy
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it computes something else with the NumPy")
+@pytest.mark.parametrize("kind", ["isinstance", "dtype", "float64", "mask", "method", "the same"])
+def test_numpy_arrays_are_what_they_are_in_the_plain_loop(kind: str) -> None:
+    def batch(number: int) -> Any:
+        rows = np.random.RandomState(number)
+        if kind in ("isinstance", "dtype"):
+            return rows.randint(0, 256, (4, 4)).astype(np.uint8)
+        return 1e6 + rows.randn(4, 4) if kind == "float64" else rows.randn(4, 4).astype(np.float32)
+
+    def made(x: Any) -> mx.array:
+        if kind == "isinstance":
+            return mx.array(x) / 255 if isinstance(x, np.ndarray) else x
+        if kind == "dtype":
+            return mx.array(x) / (255 if x.dtype == np.uint8 else 2550)
+        if kind == "float64":
+            return mx.array((x - x.mean(0)) / x.std(0))
+        if kind == "mask":
+            return mx.array(x[x[:, 0] > 0])
+        return mx.array(x.clip(-1, 1).copy() if kind == "method" else x)
+
+    def loss_fn(model: nn.Module, x: Any) -> mx.array:
+        return squares(model, made(x))
+
+    losses: list[list[float]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        losses.append([(step(x).loss if ours else plain(x)[0]).item() for x in map(batch, range(6))])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    assert step.stats.mode == ("native" if kind == "the same" else "plain")
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32])
+def test_options_that_are_numbers_of_numpy_are_native(kind: Any) -> None:
+    results: list[Any] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), optim.AdamW(1e-2)
+        plain, step = plain_step(model, optimizer, squares), Step(model, optimizer, squares)
+        for number in range(12):
+            optimizer.weight_decay, optimizer.learning_rate = kind(0.01 * number), kind(1e-2 / (1 + number))
+            x = mx.random.normal((3, 4), key=mx.random.key(number))
+            step(x) if ours else plain(x)
+        results.append(model.weight)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+    assert step.stats.mode == "native"
+
+
+def test_moments_that_numpy_makes_are_kept() -> None:
+    """NumPy's number on the left makes a NumPy array of MLX's: it stays in the state."""
+
+    class Momentum(optim.SGD):
+        def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+            state["v"] = np.float32(self.momentum) * state["v"] + np.array(gradient)
+            return parameter - self.learning_rate.astype(gradient.dtype) * mx.array(state["v"])
+
+    results: list[Any] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), Momentum(1e-2, momentum=0.9)
+        plain = plain_step(model, optimizer, squares)
+        step = Step(model, optimizer, squares, compile=False)
+        for number in range(6):
+            x = mx.random.normal((3, 4), key=mx.random.key(number))
+            step(x) if ours else plain(x)
+        results.append([model.weight, optimizer.state["weight"]["v"]])
+    for mine, theirs in zip(*reversed(results), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draw", ["np.random.rand()", "np.ma.masked_less(np.arange(4.0), 1).mean()"])
+def test_a_part_of_numpy_may_be_imported_by_the_loss(draw: str) -> None:
+    """NumPy imports these as they are asked for, which is once in a process."""
+    code = f"""
+        import warnings; warnings.simplefilter("ignore")
+        import numpy as np, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        from faststep import Step
+
+        def loss_fn(model, x):
+            return mx.square(model(x)).mean() * (1 + float({draw}))
+
+        step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+        losses = [step(mx.ones((3, 4))).loss.item() for _ in range(4)]
+        assert all(np.isfinite(losses)), losses
+        {draw}
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+# gradients within the loss, and what is done beside a step
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("layer", [nn.Tanh, nn.SiLU, nn.LeakyReLU])
+def test_a_gradient_within_a_loss_that_runs_uncompiled(layer: Callable[[], nn.Module]) -> None:
+    """MLX compiles some activations: within an inner gradient they are to be traced."""
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        slope = mx.grad(lambda x: model(x).sum())(x)
+        return squares(model, x) + mx.square(slope).mean() * (1.0 if slope.sum().item() < 100 else 0.5)
+
+    losses: list[list[float]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Sequential(nn.Linear(4, 8), layer(), nn.Linear(8, 1)), optim.Adam(1e-2)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        batches = [mx.random.normal((3, 4), key=mx.random.key(number)) for number in range(4)]
+        losses.append([(step(x).loss if ours else plain(x)[0]).item() for x in batches])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_a_memory_plan_leaves_everything_as_it_is() -> None:
+    def act(model: Any, x: mx.array) -> None:
+        model._done.add(model.steps)
+
+    state = types.SimpleNamespace(mean=mx.zeros((2,)), log=list[int]())
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        out = model(x)
+        state.log.append(len(x))
+        state.mean = 0.9 * state.mean + 0.1 * mx.stop_gradient(out).mean(0)
+        return mx.square(out - state.mean).mean() * (1 + random.random())
+
+    model = Net(act)
+    step, drawn = Step(model, optim.SGD(0.1), loss_fn), random.getstate()
+    step.memory_plan(mx.ones((3, 4)))
+    assert (model.steps, model._done, state.log, state.mean.tolist()) == (0, set(), [], [0.0, 0.0])
+    assert random.getstate() == drawn
+    step(mx.ones((3, 4)))
+    assert (model.steps, model._done, state.log) == (1, {1}, [3])
+
+
+def test_names_that_modules_of_libraries_are_asked_for_are_no_attributes_of_the_trainer() -> None:
+    """`nn.losses` is no reason to look at `self.losses` at each step."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.losses: list[Any] = [[object()] for _ in range(5000)]  # more than is looked at: it would be told
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            return nn.losses.mse_loss(model(x), mx.zeros((3, 2)))
+
+    trainer = Trainer()
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), trainer.loss)
+    for _ in range(3):
+        trainer.losses.append(step(mx.ones((3, 4))).loss.item())  # a warning is an error in these tests
+    assert (step.stats.mode, step.stats.traced) == ("native", 1)
