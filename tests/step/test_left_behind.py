@@ -200,6 +200,35 @@ def method_caller_that_is_replaced() -> Made:
     return Made(lambda model, x: state["reduce"](mx.square(model(x))), lambda: None, before)
 
 
+@program
+def name_of_a_module_that_comes_later() -> Made:
+    config = module("rate = 1.0")
+
+    def before(number: int) -> None:
+        if number == 5:
+            config.scale = 2.0
+
+    return Made(lambda model, x: squares(model, x) * getattr(config, "scale", config.rate), lambda: None, before)
+
+
+@program
+def count_of_a_set() -> Made:
+    class Sizes(set[int]):
+        adds = 0
+
+        def add(self, value: int) -> None:
+            self.adds += 1
+            super().add(value)
+
+    sizes = Sizes()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        sizes.add(len(x))
+        return squares(model, x) * (1 + 0.1 * sizes.adds)
+
+    return Made(loss_fn, lambda: sizes.adds)
+
+
 # what a function with a cache keeps
 
 
@@ -260,6 +289,43 @@ def cache_of_a_state_that_is_cleared() -> Made:
             get.cache_clear()
 
     return Made(loss_fn, lambda: get().steps, before)
+
+
+def made_once(make: Callable[[], Any], use: Callable[[Any, mx.array], mx.array], in_loss: bool) -> Make:
+    def build() -> Made:
+        get = functools.cache(make)
+        mx.random.seed(1)
+        if not in_loss:
+            get()
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            y = model(x)
+            return mx.square(y - mx.stop_gradient(use(get(), y))).mean()
+
+        return Made(loss_fn, lambda: get.cache_info().currsize)
+
+    return build
+
+
+def drawn() -> mx.array:
+    return mx.random.normal((2, 2))
+
+
+def closure() -> Callable[[mx.array], mx.array]:
+    weight = drawn()
+    return lambda y: y @ weight
+
+
+MADE: dict[str, tuple[Callable[[], Any], Callable[[Any, mx.array], mx.array]]] = {
+    "a module": (lambda: nn.Linear(2, 2), lambda it, y: it(y)),
+    "a tuple": (lambda: (drawn(), 1.0), lambda it, y: y @ it[0]),
+    "tables": (lambda: (mx.cos(mx.arange(2.0)), mx.sin(mx.arange(2.0))), lambda it, y: y * it[0] + y * it[1]),
+    "a closure": (closure, lambda it, y: it(y)),
+    "a list": (lambda: [drawn()], lambda it, y: y @ it[0]),
+}
+for kind, (make, use) in MADE.items():
+    for in_loss in (False, True):
+        PROGRAMS[f"{kind} of arrays in a cache, {in_loss}"] = made_once(make, use, in_loss)
 
 
 # draws
@@ -639,6 +705,29 @@ def test_a_part_of_numpy_may_be_imported_by_the_loss(draw: str) -> None:
         {draw}
         """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_a_module_may_be_imported_by_the_loss_for_the_first_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "terms_of_a_loss.py").write_text("scale, calls = 1.0, 0\n")
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        import terms_of_a_loss  # type: ignore[import-not-found]
+
+        terms_of_a_loss.calls += 1
+        return squares(model, x) * terms_of_a_loss.scale
+
+    step, scales = Step(nn.Linear(4, 2), optim.SGD(0.0), loss_fn), [1.0, 1.0, 3.0, 3.0]
+    losses = []
+    for scale in scales:
+        if "terms_of_a_loss" in sys.modules:
+            sys.modules["terms_of_a_loss"].scale = scale  # type: ignore[attr-defined]
+        losses.append(step(mx.ones((3, 4))).loss.item())
+    assert [loss / losses[0] for loss in losses] == pytest.approx(scales)
+    assert sys.modules.pop("terms_of_a_loss").calls == 4
 
 
 # gradients within the loss, and what is done beside a step

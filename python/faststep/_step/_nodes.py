@@ -235,8 +235,8 @@ class Nodes:
             return IDENTITY, weakref.ref(value)
         if value is not self.owned and has_attributes(value) and not is_a(value, type):
             return OBJECT, None
-        if is_a(value, types.ModuleType) and is_library_module(value):
-            return IDENTITY, value
+        if is_a(value, types.ModuleType):
+            return (IDENTITY, value) if is_library_module(value) else (OBJECT, None)
         try:
             return IDENTITY, weakref.ref(value)
         except TypeError:

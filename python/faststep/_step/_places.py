@@ -14,11 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from faststep._step._library import is_library_class, is_library_module
+from faststep._step._things import results
 
 ArrayId = Callable[[mx.array], int]
 Pin = tuple["weakref.ref[mx.array]", int]  # an array object, and what tells whether it still has its value
 _CACHE = functools._lru_cache_wrapper
 _CONTAINERS = (dict, list, tuple, collections.deque)
+_MAX_MET = 10_000
 
 
 def held(arrays: list[mx.array], array_id: ArrayId, loss_fn: Any) -> tuple[str | None, list[Pin]]:
@@ -38,7 +40,7 @@ def held(arrays: list[mx.array], array_id: ArrayId, loss_fn: Any) -> tuple[str |
     found, pins = _Holders(arrays, array_id), list[Pin]()
     for array in arrays:
         holders = found.of.get(array_id(array), [])
-        cached = [each for each, holder in holders if found.is_cache(holder)]
+        cached = [each for each, holder in holders if found.is_cache(holder) or found.caches_with(each)]
         pins += [(weakref.ref(each), array_id(each)) for each in cached]
         if holders and not cached and not any(id(holder) in found.library for _, holder in holders):
             return _reason(array, [place for each, holder in holders for place in _place(each, holder)], loss_fn), []
@@ -54,11 +56,13 @@ def kept(arrays: list[mx.array], array_id: ArrayId) -> str:
     """
     found, places = _Holders(arrays, array_id), list[str]()
     for each, holder in (pair for pairs in found.of.values() for pair in pairs):
-        cache = found.caches.get(id(holder))
-        if cache is not None:
+        caches = [found.caches[id(holder)]] if id(holder) in found.caches else found.caches_with(each)
+        for cache in caches:
             cache.cache_clear()
             places.append(f"in the cache of {getattr(cache, '__qualname__', 'a function')}")
-        elif type(holder) in (list, collections.deque):
+        if caches:
+            continue
+        if type(holder) in (list, collections.deque):
             places.append(
                 f"in a {type(holder).__name__}"
             )  # without the number, another one each time where it is appended
@@ -101,9 +105,27 @@ class _Holders:
             self.library.add(id(holder))
             self.library.update(id(each) for each in referents if type(each) is dict)
 
+    def caches_with(self, array: mx.array) -> list[Any]:
+        """Return the functions in whose caches something leads to an array."""
+        return [cache for cache in {id(each): each for each in self.caches.values()}.values() if _leads(cache, array)]
+
     def is_cache(self, holder: Any) -> bool:
         """Return whether it is the cache of a function."""
         return id(holder) in self.caches
+
+
+def _leads(cache: Any, array: mx.array) -> bool:
+    """Return whether what a function with a cache keeps leads to an array."""
+    todo, met = results(cache), set[int]()
+    while todo and len(met) < _MAX_MET:
+        value = todo.pop()
+        if value is array:
+            return True
+        if id(value) not in met and not isinstance(value, type | types.ModuleType):
+            met.add(id(value))
+            # not the globals of a function
+            todo += [value.__closure__] if isinstance(value, types.FunctionType) else gc.get_referents(value)
+    return False
 
 
 def _place(array: mx.array, holder: Any) -> list[str]:

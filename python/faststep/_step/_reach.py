@@ -77,11 +77,11 @@ from faststep._step._things import (
     is_large_deque,
     is_numbers,
     is_record,
+    kept_in,
     members,
     parts,
     size,
     slots,
-    states_in,
 )
 
 Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool]
@@ -276,9 +276,9 @@ class _Search(Asking):
                 self.add(at, REFERENT, number, referent)
 
     def follow_results(self, at: int, cache: Any) -> None:
-        """Add how many results a function with a cache has made, and the objects, dicts and lists that it keeps."""
+        """Add how many results a function with a cache has made, and the objects, containers and functions in it."""
         _, misses, _, count = cache.cache_info()
-        found = states_in(cache)
+        found = kept_in(cache)
         if misses <= _MAX_MISSES and (found or not count):
             self._put((at, MISSES, None), IDENTITY, misses, misses)  # another one may be the first to be looked at
         else:
@@ -319,6 +319,8 @@ class _Search(Asking):
         self.follow_builtins(space, function, names - function.__globals__.keys())
         for name in sorted(modules & sys.modules.keys()):
             self.add(at, MODULES, name, sys.modules[name])
+        for name in sorted(modules - sys.modules.keys()):  # the code may be the first to import them
+            self.add_place(at, MODULES, name)
 
     def follow_container(self, at: int, value: Any) -> None:
         """Add what is in a dict, list, tuple or module; of a module, what is no slot of it."""

@@ -218,7 +218,7 @@ class Kept:
     def __call__(self, cache: Any) -> Any:
         """Return the object, if it is there."""
         value = self._get()
-        return value if any(each is value for each in _results(cache)) else None
+        return value if any(each is value for each in results(cache)) else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kept) and self._id == other._id
@@ -227,17 +227,19 @@ class Kept:
         return self._id
 
 
-def states_in(cache: Any) -> list[Any]:
-    """Return those of the results that a function with a cache keeps in which something may change.
-
-    These are objects with attributes, dicts, lists and their kind: one state for all who ask for it, say.
-    """
+def kept_in(cache: Any) -> list[Any]:
+    """Return those of the results that a function with a cache keeps from which something else is found, or changes."""
     if cache.cache_info().currsize > MAX_ITEMS:
         return []
-    fixed = (type, types.FunctionType, types.ModuleType, mx.array, *PLAIN)
-    containers = (dict, list, set, collections.deque)
-    found = _results(cache)
-    return [each for each in found if is_a(each, containers) or (has_attributes(each) and not is_a(each, fixed))]
+    fixed = (type, types.ModuleType, mx.array, *PLAIN)
+    kinds = (dict, list, tuple, set, collections.deque, types.FunctionType)
+    found = results(cache)
+    return [each for each in found if is_a(each, kinds) or (has_attributes(each) and not is_a(each, fixed))]
+
+
+def states_in(cache: Any) -> list[Any]:
+    """Return those in which something may change: one state for all who ask for it, say."""
+    return [each for each in kept_in(cache) if not is_a(each, (tuple, types.FunctionType))]
 
 
 def forget_states(cache: Any, misses: int) -> None:
@@ -250,7 +252,7 @@ def forget_states(cache: Any, misses: int) -> None:
         known.popitem()  # of a cache with bounds too: Python looks whether what is the oldest is still in the dict
 
 
-def _results(cache: Any) -> list[Any]:
+def results(cache: Any) -> list[Any]:
     """Return what a function with a cache keeps."""
     referents = gc.get_referents(cache)
     place, known = _dict_of(cache, referents)

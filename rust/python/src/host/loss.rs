@@ -71,7 +71,7 @@ pub struct Swapped {
 
 impl Swapped {
     fn new<'py>(
-        place: Place<'py>,
+        place: &Place<'py>,
         old: Bound<'py, PyAny>,
         new: Bound<'py, PyAny>,
         arrays: Vec<(Py<PyAny>, Array)>,
@@ -237,7 +237,7 @@ impl Current {
                 ))));
             };
             place.set(&old)?;
-            swapped.extend(Swapped::new(place, old, new, arrays)?);
+            swapped.extend(Swapped::new(&place, old, new, arrays)?);
         }
     }
 

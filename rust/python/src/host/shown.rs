@@ -372,13 +372,11 @@ impl<'py> Renewed<'py> {
     }
 
     fn is_changed(&self, now: &Bound<'py, PyAny>) -> bool {
-        match now.cast::<PyTuple>() {
-            Ok(tuple) => tuple.iter().any(|item| self.is_changed(&item)),
-            Err(_) => {
-                let id = self.ids.get(&now.as_ptr().addr());
-                id.is_some_and(|id| *id != bridge::id(now))
-            }
+        if let Ok(tuple) = now.cast::<PyTuple>() {
+            return tuple.iter().any(|item| self.is_changed(&item));
         }
+        let id = self.ids.get(&now.as_ptr().addr());
+        id.is_some_and(|id| *id != bridge::id(now))
     }
 }
 

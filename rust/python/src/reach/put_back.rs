@@ -177,7 +177,10 @@ impl Looked {
             {
                 snapshot.note(&object)?;
             }
-            let has_attributes = matches!(node.expect, Expect::Object(..) | Expect::Function(..));
+            let has_attributes = matches!(
+                node.expect,
+                Expect::Object(..) | Expect::Function(..) | Expect::Contents(..)
+            );
             if node.opens || has_attributes {
                 if let Some(dict) = attributes_of(&object) {
                     snapshot.note(dict.as_any())?;

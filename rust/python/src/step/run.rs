@@ -539,7 +539,10 @@ impl Inner {
                 self.unwatched = why;
                 let py = user.py();
                 let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-                self.see(py, (given, &now), Some(template.clone_ref(py)), None)?;
+                // what the loss has made is looked at first
+                let is_same = now.program.id == given.looked.program.id;
+                let now = if is_same { &now } else { &*given.looked };
+                self.see(py, (given, now), Some(template.clone_ref(py)), None)?;
             }
             self.template = Some(template);
         }
