@@ -119,7 +119,8 @@ impl Inner {
         self.check_compiler(user.py())?;
         if given.looked.is_known {
             self.check(store, user, given, task)?;
-        } else if self.compiled {
+        }
+        if !given.looked.is_known && self.compiled {
             self.becomes = RARE_STRUCTURE.into();
             self.compiled = false;
         }
@@ -216,8 +217,16 @@ impl Inner {
         task: Task,
     ) -> PyResult<()> {
         if self.reach.settle(store.signature()?.form, &given.looked) {
-            let looked = self.reach.look(&given.roots(user.py()), &user.optimizer)?;
-            given.looked = Rc::new(looked);
+            let roots = given.roots(user.py());
+            let looked = if given.may_be_rare {
+                self.reach.look_unless_searching(&roots, &user.optimizer)
+            } else {
+                self.reach.look(&roots, &user.optimizer)
+            };
+            given.looked = Rc::new(looked?);
+            if !given.looked.is_known {
+                return Ok(());
+            }
         }
         let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
             Some(why) => Some(why),
