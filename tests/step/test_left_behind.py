@@ -789,3 +789,28 @@ def test_names_that_modules_of_libraries_are_asked_for_are_no_attributes_of_the_
     for _ in range(3):
         trainer.losses.append(step(mx.ones((3, 4))).loss.item())  # a warning is an error in these tests
     assert (step.stats.mode, step.stats.traced) == ("native", 1)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("bad", [0, 3])
+@pytest.mark.parametrize("how", ["compiled", "uncompiled", "drawing"])
+def test_a_batch_that_is_skipped_leaves_arrays_outside_of_the_model(how: str, bad: int) -> None:
+    state, shown = types.SimpleNamespace(mean=mx.zeros((2,)), bank=mx.zeros((3, 2)), last=None), list[mx.array]()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        out = model(x)
+        loss = mx.square(out - state.mean).mean()
+        state.mean = 0.9 * state.mean + 0.1 * mx.stop_gradient(out).mean(0)
+        state.bank[0] = mx.stop_gradient(out).mean(0)
+        return loss + (0.0 * random.random() if how == "drawing" else 0.0)
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.05), loss_fn, compile=how != "uncompiled")
+    for number in range(6):
+        before, bank = mx.array(state.mean), state.bank
+        x = mx.random.normal((3, 4), key=mx.random.key(number))
+        step(x * math.nan if number == bad else x)
+        assert bool((state.mean == before).all()) == (number == bad)
+        assert state.bank is bank
+        shown.append(state.bank[0])
+    assert step.stats.skipped == 1
+    assert all(bool(mx.isfinite(row).all()) for row in shown)

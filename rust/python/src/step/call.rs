@@ -2,7 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::engine::{memory, Output, Outputs, Task, Tensor};
-use mlx_rs::Array;
+use mlx_rs::{ops::which, transforms::async_eval, Array};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyTuple},
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     host::shown::{take_out, TakenOut},
-    mlx::bridge,
+    mlx::{bridge, errors::mlx},
     optimizer::HostSchedules,
     reach::{advance::progress, Looked},
     store::{Prepared, Store},
@@ -60,6 +60,10 @@ impl Inner {
             let shown = Instant::now();
             leave_out_missed(py, store, &given, &mut output.batch)?;
             store.take_output(py, &prepared, &output.batch)?;
+            if self.traces.last().is_some_and(|last| last.trace.is_eager()) {
+                let skipped = output.batch.skipped.as_ref();
+                skipped.map_or(Ok(()), |it| leave_as_before(py, &given.looked, it))?;
+            }
             let swapped = std::mem::take(&mut self.swapped).into_iter();
             if task != Task::Gradients {
                 swapped.rev().try_for_each(|it| it.settle(py))?;
@@ -346,6 +350,36 @@ fn leave_out_missed(
         outputs.others.retain(fits);
     }
     Ok(())
+}
+
+// behind an uncompiled step, give the arrays that the loss reaches their values of before, where the batch was skipped
+fn leave_as_before(py: Python<'_>, looked: &Looked, skipped: &Array) -> PyResult<()> {
+    let mut chosen = Vec::new();
+    for (spot, before) in looked.spots(py)?.into_iter().zip(looked.arrays.iter()) {
+        let Some(object) = looked.now(&spot) else {
+            continue;
+        };
+        let Some(now) = bridge::get(&object) else {
+            continue;
+        };
+        if faststep::engine::array::id(&now) == faststep::engine::array::id(before) {
+            continue;
+        }
+        let value = if Tensor::of(before) == Tensor::of(&now) {
+            which(skipped, before, &now).map_err(mlx)?
+        } else if read(is_true(py, skipped))? {
+            before.clone()
+        } else {
+            continue;
+        };
+        if spot.object.is(&object) {
+            bridge::assign(&object, &value);
+        } else {
+            looked.put(&spot, &bridge::wrap(py, &value)?)?;
+        }
+        chosen.push(value);
+    }
+    async_eval(&chosen).map_err(mlx)
 }
 
 fn fill<'a, 'py>(
