@@ -650,6 +650,41 @@ def test_numpy_arrays_are_what_they_are_in_the_plain_loop(kind: str) -> None:
     assert step.stats.mode == ("native" if kind == "the same" else "plain")
 
 
+@pytest.mark.filterwarnings("ignore:faststep. the loss reads files")
+def test_a_loss_is_called_in_silence_to_see_whether_numpy_matters(capsys: Any, tmp_path: Path) -> None:
+    def printing(model: nn.Module, x: Any) -> mx.array:
+        print("called")
+        return squares(model, mx.array(x))
+
+    def writing(model: nn.Module, x: Any) -> mx.array:
+        with (tmp_path / "log").open("a") as log:
+            log.write("called\n")
+        return squares(model, mx.array(x))
+
+    for loss_fn in (printing, writing):
+        step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+        for _ in range(3):
+            step(np.ones((3, 4), np.float32))
+        assert step.stats.mode == "native"
+    assert capsys.readouterr().out.split() == ["called"]
+    assert (tmp_path / "log").read_text().split() == ["called"]
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it takes from")
+def test_an_iterator_beside_numpy_arrays_is_taken_from_once_a_step() -> None:
+    state = types.SimpleNamespace(it=itertools.count(), last=None)
+
+    def loss_fn(model: nn.Module, x: Any) -> mx.array:
+        state.last = next(state.it)
+        return squares(model, mx.array(x))
+
+    step, seen = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn), []
+    for _ in range(4):
+        step(np.ones((3, 4), np.float32))
+        seen.append(state.last)
+    assert seen == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", [float, np.float64, np.float32])
 def test_options_that_are_numbers_of_numpy_are_native(kind: Any) -> None:
     results: list[Any] = []
@@ -814,3 +849,23 @@ def test_a_batch_that_is_skipped_leaves_arrays_outside_of_the_model(how: str, ba
         shown.append(state.bank[0])
     assert step.stats.skipped == 1
     assert all(bool(mx.isfinite(row).all()) for row in shown)
+
+
+@pytest.mark.parametrize("act", ["flag", "count"])
+def test_the_first_update_may_make_another_dtype_of_a_parameter_beside_what_a_loss_sets(act: str) -> None:
+    """A buffer of integers that is not frozen becomes float32 at Adam's first update."""
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+
+        def set_or_count(model: Any, x: mx.array) -> None:
+            model.ready = True if act == "flag" else getattr(model, "ready", 0) + 1
+
+        mx.random.seed(0)
+        model, optimizer = Net(set_or_count), optim.Adam(1e-2)
+        model.batches = mx.array(0)
+        model.encoder.eval()
+        plain, step = plain_step(model, optimizer, squares), Step(model, optimizer, squares)
+        batches = [mx.random.normal((3, 4), key=mx.random.key(number)) for number in range(5)]
+        losses = [(step(x).loss if ours else plain(x)[0]).item() for x in batches]
+        seen.append([*losses, float(model.ready), model.steps])
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)

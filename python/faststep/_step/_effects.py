@@ -31,16 +31,23 @@ class Effect(BaseException):
 class Effects:
     """Notices what this thread writes between `begin` and `end`, or stops the first of it.
 
+    Args:
+        stops: Raise `Effect` in the place of the first.
+        silent: What is printed is no such thing, and appears nowhere.
+
     Attributes:
         found: Whether something is, or would have been, written.
     """
 
-    def __init__(self, stops: bool) -> None:
-        self.found, self._stops, self._thread = False, stops, threading.get_ident()
+    def __init__(self, stops: bool, silent: bool = False) -> None:
+        self.found, self._stops, self._silent, self._thread = False, stops, silent, threading.get_ident()
         self._old: list[tuple[Any, str, Any]] = []
 
     def begin(self) -> None:
         """Put functions that notice in the places of those that write."""
+        if self._silent:
+            self._put(sys, "stdout", io.StringIO())
+            self._put(sys, "stderr", io.StringIO())
         self._put(builtins, "open", self._opening(builtins.open))
         self._put(io, "open", self._opening(io.open))
         for name in _SAVES:
@@ -79,7 +86,7 @@ class Effects:
         return saved
 
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and _writes(function):
+        if event == "c_call" and not (self._silent and function is print) and _writes(function):
             self._note()
 
     def _note(self) -> None:

@@ -668,10 +668,10 @@ impl Drop for Hook<'_> {
 pub struct Effects<'py>(Bound<'py, PyAny>);
 
 impl<'py> Effects<'py> {
-    /// Notice it; `stops`: or end the call before.
-    pub fn begin(py: Python<'py>, stops: bool) -> PyResult<Self> {
+    /// Notice it; `stops`: or end the call before; `silent`: but for what it prints, which appears nowhere.
+    pub fn begin(py: Python<'py>, stops: bool, silent: bool) -> PyResult<Self> {
         let effects = py.import("faststep._step._effects")?.getattr("Effects")?;
-        let effects = Self(effects.call1((stops,))?);
+        let effects = Self(effects.call1((stops, silent))?);
         effects.0.call_method0("begin")?;
         Ok(effects)
     }

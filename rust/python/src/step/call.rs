@@ -159,6 +159,11 @@ impl Inner {
         if !self.traces.last_has_changed() {
             return Ok(());
         }
+        if store.engine.is_none() {
+            // the first update has made parameters of another dtype: the next trace is looked at
+            let suspect = self.traces.last().and_then(|last| last.kept.suspect.take());
+            return suspect.map_or(Ok(()), |mut suspect| suspect.swap(user.py(), true));
+        }
         let mut given = self.given_again(user, false)?;
         match self.suspected(store, user, &mut given, (task, true))? {
             Some(why) => self.give_up(user.py(), why),

@@ -5,7 +5,10 @@ use pyo3::{exceptions::PyException, intern, prelude::*, types::PyTuple};
 use super::{arguments::Arguments, run::Given, Inner};
 use crate::{
     mlx::{bridge, classes::is_numpy, errors::mlx, gil::unlocked},
-    reach::{suspect::Drawable, Reached},
+    reach::{
+        suspect::{Drawable, Effects},
+        Reached,
+    },
     store::Store,
     tree::{rebuild::rebuild_where, snapshot::Snapshot, walk::Scope, Tree},
 };
@@ -29,6 +32,9 @@ impl Inner {
         if !self.compiled || mixed || user.passed.is(&user.own) || self.numpy_looks == MAX_LOOKS {
             return Ok(None);
         }
+        if Drawable::before(&user.model, &given.looked)?.stay(user.py())? {
+            return Ok(None); // what it takes from a generator function could not be put back
+        }
         self.numpy_looks += 1;
         let Some(own) = value(store, user, given, &user.own)? else {
             return Ok(None); // with which it raises
@@ -47,7 +53,7 @@ impl Inner {
     }
 }
 
-// the loss with these arguments; none where it raises
+// the loss with these arguments; none where it raises, or would write to a file
 fn value(
     store: &Store,
     user: &Arguments<'_>,
@@ -75,7 +81,10 @@ fn value(
     }
     let arrays = &given.looked.arrays;
     let reached = Reached::new(py, given.looked.clone(), 0, (true, false), arrays)?;
+    let effects = Effects::begin(py, true, true)?;
     let called = call(user, &copies);
+    let writes = effects.found();
+    drop(effects);
     let outcome = called.and_then(|loss| {
         let loss = bridge::get(&loss).filter(|loss| loss.ndim() == 0);
         loss.map(|loss| read(py, &loss)).transpose()
@@ -86,6 +95,7 @@ fn value(
     drawable.put_back(py)?;
     reached_again.and(model_again)?;
     match outcome {
+        Err(_) if writes? => Ok(None),
         Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
         outcome => Ok(outcome.ok().flatten()),
     }

@@ -382,7 +382,7 @@ impl Inner {
         key.front.reached = given.looked.tensors.clone();
         let drawable = Drawable::before(&user.model, &given.looked)?;
         self.apart = true;
-        let effects = Effects::begin(user.py(), self.writes == Writes::Never)?;
+        let effects = Effects::begin(user.py(), self.writes == Writes::Never, false)?;
         let sketch = self.sketch(store, user, given, key, true, &drawable);
         self.apart = false;
         let found = effects.found()?;
