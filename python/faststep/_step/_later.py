@@ -7,8 +7,12 @@ import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.nn as nn
 
 from faststep._step._named import codes_of
+from faststep._step._things import is_a
 
 _Number = int | float
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CONST")
@@ -19,6 +23,7 @@ _MAX = 32  # calls of a loss that tell, beside those for items of lists, sets an
 _MAX_ITEMS = 128  # and for these
 _FEW = 12  # divisors of a length
 _FAR = 1 << 40
+_MAX_IN_MODULES = 4096
 
 
 def calls_later(
@@ -59,6 +64,21 @@ def calls_later(
             found |= dict.fromkeys(_calls(before, now, limit))
     first = list(items)[:_MAX_ITEMS]
     return first + [each for each in found if each not in items][:_MAX]
+
+
+def keys_in(reached: list[Any]) -> list[tuple[str, _Number]]:
+    """Return the numbers that are keys of dicts or in sets of modules among what a loss reaches, with their names."""
+    modules = {id(each): each for whole in reached if is_a(whole, nn.Module) for each in whole.modules()}
+    todo = [item for module in modules.values() for values in (vars(module), module) for item in dict.items(values)]
+    found: list[tuple[str, _Number]] = []
+    while todo and len(found) < _MAX_IN_MODULES:
+        name, value = todo.pop()
+        if is_a(value, nn.Module) or not is_a(value, (dict, set, frozenset)):
+            continue
+        found += [(name, each) for each in value if type(each) in (int, float)]
+        if is_a(value, dict):
+            todo += [(key if is_a(key, str) else name, each) for key, each in value.items()]
+    return found
 
 
 def _calls(before: _Number, now: _Number, limit: _Number) -> list[int]:

@@ -593,7 +593,10 @@ impl Suspect {
             return Ok(Vec::new());
         };
         let later = py.import("faststep._step._later")?;
-        let turns = later.call_method1("calls_later", (codes, changed, looked.numbers(py)))?;
+        let mut numbers = looked.numbers(py);
+        let keys = later.call_method1("keys_in", (looked.all(py),))?;
+        numbers.extend(keys.extract::<Vec<(String, Bound<'_, PyAny>)>>()?);
+        let turns = later.call_method1("calls_later", (codes, changed, numbers))?;
         turns.extract()
     }
 
