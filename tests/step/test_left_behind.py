@@ -323,6 +323,35 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any, mx.array], mx.array]]] =
     "a closure": (closure, lambda it, y: it(y)),
     "a list": (lambda: [drawn()], lambda it, y: y @ it[0]),
 }
+
+
+@program
+def state_behind_a_cache_of_a_partial() -> Made:
+    get = functools.cache(functools.partial(State))
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        get().steps += 1
+        return squares(model, x)
+
+    return Made(loss_fn, lambda: get().steps)
+
+
+def drawing_behind_a_cache(make: Callable[[], Any], draw: Callable[[Any], float]) -> Make:
+    def build() -> Made:
+        get = functools.cache(make)
+        return Made(lambda model, x: squares(model, x) * (1 + draw(get())), lambda: None)
+
+    return build
+
+
+BEHIND: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "a generator of NumPy's": (lambda: np.random.default_rng(1), lambda rng: float(rng.random())),
+    "a generator of Python's": (lambda: random.Random(1), lambda rng: rng.random()),
+    "an iterator": (lambda: itertools.cycle([0.1, 0.2, 0.3]), next),
+    "a NumPy array": (lambda: np.zeros(2), lambda it: float(it.__iadd__(0.1)[0])),
+}
+for kind, (make, draw) in BEHIND.items():
+    PROGRAMS[f"{kind} behind a cache"] = drawing_behind_a_cache(make, draw)
 for kind, (make, use) in MADE.items():
     for in_loss in (False, True):
         PROGRAMS[f"{kind} of arrays in a cache, {in_loss}"] = made_once(make, use, in_loss)

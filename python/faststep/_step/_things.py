@@ -232,14 +232,14 @@ def kept_in(cache: Any) -> list[Any]:
     if cache.cache_info().currsize > MAX_ITEMS:
         return []
     fixed = (type, types.ModuleType, mx.array, *PLAIN)
-    kinds = (dict, list, tuple, set, collections.deque, types.FunctionType)
-    found = results(cache)
-    return [each for each in found if is_a(each, kinds) or (has_attributes(each) and not is_a(each, fixed))]
+    return [each for each in results(cache) if not is_a(each, fixed)]
 
 
 def states_in(cache: Any) -> list[Any]:
     """Return those in which something may change: one state for all who ask for it, say."""
-    return [each for each in kept_in(cache) if not is_a(each, (tuple, types.FunctionType))]
+    found = [each for each in kept_in(cache) if not is_a(each, (tuple, types.FunctionType))]
+    containers = (dict, list, set, collections.deque)
+    return [each for each in found if is_a(each, containers) or has_attributes(each)]
 
 
 def forget_states(cache: Any, misses: int) -> None:

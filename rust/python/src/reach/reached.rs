@@ -138,7 +138,8 @@ impl<'py> Reached<'py> {
             return Err(Stop::Becomes(format!("it makes {name} of a class")));
         }
         if let Some((cache, _)) = self.looked.made_states(py)?.first() {
-            let name = text(&cache.getattr(intern!(py, "__qualname__"))?);
+            let name = cache.getattr_opt(intern!(py, "__qualname__"))?;
+            let name = name.map_or_else(|| "a function".into(), |name| text(&name));
             return Err(Stop::Becomes(format!(
                 "it makes what {name} keeps in its cache"
             )));
