@@ -699,6 +699,52 @@ def test_numpy_arrays_are_what_they_are_in_the_plain_loop(kind: str) -> None:
     assert step.stats.mode == ("native" if kind == "the same" else "plain")
 
 
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it computes something else with the NumPy")
+@pytest.mark.parametrize("kind", ["by turns", "float64", "later"])
+def test_numpy_arrays_that_come_at_a_later_step_are_what_they_are(kind: str) -> None:
+    def weight(number: int) -> Any:
+        if kind == "float64":
+            return np.ones(2, np.float64 if number >= 3 else np.float32)
+        is_numpy = number % 2 if kind == "by turns" else number >= 3
+        return np.ones(2, np.float32) if is_numpy else mx.ones((2,))
+
+    def loss_fn(model: nn.Module, x: mx.array, w: Any) -> mx.array:
+        doubles = w.dtype == np.float64 if kind == "float64" else isinstance(w, np.ndarray)
+        return squares(model, x) * (2.0 if doubles else 1.0)
+
+    losses: list[list[float]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        x = mx.ones((3, 4))
+        each = range(6)
+        losses.append([(step(x, weight(n)).loss if ours else plain(x, weight(n))[0]).item() for n in each])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_an_array_that_is_passed_twice_is_two_arrays_in_the_loss() -> None:
+    """MLX differentiates with copies of its own for each place."""
+
+    def loss_fn(model: nn.Module, x: mx.array, pair: dict[str, mx.array]) -> mx.array:
+        same = x is pair["x"] or pair["x"] is pair["y"]
+        pair["y"][0] = 0.0
+        return squares(model, pair["x"]) * (2.0 if same else 1.0)
+
+    losses: list[list[float]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn, compile=False)
+        losses.append([])
+        for number in range(3):
+            x = mx.random.normal((3, 4), key=mx.random.key(number))
+            pair = {"x": x, "y": x}
+            losses[-1] += [(step(x, pair).loss if ours else plain(x, pair)[0]).item(), x.sum().item()]
+            losses[-1] += [pair["x"].sum().item(), pair["y"].sum().item()]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_a_loss_is_called_in_silence_to_see_whether_numpy_matters(capsys: Any, tmp_path: Path) -> None:
     def printing(model: nn.Module, x: Any) -> mx.array:
         print("called")

@@ -83,6 +83,8 @@ pub struct Tree {
     containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
     glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
+    /// Which of the arrays stand for NumPy's among arguments, with their dtypes.
+    pub numpy: Vec<(usize, i64)>,
 }
 
 /// Containers that stand at several places: the number of each, and of the one before it that is the same.
@@ -242,6 +244,7 @@ impl Tree {
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         self.tensors == other.tensors
             && self.aliases == other.aliases
+            && self.numpy == other.numpy
             && self.items.len() == other.items.len()
             && self
                 .items

@@ -1,5 +1,5 @@
 //! The arguments that a loss is shown, copies of the user's: what it writes into them would be lost.
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use pyo3::{
     exceptions::PyValueError,
@@ -298,7 +298,7 @@ fn passing(arguments: &Bound<'_, PyAny>) -> HashSet<usize> {
 /// meanwhile. What the loss does to one of those in place stays there, and is not done to what else holds the user's.
 #[derive(Default)]
 pub struct Renewed<'py> {
-    made: HashMap<usize, Bound<'py, PyAny>>, // by the addresses of the user's
+    made: HashMap<usize, VecDeque<Bound<'py, PyAny>>>, // by the addresses of the user's: one for each place
     put: Vec<(Place<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>)>, // with what stood there, and what stands there now
     ids: HashMap<usize, Option<usize>>,                           // of those that are shown
 }
@@ -311,10 +311,11 @@ impl<'py> Renewed<'py> {
         shown: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         rebuild_where(arguments, bridge::is_array, &mut |object| {
-            self.made.insert(object.as_ptr().addr(), shown(object)?);
+            let made = self.made.entry(object.as_ptr().addr());
+            made.or_default().push_back(shown(object)?);
             Ok(object.clone())
         })?;
-        let made = self.made.values();
+        let made = self.made.values().flatten();
         self.ids = made
             .map(|made| (made.as_ptr().addr(), bridge::id(made)))
             .collect();
@@ -322,8 +323,9 @@ impl<'py> Renewed<'py> {
     }
 
     fn renew(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(made) = self.made.get(&object.as_ptr().addr()) {
-            return Ok(made.clone());
+        let made = self.made.get_mut(&object.as_ptr().addr());
+        if let Some(made) = made.and_then(VecDeque::pop_front) {
+            return Ok(made);
         }
         if let Ok(dict) = object.cast::<PyDict>() {
             if dict.is_exact_instance_of::<PyDict>() || !is_module(object) {

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
+    intern,
     prelude::*,
     types::PyTuple,
 };
@@ -53,6 +54,10 @@ pub struct Batch<'py> {
     pub objects: Vec<Bound<'py, PyAny>>,
 }
 
+fn is_one(object: &Bound<'_, PyAny>) -> bool {
+    bridge::is_array(object) || is_numeric(object)
+}
+
 impl<'py> Arguments<'py> {
     /// The token of the GIL.
     pub fn py(&self) -> Python<'py> {
@@ -65,11 +70,19 @@ impl<'py> Arguments<'py> {
         let mut found = Tree::record_arguments(self.passed.as_any())?;
         if found.numpy {
             let mlx = py.import("mlx.core")?;
-            let converted = rebuild_where(self.passed.as_any(), is_numeric, &mut |array| {
+            let (mut numpy, mut number) = (Vec::new(), 0);
+            let converted = rebuild_where(self.passed.as_any(), is_one, &mut |array| {
+                number += 1;
+                if bridge::is_array(array) {
+                    return Ok(array.clone());
+                }
+                let dtype = array.getattr(intern!(py, "dtype"))?;
+                numpy.push((number, dtype.getattr(intern!(py, "num"))?.extract()?));
                 mlx.call_method1("array", (array,))
             })?;
             self.passed = converted.cast_into()?;
             found = Tree::record_arguments(self.passed.as_any())?;
+            found.tree.numpy = numpy;
         }
         let RecordedArguments {
             tree,
