@@ -610,6 +610,20 @@ def milestones(table: Any, nested: bool) -> Make:
     return build
 
 
+@program
+def milestones_of_a_list_on_the_model() -> Made:
+    def act(model: Any, x: mx.array) -> None:
+        model._count[0] += 1
+        if model._count[0] in model._table:
+            model._done.add("warm-up")
+
+    model = Net(act)
+    model.encoder.eval()
+    model._count, model._table = [0], {7: 0.3, 20: 0.6}.keys()
+    return Made(squares, lambda: (model._count, sorted(model._done)), model=model)
+
+
+PROGRAMS["milestones in a NumPy array on the model"] = milestones(np.array([7, 20]), nested=False)
 for nested in (False, True):
     PROGRAMS[f"milestones in a dict on the model, {nested}"] = milestones({7: 0.3}, nested)
     PROGRAMS[f"milestones in a set on the model, {nested}"] = milestones({7, 20}, nested)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 
 from faststep._step._named import codes_of
 from faststep._step._things import is_a
@@ -23,7 +24,7 @@ _MAX = 32  # calls of a loss that tell, beside those for items of lists, sets an
 _MAX_ITEMS = 128  # and for these
 _FEW = 12  # divisors of a length
 _FAR = 1 << 40
-_MAX_IN_MODULES = 4096
+_MAX_IN_MODULES, _MAX_IN_ARRAY = 4096, 64
 
 
 def calls_later(
@@ -50,11 +51,11 @@ def calls_later(
     several = collections.Counter(name for name, _ in read)
     for name, before, now, is_length in changed:
         naming = [code for code in every if name in _names(code)]
-        if now == before or (not is_length and all(_reads(code, name) <= 0 for code in naming)):
+        if now == before or (not is_length and naming and all(_reads(code, name) <= 0 for code in naming)):
             continue  # it only counts
         comparing = [code for code in (*naming, *every) if _compares(code)]
         names = frozenset().union(*map(_names, comparing))
-        limits = [number for each, number in read if each in names and several[each] > 1]
+        limits = [number for each, number in read if not each or (each in names and several[each] > 1)]
         for limit in limits:
             items |= dict.fromkeys(_calls(before, now, limit))
         limits += [limit for code in comparing for limit in _limits(code, read)]
@@ -67,12 +68,18 @@ def calls_later(
 
 
 def keys_in(reached: list[Any]) -> list[tuple[str, _Number]]:
-    """Return the numbers that are keys of dicts or in sets of modules among what a loss reaches, with their names."""
+    """Return the numbers in dicts, sets and NumPy arrays of modules among what a loss reaches, with their names.
+
+    Those of other NumPy arrays that it reaches have none: "".
+    """
     modules = {id(each): each for whole in reached if is_a(whole, nn.Module) for each in whole.modules()}
     todo = [item for module in modules.values() for values in (vars(module), module) for item in dict.items(values)]
+    todo += [("", each) for each in reached if is_a(each, np.ndarray)]
     found: list[tuple[str, _Number]] = []
     while todo and len(found) < _MAX_IN_MODULES:
         name, value = todo.pop()
+        if is_a(value, np.ndarray) and value.size <= _MAX_IN_ARRAY and value.dtype.kind in "iuf":
+            found += [(name, each) for each in value.ravel().tolist()]
         if is_a(value, nn.Module) or not is_a(value, (dict, set, frozenset)):
             continue
         found += [(name, each) for each in value if type(each) in (int, float)]

@@ -14,6 +14,7 @@ _Place = tuple[types.CodeType, int, _Number | None, _Number]  # where, with what
 _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
 _FEW = 64  # numbers that may be what another one is compared with
+_SEVERAL = (tuple, list, set, frozenset, dict, type({}.keys()), types.MappingProxyType)
 _CALLERS = 3  # functions that may compare what one returns
 _ROUNDING = 1e-9
 
@@ -118,7 +119,7 @@ def _numbers_of(frame: types.FrameType) -> list[_Number]:
     for attributes in of_values:
         if isinstance(attributes, dict):
             found += [attributes[name] for name in names if name in attributes]
-    several = [list(each)[:_FEW] for each in found if isinstance(each, (tuple, list, set, frozenset, dict))]
+    several = [list(each)[:_FEW] for each in found if isinstance(each, _SEVERAL)]
     found += [number for each in several for number in each]
     return list(dict.fromkeys(each for each in found if type(each) in (int, float)))[:_FEW]
 
@@ -304,6 +305,7 @@ class _Noting:
         return bool(self.value())
 
     def __hash__(self) -> int:
+        self._note_all(_numbers_near())  # of a dict or a set, in which it is looked up
         return hash(self.value())
 
 
