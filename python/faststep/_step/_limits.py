@@ -14,7 +14,7 @@ _Place = tuple[types.CodeType, int, _Number | None, _Number]  # where, with what
 _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
 _FEW = 64  # numbers that may be what another one is compared with
-_SEVERAL = (tuple, list, set, frozenset, dict, type({}.keys()), types.MappingProxyType)
+_SEVERAL: tuple[type, ...] = (tuple, list, set, frozenset, dict, type({}.keys()), types.MappingProxyType)
 _CALLERS = 3  # functions that may compare what one returns
 _ROUNDING = 1e-9
 
