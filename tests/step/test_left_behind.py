@@ -487,6 +487,38 @@ PROGRAMS["heads in turns"] = acting(
 )
 
 
+def keeping(value: Callable[[int, mx.array], Any], where: str) -> Make:
+    def build() -> Made:
+        state = types.SimpleNamespace(task=0)
+
+        def act(model: Any, x: mx.array) -> None:
+            holder = model if where == "model" else model.encoder.layers[0]
+            holder._last = value(state.task, x)
+
+        model = Net(act)
+        model.encoder.eval()
+        model._last = model.encoder.layers[0]._last = None
+
+        def before(number: int) -> None:
+            state.task = number % 3 if number < 9 else number * number % 3
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            return squares(model, x) * (1.0 + 0.5 * state.task)
+
+        return Made(
+            loss_fn, lambda: (model.steps, model._last, model.encoder.layers[0]._last), before, model, sizes="two"
+        )
+
+    return build
+
+
+for where in ("model", "layer"):
+    PROGRAMS[f"a text of each task on the {where}"] = keeping(lambda task, x: "abc"[task], where)
+    PROGRAMS[f"none or a text on the {where}"] = keeping(lambda task, x: None if task == 0 else "abc"[task], where)
+    PROGRAMS[f"the last length on the {where}"] = keeping(lambda task, x: x.shape[0], where)
+    PROGRAMS[f"a tuple of each task on the {where}"] = keeping(lambda task, x: (task, x.shape[0]), where)
+
+
 @program
 def set_on_another_module() -> Made:
     critic = nn.Linear(2, 2)

@@ -278,8 +278,10 @@ class _Search(Asking):
     def follow_results(self, at: int, cache: Any) -> None:
         """Add how many results a function with a cache has made, and the objects, containers and functions in it."""
         _, misses, _, count = cache.cache_info()
-        found = kept_in(cache)
-        if misses <= _MAX_MISSES and (found or not count):
+        wrapped = cache.__wrapped__
+        of_library = is_a(wrapped, types.FunctionType) and is_library_function(wrapped)
+        found = [] if of_library else kept_in(cache)
+        if misses <= _MAX_MISSES and not of_library and (found or not count):
             self._put((at, MISSES, None), IDENTITY, misses, misses)  # another one may be the first to be looked at
         else:
             self.add(at, MISSES, None, misses)

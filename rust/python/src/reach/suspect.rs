@@ -399,6 +399,35 @@ pub fn is_number(value: &Bound<'_, PyAny>) -> bool {
 /// Number of looks for other numbers after which there is only one for the same ones.
 const MAX_OTHERS: usize = 3;
 
+/// What a loss has set on the model and does not add to: a dict, a key, and the value; none: the key is not there.
+pub struct Set(Py<PyDict>, Py<PyAny>, Option<Py<PyAny>>);
+
+impl Set {
+    fn now<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.0.bind(py).get_item(&self.1)
+    }
+
+    /// Return whether that stands there now.
+    pub fn stands(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(match (&self.2, self.now(py)?) {
+            (Some(left), Some(now)) => equal(left.bind(py), &now),
+            (left, now) => left.is_none() && now.is_none(),
+        })
+    }
+
+    /// The same place, with what stands there now.
+    pub fn kept(&self, py: Python<'_>) -> PyResult<Self> {
+        let now = self.now(py)?.map(Bound::unbind);
+        Ok(Self(self.0.clone_ref(py), self.1.clone_ref(py), now))
+    }
+
+    /// Return whether both are one place.
+    pub fn is_of(&self, other: &Self, py: Python<'_>) -> bool {
+        let key = self.1.bind(py);
+        self.0.is(&other.0) && key.eq(other.1.bind(py)).unwrap_or(false)
+    }
+}
+
 /// Reasons to look once more at whether a loss gives the same graph when it is called again.
 #[derive(Default)]
 pub struct Suspect {
@@ -472,6 +501,21 @@ impl Suspect {
             Change::Order(dict, _) => holds_array(dict.bind(py).as_any(), &mut HashSet::new()),
             _ => false,
         })
+    }
+
+    /// Where the loss has set something on the model, but for numbers to which each call adds.
+    pub fn set(&self, adds: Option<&Adds>, py: Python<'_>) -> PyResult<Vec<Set>> {
+        let mut all = Vec::new();
+        for change in &self.model {
+            let Change::Item(dict, key, _) = change else {
+                continue;
+            };
+            let is_added_to = adds.map(|adds| adds.has_item(dict, key, py)).transpose()?;
+            if !is_added_to.unwrap_or(false) {
+                all.push(Set(dict.clone_ref(py), key.clone_ref(py), None));
+            }
+        }
+        Ok(all)
     }
 
     /// Return whether nothing has changed that is no generator.

@@ -2,7 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::engine::{memory, Output, Outputs, Task, Tensor};
-use mlx_rs::{ops::which, transforms::async_eval, Array};
+use mlx_rs::{ops::select, transforms::async_eval, Array};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyTuple},
@@ -371,7 +371,7 @@ fn leave_as_before(py: Python<'_>, looked: &Looked, skipped: &Array) -> PyResult
             continue;
         }
         let value = if Tensor::of(before) == Tensor::of(&now) {
-            which(skipped, before, &now).map_err(mlx)?
+            select(skipped, before, &now).map_err(mlx)?
         } else if read(is_true(py, skipped))? {
             before.clone()
         } else {

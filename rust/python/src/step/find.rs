@@ -140,8 +140,12 @@ impl Inner {
         given.goes_on = true;
         given.counted = Rc::new(self.counted(store, &looked, py)?);
         let counted = given.counted.clone();
-        let fits =
-            |entry: &Entry| is_of(entry, &key, &looked, py) && holds(entry, py, &looked, &counted);
+        let places = self.traces.places.clone();
+        let fits = |entry: &Entry| {
+            is_of(entry, &key, &looked, py)
+                && holds(entry, py, &looked, &counted)
+                && entry.kept.leaves(&places.borrow(), py)
+        };
         if let Some(entry) = self.traces.use_again(fits) {
             self.reach.change();
             if !self.compiled && !entry.kept.meet(&given.tree, &looked, py) {
@@ -275,6 +279,11 @@ impl Inner {
             self.template = template.as_ref().map(|template| template.clone_ref(py));
             let (to_model, model) = leave(sketch.model, py)?;
             let (to_reached, reached) = leave(sketch.reached, py)?;
+            if !self.traces.places.borrow().is_empty() {
+                let number = self.traces.last().map(|last| last.number);
+                number.map_or(Ok(()), |number| self.traces.keep_set(number, py))?;
+                store.accept_model(&user.model, || Ok(()))?;
+            }
             if let Some((mut adds, more)) = to_model.zip(to_reached) {
                 adds.extend(more);
                 let now = self.reach.look(&given.roots(py), &user.optimizer)?;
