@@ -904,6 +904,66 @@ def test_a_module_may_be_imported_by_the_loss_for_the_first_time(
     assert sys.modules.pop("terms_of_a_loss").calls == 4
 
 
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_module_that_the_loss_imports_first_keeps_arrays_and_counts(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "memory_of_a_loss.py").write_text(
+        "import mlx.core as mx\nmean, calls = mx.zeros(2), 0\n"
+        "def update(out):\n    global mean, calls\n    calls += 1\n"
+        "    mean = 0.9 * mean + 0.1 * mx.stop_gradient(out).mean(0)\n    return mean\n"
+    )
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        state = types.SimpleNamespace(uses=False)
+
+        def loss_fn(model: nn.Module, x: mx.array, state: Any = state) -> mx.array:
+            out = model(x)
+            if not state.uses:
+                return mx.square(out).mean()
+            from memory_of_a_loss import update  # type: ignore[import-not-found]
+
+            return mx.square(out - update(out)).mean()
+
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        seen.append([])
+        for number in range(7):
+            state.uses = number >= first
+            x = mx.random.normal((3, 4), key=mx.random.key(number))
+            seen[-1].append((step(x).loss if ours else plain(x)[0]).item())
+        memory: Any = sys.modules.pop("memory_of_a_loss")
+        seen[-1] += [memory.calls, *memory.mean.tolist()]
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "mode"])
+def test_two_losses_that_set_something_on_one_model_in_turns(kind: str) -> None:
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.0)), optim.SGD(0.05)
+        model.phase = None
+
+        def setting(value: bool, model: nn.Module = model) -> Callable[..., mx.array]:
+            def loss_fn(model: Any, x: mx.array) -> mx.array:
+                model.train(value) if kind == "mode" else setattr(model, "phase", value)
+                return squares(model, x)
+
+            return loss_fn
+
+        losses = [setting(True), setting(False)]
+        steps = [Step(model, optimizer, loss) if ours else plain_step(model, optimizer, loss) for loss in losses]
+        seen.append([])
+        for number in range(8):
+            steps[number % 2](mx.ones((3, 4)))
+            seen[-1].append((model.phase, model.training, model.layers[1].training))
+    assert seen[1] == seen[0]
+
+
 # gradients within the loss, and what is done beside a step
 
 

@@ -9,12 +9,14 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from faststep._step._things import is_a
+
 _Number = int | float
 _Place = tuple[types.CodeType, int, _Number | None, _Number]  # where, with what, and within which period
 _FAR = 1 << 40
 _MAX = 192  # calls of a loss that tell
 _FEW = 64  # numbers that may be what another one is compared with
-_SEVERAL: tuple[type, ...] = (tuple, list, set, frozenset, dict, type({}.keys()), types.MappingProxyType)
+_SEVERAL: tuple[type[Any], ...] = (tuple, list, set, frozenset, dict, type({}.keys()), types.MappingProxyType)
 _CALLERS = 3  # functions that may compare what one returns
 _ROUNDING = 1e-9
 
@@ -119,7 +121,7 @@ def _numbers_of(frame: types.FrameType) -> list[_Number]:
     for attributes in of_values:
         if isinstance(attributes, dict):
             found += [attributes[name] for name in names if name in attributes]
-    several = [list(each)[:_FEW] for each in found if isinstance(each, _SEVERAL)]
+    several = [list(each)[:_FEW] for each in found if is_a(each, _SEVERAL)]
     found += [number for each in several for number in each]
     return list(dict.fromkeys(each for each in found if type(each) in (int, float)))[:_FEW]
 

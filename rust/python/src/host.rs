@@ -33,7 +33,7 @@ use crate::{
     reach::{
         advance::{leave, OwnChange},
         stop::Stop,
-        suspect::{self, Positions, Reads, Suspect},
+        suspect::{self, Imports, Positions, Reads, Suspect},
         Looked, Reached, Written,
     },
     tree::{slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
@@ -524,10 +524,12 @@ fn noticed(
     work: &mut dyn FnMut() -> MlxResult<()>,
 ) -> PyResult<(Option<String>, MlxResult<()>)> {
     let reads = Reads::begin(py, compiled)?;
+    let imports = compiled.then(|| Imports::begin(py)).transpose()?;
     if let Some(positions) = positions {
         positions.begin()?;
     }
     let done = work();
+    drop(imports);
     if let Some(positions) = positions {
         positions.end();
     }
@@ -540,6 +542,9 @@ pub fn expected(what: &str) -> PyErr {
 
 // an exception of the user's code, or MLX's error for a traced array
 fn stop(py: Python<'_>, error: PyErr) -> Stop {
+    if let Ok(Some(module)) = Imports::first(&error, py) {
+        return Stop::Becomes(format!("it imports {module} for the first time"));
+    }
     let place = |name: &str| -> PyResult<Option<String>> {
         let module = py.import("faststep._step._suspect")?;
         let place = module.getattr(name)?;

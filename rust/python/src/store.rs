@@ -29,7 +29,12 @@ use pyo3::{
 use crate::{
     mlx::{errors::to_python, random::key_list},
     optimizer::members,
-    tree::{slot::Slot, snapshot::Snapshot, text::text, Tree},
+    tree::{
+        slot::Slot,
+        snapshot::{Placed, Snapshot},
+        text::text,
+        Tree,
+    },
 };
 use lazy::LazyInputs;
 use moments::Moments;
@@ -140,6 +145,8 @@ pub struct Store {
     options: Vec<(usize, Tree)>,       // most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
     numbers: Numbers,
+    /// Places of the model where losses set something in place of another value.
+    pub places: Vec<Placed>,
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
@@ -190,6 +197,7 @@ impl Store {
             own_numbers: false,
             current: None,
             options: Vec::new(),
+            places: Vec::new(),
             doubted: false,
             next_id: 0,
             others: Rc::default(),

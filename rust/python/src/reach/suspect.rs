@@ -16,7 +16,7 @@ use super::{
 use crate::mlx::classes::is_deque;
 use crate::tree::{
     ordered,
-    snapshot::{holds_array, Snapshot},
+    snapshot::{holds_array, Placed, Snapshot},
     static_value::is_plain,
     text::text,
 };
@@ -399,35 +399,6 @@ pub fn is_number(value: &Bound<'_, PyAny>) -> bool {
 /// Number of looks for other numbers after which there is only one for the same ones.
 const MAX_OTHERS: usize = 3;
 
-/// What a loss has set on the model and does not add to: a dict, a key, and the value; none: the key is not there.
-pub struct Set(Py<PyDict>, Py<PyAny>, Option<Py<PyAny>>);
-
-impl Set {
-    fn now<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.0.bind(py).get_item(&self.1)
-    }
-
-    /// Return whether that stands there now.
-    pub fn stands(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(match (&self.2, self.now(py)?) {
-            (Some(left), Some(now)) => equal(left.bind(py), &now),
-            (left, now) => left.is_none() && now.is_none(),
-        })
-    }
-
-    /// The same place, with what stands there now.
-    pub fn kept(&self, py: Python<'_>) -> PyResult<Self> {
-        let now = self.now(py)?.map(Bound::unbind);
-        Ok(Self(self.0.clone_ref(py), self.1.clone_ref(py), now))
-    }
-
-    /// Return whether both are one place.
-    pub fn is_of(&self, other: &Self, py: Python<'_>) -> bool {
-        let key = self.1.bind(py);
-        self.0.is(&other.0) && key.eq(other.1.bind(py)).unwrap_or(false)
-    }
-}
-
 /// Reasons to look once more at whether a loss gives the same graph when it is called again.
 #[derive(Default)]
 pub struct Suspect {
@@ -504,7 +475,7 @@ impl Suspect {
     }
 
     /// Where the loss has set something on the model, but for numbers to which each call adds.
-    pub fn set(&self, adds: Option<&Adds>, py: Python<'_>) -> PyResult<Vec<Set>> {
+    pub fn set(&self, adds: Option<&Adds>, py: Python<'_>) -> PyResult<Vec<Placed>> {
         let mut all = Vec::new();
         for change in &self.model {
             let Change::Item(dict, key, _) = change else {
@@ -512,7 +483,7 @@ impl Suspect {
             };
             let is_added_to = adds.map(|adds| adds.has_item(dict, key, py)).transpose()?;
             if !is_added_to.unwrap_or(false) {
-                all.push(Set(dict.clone_ref(py), key.clone_ref(py), None));
+                all.push(Placed::new(dict, key, py));
             }
         }
         Ok(all)
@@ -730,6 +701,36 @@ impl<'py> Effects<'py> {
 }
 
 impl Drop for Effects<'_> {
+    fn drop(&mut self) {
+        if self.0.call_method0("end").is_err() {
+            drop(self.0.call_method0("end")); // a Ctrl-C may end the first
+        }
+    }
+}
+
+/// A module of the user's that would be imported for the first time ends the call, as long as this is in use.
+pub struct Imports<'py>(Bound<'py, PyAny>);
+
+impl<'py> Imports<'py> {
+    /// Look at what is imported.
+    pub fn begin(py: Python<'py>) -> PyResult<Self> {
+        let imports = py.import("faststep._step._imports")?.getattr("Imports")?;
+        let imports = Self(imports.call0()?);
+        imports.0.call_method0("begin")?;
+        Ok(imports)
+    }
+
+    /// The name of the module, if an error says that.
+    pub fn first(error: &PyErr, py: Python<'_>) -> PyResult<Option<String>> {
+        let class = py
+            .import("faststep._step._imports")?
+            .getattr("FirstImport")?;
+        let is_one = error.value(py).is_instance(&class)?;
+        Ok(is_one.then(|| text(error.value(py))))
+    }
+}
+
+impl Drop for Imports<'_> {
     fn drop(&mut self) {
         if self.0.call_method0("end").is_err() {
             drop(self.0.call_method0("end")); // a Ctrl-C may end the first

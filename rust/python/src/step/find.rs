@@ -140,11 +140,10 @@ impl Inner {
         given.goes_on = true;
         given.counted = Rc::new(self.counted(store, &looked, py)?);
         let counted = given.counted.clone();
-        let places = self.traces.places.clone();
         let fits = |entry: &Entry| {
             is_of(entry, &key, &looked, py)
                 && holds(entry, py, &looked, &counted)
-                && entry.kept.leaves(&places.borrow(), py)
+                && entry.kept.leaves(&store.places, py)
         };
         if let Some(entry) = self.traces.use_again(fits) {
             self.reach.change();
@@ -279,9 +278,10 @@ impl Inner {
             self.template = template.as_ref().map(|template| template.clone_ref(py));
             let (to_model, model) = leave(sketch.model, py)?;
             let (to_reached, reached) = leave(sketch.reached, py)?;
-            if !self.traces.places.borrow().is_empty() {
+            if !store.places.is_empty() {
                 let number = self.traces.last().map(|last| last.number);
-                number.map_or(Ok(()), |number| self.traces.keep_set(number, py))?;
+                let keep = |number| self.traces.keep_set(number, &store.places, py);
+                number.map_or(Ok(()), keep)?;
                 store.accept_model(&user.model, || Ok(()))?;
             }
             if let Some((mut adds, more)) = to_model.zip(to_reached) {

@@ -227,8 +227,8 @@ impl Inner {
             }
             Again::Same(adds) => adds,
         };
-        self.traces.note_places(suspect.set(adds.as_ref(), py)?, py);
-        self.traces.keep_set(at, py)?;
+        store.note_places(suspect.set(adds.as_ref(), py)?, py);
+        self.traces.keep_set(at, &store.places, py)?;
         if let Some(adds) = adds.filter(|_| !suspect.again) {
             // go on with what the loss adds to numbers of its own, wherever its trace stands for a call
             if !suspect.model.is_empty() {

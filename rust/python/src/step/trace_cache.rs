@@ -13,10 +13,10 @@ use crate::{
     mlx::bridge,
     reach::{
         advance::{are_within, Adds, Advance},
-        suspect::{Set, Suspect},
+        suspect::Suspect,
         Looked, Seen, Written,
     },
-    tree::Tree,
+    tree::{snapshot::Placed, Tree},
 };
 
 /// Number of traces from which on a warning names their cause.
@@ -64,9 +64,6 @@ const COMES_BACK: usize = 16;
 /// So many calls for which numbers or texts have been new and no trace has fit, one after the other, and from then on one out of
 /// so many compares the graph of the loss with those of the traces.
 const NEW_VALUES: (usize, usize) = (8, 16);
-
-/// The most places of the model where a loss sets something that are looked at.
-const MAX_PLACES: usize = 64;
 
 /// Part of a trace's key beside the engine's state.
 #[derive(Clone)]
@@ -137,7 +134,7 @@ pub struct Kept {
     /// What the loss adds to numbers of its own at each call.
     pub adds: Rc<Vec<Advance>>,
     /// What the loss sets on the model, as a call has left it for which the trace stands.
-    pub set: RefCell<Vec<Set>>,
+    pub set: RefCell<Vec<Placed>>,
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
     /// Arrays that the loss reaches which were one object as it was traced: one input stands for both, by their numbers.
@@ -167,7 +164,7 @@ const MAX_SEEN: usize = 16;
 impl Kept {
     /// Return whether the model has at these places what a call has left there for which the trace stands: else the loss is called
     /// for that.
-    pub fn leaves(&self, places: &[Set], py: Python<'_>) -> bool {
+    pub fn leaves(&self, places: &[Placed], py: Python<'_>) -> bool {
         let set = self.set.borrow();
         let stand = || set.iter().all(|set| set.stands(py).unwrap_or(false));
         self.graph.is_none() || (set.len() == places.len() && stand())
@@ -233,9 +230,7 @@ pub struct Traces {
     rare_values: Vec<(Seen, usize)>, // the same for numbers and texts that made the form of a graph
     new_values: usize,       // calls for which these were rare, one after the other
     warning: Option<String>,
-    changes: usize, // before which a step ran uncompiled
-    /// Places of the model where losses set something in place of another value.
-    pub places: Rc<RefCell<Vec<Set>>>,
+    changes: usize,     // before which a step ran uncompiled
     reshaped: Vec<Key>, // kinds of calls in which the loss assigns arrays of another shape; the last one last
 }
 
@@ -430,25 +425,13 @@ impl Traces {
     }
 
     /// Note what stands on the model where a loss sets something, behind a call for which the trace with a number stands.
-    pub fn keep_set(&self, number: usize, py: Python<'_>) -> PyResult<()> {
+    pub fn keep_set(&self, number: usize, places: &[Placed], py: Python<'_>) -> PyResult<()> {
         let mut recent = self.recent();
         if let Some(entry) = recent.find(|entry| entry.number == number) {
-            let places = self.places.borrow();
             let set = places.iter().map(|place| place.kept(py));
             entry.kept.set.replace(set.collect::<PyResult<_>>()?);
         }
         Ok(())
-    }
-
-    /// Note places of the model where a loss sets something.
-    pub fn note_places(&self, places: Vec<Set>, py: Python<'_>) {
-        let mut known = self.places.borrow_mut();
-        for place in places {
-            let is_known = known.iter().any(|known| known.is_of(&place, py));
-            if !is_known && known.len() < MAX_PLACES {
-                known.push(place);
-            }
-        }
     }
 
     /// A new trace becomes the last one. `changed`: what the loss reaches and is another one now.

@@ -12,8 +12,17 @@ use super::{ModelSignature, Numbers, Store, Varying};
 use crate::{
     mlx::bridge,
     optimizer::native_rules,
-    tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{
+        rebuild::rebuild,
+        slot::Slot,
+        snapshot::{Placed, Snapshot},
+        walk::Scope,
+        Tree,
+    },
 };
+
+/// The most places of the model where a loss sets something that are looked at.
+const MAX_PLACES: usize = 64;
 
 /// Largest number of signatures of the model, and of the optimizer's options, that are kept; the oldest goes first.
 const MAX_SIGNATURES: usize = 64;
@@ -83,6 +92,16 @@ impl Store {
         }
         self.switch(py, signature)?;
         Ok((slots, false))
+    }
+
+    /// Note places of the model where a loss sets something.
+    pub fn note_places(&mut self, places: Vec<Placed>, py: Python<'_>) {
+        for place in places {
+            let is_known = self.places.iter().any(|known| known.is_of(&place, py));
+            if !is_known && self.places.len() < MAX_PLACES {
+                self.places.push(place);
+            }
+        }
     }
 
     /// Take the model's numbers and flags as they are now for those of its signature: a loss has changed them, which does not matter

@@ -33,6 +33,47 @@ pub type List<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
 /// A set, and its members before.
 pub type Set<'py> = (Bound<'py, PySet>, Bound<'py, PyFrozenSet>);
 
+/// What a loss has set in a dict of a model, and does not add to; none: the key is not there.
+pub struct Placed {
+    dict: Py<PyDict>,
+    key: Py<PyAny>,
+    value: Option<Py<PyAny>>,
+}
+
+impl Placed {
+    /// A place, of no value yet.
+    pub fn new(dict: &Py<PyDict>, key: &Py<PyAny>, py: Python<'_>) -> Self {
+        let (dict, key) = (dict.clone_ref(py), key.clone_ref(py));
+        let value = None;
+        Self { dict, key, value }
+    }
+
+    fn now<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.dict.bind(py).get_item(&self.key)
+    }
+
+    /// Return whether the value stands there now.
+    pub fn stands(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(match (&self.value, self.now(py)?) {
+            (Some(value), Some(now)) => equal(value.bind(py), &now),
+            (value, now) => value.is_none() && now.is_none(),
+        })
+    }
+
+    /// The same place, with what stands there now.
+    pub fn kept(&self, py: Python<'_>) -> PyResult<Self> {
+        let value = self.now(py)?.map(Bound::unbind);
+        let same = Self::new(&self.dict, &self.key, py);
+        Ok(Self { value, ..same })
+    }
+
+    /// Return whether both are one place.
+    pub fn is_of(&self, other: &Self, py: Python<'_>) -> bool {
+        let key = self.key.bind(py);
+        self.dict.is(&other.dict) && key.eq(other.key.bind(py)).unwrap_or(false)
+    }
+}
+
 /// The contents of every container of a tree, to be put back.
 #[derive(Default)]
 pub struct Snapshot<'py> {
