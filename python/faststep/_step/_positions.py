@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -37,18 +38,22 @@ _RUNNING = {  # with the attribute that has their frame
     types.CoroutineType: "cr_frame",
     types.AsyncGeneratorType: "ag_frame",
 }
+_NEVER = frozenset({type(None), bool, int, float, str, set})  # in modules, of which nothing is taken
 _DRAWING = frozenset({"random", "next", "__next__"})  # names of what takes from generators and iterators
 UNKNOWN = "unknown"  # the place in a file that cannot tell it
 
 
 def moves(value: Any) -> bool:
     """Return whether something is taken from an object as it is used."""
-    if is_a(value, (random.Random, _SimpleQueue)):
+    cls: Any = type(value)
+    return _moves(cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def _moves(cls: type) -> bool:
+    if issubclass(cls, (random.Random, _SimpleQueue, *_of_numpy())):
         return True
-    if "numpy.random" in sys.modules and is_a(value, _of_numpy()):
-        return True
-    taken = hasattr(type(value), "__next__") and not hasattr(type(value), "readline")
-    return taken and type(value) not in weakref.ProxyTypes
+    return hasattr(cls, "__next__") and not hasattr(cls, "readline") and cls not in weakref.ProxyTypes
 
 
 def _of_numpy() -> tuple[type, ...]:
@@ -180,13 +185,19 @@ def _stays(value: Any) -> bool:
 
 def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
     """Return what is in a model and in the models among what is reached, in dicts and lists too, and the latter."""
-    wholes = [model, *(each for each in reached if is_a(each, nn.Module))]
-    modules = [module for whole in wholes for module in whole.modules()]
-    within, met = [values for module in modules for values in (vars(module), module)], set(map(id, modules))
+    within, met = list[Any](), set[int]()
+    for whole in (model, *reached):
+        if is_a(whole, nn.Module) and id(whole) not in met:
+            modules = [module for module in whole.modules() if id(module) not in met]
+            met.update(map(id, modules))
+            within += [values for module in modules for values in (vars(module), module)]
     found = list[Any]()
     while within:
         for value in _items(within.pop()):
-            if not is_a(value, (dict, list, tuple)):
+            cls = type(value)
+            if cls is mx.array or cls in _NEVER:
+                continue
+            if not issubclass(cls, (dict, list, tuple)):
                 found.append(value)
             elif id(value) not in met:
                 met.add(id(value))

@@ -135,6 +135,22 @@ impl Looked {
         Ok(made)
     }
 
+    /// Take out of the caches of functions what they have kept since the look.
+    pub fn forget_results(&self, py: Python<'_>) -> PyResult<()> {
+        let things = py.import("faststep._step._things")?;
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let cache = node.parent.and_then(|parent| self.object(parent, py));
+            if let (How::Misses, Some(before), Some(cache)) = (node.how, self.object(at, py), cache)
+            {
+                let now = cache.call_method0("cache_info")?.getattr("misses")?;
+                if !now.eq(&before)? {
+                    things.call_method1("forget_states", (cache, before))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Functions that have made what they keep in their caches, and in which something may change: those with the number of results
     /// that they had made before.
     pub fn made_states<'py>(

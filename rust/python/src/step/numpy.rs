@@ -89,6 +89,7 @@ fn value(
         let loss = bridge::get(&loss).filter(|loss| loss.ndim() == 0);
         loss.map(|loss| read(py, &loss)).transpose()
     });
+    given.looked.forget_results(py)?;
     let reached_again = reached.restore(py, false);
     let model_again = snapshot.restore();
     keys.set_item(0, key)?;
