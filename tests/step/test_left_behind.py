@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import operator
 import queue
@@ -709,7 +710,60 @@ def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Pa
     assert state.n == 12
 
 
+@pytest.mark.parametrize("by", ["print", "an open file", "a log"])
+def test_what_is_written_at_each_call_is_not_written_for_calls_to_come(by: str, tmp_path: Path, capsys: Any) -> None:
+    state, logger = types.SimpleNamespace(n=0), logging.getLogger("of a loss")
+    file = (tmp_path / "log").open("w")
+    handler = logging.StreamHandler(file)
+    logger.addHandler(handler)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.n += 1
+        if by == "print":
+            print(state.n)
+        elif by == "an open file":
+            file.write(f"{state.n}\n")
+        else:
+            logger.warning("%d", state.n)
+        return squares(model, x)
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    for _ in range(4):
+        step(mx.ones((3, 4)))
+    logger.removeHandler(handler)
+    file.close()
+    said = capsys.readouterr().out if by == "print" else (tmp_path / "log").read_text()
+    assert said.split() == ["1"]  # once for a trace
+    assert (state.n, step.stats.mode) == (4, "native")
+
+
 # NumPy
+
+
+@pytest.mark.parametrize("kind", ["array", "dict", "list", "written"])
+def test_numpy_arrays_before_mlxs_in_a_step_that_runs_uncompiled(kind: str) -> None:
+    def loss_fn(model: nn.Module, x: Any, held: Any) -> mx.array:
+        if kind == "written":
+            held["out"] = model(mx.array(x))
+            held["n"] = held.get("n", 0) + 1
+        weight = held if kind == "array" else held[0] if kind == "list" else held["w"]
+        return (mx.square(model(mx.array(x))) * weight).mean()
+
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn, compile=False)
+        seen.append([])
+        for number in range(4):
+            x, w = np.random.RandomState(number).randn(3, 4).astype(np.float32), mx.array([1.0, 2.0])
+            held: Any = w if kind == "array" else [w] if kind == "list" else {"x": x, "w": w}
+            seen[-1].append((step(x, held).loss if ours else plain(x, held)[0]).item())
+            if kind == "written":
+                assert held["n"] == 1
+                assert held["w"] is w
+                assert held["x"] is x
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it computes something else with the NumPy")

@@ -1,10 +1,12 @@
-"""What a loss writes as it is called on trial, for a call to come: files, and lines on the screen."""
+"""What a loss writes as it is called on trial, for a call to come: files, log records, and lines on the screen."""
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import io
+import logging
 import os
 import sys
 import threading
@@ -29,11 +31,11 @@ class Effect(BaseException):
 
 
 class Effects:
-    """Notices what this thread writes between `begin` and `end`, or stops the first of it.
+    """Notices what this thread writes between `begin` and `end`, which appears nowhere, or stops the first of it.
 
     Args:
         stops: Raise `Effect` in the place of the first.
-        silent: What is printed is no such thing, and appears nowhere.
+        silent: What is printed or logged is no such thing.
 
     Attributes:
         found: Whether something is, or would have been, written.
@@ -42,14 +44,15 @@ class Effects:
     def __init__(self, stops: bool, silent: bool = False) -> None:
         self.found, self._stops, self._silent, self._thread = False, stops, silent, threading.get_ident()
         self._old: list[tuple[Any, str, Any]] = []
+        self._files: dict[int, tuple[Any, int]] = {}  # open files that have been written to, and where they stood
 
     def begin(self) -> None:
         """Put functions that notice in the places of those that write."""
-        if self._silent:
-            self._put(sys, "stdout", io.StringIO())
-            self._put(sys, "stderr", io.StringIO())
+        self._put(sys, "stdout", io.StringIO())
+        self._put(sys, "stderr", io.StringIO())
         self._put(builtins, "open", self._opening(builtins.open))
         self._put(io, "open", self._opening(io.open))
+        self._put(logging.Logger, "callHandlers", self._logging(logging.Logger.callHandlers))
         for name in _SAVES:
             if (save := getattr(mx, name, None)) is not None:
                 self._put(mx, name, self._saving(save))
@@ -63,34 +66,62 @@ class Effects:
         while self._old:
             owner, name, old = self._old.pop()
             setattr(owner, name, old)
+        while self._files:
+            _, (file, place) = self._files.popitem()
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+                file.seek(place)
+                file.truncate()
 
     def _put(self, owner: Any, name: str, new: Any) -> None:
         self._old.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
 
+    def _is_other(self) -> bool:
+        return threading.get_ident() != self._thread
+
     def _opening(self, old: Any) -> Any:
         @functools.wraps(old)
         def opened(file: Any, mode: Any = "r", *rest: Any, **named: Any) -> Any:
-            if is_a(mode, str) and set(mode) & set("wax+"):
-                self._note()
-            return old(file, mode, *rest, **named)
+            if self._is_other() or not is_a(mode, str) or not set(mode) & set("wax+"):
+                return old(file, mode, *rest, **named)
+            self._note()
+            return io.BytesIO() if "b" in mode else io.StringIO()
 
         return opened
 
     def _saving(self, old: Any) -> Any:
         @functools.wraps(old)
         def saved(*args: Any, **named: Any) -> Any:
+            if self._is_other():
+                return old(*args, **named)
             self._note()
-            return old(*args, **named)
+            return None
 
         return saved
 
+    def _logging(self, old: Any) -> Any:
+        @functools.wraps(old)
+        def logged(logger: Any, record: Any) -> None:
+            if self._is_other():
+                old(logger, record)
+            elif not self._silent:
+                self._note()
+
+        return logged
+
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and not (self._silent and function is print) and _writes(function):
-            self._note()
+        if event != "c_call" or not _writes(function) or (self._silent and function is print):
+            return
+        file: Any = getattr(function, "__self__", None)
+        if is_a(file, io.IOBase) and id(file) not in self._files:
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+                self._files[id(file)] = file, file.tell()
+        self._note()
 
     def _note(self) -> None:
-        if threading.get_ident() != self._thread:
+        if self._is_other():
             return
         self.found = True
         if self._stops:

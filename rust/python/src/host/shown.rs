@@ -10,7 +10,7 @@ use pyo3::{
 use crate::{
     mlx::{
         bridge,
-        classes::{is_module, is_numpy},
+        classes::{is_module, is_numeric, is_numpy},
     },
     tree::{
         ordered,
@@ -310,9 +310,12 @@ impl<'py> Renewed<'py> {
         arguments: &Bound<'py, PyAny>,
         shown: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        rebuild_where(arguments, bridge::is_array, &mut |object| {
-            let made = self.made.entry(object.as_ptr().addr());
-            made.or_default().push_back(shown(object)?);
+        rebuild_where(arguments, is_one, &mut |object| {
+            let shown = shown(object)?; // of NumPy's too, which the loss is given itself
+            if bridge::is_array(object) {
+                let made = self.made.entry(object.as_ptr().addr());
+                made.or_default().push_back(shown);
+            }
             Ok(object.clone())
         })?;
         let made = self.made.values().flatten();
@@ -380,6 +383,10 @@ impl<'py> Renewed<'py> {
         let id = self.ids.get(&now.as_ptr().addr());
         id.is_some_and(|id| *id != bridge::id(now))
     }
+}
+
+fn is_one(object: &Bound<'_, PyAny>) -> bool {
+    bridge::is_array(object) || is_numeric(object)
 }
 
 // none where the loss has put something there that can be no argument

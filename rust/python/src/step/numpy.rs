@@ -6,7 +6,7 @@ use super::{arguments::Arguments, run::Given, Inner};
 use crate::{
     mlx::{bridge, classes::is_numpy, errors::mlx, gil::unlocked},
     reach::{
-        suspect::{Drawable, Effects},
+        suspect::{Drawable, Effects, Imports},
         Reached,
     },
     store::Store,
@@ -53,7 +53,7 @@ impl Inner {
     }
 }
 
-// the loss with these arguments; none where it raises, or would write to a file
+// the loss with these arguments; none where it raises, or would write to a file or import a module of the user's
 fn value(
     store: &Store,
     user: &Arguments<'_>,
@@ -81,10 +81,10 @@ fn value(
     }
     let arrays = &given.looked.arrays;
     let reached = Reached::new(py, given.looked.clone(), 0, (true, false), arrays)?;
-    let effects = Effects::begin(py, true, true)?;
+    let (effects, imports) = (Effects::begin(py, true, true)?, Imports::begin(py)?);
     let called = call(user, &copies);
     let writes = effects.found();
-    drop(effects);
+    drop((effects, imports));
     let outcome = called.and_then(|loss| {
         let loss = bridge::get(&loss).filter(|loss| loss.ndim() == 0);
         loss.map(|loss| read(py, &loss)).transpose()
@@ -97,6 +97,7 @@ fn value(
     reached_again.and(model_again)?;
     match outcome {
         Err(_) if writes? => Ok(None),
+        Err(error) if Imports::first(&error, py)?.is_some() => Ok(None),
         Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
         outcome => Ok(outcome.ok().flatten()),
     }
