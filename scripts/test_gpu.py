@@ -45,7 +45,7 @@ PROGRAMS = tuple(
     f"step/test_{name}.py"
     for name in (
         "calls changes clients invariants loss_reads_optimizer names optimizer_reads own_changes own_optimizers "
-        "programs ragged reach replaced sequences states surroundings traces trees turns updating_objects"
+        "left_behind programs ragged reach replaced sequences states surroundings traces trees turns updating_objects"
     ).split()
 )
 # Each a section of the page: what runs on a GPU alone, and what runs on the CPU as well.
