@@ -8,6 +8,7 @@
 mod alarms;
 mod arguments;
 mod call;
+mod check;
 mod find;
 mod flags;
 mod kept_losses;

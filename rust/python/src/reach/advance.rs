@@ -326,6 +326,16 @@ pub struct OwnChange {
 }
 
 impl OwnChange {
+    /// What it adds to numbers; none where it does something else too.
+    pub fn adds(&self) -> Option<&[Advance]> {
+        self.adds.as_deref()
+    }
+
+    /// Its name, for a message.
+    pub fn shown(&self, py: Python<'_>) -> String {
+        self.change.shown(py)
+    }
+
     /// Return whether it adds to numbers or a list, or puts a number or a text in the place of another value.
     pub fn is_plain(&self, py: Python<'_>) -> bool {
         self.adds.is_some() || self.change.is_plain(py)
@@ -385,6 +395,25 @@ pub fn are_alike(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult
         same = same && one.is_alike(other, py)?;
     }
     Ok(same)
+}
+
+/// Return whether a call has made these and no others, but for those to the end of a deque that is full, where what goes may be the
+/// same as what comes.
+pub fn are_made(adds: &[Advance], made: &[&Advance], py: Python<'_>) -> PyResult<bool> {
+    let mut rest: Vec<&Advance> = adds.iter().collect();
+    for made in made {
+        let mut found = None;
+        for (at, add) in rest.iter().enumerate() {
+            if found.is_none() && add.is_same(made, py)? {
+                found = Some(at);
+            }
+        }
+        match found {
+            Some(at) => drop(rest.remove(at)),
+            None => return Ok(false),
+        }
+    }
+    Ok(rest.iter().all(|add| matches!(add.kind, Kind::End(_))))
 }
 
 /// Return whether each is to a place to which one of the others is, too.

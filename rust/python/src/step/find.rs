@@ -7,6 +7,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::Arguments,
+    check::is_due,
     run::Given,
     suspected::Beside,
     trace_cache::{equals, holds, CallKey, Entry, Key},
@@ -131,7 +132,7 @@ impl Inner {
         store: &mut Store,
         user: &Arguments<'_>,
         given: &mut Given,
-        key: Key,
+        mut key: Key,
     ) -> Result<(), Stop> {
         let py = user.py();
         let looked = given.looked.clone();
@@ -150,6 +151,8 @@ impl Inner {
             if !self.compiled && !entry.kept.meet(&given.tree, &looked, py) {
                 entry.trace.expect_others();
             }
+            entry.kept.uses += usize::from(self.compiled);
+            let due = is_due(entry.kept.uses) && !entry.trace.is_eager();
             if let Some(seen) = entry.kept.seen(py, &looked) {
                 given.constants.clone_from(&seen.constants);
                 given.adds = seen.adds.clone();
@@ -159,7 +162,11 @@ impl Inner {
                     .as_ref()
                     .map(|template| template.clone_ref(py));
             }
-            return Ok(());
+            if !due || self.holds_still(store, user, given, &mut key)? {
+                return Ok(());
+            }
+            self.traces.drop_last(); // the loss is called, and what it does then is the user's to see
+            (given.constants, given.adds, given.goes_on) = (Vec::new(), Rc::default(), true);
         }
         self.reshapes = self.may_reshape(&key, py);
         let changed = self

@@ -67,7 +67,7 @@ fn value(
         is_one,
         &mut |object| match bridge::get(object) {
             Some(array) => bridge::wrap(py, &array),
-            None => object.call_method0(intern!(py, "copy")),
+            None => copy(object),
         },
     )?;
     let drawable = Drawable::before(&user.model, &given.looked)?;
@@ -101,6 +101,20 @@ fn value(
         Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
         outcome => Ok(outcome.ok().flatten()),
     }
+}
+
+// of an array of a subclass with its attributes
+fn copy<'py>(array: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = array.py();
+    let copy = array.call_method0(intern!(py, "copy"))?;
+    let attributes = intern!(py, "__dict__");
+    if let (Some(own), Some(new)) = (
+        array.getattr_opt(attributes)?,
+        copy.getattr_opt(attributes)?,
+    ) {
+        new.call_method1(intern!(py, "update"), (own,))?;
+    }
+    Ok(copy)
 }
 
 fn call<'py>(user: &Arguments<'py>, arguments: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {

@@ -373,7 +373,7 @@ impl Inner {
     }
 
     // call the loss for its graph; `returns`: what it takes from generators and iterators is put back, and noted
-    fn sketch_apart(
+    pub(super) fn sketch_apart(
         &mut self,
         store: &mut Store,
         user: &Arguments<'_>,
@@ -484,7 +484,7 @@ fn is_same(one: &Sketch, other: &Sketch, py: Python<'_>) -> PyResult<bool> {
 }
 
 // true if the numbers and texts in two structures that a loss returns are the same
-fn has_same_values(one: &Bound<'_, PyAny>, other: &Bound<'_, PyAny>) -> bool {
+pub(super) fn has_same_values(one: &Bound<'_, PyAny>, other: &Bound<'_, PyAny>) -> bool {
     let alike = |ones: Vec<Bound<'_, PyAny>>, others: Vec<Bound<'_, PyAny>>| {
         let mut pairs = ones.iter().zip(&others);
         ones.len() == others.len() && pairs.all(|(one, other)| has_same_values(one, other))

@@ -135,6 +135,8 @@ pub struct Kept {
     pub adds: Rc<Vec<Advance>>,
     /// What the loss sets on the model, as a call has left it for which the trace stands.
     pub set: RefCell<Vec<Placed>>,
+    /// How often the trace has stood for a call of the loss.
+    pub uses: usize,
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
     /// Arrays that the loss reaches which were one object as it was traced: one input stands for both, by their numbers.
