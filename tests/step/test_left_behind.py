@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import csv
 import dataclasses
 import functools
 import itertools
@@ -662,6 +663,109 @@ for nested in (False, True):
     PROGRAMS[f"milestones in a set on the model, {nested}"] = milestones({7, 20}, nested)
 
 
+# what the loss makes at its first call, and keeps
+
+
+class Tracker:
+    """An object that counts."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self) -> int:
+        self.n += 1
+        return self.n
+
+
+class Counting(dict[str, Any]):
+    """A dict with a count of its own, which is an attribute of the class at first."""
+
+    n = 0
+
+    def __call__(self) -> int:
+        self.n += 1
+        return self.n
+
+
+class Recent:
+    """The last numbers, in a deque that is made when it is needed."""
+
+    def __init__(self) -> None:
+        self.kept: collections.deque[int] = collections.deque(maxlen=4)
+
+    def __call__(self) -> int:
+        self.kept.append(len(self.kept))
+        return sum(self.kept)
+
+
+def numbers() -> Iterator[int]:
+    yield from itertools.cycle([1, 2, 3, 4, 5])
+
+
+FIRST: dict[str, Callable[[], Any]] = {
+    "object": Tracker,
+    "deque": Recent,
+    "generator": numbers,
+    "iterator": lambda: iter(range(100)),
+    "generator of NumPy": lambda: np.random.default_rng(1),
+    "random": lambda: random.Random(1),
+    "in a tuple": lambda: (Tracker(), {"a": Tracker()}),
+}
+
+
+def counted(kept: Any) -> int:
+    """Let what is kept count or draw."""
+    if isinstance(kept, tuple):
+        return counted(kept[1]["a"])
+    if callable(kept):
+        return int(kept())
+    return next(kept) if hasattr(kept, "__next__") else int(1000 * kept.random())
+
+
+def made_first(kind: str, place: str, uses: bool, draws: bool = False) -> Make:
+    """A loss that makes something at its first call and keeps it on the model, a layer or an agent."""
+
+    def make() -> Made:
+        model, agent = nn.Sequential(nn.Linear(4, 2), nn.Tanh()), types.SimpleNamespace()
+        owner: Any = {"model": model, "layer": model.layers[0], "agent": agent}[place]
+        owner.kept, seen = None, [0]
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            if owner.kept is None:
+                owner.kept = FIRST[kind]()
+            seen[0] = counted(owner.kept)
+            if draws and random.random() < 0.5:
+                x = -x
+            return squares(model, x) * (1 + 0.01 * min(seen[0], 9) if uses else 1)
+
+        return Made(loss_fn, lambda: seen[0], model=model)
+
+    return make
+
+
+for kind, place in itertools.product(FIRST, ("model", "layer", "agent")):
+    name = f"{kind} made first on the {place}"
+    PROGRAMS |= {f"{name}, {uses}": made_first(kind, place, uses) for uses in (False, True)}
+    PROGRAMS[f"{name} beside a draw"] = made_first(kind, place, True, True)
+
+
+def counting(uses: bool) -> Make:
+    def make() -> Made:
+        model = nn.Linear(4, 2)
+        model.hits = Counting()
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            n = model.hits()
+            return squares(model, x) * (1 + 0.01 * min(n, 9) if uses else 1)
+
+        return Made(loss_fn, lambda: model.hits.n, model=model)
+
+    return make
+
+
+PROGRAMS |= {f"an attribute of a dict on the model, {uses}": counting(uses) for uses in (False, True)}
+
+
 def test_a_count_that_is_returned_goes_on() -> None:
     counted: list[int] = []
 
@@ -710,12 +814,20 @@ def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Pa
     assert state.n == 12
 
 
-@pytest.mark.parametrize("by", ["print", "an open file", "a log"])
+@pytest.mark.filterwarnings("ignore:faststep. the loss reads a _csv.writer")
+@pytest.mark.parametrize("by", ["print", "an open file", "a table", "a log", "a filter"])
 def test_what_is_written_at_each_call_is_not_written_for_calls_to_come(by: str, tmp_path: Path, capsys: Any) -> None:
     state, logger = types.SimpleNamespace(n=0), logging.getLogger("of a loss")
     file = (tmp_path / "log").open("w")
-    handler = logging.StreamHandler(file)
+    handler, rows, filtered = logging.StreamHandler(file), csv.writer(file), list[int]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        filtered.append(record.lineno)
+        return True
+
     logger.addHandler(handler)
+    if by == "a filter":
+        logger.addFilter(keep)
 
     def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
         state.n += 1
@@ -723,6 +835,8 @@ def test_what_is_written_at_each_call_is_not_written_for_calls_to_come(by: str, 
             print(state.n)
         elif by == "an open file":
             file.write(f"{state.n}\n")
+        elif by == "a table":
+            rows.writerow([state.n])
         else:
             logger.warning("%d", state.n)
         return squares(model, x)
@@ -731,7 +845,9 @@ def test_what_is_written_at_each_call_is_not_written_for_calls_to_come(by: str, 
     for _ in range(4):
         step(mx.ones((3, 4)))
     logger.removeHandler(handler)
+    logger.removeFilter(keep)
     file.close()
+    assert len(filtered) == (by == "a filter")
     said = capsys.readouterr().out if by == "print" else (tmp_path / "log").read_text()
     assert said.split() == ["1"]  # once for a trace
     assert (state.n, step.stats.mode) == (4, "native")
@@ -764,6 +880,44 @@ def test_numpy_arrays_before_mlxs_in_a_step_that_runs_uncompiled(kind: str) -> N
                 assert held["w"] is w
                 assert held["x"] is x
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("how", ["value", "random", "iterator", "generator", "store", "reshape", "dict", "flag"])
+def test_numpy_arrays_that_the_plain_loop_refuses_are_mlxs_at_every_step(how: str, compile: bool) -> None:
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        random.seed(0)
+        kept = types.SimpleNamespace(n=0, log=[], last=None, aux={}, turns=iter(range(9)), generator=numbers())
+
+        def loss_fn(model: nn.Module, x: Any, kept: Any = kept) -> mx.array:
+            kept.n += 1
+            loss = squares(model, x)  # which refuses NumPy's
+            if how == "value":
+                kept.log.append(loss.item())
+            elif how in ("store", "reshape"):
+                kept.last = mx.stop_gradient(loss if how == "store" else model(x))
+            elif how == "dict":
+                kept.aux.update(loss=loss)
+            elif how == "flag":
+                return loss * (2 if x.max() > 1 else 1)
+            factors = {
+                "random": random.random,
+                "iterator": lambda: next(kept.turns),
+                "generator": lambda: next(kept.generator),
+            }
+            return loss * factors[how]() if how in factors else loss
+
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn, compile=compile)
+        seen.append([])
+        for number in range(6):
+            x = np.random.RandomState(number).randn(3 + (number == 4), 4).astype(np.float32)
+            loss = step(x).loss if ours else plain(mx.array(x))[0]
+            seen[-1].append((round(loss.item(), 5), kept.n))
+    assert seen[1] == seen[0]
 
 
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it computes something else with the NumPy")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import csv
 import functools
+import gc
 import io
 import logging
 import os
@@ -18,7 +20,8 @@ import mlx.core as mx
 from faststep._step._things import STREAMS, is_a
 
 _SAVES = ("save", "savez", "savez_compressed", "save_safetensors", "save_gguf")
-_WRITES = frozenset({"write", "writelines", "truncate"})
+_WRITES = frozenset({"write", "writelines", "truncate", "writerow", "writerows"})
+_CSV = type(csv.writer(io.StringIO()))
 _OF_SYSTEM = frozenset(
     getattr(os, name)
     for name in ("mkdir", "remove", "rename", "replace", "rmdir", "system", "unlink", "write")
@@ -52,7 +55,8 @@ class Effects:
         self._put(sys, "stderr", io.StringIO())
         self._put(builtins, "open", self._opening(builtins.open))
         self._put(io, "open", self._opening(io.open))
-        self._put(logging.Logger, "callHandlers", self._logging(logging.Logger.callHandlers))
+        for name in ("handle", "callHandlers"):  # the first asks the filters, which may count
+            self._put(logging.Logger, name, self._logging(getattr(logging.Logger, name)))
         for name in _SAVES:
             if (save := getattr(mx, name, None)) is not None:
                 self._put(mx, name, self._saving(save))
@@ -114,6 +118,9 @@ class Effects:
         if event != "c_call" or not _writes(function) or (self._silent and function is print):
             return
         file: Any = getattr(function, "__self__", None)
+        if type(file) is _CSV:  # which holds the method of its file
+            files = (getattr(held, "__self__", None) for held in gc.get_referents(file))
+            file = next((each for each in files if is_a(each, io.IOBase)), None)
         if is_a(file, io.IOBase) and id(file) not in self._files:
             with contextlib.suppress(OSError, ValueError):
                 file.flush()
@@ -133,4 +140,5 @@ def _writes(function: Any) -> bool:
     if function is print or (is_a(function, types.BuiltinFunctionType) and function in _OF_SYSTEM):
         return True
     own = getattr(function, "__self__", None)
-    return getattr(function, "__name__", "") in _WRITES and is_a(own, io.IOBase) and not is_a(own, STREAMS)
+    is_file = type(own) is _CSV or (is_a(own, io.IOBase) and not is_a(own, STREAMS))
+    return is_file and getattr(function, "__name__", "") in _WRITES

@@ -289,7 +289,8 @@ class Step:
 
         The step is traced, which the first step then need not do, and MLX's evaluation of it is simulated without
         computing anything: model, optimizer and random state stay as they are. A loss function that cannot be traced is
-        called and may compute; what the plan says is then less certain.
+        called and may compute; what the plan says is then less certain. A warning names what the loss takes from that
+        nobody can put back (a generator function, `itertools.count`).
 
         Args:
             *batch: As for a step.

@@ -245,6 +245,12 @@ impl PythonHost {
                         let what = format!("it stores a new array on the model: {key}");
                         return Err(Stop::Stores(what));
                     }
+                    let looked = current.looked.clone();
+                    let made = || snapshot.new_object(|object| looked.has(object));
+                    if let Some(key) = current.compiled.then(made).transpose()?.flatten() {
+                        let what = format!("it stores a new object on the model: {key}");
+                        return Err(Stop::Stores(what));
+                    }
                     let lost = current.compiled.then(|| snapshot.lost_array());
                     if let Some(key) = lost.transpose()?.flatten() {
                         return Err(Stop::Untraceable(format!("it removes {key}")));
@@ -363,12 +369,18 @@ impl PythonHost {
                 .for_each(|(_, count)| *count += 1);
         }
         let kept = || faststep::engine::graph::kept(inputs, &before, outputs);
-        if kept()?.is_empty() {
-            return Ok(());
-        }
-        let collected = Python::attach(|py| py.import("gc")?.call_method0("collect").map(|_| ()));
-        if let Err(error) = collected {
-            return self.run(|_, _| Err(error.into()));
+        // a cycle that the loss has left is young: to look through all objects of a program takes long
+        for generation in 0..3 {
+            if kept()?.is_empty() {
+                return Ok(());
+            }
+            let collected = Python::attach(|py| {
+                let gc = py.import("gc")?;
+                gc.call_method1("collect", (generation,)).map(drop)
+            });
+            if let Err(error) = collected {
+                return self.run(|_, _| Err(error.into()));
+            }
         }
         let kept = kept()?;
         if kept.is_empty() {

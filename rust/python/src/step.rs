@@ -47,6 +47,7 @@ use alarms::Alarms;
 use arguments::Arguments;
 use flags::{is_true, read};
 use measure::Measured;
+use numpy::SeenNumpy;
 use options::Options;
 use suspected::{LookedAhead, Writes};
 use trace_cache::Traces;
@@ -106,7 +107,7 @@ struct Inner {
     swapped: Vec<Swapped>,        // of the model, by the loss of this call
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
-    numpy_looks: usize, // at whether NumPy's arrays matter to the loss
+    numpy: SeenNumpy,
     looked_ahead: LookedAhead,
     counts: Option<(Vec<f64>, Rc<Vec<Advance>>)>, // how far numbers of the model have come, behind the last step
     changes_model: bool,                          // the loss changes numbers of the model itself
@@ -188,7 +189,7 @@ impl Step {
                 swapped: Vec::new(),
                 suspect: None,
                 checks: 0,
-                numpy_looks: 0,
+                numpy: SeenNumpy::default(),
                 looked_ahead: LookedAhead::default(),
                 counts: None,
                 changes_model: false,

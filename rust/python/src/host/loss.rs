@@ -336,13 +336,14 @@ impl Current {
             bridge::wrap(py, tracer)
         };
         let mut renewed = Renewed::default();
-        let arguments = if self.compiled || self.mixed {
+        let converted = (!self.arguments.is(&self.own)).then(|| self.own.bind(py));
+        let copied = self.compiled || self.mixed || converted.is_some();
+        let arguments = if copied {
             rebuild(own, &mut shown)?
         } else {
             renewed.take(own, &mut shown)? // what the loss does to containers is the user's to see
         };
-        let converted = (!self.arguments.is(&self.own)).then(|| self.own.bind(py));
-        let shown = (self.compiled || self.mixed).then(|| Shown::take(&arguments, converted));
+        let shown = copied.then(|| Shown::take(&arguments, converted));
         let shown = shown.transpose()?;
         let arguments = arguments.cast_into::<PyTuple>().map_err(PyErr::from)?;
         let positional = arguments

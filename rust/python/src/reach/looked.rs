@@ -94,6 +94,12 @@ impl Looked {
         }
     }
 
+    /// Return whether an object is one of those at the nodes.
+    pub fn has(&self, object: &Bound<'_, PyAny>) -> bool {
+        let mut objects = self.objects.iter().flatten();
+        objects.any(|known| known.is(object))
+    }
+
     pub(super) fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
         let nodes = self.program.nodes.iter().filter(|node| node.kept.is_some());
         let met = nodes

@@ -239,7 +239,8 @@ pub fn number(nodes: &mut [Node], is_kept: impl Fn(usize, &Node) -> bool) {
 
 /// Complete the expectations of nodes by the objects at their places now.
 pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResult<Expected> {
-    let parents = nodes.iter().filter(|node| node.how == How::Instance);
+    let of_attributes = |node: &&Node| matches!(node.how, How::Instance | How::Names);
+    let parents = nodes.iter().filter(of_attributes);
     let parents: Vec<usize> = parents.filter_map(|node| node.parent).collect();
     for parent in parents {
         nodes[parent].opens = true;

@@ -133,6 +133,12 @@ impl<'py> Reached<'py> {
         if let Some(name) = name {
             return Err(Stop::Stores(format!("it stores a new array in {name}")));
         }
+        let made = traced
+            .snapshot
+            .new_object(|object| self.looked.has(object))?;
+        if let Some(name) = made {
+            return Err(Stop::Stores(format!("it stores a new object: {name}")));
+        }
         if let Some((class, name)) = self.looked.program.classes.made(py)?.first() {
             let name = format!("{}.{}", text(class.name()?.as_any()), text(name));
             return Err(Stop::Becomes(format!("it makes {name} of a class")));

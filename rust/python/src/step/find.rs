@@ -194,8 +194,10 @@ impl Inner {
         if unchecked && varying.is_empty() {
             self.check_rare_values(given, py)?;
         }
-        if let Some(why) = self.takes_numpy(store, user, given)? {
-            return Err(Stop::Untraceable(why));
+        if self.compiled {
+            if let Some(why) = self.takes_numpy(store, user, given)? {
+                return Err(Stop::Untraceable(why));
+            }
         }
         let names = changed.iter().map(|&value| looked.value_name(py, value));
         let mut names: Vec<String> = names.take(3).collect();

@@ -8,6 +8,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use super::{
     arguments::Arguments,
     run::{finished, Given},
+    trace_cache::warn,
     Inner, Task,
 };
 use crate::{
@@ -196,7 +197,17 @@ impl<'py> Before<'py> {
                 bridge::assign(object, array);
             }
         }
-        self.drawable.put_back(py)
+        self.drawable.put_back(py)?;
+        let taken = self.drawable.moved(py)?;
+        if taken.is_empty() {
+            return Ok(());
+        }
+        let message = format!(
+            "the loss has been called, and what it has taken from {} cannot be put back: the next step goes on behind that. Make it \
+             anew before training begins",
+            taken.join(", ")
+        );
+        warn(py, &message)
     }
 }
 

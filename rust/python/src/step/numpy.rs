@@ -19,9 +19,17 @@ const MAX_LOOKS: usize = 8;
 /// Relative difference of two losses up to which one differs from the other by rounding: MLX computes in half the bits.
 const ROUNDING: f64 = 1e-5;
 
+/// What has been seen of a loss with NumPy arrays among its arguments.
+#[derive(Default)]
+pub(super) struct SeenNumpy {
+    looks: usize,
+    /// True if it can be called with these themselves, as which it is shown them uncompiled; else with arrays of MLX's.
+    pub(super) takes_own: bool,
+}
+
 impl Inner {
-    /// Before a trace is made: the reason why the loss is to be shown NumPy's arrays themselves. It is called with both, and what
-    /// it does is taken back.
+    /// Before a trace is made, or an uncompiled step is taken: the reason why the loss is to be shown NumPy's arrays themselves. It is
+    /// called with both, and what it does is taken back.
     pub(super) fn takes_numpy(
         &mut self,
         store: &Store,
@@ -29,16 +37,19 @@ impl Inner {
         given: &Given,
     ) -> PyResult<Option<String>> {
         let mixed = self.options.compute_dtype.is_some();
-        if !self.compiled || mixed || user.passed.is(&user.own) || self.numpy_looks == MAX_LOOKS {
+        if mixed || user.passed.is(&user.own) || self.numpy.looks == MAX_LOOKS {
             return Ok(None);
         }
-        if Drawable::before(&user.model, &given.looked)?.stay(user.py())? {
-            return Ok(None); // what it takes from a generator function could not be put back
+        if !given.looked.is_known
+            || Drawable::before(&user.model, &given.looked)?.stay(user.py())?
+        {
+            return Ok(None); // what it changes or takes from a generator function could not be put back
         }
-        self.numpy_looks += 1;
+        self.numpy.looks += 1;
         let Some(own) = value(store, user, given, &user.own)? else {
             return Ok(None); // with which it raises
         };
+        self.numpy.takes_own = true;
         let shown = value(store, user, given, &user.passed)?;
         let same = shown.is_some_and(|shown| {
             let rounding = ROUNDING * own.abs().max(shown.abs());

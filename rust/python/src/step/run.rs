@@ -125,6 +125,9 @@ impl Inner {
             self.compiled = false;
         }
         loop {
+            if !self.compiled && !self.numpy.takes_own {
+                self.takes_numpy(store, user, given)?;
+            }
             let found = self.find(store, user, given, task);
             let stop = match found.and_then(|()| attempt(self, store, given)) {
                 Ok(output) => {
@@ -463,10 +466,10 @@ impl Inner {
             loss_fn: user.loss_fn.clone().unbind(),
             weighted: self.options.weighted,
             mixed: self.options.compute_dtype.is_some(),
-            arguments: if self.compiled || self.options.compute_dtype.is_some() {
-                user.passed.clone().unbind()
-            } else {
+            arguments: if !self.compiled && self.numpy.takes_own {
                 user.own.clone().unbind()
+            } else {
+                user.passed.clone().unbind()
             },
             own: user.own.clone().unbind(),
             key_list: store.key_list.clone_ref(py),

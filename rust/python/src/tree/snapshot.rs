@@ -2,8 +2,9 @@
 use std::{cell::Cell, collections::HashSet};
 
 use pyo3::{
+    intern,
     prelude::*,
-    types::{PyDict, PyFrozenSet, PyList, PyModule, PySet, PyTuple, PyType},
+    types::{PyDict, PyFrozenSet, PyFunction, PyList, PyModule, PySet, PyTuple, PyType},
 };
 
 use super::{
@@ -13,7 +14,10 @@ use super::{
     text::text,
     walk::{fields, walk, Kind, Visitor, MAX_DEPTH},
 };
-use crate::mlx::{bridge, classes::is_deque};
+use crate::mlx::{
+    bridge,
+    classes::{is_deque, is_module, is_numpy},
+};
 
 /// The most objects that are looked through for an array.
 const MAX_SEEN: usize = 1 << 16;
@@ -142,6 +146,23 @@ impl<'py> Snapshot<'py> {
                 .any(|item| holds_array(&item, &mut HashSet::new()))
             {
                 return Ok(Some("a set".into()));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The key under which an object stands that keeps what may change, and which was not there; but for those that are known.
+    pub fn new_object(
+        &self,
+        is_known: impl Fn(&Bound<'py, PyAny>) -> bool,
+    ) -> PyResult<Option<String>> {
+        for (dict, copy) in self.changed_dicts() {
+            for (key, value) in dict.iter() {
+                let before = copy.get_item(&key)?;
+                let same = before.is_some_and(|before| before.is(&value));
+                if !same && keeps(&value, 0) && !is_known(&value) {
+                    return Ok(Some(text(&key)));
+                }
             }
         }
         Ok(None)
@@ -371,6 +392,36 @@ fn imported<'py>(
 
 fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
     one.len() == other.len() && one.iter().zip(other.iter()).all(|(a, b)| a.is(&b))
+}
+
+// whether an object is none of MLX's, no container, no function and no constant, and keeps what may change; or leads to such a one
+fn keeps(object: &Bound<'_, PyAny>, depth: usize) -> bool {
+    let any = |items: Vec<Bound<'_, PyAny>>| items.iter().any(|item| keeps(item, depth + 1));
+    let is_other = is_fixed(object)
+        || bridge::is_array(object)
+        || is_module(object)
+        || object.is_instance_of::<PyModule>()
+        || object.is_instance_of::<PyType>()
+        || object.is_instance_of::<PyFunction>();
+    if is_other || depth > MAX_DEPTH {
+        return false;
+    }
+    if let Ok(dict) = object.cast::<PyDict>() {
+        return any(dict.values().iter().collect());
+    }
+    if let Ok(list) = object.cast::<PyList>() {
+        return any(list.iter().collect());
+    }
+    if let Ok(tuple) = object.cast::<PyTuple>() {
+        return any(tuple.iter().collect());
+    }
+    let of_class = |name| object.get_type().hasattr(name).unwrap_or(false);
+    let of_enum = of_class(intern!(object.py(), "_member_map_"));
+    let has_slots = || of_class(intern!(object.py(), "__slots__"));
+    let is_iterator = || of_class(intern!(object.py(), "__next__"));
+    let is_generator = || of_class(intern!(object.py(), "standard_normal")); // of NumPy's
+    let is_of_library = || is_deque(object) || is_numpy(object) || is_iterator() || is_generator();
+    !of_enum && (bridge::attributes(object).is_some() || is_of_library() || has_slots())
 }
 
 /// Return whether an object is an array, or leads to one: by what it contains, and by its attributes.
