@@ -766,6 +766,28 @@ def counting(uses: bool) -> Make:
 PROGRAMS |= {f"an attribute of a dict on the model, {uses}": counting(uses) for uses in (False, True)}
 
 
+class Log(list[int]):
+    """A list that keeps its sum."""
+
+    total = 0
+
+    def append(self, value: int) -> None:
+        self.total += value
+        super().append(value)
+
+
+@program
+def a_list_of_a_class_of_its_own_that_grows() -> Made:
+    log, sums = Log(), Counting()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        log.append(len(x))
+        sums[f"of {len(x)}"] = sums.get(f"of {len(x)}", 0) + sums()
+        return squares(model, x)
+
+    return Made(loss_fn, lambda: (list(log), log.total, dict(sums), sums.n), sizes="two")
+
+
 def test_a_count_that_is_returned_goes_on() -> None:
     counted: list[int] = []
 

@@ -145,9 +145,9 @@ def is_numbers(value: Any) -> bool:
 
 def is_of_numbers(value: Any) -> bool:
     """Return whether it is a list or a dict of numbers and texts alone: a history of losses, say."""
-    if type(value) is dict:
-        return is_of_numbers([*value, *value.values()])
-    return type(value) is list and all(type(each) in PLAIN for each in value)
+    if is_a(value, dict):
+        return is_of_numbers([*dict.keys(value), *dict.values(value)])
+    return is_a(value, list) and all(type(each) in PLAIN for each in list.__iter__(value))
 
 
 def is_large_deque(value: Any) -> bool:
