@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import fractions
+import logging
+import os
+import signal
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +124,51 @@ def test_attributes_of_numpy_arguments_are_told_of() -> None:
     assert step(batch(2.0)).loss.item() == pytest.approx(2 * squares(step.model, mx.ones((3, 4))).item(), rel=1e-5)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
+@pytest.mark.parametrize("kind", ["ctrl-c", "alarm"])
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_signal_in_a_call_on_trial_is_handled_behind_it(counts: bool, kind: str) -> None:
+    calls, agent = ctypes.c_long(0), types.SimpleNamespace(n=0)
+    address, number = ctypes.addressof(calls), signal.SIGINT if kind == "ctrl-c" else signal.SIGALRM
+    error: type[BaseException] = KeyboardInterrupt if kind == "ctrl-c" else TimeoutError
+
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        call = ctypes.c_long.from_address(address)  # which no call on trial puts back
+        call.value += 1
+        if counts:
+            agent.n += 1
+        if call.value == at:
+            os.kill(os.getpid(), number)
+        return squares(model, x)
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        for at in range(1, 14):
+            mx.random.seed(0)
+            calls.value, agent.n, met = 0, 0, 0
+            step, plain = (Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn) for _ in range(2))
+            plain.model.update(step.model.parameters())
+            taken = 0
+            while taken < 12:
+                try:
+                    step(mx.ones((3, 4)))
+                    taken += 1
+                except error:
+                    met += 1
+                    taken = step.optimizer.step.item()
+            assert (met, step.optimizer.step.item(), step.stats.mode) == (int(calls.value >= at), 12, "native")
+            assert not counts or 12 <= agent.n <= 12 + met  # of a call that it ends, the plain loop counts too
+            calls.value = at
+            for _ in range(12):
+                plain(mx.ones((3, 4)))
+            assert mx.array_equal(step.model.weight, plain.model.weight)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("calls", [9, 10, 99, 100, 1000])
 def test_a_look_leaves_nothing_behind(calls: int) -> None:
     seen: list[int] = []
@@ -144,3 +193,28 @@ def test_a_look_leaves_nothing_behind(calls: int) -> None:
     for _ in range(calls + 1):
         mx.random.normal((1,))
     assert mx.random.state[0].tolist() == key
+
+
+def test_a_filter_that_counts_is_no_reason_to_warn() -> None:
+    model, logger = nn.Linear(4, 2), logging.Logger("train")
+
+    class Count(logging.Filter):
+        n = 0
+
+        def filter(self, record: logging.LogRecord) -> bool:
+            self.n += 1
+            return True
+
+    count = Count()
+    logger.addFilter(count)
+    logger.addHandler(logging.NullHandler())
+    model.kept = logger, count
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        logger.info("batch of %d", len(x))
+        return squares(model, x)
+
+    step = Step(model, optim.SGD(0.1), loss_fn)
+    for _ in range(12):
+        step(mx.ones((3, 4)))
+    assert step.stats.mode == "native"

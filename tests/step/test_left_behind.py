@@ -54,6 +54,7 @@ def program(make: Make) -> Make:
     return make
 
 
+@pytest.mark.filterwarnings("ignore:faststep. attributes of the model have changed again and again")
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_leaves_what_it_leaves_in_the_plain_loop(name: str) -> None:
@@ -776,16 +777,35 @@ class Log(list[int]):
         super().append(value)
 
 
-@program
-def a_list_of_a_class_of_its_own_that_grows() -> Made:
-    log, sums = Log(), Counting()
+class Queue(collections.deque[int]):
+    """A queue that counts what goes in."""
 
-    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
-        log.append(len(x))
-        sums[f"of {len(x)}"] = sums.get(f"of {len(x)}", 0) + sums()
-        return squares(model, x)
+    total = 0
 
-    return Made(loss_fn, lambda: (list(log), log.total, dict(sums), sums.n), sizes="two")
+    def append(self, value: int) -> None:
+        super().append(value)
+        self.total += 1
+
+
+def logging_to(kind: Callable[[], Any], place: str, sizes: str) -> Make:
+    """A loss that appends to an object of a class of its own."""
+
+    def make() -> Made:
+        model, agent = nn.Sequential(nn.Linear(4, 2), nn.Tanh()), types.SimpleNamespace()
+        owner: Any = {"model": model, "layer": model.layers[0], "agent": agent}[place]
+        owner._log = kind()
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            owner._log.append(len(x))
+            return squares(model, x)
+
+        return Made(loss_fn, lambda: (list(owner._log), owner._log.total), model=model, sizes=sizes)
+
+    return make
+
+
+for kind, place, sizes in itertools.product((Log, Queue), ("model", "layer", "agent"), ("one", "two")):
+    PROGRAMS[f"a {kind.__name__} of its own on the {place}, sizes {sizes}"] = logging_to(kind, place, sizes)
 
 
 def test_a_count_that_is_returned_goes_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import sys
 import time
 import types
@@ -80,6 +81,11 @@ _READS = (
     "[eval] Attempting to eval an array without a primitive",  # in an optimizer's update
 )
 _IN_LIBRARY = "in the loss"
+SIGNALS = tuple(  # whose handlers of the user's may raise
+    getattr(signal, name)
+    for name in ("SIGALRM", "SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
 
 
 class Positions:
@@ -143,6 +149,26 @@ class Positions:
     def _now(self) -> list[tuple[str, Any]]:
         states = [(generator_name(each), read(each)) for each, read in self._kept]
         return of_process() + [(generator_name(each), position(each)) for each in self._objects] + states
+
+
+class Deferred:
+    """A handler that takes note of signals while a loss is called on trial, which the user's might end half way.
+
+    A second Ctrl-C does not wait.
+
+    Attributes:
+        came: The numbers of the signals that came.
+    """
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self._interrupt: Any = signal.getsignal(signal.SIGINT)
+
+    def __call__(self, number: int, frame: types.FrameType | None) -> None:
+        """Note a signal."""
+        if number == signal.SIGINT and number in self.came:
+            self._interrupt(number, frame)
+        self.came.append(number)
 
 
 class HeldBack:

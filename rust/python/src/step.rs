@@ -19,6 +19,7 @@ mod options;
 mod run;
 mod suspected;
 mod trace_cache;
+mod undisturbed;
 
 use std::{
     cell::RefCell,

@@ -287,9 +287,14 @@ impl Advance {
                 }
             }
             Kind::End(items) => {
-                let name = intern!(py, "append"); // as a class of the user's has it
+                // what a class of the user's does beside has been seen by itself
                 let mut items = items.iter();
-                items.try_for_each(|item| object.call_method1(name, (item,)).map(drop))
+                if let Ok(list) = object.cast::<PyList>() {
+                    return items.try_for_each(|item| list.append(item));
+                }
+                let deque = py.import("collections")?.getattr("deque")?;
+                let append = deque.getattr(intern!(py, "append"))?;
+                items.try_for_each(|item| append.call1((object, item)).map(drop))
             }
         }
     }

@@ -11,6 +11,7 @@ use super::{
     run::Given,
     suspected::{has_same_values, Writes},
     trace_cache::Key,
+    undisturbed::undisturbed,
     Inner,
 };
 use crate::{
@@ -63,8 +64,22 @@ impl Inner {
             Some(graph) => graph.differences(graph).map_err(mlx)?.is_some(),
             None => false,
         };
-        if !is_comparable || Drawable::before(&user.model, &given.looked)?.stay(py)? {
-            return Ok(true); // it cannot be told, or what the loss takes could not be put back
+        if !is_comparable {
+            return Ok(true); // it cannot be told
+        }
+        undisturbed(py, || self.compared(store, user, given, key))
+    }
+
+    fn compared(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &mut Key,
+    ) -> Result<bool, Stop> {
+        let py = user.py();
+        if Drawable::before(&user.model, &given.looked)?.stay(py)? {
+            return Ok(true); // what the loss takes could not be put back
         }
         self.writes = Writes::Unknown;
         let sketch = self.sketch_apart(store, user, given, key, true);
@@ -121,6 +136,9 @@ impl Inner {
         let templates = self.template.as_ref().zip(sketch.template.as_ref());
         if templates.is_some_and(|(one, other)| !has_same_values(one.bind(py), other.bind(py))) {
             return Ok(Some("numbers that it returns".into()));
+        }
+        if self.writes == Writes::Ever {
+            return Ok(None); // what counts that has not been called, a filter of a logger say
         }
         let mut adds: Vec<&Advance> = Vec::new();
         for own in sketch.model.iter().chain(&sketch.reached) {

@@ -2,7 +2,7 @@
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{exceptions::PyException, intern, prelude::*, types::PyTuple};
 
-use super::{arguments::Arguments, run::Given, Inner};
+use super::{arguments::Arguments, run::Given, undisturbed::undisturbed, Inner};
 use crate::{
     mlx::{bridge, classes::is_numpy, errors::mlx, gil::unlocked},
     reach::{
@@ -46,11 +46,12 @@ impl Inner {
             return Ok(None); // what it changes or takes from a generator function could not be put back
         }
         self.numpy.looks += 1;
-        let Some(own) = value(store, user, given, &user.own)? else {
+        let value = |arguments| value(store, user, given, arguments);
+        let Some(own) = undisturbed(user.py(), || value(&user.own))? else {
             return Ok(None); // with which it raises
         };
         self.numpy.takes_own = true;
-        let shown = value(store, user, given, &user.passed)?;
+        let shown = undisturbed(user.py(), || value(&user.passed))?;
         let same = shown.is_some_and(|shown| {
             let rounding = ROUNDING * own.abs().max(shown.abs());
             shown.to_bits() == own.to_bits()

@@ -12,6 +12,7 @@ use super::{
     find::{is_of, taken, Sketch},
     run::{Given, MAX_CHECKS},
     trace_cache::{warn, Entry, Key},
+    undisturbed::undisturbed,
     Inner,
 };
 use crate::{
@@ -123,6 +124,9 @@ pub(super) enum Writes {
     Later,
 }
 
+/// A trace's number, whether the numbers are those of its first call, what the loss changed there, and the key of the batch.
+type Pending = (usize, bool, Suspect, Key);
+
 /// What comes of further calls of a loss.
 enum Again {
     /// The user's error.
@@ -149,12 +153,20 @@ impl Inner {
         given: &mut Given,
         (task, is_behind): (Task, bool),
     ) -> PyResult<Option<String>> {
+        let pending = self.pending(store, given, (task, is_behind), user.py())?;
+        let tried = |pending| undisturbed(user.py(), || self.tried(store, user, given, pending));
+        pending.map_or(Ok(None), tried)
+    }
+
+    // the same of one trace
+    fn tried(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        (at, is_now, mut suspect, mut key): Pending,
+    ) -> PyResult<Option<String>> {
         let py = user.py();
-        let Some((at, is_now, mut suspect, mut key)) =
-            self.pending(store, given, (task, is_behind), py)?
-        else {
-            return Ok(None);
-        };
         if !is_now && suspect.is_looked_at_enough() {
             self.keep(at, suspect); // until the numbers are those of its trace again
             return Ok(None);
@@ -413,15 +425,14 @@ impl Inner {
         sketch
     }
 
-    // what is to be looked at before a trace is used for this batch: the trace's number, whether the numbers are those of then too,
-    // and the key of the batch
+    // what is to be looked at before a trace is used for this batch
     fn pending(
         &self,
         store: &Store,
         given: &Given,
         (task, is_behind): (Task, bool),
         py: Python<'_>,
-    ) -> PyResult<Option<(usize, bool, Suspect, Key)>> {
+    ) -> PyResult<Option<Pending>> {
         let rule = store.rule.clone().filter(|_| self.compiled);
         let Some(rule) = rule.filter(|_| self.traces.are_suspect(false)) else {
             return Ok(None);
