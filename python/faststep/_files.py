@@ -102,6 +102,18 @@ def locked(path: Path, patience: float = 0.0) -> Iterator[bool]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def alone(descriptor: int) -> Iterator[None]:
+    """Hold back other processes that append to an open file: they would see a part of a line."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
 def _lock(path: Path, descriptor: int, until: float) -> bool:
     while True:
         try:

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-if sys.platform != "win32":
-    import fcntl
-
-
-@contextlib.contextmanager
-def _alone(file: int) -> Iterator[None]:
-    """Hold back other processes that append to a file, where its system has locks: they would see a part of a line."""
-    if sys.platform == "win32":
-        yield
-        return
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+from faststep._files import alone
 
 
 class Appender:
@@ -51,7 +32,7 @@ class Appender:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with _alone(self._file):
+        with alone(self._file):
             self.size = os.fstat(self._file).st_size
             self.torn = self.size > 0 and os.pread(self._file, 1, self.size - 1) != b"\n"
 
@@ -69,7 +50,7 @@ class Appender:
         """
         if self._file < 0:
             raise ValueError(f"{self.path}: expected a record before close(), got one after it")
-        with _alone(self._file):
+        with alone(self._file):
             before = os.fstat(self._file).st_size
             try:
                 while data:
