@@ -18,16 +18,13 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
+from support.beside import squares
 from support.helpers import plain_step
 
 SHARE = fractions.Fraction(1, 2)
 MEMORY = ctypes.c_double(1.0)
 ADDRESS = ctypes.addressof(MEMORY)
 FLAGGED = np.ones(3)
-
-
-def squares(model: nn.Module, x: mx.array) -> mx.array:
-    return mx.square(model(x)).mean()
 
 
 def of_a_caller(model: nn.Module, x: mx.array) -> mx.array:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -688,24 +688,14 @@ class Counting(dict[str, Any]):
         return self.n
 
 
-class Recent:
-    """The last numbers, in a deque that is made when it is needed."""
-
-    def __init__(self) -> None:
-        self.kept: collections.deque[int] = collections.deque(maxlen=4)
-
-    def __call__(self) -> int:
-        self.kept.append(len(self.kept))
-        return sum(self.kept)
-
-
 def numbers() -> Iterator[int]:
     yield from itertools.cycle([1, 2, 3, 4, 5])
 
 
 FIRST: dict[str, Callable[[], Any]] = {
     "object": Tracker,
-    "deque": Recent,
+    "deque": lambda: collections.deque(maxlen=4),
+    "array of NumPy": lambda: np.zeros(3, int),
     "generator": numbers,
     "iterator": lambda: iter(range(100)),
     "generator of NumPy": lambda: np.random.default_rng(1),
@@ -718,6 +708,12 @@ def counted(kept: Any) -> int:
     """Let what is kept count or draw."""
     if isinstance(kept, tuple):
         return counted(kept[1]["a"])
+    if isinstance(kept, collections.deque):
+        kept.append(len(kept))
+        return sum(kept)
+    if isinstance(kept, np.ndarray):
+        kept[0] += 1
+        return int(kept[0])
     if callable(kept):
         return int(kept())
     return next(kept) if hasattr(kept, "__next__") else int(1000 * kept.random())
@@ -750,6 +746,21 @@ for kind, place in itertools.product(FIRST, ("model", "layer", "agent")):
     PROGRAMS[f"{name} beside a draw"] = made_first(kind, place, True, True)
 
 
+@program
+def a_graph_of_dicts_that_lead_to_each_other_made_first() -> Made:
+    agent = types.SimpleNamespace(start=None)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if agent.start is None:
+            nodes: list[dict[str, Any]] = [{"id": number, "near": []} for number in range(12)]
+            for node in nodes:
+                node["near"].extend(nodes)
+            agent.start = nodes[0]
+        return squares(model, x) * len(agent.start["near"])
+
+    return Made(loss_fn, lambda: agent.start["id"])
+
+
 def counting(uses: bool) -> Make:
     def make() -> Made:
         model = nn.Linear(4, 2)
@@ -778,13 +789,39 @@ class Log(list[int]):
 
 
 class Queue(collections.deque[int]):
-    """A queue that counts what goes in."""
+    """A queue that counts what is done to it."""
 
     total = 0
 
     def append(self, value: int) -> None:
         super().append(value)
         self.total += 1
+
+    def extend(self, values: Iterable[int]) -> None:
+        super().extend(values)
+        self.total += 100
+
+    def clear(self) -> None:
+        super().clear()
+        self.total += 1000
+
+
+class Members(set[int]):
+    """A set that counts what is done to it."""
+
+    total = 0
+
+    def append(self, value: int) -> None:
+        self.add(value)
+        self.total += 1
+
+    def update(self, *values: Iterable[int]) -> None:
+        super().update(*values)
+        self.total += 100
+
+    def clear(self) -> None:
+        super().clear()
+        self.total += 1000
 
 
 def logging_to(kind: Callable[[], Any], place: str, sizes: str) -> Make:
@@ -804,7 +841,7 @@ def logging_to(kind: Callable[[], Any], place: str, sizes: str) -> Make:
     return make
 
 
-for kind, place, sizes in itertools.product((Log, Queue), ("model", "layer", "agent"), ("one", "two")):
+for kind, place, sizes in itertools.product((Log, Queue, Members), ("model", "layer", "agent"), ("one", "two")):
     PROGRAMS[f"a {kind.__name__} of its own on the {place}, sizes {sizes}"] = logging_to(kind, place, sizes)
 
 

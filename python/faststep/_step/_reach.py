@@ -335,7 +335,8 @@ class _Search(Asking):
         of_module = id(value) in self.walked
         pairs.sort(key=lambda pair: not is_a(pair[2], PLAIN))  # numbers in one row are compared fastest
         for how, key, item in pairs:
-            if not of_module or not (is_a(item, (mx.array, set, *PLAIN)) or id(item) in self.seen):
+            known = is_a(item, (mx.array, *PLAIN)) or type(item) is set or id(item) in self.seen
+            if not of_module or not known:
                 self.add(at, how, key, item)
         if is_a(value, dict) and not of_module:
             self.follow_members(at, value)

@@ -6,6 +6,7 @@ import contextlib
 import random
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterable
@@ -81,7 +82,7 @@ _READS = (
     "[eval] Attempting to eval an array without a primitive",  # in an optimizer's update
 )
 _IN_LIBRARY = "in the loss"
-SIGNALS = tuple(  # whose handlers of the user's may raise
+_SIGNALS = tuple(  # whose handlers may raise
     getattr(signal, name)
     for name in ("SIGALRM", "SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
@@ -157,10 +158,12 @@ class Deferred:
     A second Ctrl-C does not wait.
 
     Attributes:
-        came: The numbers of the signals that came.
+        numbers: The signals that have handlers on this thread: none but on the main one.
+        came: Those that came.
     """
 
     def __init__(self) -> None:
+        self.numbers: tuple[int, ...] = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self.came: list[int] = []
         self._interrupt: Any = signal.getsignal(signal.SIGINT)
 

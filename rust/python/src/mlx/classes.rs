@@ -92,9 +92,13 @@ pub fn ordered_dict(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
     class(py, &CLASS, "collections", "OrderedDict")
 }
 
+/// `collections.deque`.
+pub fn deque(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    CLASS.import(py, "collections", "deque")
+}
+
 /// Return whether the object is a `collections.deque`.
 pub fn is_deque(object: &Bound<'_, PyAny>) -> bool {
-    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    let class = class(object.py(), &CLASS, "collections", "deque");
-    class.is_some_and(|class| object.is_instance(class).unwrap_or(false))
+    deque(object.py()).is_ok_and(|class| object.is_instance(class).unwrap_or(false))
 }

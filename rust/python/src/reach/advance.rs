@@ -15,7 +15,7 @@ use super::{
 use crate::{
     mlx::{
         bridge,
-        classes::{is_deque, is_module},
+        classes::{deque, is_deque, is_module},
     },
     tree::{
         static_value::{equal, is_plain},
@@ -292,9 +292,8 @@ impl Advance {
                 if let Ok(list) = object.cast::<PyList>() {
                     return items.try_for_each(|item| list.append(item));
                 }
-                let deque = py.import("collections")?.getattr("deque")?;
-                let append = deque.getattr(intern!(py, "append"))?;
-                items.try_for_each(|item| append.call1((object, item)).map(drop))
+                let (class, append) = (deque(py)?, intern!(py, "append"));
+                items.try_for_each(|item| class.call_method1(append, (object, item)).map(drop))
             }
         }
     }
@@ -402,20 +401,24 @@ pub fn are_alike(one: &[Advance], other: &[Advance], py: Python<'_>) -> PyResult
     Ok(same)
 }
 
+// take the first that is the same out of a list, if there is one
+fn take(rest: &mut Vec<&Advance>, one: &Advance, py: Python<'_>) -> PyResult<bool> {
+    for (at, other) in rest.iter().enumerate() {
+        if other.is_same(one, py)? {
+            rest.remove(at);
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// Return whether a call has made these and no others, but for those to the end of a deque that is full, where what goes may be the
 /// same as what comes.
 pub fn are_made(adds: &[Advance], made: &[&Advance], py: Python<'_>) -> PyResult<bool> {
     let mut rest: Vec<&Advance> = adds.iter().collect();
     for made in made {
-        let mut found = None;
-        for (at, add) in rest.iter().enumerate() {
-            if found.is_none() && add.is_same(made, py)? {
-                found = Some(at);
-            }
-        }
-        match found {
-            Some(at) => drop(rest.remove(at)),
-            None => return Ok(false),
+        if !take(&mut rest, made, py)? {
+            return Ok(false);
         }
     }
     Ok(rest.iter().all(|add| matches!(add.kind, Kind::End(_))))
@@ -459,15 +462,8 @@ fn other(
             continue;
         }
         for add in own.adds.iter().flatten() {
-            let mut same = None;
-            for (number, other) in rest.iter().enumerate() {
-                if same.is_none() && add.is_same(other, py)? {
-                    same = Some(number);
-                }
-            }
-            match same {
-                Some(at) => drop(rest.remove(at)),
-                None => return Ok(Some(own.change.shown(py))),
+            if !take(&mut rest, add, py)? {
+                return Ok(Some(own.change.shown(py)));
             }
         }
         if own.adds.is_none() {

@@ -5,9 +5,12 @@ use pyo3::{
     types::{PyBytes, PyDict, PyFrozenSet, PyList, PySet, PyTuple},
 };
 
-use crate::mlx::{
-    classes::{is_deque, is_numpy},
-    numpy,
+use crate::{
+    mlx::{
+        classes::{is_deque, is_numpy},
+        numpy,
+    },
+    tree::snapshot,
 };
 
 /// Bytes of a NumPy array from which on a hash is compared.
@@ -35,13 +38,7 @@ pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()
         let things = py.import("faststep._step._things")?;
         return things.call_method1("refill", (object, copy)).map(drop);
     }
-    object.call_method0(intern!(py, "clear"))?;
-    let add = if object.is_instance_of::<PySet>() {
-        "update"
-    } else {
-        "extend"
-    };
-    object.call_method1(add, (copy,)).map(drop)
+    snapshot::refill(object, copy)
 }
 
 /// A copy of an object that is changed in place, no dict or list; of a buffer its bytes, of a stream its position too.

@@ -121,15 +121,12 @@ impl Change {
                 let deque = deque.bind(py);
                 let now = PyList::new(py, deque.try_iter()?.collect::<PyResult<Vec<_>>>()?)?;
                 let other = std::mem::replace(other, now.unbind());
-                deque.call_method0("clear")?;
-                deque.call_method1("extend", (other,)).map(drop)
+                refill(deque, other.bind(py))
             }
             Self::Set(set, other) => {
                 let set = set.bind(py);
                 let now = PyFrozenSet::new(py, set.iter())?.unbind();
-                set.clear();
-                set.call_method1("update", (std::mem::replace(other, now),))
-                    .map(drop)
+                refill(set, std::mem::replace(other, now).bind(py))
             }
             Self::Order(dict, other) => {
                 let dict = dict.bind(py);

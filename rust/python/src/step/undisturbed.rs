@@ -1,5 +1,5 @@
 //! Calls of a loss on trial, which no signal ends half way.
-use pyo3::{exceptions::PyValueError, intern, prelude::*};
+use pyo3::{exceptions::PyKeyboardInterrupt, intern, prelude::*};
 
 /// Do what calls the loss on trial, while the user's handlers of signals wait, which may raise. No Python code runs as these come and
 /// go, so that none can do so half way.
@@ -17,27 +17,24 @@ pub(super) fn undisturbed<T, E: From<PyErr>>(
         put.map(drop)
     };
     let mut handlers = Vec::new();
-    let mut begun = Ok(());
-    for number in suspect.getattr("SIGNALS")?.try_iter()? {
-        let number = number?;
-        let handler = signal.call_method1(intern!(py, "getsignal"), (&number,))?;
-        if !handler.is_callable() {
-            continue;
-        }
-        match put(&number, &deferred) {
-            Ok(()) => handlers.push((number, handler)),
-            Err(error) if error.is_instance_of::<PyValueError>(py) => break, // of another thread, on which none runs
-            Err(error) => {
-                begun = Err(error.into());
-                break;
+    let begun = deferred
+        .getattr("numbers")?
+        .try_iter()?
+        .try_for_each(|number| {
+            let number = number?;
+            let handler = signal.call_method1(intern!(py, "getsignal"), (&number,))?;
+            if handler.is_callable() {
+                put(&number, &deferred)?;
+                handlers.push((number, handler));
             }
-        }
-    }
-    let outcome = begun.and_then(|()| work());
+            Ok(())
+        });
+    let outcome = begun.map_err(E::from).and_then(|()| work());
     for (number, handler) in &handlers {
-        if put(number, handler).is_err() {
-            put(number, handler)?; // a second Ctrl-C has ended the first
-        }
+        // a second Ctrl-C, which has come too, may end each
+        while put(number, handler)
+            .is_err_and(|error| error.is_instance_of::<PyKeyboardInterrupt>(py))
+        {}
     }
     for number in deferred.getattr(intern!(py, "came"))?.try_iter()? {
         py.import("_thread")?

@@ -12,11 +12,11 @@ use super::{
     slot::Place,
     static_value::{equal, is_fixed, is_plain},
     text::text,
-    walk::{fields, walk, Kind, Visitor, MAX_DEPTH},
+    walk::{fields, walk, Kind, Visitor},
 };
 use crate::mlx::{
     bridge,
-    classes::{is_deque, is_module, is_numpy},
+    classes::{deque, is_deque, is_module, is_numpy},
 };
 
 /// The most objects that are looked through for an array.
@@ -151,16 +151,20 @@ impl<'py> Snapshot<'py> {
         Ok(None)
     }
 
-    /// The key under which an object stands that keeps what may change, and which was not there; but for those that are known.
+    /// The key under which an object that may change has been put, or one with such in it, but for those that are known; behind
+    /// `new_array`.
     pub fn new_object(
         &self,
         is_known: impl Fn(&Bound<'py, PyAny>) -> bool,
     ) -> PyResult<Option<String>> {
+        if self.unchanged.get() {
+            return Ok(None);
+        }
         for (dict, copy) in self.changed_dicts() {
             for (key, value) in dict.iter() {
                 let before = copy.get_item(&key)?;
                 let same = before.is_some_and(|before| before.is(&value));
-                if !same && keeps(&value, 0) && !is_known(&value) {
+                if !same && keeps_state(&value) && !is_known(&value) {
                     return Ok(Some(text(&key)));
                 }
             }
@@ -211,8 +215,8 @@ impl<'py> Snapshot<'py> {
             a.is(b) || (is_fixed(a) && is_fixed(b) && equal(a, b))
         };
         let differs = |old: Option<&Bound<'py, PyAny>>, new: Option<&Bound<'py, PyAny>>| {
-            let arrays = old.is_some_and(|old| has_array(old, 0))
-                || new.is_some_and(|new| has_array(new, 0));
+            let arrays =
+                old.is_some_and(|old| has_array(old)) || new.is_some_and(|new| has_array(new));
             !arrays && !matches!((old, new), (Some(old), Some(new)) if same(old, new))
         };
         let (mut items, mut orders) = (Vec::new(), Vec::new());
@@ -252,7 +256,7 @@ impl<'py> Snapshot<'py> {
             let mut pairs = list.iter().zip(copy.iter());
             let other =
                 list.len() != copy.len() || pairs.any(|(new, old)| differs(Some(&old), Some(&new)));
-            let arrays = || has_array(list.as_any(), 0) || has_array(copy.as_any(), 0);
+            let arrays = || has_array(list.as_any()) || has_array(copy.as_any());
             if other && !arrays() {
                 lists.push((list.clone(), copy.clone()));
             }
@@ -268,7 +272,7 @@ impl<'py> Snapshot<'py> {
             let mut pairs = now.iter().zip(copy.iter());
             let other = now.len() != copy.len() || pairs.any(|(now, before)| !now.is(&before));
             let mut items = now.iter().cloned().chain(copy.iter());
-            if other && !items.any(|item| has_array(&item, 0)) {
+            if other && !items.any(|item| has_array(&item)) {
                 changed.push((deque.clone(), copy.clone()));
             }
         }
@@ -345,12 +349,10 @@ impl<'py> Snapshot<'py> {
             list.set_slice(0, list.len(), copy.as_any())?;
         }
         for (deque, copy) in &self.deques {
-            deque.call_method0("clear")?;
-            deque.call_method1("extend", (copy,))?;
+            refill(deque, copy)?;
         }
         for (set, copy) in self.changed_sets() {
-            set.clear();
-            set.call_method1("update", (copy,))?;
+            refill(set, copy)?;
         }
         Ok(())
     }
@@ -376,6 +378,18 @@ impl<'py> Snapshot<'py> {
     }
 }
 
+/// Give a deque or a set the contents of a copy. By Python's own methods: a class of the user's may count in its.
+pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = object.py();
+    let (class, add) = if object.is_instance_of::<PySet>() {
+        (py.get_type::<PySet>(), "update")
+    } else {
+        (deque(py)?.clone(), "extend")
+    };
+    class.call_method1(intern!(py, "clear"), (object,))?;
+    class.call_method1(add, (object, copy)).map(drop)
+}
+
 // modules that are in a dict and were not: imported once, a part of a package is looked for there
 fn imported<'py>(
     dict: &Bound<'py, PyDict>,
@@ -394,27 +408,59 @@ fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
     one.len() == other.len() && one.iter().zip(other.iter()).all(|(a, b)| a.is(&b))
 }
 
-// whether an object is none of MLX's, no container, no function and no constant, and keeps what may change; or leads to such a one
-fn keeps(object: &Bound<'_, PyAny>, depth: usize) -> bool {
-    let any = |items: Vec<Bound<'_, PyAny>>| items.iter().any(|item| keeps(item, depth + 1));
-    let is_other = is_fixed(object)
-        || bridge::is_array(object)
-        || is_module(object)
-        || object.is_instance_of::<PyModule>()
-        || object.is_instance_of::<PyType>()
-        || object.is_instance_of::<PyFunction>();
-    if is_other || depth > MAX_DEPTH {
-        return false;
-    }
+// what is in a dict, a list or a tuple, whatever a class of the user's makes of it
+fn contents<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     if let Ok(dict) = object.cast::<PyDict>() {
-        return any(dict.values().iter().collect());
+        return Some(dict.values().iter().collect());
     }
     if let Ok(list) = object.cast::<PyList>() {
-        return any(list.iter().collect());
+        return Some(list.iter().collect());
     }
-    if let Ok(tuple) = object.cast::<PyTuple>() {
-        return any(tuple.iter().collect());
+    let tuple = object.cast::<PyTuple>().ok()?;
+    Some(tuple.iter().collect())
+}
+
+// whether an object, or what is in it, is such a one; where that is not said, it is looked into
+fn leads_to<'py>(
+    object: &Bound<'py, PyAny>,
+    is_one: &impl Fn(&Bound<'py, PyAny>) -> Option<bool>,
+    seen: &mut HashSet<usize>,
+) -> bool {
+    if let Some(is_one) = is_one(object) {
+        return is_one;
     }
+    let Some(items) = contents(object) else {
+        return false;
+    };
+    seen.insert(object.as_ptr().addr())
+        && seen.len() <= MAX_SEEN
+        && items.iter().any(|item| leads_to(item, is_one, seen))
+}
+
+fn has_array(object: &Bound<'_, PyAny>) -> bool {
+    let is_one = |object: &Bound<'_, PyAny>| bridge::is_array(object).then_some(true);
+    leads_to(object, &is_one, &mut HashSet::new())
+}
+
+// whether an object that may change, no module of MLX's, is in another one
+fn keeps_state(object: &Bound<'_, PyAny>) -> bool {
+    let is_one = |object: &Bound<'_, PyAny>| {
+        let is_other = is_fixed(object)
+            || bridge::is_array(object)
+            || is_module(object)
+            || object.is_instance_of::<PyModule>()
+            || object.is_instance_of::<PyType>()
+            || object.is_instance_of::<PyFunction>();
+        match contents(object) {
+            _ if is_other => Some(false),
+            Some(_) => None,
+            None => Some(may_change(object)),
+        }
+    };
+    leads_to(object, &is_one, &mut HashSet::new())
+}
+
+fn may_change(object: &Bound<'_, PyAny>) -> bool {
     let of_class = |name| object.get_type().hasattr(name).unwrap_or(false);
     let of_enum = of_class(intern!(object.py(), "_member_map_"));
     let has_slots = || of_class(intern!(object.py(), "__slots__"));
@@ -433,14 +479,8 @@ pub fn holds_array(object: &Bound<'_, PyAny>, seen: &mut HashSet<usize>) -> bool
         return false;
     }
     let mut any = |items: Vec<Bound<'_, PyAny>>| items.iter().any(|item| holds_array(item, seen));
-    if let Ok(dict) = object.cast::<PyDict>() {
-        return any(dict.values().iter().collect());
-    }
-    if let Ok(list) = object.cast::<PyList>() {
-        return any(list.iter().collect());
-    }
-    if let Ok(tuple) = object.cast::<PyTuple>() {
-        return any(tuple.iter().collect());
+    if let Some(items) = contents(object) {
+        return any(items);
     }
     if object.is_instance_of::<PyType>() || object.is_callable() {
         return false;
@@ -451,30 +491,6 @@ pub fn holds_array(object: &Bound<'_, PyAny>, seen: &mut HashSet<usize>) -> bool
     }
     let attributes = bridge::attributes(object);
     attributes.is_some_and(|attributes| any(attributes.values().iter().collect()))
-}
-
-fn has_array(object: &Bound<'_, PyAny>, depth: usize) -> bool {
-    if bridge::is_array(object) {
-        return true;
-    }
-    if depth > MAX_DEPTH {
-        return false;
-    }
-    if let Ok(dict) = object.cast::<PyDict>() {
-        return dict
-            .values()
-            .iter()
-            .any(|value| has_array(&value, depth + 1));
-    }
-    let items = match object.cast::<PyList>() {
-        Ok(list) => list.as_sequence().to_list(),
-        Err(_) if object.is_instance_of::<PyTuple>() => object
-            .cast::<PyTuple>()
-            .map(PyTupleMethods::to_list)
-            .map_err(Into::into),
-        Err(_) => return false,
-    };
-    items.is_ok_and(|items| items.iter().any(|item| has_array(&item, depth + 1)))
 }
 
 impl<'py> Visitor<'py> for Snapshot<'py> {
