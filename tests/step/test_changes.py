@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -132,6 +132,65 @@ def test_options_that_are_set_before_each_step_take_no_traces(optimizer: str, co
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
     assert len(step.stats.traces) == made
     assert made <= 5 * accumulate
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("nonfinite", ["skip", "allow"])
+@pytest.mark.parametrize("way", ["fast_step", "Step", "uncompiled"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "user-adam"])
+def test_a_norm_that_is_another_at_each_step_takes_no_traces(
+    optimizer: str, way: str, nonfinite: Literal["skip", "allow"], accumulate: int
+) -> None:
+    """As AutoClip sets it, by a percentile of the norms so far; a step of the same model keeps a norm of its own."""
+    row, fixed = Row("mlp", optimizer), 0.02
+    reference, ours = row.new(), row.new()
+    step = Step(*ours, cross_entropy, max_grad_norm=fixed, nonfinite=nonfinite, compile=way != "uncompiled")
+    step.accumulate = accumulate
+    beside = Step(*ours, cross_entropy, max_grad_norm=fixed, accumulate=accumulate)
+    made = 0
+    for number, batch in enumerate(row.case.batches(24)):
+        norm = 0.01 * (1 + number // accumulate * 7 % 23)
+        is_fixed = number // accumulate % 5 == 4
+        take = plain_step(*reference, cross_entropy, max_grad_norm=fixed if is_fixed else norm, accumulate=accumulate)
+        if number % accumulate == 0:
+            window = [batch]
+        else:
+            window.append(batch)
+        if len(window) == accumulate:
+            losses = [take(*each)[0].item() for each in window]
+            for each, wanted in zip(window, losses, strict=True):
+                if is_fixed:
+                    loss = beside(*each).loss
+                elif way == "fast_step":
+                    loss = fast_step(
+                        *ours, cross_entropy, *each, max_grad_norm=norm, nonfinite=nonfinite, accumulate=accumulate
+                    )
+                else:
+                    step.max_grad_norm = norm
+                    loss = step(*each).loss
+                assert_same(loss.item(), wanted, 2e-5)
+        made = len(step.stats.traces) if number == 11 else made
+    assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
+    assert len(step.stats.traces) == made
+    assert step.max_grad_norm == (fixed if way == "fast_step" else norm)
+
+
+@pytest.mark.parametrize(
+    ("made_with", "value", "error", "message"),
+    [
+        (1.0, None, ValueError, r"expected a number in a step that was made with one .*, got None"),
+        (None, 1.0, ValueError, r"expected None in a step that was made with None .*, got 1.0"),
+        (1.0, -1.0, ValueError, "expected a number from 0 on or None, got -1"),
+        (1.0, "much", TypeError, "expected a number or None, got str"),
+    ],
+)
+def test_a_norm_that_is_none_is_refused(
+    made_with: float | None, value: Tree, error: type[Exception], message: str
+) -> None:
+    step = Step(*Row("mlp", "sgd").new(), cross_entropy, max_grad_norm=made_with)
+    with pytest.raises(error, match=f"max_grad_norm: {message}"):
+        step.max_grad_norm = value
+    assert step.max_grad_norm == step.options.max_grad_norm == made_with
 
 
 def all_at_once(state: Tree, saved: Tree) -> None:

@@ -15,6 +15,7 @@ from faststep._step._options import Nonfinite, Options, Replay, whole_number
 from faststep._step._own import as_optimizer
 from faststep._step._program import Program
 
+# The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
 _Key = tuple[int, int, Options]
 # The optimizer comes last where it stands for an object that is none.
 _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
@@ -58,7 +59,7 @@ def fast_step(
         loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A
             lambda made again at every call is the same loss as long as its code, defaults and closure are.
         *batch: Arrays, dicts, lists and tuples of them, and static values.
-        max_grad_norm: Clip the gradients to this global norm; None: no clipping.
+        max_grad_norm: Clip the gradients to this global norm, which may be another at each call; None: no clipping.
         max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.
         accumulate: Update once for so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window that
             is not full: a `Step` of the same model and optimizer shares it.
@@ -98,7 +99,7 @@ def fast_step(
         ((), 3)
     """
     options = Options(
-        max_grad_norm,
+        max_grad_norm is not None,
         max_grad_value,
         weighted,
         nonfinite,
@@ -116,16 +117,18 @@ def fast_step(
     try:
         known = _programs.get(key)
     except TypeError:  # an option that is not even hashable
-        Program(model, optimizer, options)
+        Program(model, optimizer, options._replace(max_grad_norm=max_grad_norm))
         raise
     if known is None or known[0]() is not model or known[1]() is not optimizer:
-        known = _keep(key, model, optimizer)
+        known = _keep(key, model, optimizer, max_grad_norm)
     _, _, program, own = known
+    if program.options.max_grad_norm != max_grad_norm:
+        program.clip_to(max_grad_norm)
     call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
     return program.core.step(call, accumulate)[0]
 
 
-def _keep(key: _Key, model: nn.Module, optimizer: Any) -> _Known:
+def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> _Known:
     def drop(reference: object) -> None:
         if (kept := _programs.get(key)) and reference in kept[:2]:
             del _programs[key]
@@ -136,7 +139,7 @@ def _keep(key: _Key, model: nn.Module, optimizer: Any) -> _Known:
     if len(alike) == _MAX_PROGRAMS:
         _tell(alike)
         del _programs[alike[0]]
-    program = Program(model, taken, key[2])
+    program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
     own = None if taken is optimizer else taken
     _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
     return _programs[key]

@@ -23,6 +23,11 @@ class Program:
         """Check the options."""
         self.options = options
         self.core = core.Step(model, optimizer, options)
+        self.clip_to(options.max_grad_norm)
+
+    def clip_to(self, max_grad_norm: float | None) -> None:
+        """Clip to another norm from the next step on."""
+        self.options = self.options._replace(max_grad_norm=self.core.set_max_grad_norm(max_grad_norm))
 
     def call(
         self,

@@ -88,6 +88,7 @@ class Step:
             loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
                 for `nn.value_and_grad(model, loss_fn)`.
             max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
+                `Step.max_grad_norm` may be set to another number at any time.
             max_grad_value: Bring every element of the gradients into `[-max_grad_value, max_grad_value]`, after
                 clipping by norm where both are given, so that both limits hold. None: no clipping.
             accumulate: Update once for so many calls, by the average of their gradients, which are summed in float32
@@ -152,6 +153,18 @@ class Step:
     def accumulate(self, calls: int) -> None:
         self._accumulate = whole_number("accumulate", calls, 1)
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which gradients are clipped; another number may be set at any time, which makes no new trace.
+
+        A step that was made with None clips none; made with `math.inf`, it takes other numbers later.
+        """
+        return self._program.options.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        self._program.clip_to(norm)
+
     def __call__(self, *batch: Any, **named: Any) -> StepOutput:
         """Train on one batch.
 
@@ -195,7 +208,7 @@ class Step:
 
     @property
     def options(self) -> Options:
-        """The options that the step was made with, beside `accumulate`."""
+        """The options of the step, beside `accumulate`."""
         return self._program.options
 
     @property

@@ -78,6 +78,7 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 #[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 struct Inner {
     options: Options,
+    varies_norm: bool, // the norm to which gradients are clipped has been another
     compiled: bool,
     /// Number of batches in a row that ran uncompiled because an array on the model became another, or was new.
     became: usize,
@@ -168,6 +169,7 @@ impl Step {
                 became: 0,
                 becomes: String::new(),
                 options,
+                varies_norm: false,
                 checked: false,
                 host: Rc::new(PythonHost::default()),
                 traces: Traces::default(),
@@ -213,6 +215,14 @@ impl Step {
         self.enter(&optimizer, |inner, store| {
             let task = Task::of(accumulate, store.batches());
             inner.step(store, user, task)
+        })
+    }
+
+    /// Clip to another norm from the next step on; return it as a number.
+    fn set_max_grad_norm(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<f64>> {
+        self.open(value.py(), |inner, _| {
+            inner.varies_norm |= inner.options.set_max_grad_norm(value)?;
+            Ok(inner.options.max_grad_norm)
         })
     }
 

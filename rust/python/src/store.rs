@@ -145,6 +145,7 @@ pub struct Store {
     options: Vec<(usize, Tree)>,       // most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
     numbers: Numbers,
+    max_norm: Option<(f64, Array)>, // to which gradients are clipped, where that is an input
     /// Places of the model where losses set something in place of another value.
     pub places: Vec<Placed>,
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
@@ -208,6 +209,7 @@ impl Store {
             rule: None,
             layouts: Vec::new(),
             numbers: Numbers::default(),
+            max_norm: None,
             drafts: false,
             mixed: false,
             kept: None,

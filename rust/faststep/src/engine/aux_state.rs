@@ -67,7 +67,7 @@ impl Engine {
             average: aux_state.average.is_some(),
             window: aux_state.window.is_some(),
             scale: aux_state.scale.is_some(),
-            numbers: 0,
+            ..Needs::default()
         })?;
         if self.dry_run {
             return Ok(()); // a plan asks for no values

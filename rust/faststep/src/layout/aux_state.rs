@@ -25,6 +25,8 @@ pub struct Needs {
     pub scale: bool,
     /// So many numbers of the optimizer's options that are others at each step.
     pub numbers: usize,
+    /// The norm to which gradients are clipped, where it is another at each step.
+    pub max_norm: bool,
 }
 
 /// The index of the first array of each kind in the state, where there is one.
@@ -42,6 +44,8 @@ pub struct Places {
     pub scale: Option<usize>,
     /// The numbers of the optimizer's options, float32 scalars.
     pub numbers: Option<usize>,
+    /// The norm to which gradients are clipped, a float32 scalar.
+    pub max_norm: Option<usize>,
     /// The number of all arrays.
     pub len: usize,
 }
@@ -104,6 +108,10 @@ impl Places {
         if needs.numbers > 0 && self.numbers.is_none() {
             self.numbers = Some(start + new.len());
             new.extend((0..needs.numbers).map(|_| Array::from_f32(0.0)));
+        }
+        if needs.max_norm && self.max_norm.is_none() {
+            self.max_norm = Some(start + new.len());
+            new.push(Array::from_f32(f32::INFINITY));
         }
         self.len += new.len();
         Ok(new)

@@ -130,13 +130,11 @@ fn sums_of_small(gradients: &[Array]) -> Result<Vec<Array>> {
 }
 
 /// The factor that brings gradients of this norm to a norm of at most `max_norm`, a float32 scalar:
-/// `min(max_norm / (norm + 1e-6), 1)`, the formula of `mlx.optimizers.clip_grad_norm`.
+/// `min(max_norm / (norm + 1e-6), 1)`, the formula of `mlx.optimizers.clip_grad_norm`. Both are float32 scalars.
 ///
 /// # Errors
 /// When MLX refuses an operation.
-pub fn scale(norm: &Array, max_norm: f64) -> Result<Array> {
-    #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
-    let max_norm = Array::from_f32(max_norm as f32);
+pub fn scale(norm: &Array, max_norm: &Array) -> Result<Array> {
     let scale = max_norm.divide(norm.add(Array::from_f32(1e-6))?)?;
     ops::minimum(scale, Array::from_f32(1.0))
 }
@@ -190,7 +188,9 @@ mod tests {
         let guard = Guard { max_loss };
         let loss = Array::from_f32(loss);
         let norm = global_norm(gradients, &vec![None; gradients.len()])?;
-        let (factor, good) = (scale(&norm, MAX_NORM)?, guard.good(&loss, &norm)?);
+        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+        let max_norm = Array::from_f32(MAX_NORM as f32);
+        let (factor, good) = (scale(&norm, &max_norm)?, guard.good(&loss, &norm)?);
         let none = vec![None; gradients.len()];
         let checked = checked(gradients, &none, &loss, Some(MAX_NORM), guard.limit())?;
         let Some(Checked {

@@ -261,7 +261,7 @@ impl Options {
             average: self.ema_decay.is_some(),
             window,
             scale: precision::scales(self.compute_dtype),
-            numbers: 0,
+            ..Needs::default()
         }
     }
 }

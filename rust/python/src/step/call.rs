@@ -1,7 +1,7 @@
 //! One call: takes over what the user has changed, steps, returns the outputs.
 use std::{rc::Rc, time::Instant};
 
-use faststep::engine::{memory, Output, Outputs, Task, Tensor};
+use faststep::engine::{memory, Needs, Output, Outputs, Task, Tensor};
 use mlx_rs::{ops::select, transforms::async_eval, Array};
 use pyo3::{
     prelude::*,
@@ -251,8 +251,17 @@ impl Inner {
         task: Task,
     ) -> PyResult<Prepared<'py>> {
         self.look_at_update(store, user)?;
-        let needs = self.options.needs(task.accumulates());
-        store.prepare(&user.model, &user.optimizer, needs)
+        let prepared = store.prepare(&user.model, &user.optimizer, self.needs(task))?;
+        store.give_max_norm(self.options.max_grad_norm);
+        Ok(prepared)
+    }
+
+    // the state beside the optimizer's
+    pub(super) fn needs(&self, task: Task) -> Needs {
+        Needs {
+            max_norm: self.varies_norm,
+            ..self.options.needs(task.accumulates())
+        }
     }
 
     pub(super) fn gradients<'py>(

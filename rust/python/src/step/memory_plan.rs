@@ -104,7 +104,7 @@ impl Inner {
         let user = &user;
         let before = Before::of(user, &given.looked)?;
         let (task, calls) = window_of(accumulate, store);
-        let needs = self.options.needs(task.accumulates());
+        let needs = self.needs(task);
         self.look_at_update(store, user)?;
         let mut prepared = prepare(store, &user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();

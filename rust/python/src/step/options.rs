@@ -112,6 +112,27 @@ fn set(name: &str, field: Field<'_>, value: &Bound<'_, PyAny>) -> PyResult<()> {
 }
 
 impl Options {
+    /// Set another norm to which gradients are clipped; return whether it is another.
+    ///
+    /// # Errors
+    /// `ValueError` where there was none or it is out of its range, `TypeError` for another type.
+    pub fn set_max_grad_norm(&mut self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        const NAME: &str = "max_grad_norm";
+        let new: Option<f64> = read(NAME, "a number or None", value)?;
+        let old = self.step.max_grad_norm;
+        if new.is_some() != old.is_some() {
+            let expected = match old {
+                Some(_) => "a number in a step that was made with one (math.inf clips nothing)",
+                None => "None in a step that was made with None (made with math.inf, it takes others later)",
+            };
+            return Err(refused(NAME, expected, &value.repr()?.to_string()));
+        }
+        let step = self.step.max_grad_norm(new);
+        step.check().map_err(|error| to_python(&error))?;
+        self.step = step;
+        Ok(new != old)
+    }
+
     /// Read and check them.
     ///
     /// # Errors

@@ -385,6 +385,24 @@ impl Store {
         }
     }
 
+    /// Put the norm to which gradients are clipped into its place, where it has one.
+    pub fn give_max_norm(&mut self, max_norm: Option<f64>) {
+        let place = self
+            .engine
+            .as_mut()
+            .and_then(|engine| Some((engine.places().max_norm?, engine)));
+        let Some(((at, engine), max_norm)) = place.zip(max_norm) else {
+            return;
+        };
+        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
+        let array = match self.max_norm.take() {
+            Some((known, array)) if known.to_bits() == max_norm.to_bits() => array,
+            _ => Array::from_f32(max_norm as f32),
+        };
+        engine.set_state(at, array.clone());
+        self.max_norm = Some((max_norm, array));
+    }
+
     fn state_or<'py>(
         &self,
         slots: Vec<Slot<'py>>,

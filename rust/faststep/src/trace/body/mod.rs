@@ -6,14 +6,14 @@ mod window;
 
 use mlx_rs::{
     error::{Exception, Result},
-    Array,
+    Array, Dtype,
 };
 
 use crate::{
     error::unread,
     layout::pack::{self, Packed},
     layout::precision,
-    mlx::ops::choose,
+    mlx::ops::{choose, scalar},
     optim::clip::{self, Checked},
     trace::{
         guard::Guard,
@@ -112,8 +112,8 @@ impl<'a> Body<'a> {
             (Some(checked.norm), factor, good.transpose()?)
         } else {
             let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some())?;
-            let scale = norm.as_ref().zip(max_norm);
-            let scale = scale.map(|(norm, max_norm)| clip::scale(norm, max_norm));
+            let scale = norm.as_ref().zip(self.max_norm(inputs)?);
+            let scale = scale.map(|(norm, max_norm)| clip::scale(norm, &max_norm));
             let good = self.good(&outputs, norm.as_ref(), weight)?;
             (norm, scale.transpose()?, good)
         };
@@ -138,6 +138,16 @@ impl<'a> Body<'a> {
         Ok(outputs)
     }
 
+    // the norm to which gradients are clipped: an input where it is another at each step
+    fn max_norm(&self, inputs: &Inputs) -> Result<Option<Array>> {
+        let max_norm = self.recipe.options.max_grad_norm;
+        let array = max_norm.map(|max_norm| match self.recipe.places.max_norm {
+            Some(at) => inputs.state.get(at).ok_or_else(short).cloned(),
+            None => Ok(scalar(max_norm, Dtype::Float32)),
+        });
+        array.transpose()
+    }
+
     // the norm, the factor that clips to it, and the flag of a good step, where one kernel or task gives all three
     fn checked(
         &self,
@@ -151,8 +161,9 @@ impl<'a> Body<'a> {
             self.recipe.options.guard(),
         );
         let is_needed = clips.is_some() || guard.is_some();
+        let is_input = clips.is_some() && self.recipe.places.max_norm.is_some();
         match &outputs.loss {
-            Some(loss) if is_needed && self.scale(inputs).is_none() => {
+            Some(loss) if is_needed && !is_input && self.scale(inputs).is_none() => {
                 let limit = guard.unwrap_or_default().limit();
                 clip::checked(gradients, &packed.squares, loss, clips, limit)
             }

@@ -63,8 +63,8 @@ impl Body<'_> {
         let mut factor = share.clone();
         if self.recipe.options.max_grad_norm.is_some() || self.recipe.options.guard().is_some() {
             let norm = clip::global_norm(sums, &[])?.multiply(&share)?;
-            if let Some(max_norm) = self.recipe.options.max_grad_norm {
-                factor = factor.multiply(clip::scale(&norm, max_norm)?)?;
+            if let Some(max_norm) = self.max_norm(inputs)? {
+                factor = factor.multiply(clip::scale(&norm, &max_norm)?)?;
             }
             outputs.norm = Some(norm);
         }
