@@ -241,5 +241,9 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
     assert all(repr(given[name]) != repr(default) for name, default in Options._field_defaults.items())
     model, optimizer = nn.Linear(2, 1), optim.SGD(0.1)
     fast_step(model, optimizer, lambda model, x: (model(x).sum(), mx.array(1.0)), mx.ones((3, 2)), **given)
-    kept = [options for _, its_optimizer, options in _programs if its_optimizer == id(optimizer)]
+    kept = [
+        program.options
+        for (_, its_optimizer, _), (*_, program, _) in _programs.items()
+        if its_optimizer == id(optimizer)
+    ]
     assert kept == [Options(**given)]
