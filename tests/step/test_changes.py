@@ -12,6 +12,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, fast_step
+from faststep._step._fast_step import _programs
 from support.changes import CHANGES, Change, halve, setting
 from support.helpers import (
     NATIVE,
@@ -147,32 +148,27 @@ def test_a_norm_that_is_another_at_each_step_takes_no_traces(
     step = Step(*ours, cross_entropy, max_grad_norm=fixed, nonfinite=nonfinite, compile=way != "uncompiled")
     step.accumulate = accumulate
     beside = Step(*ours, cross_entropy, max_grad_norm=fixed, accumulate=accumulate)
-    made = 0
-    for number, batch in enumerate(row.case.batches(24)):
-        norm = 0.01 * (1 + number // accumulate * 7 % 23)
-        is_fixed = number // accumulate % 5 == 4
+    batches = row.case.batches(24 * accumulate)
+    norm, made = fixed, 0
+    for number in range(24):
+        is_fixed = number % 5 == 4
+        norm = norm if is_fixed else 0.01 * (1 + number * 7 % 23)
         take = plain_step(*reference, cross_entropy, max_grad_norm=fixed if is_fixed else norm, accumulate=accumulate)
-        if number % accumulate == 0:
-            window = [batch]
-        else:
-            window.append(batch)
-        if len(window) == accumulate:
-            losses = [take(*each)[0].item() for each in window]
-            for each, wanted in zip(window, losses, strict=True):
-                if is_fixed:
-                    loss = beside(*each).loss
-                elif way == "fast_step":
-                    loss = fast_step(
-                        *ours, cross_entropy, *each, max_grad_norm=norm, nonfinite=nonfinite, accumulate=accumulate
-                    )
-                else:
-                    step.max_grad_norm = norm
-                    loss = step(*each).loss
-                assert_same(loss.item(), wanted, 2e-5)
+        for batch in batches[number * accumulate : (number + 1) * accumulate]:
+            if is_fixed:
+                loss = beside(*batch).loss
+            elif way == "fast_step":
+                options: dict[str, Any] = {"nonfinite": nonfinite, "accumulate": accumulate}
+                loss = fast_step(*ours, cross_entropy, *batch, max_grad_norm=norm, **options)
+            else:
+                step.max_grad_norm = norm
+                loss = step(*batch).loss
+            assert_same(loss.item(), take(*batch)[0].item(), 2e-5)
         made = len(step.stats.traces) if number == 11 else made
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
     assert len(step.stats.traces) == made
     assert step.max_grad_norm == (fixed if way == "fast_step" else norm)
+    assert len([key for key in _programs if key[1] == id(ours[1])]) == (way == "fast_step")
 
 
 @pytest.mark.parametrize(

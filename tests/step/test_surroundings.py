@@ -290,6 +290,7 @@ def test_a_loss_that_reads_the_clock_or_draws_from_the_system_is_called_at_every
 
 LOADED = Loader([np.zeros(4, np.float32)] * 8, batch_size=2)
 OTHER = Step(nn.Linear(4, 2), optim.SGD(0.0), squares, ema_decay=0.5)
+SET = Step(nn.Linear(4, 2), optim.SGD(0.0), squares, max_grad_norm=1.0)
 
 
 def averaged(model: nn.Module, x: mx.array) -> mx.array:
@@ -304,6 +305,9 @@ OF_THE_PACKAGE: dict[str, tuple[Callable[..., mx.array], str]] = {
     "counts of another step": (lambda model, x: squares(model, x) * OTHER.stats.steps, "plain"),
     "the state of another step": (lambda model, x: squares(model, x) * OTHER.state["steps"], "plain"),
     "the average of another step": (averaged, "plain"),
+    "the window of another step": (lambda model, x: squares(model, x) * SET.accumulate, "plain"),
+    "the norm of another step": (lambda model, x: squares(model, x) * (SET.max_grad_norm or 0), "plain"),
+    "the options of another step": (lambda model, x: squares(model, x) * (SET.options.max_grad_norm or 0), "plain"),
 }
 
 
@@ -318,6 +322,7 @@ def test_what_a_loss_reads_of_loaders_and_of_other_steps_is_the_plain_loop_s(nam
         next(iter(LOADED), None)  # None: the epoch is over
         OTHER.model.bias = OTHER.model.bias + 1
         OTHER(x)
+        SET.accumulate, SET.max_grad_norm = SET.accumulate + 1, (SET.max_grad_norm or 0) + 1
 
     assert follows(loss_fn, [go_on] * 6).stats.mode == mode
 

@@ -92,7 +92,10 @@ _OPEN: tuple[type, ...] = (
 )
 # properties and methods of this package's objects that change from call to call, and are not looked at between them
 _STATEFUL = ("faststep._step._step", "faststep.data._loader", "faststep.training._loop", "faststep.training._trainer")
-_STATES = frozenset({"stats", "state", "attributes", "average", "stage", "seconds", "signal", "reading"})
+_STATES = frozenset(
+    {"stats", "state", "attributes", "average", "stage", "seconds", "signal", "reading"}
+    | {"accumulate", "max_grad_norm", "options"}
+)
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _OF_MLX = frozenset({*dir(mx), *dir(mx.array), *dir(mx.fast), *dir(mx.random), *dir(nn), *dir(nn.losses)})
 _LIBRARIES = frozenset({"mlx", "numpy", "faststep", "nanobind", "pydantic_core"})
