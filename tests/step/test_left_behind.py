@@ -1355,3 +1355,37 @@ def test_the_first_update_may_make_another_dtype_of_a_parameter_beside_what_a_lo
         losses = [(step(x).loss if ours else plain(x)[0]).item() for x in batches]
         seen.append([*losses, float(model.ready), model.steps])
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["object on the model", "two ways"])
+def test_a_dict_that_the_loss_replaces_is_that_one_wherever_it_stands_among_what_is_watched(how: str) -> None:
+    """What is watched changes as numbers of the model vary. Two ways of storing the same give one graph."""
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        model: Any = nn.Linear(4, 2)
+        model.scale, model._trainer = 1.0, types.SimpleNamespace(epoch=0)
+        cell: list[dict[str, mx.array]] = [{"loss": mx.array(0.0)}]
+
+        def loss_fn(model: Any, x: mx.array) -> mx.array:
+            loss = squares(model, x) * model.scale
+            if model._trainer.epoch >= 3:
+                loss = loss + mx.square(model.weight).sum()
+            if how == "two ways" and model._trainer.epoch % 2:
+                cell[0]["loss"] = loss  # noqa: B023
+            else:
+                cell[0] = {"loss": loss}  # noqa: B023
+            return loss
+
+        optimizer = optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        trainer, alias, same = model._trainer, cell[0], list[bool]()
+        for number in range(24):
+            trainer.epoch = number // 5
+            model.scale = 1 - number // 4 / 100
+            x = mx.random.normal((3, 4), key=mx.random.key(number))
+            loss = step(x).loss if ours else plain(x)[0]
+            same.append(cell[0] is alias)
+            alias = cell[0]
+            seen.append([loss.item(), cell[0]["loss"].item(), same[-1], model._trainer is trainer])
+    np.testing.assert_allclose(seen[24:], seen[:24], rtol=1e-5)

@@ -356,7 +356,7 @@ impl Looked {
 
 impl Program {
     // the index of each array's node
-    fn arrays(&self) -> Vec<usize> {
+    pub(super) fn arrays(&self) -> Vec<usize> {
         let nodes = self.nodes.iter().enumerate();
         let arrays = nodes.flat_map(|(at, node)| std::iter::repeat_n(at, node.arrays()));
         arrays.collect()

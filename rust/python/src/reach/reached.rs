@@ -16,12 +16,12 @@ use crate::{
     tree::{snapshot::Snapshot, text::text},
 };
 
-/// What a loss writes to what it reaches.
-#[derive(Default)]
+/// What a loss writes to what it reaches, in the numbers of arrays: nodes are others in another program.
+#[derive(Default, PartialEq)]
 pub struct Written {
-    /// Arrays that it changes in place, by number.
+    /// Arrays that it changes in place.
     in_place: Vec<usize>,
-    /// Dicts, lists and tuples that it replaces by others of the same form, by node, and the numbers of their arrays.
+    /// Dicts, lists and tuples that it replaces by others of the same form, with their arrays: how far each is above the first one.
     replaced: Vec<(usize, Vec<usize>)>,
 }
 
@@ -95,8 +95,9 @@ impl<'py> Reached<'py> {
         };
         let mut written = Written::default();
         for (node, arrays) in self.looked.replaced(py, traced.reshapes)? {
-            let numbers = arrays.iter().map(|(number, _)| *number).collect();
-            written.replaced.push((node, numbers));
+            let numbers: Vec<_> = arrays.iter().map(|(number, _)| *number).collect();
+            let above = self.looked.program.above(node, numbers[0]);
+            written.replaced.push((above, numbers));
             let arrays = arrays.into_iter();
             left.others
                 .extend(arrays.map(|(number, array)| (traced.first + number, array)));
@@ -280,8 +281,10 @@ impl Looked {
                 self.put(&spots[*number], &bridge::wrap(py, array)?)?;
             }
         }
-        for (node, _) in &written.replaced {
-            self.replace(py, *node, &outputs)?;
+        for (above, numbers) in &written.replaced {
+            if let Some(node) = self.program.over(numbers[0], *above) {
+                self.replace(py, node, &outputs)?;
+            }
         }
         Ok(())
     }

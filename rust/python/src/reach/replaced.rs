@@ -32,6 +32,23 @@ impl Program {
         firsts.collect()
     }
 
+    // the nodes that lead to an array, by its number, from the nearest one on
+    fn ancestors(&self, array: usize) -> impl Iterator<Item = usize> + '_ {
+        let at = self.arrays().get(array).copied();
+        let up = |at: &usize| self.nodes[*at].parent;
+        std::iter::successors(at.and_then(|at| up(&at)), up)
+    }
+
+    /// How many nodes lie between an array, by its number, and a node that leads to it.
+    pub(super) fn above(&self, node: usize, array: usize) -> usize {
+        self.ancestors(array).take_while(|it| *it != node).count()
+    }
+
+    /// The node so far above an array.
+    pub(super) fn over(&self, array: usize, above: usize) -> Option<usize> {
+        self.ancestors(array).nth(above)
+    }
+
     // the nodes that are found from one
     fn children(&self, at: usize) -> Vec<usize> {
         let nodes = self.nodes.iter().enumerate().skip(at + 1);

@@ -118,6 +118,9 @@ impl Inner {
         let Some(differences) = graph.differences(&sketch.graph).map_err(mlx)? else {
             return Ok(Some("other operations".into()));
         };
+        if kept.written != sketch.written {
+            return Ok(Some("other objects in which it stores arrays".into()));
+        }
         let mut pairs = Vec::new(); // a constant of the trace, and in its place
         for at in differences.iter().filter(|at| !kept.varying.contains(at)) {
             let before = graph.graph().constant(*at).map_err(mlx)?;

@@ -20,7 +20,7 @@ use crate::{
         advance::{are_alike, leave, progress, Advance, OwnChange},
         stop::Stop,
         suspect::{draws, Drawable, Suspect},
-        Looked, Seen,
+        Looked, Seen, Written,
     },
     store::Store,
     tree::Tree,
@@ -29,9 +29,10 @@ use crate::{
 /// What has come of a call for the graph alone.
 pub(super) struct Sketched {
     pub(super) graph: TraceGraph,
-    pub(super) template: Option<Py<PyAny>>, // of what the loss returned
-    pub(super) model: Vec<OwnChange>,       // what the loss has changed itself of the model
-    pub(super) reached: Vec<OwnChange>,     // and of what it reaches beside it
+    pub(super) written: Written,             // to what the loss reaches
+    pub(super) template: Option<Py<PyAny>>,  // of what the loss returned
+    pub(super) model: Vec<OwnChange>,        // what the loss has changed itself of the model
+    pub(super) reached: Vec<OwnChange>,      // and of what it reaches beside it
     first: (Vec<OwnChange>, Vec<OwnChange>), // the same once more, in a call of the user's
 }
 pub(super) type Sketch = Result<Sketched, Stop>;
@@ -266,7 +267,8 @@ impl Inner {
         }
         let failed = Cell::new(None);
         let differences = |entry: &Entry| {
-            let graph = entry.kept.graph.as_ref().filter(|_| is_candidate(entry))?;
+            let comparable = is_candidate(entry) && entry.kept.written == sketch.written;
+            let graph = entry.kept.graph.as_ref().filter(|_| comparable)?;
             let differences = graph.differences(&sketch.graph);
             differences.unwrap_or_else(|error| {
                 failed.set(Some(error));
@@ -470,6 +472,7 @@ impl Inner {
                 let (model, reached) = current.changed;
                 Ok(Some(Sketched {
                     graph,
+                    written: current.written,
                     template: current.template,
                     model,
                     reached,
