@@ -484,6 +484,7 @@ fn is_same(one: &Sketch, other: &Sketch, py: Python<'_>) -> PyResult<bool> {
                 (Some(one), Some(other)) => has_same_values(one.bind(py), other.bind(py)),
                 _ => true,
             };
+            let same = same && one.written == other.written;
             Ok(same && differences.is_some_and(|differences| differences.is_empty()))
         }
         (
