@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from faststep._step._library import is_library_class, is_library_function, is_own
+from faststep._step._library import is_installed, is_library_class, is_library_function, is_own
 from faststep._step._named import DYNAMIC, LOOKUPS, asked, codes_of, named, texts
 from faststep._step._nodes import GLOBAL, MODULES
 from faststep._step._of_library import OfLibrary
@@ -37,7 +37,7 @@ class Asking(OfLibrary):
     def ask_in(self, space: int, function: types.FunctionType) -> None:
         """Note whether a function's code, unless it is installed, may ask for any attribute, global or module."""
         code = function.__code__
-        if "site-packages" in code.co_filename:
+        if is_installed(code.co_filename):
             return
         names, attributes, modules, dynamic = named(code)
         self.any_attribute |= dynamic

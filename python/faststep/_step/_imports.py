@@ -9,7 +9,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from faststep._step._library import is_standard
+from faststep._step._library import is_installed, is_standard
 
 
 class FirstImport(BaseException):
@@ -36,7 +36,7 @@ class Imports:
             return
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         file = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
-        if file and "site-packages" not in file and not is_standard(file) and not _is_importing():
+        if file and not is_installed(file) and not is_standard(file) and not _is_importing():
             raise FirstImport(name)
 
 
@@ -45,4 +45,4 @@ def _is_importing() -> bool:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
-    return frame is not None and "site-packages" in frame.f_code.co_filename
+    return frame is not None and is_installed(frame.f_code.co_filename)

@@ -9,7 +9,13 @@ import sysconfig
 import types
 
 _LIBRARIES = ("mlx", "numpy", "faststep", "builtins", "pydantic", "pydantic_core")
+_INSTALLED = ("site-packages", "dist-packages")  # the latter on Debian
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file is one of an installed package."""
+    return any(name in file for name in _INSTALLED)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -17,7 +23,7 @@ def is_standard(file: str) -> bool:
     """Return whether a file is one of the standard library."""
     if file.startswith("<frozen"):
         return True
-    return os.path.realpath(file).startswith(_STANDARD) and "site-packages" not in file
+    return os.path.realpath(file).startswith(_STANDARD) and not is_installed(file)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,7 +49,7 @@ def is_library_class(cls: type) -> bool:
 def is_own(name: object) -> bool:
     """Return whether a module of this name is neither a library's nor installed."""
     file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
-    return not (isinstance(name, str) and _is_library_name(name)) and "site-packages" not in str(file)
+    return not (isinstance(name, str) and _is_library_name(name)) and not is_installed(str(file))
 
 
 def is_library_function(function: types.FunctionType) -> bool:

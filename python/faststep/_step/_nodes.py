@@ -100,6 +100,9 @@ class Nodes:
         self.openers: set[int] = set()  # nodes that are there for what is found from them
         self.attributes: set[str] = set()
         self.of_modules: set[str] = set()  # attributes that code asks modules of libraries for, and nothing else
+        self.of_others: set[str] = (
+            set()
+        )  # of these, what it asks other modules for than MLX's core, whose random numbers a trace draws
         self.names: set[str] = set()  # of globals
         self.texts: set[str] = set()  # strings met, of which each may name an attribute
         self.constants: set[str] = set()  # strings in code that asks for something by its name

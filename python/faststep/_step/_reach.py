@@ -151,7 +151,7 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
         )
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
-    draws = may_draw(search.names | search.of_modules | search.attributes, search.objects)
+    draws = may_draw(search.names | search.of_others | search.attributes, search.objects)
     return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws
 
 
@@ -305,8 +305,9 @@ class _Search(Asking):
             self.filtered.append(at)
         self.own_codes[function.__code__] = None
         names, attributes, modules, _ = named(function.__code__)
-        of_modules = _of_library_modules(function)
+        of_modules, of_others = _of_library_modules(function)
         self.of_modules |= of_modules
+        self.of_others |= of_others
         self.attributes |= attributes - of_modules
         self.names |= names
         if "getLogger" in attributes | names:
@@ -495,10 +496,13 @@ class _Search(Asking):
                     self.open(place, ITEM, name, value)
 
 
-def _of_library_modules(function: types.FunctionType) -> set[str]:
-    """Return the names for which a function's code asks modules of libraries alone: those of no other object."""
+def _of_library_modules(function: types.FunctionType) -> tuple[set[str], set[str]]:
+    """Return the names for which a function's code asks modules of libraries alone: those of no other object.
+
+    And of these the ones for which it asks other modules than MLX's core.
+    """
     chains, others = on_globals(function.__code__)
-    found, elsewhere = set[str](), set(others)
+    found, of_others, elsewhere = set[str](), set[str](), set(others)
     for first, *names in chains:
         value: Any = function.__globals__.get(first)
         for number, name in enumerate(names):
@@ -506,5 +510,7 @@ def _of_library_modules(function: types.FunctionType) -> set[str]:
                 elsewhere.update(names[number:])
                 break
             found.add(name)
+            if value is not mx:
+                of_others.add(name)
             value = vars(value).get(name)
-    return found - elsewhere
+    return found - elsewhere, of_others - elsewhere

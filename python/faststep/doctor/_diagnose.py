@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step import Step, whole_number
+from faststep._step._library import is_installed
 from faststep.doctor._diagnosis import Diagnosis
 from faststep.doctor._inside import Inside
 from faststep.doctor._judge import judge
@@ -150,7 +151,7 @@ def script() -> list[str] | None:
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file() or hasattr(sys, "ps1"):
         return None
-    if Path(file).resolve().is_relative_to(Path(sys.prefix).resolve()) or "site-packages" in file:
+    if Path(file).resolve().is_relative_to(Path(sys.prefix).resolve()) or is_installed(file):
         return None  # a tool's own program, such as a test runner
     return [sys.executable, *sys.orig_argv[1:]]
 

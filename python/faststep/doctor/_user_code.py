@@ -9,6 +9,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from faststep._step._library import is_installed
+
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGES = tuple(  # wherever they are: in a folder of PYTHONPATH, too
@@ -22,7 +24,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 
 def is_users(file: str) -> bool:
     """Return whether a file is neither of this package nor of the libraries."""
-    inside = file.startswith((_OURS, *_LIBRARIES, *_PACKAGES)) or file.startswith("<") or "site-packages" in file
+    inside = file.startswith((_OURS, *_LIBRARIES, *_PACKAGES)) or file.startswith("<") or is_installed(file)
     return not inside or "/faststep/recipes/" in file
 
 
