@@ -551,3 +551,31 @@ def test_a_generator_of_its_own_is_put_back_beside_the_process_s(shared: str) ->
         return [*losses, own.random()]
 
     assert run(fast=True) == run(fast=False)
+
+
+@pytest.mark.parametrize("by", ["argument", "attribute"])
+def test_a_loss_that_counts_is_not_called_for_each_step_of_two_kinds_in_turns(by: str) -> None:
+    """A text says which of two traces stands for the call; both count in one number."""
+    entered: list[list[int]] = []
+    for counts in (False, True):
+
+        class Tasks:
+            calls, task = 0, "a"
+
+            def loss(self, model: nn.Module, x: mx.array, task: str | None = None) -> mx.array:
+                if counts:  # noqa: B023
+                    self.calls += 1
+                loss = squares(model, x)
+                return loss if (task or self.task) == "a" else 2 * loss
+
+        tasks = Tasks()
+        step = Step(nn.Linear(4, 2), optim.SGD(0.05), tasks.loss)
+        entered.append([])
+        for number in range(40):
+            task = "ab"[number % 2]
+            tasks.task = task
+            before = step.stage()[1]
+            step(mx.ones((8, 4)), *([task] if by == "argument" else []))
+            entered[-1].append(step.stage()[1] - before)
+        assert (tasks.calls, step.stats.traced) == (40 * counts, 2)
+    assert entered[1][30:] == entered[0][30:]  # before that the loss is called on trial now and then

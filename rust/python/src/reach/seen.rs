@@ -50,6 +50,29 @@ impl Seen {
         }
     }
 
+    /// Where these are the numbers that have changed, beside others than those of a look, they become what they are behind it.
+    pub fn advance(
+        &mut self,
+        changed: &[usize],
+        (before, after): (&Looked, &Looked),
+        py: Python<'_>,
+    ) {
+        let is_before = |at: &usize| equal(self.values[*at].bind(py), before.values[*at].bind(py));
+        let same = self.program == before.program.id && changed.iter().all(is_before);
+        if !same || are_equal(&self.values, &before.values, py) {
+            return;
+        }
+        let mut values: Vec<_> = self
+            .values
+            .iter()
+            .map(|value| value.clone_ref(py))
+            .collect();
+        for at in changed {
+            values[*at] = after.values[*at].clone_ref(py);
+        }
+        self.values = Rc::new(values);
+    }
+
     /// The numbers alone.
     pub fn numbers(&self) -> Self {
         Self {
@@ -87,10 +110,24 @@ impl Seen {
         if self.program != looked.program.id {
             return Vec::new();
         }
-        let pairs = self.values.iter().zip(looked.values.iter()).enumerate();
-        let changed = pairs.filter(|(_, (a, b))| !equal(a.bind(py), b.bind(py)));
-        changed.map(|(number, _)| number).collect()
+        others(&self.values, &looked.values, py)
     }
+}
+
+impl Looked {
+    /// The values that are other ones at a later look, by number, where the structure is the same.
+    pub fn changes(&self, py: Python<'_>, later: &Self) -> Vec<usize> {
+        if self.program.id != later.program.id {
+            return Vec::new();
+        }
+        others(&self.values, &later.values, py)
+    }
+}
+
+fn others(one: &[Py<PyAny>], other: &[Py<PyAny>], py: Python<'_>) -> Vec<usize> {
+    let pairs = one.iter().zip(other).enumerate();
+    let changed = pairs.filter(|(_, (a, b))| !equal(a.bind(py), b.bind(py)));
+    changed.map(|(number, _)| number).collect()
 }
 
 fn are_equal(one: &Rc<Vec<Py<PyAny>>>, other: &Rc<Vec<Py<PyAny>>>, py: Python<'_>) -> bool {

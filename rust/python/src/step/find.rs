@@ -302,7 +302,7 @@ impl Inner {
                 let counts = progress(adds.iter(), py)?;
                 let beside = || Beside::of(key.front.model, &given.tree, looks, counts.clone(), py);
                 let known = adds.is_empty() || self.looked_ahead.has(&beside(), py);
-                let due = !known && self.looked_ahead.comes(beside(), 1, py);
+                let due = !known && self.looked_ahead.comes(beside(), false, py);
                 if known || due {
                     self.see(py, (given, &now), template, Some(adds))?;
                 }

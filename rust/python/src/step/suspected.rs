@@ -35,6 +35,10 @@ const LATER: [i64; 6] = [1, 9, 99, 999, 9_999, 99_999];
 /// calls later with these, and its calls are left out again.
 const COMES_AGAIN: usize = 3;
 
+/// So many times that has been done, from which on they are to come as often as it calls the loss: counts of another kind are new
+/// whenever that kind has come in between.
+const LOOKS_AHEAD: (usize, usize) = (4, 16);
+
 /// The most such sets that are remembered, the last ones last.
 const MAX_BESIDE: usize = 64;
 
@@ -82,31 +86,33 @@ impl Beside {
 /// With what beside its own numbers it has been looked at what a loss gives many calls later.
 #[derive(Default)]
 pub(super) struct LookedAhead {
-    known: Vec<(Beside, usize)>, // and how often it has come; more often where it has been looked at
+    known: Vec<(Beside, usize, bool)>, // how often it has come, and whether it has been looked at
+    done: usize,
 }
 
 impl LookedAhead {
     /// Return whether that has been done with these, and from no later call on.
     pub(super) fn has(&self, beside: &Beside, py: Python<'_>) -> bool {
         let mut known = self.known.iter();
-        known.any(|(known, times)| {
+        known.any(|(known, _, looked_at)| {
             let mut counts = known.counts.iter().zip(&beside.counts);
-            *times >= COMES_AGAIN
-                && known.is_same(beside, py)
-                && counts.all(|(from, now)| from <= now)
+            *looked_at && known.is_same(beside, py) && counts.all(|(from, now)| from <= now)
         })
     }
 
-    /// Note that a loss is called with these; whether it is to be done now.
-    pub(super) fn comes(&mut self, beside: Beside, times: usize, py: Python<'_>) -> bool {
+    /// Note that a loss is called with these; whether it is to be done now, as it is where it `is_due` anyway.
+    pub(super) fn comes(&mut self, beside: Beside, is_due: bool, py: Python<'_>) -> bool {
         let mut known = self.known.iter();
-        let at = known.rposition(|(known, _)| known.is_same(&beside, py));
-        let before = at.map_or(0, |at| self.known.remove(at).1);
+        let at = known.rposition(|(known, ..)| known.is_same(&beside, py));
+        let times = 1 + at.map_or(0, |at| self.known.remove(at).1);
         if self.known.len() == MAX_BESIDE {
             self.known.remove(0);
         }
-        self.known.push((beside, before + times));
-        before + times >= COMES_AGAIN
+        let (few, often) = LOOKS_AHEAD;
+        let is_due = is_due || times >= if self.done < few { COMES_AGAIN } else { often };
+        self.done += usize::from(is_due);
+        self.known.push((beside, times, is_due));
+        is_due
     }
 }
 
@@ -316,7 +322,7 @@ impl Inner {
             if self.looked_ahead.has(&beside, py) {
                 return Ok(Again::Same(adds));
             }
-            self.looked_ahead.comes(beside, COMES_AGAIN, py);
+            self.looked_ahead.comes(beside, true, py);
         }
         if Drawable::before(&user.model, &given.looked)?.stay(py)? {
             return Ok(Again::Stays);

@@ -389,13 +389,19 @@ impl Traces {
         after: &Looked,
         adds: &[Advance],
     ) -> PyResult<()> {
+        let changed = before.changes(py, after);
         for entry in self.known.iter_mut() {
-            if entry.kept.seen(py, after).is_some() || !are_within(adds, &entry.kept.adds, py)? {
+            let kept = &mut entry.kept;
+            let is_seen = kept.seen(py, after).is_some();
+            if (is_seen && kept.seen.len() == 1) || !are_within(adds, &kept.adds, py)? {
                 continue;
             }
-            let seen = entry.kept.seen(py, before).filter(|seen| seen.goes_on);
-            if let Some(seen) = seen.map(|seen| seen.with(py, after)) {
-                entry.kept.see(seen);
+            let seen = kept.seen(py, before).filter(|seen| seen.goes_on);
+            if let (Some(seen), false) = (seen.map(|seen| seen.with(py, after)), is_seen) {
+                kept.see(seen);
+            }
+            for seen in kept.seen.iter_mut().filter(|seen| seen.goes_on) {
+                seen.advance(&changed, (before, after), py); // with other texts beside those numbers, say
             }
         }
         Ok(())
