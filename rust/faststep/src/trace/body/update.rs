@@ -11,9 +11,6 @@ use crate::{
     trace::{host::UpdateCall, outputs::Outputs, recipe::Rule},
 };
 
-/// The least bytes of parameters for which, on a CPU, an uncompiled update by the host waits until it is known whether it is taken.
-const LEAST_WAITED: usize = 256 << 10;
-
 impl Body<'_> {
     // new parameters, optimizer state, masters and average
     pub(super) fn update(
@@ -127,9 +124,8 @@ impl Body<'_> {
             }
             Rule::Host => self.host,
         };
-        // the old and the new are not there at once to choose from
-        let bytes: usize = weights.iter().map(Array::nbytes).sum();
-        let waits = self.eager && bytes >= LEAST_WAITED && !join::is_cuda();
+        // on a CPU it is known first whether the update is taken: the old and the new are not there at once to choose from
+        let waits = self.eager && !join::is_cuda();
         let good = match good.filter(|_| waits) {
             Some(flag) if self.reads(flag)? => None,
             _ => good,
