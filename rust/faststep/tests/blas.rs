@@ -1,5 +1,6 @@
 //! MLX on the wheel's own BLAS and LAPACK, then on OpenBLAS: the same numbers. One test, because binding lasts as long
 //! as the process.
+#![cfg(target_os = "linux")]
 use faststep::engine::blas::{bind, BlasError};
 use mlx_rs::{error::Exception, linalg, ops, random, with_device, Array, Device};
 use std::{

@@ -71,7 +71,8 @@ class Merge : public faststep::Rewrite {
 
   std::vector<mx::array> same_operation(const std::vector<mx::array>& outputs) {
     const auto& a = outputs[0];
-    auto hash = typeid(a.primitive()).hash_code();
+    auto& primitive = a.primitive();
+    auto hash = typeid(primitive).hash_code();
     for (const auto& input : a.inputs()) {
       hash = hash * 31 + input.id();
     }
