@@ -235,6 +235,16 @@ int faststep_graph_kept(
     void** found,
     size_t room,
     size_t* count);
+// Arrays that are yet to be computed, and from no input, which are held outside of what the outputs are computed by, but for
+// those behind `known`: as many as there is room for, and how many were written. There are two handles of each output.
+int faststep_graph_lasting(
+    const void* const* known,
+    size_t n_known,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** found,
+    size_t room,
+    size_t* count);
 // Replace constants by inputs, one for each, in what the outputs are computed from.
 int faststep_graph_replace(
     const void* graph,

@@ -23,8 +23,8 @@ use pyo3::{
 };
 
 pub use loss::Swapped;
-use loss_graph::LossArrays;
 pub use loss_graph::TraceGraph;
+use loss_graph::{arrays_of, evaluate_lasting, LossArrays};
 use shown::TakenOut;
 
 use crate::{
@@ -309,6 +309,14 @@ impl PythonHost {
         arrays.is_some_and(LossArrays::is_complete)
     }
 
+    // whether the graph is to be that of the whole step, with the update by Python code
+    fn has_no_graph(&self) -> bool {
+        let current = self.current.borrow();
+        current
+            .as_ref()
+            .is_some_and(|current| current.graph.is_none())
+    }
+
     // keep the graph of the loss, where it tells the gradients too; of a sketch nothing else is wanted
     fn note_loss(&self, left: Left) -> Result<MlxResult<Left>, Stop> {
         let mut noted = None;
@@ -319,8 +327,12 @@ impl PythonHost {
         let Some((mut arrays, sketch, tracers)) = noted else {
             return Ok(Ok(left));
         };
+        arrays.left(left.clone());
+        if let Err(error) = arrays.evaluate_lasting() {
+            return Ok(Err(error));
+        }
         let left = if sketch {
-            arrays.left(left);
+            drop(left);
             if let Err(error) =
                 arrays.kept(|inputs, before, outputs| self.check_kept(inputs, before, outputs))
             {
@@ -328,7 +340,6 @@ impl PythonHost {
             }
             Err(Exception::custom("only the graph was wanted"))
         } else {
-            arrays.left(left.clone());
             Ok(left)
         };
         let graph = arrays.graph(&tracers).map_err(mlx)?;
@@ -444,16 +455,21 @@ impl Host for PythonHost {
     }
 
     fn loss(&self, call: LossCall) -> MlxResult<LossOutput> {
-        let output = self.run(|py, current| {
+        let (output, compiled) = self.run(|py, current| {
             if let Some(arrays) = &mut current.loss_arrays {
                 arrays.call(call);
             }
-            let output = current.loss(py, call)?;
+            Ok((current.loss(py, call)?, current.compiled))
+        })?;
+        if compiled {
+            let outputs: Vec<Array> = arrays_of(&output).cloned().collect();
+            evaluate_lasting(&[], &outputs)?;
+        }
+        if let Some(current) = self.current.borrow_mut().as_mut() {
             if let Some(arrays) = &mut current.loss_arrays {
                 arrays.returned(&output);
             }
-            Ok(output)
-        })?;
+        }
         if self.has_sketched() {
             return Ok(LossOutput::new(Array::from_f32(0.0))); // of which there is nothing to differentiate
         }
@@ -477,6 +493,10 @@ impl Host for PythonHost {
         };
         if compiled(&self.current.borrow()) {
             self.check_kept(inputs, before, outputs)?;
+            if self.has_no_graph() {
+                let again: Vec<Array> = outputs.to_vec(); // the second handle of each
+                evaluate_lasting(&[], &again)?;
+            }
         }
         self.note(inputs, outputs)
     }

@@ -105,12 +105,31 @@ bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   return a.is_equivalent(b) || same_without_mlx(a, b) || passes_on(a) || (determined.find(a) && determined.find(b));
 }
 
+// How many elements lie from the first of an array to its last in memory; none where not all lie behind the first.
+size_t span(const mx::array& array) {
+  size_t last = 0;
+  for (int i = 0; i < static_cast<int>(array.ndim()); ++i) {
+    if (array.shape(i) == 0 || array.strides(i) < 0) {
+      return 0;
+    }
+    last += static_cast<size_t>(array.shape(i) - 1) * static_cast<size_t>(array.strides(i));
+  }
+  return last + 1;
+}
+
 bool same_value(const mx::array& a, const mx::array& b) {
   if (a.id() == b.id()) {
     return true;
   }
-  bool readable = a.is_available() && b.is_available() && a.flags().row_contiguous && b.flags().row_contiguous;
-  return readable && a.nbytes() == b.nbytes() && std::memcmp(a.data<char>(), b.data<char>(), a.nbytes()) == 0;
+  if (!a.is_available() || !b.is_available() || a.nbytes() != b.nbytes()) {
+    return false;
+  }
+  if (a.flags().row_contiguous && b.flags().row_contiguous) {
+    return std::memcmp(a.data<char>(), b.data<char>(), a.nbytes()) == 0;
+  }
+  // a broadcast or transposed one by what lies under it, where it lies in the same way
+  size_t count = a.shape() == b.shape() && a.strides() == b.strides() ? span(a) : 0;
+  return count > 0 && std::memcmp(a.data<char>(), b.data<char>(), count * a.itemsize()) == 0;
 }
 
 // mlx::core::array is one shared pointer (mlx/array.h); how many arrays share what it points at is not public.
@@ -380,6 +399,72 @@ std::vector<mx::array> kept(
   return found;
 }
 
+bool is_pending(const mx::array& array) {
+  return array.status() == mx::array::Status::unscheduled;
+}
+
+// Arrays that are yet to be computed, and from no input, which somebody holds beside what the outputs are computed by, but for
+// those behind `known`. Of each output there are two handles: who holds one of more looks at it after the trace.
+std::vector<mx::array> lasting(
+    const std::vector<const mx::array*>& known, const std::vector<const mx::array*>& outputs) {
+  if (outputs.empty()) {
+    return {};
+  }
+  // MLX marks tracers, and takes the mark away where it differentiates: one without may be computed from an input too
+  auto may_last = [](const mx::array& a) { return a.has_primitive() && is_pending(a) && !a.is_tracer(); };
+  std::unordered_map<Id, long> edges;
+  std::unordered_set<Id> seen;
+  std::vector<const mx::array*> found, todo;
+  auto meet = [&](const mx::array& array) {
+    if (seen.insert(array.id()).second) {
+      todo.push_back(&array);
+    }
+  };
+  auto walk = [&](bool counts) {
+    while (!todo.empty()) {
+      const auto& array = *todo.back();
+      todo.pop_back();
+      if (counts && may_last(array)) {
+        found.push_back(&array);
+      }
+      for (const auto* others : {&array.inputs(), &array.siblings()}) {
+        for (const auto& other : *others) {
+          if (may_last(other)) {
+            edges[other.id()] += 1;
+          }
+          if (other.has_primitive()) {
+            meet(other);
+          }
+        }
+      }
+    }
+  };
+  std::for_each(known.begin(), known.end(), [&](const auto* array) { meet(*array); });
+  walk(false);
+  for (const auto* output : outputs) {
+    edges[output->id()] += 2;
+    meet(*output);
+  }
+  walk(true);
+  std::unordered_map<Id, bool> depends; // on what has no operation that it could be computed by
+  auto is_new = [&](const mx::array& a) { return is_pending(a) && !depends.contains(a.id()); };
+  auto decide = [&](const mx::array& a) {
+    const auto& of = a.inputs();
+    bool one = std::any_of(of.begin(), of.end(), [&](const auto& in) { return depends[in.id()]; });
+    depends.try_emplace(a.id(), is_pending(a) && (!a.has_primitive() || one));
+  };
+  std::vector<mx::array> held;
+  for (const auto* array : found) {
+    if (holders(*array) > edges[array->id()]) {
+      visit(*array, is_new, decide);
+      if (!depends[array->id()]) {
+        held.push_back(*array);
+      }
+    }
+  }
+  return held;
+}
+
 // Hand out as many arrays as there is room for, and how many that are.
 void give(const std::vector<mx::array>& arrays, void** found, size_t room, size_t* count) {
   *count = std::min(room, arrays.size());
@@ -397,6 +482,7 @@ const Graph& graph_at(const void* graph) {
 using faststep::graph_at;
 using faststep::guarded;
 using faststep::owned;
+using faststep::pointers;
 
 int faststep_graph_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph) {
@@ -466,6 +552,20 @@ int faststep_graph_kept(
   return guarded([&] {
     auto kept = faststep::kept(faststep::list(inputs, n_inputs), before, faststep::list(outputs, n_outputs));
     faststep::give(kept, found, room, count);
+  });
+}
+
+int faststep_graph_lasting(
+    const void* const* known,
+    size_t n_known,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** found,
+    size_t room,
+    size_t* count) {
+  return guarded([&] {
+    auto lasting = faststep::lasting(pointers(known, n_known), pointers(outputs, n_outputs));
+    faststep::give(lasting, found, room, count);
   });
 }
 

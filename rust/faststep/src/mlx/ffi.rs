@@ -252,6 +252,15 @@ extern "C" {
         room: usize,
         count: *mut usize,
     ) -> c_int;
+    pub(crate) fn faststep_graph_lasting(
+        known: Handles,
+        n_known: usize,
+        outputs: Handles,
+        n_outputs: usize,
+        found: *mut New,
+        room: usize,
+        count: *mut usize,
+    ) -> c_int;
     pub(crate) fn faststep_graph_replace(
         graph: *const c_void,
         numbers: *const u32,

@@ -17,8 +17,8 @@ use mlx_rs::{
 
 use super::ffi::{
     check, faststep_graph_compare, faststep_graph_constant, faststep_graph_determines_gradients,
-    faststep_graph_free, faststep_graph_held, faststep_graph_kept, faststep_graph_new,
-    faststep_graph_replace, faststep_graph_size, handles, is_done, made, owned,
+    faststep_graph_free, faststep_graph_held, faststep_graph_kept, faststep_graph_lasting,
+    faststep_graph_new, faststep_graph_replace, faststep_graph_size, handles, is_done, made, owned,
 };
 
 /// The most constants that may differ between two graphs of one form.
@@ -39,6 +39,27 @@ pub fn kept(inputs: &[Array], before: &[usize], outputs: &[Array]) -> Result<Vec
             inputs.as_ptr(),
             before.as_ptr(),
             n,
+            outputs.as_ptr(),
+            outputs.len(),
+            found,
+            room,
+            count,
+        )
+    })
+}
+
+/// Arrays of a trace that are yet to be computed, and from no input, and that somebody keeps who is not in its graph: a function
+/// with a cache, say. Those behind `known` are left out; of each output there is one handle beside that in `outputs`.
+///
+/// # Errors
+/// When there is no memory.
+pub fn lasting(known: &[Array], outputs: &[Array]) -> Result<Vec<Array>> {
+    let (known, outputs) = (handles(known), handles(outputs));
+    // SAFETY: live arrays, the number of each list, and as much room as is said.
+    given_out(|found, room, count| unsafe {
+        faststep_graph_lasting(
+            known.as_ptr(),
+            known.len(),
             outputs.as_ptr(),
             outputs.len(),
             found,

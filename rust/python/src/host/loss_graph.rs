@@ -2,8 +2,15 @@
 //!
 //! MLX derives gradients from the loss's operations alone, but for functions with gradients of their own
 //! (`mx.custom_function`, checkpointing), which call Python code again: there the graph of the whole step is wanted.
-use faststep::engine::{array, graph::Graph, Left, LossCall, LossOutput};
-use mlx_rs::{error::Result, Array};
+use faststep::engine::{
+    array,
+    graph::{self, Graph},
+    Left, LossCall, LossOutput,
+};
+use mlx_rs::{error::Result, transforms::eval, Array};
+use pyo3::Python;
+
+use crate::mlx::gil::unlocked;
 
 /// The graph by which two traces of one kind are compared.
 #[derive(Debug)]
@@ -41,12 +48,35 @@ impl TraceGraph {
     }
 }
 
+/// The arrays that a loss returns or assigns to parameters.
+pub fn arrays_of(output: &LossOutput) -> impl Iterator<Item = &Array> {
+    let returned = std::iter::once(&output.loss).chain(&output.weight);
+    let parameters = output.parameters.iter().map(|(_, array)| array);
+    returned.chain(&output.aux).chain(parameters)
+}
+
+/// Evaluate what a loss computes from no input and a function with a cache keeps, say, as the plain loop does: MLX's compiler
+/// rewrites what is computed for the trace. Those behind `known` are left as they are.
+///
+/// # Errors
+/// That of the evaluation.
+pub fn evaluate_lasting(known: &[Array], outputs: &[Array]) -> Result<()> {
+    loop {
+        let lasting = graph::lasting(known, outputs)?;
+        if lasting.is_empty() {
+            return Ok(());
+        }
+        Python::attach(|py| unlocked(py, || eval(&lasting)))?;
+    }
+}
+
 /// The arrays of one loss call.
 pub struct LossArrays {
     inputs: Vec<Array>,
     before: Vec<usize>, // the handles of each beside those here and in the call
     outputs: Vec<Array>,
     form: Vec<usize>,
+    returned: usize, // so many of the outputs
     complete: bool,
 }
 
@@ -59,6 +89,7 @@ impl LossArrays {
                 before: Vec::new(),
                 outputs: Vec::new(),
                 form: Vec::new(),
+                returned: 0,
                 complete: false,
             };
             for input in others.iter().chain([key]) {
@@ -85,14 +116,12 @@ impl LossArrays {
 
     /// Note what the loss returned.
     pub fn returned(&mut self, output: &LossOutput) {
-        let arrays = std::iter::once(&output.loss).chain(&output.weight);
-        self.outputs.extend(arrays.chain(&output.aux).cloned());
+        self.outputs.extend(arrays_of(output).cloned());
         self.form
             .extend([usize::from(output.weight.is_some()), output.aux.len()]);
-        for (index, array) in &output.parameters {
-            self.form.push(*index);
-            self.outputs.push(array.clone());
-        }
+        let parameters = output.parameters.iter().map(|(index, _)| index);
+        self.form.extend(parameters);
+        self.returned = self.outputs.len();
         self.complete = true;
     }
 
@@ -109,6 +138,15 @@ impl LossArrays {
         let others = left.others.into_iter().map(|(_, array)| array);
         self.outputs
             .extend(left.key.into_iter().chain(left.kept).chain(others));
+    }
+
+    /// Evaluate what the loss has left that somebody keeps, but for what has been looked at when it returned.
+    ///
+    /// # Errors
+    /// That of the evaluation.
+    pub fn evaluate_lasting(&self) -> Result<()> {
+        let (known, left) = self.outputs.split_at(self.returned);
+        evaluate_lasting(known, left)
     }
 
     /// Look, when the call is over, at who keeps an array of it: with the inputs, so many handles of each, and the outputs.

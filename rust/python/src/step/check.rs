@@ -1,6 +1,8 @@
 //! Now and then, before a trace stands for a call: whether the loss, called once more, gives what the trace repeats.
 //!
 //! What a loss depends on is found, watched and tried out. Where that misses something, this tells, if late.
+use std::fmt::Write as _;
+
 use faststep::engine::Graph;
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::prelude::*;
@@ -164,9 +166,9 @@ fn is_same(one: &Array, other: &Array) -> MlxResult<bool> {
 
 // a constant, for a message
 fn shown(constant: &Array) -> String {
-    if constant.size() == 1 {
-        format!("{constant}")
-    } else {
-        format!("an array of shape {:?}", constant.shape())
+    let mut text = String::new();
+    if constant.size() == 1 && write!(text, "{constant}").is_ok() {
+        return text;
     }
+    format!("an array of shape {:?}", constant.shape()) // or one that cannot be evaluated
 }
