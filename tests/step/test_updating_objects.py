@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +15,7 @@ import mlx.optimizers as optim
 import pytest
 from faststep import Step, fast_step
 from faststep.checkpoints import Checkpoints
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import Row, Tree, assert_same, to_numpy
 from support.models import cross_entropy
 
@@ -84,11 +85,86 @@ class Several:
         return [self.matrices.state, self.rest.state]
 
 
+class Wrapping:
+    """Leaves the update to another object, and fails behind it when it is told to."""
+
+    fails = False
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.outer = inner, None
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        """Update by the other."""
+        self.inner.update(model, gradients)
+        if self.fails:
+            raise KeyError("no update")
+
+    @property
+    def state(self) -> Tree:
+        """What the other keeps."""
+        return self.inner.state
+
+
+class Counting(Wrapping):
+    """Counts its updates in a number."""
+
+    updates = 0
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        """Count, and go less far each time."""
+        self.updates += 1
+        super().update(model, tree_map(lambda each: each / self.updates, gradients))
+
+
+class Parts(Several):
+    """Has both in objects of its own, in a dict and a list."""
+
+    def __init__(self) -> None:
+        self.parts = {
+            "matrices": [Wrapping(optim.SGD(1e-2, momentum=0.9))],
+            "rest": Wrapping(Wrapping(optim.Adam(1e-2))),
+        }
+
+    @property
+    def matrices(self) -> Any:  # type: ignore[override]
+        """The one of matrices."""
+        return self.parts["matrices"][0]  # type: ignore[index]
+
+    @property
+    def rest(self) -> Any:  # type: ignore[override]
+        """The other one."""
+        return self.parts["rest"]
+
+
+class Slotted:
+    """Keeps another object where attributes of no dict are."""
+
+    __slots__ = ("__weakref__", "inner")
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    update, state = Wrapping.update, Wrapping.state
+    fails = False
+
+
+def known_to_the_outer() -> Wrapping:
+    """Make one whose inner part refers to it."""
+    inner = Wrapping(optim.Adam(1e-2))
+    outer = Wrapping(inner)
+    inner.outer = outer
+    return outer
+
+
 KINDS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "momentum": (lambda _: Momentum(), "traced"),
     "counted": (lambda _: Counted(), "plain"),
     "remembering": (Remembering, "traced"),
     "several": (lambda _: Several(), "traced"),
+    "deep": (lambda _: Wrapping(Wrapping(Wrapping(optim.Adam(1e-2)))), "traced"),
+    "parts": (lambda _: Wrapping(Parts()), "traced"),
+    "cyclic": (lambda _: known_to_the_outer(), "traced"),
+    "counted deep": (lambda _: Wrapping(Counting(Wrapping(optim.Lion(1e-3)))), "plain"),
 }
 
 
@@ -181,9 +257,26 @@ class Enclosing:
         return self.inner().state
 
 
-def test_an_optimizer_that_is_none_of_its_attributes_updates_uncompiled() -> None:
+class Far(Wrapping):
+    """Keeps its optimizer by an address, which no code names."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        optimizer = optim.Adam(1e-2)
+        self.kept.append(optimizer)
+        self.address = id(optimizer)
+
+    @property
+    def inner(self) -> Any:  # type: ignore[override]
+        """The optimizer."""
+        return ctypes.cast(self.address, ctypes.py_object).value
+
+
+@pytest.mark.parametrize("make", [Enclosing, lambda: Wrapping(Slotted(optim.Adam(1e-2))), Far])
+def test_an_optimizer_that_is_none_of_its_attributes_updates_uncompiled(make: Callable[[], Any]) -> None:
     theirs, ours = ROW.new()[0], ROW.new()[0]
-    reference, optimizer = Enclosing(), Enclosing()
+    reference, optimizer = make(), make()
     batches = list(ROW.case.batches(STEPS))
     wanted = plain(theirs, reference, batches)
     step = Step(ours, optimizer, cross_entropy)
@@ -193,6 +286,27 @@ def test_an_optimizer_that_is_none_of_its_attributes_updates_uncompiled() -> Non
     same(ours.parameters(), theirs.parameters())
     same(optimizer.state, reference.state)
     assert step.stats.mode == "plain"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["deep", "parts", "cyclic"])
+def test_an_error_behind_an_inner_update_leaves_all_as_it_was(kind: str, steps: int) -> None:
+    model = ROW.new()[0]
+    optimizer = KINDS[kind][0](model)
+    step, batches = Step(model, optimizer, cross_entropy), list(ROW.case.batches(steps + 1))
+    for batch in batches[:steps]:
+        step(*batch)
+    before = tree_map(lambda each: mx.array(to_numpy(each)), [model.parameters(), optimizer.state])
+    optimizer.fails = True
+    with pytest.raises(KeyError, match="no update"):
+        step(*batches[steps])
+    same([model.parameters(), optimizer.state], before)
+    optimizer.fails = False
+    step(*batches[steps])
+    other = ROW.new()[0]
+    reference = KINDS[kind][0](other)
+    plain(other, reference, batches)
+    same([model.parameters(), optimizer.state], [other.parameters(), reference.state], 1e-5)
 
 
 def test_it_is_kept_no_longer_than_by_its_user() -> None:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 
+from faststep._native import core
 from faststep._step._own import OwnOptimizer
 
 _OF_MLX = ("_initialized", "_state", "_schedulers")
@@ -52,16 +53,29 @@ class Attributes:
                 setattr(owners[path], attribute, begun)
 
 
-def _owners(optimizer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield an optimizer and those in its attributes, by the path that leads there."""
-    if isinstance(optimizer, OwnOptimizer):
-        optimizer = optimizer.own
-    yield path, optimizer
-    for name, value in vars(optimizer).items():
-        for number, each in enumerate(value if isinstance(value, list | tuple) else [value]):
-            if isinstance(each, Optimizer):
-                place = name if each is value else f"{name}[{number}]"
-                yield from _owners(each, f"{path}.{place}" if path else place)
+def _owners(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield an optimizer, those within it, and the objects that lead to them, by the path that leads there."""
+    within = {id(each) for each in core.optimizers_within(optimizer)}
+    root = optimizer.own if isinstance(optimizer, OwnOptimizer) else optimizer
+    todo: list[tuple[str, Any, frozenset[int]]] = [("", root, frozenset({id(root)}))]
+    while todo:
+        path, owner, around = todo.pop()
+        yield path, owner
+        found = []
+        for name, value in vars(owner).items():
+            if name not in _OF_MLX:
+                places = ((f"{path}.{place}" if path else place, each) for place, each in _places(name, value))
+                found += [(place, each, around | {id(each)}) for place, each in places if id(each) in within - around]
+        todo += reversed(found)
+
+
+def _places(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an attribute holds, or what is in lists, tuples and dicts there, by their places."""
+    if isinstance(value, list | tuple | dict) and not isinstance(value, nn.Module):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _places(f"{name}[{key}]", each)
+    else:
+        yield name, value
 
 
 def _named(optimizer: Any) -> Iterator[tuple[str, Any]]:
@@ -70,7 +84,7 @@ def _named(optimizer: Any) -> Iterator[tuple[str, Any]]:
     known = [each for _, owner in owners if isinstance(owner, MultiOptimizer) for each in owner.optimizers]
     for path, owner in owners:
         prefix = f"{path}." if path else ""
-        if path and not any(owner is each for each in known):
+        if path and isinstance(owner, Optimizer) and not any(owner is each for each in known):
             yield f"{prefix}state", owner.state
         for name, value in vars(owner).items():
             if name not in _OF_MLX and not isinstance(value, Optimizer | nn.Module):

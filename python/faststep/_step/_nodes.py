@@ -60,9 +60,9 @@ def containers(root: Any) -> set[int]:
     return found
 
 
-def optimizers_in(root: Any) -> dict[int, Optimizer]:
+def optimizers_in(root: Any) -> dict[int, Any]:
     """Return the optimizers of MLX's kind that an object is or has in its attributes, in lists and dicts too."""
-    found: dict[int, Optimizer] = {}
+    found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [root]
     while todo:
@@ -91,7 +91,7 @@ class Nodes:
         self.owned, self.walked = owned, containers(model)  # dicts, lists and modules whose arrays are known as slots
         self.numbers: dict[str, Any] | None = None  # of the model, where they change again and again
         self.of_update = False  # then the arrays and numbers of optimizers are known
-        self.updating = optimizers_in(owned)  # by the step, which knows their state
+        self.updating: dict[int, Any] = optimizers_in(owned)  # by the step, which knows their state
         self.growing: set[int] = set()  # addresses of lists and dicts: one of numbers is compared as a whole
         self.seen: dict[int, int] = {}  # the node of each object by its address
         self.todo: collections.deque[int] = collections.deque()
@@ -235,10 +235,9 @@ class Nodes:
             return ANYTHING, None
         if self.is_optimizer(value):
             self.walked |= containers(attributes(value))
-            return IDENTITY, weakref.ref(value)
-        if value is not self.owned and has_attributes(value) and not is_a(value, type):
+        elif value is not self.owned and has_attributes(value) and not is_a(value, type):
             return OBJECT, None
-        if is_a(value, types.ModuleType):
+        elif is_a(value, types.ModuleType):
             return (IDENTITY, value) if is_library_module(value) else (OBJECT, None)
         try:
             return IDENTITY, weakref.ref(value)
@@ -246,8 +245,8 @@ class Nodes:
             return IDENTITY, value
 
     def is_optimizer(self, value: Any) -> bool:
-        """Return whether it is one of the optimizers that update, whose arrays and numbers are known."""
-        return self.of_update and is_a(value, Optimizer)
+        """Return whether it is an optimizer, or leads to one that updates: arrays and numbers of those are known."""
+        return self.of_update and (is_a(value, Optimizer) or id(value) in self.updating)
 
     def kept(self) -> list[Node]:
         """Return the nodes that can change, and those that lead to them, renumbered."""

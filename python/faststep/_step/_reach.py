@@ -27,6 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import Optimizer
 
+from faststep._native import core
 from faststep._step._asked import BASES, Asking
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
@@ -55,7 +56,6 @@ from faststep._step._nodes import (
     VALUE,
     WEAK,
     Node,
-    optimizers_in,
 )
 from faststep._step._of_library import MADE_BY_PYTHON
 from faststep._step._positions import may_draw
@@ -124,7 +124,7 @@ def discover(
 def discover_update(optimizer: Any, model: Any) -> Found:
     """Return what the code of an optimizer reaches beside its own arrays and numbers, as `discover` does."""
     search = _Search(model, None)
-    search.of_update, search.updating = True, optimizers_in(optimizer)
+    search.of_update, search.updating = True, {id(each): each for each in core.optimizers_within(optimizer)}
     if not is_library_class(type(optimizer)):  # else a rule of the step's own takes the place of the code
         search.attributes.update(_UPDATE)
     return _found(search, (optimizer,))

@@ -1,5 +1,8 @@
 //! Python optimizers: as a rule of the engine, or traced; their schedules. Uses `tree` and `mlx`.
-use std::{cell::Cell, collections::HashMap};
+use std::{
+    cell::{Cell, RefCell},
+    collections::{HashMap, HashSet},
+};
 
 use faststep::{
     engine::{Attributes, Rules},
@@ -7,7 +10,7 @@ use faststep::{
 };
 use mlx_rs::{ops, transforms::async_eval, Array};
 use pyo3::{
-    exceptions::PyTypeError,
+    exceptions::{PyRuntimeError, PyTypeError},
     intern,
     prelude::*,
     types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple, PyType},
@@ -15,7 +18,10 @@ use pyo3::{
 
 use crate::{
     mlx::{bridge, classes::is_numpy_float, errors::mlx, gil::unlocked},
-    tree::{walk::Scope, Tree},
+    tree::{
+        walk::{optimizers_within as within, Scope},
+        Tree,
+    },
 };
 
 fn is_class_of_mlx(class: &Bound<'_, PyType>) -> bool {
@@ -239,6 +245,59 @@ pub fn reads<T>(work: impl FnOnce() -> T) -> (bool, T) {
     let before = READ.replace(false);
     let done = work();
     (READ.replace(before), done)
+}
+
+/// The optimizers within one, itself too, and objects in it that lead to another: what they keep is known to its step.
+#[pyfunction]
+pub fn optimizers_within<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+    within(optimizer)
+}
+
+/// An update of an optimizer under way that is traced: the addresses of those within it, and the class of one that is none of them.
+struct Traced {
+    known: HashSet<usize>,
+    stray: Option<String>,
+}
+
+thread_local! {
+    static TRACED: RefCell<Option<Traced>> = const { RefCell::new(None) };
+}
+
+/// While an update is traced in this thread, refuse the state of an optimizer that is none of those within the one that updates: it
+/// would keep arrays of the trace.
+pub fn check_traced(optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
+    let is_stray = TRACED.with_borrow(|traced| {
+        let traced = traced.as_ref();
+        traced.is_some_and(|traced| !traced.known.contains(&optimizer.as_ptr().addr()))
+    });
+    if !is_stray {
+        return Ok(());
+    }
+    let class = optimizer.get_type().name()?.to_string();
+    TRACED.with_borrow_mut(|traced| {
+        if let Some(traced) = traced {
+            traced.stray.get_or_insert(class);
+        }
+    });
+    let message = "an optimizer that no attribute leads to updates in a trace";
+    Err(PyRuntimeError::new_err(message))
+}
+
+/// Trace an update of an optimizer by its own code: the class of one that is none of those within it and would have updated too, and
+/// what `work` returns.
+pub fn trace_update<T>(
+    optimizer: &Bound<'_, PyAny>,
+    work: impl FnOnce() -> T,
+) -> (Option<String>, T) {
+    let known = within(optimizer).into_iter().map(|it| it.as_ptr().addr());
+    let new = Traced {
+        known: known.collect(),
+        stray: None,
+    };
+    let before = TRACED.replace(Some(new));
+    let done = work();
+    let stray = TRACED.replace(before).and_then(|traced| traced.stray);
+    (stray, done)
 }
 
 /// The options of MLX's optimizers, and of any the arrays in the state that are no parameter's: the very objects.

@@ -12,7 +12,7 @@ use pyo3::{
 use super::{expected, stop, Current};
 use crate::{
     mlx::{bridge, classes::is_numpy},
-    optimizer::HostSchedules,
+    optimizer::{trace_update, HostSchedules},
     reach::{
         stop::Stop,
         suspect::{Positions, Reads},
@@ -150,7 +150,12 @@ impl Current {
             }
             _ => None,
         };
-        let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
+        let update = || optimizer.call_method1(intern!(py, "update"), (model, gradients));
+        let (stray, updated) = if self.compiled {
+            trace_update(optimizer, update)
+        } else {
+            (None, update())
+        };
         if let Some(positions) = positions {
             positions.end();
             self.taken = Some(positions.moved()?);
@@ -160,6 +165,13 @@ impl Current {
         match (read, updated) {
             (_, Err(error)) if !error.is_instance_of::<PyException>(py) => return Err(error.into()),
             (Some(place), _) => return Err(Stop::reads(&place)),
+            (None, _) if stray.is_some() => {
+                return Err(Stop::Untraceable(format!(
+                    "the optimizer's code reaches another one ({}) that is none of its attributes: make it one, so that its state \
+                     is seen",
+                    stray.unwrap_or_default()
+                )))
+            }
             (None, updated) => updated.map_err(|error| stop(py, error))?,
         };
 

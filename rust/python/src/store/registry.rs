@@ -9,7 +9,7 @@ use faststep::engine::StageClock;
 use pyo3::{intern, prelude::*};
 
 use super::Store;
-use crate::optimizer::{members, note_read};
+use crate::optimizer::{check_traced, members, note_read};
 
 /// A store that several steps share.
 pub struct Shared {
@@ -106,6 +106,7 @@ pub fn claim(
 /// `Optimizer.state`: the optimizer's own dict, made current.
 #[pyfunction]
 pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    check_traced(optimizer)?;
     if let Some(shared) = find(optimizer) {
         match shared.try_borrow_mut() {
             Ok(mut store) if store.is_owner(optimizer) => store.expose(optimizer.py())?,

@@ -1,8 +1,13 @@
 //! The walk through Python containers.
+use std::collections::HashSet;
+
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple},
+    types::{
+        PyBool, PyCFunction, PyDict, PyFloat, PyFunction, PyInt, PyList, PyModule, PyString,
+        PyTuple, PyType,
+    },
 };
 
 use super::{ordered, slot::Place};
@@ -13,6 +18,9 @@ use crate::mlx::{
 
 /// Deeper trees than this are taken for cycles.
 pub const MAX_DEPTH: usize = 200;
+
+/// So much is looked through for an optimizer in an object: numbers, texts and arrays count one, all else as many.
+const MAX_LOOKED: (usize, usize) = (4096, 16);
 
 /// Kind of container that a walk met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +33,7 @@ pub enum Kind {
     Tuple,
     /// An `nn.Module`: a dict with attributes.
     Module,
-    /// An `optimizers.Optimizer`.
+    /// An `optimizers.Optimizer`, or an object in one that leads to another.
     Optimizer,
     /// The instance dict of a module or an optimizer.
     Attributes,
@@ -67,11 +75,12 @@ pub trait Visitor<'py> {
     }
 }
 
-/// The containers around an object, of which modules are known: an attribute may lead back to one.
+/// The containers around an object, of which modules and those of optimizers are known: an attribute may lead back to one.
 #[derive(Clone, Copy, Default)]
 struct Around<'a> {
     depth: usize,
-    module: Option<(usize, &'a Self)>,
+    known: Option<(usize, &'a Self)>,
+    updates: bool, // in an optimizer
 }
 
 impl<'a> Around<'a> {
@@ -82,16 +91,16 @@ impl<'a> Around<'a> {
         }
     }
 
-    fn within(&'a self, module: &Bound<'_, PyAny>) -> Self {
+    fn within(&'a self, container: &Bound<'_, PyAny>) -> Self {
         Self {
-            depth: self.depth,
-            module: Some((module.as_ptr().addr(), self)),
+            known: Some((container.as_ptr().addr(), self)),
+            ..*self
         }
     }
 
     fn has(&self, object: &Bound<'_, PyAny>) -> bool {
-        self.module
-            .is_some_and(|(module, around)| module == object.as_ptr().addr() || around.has(object))
+        self.known
+            .is_some_and(|(known, around)| known == object.as_ptr().addr() || around.has(object))
     }
 }
 
@@ -123,13 +132,19 @@ fn enter<'py>(
         }
         if !module {
             visitor.open(Kind::Dict, &object, dict.len())?;
+            if around.updates {
+                return walk_items(dict, around.within(&object), visitor);
+            }
             return walk_items(dict, around, visitor);
         }
         if around.has(&object) {
             return visitor.leaf(&object);
         }
         visitor.open(Kind::Module, &object, dict.len())?;
-        let around = around.within(&object);
+        let around = Around {
+            updates: false,
+            ..around.within(&object)
+        };
         walk_items(dict, around, visitor)?;
         return walk_attributes(&object, around, visitor);
     }
@@ -152,16 +167,27 @@ fn enter<'py>(
         }
         return Some(());
     }
-    if is_optimizer(&object) && !visitor.takes_arguments() {
+    if !visitor.takes_arguments() {
+        let updates = is_optimizer(&object) || (around.updates && leads_to_optimizer(&object));
+        if !updates {
+            return visitor.leaf(&object);
+        }
+        let attributes = bridge::attributes(&object)?;
+        if around.has(&object) || around.has(attributes.as_any()) {
+            return visitor.leaf(&object);
+        }
         visitor.open(Kind::Optimizer, &object, 0)?;
+        let within = around.within(&object);
+        let around = Around {
+            updates,
+            ..within.within(attributes.as_any())
+        };
         return walk_attributes(&object, around, visitor);
     }
-    if visitor.takes_arguments() {
-        if let Some(fields) = fields(&object) {
-            return walk_fields(&object, &fields, around, visitor);
-        }
+    match fields(&object) {
+        Some(fields) => walk_fields(&object, &fields, around, visitor),
+        None => visitor.leaf(&object),
     }
-    visitor.leaf(&object)
 }
 
 fn walk_fields<'py>(
@@ -223,6 +249,97 @@ fn walk_attributes<'py>(
         enter(value, place, around.deeper(), visitor)?;
     }
     Some(())
+}
+
+/// The optimizers within one, itself too, and objects in it that lead to another: what they keep is known as the state.
+pub fn optimizers_within<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+    let mut within = Within(Vec::new());
+    walk(optimizer.clone(), Place::Tuple, &mut within);
+    within.0
+}
+
+struct Within<'py>(Vec<Bound<'py, PyAny>>);
+
+impl<'py> Visitor<'py> for Within<'py> {
+    fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, _: usize) -> Option<()> {
+        if kind == Kind::Optimizer {
+            self.0.push(container.clone());
+        }
+        Some(())
+    }
+
+    fn key(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
+        Some(())
+    }
+
+    fn array(&mut self, _: Place<'py>, _: Bound<'py, PyAny>) -> Option<()> {
+        Some(())
+    }
+
+    fn leaf(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
+        Some(())
+    }
+
+    fn skips(&self, key: &str) -> bool {
+        Scope::Options.skips(key)
+    }
+}
+
+// whether an optimizer is in the attributes of an object, or in objects, lists, dicts and tuples there
+fn leads_to_optimizer(object: &Bound<'_, PyAny>) -> bool {
+    let mut looking = Looking {
+        seen: HashSet::new(),
+        left: MAX_LOOKED.0,
+    };
+    looking.leads(object)
+}
+
+struct Looking {
+    seen: HashSet<usize>,
+    left: usize,
+}
+
+impl Looking {
+    fn leads(&mut self, object: &Bound<'_, PyAny>) -> bool {
+        if is_builtin(object) || bridge::is_array(object) {
+            self.left = self.left.saturating_sub(1);
+            return false;
+        }
+        self.left = self.left.saturating_sub(MAX_LOOKED.1);
+        if self.left == 0 || !self.seen.insert(object.as_ptr().addr()) {
+            return false;
+        }
+        if let Ok(dict) = object.cast::<PyDict>() {
+            return !is_module(object) && self.any(dict.iter().map(|(_, value)| value));
+        }
+        if let Ok(list) = object.cast::<PyList>() {
+            return self.any(list.iter());
+        }
+        if let Ok(tuple) = object.cast::<PyTuple>() {
+            return self.any(tuple.iter());
+        }
+        if is_optimizer(object) {
+            return true;
+        }
+        let is_code = object.is_instance_of::<PyType>()
+            || object.is_instance_of::<PyModule>()
+            || object.is_instance_of::<PyFunction>()
+            || object.is_instance_of::<PyCFunction>();
+        let attributes = (!is_code).then(|| bridge::attributes(object)).flatten();
+        attributes.is_some_and(|it| self.any(it.iter().map(|(_, value)| value)))
+    }
+
+    fn any<'py>(&mut self, items: impl Iterator<Item = Bound<'py, PyAny>>) -> bool {
+        for item in items {
+            if self.left == 0 {
+                return false;
+            }
+            if self.leads(&item) {
+                return true;
+            }
+        }
+        false
+    }
 }
 
 // a text, a number or None, of which a batch may hold many
