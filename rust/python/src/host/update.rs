@@ -64,7 +64,8 @@ impl Current {
             if let Some(key) = contents.new_array(false)? {
                 let class = optimizer.get_type().fully_qualified_name()?;
                 outcome = Err(Stop::Untraceable(format!(
-                    "the optimizer ({class}) keeps an array in an object beside its state ({key}): keep it in its state"
+                    "the optimizer ({class}) keeps an array in an object beside its state ({key}): keep it in its state, \
+                     which alone a checkpoint has"
                 )));
             }
         }

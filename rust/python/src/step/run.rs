@@ -365,7 +365,8 @@ impl Inner {
         let changed = self.read.changed(&user.optimizer, &user.model)?;
         Ok(changed.map(|changed| {
             format!(
-                "the optimizer's code reads {changed}, which it changes itself: keep it in an mx.array of its state"
+                "the optimizer's code reads {changed}, which it changes itself: keep it in an mx.array of its state, \
+                 which alone a checkpoint has"
             )
         }))
     }
