@@ -579,3 +579,27 @@ def test_a_loss_that_counts_is_not_called_for_each_step_of_two_kinds_in_turns(by
             entered[-1].append(step.stage()[1] - before)
         assert (tasks.calls, step.stats.traced) == (40 * counts, 2)
     assert entered[1][30:] == entered[0][30:]  # before that the loss is called on trial now and then
+
+
+@pytest.mark.parametrize(("by", "first", "mode"), [(0.1, 3.92, "native"), (0.001, 0, "native"), (1 / 3, 3.92, "plain")])
+def test_a_float_that_the_loss_adds_to_is_the_plain_loop_s_to_the_bit(by: float, first: float, mode: str) -> None:
+    """What is added differs in its last bits, as far as a difference of two floats tells."""
+
+    class Warm:
+        time, kind = float(first), 0.0
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            self.time += by
+            self.kind = 0 if self.kind == 0.0 else self.kind
+            return squares(model, x)
+
+    warm, expected = Warm(), float(first)
+    warm.time = expected
+    step = Step(nn.Linear(4, 2), optim.SGD(0.05), warm.loss)
+    for number in range(60):
+        if number % 7 == 3:
+            warm.time, warm.kind, expected = warm.time * 0.98, 0.0, expected * 0.98
+        step(mx.ones((8, 4)))
+        expected += by
+        assert (warm.time, repr(warm.kind)) == (expected, "0")
+    assert step.stats.mode == mode

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyDict, PyFloat, PyList, PyTuple},
 };
 
 use super::{
@@ -30,6 +30,7 @@ pub struct Advance {
     node: Cell<(usize, usize)>, // the program, and its node at which the object was found last
     name: RefCell<Option<String>>, // of the place
     kind: Kind,
+    from: Option<(f64, f64)>, // of a float, what it was before a call and behind it
 }
 
 enum Kind {
@@ -80,22 +81,49 @@ fn appended(
     Ok(new.map(|new| new.iter().map(|item| item.clone().unbind()).collect()))
 }
 
-// what is added; none where these are no numbers
+/// What is added to a number, and, of a float, what it was and is.
+type Added = (Py<PyAny>, Option<(f64, f64)>);
+
+// what is added; none where these are no numbers, or where one becomes of another type
 fn difference(
     before: Option<&Bound<'_, PyAny>>,
     now: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Option<Py<PyAny>>> {
-    match (before, now) {
-        (Some(before), Some(now)) if is_number(before) && is_number(now) => {
-            Ok(Some(now.sub(before)?.unbind()))
-        }
-        _ => Ok(None),
+) -> PyResult<Option<Added>> {
+    let (Some(before), Some(now)) = (before, now) else {
+        return Ok(None);
+    };
+    if !is_number(before) || !is_number(now) {
+        return Ok(None);
     }
+    let by = now.sub(before)?;
+    if let (Ok(from), Ok(to)) = (before.cast::<PyFloat>(), now.cast::<PyFloat>()) {
+        let from = (from.value(), to.value());
+        let by = PyFloat::new(now.py(), short(from)).into_any();
+        return Ok(Some((by.unbind(), Some(from))));
+    }
+    let same_type = before.add(&by)?.get_type().is(now.get_type());
+    Ok(same_type.then(|| (by.unbind(), None)))
+}
+
+// what is added to a float: 0.3 less 0.2 is 0.1 but for a bit
+fn short((before, now): (f64, f64)) -> f64 {
+    let by = now - before;
+    let short = rounded(by);
+    if before + short == now {
+        short
+    } else {
+        by
+    }
+}
+
+fn rounded(by: f64) -> f64 {
+    format!("{by:.11e}").parse().unwrap_or(by)
 }
 
 impl Advance {
     fn new(object: &Bound<'_, PyAny>, kind: Kind) -> Self {
         Self {
+            from: None,
             object: object.clone().unbind(),
             of_model: false,
             node: Cell::default(),
@@ -115,14 +143,16 @@ impl Advance {
                 let now = dict.bind(py).get_item(key)?;
                 let by = difference(before.as_ref(), now.as_ref())?;
                 let kind = |by| Kind::Item(key.clone_ref(py), by);
-                by.map(|by| vec![Self::new(dict.bind(py), kind(by))])
+                by.map(|(by, from)| vec![Self::new(dict.bind(py), kind(by)).with(from)])
             }
             Change::Node(looked, node, before) => {
                 let now = looked.at(py, *node);
                 let by = difference(Some(before.bind(py)), now.as_ref())?;
                 let place = looked.place(*node, py);
                 by.zip(place)
-                    .and_then(|(by, (node, parent))| Self::at_place(node, &parent, by))
+                    .and_then(|((by, from), (node, parent))| {
+                        Some(Self::at_place(node, &parent, by)?.with(from))
+                    })
                     .map(|it| vec![it])
             }
             Change::List(list, before) => {
@@ -137,7 +167,9 @@ impl Advance {
                         continue;
                     }
                     match difference(Some(&before), Some(&item))? {
-                        Some(by) => found.push(Self::new(now, Kind::Index(at, by))),
+                        Some((by, from)) => {
+                            found.push(Self::new(now, Kind::Index(at, by)).with(from));
+                        }
                         None => return Ok(None),
                     }
                 }
@@ -158,6 +190,34 @@ impl Advance {
             }
             Change::Set(..) | Change::Order(..) => None,
         })
+    }
+
+    fn with(self, from: Option<(f64, f64)>) -> Self {
+        Self { from, ..self }
+    }
+
+    // whether the other one has added what this one adds, but for what a difference of floats has lost
+    fn has_made(&self, other: &Self, py: Python<'_>) -> bool {
+        let by = self.kind.added().first();
+        let by = by.and_then(|by| Some(by.bind(py).cast::<PyFloat>().ok()?.value()));
+        // from 0 on, or where it is a number of a few digits, it is what the loss adds
+        let is_exact =
+            |by: &f64| rounded(*by) == *by || self.from.is_some_and(|(before, _)| before == 0.0);
+        by.filter(is_exact)
+            .zip(other.from)
+            .is_some_and(|(by, (before, now))| before + by == now)
+    }
+
+    // the same with what the other one adds
+    fn adding(mut self, other: &Self, py: Python<'_>) -> Self {
+        if let (
+            Kind::Item(_, by) | Kind::Index(_, by) | Kind::Cell(by) | Kind::Place(_, by),
+            Some(added),
+        ) = (&mut self.kind, other.kind.added().first())
+        {
+            *by = added.clone_ref(py);
+        }
+        self.with(other.from)
     }
 
     // of a function the globals and the cells stay where it is made anew
@@ -197,9 +257,9 @@ impl Advance {
     fn is_alike(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
         let (one, two) = (self.kind.added(), other.kind.added());
         let mut pairs = one.iter().zip(two);
-        Ok(self.is_placed_as(other, py)?
-            && one.len() == two.len()
-            && pairs.all(|(one, two)| equal(one.bind(py), two.bind(py))))
+        let mut same = || pairs.all(|(one, two)| equal(one.bind(py), two.bind(py)));
+        let is_near = || self.has_made(other, py) || other.has_made(self, py);
+        Ok(self.is_placed_as(other, py)? && one.len() == two.len() && (same() || is_near()))
     }
 
     fn is_same(&self, other: &Self, py: Python<'_>) -> PyResult<bool> {
@@ -584,7 +644,14 @@ fn of_two(
         if !are_same(one, &two, py)? {
             return Ok(Err(own.change.shown(py)));
         }
-        found.extend(two);
+        // of two floats the one that gives both
+        found.extend(two.into_iter().zip(one).map(|(two, one)| {
+            if one.has_made(&two, py) {
+                two.adding(one, py)
+            } else {
+                two
+            }
+        }));
     }
     Ok(Ok(found))
 }
