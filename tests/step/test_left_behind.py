@@ -778,6 +778,54 @@ def counting(uses: bool) -> Make:
 PROGRAMS |= {f"an attribute of a dict on the model, {uses}": counting(uses) for uses in (False, True)}
 
 
+class Slot:
+    """What a loss deletes in a slot."""
+
+    __slots__ = ("buffer",)
+
+
+def deleting(place: str, value: Any, at: int) -> Make:
+    """A loss that deletes something at one of its calls."""
+
+    def make() -> Made:
+        state, kept, slot = types.SimpleNamespace(n=0), type("Kept", (), {"buffer": value}), Slot()
+        slot.buffer = cell = value
+        globals()["BUFFER"] = value
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            global BUFFER
+            nonlocal cell
+            state.n += 1
+            if state.n == at:
+                if place == "class":
+                    del kept.buffer
+                elif place == "slot":
+                    del slot.buffer
+                elif place == "global":
+                    del BUFFER
+                else:
+                    del cell
+            return squares(model, x)
+
+        def see() -> Any:
+            try:
+                held = cell is not None
+            except NameError:
+                held = False
+            return hasattr(kept, "buffer"), hasattr(slot, "buffer"), "BUFFER" in globals(), held
+
+        return Made(loss_fn, see)
+
+    return make
+
+
+for place, (kind, value) in itertools.product(
+    ("class", "slot", "global", "cell"), {"number": 2.5, "list": [1], "array": mx.zeros(3)}.items()
+):
+    PROGRAMS[f"{place}: {kind} deleted at its first call"] = deleting(place, value, 1)
+    PROGRAMS[f"{place}: {kind} deleted at its tenth call"] = deleting(place, value, 10)
+
+
 class Log(list[int]):
     """A list that keeps its sum."""
 

@@ -9,8 +9,9 @@ import types
 import warnings
 from collections.abc import Iterable
 
-_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_CHANGES = ("STORE_ATTR", "DELETE_ATTR")
 _OF_NEW = ("__init__", "__post_init__")  # what they store is in an object that was not there before
 MAKERS = (*_OF_NEW, "__new__")
 # functions that may read any attribute
@@ -44,7 +45,7 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             continue
         elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
-        elif instruction.opname == "STORE_ATTR" and code.co_name not in _OF_NEW:
+        elif instruction.opname in _CHANGES and code.co_name not in _OF_NEW:
             attributes.add(instruction.argval)
         elif instruction.opname.startswith("FORMAT_"):
             names.add("format")
@@ -78,7 +79,7 @@ def on_globals(code: types.CodeType) -> tuple[frozenset[tuple[str, ...]], frozen
             chains.add(chain)
         else:
             chain = ()
-            if instruction.opname in (*_ATTRIBUTES, "STORE_ATTR"):
+            if instruction.opname in (*_ATTRIBUTES, *_CHANGES):
                 others.add(instruction.argval)
     others |= {name for text in texts(code.co_consts) for name in attributes_in(text)}
     for constant in code.co_consts:

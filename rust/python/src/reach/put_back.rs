@@ -113,6 +113,19 @@ impl Looked {
         changed.collect()
     }
 
+    /// The place of an object in a cell, a global, a slot or an attribute of a class, that is empty now.
+    pub fn gone(&self, py: Python<'_>) -> Option<String> {
+        let objects = self.bound(py);
+        let mut nodes = self.program.nodes.iter().enumerate();
+        let at = nodes.find(|(at, node)| {
+            node.how.stands_alone()
+                && node.is_kept(&objects)
+                && self.object(*at, py).is_some()
+                && node.find(&objects, &[]).is_none()
+        });
+        at.map(|(at, _)| self.program.name(py, at))
+    }
+
     /// Globals that were not there and are now, in which no arrays stand: the dict and the key of each.
     pub fn made<'py>(
         &self,

@@ -140,6 +140,9 @@ impl<'py> Reached<'py> {
         if let Some(name) = made {
             return Err(Stop::Stores(format!("it stores a new object: {name}")));
         }
+        if let Some(name) = self.looked.gone(py) {
+            return Err(Stop::Becomes(format!("it deletes {name}")));
+        }
         if let Some((class, name)) = self.looked.program.classes.made(py)?.first() {
             let name = format!("{}.{}", text(class.name()?.as_any()), text(name));
             return Err(Stop::Becomes(format!("it makes {name} of a class")));
