@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import dataclasses
+import decimal
 import functools
+import gc
 import itertools
 import logging
 import math
 import operator
+import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -935,7 +942,7 @@ def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Pa
         said.extend(int(line) for line in capsys.readouterr().out.split())
         found.append(list(said) if by == "print" else written())
 
-    with pytest.warns(RuntimeWarning, match="prints or writes to a file at some calls"):
+    with pytest.warns(RuntimeWarning, match="(prints|writes to a file) at some calls"):
         list(map(take, range(1, 13)))
     assert found == [[each for each in (5, 10) if each <= number] for number in range(1, 13)]
     assert state.n == 12
@@ -978,6 +985,153 @@ def test_what_is_written_at_each_call_is_not_written_for_calls_to_come(by: str, 
     said = capsys.readouterr().out if by == "print" else (tmp_path / "log").read_text()
     assert said.split() == ["1"]  # once for a trace
     assert (state.n, step.stats.mode) == (4, "native")
+
+
+LOGGER = logging.getLogger("of a loss that changes it")
+CAME: list[int] = []
+
+
+def cache_limit() -> int:
+    limit: int = mx.set_cache_limit(1 << 30)
+    mx.set_cache_limit(limit)
+    return limit
+
+
+def starts(path: Path) -> None:
+    thread = threading.Thread(target=path.mkdir)
+    thread.start()
+    thread.join()
+
+
+# what a loss does with a path that is not there yet, and what is seen of it
+EFFECTS: dict[str, tuple[Callable[[Path], object], Callable[[], object]]] = {
+    "a process": (lambda path: subprocess.run(["mkdir", str(path)], check=True), lambda: None),
+    "a thread": (starts, lambda: None),
+    "touch": (Path.touch, lambda: None),
+    "a link": (lambda path: path.symlink_to("elsewhere"), lambda: None),
+    "a graph": (lambda path: mx.export_to_dot(str(path), mx.zeros(2)), lambda: None),
+    "a mode": (lambda path: path.parent.chmod(0o711), lambda: None),
+    "a signal": (lambda path: signal.raise_signal(signal.SIGUSR1), lambda: len(CAME)),
+    "a handler": (lambda path: LOGGER.addHandler(logging.NullHandler()), lambda: len(LOGGER.handlers)),
+    "a level": (lambda path: LOGGER.setLevel(logging.DEBUG), lambda: LOGGER.level),
+    "no logs": (lambda path: logging.disable(10), lambda: logging.root.manager.disable),
+    "a filter": (lambda path: warnings.simplefilter("ignore", ResourceWarning), lambda: warnings.filters[0]),
+    "no garbage": (lambda path: gc.disable(), gc.isenabled),
+    "NumPy's errors": (lambda path: np.seterr(over="ignore"), np.geterr),
+    "NumPy's texts": (lambda path: np.set_printoptions(precision=3), lambda: np.get_printoptions()["precision"]),
+    "decimal": (lambda path: setattr(decimal.getcontext(), "prec", 9), lambda: decimal.getcontext().prec),
+    "a folder": (lambda path: os.chdir(path.parent), Path.cwd),
+    "a variable": (lambda path: os.environ.update(OF_A_LOSS="1"), lambda: os.environ.get("OF_A_LOSS")),
+    "recursion": (lambda path: sys.setrecursionlimit(5000), sys.getrecursionlimit),
+    "a cache": (lambda path: mx.set_cache_limit(10**7), cache_limit),
+    "a warning": (lambda path: warnings.warn("warm-up is over", UserWarning, stacklevel=1), lambda: None),
+    "a line": (lambda path: sys.stdout.write("said"), lambda: None),
+}
+
+
+@pytest.fixture
+def surroundings() -> Iterator[None]:
+    """Put back what the losses above change."""
+    limits, folder, errors = sys.getrecursionlimit(), Path.cwd(), np.geterr()
+    handler = signal.signal(signal.SIGUSR1, lambda *_: CAME.append(1))
+    with decimal.localcontext(), warnings.catch_warnings(), np.printoptions(), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OF_A_LOSS", raising=False)
+        limit = cache_limit()
+        yield
+        os.environ.pop("OF_A_LOSS", None)
+    mx.set_cache_limit(limit)
+    sys.setrecursionlimit(limits)
+    os.chdir(folder)
+    np.seterr(**errors)
+    signal.signal(signal.SIGUSR1, handler)
+    gc.enable()
+    logging.disable(logging.NOTSET)
+    LOGGER.setLevel(logging.NOTSET)
+    LOGGER.handlers.clear()
+    CAME.clear()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and links are those of Unix")
+@pytest.mark.usefixtures("surroundings")
+@pytest.mark.parametrize("name", EFFECTS)
+def test_what_is_done_at_one_call_is_done_at_that(name: str, tmp_path: Path, capsys: Any) -> None:
+    state, (act, see) = types.SimpleNamespace(n=0), EFFECTS[name]
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.n += 1
+        if state.n == 5:
+            act(tmp_path / "made")
+        return squares(model, x)
+
+    def look() -> Any:
+        return tmp_path.stat().st_mode, os.path.lexists(tmp_path / "made"), see()
+
+    tmp_path.chmod(0o700)
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    with warnings.catch_warnings(record=True) if name == "a warning" else contextlib.nullcontext([]) as caught:
+        warnings.filterwarnings("default" if name == "a warning" else "ignore", ".*(faststep|warm-up)")
+        before = look()
+        for number in range(1, 8):
+            step(mx.ones((3, 4)))
+            shown = "said" in capsys.readouterr().out or any("warm-up" in str(each.message) for each in caught)
+            caught.clear()
+            assert shown == (number == 5 and name in ("a warning", "a line"))
+            assert (look() != before) == (number >= 5 and name not in ("a warning", "a line"))
+    assert (state.n, step.stats.mode) == (7, "plain")
+
+
+def quiet(path: Path) -> None:
+    with np.errstate(over="ignore"), decimal.localcontext() as context, warnings.catch_warnings():
+        context.prec = 9
+        warnings.simplefilter("error")
+    gc.disable()
+    gc.enable()
+
+
+def recorded(path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn("of the loss's own", UserWarning, stacklevel=1)
+    assert len(caught) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
+@pytest.mark.usefixtures("surroundings")
+@pytest.mark.parametrize(
+    "act",
+    [*(EFFECTS[name][0] for name in ("a level", "no logs", "NumPy's errors", "decimal", "a warning")), quiet, recorded],
+)
+def test_what_is_done_at_each_call_is_no_reason_to_run_uncompiled(act: Callable[[Path], object]) -> None:
+    state = types.SimpleNamespace(n=0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.n += 1
+        act(Path())
+        return squares(model, x)
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            step(mx.ones((3, 4)))
+    assert [str(each.message) for each in caught] in ([], ["warm-up is over"])  # once for a trace
+    assert (state.n, step.stats.mode) == (12, "native")
+
+
+def test_a_loss_that_cannot_be_called_on_trial_is_not() -> None:
+    state = types.SimpleNamespace(n=0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        state.n += 1
+        subprocess.run(["true"], check=True)
+        return squares(model, x)
+
+    step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+    with pytest.warns(RuntimeWarning, match=r"it calls subprocess\.Popen, so that it cannot be called on trial"):
+        step(mx.ones((3, 4)))
+    for _ in range(3):
+        step(mx.ones((3, 4)))
+    assert (state.n, step.stats.mode) == (4, "plain")
 
 
 # NumPy

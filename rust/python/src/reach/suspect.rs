@@ -679,21 +679,22 @@ impl Drop for Hook<'_> {
     }
 }
 
-/// What a loss writes as it is called on trial is noticed as long as this is in use.
+/// What a loss does beside its result as it is called on trial is noticed as long as this is in use.
 pub struct Effects<'py>(Bound<'py, PyAny>);
 
 impl<'py> Effects<'py> {
-    /// Notice it; `stops`: or end the call before; `silent`: but for what it prints, which appears nowhere.
-    pub fn begin(py: Python<'py>, stops: bool, silent: bool) -> PyResult<Self> {
+    /// Notice it; `known`: or end the call before it does anything else; `silent`: but for what it prints, which appears nowhere.
+    pub fn begin(py: Python<'py>, known: Option<Vec<String>>, silent: bool) -> PyResult<Self> {
         let effects = py.import("faststep._step._effects")?.getattr("Effects")?;
-        let effects = Self(effects.call1((stops, silent))?);
+        let effects = Self(effects.call1((known, silent))?);
         effects.0.call_method0("begin")?;
         Ok(effects)
     }
 
-    /// Return whether something has been, or would have been, written.
-    pub fn found(&self) -> PyResult<bool> {
-        self.0.getattr("found")?.extract()
+    /// What it has done, or would have; and that before which the call has been ended, because nobody could take it back.
+    pub fn found(&self) -> PyResult<(Vec<String>, Option<String>)> {
+        let found = self.0.call_method0("found")?.extract()?;
+        Ok((found, self.0.getattr("outside")?.extract()?))
     }
 }
 

@@ -85,6 +85,9 @@ impl Inner {
         }
         self.writes = Writes::Unknown;
         let sketch = self.sketch_apart(store, user, given, key, true);
+        if let Writes::Outside(_) = self.writes {
+            return Ok(true); // it cannot be called on trial
+        }
         if let Some(names) = self.takes.take() {
             return Err(Stop::Untraceable(taken(&names)));
         }
@@ -142,7 +145,7 @@ impl Inner {
         if templates.is_some_and(|(one, other)| !has_same_values(one.bind(py), other.bind(py))) {
             return Ok(Some("numbers that it returns".into()));
         }
-        if self.writes == Writes::Ever {
+        if matches!(&self.writes, Writes::Known(known) if !known.is_empty()) {
             return Ok(None); // what counts that has not been called, a filter of a logger say
         }
         let mut adds: Vec<&Advance> = Vec::new();

@@ -93,7 +93,10 @@ fn value(
     }
     let arrays = &given.looked.arrays;
     let reached = Reached::new(py, given.looked.clone(), 0, (true, false), arrays)?;
-    let (effects, imports) = (Effects::begin(py, true, true)?, Imports::begin(py)?);
+    let (effects, imports) = (
+        Effects::begin(py, Some(Vec::new()), true)?,
+        Imports::begin(py)?,
+    );
     let called = call(user, &copies);
     let writes = effects.found();
     drop((effects, imports));
@@ -108,7 +111,7 @@ fn value(
     drawable.put_back(py)?;
     reached_again.and(model_again)?;
     match outcome {
-        Err(_) if writes? => Ok(None),
+        Err(_) if !writes?.0.is_empty() => Ok(None),
         Err(error) if Imports::first(&error, py)?.is_some() => Ok(None),
         Err(error) if !error.is_instance_of::<PyException>(py) => Err(error),
         outcome => Ok(outcome.ok().flatten()),

@@ -116,18 +116,44 @@ impl LookedAhead {
     }
 }
 
-/// When a loss prints or writes to files, as far as it has been called on trial.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
+/// What a loss does beside its result, prints or writes to files say, as far as it has been called on trial.
+#[derive(Clone, Default)]
 pub(super) enum Writes {
     /// It has not been called yet.
     #[default]
     Unknown,
-    /// Not in the first of these calls: one that does is ended before.
-    Never,
-    /// In the first already.
-    Ever,
-    /// In a later one, which has been ended.
-    Later,
+    /// This in the first of these calls: one that does more is ended before.
+    Known(Vec<String>),
+    /// This in a later one.
+    Later(String),
+    /// This in the first, which has been ended: nobody could take it back.
+    Outside(String),
+}
+
+impl Writes {
+    // behind another call
+    fn with(self, found: Vec<String>, outside: Option<String>) -> Self {
+        match (self, outside) {
+            (Self::Unknown, Some(what)) => Self::Outside(what),
+            (Self::Unknown, None) => Self::Known(found),
+            (Self::Known(known), _) => {
+                let more = found.into_iter().find(|what| !known.contains(what));
+                more.map_or(Self::Known(known), Self::Later)
+            }
+            (ended, _) => ended,
+        }
+    }
+
+    // why that cannot be repeated
+    fn why(&self) -> Option<String> {
+        match self {
+            Self::Unknown | Self::Known(_) => None,
+            Self::Later(what) => Some(format!("it {what} at some calls, which a trace would not")),
+            Self::Outside(what) => Some(format!(
+                "it {what}, so that it cannot be called on trial: do that outside of the loss"
+            )),
+        }
+    }
 }
 
 /// A trace's number, whether the numbers are those of its first call, what the loss changed there, and the key of the batch.
@@ -219,14 +245,13 @@ impl Inner {
             self.call_again(store, user, given, &mut key, &mut suspect)?
         };
         let adds = match again {
+            Again::Raised | Again::Differs if self.writes.why().is_some() => {
+                return Ok(self.writes.why());
+            }
             Again::Raised => {
                 self.checks -= usize::from(!suspect.again);
                 self.traces.drop_number(at); // the loss is called, and raises where it would without a trace
                 return Ok(None);
-            }
-            Again::Differs if self.writes == Writes::Later => {
-                let why = "it prints or writes to a file at some calls, which a trace would not";
-                return Ok(Some(why.into()));
             }
             Again::Differs => return Ok(Some(depends(py, &suspect))),
             Again::Takes(names) => return Ok(Some(taken(&names))),
@@ -283,7 +308,7 @@ impl Inner {
             |inner: &mut Self, given: &mut Given| inner.sketch_apart(store, user, given, key, true);
         let mut first = sketch(self, given);
         suspect.swap(py, true)?;
-        if let Err(Stop::Raised(_)) = &first {
+        if matches!(&first, Err(Stop::Raised(_))) || self.writes.why().is_some() {
             return Ok(Again::Raised);
         }
         if let Some(names) = self.takes.take() {
@@ -299,7 +324,7 @@ impl Inner {
         if let Some(names) = self.takes.take() {
             return Ok(Again::Takes(names));
         }
-        if !is_same(&first, &second, py)? {
+        if self.writes.why().is_some() || !is_same(&first, &second, py)? {
             return Ok(Again::Differs);
         }
         let mut adds = None;
@@ -349,7 +374,9 @@ impl Inner {
         let mut turns: VecDeque<_> = turns.into_iter().map(|times| (times, false)).collect();
         let limits = py.import("faststep._step._limits")?;
         let limits = limits.getattr("Limits")?.call0()?;
+        let writes = self.writes.clone();
         let found = suspect.compared(&limits, 0, || drop(sketch(self, given)))?;
+        self.writes.clone_from(&writes); // with such numbers it may do anything
         turns.extend(found.into_iter().map(|times| (times, true)));
         if let Some(names) = self.takes.take() {
             return Ok(Some(Again::Takes(names)));
@@ -364,7 +391,7 @@ impl Inner {
                 if let Some(names) = self.takes.take() {
                     return Ok(Some(Again::Takes(names)));
                 }
-                if !is_same(first, &later, py)? {
+                if self.writes.why().is_some() || !is_same(first, &later, py)? {
                     return Ok(Some(Again::Differs));
                 }
                 let (Some(adds), Ok(later)) = (adds, &later) else {
@@ -380,6 +407,7 @@ impl Inner {
             }
             if goes_on {
                 let found = suspect.compared(&limits, times, || drop(sketch(self, given)))?;
+                self.writes.clone_from(&writes);
                 turns.extend(found.into_iter().map(|times| (times, true)));
                 if let Some(names) = self.takes.take() {
                     return Ok(Some(Again::Takes(names)));
@@ -402,17 +430,17 @@ impl Inner {
         key.front.reached = given.looked.tensors.clone();
         let drawable = Drawable::before(&user.model, &given.looked)?;
         self.apart = true;
-        let effects = Effects::begin(user.py(), self.writes == Writes::Never, false)?;
+        let known = match &self.writes {
+            Writes::Unknown => None,
+            Writes::Known(known) => Some(known.clone()),
+            Writes::Later(_) | Writes::Outside(_) => Some(Vec::new()),
+        };
+        let effects = Effects::begin(user.py(), known, false)?;
         let sketch = self.sketch(store, user, given, key, true, &drawable);
         self.apart = false;
-        let found = effects.found()?;
+        let (found, outside) = effects.found()?;
         drop(effects);
-        self.writes = match (self.writes, found) {
-            (Writes::Unknown, false) => Writes::Never,
-            (Writes::Unknown, true) => Writes::Ever,
-            (Writes::Never, true) => Writes::Later,
-            (known, _) => known,
-        };
+        self.writes = std::mem::take(&mut self.writes).with(found, outside);
         if !returns {
             return sketch;
         }
