@@ -11,7 +11,9 @@ import functools
 import hashlib
 import io
 import itertools
+import multiprocessing
 import operator
+import os
 import queue
 import random
 import re
@@ -60,7 +62,7 @@ def taking(make: Callable[[], Any], take: Callable[[Any], Any] = next) -> Losses
 
 
 def lines(mode: str) -> Any:
-    file: Any = tempfile.TemporaryFile(mode)
+    OPEN.append(file := tempfile.TemporaryFile(mode))
     text = "".join(f"{number}\n" for number in range(1, 40))
     file.write(text if "b" not in mode else text.encode())
     file.seek(0)
@@ -203,6 +205,52 @@ def test_what_a_loss_begins_to_take_at_a_later_step_is_taken_once(name: str, rea
     with pytest.warns(
         RuntimeWarning, match="cannot be compiled: it (takes from|reads the value)|what it changes itself"
     ):
+        assert beside(build).stats.mode == "plain"
+
+
+def received() -> Any:
+    sender, receiver = multiprocessing.Pipe()
+    for number in NUMBERS:
+        sender.send(number)
+    OPEN.append(sender)
+    return receiver
+
+
+def numbered() -> int:
+    number: int = lines("w+b").fileno()
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
+
+
+SELDOM: dict[str, Losses] = DRAWN | {
+    "lines": TAKEN["lines"],
+    "lines of bytes": taking(lambda: lines("w+b"), lambda file: file.readline()),
+    "a part": taking(lambda: lines("w+"), lambda file: file.read(2)),
+    "an array": taking(lambda: lines("w+b"), lambda file: np.fromfile(file, np.uint8, 1)[0]),
+    "a method": taking(lambda: lines("w+").readline, lambda read: read()),
+    "lines of another": taking(lambda: map(float, lines("w+"))),
+    "a generator": TAKEN["a generator of what it pops"],
+    "a pipe": taking(received, lambda pipe: pipe.recv()),
+    "a number of a file": taking(numbered, lambda number: os.read(number, 1)[0]),
+    "the end": taking(lambda: lines("w+"), lambda file: file.closed or file.close() or file.closed),
+    "a place": taking(numbered, lambda number: os.lseek(number, 1, os.SEEK_CUR)),
+}
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("name", SELDOM)
+def test_what_a_loss_takes_at_some_calls_is_taken_at_those(name: str, every: int) -> None:
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        loss_fn, _ = SELDOM[name](patch)
+        box = Box(0)
+
+        def seldom(model: nn.Module, x: mx.array) -> mx.array:
+            box.value += 1
+            return (squares if box.value % every else loss_fn)(model, x)
+
+        return seldom, [lambda: None] * 11
+
+    with pytest.warns(RuntimeWarning, match="cannot be compiled: (it takes from|it calls os|it closes|its result)"):
         assert beside(build).stats.mode == "plain"
 
 

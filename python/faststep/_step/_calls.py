@@ -31,7 +31,7 @@ import numpy as np
 from faststep._step._inside import LOCKS, read_of
 from faststep._step._library import is_own, is_standard
 from faststep._step._named import codes_of, named
-from faststep._step._positions import moves
+from faststep._step._positions import FILE, moves
 from faststep._step._switches import switches
 from faststep._step._things import (
     BUFFERS,
@@ -64,7 +64,7 @@ _SYSTEM_MODULES = frozenset(
     {"resource", "_socket", "select", "fcntl", "termios", "pwd", "grp", "_tracemalloc", "_posixshmem"}
 )
 _NOTICED = _CLOCKS | _FILES | _ENTROPY | _OF_SYSTEM
-RANDOM, FILE = "the system's randomness", "an open file"
+RANDOM = "the system's randomness"
 SYSTEM = "the system"
 GENERATOR = "a generator"
 PACKAGE = "the state of a step, a loader or a trainer"

@@ -41,6 +41,7 @@ _RUNNING = {  # with the attribute that has their frame
 _NEVER = frozenset({type(None), bool, int, float, str, set})  # in modules, of which nothing is taken
 _DRAWING = frozenset({"random", "next", "__next__"})  # names of what takes from generators and iterators
 UNKNOWN = "unknown"  # the place in a file that cannot tell it
+FILE = "an open file"
 
 
 def moves(value: Any) -> bool:
@@ -56,6 +57,15 @@ def _moves(cls: type) -> bool:
     return hasattr(cls, "__next__") and not hasattr(cls, "readline") and cls not in weakref.ProxyTypes
 
 
+def is_taken_from(value: Any) -> bool:
+    """Return whether something is taken from an object as it is used: an open file too."""
+    return moves(value) or is_file(value)
+
+
+def _may_be_file(value: Any) -> bool:
+    return is_a(value, io.IOBase) and not is_a(value, STREAMS)
+
+
 def _of_numpy() -> tuple[type, ...]:
     numpy = np.random
     return numpy.Generator, numpy.RandomState, numpy.BitGenerator, numpy.SeedSequence
@@ -64,7 +74,7 @@ def _of_numpy() -> tuple[type, ...]:
 def is_file(value: Any) -> bool:
     """Return whether it is an open file that can be read."""
     try:
-        return is_a(value, io.IOBase) and not is_a(value, STREAMS) and bool(value.readable())
+        return _may_be_file(value) and bool(value.readable())
     except Exception:  # it is closed, or of a user's class
         return False
 
@@ -79,6 +89,8 @@ def place_in(file: io.IOBase) -> Any:
 
 def generator_name(value: Any) -> str:
     """Return what a user knows a generator by."""
+    if is_file(value):
+        return FILE
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
@@ -102,12 +114,12 @@ def frames(values: list[Any]) -> dict[int, types.FrameType]:
 
 def with_inner(values: list[Any]) -> list[Any]:
     """Return iterators and those that they take from."""
-    todo, found = [each for each in values if moves(each) or type(each) in _RUNNING], dict[int, Any]()
+    todo, found = [each for each in values if is_taken_from(each) or type(each) in _RUNNING], dict[int, Any]()
     while todo:
         value = todo.pop()
         if id(value) not in found:
             found[id(value)] = value
-            todo += [each for each in _within(value) if moves(each)]
+            todo += [each for each in _within(value) if is_taken_from(each)]
     return list(found.values())
 
 
@@ -174,7 +186,7 @@ def may_draw(names: Iterable[str], values: Iterable[Any]) -> bool:
     """Return whether code with these names, which reaches these objects, may take from a generator or an iterator."""
     bound = (types.BuiltinFunctionType, types.MethodType)
     of = (each.__self__ if is_a(each, bound) else each for each in values)
-    return not _DRAWING.isdisjoint(names) or any(map(moves, of))
+    return not _DRAWING.isdisjoint(names) or any(moves(each) or _may_be_file(each) for each in of)
 
 
 def _stays(value: Any) -> bool:
@@ -215,7 +227,8 @@ class Movable:
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
         self._process = of_process()
         known = known_in(model, reached)
-        self._objects = with_inner([each for each in known if moves(each) and not is_of_process(each)])
+        self.files = {id(each) for each in known if _may_be_file(each)}
+        self._objects = with_inner([each for each in known if is_taken_from(each) and not is_of_process(each)])
         self._before = [position(each) for each in self._objects]
         self._back, self.stay = returning_all(self._objects)
 
@@ -223,15 +236,17 @@ class Movable:
         """Return the names of the process's generators that have moved since: another thread may have drawn."""
         return [name for (name, before), (_, now) in zip(self._process, of_process(), strict=True) if before != now]
 
-    def moved(self) -> list[str]:
-        """Return the names of those of the loss's that have moved since."""
+    def moved(self, writes: bool) -> list[str]:
+        """Return the names of those of the loss's that have moved since; `writes`: files by what it has written too."""
         pairs = zip(self._objects, self._before, strict=True)
-        return sorted({generator_name(each) for each, before in pairs if position(each) != before})
+        moved = [each for each, before in pairs if position(each) != before]
+        return sorted({generator_name(each) for each in moved if not (writes and is_file(each) and each.writable())})
 
     def put_back(self) -> None:
         """Put back what can be, with the generators of the process."""
         for back in self._back:
-            back()
+            with contextlib.suppress(ValueError):  # a file that has been closed
+                back()
 
 
 def of_process() -> list[tuple[str, Any]]:
@@ -265,6 +280,8 @@ def position(value: Any) -> Any:
     """Return what changes in a generator or an iterator when something is taken from it, as far as that can be seen."""
     if is_a(value, random.Random):
         return value.getstate()
+    if is_file(value):
+        return place_in(value)
     if is_a(value, types.GeneratorType):
         frame = value.gi_frame
         values = frame.f_locals.values() if frame else ()
@@ -275,7 +292,7 @@ def position(value: Any) -> Any:
         return value.index
     if hasattr(type(value), "__next__"):
         shown = repr(value) if type(value).__module__ == "itertools" else None
-        within = [position(each) for each in _within(value) if moves(each)]
+        within = [position(each) for each in _within(value) if is_taken_from(each)]
         length = operator.length_hint(value, -1)
         return length, shown, id(value), within, _reduced(value) if length < 0 else None
     if "numpy.random" in sys.modules and is_a(value, _of_numpy()):

@@ -19,10 +19,10 @@ import numpy as np
 # of what these do, nothing can be taken back: by the names of their modules, which need not have been imported
 _OUTSIDE = {
     "os": (
-        "abort chmod chown copy_file_range execv execve fchmod fchown fork forkpty ftruncate kill killpg lchown link "
-        "mkfifo mknod nice pidfd_open posix_spawn posix_spawnp pwrite read readv remove removexattr rename replace "
-        "rmdir sched_setaffinity sendfile setpriority setxattr symlink system truncate umask unlink utime wait waitid "
-        "waitpid write writev"
+        "abort chmod chown copy_file_range execv execve fchmod fchown fork forkpty ftruncate kill killpg lchown "
+        "link lseek mkfifo mknod nice pidfd_open posix_spawn posix_spawnp pwrite read readv remove removexattr "
+        "rename replace rmdir sched_setaffinity sendfile setpriority setxattr symlink system truncate umask "
+        "unlink utime wait waitid waitpid write writev"
     ),
     "subprocess": "Popen.__init__",
     "threading": "Thread.start",

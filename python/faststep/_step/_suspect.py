@@ -15,9 +15,10 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from faststep._step._calls import DRAWN, FILE, Calls
+from faststep._step._calls import DRAWN, Calls
 from faststep._step._inside import LOCKS, Read, read_kept
 from faststep._step._positions import (
+    FILE,
     UNKNOWN,
     frames,
     generator_name,

@@ -683,10 +683,20 @@ impl Drop for Hook<'_> {
 pub struct Effects<'py>(Bound<'py, PyAny>);
 
 impl<'py> Effects<'py> {
-    /// Notice it; `known`: or end the call before it does anything else; `silent`: but for what it prints, which appears nowhere.
-    pub fn begin(py: Python<'py>, known: Option<Vec<String>>, silent: bool) -> PyResult<Self> {
+    /// Notice it; `known`: or end the call before it does anything else; `silent`: but for what it prints, which appears nowhere;
+    /// `drawable`: with the open files that it reaches.
+    pub fn begin(
+        py: Python<'py>,
+        known: Option<Vec<String>>,
+        silent: bool,
+        drawable: &Drawable,
+    ) -> PyResult<Self> {
+        let files = match &drawable.0 {
+            Some(movable) => movable.bind(py).getattr("files")?,
+            None => PyList::empty(py).into_any(),
+        };
         let effects = py.import("faststep._step._effects")?.getattr("Effects")?;
-        let effects = Self(effects.call1((known, silent))?);
+        let effects = Self(effects.call1((known, silent, files))?);
         effects.0.call_method0("begin")?;
         Ok(effects)
     }
@@ -828,9 +838,10 @@ impl Drawable {
         stay.map_or(Ok(false), |stay| stay?.extract(py))
     }
 
-    /// The names of what has been taken from, beside the process's generators.
-    pub fn moved(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        let moved = self.0.as_ref().map(|it| it.call_method0(py, "moved"));
+    /// The names of what has been taken from, beside the process's generators; `writes`: what the loss has written stays.
+    pub fn moved(&self, py: Python<'_>, writes: bool) -> PyResult<Vec<String>> {
+        let moved = self.0.as_ref();
+        let moved = moved.map(|it| it.call_method1(py, "moved", (writes,)));
         moved.map_or_else(|| Ok(Vec::new()), |moved| moved?.extract(py))
     }
 

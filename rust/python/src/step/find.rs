@@ -251,7 +251,7 @@ impl Inner {
         }
         let sketch = self.sketch(store, user, given, key, by_loss, &drawable)?;
         self.changes_model |= !sketch.model.is_empty();
-        let mut moved = drawable.moved(py)?;
+        let mut moved = drawable.moved(py, true)?;
         let shared = drawable.moved_of_process(py)?;
         self.shared_draws += usize::from(!shared.is_empty());
         let (first, one_of) = SHARED_DRAWS;

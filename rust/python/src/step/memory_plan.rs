@@ -198,7 +198,7 @@ impl<'py> Before<'py> {
             }
         }
         self.drawable.put_back(py)?;
-        let taken = self.drawable.moved(py)?;
+        let taken = self.drawable.moved(py, true)?;
         if taken.is_empty() {
             return Ok(());
         }

@@ -94,7 +94,7 @@ fn value(
     let arrays = &given.looked.arrays;
     let reached = Reached::new(py, given.looked.clone(), 0, (true, false), arrays)?;
     let (effects, imports) = (
-        Effects::begin(py, Some(Vec::new()), true)?,
+        Effects::begin(py, Some(Vec::new()), true, &drawable)?,
         Imports::begin(py)?,
     );
     let called = call(user, &copies);

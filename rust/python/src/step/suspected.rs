@@ -167,7 +167,7 @@ enum Again {
     Differs,
     /// Something has been taken from these generators and iterators.
     Takes(String),
-    /// The same graph, and a generator or an iterator that nobody could put back in calls to come.
+    /// Nothing: there is a generator or an iterator that nobody could put back.
     Stays,
     /// The same graph, and a change of another kind, by its name.
     Changes(String),
@@ -255,11 +255,7 @@ impl Inner {
             }
             Again::Differs => return Ok(Some(depends(py, &suspect))),
             Again::Takes(names) => return Ok(Some(taken(&names))),
-            Again::Stays => {
-                let why = "it reaches a generator or an iterator, from which it may take at a later call: draw with mx.random, or pass \
-                           as an argument what is taken";
-                return Ok(Some(why.into()));
-            }
+            Again::Stays => return Ok(Some(stays(&suspect.names(py)))),
             Again::Changes(name) => return Ok(Some(changes(&name))),
             Again::Same(_) if !is_now => {
                 if !suspect.again {
@@ -304,6 +300,10 @@ impl Inner {
     ) -> PyResult<Again> {
         let py = user.py();
         let model = store.signature()?.id;
+        if Drawable::before(&user.model, &given.looked)?.stay(py)? {
+            suspect.swap(py, true)?;
+            return Ok(Again::Stays);
+        }
         let mut sketch =
             |inner: &mut Self, given: &mut Given| inner.sketch_apart(store, user, given, key, true);
         let mut first = sketch(self, given);
@@ -348,9 +348,6 @@ impl Inner {
                 return Ok(Again::Same(adds));
             }
             self.looked_ahead.comes(beside, true, py);
-        }
-        if Drawable::before(&user.model, &given.looked)?.stay(py)? {
-            return Ok(Again::Stays);
         }
         let counts = adds.as_ref().map(|adds| suspect.count(adds, py));
         let counts = counts.transpose()?.unwrap_or_default();
@@ -435,7 +432,7 @@ impl Inner {
             Writes::Known(known) => Some(known.clone()),
             Writes::Later(_) | Writes::Outside(_) => Some(Vec::new()),
         };
-        let effects = Effects::begin(user.py(), known, false)?;
+        let effects = Effects::begin(user.py(), known, false, &drawable)?;
         let sketch = self.sketch(store, user, given, key, true, &drawable);
         self.apart = false;
         let (found, outside) = effects.found()?;
@@ -445,7 +442,7 @@ impl Inner {
             return sketch;
         }
         let py = user.py();
-        let mut moved = drawable.moved(py)?;
+        let mut moved = drawable.moved(py, false)?;
         let shared = drawable.moved_of_process(py)?;
         drawable.put_back(py)?;
         if !shared.is_empty() {
@@ -558,6 +555,18 @@ fn changes(name: &str) -> String {
     format!(
         "it changes {name} itself, and not by adding the same at each call: keep that in an mx.array, or change it outside of \
          the loss"
+    )
+}
+
+// the reason for which a loss runs uncompiled that cannot be called on trial
+fn stays(names: &str) -> String {
+    let depends = match names {
+        "" => String::new(),
+        names => format!("its result may depend on what it changes itself ({names}), and "),
+    };
+    format!(
+        "{depends}it reaches a generator or an iterator, from which it may take at a later call: draw with mx.random, or pass as an \
+         argument what is taken"
     )
 }
 
