@@ -785,6 +785,37 @@ def counting(uses: bool) -> Make:
 PROGRAMS |= {f"an attribute of a dict on the model, {uses}": counting(uses) for uses in (False, True)}
 
 
+def changing(kind: str, place: str, every: int) -> Make:
+    """A loss that changes a set, whose order and next item are the plain loop's."""
+
+    def make() -> Made:
+        model, agent, n = nn.Linear(4, 2), types.SimpleNamespace(), types.SimpleNamespace(n=0)
+        owner: Any = model if place == "model" else agent
+        owner.pool = {number * 37 % 1009 for number in range(20)}
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            n.n += 1
+            pool = owner.pool
+            if n.n % every == 0:
+                if kind == "pop":
+                    pool.pop()
+                elif kind == "remove":
+                    pool.remove(min(pool))
+                elif kind == "discard":
+                    pool.discard(min(pool))
+                else:
+                    pool.add(n.n + 2000)
+            return squares(model, x)
+
+        return Made(loss_fn, lambda: list(owner.pool), model=model)
+
+    return make
+
+
+for kind, place, every in itertools.product(("pop", "remove", "discard", "add"), ("model", "agent"), (2, 3, 10)):
+    PROGRAMS[f"a set on the {place}: {kind} at every {every}th call"] = changing(kind, place, every)
+
+
 class Slot:
     """What a loss deletes in a slot."""
 

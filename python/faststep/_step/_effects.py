@@ -25,7 +25,10 @@ from faststep._step._things import STREAMS, is_a
 _SAVES = ("save", "savez", "savez_compressed", "save_safetensors", "save_gguf", "export_to_dot", "export_function")
 _SETS = ("set_cache_limit", "set_memory_limit", "set_wired_limit", "set_default_device", "set_default_stream")
 _WRITES = frozenset({"write", "writelines", "truncate", "writerow", "writerows"})
-_CLOSES = frozenset({"close", "detach", "__exit__"})
+_TAKES = {  # methods of files and sets that a loss reaches, of which nothing puts back what they do
+    **dict.fromkeys(("close", "detach", "__exit__"), "closes a file"),
+    **dict.fromkeys(("pop", "remove"), "takes from a set"),
+}
 _CSV = type(csv.writer(io.StringIO()))
 _CREATES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PRINTS, _FILES, _LOGS, _WARNS = "prints", "writes to a file", "logs", "shows a warning"
@@ -42,17 +45,17 @@ class Effects:
         known: What is done at other calls too. Raise `Effect` in the place of anything else; None: only of what could
             not be taken back.
         silent: What is printed, logged or warned of is no such thing.
-        files: The addresses of open files that the loss reaches, which it may not close.
+        kept: The addresses of open files that the loss reaches, which it may not close, and of sets.
 
     Attributes:
         outside: What would have been done that cannot be taken back.
     """
 
-    def __init__(self, known: Iterable[str] | None, silent: bool, files: Collection[int]) -> None:
+    def __init__(self, known: Iterable[str] | None, silent: bool, kept: Collection[int]) -> None:
         self._known = None if known is None else frozenset(known)
         self._found, self._silent, self._thread = set[str](), silent, threading.get_ident()
         self.outside: str | None = None
-        self._kept = files
+        self._kept = kept
         self._old: list[tuple[Any, str, Any]] = []
         self._files: dict[int, tuple[Any, int]] = {}  # open files that have been written to, and where they stood
         self._watched = watched()
@@ -181,8 +184,8 @@ class Effects:
         if (what := reaches_out(function)) is not None:
             self._reach_out(what)
         file: Any = getattr(function, "__self__", None)
-        if id(file) in self._kept and function.__name__ in _CLOSES:
-            self._reach_out("closes a file")
+        if id(file) in self._kept and function.__name__ in _TAKES:
+            self._reach_out(_TAKES[function.__name__])
         if not (what := _written(function)) or (self._silent and function is print):
             return
         if type(file) is _CSV:  # which holds the method of its file

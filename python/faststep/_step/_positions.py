@@ -14,7 +14,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import mlx.core as mx
@@ -38,8 +38,9 @@ _RUNNING = {  # with the attribute that has their frame
     types.CoroutineType: "cr_frame",
     types.AsyncGeneratorType: "ag_frame",
 }
-_NEVER = frozenset({type(None), bool, int, float, str, set})  # in modules, of which nothing is taken
+_NEVER = frozenset({type(None), bool, int, float, str})  # in modules, of which nothing is taken
 _DRAWING = frozenset({"random", "next", "__next__"})  # names of what takes from generators and iterators
+_POPS = frozenset({"pop", "remove"})  # of what takes from sets
 UNKNOWN = "unknown"  # the place in a file that cannot tell it
 FILE = "an open file"
 
@@ -182,11 +183,12 @@ def returning(value: Any) -> Callable[[], None] | None:
     return None
 
 
-def may_draw(names: Iterable[str], values: Iterable[Any]) -> bool:
+def may_draw(names: Set[str], values: Iterable[Any]) -> bool:
     """Return whether code with these names, which reaches these objects, may take from a generator or an iterator."""
     bound = (types.BuiltinFunctionType, types.MethodType)
-    of = (each.__self__ if is_a(each, bound) else each for each in values)
-    return not _DRAWING.isdisjoint(names) or any(moves(each) or _may_be_file(each) for each in of)
+    of = [each.__self__ if is_a(each, bound) else each for each in values]
+    pops = not _POPS.isdisjoint(names) and any(is_a(each, set) for each in known_in(None, of))
+    return pops or not _DRAWING.isdisjoint(names) or any(moves(each) or _may_be_file(each) for each in of)
 
 
 def _stays(value: Any) -> bool:
@@ -195,7 +197,7 @@ def _stays(value: Any) -> bool:
     return not is_a(value, _BY_OTHERS) and (taken is None or type(taken) is types.WrapperDescriptorType)
 
 
-def known_in(model: nn.Module, reached: list[Any]) -> list[Any]:
+def known_in(model: nn.Module | None, reached: list[Any]) -> list[Any]:
     """Return what is in a model and in the models among what is reached, in dicts and lists too, and the latter."""
     within, met = list[Any](), set[int]()
     for whole in (model, *reached):
@@ -227,7 +229,7 @@ class Movable:
     def __init__(self, model: nn.Module, reached: list[Any]) -> None:
         self._process = of_process()
         known = known_in(model, reached)
-        self.files = {id(each) for each in known if _may_be_file(each)}
+        self.kept = {id(each) for each in known if _may_be_file(each) or is_a(each, set)}
         self._objects = with_inner([each for each in known if is_taken_from(each) and not is_of_process(each)])
         self._before = [position(each) for each in self._objects]
         self._back, self.stay = returning_all(self._objects)

@@ -684,19 +684,19 @@ pub struct Effects<'py>(Bound<'py, PyAny>);
 
 impl<'py> Effects<'py> {
     /// Notice it; `known`: or end the call before it does anything else; `silent`: but for what it prints, which appears nowhere;
-    /// `drawable`: with the open files that it reaches.
+    /// `drawable`: with the open files and the sets that it reaches.
     pub fn begin(
         py: Python<'py>,
         known: Option<Vec<String>>,
         silent: bool,
         drawable: &Drawable,
     ) -> PyResult<Self> {
-        let files = match &drawable.0 {
-            Some(movable) => movable.bind(py).getattr("files")?,
+        let kept = match &drawable.0 {
+            Some(movable) => movable.bind(py).getattr("kept")?,
             None => PyList::empty(py).into_any(),
         };
         let effects = py.import("faststep._step._effects")?.getattr("Effects")?;
-        let effects = Self(effects.call1((known, silent, files))?);
+        let effects = Self(effects.call1((known, silent, kept))?);
         effects.0.call_method0("begin")?;
         Ok(effects)
     }

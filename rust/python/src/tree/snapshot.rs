@@ -381,13 +381,24 @@ impl<'py> Snapshot<'py> {
 /// Give a deque or a set the contents of a copy. By Python's own methods: a class of the user's may count in its.
 pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = object.py();
-    let (class, add) = if object.is_instance_of::<PySet>() {
-        (py.get_type::<PySet>(), "update")
-    } else {
-        (deque(py)?.clone(), "extend")
-    };
-    class.call_method1(intern!(py, "clear"), (object,))?;
-    class.call_method1(add, (object, copy)).map(drop)
+    if !object.is_instance_of::<PySet>() {
+        let class = deque(py)?;
+        class.call_method1(intern!(py, "clear"), (object,))?;
+        return class
+            .call_method1(intern!(py, "extend"), (object, copy))
+            .map(drop);
+    }
+    // what is in both stays in its place: a set that is filled anew may have another order
+    let class = py.get_type::<PySet>();
+    let without =
+        |one, other| class.call_method1(intern!(py, "difference"), (class.call1((one,))?, other));
+    let (more, missing) = (without(object, copy)?, without(copy, object)?);
+    for (name, items) in [("difference_update", more), ("update", missing)] {
+        if items.len()? > 0 {
+            class.call_method1(name, (object, items))?;
+        }
+    }
+    Ok(())
 }
 
 // modules that are in a dict and were not: imported once, a part of a package is looked for there
