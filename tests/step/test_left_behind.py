@@ -1149,6 +1149,39 @@ def test_what_is_done_at_each_call_is_no_reason_to_run_uncompiled(act: Callable[
     assert (state.n, step.stats.mode) == (12, "native")
 
 
+SEEDED: dict[str, Callable[[int], float]] = {
+    "random": lambda seed: random.Random(seed).random(),
+    "the process": lambda seed: random.seed(seed) or random.random(),  # type: ignore[func-returns-value]
+    "default_rng": lambda seed: np.random.default_rng([7, seed]).random(),
+    "bits": lambda seed: np.random.Generator(np.random.PCG64(seed=seed)).random(),
+    "NumPy's": lambda seed: np.random.seed(seed) or np.random.rand(),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_generator_that_is_seeded_by_a_count_is_seeded_at_each_call(name: str, counts: bool) -> None:
+    """What happens seldom by that is met by no call on trial."""
+    losses: list[list[float]] = []
+    for ours in (False, True):
+        state, model, optimizer = types.SimpleNamespace(n=0), nn.Linear(4, 2), optim.SGD(0.05)
+        model.update({"weight": mx.ones((2, 4)), "bias": mx.zeros(2)})
+
+        def loss_fn(model: nn.Module, x: mx.array, state: types.SimpleNamespace = state) -> mx.array:
+            state.n += 1
+            chance = SEEDED[name](state.n if counts else 3)
+            return squares(model, x * 0.0 if chance < 0.05 else x)
+
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        told = pytest.warns(RuntimeWarning, match="seeds a generator with") if ours and counts else None
+        with contextlib.nullcontext() if told is None else told:
+            losses.append(
+                [(step(mx.ones((3, 4))).loss if ours else plain(mx.ones((3, 4)))[0]).item() for _ in range(60)]
+            )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert step.stats.mode == ("plain" if counts else "native")
+
+
 def test_a_loss_that_cannot_be_called_on_trial_is_not() -> None:
     state = types.SimpleNamespace(n=0)
 

@@ -10,6 +10,7 @@ import gc
 import io
 import logging
 import os
+import random
 import sys
 import threading
 import types
@@ -18,12 +19,14 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from faststep._step._process import State, reaches_out, watched
 from faststep._step._things import STREAMS, is_a
 
 _SAVES = ("save", "savez", "savez_compressed", "save_safetensors", "save_gguf", "export_to_dot", "export_function")
 _SETS = ("set_cache_limit", "set_memory_limit", "set_wired_limit", "set_default_device", "set_default_stream")
+_SEEDED = ("SeedSequence", "MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _WRITES = frozenset({"write", "writelines", "truncate", "writerow", "writerows"})
 _TAKES = {  # methods of files and sets that a loss reaches, of which nothing puts back what they do
     **dict.fromkeys(("close", "detach", "__exit__"), "closes a file"),
@@ -58,7 +61,7 @@ class Effects:
         self._kept = kept
         self._old: list[tuple[Any, str, Any]] = []
         self._files: dict[int, tuple[Any, int]] = {}  # open files that have been written to, and where they stood
-        self._watched = watched()
+        self._watched = watched(len(sys.modules))
         self._states: dict[str, tuple[State, Any]] = {}  # that may have been changed, as they were before
 
     def begin(self) -> None:
@@ -76,6 +79,13 @@ class Effects:
                 self._put(mx, name, self._saving(save))
         for name in _SETS:
             self._put(mx, name, self._reaching(getattr(mx, name), f"calls mx.{name}"))
+        if not self._silent:
+            for name in ("default_rng", "seed"):
+                self._put(np.random, name, self._seeding(getattr(np.random, name)))
+            for name in _SEEDED:
+                self._put(
+                    np.random, name, _Standing(name, (), {"of": getattr(np.random, name), "noted": self._note_seeds})
+                )
         if sys.getprofile() is None:
             sys.setprofile(self._profile)
 
@@ -160,6 +170,14 @@ class Effects:
 
         return logged
 
+    def _seeding(self, old: Any) -> Any:
+        @functools.wraps(old)
+        def seeded(*args: Any, **named: Any) -> Any:
+            self._note_seeds(*args, *named.values())
+            return old(*args, **named)
+
+        return seeded
+
     def _warning(self, old: Any) -> Any:
         before = _showing()
 
@@ -177,6 +195,8 @@ class Effects:
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call":
             self._note_watched(frame.f_code)
+            if frame.f_code is random.Random.seed.__code__ and not self._silent:
+                self._note_seeds(frame.f_locals["a"])
             return
         if event != "c_call":
             return
@@ -211,12 +231,38 @@ class Effects:
         self._found.add(what)
         raise Effect
 
+    def _note_seeds(self, *seeds: Any) -> None:
+        """Note what seeds a generator: where the loss changes that itself, it is something else at each call."""
+        if any(seed is not None for seed in seeds):
+            self._note(f"seeds a generator with {', '.join(map(str, seeds))}")
+
     def _note(self, what: str) -> None:
         if self._is_other():
             return
         self._found.add(what)
         if self._known is not None and what not in self._known:
             raise Effect
+
+
+class _Standing(type):
+    """The class of what stands in the place of a class: its objects are made, and known, by that."""
+
+    of: Any
+    noted: Any
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        """Make an object of the other class."""
+        cls.noted(*args, *named.values())
+        return cls.of(*args, **named)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.of, name)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.of)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, cls.of)
 
 
 def _showing() -> tuple[Any, Any]:

@@ -183,8 +183,13 @@ STATES = (
 )
 
 
-def watched() -> dict[int, tuple[Any, State | str]]:
-    """Return what changes such a state, or cannot be taken back, by its address: functions, and code of Python's."""
+@functools.lru_cache(maxsize=1)
+def watched(modules: int) -> dict[int, tuple[Any, State | str]]:
+    """Return what changes such a state, or cannot be taken back, by its address: functions, and code of Python's.
+
+    Args:
+        modules: How many have been imported.
+    """
     found: dict[int, tuple[Any, State | str]] = {}
     for state in STATES:
         found.update((id(each), (each, state)) for _, each in _known(state.by))
