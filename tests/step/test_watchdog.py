@@ -67,6 +67,7 @@ def small() -> tuple[nn.Module, optim.Optimizer]:
     return nn.Linear(4, 2), optim.Adam(1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it calls threading.Thread.start")
 def test_another_thread_sees_the_stages() -> None:
     seen = set()
 
