@@ -1659,3 +1659,42 @@ def test_a_dict_that_the_loss_replaces_is_that_one_wherever_it_stands_among_what
             alias = cell[0]
             seen.append([loss.item(), cell[0]["loss"].item(), same[-1], model._trainer is trainer])
     np.testing.assert_allclose(seen[24:], seen[:24], rtol=1e-5)
+
+
+@pytest.mark.parametrize("disabled", [range(8), range(5, 9), range(6, 7)])
+@pytest.mark.parametrize("act", ["average", "queue", "count", "replaced"])
+def test_what_a_loss_leaves_while_mlx_is_told_not_to_compile(act: str, disabled: range) -> None:
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        state = types.SimpleNamespace(mean=mx.zeros((2,)), calls=0, last={"out": mx.zeros((2,))})
+        rows = collections.deque([mx.zeros((2,))] * 2, maxlen=2)
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            out = model(x)
+            row, loss = mx.stop_gradient(out).mean(0), mx.square(out).mean()
+            if act == "average":
+                state.mean = 0.9 * state.mean + 0.1 * row  # noqa: B023
+                loss = loss + mx.square(out - state.mean).mean()  # noqa: B023
+            elif act == "queue":
+                loss = loss + (out * rows[0]).mean()  # noqa: B023
+                rows.append(row)  # noqa: B023
+            elif act == "count":
+                state.calls += 1  # noqa: B023
+            else:
+                state.last = {"out": row}  # noqa: B023
+            return loss
+
+        optimizer, model = optim.SGD(0.05), nn.Linear(4, 2)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        try:
+            for number in range(12):
+                (mx.disable_compile if number in disabled else mx.enable_compile)()
+                x = mx.random.normal((3, 4), key=mx.random.key(number))
+                loss = (step(x).loss if ours else plain(x)[0]).item()
+                seen.append([loss, state.mean[0].item(), state.calls, rows[0][0].item(), state.last["out"][0].item()])
+                if ours and number:  # the first stores arrays where there were none, perhaps
+                    assert (step.stats.mode == "plain") == (number in disabled)
+        finally:
+            mx.enable_compile()
+    np.testing.assert_allclose(seen[12:], seen[:12], rtol=1e-5)

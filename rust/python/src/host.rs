@@ -32,7 +32,7 @@ use crate::{
     optimizer::{leaves, traceable_rate},
     reach::{
         advance::{leave, OwnChange},
-        stop::Stop,
+        stop::{Stop, DISABLED},
         suspect::{self, Imports, Positions, Reads, Suspect},
         Looked, Reached, Written,
     },
@@ -209,6 +209,9 @@ impl PythonHost {
         let (restore, compiled, sketch, positions, reached) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
+            if current.compiled && !faststep::engine::array::is_traced(key) {
+                return Err(Stop::Rare(DISABLED));
+            }
             let looked = current.looked.clone();
             let probes = !current.compiled && current.probe == Some(true);
             let watches = (current.compiled || probes) && !current.sketch;
@@ -422,7 +425,7 @@ impl PythonHost {
         let inputs: Vec<Array> = inputs.cloned().collect();
         if inputs
             .first()
-            .is_none_or(|first| !faststep::engine::array::is_lazy(first))
+            .is_none_or(|first| !faststep::engine::array::is_traced(first))
         {
             return Ok(()); // MLX compiles nothing: these are no tracers
         }

@@ -83,7 +83,7 @@ pub struct LossArrays {
 impl LossArrays {
     /// Note the inputs that are there before the model is prepared; none where MLX compiles nothing.
     pub fn before(others: &[Array], key: &Array) -> Option<Self> {
-        array::is_lazy(key).then(|| {
+        array::is_traced(key).then(|| {
             let mut arrays = Self {
                 inputs: Vec::new(),
                 before: Vec::new(),

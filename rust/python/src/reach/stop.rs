@@ -2,6 +2,9 @@
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
+/// The reason why a call runs uncompiled in which MLX calls what it is given to compile.
+pub const DISABLED: &str = "MLX has been told not to compile";
+
 /// Reason for which a trace ended.
 pub enum Stop {
     /// The user's code raised.

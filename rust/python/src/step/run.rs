@@ -24,7 +24,7 @@ use crate::{
     mlx::{bridge, errors::to_python},
     reach::{
         advance::Advance,
-        stop::Stop,
+        stop::{Stop, DISABLED},
         suspect::{put_back, Suspect},
         Looked, Seen, Written,
     },
@@ -329,7 +329,7 @@ impl Inner {
                 .fallen
                 .clone()
                 .or_else(|| self.becomes_another().then(|| self.becomes.clone()))
-                .or_else(|| Some("MLX has been told not to compile".into())),
+                .or_else(|| Some(DISABLED.into())),
         };
         Ok(())
     }

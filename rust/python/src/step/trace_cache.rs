@@ -13,6 +13,7 @@ use crate::{
     mlx::bridge,
     reach::{
         advance::{are_within, Adds, Advance},
+        stop::DISABLED,
         suspect::Suspect,
         Looked, Seen, Written,
     },
@@ -54,7 +55,14 @@ pub const PROBED: &str = "it is seen whether its loss takes from an iterator";
 
 /// Return whether a reason is one for which a step without a trace may be wanted again soon: that a trace might be used once, say.
 pub fn is_rare(why: &str) -> bool {
-    let all = [RARE, RARE_OPTIONS, RARE_ATTRIBUTES, RARE_STRUCTURE, PROBED];
+    let all = [
+        RARE,
+        RARE_OPTIONS,
+        RARE_ATTRIBUTES,
+        RARE_STRUCTURE,
+        PROBED,
+        DISABLED,
+    ];
     all.contains(&why)
 }
 
