@@ -320,16 +320,20 @@ def test_keys_that_a_loss_makes_keep_their_order() -> None:
     assert list(kept.items()) == [("seen", 4), ("tokens", 4), ("calls", 4)]
 
 
+@pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("how", ["flag", "text", "shape"])
-def test_what_a_loss_adds_before_it_raises_stays(how: str, at: int) -> None:
-    state = types.SimpleNamespace(calls=0, log=[], bad=False)
+def test_what_a_loss_adds_before_it_raises_stays(how: str, at: int, stores: bool) -> None:
+    """An array beside that keeps the value of before: that of the call was one of a trace."""
+    state = types.SimpleNamespace(calls=0, log=[], bad=False, last=mx.array(0.0))
 
     def loss_fn(model: nn.Module, x: mx.array, kind: str) -> mx.array:
         state.calls += 1
         state.log.append(1)
         model.calls += 1
         loss = squares(model, x)
+        if stores:
+            state.last = loss
         if state.bad or kind == "bad" or len(x) == 5:
             raise ArithmeticError("a bad batch")
         return loss
@@ -346,6 +350,7 @@ def test_what_a_loss_adds_before_it_raises_stays(how: str, at: int) -> None:
         else:
             step(x, "good")
         assert (state.calls, len(state.log), model.calls) == (number + 1,) * 3
+        assert (state.last.item() > 0) == (stores and (number > at or at > 0))
     assert step.stats.mode == "native"
 
 

@@ -277,7 +277,8 @@ impl PythonHost {
             Ok(Err(_)) => self.raised(py) && reached.holds_no_tracer(py)?,
             Err(_) => false,
         };
-        let ended = matches!(&outcome, Ok(Err(_))) && stays && compiled && self.ends();
+        let raised = matches!(&outcome, Ok(Err(_))) && self.raised(py);
+        let ended = raised && compiled && self.ends();
         let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
         // gradients alone leave the model's arrays as they are, and what the loss counts
         let alone = restore && !compiled && matches!(outcome, Ok(Ok(_)));
@@ -292,7 +293,7 @@ impl PythonHost {
         };
         keys.set_item(0, old_key)?;
         reached_again.and(model_again)?;
-        leave_ended(left.transpose()?, sketch, py)?;
+        leave_ended(left.transpose()?, (sketch, stays), py)?;
         if let Some((mut on_model, _)) = counted.transpose()? {
             on_model.retain(|own| own.is_plain(py));
             leave(on_model, py)?;
@@ -540,14 +541,18 @@ fn own_changes<'py>(
 // an error of the loss ends the call: what it has changed before stays, though it has been taken back
 fn leave_ended(
     left: Option<(Vec<OwnChange>, Vec<OwnChange>)>,
-    sketch: bool,
+    (sketch, stays): (bool, bool),
     py: Python<'_>,
 ) -> PyResult<()> {
-    let Some((on_model, reached)) = left else {
+    let Some((on_model, mut reached)) = left else {
         return Ok(());
     };
     leave(on_model, py)?;
-    leave(if sketch { reached } else { Vec::new() }, py)?;
+    if !stays {
+        reached.retain(|own| own.is_plain(py)); // the array beside that is one of the trace
+    }
+    let taken_back = sketch || !stays;
+    leave(if taken_back { reached } else { Vec::new() }, py)?;
     Ok(())
 }
 
