@@ -278,7 +278,7 @@ impl PythonHost {
             Err(_) => false,
         };
         let raised = matches!(&outcome, Ok(Err(_))) && self.raised(py);
-        let ended = raised && compiled && self.ends();
+        let ended = raised && self.ends();
         let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
         // gradients alone leave the model's arrays as they are, and what the loss counts
         let alone = restore && !compiled && matches!(outcome, Ok(Ok(_)));
