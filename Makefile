@@ -148,9 +148,10 @@ deny: $(STAMPS)/requirements ## Licences and sources of what is compiled in; of 
 	@if cargo deny --version > /dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "make deny: skipped, cargo-deny is not installed (cargo install --locked cargo-deny)"; fi
 
-fuzz: $(STAMPS)/built ## 100,000 inputs for each reader of configs and checkpoints, 2,000 sequences of calls (`test`: 2,000 and 100)
+fuzz: $(STAMPS)/built ## 100,000 inputs for each reader of configs and checkpoints, 2,000 sequences of calls and made losses (`test`: 2,000, 100, 60)
 	FASTSTEP_FUZZ=100000 python -m pytest -o timeout=0 \
-		tests/trainer/test_config_yaml.py tests/checkpoints/test_checkpoints_fuzz.py tests/step/test_sequences.py
+		tests/trainer/test_config_yaml.py tests/checkpoints/test_checkpoints_fuzz.py tests/step/test_sequences.py \
+		tests/step/test_made_losses.py
 
 bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done
