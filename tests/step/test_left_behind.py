@@ -1698,3 +1698,52 @@ def test_what_a_loss_leaves_while_mlx_is_told_not_to_compile(act: str, disabled:
         finally:
             mx.enable_compile()
     np.testing.assert_allclose(seen[12:], seen[:12], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", ["two attributes", "a queue", "a queue and an attribute", "a dict", "in turns", "by the loop"]
+)
+def test_an_array_that_stands_at_two_places_changes_at_both(how: str) -> None:
+    """The loss puts one array object there; what it, or the loop, changes in it later is seen wherever it stands."""
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        mx.random.seed(0)
+        state = types.SimpleNamespace(
+            one=mx.zeros((2,)), two=mx.zeros((2,)), both={"a": mx.zeros((2,)), "b": mx.zeros((2,))}
+        )
+        rows = collections.deque([mx.zeros((2,)), mx.zeros((2,))], maxlen=2)
+
+        def loss_fn(model: nn.Module, x: mx.array, state: Any = state, rows: Any = rows) -> mx.array:
+            if how == "a queue":
+                rows[0][0] = 0.5
+            elif how == "a dict":
+                state.both["a"][0] = 0.5
+            elif how != "by the loop":
+                state.one[0] = 0.5
+            out = model(x)
+            row, loss = mx.stop_gradient(out.mean(0)), mx.square(out).mean()
+            loss = loss + ((state.two + rows[1] + state.both["b"]) * out).mean()
+            if how == "in turns":
+                state.one, state.two = state.two, state.one
+            elif how == "a dict":
+                state.both = {"a": row, "b": row}
+            elif how == "a queue":
+                rows.extend((row, row))
+            else:
+                state.one = row
+                if how == "a queue and an attribute":
+                    rows.append(row)
+                else:
+                    state.two = row
+            return loss
+
+        model, optimizer = nn.Linear(4, 2), optim.SGD(0.05)
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        for number in range(12):
+            if how == "by the loop" and number % 3 == 2:
+                state.one[1] = 0.5
+            x = mx.random.normal((3, 4), key=mx.random.key(number))
+            loss = (step(x).loss if ours else plain(x)[0]).item()
+            seen.append([loss, *state.two.tolist(), *rows[0].tolist(), *rows[1].tolist(), *state.both["b"].tolist()])
+        assert not ours or step.stats.mode == "native"
+    np.testing.assert_allclose(seen[12:], seen[:12], rtol=1e-4, atol=1e-6)

@@ -109,7 +109,7 @@ fn difference(
 fn short((before, now): (f64, f64)) -> f64 {
     let by = now - before;
     let short = rounded(by);
-    if before + short == now {
+    if (before + short).to_bits() == now.to_bits() {
         short
     } else {
         by
@@ -201,11 +201,15 @@ impl Advance {
         let by = self.kind.added().first();
         let by = by.and_then(|by| Some(by.bind(py).cast::<PyFloat>().ok()?.value()));
         // from 0 on, or where it is a number of a few digits, it is what the loss adds
-        let is_exact =
-            |by: &f64| rounded(*by) == *by || self.from.is_some_and(|(before, _)| before == 0.0);
+        let is_exact = |by: &f64| {
+            rounded(*by).to_bits() == by.to_bits()
+                || self
+                    .from
+                    .is_some_and(|(from, _)| from.abs() < f64::MIN_POSITIVE)
+        };
         by.filter(is_exact)
             .zip(other.from)
-            .is_some_and(|(by, (before, now))| before + by == now)
+            .is_some_and(|(by, (before, now))| (before + by).to_bits() == now.to_bits())
     }
 
     // the same with what the other one adds

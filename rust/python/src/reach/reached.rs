@@ -7,6 +7,7 @@ use pyo3::{intern, prelude::*};
 
 use super::{
     looked::Spot,
+    replaced::Placed,
     stop::{another, Stop},
     suspect::{self, Change},
     Looked,
@@ -23,6 +24,23 @@ pub struct Written {
     in_place: Vec<usize>,
     /// Dicts, lists and tuples that it replaces by others of the same form, with their arrays: how far each is above the first one.
     replaced: Vec<(usize, Vec<usize>)>,
+    /// Arrays whose objects it changes in place, wherever these are then: another array of the same object changes with it.
+    touched: Vec<usize>,
+    /// Arrays in whose places it puts the object that was in the place of another one.
+    moved: Vec<(usize, usize)>,
+    /// Arrays in whose places it puts the object that it puts in the place of another one too.
+    doubled: Vec<(usize, usize)>,
+}
+
+impl Written {
+    /// Return whether the loss changes an array in place that has one value with another one, and the two are not among `shared`.
+    pub fn touches_others(&self, ids: &[usize], shared: &[(usize, usize)]) -> bool {
+        self.touched.iter().any(|&number| {
+            let others = ids.iter().enumerate();
+            let mut others = others.filter(|(at, id)| *at != number && ids.get(number) == Some(id));
+            others.any(|(at, _)| !shared.contains(&(at.max(number), at.min(number))))
+        })
+    }
 }
 
 /// The objects of the arrays that a loss reaches hold tracers while this is in use.
@@ -94,28 +112,44 @@ impl<'py> Reached<'py> {
             return Ok(Written::default());
         };
         let mut written = Written::default();
-        for (node, arrays) in self.looked.replaced(py, traced.reshapes)? {
-            let numbers: Vec<_> = arrays.iter().map(|(number, _)| *number).collect();
+        let mut placed = Placed::new();
+        for (node, objects) in self.looked.replaced(py, traced.reshapes)? {
+            let numbers: Vec<_> = objects.iter().map(|(number, _)| *number).collect();
             let above = self.looked.program.above(node, numbers[0]);
             written.replaced.push((above, numbers));
-            let arrays = arrays.into_iter();
-            left.others
-                .extend(arrays.map(|(number, array)| (traced.first + number, array)));
+            for (number, object) in objects {
+                let array = bridge::get(&object);
+                left.others
+                    .extend(array.map(|array| (traced.first + number, array)));
+                placed.push((number, object));
+            }
         }
         let mut met = HashSet::new();
         for (number, (spot, tracer)) in traced.spots.iter().zip(&traced.tracers).enumerate() {
             let name = || self.looked.name(py, number);
+            let has_tracer = bridge::get(&spot.object).is_some_and(|array| {
+                faststep::engine::array::id(&array) == faststep::engine::array::id(tracer)
+            });
+            if !has_tracer {
+                written.touched.push(number);
+            }
+            if placed.iter().any(|(it, _)| *it == number) {
+                continue; // its dict, list or tuple has been replaced
+            }
             let object = self.looked.now(spot);
             let Some(array) = object.as_ref().and_then(bridge::get) else {
                 return Err(Stop::Untraceable(format!("it removes {}", name())));
             };
-            let same = object.is_some_and(|object| object.is(&spot.object));
+            let same = object
+                .as_ref()
+                .is_some_and(|object| object.is(&spot.object));
             if same && !met.insert(spot.object.as_ptr()) {
                 continue;
             }
             if faststep::engine::array::id(&array) == faststep::engine::array::id(tracer) {
                 continue;
             }
+            placed.extend(object.filter(|_| !same).map(|object| (number, object)));
             let fits = array.shape() == tracer.shape() && array.dtype() == tracer.dtype();
             if !fits && !traced.reshapes {
                 return Err(Stop::Reshapes(another(&name(), tracer, &array)));
@@ -167,6 +201,15 @@ impl<'py> Reached<'py> {
             }
         }
         left.others.sort_by_key(|(number, _)| *number);
+        placed.sort_by_key(|(number, _)| *number);
+        for (at, (number, object)) in placed.iter().enumerate() {
+            let spots = traced.spots.iter();
+            if let Some(from) = spots.map(|spot| &spot.object).position(|it| it.is(object)) {
+                written.moved.push((*number, from));
+            } else if let Some((first, _)) = placed[..at].iter().find(|(_, it)| it.is(object)) {
+                written.doubled.push((*number, *first));
+            }
+        }
         Ok(written)
     }
 
@@ -274,19 +317,34 @@ impl Looked {
         let spots = self.spots(py)?;
         let replaced = written.replaced.iter().flat_map(|(_, numbers)| numbers);
         let replaced: HashSet<_> = replaced.collect();
+        let other = |pairs: &[(usize, usize)], number: usize| {
+            let pair = pairs.iter().find(|(one, _)| *one == number);
+            pair.map(|(_, other)| *other)
+        };
+        let mut placed = Placed::new();
         for (number, array) in &outputs {
-            if replaced.contains(number) {
-                continue;
-            }
             if written.in_place.contains(number) {
                 bridge::assign(&spots[*number].object, array);
-            } else {
-                self.put(&spots[*number], &bridge::wrap(py, array)?)?;
+                continue;
             }
+            let first = other(&written.doubled, *number);
+            let first = first.and_then(|first| placed.iter().find(|(it, _)| *it == first));
+            let object = if let Some(from) = other(&written.moved, *number) {
+                bridge::assign(&spots[from].object, array);
+                spots[from].object.clone()
+            } else if let Some((_, object)) = first {
+                object.clone()
+            } else {
+                bridge::wrap(py, array)?
+            };
+            placed.push((*number, object));
+        }
+        for (number, object) in placed.iter().filter(|(it, _)| !replaced.contains(it)) {
+            self.put(&spots[*number], object)?;
         }
         for (above, numbers) in &written.replaced {
             if let Some(node) = self.program.over(numbers[0], *above) {
-                self.replace(py, node, &outputs)?;
+                self.replace(py, node, &placed)?;
             }
         }
         Ok(())

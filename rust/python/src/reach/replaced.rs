@@ -1,5 +1,4 @@
 //! Dicts, lists and tuples in whose place a loss puts others.
-use mlx_rs::Array;
 use pyo3::{
     exceptions::PyRuntimeError,
     intern,
@@ -17,8 +16,8 @@ use super::{
 use crate::mlx::{bridge, classes::is_module};
 use faststep::engine::Tensor;
 
-/// Arrays that a loss reaches, with their numbers.
-type Numbered = Vec<(usize, Array)>;
+/// Array objects that a loss has put somewhere, with the numbers of the arrays in whose places they are.
+pub(super) type Placed<'py> = Vec<(usize, Bound<'py, PyAny>)>;
 
 impl Program {
     // the number of the first array of each node, or of the next one behind it
@@ -61,8 +60,12 @@ impl Program {
 
 impl Looked {
     /// Dicts, lists and tuples in whose place the loss has put another one of the same form, by node, and the arrays in
-    /// each, by number. The old ones are put back. `reshapes`: the arrays may have other shapes.
-    pub fn replaced(&self, py: Python<'_>, reshapes: bool) -> Result<Vec<(usize, Numbered)>, Stop> {
+    /// each. The old ones are put back. `reshapes`: the arrays may have other shapes.
+    pub(super) fn replaced<'py>(
+        &self,
+        py: Python<'py>,
+        reshapes: bool,
+    ) -> Result<Vec<(usize, Placed<'py>)>, Stop> {
         let objects = self.bound(py);
         let firsts = self.program.firsts();
         let mut replaced = Vec::new();
@@ -78,13 +81,14 @@ impl Looked {
             if !self.has_form(at, &now, &firsts, &mut arrays) || arrays.is_empty() {
                 continue;
             }
-            let mut others = arrays.iter().filter(|(number, array)| {
-                self.tensors.get(*number) != Some(&Tensor::of(array)) && !reshapes
-            });
-            if let Some((number, array)) = others.next() {
-                let before = &self.arrays[*number];
-                let what = another(&self.name(py, *number), before, array);
-                return Err(Stop::Reshapes(what));
+            for (number, object) in arrays.iter().filter(|_| !reshapes) {
+                let array = bridge::get(object);
+                let array =
+                    array.filter(|array| self.tensors.get(*number) != Some(&Tensor::of(array)));
+                if let Some(array) = array {
+                    let what = another(&self.name(py, *number), &self.arrays[*number], &array);
+                    return Err(Stop::Reshapes(what));
+                }
             }
             if node.put(&objects, &old)? {
                 replaced.push((at, arrays));
@@ -99,7 +103,7 @@ impl Looked {
         at: usize,
         now: &Bound<'py, PyAny>,
         firsts: &[usize],
-        arrays: &mut Vec<(usize, Array)>,
+        arrays: &mut Placed<'py>,
     ) -> bool {
         let py = now.py();
         let Some(met) = Met::new(now.clone(), &self.program.nodes[at]) else {
@@ -121,9 +125,8 @@ impl Looked {
                 };
                 match &node.expect {
                     Expect::Array => {
-                        let array = bridge::get(&item);
-                        let is_array = array.is_some();
-                        arrays.extend(array.map(|array| (firsts[child], array)));
+                        let is_array = bridge::get(&item).is_some();
+                        arrays.push((firsts[child], item));
                         is_array
                     }
                     Expect::Container(..) => self.has_form(child, &item, firsts, arrays),
@@ -133,8 +136,13 @@ impl Looked {
             })
     }
 
-    /// Put a copy with other arrays, by number, in the place of the dict, list or tuple of a node.
-    pub fn replace(&self, py: Python<'_>, at: usize, arrays: &[(usize, Array)]) -> PyResult<()> {
+    /// Put a copy with other array objects, by number, in the place of the dict, list or tuple of a node.
+    pub(super) fn replace<'py>(
+        &self,
+        py: Python<'py>,
+        at: usize,
+        arrays: &Placed<'py>,
+    ) -> PyResult<()> {
         let objects = self.bound(py);
         let copy = self.copy_with(py, at, &self.program.firsts(), arrays)?;
         self.program.nodes[at].put(&objects, &copy)?;
@@ -146,7 +154,7 @@ impl Looked {
         py: Python<'py>,
         at: usize,
         firsts: &[usize],
-        arrays: &[(usize, Array)],
+        arrays: &Placed<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let old = self.object(at, py).ok_or_else(missing)?;
@@ -156,7 +164,7 @@ impl Looked {
             let item = match &node.expect {
                 Expect::Array => {
                     let made = arrays.iter().find(|(number, _)| *number == firsts[child]);
-                    let made = made.map(|(_, array)| bridge::wrap(py, array)).transpose()?;
+                    let made = made.map(|(_, object)| object.clone());
                     made.or_else(|| self.object(child, py))
                 }
                 Expect::Container(..) => Some(self.copy_with(py, child, firsts, arrays)?),

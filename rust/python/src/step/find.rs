@@ -495,7 +495,7 @@ impl Inner {
 
 /// Return whether a trace is of this key, for arrays that are one where those of its own were.
 pub(super) fn is_of(entry: &Entry, key: &Key, looked: &Looked, py: Python<'_>) -> bool {
-    equals(&entry.key, key, py) && entry.kept.shares(looked)
+    equals(&entry.key, key, py) && entry.kept.shares(looked, py)
 }
 
 // the key of a part, of any arguments

@@ -180,11 +180,13 @@ impl Kept {
         self.graph.is_none() || (set.len() == places.len() && stand())
     }
 
-    /// Return whether what was one array as the loss was traced is one still.
-    pub fn shares(&self, looked: &Looked) -> bool {
+    /// Return whether what was one array as the loss was traced is one still, and what is changed in place was one where it is one.
+    pub fn shares(&self, looked: &Looked, py: Python<'_>) -> bool {
         let ids = looked.arrays.ids();
         let mut shared = self.shared.iter();
         shared.all(|&(one, other)| ids.get(one) == ids.get(other))
+            && (!self.written.touches_others(ids, &self.shared)
+                || looked.shared(py).is_ok_and(|now| now == self.shared))
     }
 
     /// The trace holds for these numbers too.
