@@ -414,3 +414,22 @@ def test_an_attribute_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert other.attributes == {"calls": 2}
     Checkpoints(tmp_path).restore(other, which=0)
     assert other.attributes == {}
+
+
+def test_it_is_not_called_on_trial_where_other_steps_have_had_other_numbers_in_the_loss() -> None:
+    weight = [1.0]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return weight[0] * cross_entropy(model, x, y)
+
+    batches = ROW.case.batches(STEPS)
+    for weight[0] in (0.5, 0.75):
+        Step(ROW.new()[0], optim.Adam(1e-2), loss_fn)(*batches[0])
+    weight[0] = 0.25
+    reference, ours = (ROW.new()[0], Helped()), (ROW.new()[0], Helped())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for side in (plain_step(*reference, loss_fn), Step(*ours, loss_fn)):
+            mx.random.seed(5)
+            assert len([side(*batch) for batch in batches]) == STEPS
+    same(arrays(*ours), arrays(*reference))

@@ -209,6 +209,8 @@ int faststep_graph_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph);
 void faststep_graph_free(void* graph) noexcept;
 size_t faststep_graph_size(const void* graph) noexcept;
+// The bytes of its constants.
+size_t faststep_graph_bytes(const void* graph) noexcept;
 // The numbers of the constants in which two graphs differ: as many as there is room for, and how many there are. Not
 // applicable where they differ in more.
 int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count);

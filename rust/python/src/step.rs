@@ -12,6 +12,7 @@ mod check;
 mod find;
 mod flags;
 mod kept_losses;
+mod known_graphs;
 mod measure;
 mod memory_plan;
 mod numpy;
@@ -77,6 +78,7 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 
 #[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 struct Inner {
+    owner: usize, // of graphs that steps of the process know
     options: Options,
     varies_norm: bool, // the norm to which gradients are clipped has been another
     compiled: bool,
@@ -165,6 +167,7 @@ impl Step {
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
+                owner: known_graphs::new_owner(),
                 compiled: options.compile,
                 became: 0,
                 becomes: String::new(),

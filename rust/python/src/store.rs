@@ -7,6 +7,7 @@ mod detect;
 mod first_state;
 mod hand_over;
 mod kept;
+mod known_numbers;
 mod lazy;
 pub mod moments;
 mod native;

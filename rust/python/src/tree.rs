@@ -294,6 +294,12 @@ impl Tree {
         }
     }
 
+    /// All numbers, flags among them.
+    pub fn own_numbers(&self, py: Python<'_>) -> Vec<Py<PyAny>> {
+        let numbers = (0..self.items.len()).filter_map(|at| self.number(at, py));
+        numbers.map(Bound::unbind).collect()
+    }
+
     /// The item of each number, and the path to it.
     pub fn numbers(&self, py: Python<'_>) -> Vec<(usize, String)> {
         let mut paths = Paths::default();

@@ -196,6 +196,14 @@ class Graph {
     return nodes_.size();
   }
 
+  size_t bytes() const {
+    size_t sum = 0;
+    for (const auto& [at, constant] : constants_) {
+      sum += constant.nbytes();
+    }
+    return sum;
+  }
+
   bool determines_gradients() const {
     return std::none_of(nodes_.begin(), nodes_.end(), [](const Node& node) {
       return node.primitive && std::string_view(node.primitive->name()) == "CustomTransforms";
@@ -497,6 +505,10 @@ void faststep_graph_free(void* graph) noexcept {
 
 size_t faststep_graph_size(const void* graph) noexcept {
   return graph_at(graph).size();
+}
+
+size_t faststep_graph_bytes(const void* graph) noexcept {
+  return graph_at(graph).bytes();
 }
 
 int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count) {

@@ -221,6 +221,7 @@ extern "C" {
     ) -> c_int;
     pub(crate) fn faststep_graph_free(graph: *mut c_void);
     pub(crate) fn faststep_graph_size(graph: *const c_void) -> usize;
+    pub(crate) fn faststep_graph_bytes(graph: *const c_void) -> usize;
     pub(crate) fn faststep_graph_compare(
         a: *const c_void,
         b: *const c_void,

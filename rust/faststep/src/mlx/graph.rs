@@ -16,9 +16,10 @@ use mlx_rs::{
 };
 
 use super::ffi::{
-    check, faststep_graph_compare, faststep_graph_constant, faststep_graph_determines_gradients,
-    faststep_graph_free, faststep_graph_held, faststep_graph_kept, faststep_graph_lasting,
-    faststep_graph_new, faststep_graph_replace, faststep_graph_size, handles, is_done, made, owned,
+    check, faststep_graph_bytes, faststep_graph_compare, faststep_graph_constant,
+    faststep_graph_determines_gradients, faststep_graph_free, faststep_graph_held,
+    faststep_graph_kept, faststep_graph_lasting, faststep_graph_new, faststep_graph_replace,
+    faststep_graph_size, handles, is_done, made, owned,
 };
 
 /// The most constants that may differ between two graphs of one form.
@@ -192,6 +193,13 @@ impl Graph {
     pub fn len(&self) -> usize {
         // SAFETY: a graph.
         unsafe { faststep_graph_size(self.0) }
+    }
+
+    /// The bytes of its constants.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        // SAFETY: a graph.
+        unsafe { faststep_graph_bytes(self.0) }
     }
 
     /// Return whether there is none.

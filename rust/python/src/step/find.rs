@@ -2,12 +2,13 @@
 use std::{cell::Cell, rc::Rc};
 
 use faststep::engine::{Compiled, Part, Recipe, Rule, Task, Trace};
-use mlx_rs::error::Result as MlxResult;
+use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::Arguments,
     check::is_due,
+    known_graphs::{self, Origin},
     run::Given,
     suspected::Beside,
     trace_cache::{equals, holds, CallKey, Entry, Key},
@@ -36,6 +37,13 @@ pub(super) struct Sketched {
     first: (Vec<OwnChange>, Vec<OwnChange>), // the same once more, in a call of the user's
 }
 pub(super) type Sketch = Result<Sketched, Stop>;
+
+impl Sketched {
+    fn constants(&self, varying: &[u32]) -> PyResult<Vec<Array>> {
+        let constants = varying.iter().map(|&at| self.graph.graph().constant(at));
+        constants.collect::<MlxResult<Vec<_>>>().map_err(mlx)
+    }
+}
 
 /// So many times that a generator of the process has moved while a graph was compared, it is looked at with other threads held back
 /// whether the loss has drawn, which takes 20 ms; then one out of so many times.
@@ -239,8 +247,8 @@ impl Inner {
             |entry: &Entry| entry.kept.graph.is_some() && is_of(entry, key, &looked, py);
         let candidate = self.traces.recent().find(|entry| is_candidate(entry));
         let graph = candidate.and_then(|entry| entry.kept.graph.as_ref());
-        let Some(by_loss) = graph.map(TraceGraph::is_of_loss) else {
-            return Ok(Some(Vec::new()));
+        let Some(by_loss) = graph.map(|graph| graph.is_of_loss()) else {
+            return self.varied(store, user, given, key).map(Some);
         };
         let drawable = Drawable::before(&user.model, &given.looked)?;
         let probed = self.probed.as_ref();
@@ -279,12 +287,8 @@ impl Inner {
             let varying = &entry.kept.varying;
             differences(entry).is_some_and(|differ| differ.iter().all(|at| varying.contains(at)))
         };
-        let constants = |varying: &[u32]| {
-            let constants = varying.iter().map(|&at| sketch.graph.graph().constant(at));
-            constants.collect::<MlxResult<Vec<_>>>().map_err(mlx)
-        };
         if let Some(entry) = self.traces.use_again(holds) {
-            given.constants = constants(&entry.kept.varying)?;
+            given.constants = sketch.constants(&entry.kept.varying)?;
             let template = sketch.template;
             self.template = template.as_ref().map(|template| template.clone_ref(py));
             let (to_model, model) = leave(sketch.model, py)?;
@@ -329,9 +333,63 @@ impl Inner {
         if let Some(error) = failed.take() {
             return Err(mlx(error).into());
         }
-        given.constants = constants(&varying)?;
+        given.constants = sketch.constants(&varying)?;
         drawable.put_back(py)?; // or it would be drawn twice in this step
         Ok(Some(varying))
+    }
+
+    // the constants of a first trace that have varied in other steps of the loss
+    fn varied(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &Key,
+    ) -> Result<Vec<u32>, Stop> {
+        let py = user.py();
+        let native = matches!(store.rule, Some(Rule::Native(_))); // else code of the user's updates on trial, too
+        if !self.compiled || !native || given.looked.program.may_draw {
+            return Ok(Vec::new());
+        }
+        let origin = self.origin(store, given, py)?;
+        let known = origin.map_or_else(Vec::new, |origin| known_graphs::of_others(&origin, py));
+        if known.is_empty() {
+            return Ok(Vec::new());
+        }
+        let drawable = Drawable::before(&user.model, &given.looked)?;
+        let Some(sketch) = self.sketch_any(store, user, given, key, true, &drawable)? else {
+            return Ok(Vec::new()); // MLX compiles nothing
+        };
+        if !(sketch.model.is_empty() && sketch.reached.is_empty()) {
+            return Ok(Vec::new()); // a trace for each number is looked at
+        }
+        for (graph, mut varying) in known {
+            if let Some(differ) = graph.differences(&sketch.graph).map_err(mlx)? {
+                varying.extend(differ);
+                varying.sort_unstable();
+                varying.dedup();
+                given.constants = sketch.constants(&varying)?;
+                return Ok(varying);
+            }
+        }
+        Ok(Vec::new())
+    }
+
+    /// What the graph of a call is known by to other steps.
+    pub(super) fn origin(
+        &self,
+        store: &Store,
+        given: &Given,
+        py: Python<'_>,
+    ) -> PyResult<Option<Origin>> {
+        let numbers = store.model_numbers(py)?;
+        Ok(Origin::of(
+            self.owner,
+            &given.tree,
+            &given.looked,
+            numbers,
+            py,
+        ))
     }
 
     // record that the last trace holds for the numbers before the call, and for those that the loss has left. `adds`: what it has
@@ -385,6 +443,21 @@ impl Inner {
         by_loss: bool,
         drawable: &Drawable,
     ) -> Sketch {
+        let sketch = self.sketch_any(store, user, given, key, by_loss, drawable)?;
+        let missing = || PyRuntimeError::new_err("a step was traced without a loss");
+        sketch.ok_or_else(|| Stop::Raised(missing()))
+    }
+
+    // the same; none where MLX compiles nothing
+    fn sketch_any(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'_>,
+        given: &mut Given,
+        key: &Key,
+        by_loss: bool,
+        drawable: &Drawable,
+    ) -> Result<Option<Sketched>, Stop> {
         let mut sketch = Ok(None);
         if by_loss {
             sketch = self.sketch_once(store, user, given, key, true);
@@ -397,8 +470,7 @@ impl Inner {
         if ended && !self.apart {
             drawable.put_back(user.py())?;
         }
-        let missing = || PyRuntimeError::new_err("a step was traced without a loss");
-        sketch?.ok_or_else(|| Stop::Raised(missing()))
+        sketch
     }
 
     // the numbers of the model to which losses add, where the code of this one may read them
@@ -482,7 +554,7 @@ impl Inner {
             (None, Some(stop), _) => Err(stop),
             (None, None, Err(_)) if insufficient => Ok(None),
             (None, None, Err(error)) => Err(Stop::Raised(to_python(&error))),
-            (None, None, Ok(())) => Err(Stop::Raised(missing())),
+            (None, None, Ok(())) => Ok(None),
         }
     }
 

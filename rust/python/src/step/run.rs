@@ -16,12 +16,16 @@ use super::{
     arguments::{Arguments, Batch},
     find::taken,
     flags::{is_true, read},
+    known_graphs,
     trace_cache::{is_rare, warn, Pin, PROBED, RARE_OPTIONS, RARE_STRUCTURE},
     Inner,
 };
 use crate::{
     host::{shown::TakenOut, Current},
-    mlx::{bridge, errors::to_python},
+    mlx::{
+        bridge,
+        errors::{mlx, to_python},
+    },
     reach::{
         advance::Advance,
         stop::{Stop, DISABLED},
@@ -135,6 +139,7 @@ impl Inner {
                     let new = self.traces.settle(seconds);
                     if new {
                         self.seconds.trace += seconds;
+                        self.keep_graph(store, given, user.py())?;
                     }
                     self.note_mode(store, &user.optimizer)?;
                     if self.compiled && task.updates() {
@@ -209,6 +214,18 @@ impl Inner {
             }
             self.compiled = false;
         }
+    }
+
+    // let other steps know the graph of a new trace
+    fn keep_graph(&self, store: &Store, given: &Given, py: Python<'_>) -> PyResult<()> {
+        let kept = self.traces.last().map(|last| &last.kept);
+        let Some((graph, varying)) = kept.and_then(|it| Some((it.graph.as_ref()?, &it.varying)))
+        else {
+            return Ok(());
+        };
+        let origin = self.origin(store, given, py)?;
+        let kept = origin.map(|origin| known_graphs::keep(origin, graph, varying.clone(), py));
+        kept.transpose().map(drop).map_err(mlx)
     }
 
     // run uncompiled from here on where what the loss reaches, or does itself, is a reason for it
@@ -543,7 +560,7 @@ impl Inner {
         }
         if let Some(template) = current.template {
             if let (true, Some(last)) = (self.compiled, self.traces.last_mut()) {
-                last.kept.graph = current.graph;
+                last.kept.graph = current.graph.map(Rc::new);
                 last.kept.written = current.written;
                 last.kept.taken_out = Rc::new(current.taken_out);
                 let held = current.held.iter().filter(|it| !self.read.has(it));

@@ -128,7 +128,7 @@ pub struct TraceRecord {
 #[derive(Default)]
 pub struct Kept {
     /// The graph before it was compiled, where the loss reaches anything.
-    pub graph: Option<TraceGraph>,
+    pub graph: Option<Rc<TraceGraph>>,
     /// The constants of the graph that are inputs.
     pub varying: Vec<u32>,
     /// The numbers for which the trace holds, the last ones last.

@@ -68,7 +68,7 @@ impl Store {
             Engine::new
         };
         let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
-            let rules = self.with_numbers(native.rules);
+            let rules = self.with_numbers(native.rules, native.layout.tensors());
             self.rule = Some(Rule::Native(Rc::new(rules)));
             let mut moments = native.moments;
             moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update

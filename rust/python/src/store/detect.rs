@@ -4,11 +4,11 @@ use std::{
     rc::Rc,
 };
 
-use faststep::engine::{Layout, Role, Rule, Rules};
+use faststep::engine::{Layout, Role, Rule, Rules, Tensor};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*, types::PyDict};
 
-use super::{ModelSignature, Numbers, Store, Varying};
+use super::{known_numbers::have_varied, ModelSignature, Numbers, Store, Varying};
 use crate::{
     mlx::bridge,
     optimizer::native_rules,
@@ -28,7 +28,7 @@ const MAX_PLACES: usize = 64;
 const MAX_SIGNATURES: usize = 64;
 
 /// A number of the model that has had so many other values belongs to what is looked at in each call.
-const MANY_VALUES: usize = 2;
+pub(super) const MANY_VALUES: usize = 2;
 
 impl Store {
     fn known(&self) -> Vec<usize> {
@@ -257,6 +257,11 @@ impl Store {
         Ok(Some(now.clone()))
     }
 
+    /// All numbers of the model's signature.
+    pub fn model_numbers(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        Ok(self.signature()?.tree.own_numbers(py))
+    }
+
     /// The numbers of the model to which a loss adds at each call, as they are now.
     pub fn counted(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         let current = self.signature()?;
@@ -343,7 +348,7 @@ impl Store {
             let Some(rules) = new else {
                 return Ok(None);
             };
-            let rules = self.with_numbers(rules);
+            let rules = self.with_numbers(rules, layout.tensors());
             self.rule = Some(Rule::Native(Rc::new(rules)));
         } else if !same {
             return Ok(None);
@@ -351,14 +356,16 @@ impl Store {
         self.state_or(slots, optimizer)
     }
 
-    /// Rules whose numbers are arrays of the state, once these have been others a few times.
-    pub(super) fn with_numbers(&mut self, rules: Rules) -> Rules {
+    /// Rules whose numbers are arrays of the state, once these have been others a few times, or those of other optimizers.
+    pub(super) fn with_numbers(&mut self, rules: Rules, tensors: &[Tensor]) -> Rules {
         let values = rules.numbers();
         let bits = |values: &[f64]| -> Vec<_> { values.iter().map(|it| it.to_bits()).collect() };
         if bits(&self.numbers.values) != bits(&values) {
+            let varied = self.numbers.changes == 0 && have_varied(&rules, tensors);
+            let changes = if varied { MANY_VALUES } else { 0 };
             self.numbers = Numbers {
                 values,
-                changes: self.numbers.changes + 1,
+                changes: self.numbers.changes + changes + 1,
                 arrays: Vec::new(),
             };
         }
