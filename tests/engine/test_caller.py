@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import threading
 import time
@@ -74,6 +75,27 @@ def test_the_worker_does_nothing() -> None:
 
     assert any(share() < 0.15 for _ in range(40))
     assert mx.get_peak_memory() == peak
+
+
+def test_the_worker_does_nothing_where_another_part_is_frozen_before_each_step() -> None:
+    row = Row("mlp", "adamw")
+    batches = row.case.batches(20)
+
+    def switches() -> int:  # of threads, in steps of a new engine each
+        model, optimizer = row.new()
+        step = Step(model, optimizer, row.case.loss_fn)
+        frozen, before = model.leaf_modules()["layers"][0], 0
+        for number in range(120):
+            if number == 80:
+                step.synchronize()
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+            (frozen.freeze if number % 2 else frozen.unfreeze)()
+            step(*batches[number % 20])
+        step.synchronize()
+        assert (step.stats.mode, len(step.stats.traces)) == ("native", 2)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+    assert any(switches() < 40 for _ in range(10))
 
 
 def test_a_large_step_is_left_to_the_worker() -> None:

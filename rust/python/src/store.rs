@@ -167,6 +167,7 @@ pub struct Store {
     mixed: bool,                 // the optimizer updates float32 masters
     kept: Option<NamedAuxState>, // by an engine that is gone
     lent: bool,                  // the engine has let go of the optimizer's state
+    updated: bool,               // parameters, by an engine that is gone
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
@@ -215,6 +216,7 @@ impl Store {
             mixed: false,
             kept: None,
             lent: false,
+            updated: false,
         })
     }
 

@@ -1,7 +1,11 @@
 //! The engine's arrays between two steps: laid out, replaced, extended.
 use std::{rc::Rc, sync::Arc};
 
-use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
+use mlx_rs::{
+    error::Result as MlxResult,
+    transforms::{async_eval, eval},
+    Array,
+};
 
 use super::{sample::Seen, Engine, Seconds};
 use crate::{
@@ -12,7 +16,21 @@ use crate::{
         pack::taken_over,
         Layout,
     },
+    mlx::{array, caller::Caller},
 };
+
+/// Parameters and state of no more bytes are evaluated at once where more would be in turn.
+const SMALL: usize = 1 << 20;
+
+fn are_small<'a>(arrays: impl Iterator<Item = &'a Array>) -> bool {
+    arrays.map(Array::nbytes).sum::<usize>() <= SMALL
+}
+
+// by the calling thread, where that can be: few arrays are joined before the worker is awake
+fn eval_here(arrays: &[&Array]) -> MlxResult<()> {
+    Caller::default().evaluate(Some(0), || async_eval(arrays.iter().copied()))?;
+    eval(arrays.iter().copied())
+}
 
 impl Engine {
     /// Take over parameters (by tensor) and state; small parameters are joined into shared buffers.
@@ -42,7 +60,7 @@ impl Engine {
         }
         // A thread's first evaluation creates its stream, which is a key of MLX's cache of compiled functions; otherwise
         // the first step would be traced twice.
-        eval([&Array::from_int(0).add(Array::from_int(0))?])?;
+        eval_here(&[&Array::from_int(0).add(Array::from_int(0))?])?;
         let mut engine = Self {
             layout,
             parameters,
@@ -67,6 +85,20 @@ impl Engine {
         };
         engine.pack()?;
         Ok(engine)
+    }
+
+    /// Return whether it has updated parameters.
+    #[must_use]
+    pub fn has_updated(&self) -> bool {
+        self.updates > 0
+    }
+
+    /// Go on in place of an engine that has: where no state waits for an update, or all is small, nothing is evaluated in turn.
+    pub fn go_on(&mut self) {
+        let made = !self.state.iter().any(array::is_filled);
+        if made || are_small(self.parameters.iter().chain(&self.state)) {
+            self.schedule = Schedule::new(true);
+        }
     }
 
     /// Put another value into the optimizer's state.
@@ -155,8 +187,13 @@ impl Engine {
         self.shared = packed.collect::<MlxResult<_>>()?;
         if !self.dry_run {
             eval(&self.parameters)?;
-            for array in taken_over(&self.shared, &self.state) {
-                eval([array])?;
+            let taken_over = taken_over(&self.shared, &self.state);
+            if are_small(self.parameters.iter().chain(&self.state)) {
+                eval_here(&taken_over.collect::<Vec<_>>())?;
+            } else {
+                for array in taken_over {
+                    eval([array])?;
+                }
             }
         }
         let buffers = self.buffers();

@@ -90,6 +90,9 @@ impl Store {
         let mut engine = engine.map_err(|error| to_python(&error))?;
         self.sign_layout(engine.layout().clone());
         engine.set_clock(self.clock.clone());
+        if self.updated {
+            engine.go_on();
+        }
         if let Some(kept) = &self.kept {
             let kept = kept.onto(&self.names()?, &signature.tensors());
             unlocked(py, || {

@@ -1,5 +1,5 @@
 //! State that outlives an engine: the step's own, and the optimizer's as the user sees it.
-use faststep::engine::{NamedAuxState, Tensor};
+use faststep::engine::{Engine, NamedAuxState, Tensor};
 use pyo3::prelude::*;
 
 use super::Store;
@@ -29,6 +29,7 @@ impl Store {
 
     /// Forget what a call has taken over that then failed.
     pub fn discard(&mut self) {
+        self.updated |= self.engine.as_ref().is_some_and(Engine::has_updated);
         self.engine = None;
         self.moments = None;
         self.lent = false;
