@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import operator
+import pickle
 import queue
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +19,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
+from mlx.utils import tree_map
 from support.helpers import assert_close, assert_same, plain_step, snapshot
 from support.places import Child
 
@@ -323,3 +329,135 @@ def test_numbers_of_an_optimizer_of_ones_own_are_read_at_every_update(loss: Call
     wanted = train_own(plain_step)
     with pytest.warns(RuntimeWarning, match=r"reads optimizer\.numbers\.scale, which has changed again and again"):
         assert_close(train_own(Step), wanted, 0)
+
+
+class Counted(nn.Module):
+    """A loop sets `count` before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(4, 6), nn.LayerNorm(6), nn.Dropout(0.5)
+        self.count, self.inner, self.table = 1, nn.Sequential(nn.Linear(6, 6)), {"count": 1}
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.inner(mx.tanh(self.first(x)))
+
+    @property
+    def progress(self) -> float:
+        return 1 / self.count
+
+
+class Shown(Counted):
+    def shown(self) -> str:
+        return str(self.count)
+
+    def _extra_repr(self) -> str:
+        return self.shown()
+
+
+class Aliased(Counted):
+    def __getattr__(self, name: str) -> Any:
+        return self.count if name == "number" else super().__getattr__(name)
+
+
+@dataclasses.dataclass
+class Record:
+    model: Counted
+
+    def __str__(self) -> str:
+        return str(self.model.count)
+
+
+NAME = "cou"
+UNREAD: dict[str, Callable[[Counted], float]] = {
+    "not at all": lambda model: 2.0,
+    "by another name": lambda model: float(len(model.inner.layers)),
+}
+READ: dict[str, Callable[[Any], Any]] = {
+    "getattr": lambda model: getattr(model, NAME + "nt"),
+    "vars": lambda model: vars(model)[NAME + "nt"],
+    "instance dict": lambda model: max(value for value in model.__dict__.values() if type(value) is int),
+    "property": lambda model: model.progress,
+    "attrgetter": lambda model: operator.attrgetter(NAME + "nt")(model),
+    "format": lambda model: float(HOOKS["form"].format(model)),
+    "made format": lambda model: float(("{0." + NAME + "nt}").format(model)),
+    "eval": lambda model: eval("model." + NAME + "nt"),
+    "copy": lambda model: vars(copy.copy(model))[NAME + "nt"],
+    "pickle": lambda model: pickle.loads(pickle.dumps(model.table | {"count": model.count}))["count"],
+    "function": lambda model: HOOKS["count"](model),
+    "text": lambda model: getattr(model, HOOKS["name"]),
+    "repr": lambda model: float(repr(model).split("(")[1].split("\n")[0]),
+    "percent": lambda model: float((HOOKS["any"] % model).split("(")[1].split("\n")[0]),
+    "text of another object": lambda model: float(HOOKS["any"] % Record(model)),
+    "alias": lambda model: model.number,
+    "dunder": lambda model: model.__getattribute__(NAME + "nt"),
+    "in a dict": lambda model: sum(model.table.values()),
+    "dropout": lambda model: model.dropout(mx.ones((6,))).sum(),
+    "norm": lambda model: 2 + mx.tanh(model.norm(mx.arange(6.0))[0]),
+    "checkpoint": lambda model: mx.checkpoint(lambda x: x * model.count)(mx.array(2.0)),
+}
+HOOKS: dict[str, Any] = {"count": lambda model: model.count * 0.5, "name": "count", "form": "{0.count}", "any": "%s"}
+
+
+def run_counted(
+    read: Callable[[Any], Any], kind: type[Counted] = Counted, optimizer: str = "", *, fast: bool
+) -> tuple[list[float], Any, Step | None, list[int]]:
+    mx.random.seed(7)
+    model = kind()
+    schedule = {"schedule": lambda step: mx.array(0.1) / model.count}.get(optimizer, 0.1)
+    rule = Decaying(0.1) if optimizer == "own" else optim.SGD(schedule)
+
+    def loss_fn(model: Counted, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean() * read(model)
+
+    step = Step(model, rule, loss_fn) if fast else None
+    take = plain_step(model, rule, loss_fn)
+    losses, calls = list[float](), list[int]()
+    for number in range(STEPS):
+        model.count = number + 2
+        if read not in UNREAD.values():
+            model.table["count"] = number + 2
+            model.dropout._p_1, model.norm.eps = 0.5 + number / 64, 0.1 * (number + 1)
+        entered = list[object]()
+        sys.setprofile(lambda frame, event, _: entered.append(event) if frame.f_code is loss_fn.__code__ else None)  # noqa: B023
+        loss = step(X).loss if step else take(X)[0]
+        sys.setprofile(None)
+        losses.append(loss.item())
+        calls.append(entered.count("call"))
+    return losses, snapshot(model), step, calls
+
+
+class Decaying(optim.SGD):
+    """Reads the model as it updates it."""
+
+    def update(self, model: nn.Module, gradients: dict[str, Any]) -> None:
+        super().update(model, tree_map(lambda gradient: gradient / model.count, gradients))
+
+
+@pytest.mark.parametrize("way", UNREAD)
+def test_a_number_of_the_model_that_the_loss_does_not_read_costs_no_call_of_the_loss(way: str) -> None:
+    wanted, reference, *_ = run_counted(UNREAD[way], fast=False)
+    losses, parameters, step, calls = run_counted(UNREAD[way], fast=True)
+    assert_same(losses, wanted, 1e-6)
+    assert_close(parameters, reference, 1e-6)
+    assert step is not None
+    assert step.stats.traced <= 3
+    assert sum(calls[6:]) <= 1  # a check of the trace
+
+
+@pytest.mark.parametrize("way", READ)
+def test_a_number_of_the_model_is_seen_however_it_is_read(way: str) -> None:
+    kind = {"repr": Shown, "percent": Shown, "alias": Aliased}.get(way, Counted)
+    wanted, reference, *_ = run_counted(READ[way], kind, fast=False)
+    losses, parameters, *_ = run_counted(READ[way], kind, fast=True)
+    assert_same(losses, wanted, 1e-6)
+    assert_close(parameters, reference, 1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["schedule", "own"])
+def test_a_number_of_the_model_is_seen_where_the_update_reads_it(optimizer: str) -> None:
+    read = UNREAD["not at all"]
+    wanted, reference, *_ = run_counted(read, optimizer=optimizer, fast=False)
+    losses, parameters, *_ = run_counted(read, optimizer=optimizer, fast=True)
+    assert_same(losses, wanted, 1e-6)
+    assert_close(parameters, reference, 1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import re
 import sys
@@ -10,13 +11,15 @@ import types
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.optimizers import Optimizer
 
 from faststep._step._library import is_installed, is_library_class, is_library_function, is_own
 from faststep._step._named import DYNAMIC, LOOKUPS, asked, codes_of, named, texts
 from faststep._step._nodes import GLOBAL, MODULES
 from faststep._step._of_library import OfLibrary
-from faststep._step._things import PLAIN, is_a
+from faststep._step._things import PLAIN, attributes, is_a, is_record, size
 
 # of which there are subclasses whose objects have attributes, and methods, beside what they hold
 BASES = (dict, list, tuple, set, frozenset, functools.partial)
@@ -29,6 +32,10 @@ _CODE = (type, property, staticmethod, classmethod, types.FunctionType, types.Mo
 _NOT_OWN = ("__", "@")  # names that begin so are Python's, or pytest's, of asserts
 _IN_NAMES = re.compile(r"[\w.]{3,}")  # a text of which a name may be made
 _MAX_TEXTS = 1000  # a vocabulary has more
+# by which code may read an attribute that it does not name
+_BY_ANY_NAME = frozenset({"hasattr", "setattr", "delattr", "__getattr__", "__setattr__", "__delattr__"})
+# methods that Python or MLX calls without a name in the code
+_UNNAMED = frozenset({"__repr__", "__str__", "__format__", "_extra_repr", "__len__", "__getattr__", "__getattribute__"})
 
 
 class Asking(OfLibrary):
@@ -87,6 +94,39 @@ class Asking(OfLibrary):
             return not name.startswith(_NOT_OWN)
         return name in self.texts or any(text in name for text in self._parts())
 
+    def leave(self, owner: Any, name: str, node: tuple[int, int, Any, Any]) -> None:
+        """Add a node of a module's attribute only if code may read that; of another owner now."""
+        if is_a(owner, nn.Module):
+            self.left.append((owner, name, node))
+        else:
+            self.add(*node)
+
+    def follow_left(self) -> None:
+        """Add those nodes that have been left out, and may be read by code that has been met since."""
+        for each in list(self.left) if self.left else ():
+            owner, name, node = each
+            if self.may_read(owner, name):
+                self.left.remove(each)
+                self.add(*node)
+
+    def may_read(self, module: nn.Module, name: str) -> bool:
+        """Return whether code may read an attribute of a module: by its name, by one that it makes, or unnamed."""
+        named_so = self.attributes | self.names | self.of_modules
+        if name in named_so or name in self.texts or name in self.asking or self.may_read_any(named_so):
+            return True
+        if dataclasses.is_dataclass(module) or is_record(module):
+            return True
+        bases = {base for kind in (type(module), *self.classes.values()) for base in kind.__mro__}
+        bases -= {object, nn.Module, *_DATA}
+        return any(_names_it(base, name, own=not is_library_class(base)) for base in bases)
+
+    def may_read_any(self, named_so: set[str]) -> bool:
+        """Return whether code may read any attribute of an object."""
+        anything = self.any_attribute or self.any_global or self.any_module or self.hidden is not None
+        if anything or not _BY_ANY_NAME.isdisjoint(named_so) or any(named(code)[3] for code in self.own_codes):
+            return True
+        return any(map(_has_own_code, self.updating.values()))
+
     def is_named(self, name: str, value: Any, everything: bool) -> bool:
         """Return whether the code may name an attribute of a class or a Python module."""
         return name in self.attributes or (everything and self.may_ask(name, value))
@@ -102,3 +142,55 @@ class Asking(OfLibrary):
             met = self.texts if len(self.texts) <= _MAX_TEXTS else ()
             self.counted, self.parts = count, self.asking.union(filter(_IN_NAMES.fullmatch, met))
         return self.parts
+
+
+def owner_of(model: nn.Module, path: str) -> Any:
+    """Return the module of which a path in a model leads to an attribute; None: it leads to an item of a container."""
+    *parts, name = path.split(".")
+    owner: Any = model
+    for part in parts:
+        if is_a(owner, dict):
+            inner = dict.get(owner, part)
+            owner = attributes(owner).get(part) if inner is None and is_a(owner, nn.Module) else inner
+        elif is_a(owner, (list, tuple)) and part.isdecimal() and int(part) < size(owner):
+            owner = owner[int(part)]
+        else:
+            return None
+    of_module = is_a(owner, nn.Module) and name in attributes(owner) and not dict.__contains__(owner, name)
+    return owner if of_module else None
+
+
+def _names_it(cls: type, name: str, own: bool) -> bool:
+    """Return whether methods of a class name an attribute; of a user's, those that are called without a name."""
+    for key, value in vars(cls).items():
+        if own and key not in _UNNAMED:
+            continue
+        inner = [value.fget, value.fset] if is_a(value, property) else [getattr(value, "__func__", value)]
+        codes = [each.__code__ for each in inner if is_a(each, types.FunctionType)]
+        if codes and own and issubclass(cls, nn.Module):
+            return True  # what they call may do so
+        if any(name in {*named(code)[0], *named(code)[1]} for code in codes):
+            return True
+    return False
+
+
+def _has_own_code(optimizer: Any) -> bool:
+    """Return whether an optimizer calls code of the user's, which may read the model."""
+    if not is_library_class(type(optimizer)):
+        return True
+    todo, seen = [value for name, value in attributes(optimizer).items() if name != "_state"], set[int]()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_a(value, types.FunctionType) and is_library_function(value):
+            try:
+                todo += [cell.cell_contents for cell in value.__closure__ or ()]
+            except ValueError:  # one is empty
+                return True
+        elif is_a(value, (dict, list, tuple)) and not is_a(value, nn.Module):
+            todo += dict.values(value) if is_a(value, dict) else value
+        elif not is_a(value, (mx.array, *PLAIN, *_WRITTEN_IN_C)) and not is_a(value, Optimizer):
+            return True
+    return False

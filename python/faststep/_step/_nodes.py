@@ -117,6 +117,7 @@ class Nodes:
         self.parts: set[str] = set()  # of which a name may be made
         self.counted = (0, 0)  # out of so many in `asking` and in `texts`
         self.own_spaces: dict[int, dict[str, Any]] = {}  # globals of functions that are not installed
+        self.left: list[tuple[Any, str, tuple[int, int, Any, Any]]] = []  # nodes of what no code has named yet
         self.classes: dict[int, type] = {}
         self.makers: set[type] = set()  # classes that are met as such, of which code may make objects
         self.codes: set[types.CodeType] = set()  # of MLX's functions

@@ -28,7 +28,7 @@ import numpy as np
 from mlx.optimizers import Optimizer
 
 from faststep._native import core
-from faststep._step._asked import BASES, Asking
+from faststep._step._asked import BASES, Asking, owner_of
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
 from faststep._step._named import CALLED_BY, COPIES, MAKERS, attributes_in, named, on_globals, texts
@@ -169,6 +169,7 @@ class _Search(Asking):
             for cls, at in self.of_library.items():
                 self.follow_class_data(at, cls)
             self.follow_asked()
+            self.follow_left()
         names = self.attributes | self.of_modules | self.names
         for at in range(len(self.objects)):
             self.attempt(functools.partial(self.read_inside, names), at)
@@ -335,7 +336,14 @@ class _Search(Asking):
             self.follow_class(at, value)
         of_module = id(value) in self.walked
         pairs.sort(key=lambda pair: not is_a(pair[2], PLAIN))  # numbers in one row are compared fastest
+        if value is self.numbers:
+            for _, path, number in pairs:
+                self.leave(owner_of(self.objects[1], path), path.rpartition(".")[2], (at, ITEM, path, number))
+            return
         for how, key, item in pairs:
+            if how == INSTANCE and of_module and is_a(item, collections.deque):
+                self.leave(value, key, (at, how, key, item))
+                continue
             known = is_a(item, (mx.array, *PLAIN)) or type(item) is set or id(item) in self.seen
             if not of_module or not known:
                 self.add(at, how, key, item)
