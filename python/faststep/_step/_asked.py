@@ -16,7 +16,7 @@ import numpy as np
 from mlx.optimizers import Optimizer
 
 from faststep._step._library import is_installed, is_library_class, is_library_function, is_own
-from faststep._step._named import DYNAMIC, LOOKUPS, asked, codes_of, named, texts
+from faststep._step._named import DYNAMIC, LOOKUPS, asked, asks_for_items, codes_of, named, texts
 from faststep._step._nodes import GLOBAL, MODULES
 from faststep._step._of_library import OfLibrary
 from faststep._step._things import PLAIN, attributes, is_a, is_record, size
@@ -34,6 +34,15 @@ _IN_NAMES = re.compile(r"[\w.]{3,}")  # a text of which a name may be made
 _MAX_TEXTS = 1000  # a vocabulary has more
 # by which code may read an attribute that it does not name
 _BY_ANY_NAME = frozenset({"hasattr", "setattr", "delattr", "__getattr__", "__setattr__", "__delattr__"})
+# by which code may read all items of a module, or the modules among them
+_OF_ITEMS = frozenset(
+    {"items", "values", "get", "pop", "popitem", "setdefault", "copy", "deepcopy", "dict", "state", "__getitem__"}
+    | {"getitem", "itemgetter", "children", "modules", "named_modules", "leaf_modules", "filter_and_map", "map"}
+    | {"apply", "apply_to_modules", "update_modules", "train", "freeze", "unfreeze", "tree_flatten", "tree_map"}
+    | {"tree_map_with_path", "tree_reduce", "tree_merge", "repr", "str", "format", "print", "ascii", "dump", "dumps"}
+    | {"__reversed__", "__eq__", "__ne__", "__or__", "__ror__", "asdict", "update"}
+)
+_COMPILED = ("_gc_func", "gc_func")
 # methods that Python or MLX calls without a name in the code
 _UNNAMED = frozenset({"__repr__", "__str__", "__format__", "_extra_repr", "__len__", "__getattr__", "__getattribute__"})
 
@@ -94,25 +103,30 @@ class Asking(OfLibrary):
             return not name.startswith(_NOT_OWN)
         return name in self.texts or any(text in name for text in self._parts())
 
-    def leave(self, owner: Any, name: str, node: tuple[int, int, Any, Any]) -> None:
-        """Add a node of a module's attribute only if code may read that; of another owner now."""
+    def leave(self, owner: Any, name: str, node: tuple[int, int, Any, Any] | None) -> None:
+        """Add a node of a module's attribute if code may read that, of another owner now; None: note that it may."""
         if is_a(owner, nn.Module):
             self.left.append((owner, name, node))
-        else:
+        elif node is not None:
             self.add(*node)
 
     def follow_left(self) -> None:
         """Add those nodes that have been left out, and may be read by code that has been met since."""
         for each in list(self.left) if self.left else ():
             owner, name, node = each
-            if self.may_read(owner, name):
+            is_item = node is None and dict.__contains__(owner, name)
+            if self.may_read(owner, name) or (is_item and self.may_read_items()):
                 self.left.remove(each)
-                self.add(*node)
+                if node is None:
+                    self.read.append(name)
+                else:
+                    self.add(*node)
 
     def may_read(self, module: nn.Module, name: str) -> bool:
         """Return whether code may read an attribute of a module: by its name, by one that it makes, or unnamed."""
         named_so = self.attributes | self.names | self.of_modules
-        if name in named_so or name in self.texts or name in self.asking or self.may_read_any(named_so):
+        known = name in named_so or name in self.texts or name in self.asking or not name.isidentifier()
+        if known or self.may_read_any(named_so):
             return True
         if dataclasses.is_dataclass(module) or is_record(module):
             return True
@@ -126,6 +140,13 @@ class Asking(OfLibrary):
         if anything or not _BY_ANY_NAME.isdisjoint(named_so) or any(named(code)[3] for code in self.own_codes):
             return True
         return any(map(_has_own_code, self.updating.values()))
+
+    def may_read_items(self) -> bool:
+        """Return whether code may read items of a module that it does not name, or what MLX finds in them."""
+        if not _OF_ITEMS.isdisjoint(self.attributes | self.names | self.of_modules):
+            return True
+        compiled = any(type(value).__name__ in _COMPILED for value in self.objects)  # which may take all of a model
+        return compiled or any(asks_for_items(code) for code in self.own_codes)
 
     def is_named(self, name: str, value: Any, everything: bool) -> bool:
         """Return whether the code may name an attribute of a class or a Python module."""

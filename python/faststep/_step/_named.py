@@ -14,6 +14,9 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD
 _CHANGES = ("STORE_ATTR", "DELETE_ATTR")
 _OF_NEW = ("__init__", "__post_init__")  # what they store is in an object that was not there before
 MAKERS = (*_OF_NEW, "__new__")
+# what makes a key that is no name, and is known
+_KEYS = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE", "UNARY_NEGATIVE")
+_WHOLE = ("DICT_MERGE", "DICT_UPDATE", "MATCH_MAPPING", "BUILD_MAP_UNPACK", "CALL_FUNCTION_EX")  # of mappings
 # functions that may read any attribute
 DYNAMIC = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
@@ -111,6 +114,21 @@ def asked(names: frozenset[str], attributes: frozenset[str], modules: frozenset[
     """Return whether code with these names may ask for any global, and for any module."""
     of_modules = bool(_OF_MODULES & (names | attributes)) or ("modules" in attributes and "sys" in names | modules)
     return bool(_OF_GLOBALS & names) or "f_globals" in attributes, of_modules
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_for_items(code: types.CodeType) -> bool:
+    """Return whether code may read an item of a dict under a key that it does not name, or all of them."""
+    last = ""
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        subscript = name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
+        if (subscript and last not in _KEYS) or name in _WHOLE:
+            return True
+        if name in ("BINARY_OP", "BINARY_OR", "BINARY_MODULO") and instruction.argrepr.rstrip("=") in ("|", "%", ""):
+            return True
+        last = name
+    return any(asks_for_items(each) for each in code.co_consts if isinstance(each, types.CodeType))
 
 
 def codes_of(code: types.CodeType) -> Iterable[types.CodeType]:

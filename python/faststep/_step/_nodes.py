@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -44,20 +44,35 @@ ARRAY, VALUE, CONTENTS, CONTAINER, OBJECT, FUNCTION, SAME, IDENTITY, ANYTHING, M
 Node = tuple[int, int, Any, int, Any]  # parent, how it is found, its key, what is compared, what is expected
 
 
-def containers(root: Any) -> set[int]:
-    """Return the addresses of a model's modules, dicts and lists."""
+def containers(root: Any, apart: Container[str] = ()) -> set[int]:
+    """Return the addresses of a model's modules, dicts and lists, but those in attributes of some names."""
     found: set[int] = set()
     todo = [root]
     while todo:
         value = todo.pop()
         if is_a(value, (dict, list)) and id(value) not in found:
             found.add(id(value))
-            todo.extend(dict.values(value) if is_a(value, dict) else value)
             if is_a(value, nn.Module):
-                todo.extend(attributes(value).values())
+                todo += [item[2] for item in items_of(value) if not is_apart(apart, *item)]
+            else:
+                todo.extend(dict.values(value) if is_a(value, dict) else value)
         elif is_a(value, tuple):
             todo.extend(value)
     return found
+
+
+def items_of(module: nn.Module) -> list[tuple[int, Any, Any]]:
+    """Return how each item and attribute of a module is found, its name, and what it is."""
+    return [(ITEM, *item) for item in dict.items(module)] + [(INSTANCE, *item) for item in attributes(module).items()]
+
+
+def is_apart(names: Container[str], how: int, name: Any, value: Any) -> bool:
+    """Return whether an item or attribute of a module is no part of the model's tree, as tree/apart.rs does."""
+    if name not in names:
+        return False
+    if how == INSTANCE:
+        return not is_a(value, (dict, mx.array))
+    return name.startswith("_") and is_a(value, (dict, list, tuple)) and not is_a(value, nn.Module)
 
 
 def optimizers_in(root: Any) -> dict[int, Any]:
@@ -84,11 +99,14 @@ def optimizers_in(root: Any) -> dict[int, Any]:
 class Nodes:
     """What a search has found so far, and what it has to follow."""
 
-    def __init__(self, model: nn.Module, owned: Any) -> None:
+    def __init__(self, model: nn.Module, owned: Any, apart: Iterable[str] = ()) -> None:
         self.nodes: list[Node] = []
         self.objects: list[Any] = []  # of each node
         self.index: dict[tuple[Any, ...], int] = {}
-        self.owned, self.walked = owned, containers(model)  # dicts, lists and modules whose arrays are known as slots
+        self.apart = frozenset(apart)  # names of attributes of the model that nobody watches
+        self.read: list[str] = []  # those of them that code may read
+        self.owned = owned
+        self.walked = containers(model, self.apart)  # dicts, lists and modules whose arrays are known as slots
         self.numbers: dict[str, Any] | None = None  # of the model, where they change again and again
         self.of_update = False  # then the arrays and numbers of optimizers are known
         self.updating: dict[int, Any] = optimizers_in(owned)  # by the step, which knows their state
@@ -117,7 +135,7 @@ class Nodes:
         self.parts: set[str] = set()  # of which a name may be made
         self.counted = (0, 0)  # out of so many in `asking` and in `texts`
         self.own_spaces: dict[int, dict[str, Any]] = {}  # globals of functions that are not installed
-        self.left: list[tuple[Any, str, tuple[int, int, Any, Any]]] = []  # nodes of what no code has named yet
+        self.left: list[tuple[Any, str, tuple[int, int, Any, Any] | None]] = []  # nodes of what no code has named yet
         self.classes: dict[int, type] = {}
         self.makers: set[type] = set()  # classes that are met as such, of which code may make objects
         self.codes: set[types.CodeType] = set()  # of MLX's functions

@@ -56,6 +56,8 @@ from faststep._step._nodes import (
     VALUE,
     WEAK,
     Node,
+    is_apart,
+    items_of,
 )
 from faststep._step._of_library import MADE_BY_PYTHON
 from faststep._step._positions import may_draw
@@ -84,7 +86,7 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool]
+Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str]]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
@@ -94,7 +96,11 @@ _MAX_MISSES = 256  # numbers of which Python has one object each
 
 
 def discover(
-    roots: tuple[Any, ...], owned: Any, growing: Iterable[int] = (), numbers: dict[str, Any] | None = None
+    roots: tuple[Any, ...],
+    owned: Any,
+    growing: Iterable[int] = (),
+    numbers: dict[str, Any] | None = None,
+    apart: Iterable[str] = (),
 ) -> Found:
     """Return what a loss function reaches.
 
@@ -104,14 +110,15 @@ def discover(
         owned: The optimizer, which belongs to the step.
         growing: The addresses of lists and dicts whose length changes again and again.
         numbers: The root that holds numbers of the model which change again and again.
+        apart: The names of attributes of the model that are looked at nowhere.
 
     Returns:
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
         cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it; whether the loss may take
-        from a generator or an iterator.
+        from a generator or an iterator; the names in `apart` that its code may read.
     """
-    search = _Search(roots[1], owned)
+    search = _Search(roots[1], owned, apart)
     search.growing.update(growing)
     search.numbers = numbers
     search.walked.update(
@@ -152,7 +159,7 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
     draws = may_draw(search.names | search.of_others | search.attributes, search.objects)
-    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws
+    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws, search.read
 
 
 class _Search(Asking):
@@ -332,7 +339,7 @@ class _Search(Asking):
         if not is_a(value, dict):
             pairs = [(INDEX, *item) for item in enumerate(value)]
         if is_a(value, nn.Module):
-            pairs += [(INSTANCE, *item) for item in attributes(value).items()]
+            pairs = items_of(value)
             self.follow_class(at, value)
         of_module = id(value) in self.walked
         pairs.sort(key=lambda pair: not is_a(pair[2], PLAIN))  # numbers in one row are compared fastest
@@ -341,6 +348,9 @@ class _Search(Asking):
                 self.leave(owner_of(self.objects[1], path), path.rpartition(".")[2], (at, ITEM, path, number))
             return
         for how, key, item in pairs:
+            if of_module and is_a(value, nn.Module) and is_apart(self.apart, how, key, item):
+                self.leave(value, key, None)
+                continue
             if how == INSTANCE and of_module and is_a(item, collections.deque):
                 self.leave(value, key, (at, how, key, item))
                 continue

@@ -114,7 +114,7 @@ class Glance {
     auto known = word - kind;
     switch (kind) {
       case Kind::weak:
-        return referent(known) == object ? words : nullptr;
+        return known == 0 || referent(known) == object ? words : nullptr; // without a reference: anything
       case Kind::strings:
         return sees_strings(object, known >> 3, words);
       case Kind::list:

@@ -36,7 +36,7 @@ use crate::{
         suspect::{self, Imports, Positions, Reads, Suspect},
         Looked, Reached, Written,
     },
-    tree::{slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{slot::Slot, snapshot::Snapshot, Tree},
 };
 
 /// The call during which a trace may be made.
@@ -202,7 +202,7 @@ impl PythonHost {
             (current.model.clone_ref(py), current.key_list.clone_ref(py))
         };
         let (model, keys) = (model.into_bound(py), keys.into_bound(py));
-        let (before, slots) = Tree::record(&model, Scope::Whole)?;
+        let (before, slots) = Tree::of_model(&model)?;
         let snapshot = Snapshot::take(&model)?;
         let old_key = keys.get_item(0)?;
         // behind this everything is put back, also where Ctrl-C ends Python code of the package

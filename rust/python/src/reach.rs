@@ -33,6 +33,7 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
+use crate::tree::apart::Names;
 use faststep::engine::HeldArrays;
 
 use classes::Classes;
@@ -69,6 +70,9 @@ pub struct Program {
     model: Cell<usize>, // the form of the model with which it was made; 0: not known yet
     roots: usize,       // the number of them
     classes: Classes,
+    apart: Names, // attributes of the model that are no part of its tree
+    /// Those of them that the loss may read.
+    pub read: Vec<String>,
     codes: Option<Py<PyAny>>, // of the functions that it calls
     nodes: Vec<Node>,
     rows: Vec<Row>,
@@ -93,6 +97,8 @@ impl Program {
             model: Cell::new(0),
             roots: 0,
             classes: Classes::default(),
+            apart: Names::default(),
+            read: Vec::new(),
             codes: None,
             nodes: Vec::new(),
             rows: Vec::new(),
@@ -125,6 +131,17 @@ impl Program {
 // a program, the objects at its nodes, and the values
 type Found<'py> = (Program, Vec<Option<Met<'py>>>, Rc<Vec<Py<PyAny>>>);
 
+// what `discover` returns
+type Discovered<'py> = (
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Option<String>,
+    bool,
+    bool,
+    Vec<String>,
+);
+
 // what is not as a program has it
 #[derive(Default)]
 struct Other {
@@ -154,6 +171,8 @@ pub struct Reach {
     known: bool,
     /// Numbers of the model, which are the last root.
     pub numbers: Option<Py<PyDict>>,
+    /// Attributes of the model that are no part of its tree.
+    pub apart: Names,
     searches: Searches,
 }
 
@@ -244,7 +263,8 @@ impl Reach {
         for (at, guessed) in guesses.chain(all.map(|at| (at, false))) {
             let program = &self.programs[at];
             let is_guessed = program.model.get() == self.model;
-            if is_guessed != guessed || (!guessed && self.known) || program.roots != roots.len() {
+            let is_other = program.roots != roots.len() || program.apart != self.apart;
+            if is_guessed != guessed || (!guessed && self.known) || is_other {
                 continue;
             }
             match seen(self.programs[at].look(roots), owned.py())? {
@@ -343,17 +363,17 @@ impl Reach {
             let growing: Vec<usize> = growing.map(|(at, _)| *at).collect();
             reach.call_method1(
                 "discover",
-                (PyTuple::new(py, roots)?, owned, growing, &self.numbers),
+                (
+                    PyTuple::new(py, roots)?,
+                    owned,
+                    growing,
+                    &self.numbers,
+                    &*self.apart,
+                ),
             )?
         };
-        let (nodes, classes, codes, hidden, meets_optimizer, may_draw): (
-            Bound<'_, PyAny>,
-            Bound<'_, PyAny>,
-            Bound<'_, PyAny>,
-            Option<String>,
-            bool,
-            bool,
-        ) = found.extract()?;
+        let (nodes, classes, codes, hidden, meets_optimizer, may_draw, read): Discovered<'_> =
+            found.extract()?;
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let mut found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
@@ -362,6 +382,8 @@ impl Reach {
             model: Cell::new(if self.known { self.model } else { 0 }),
             roots: roots.len(),
             classes: Classes::of(&classes)?,
+            apart: self.apart.clone(),
+            read,
             codes: Some(codes.unbind()),
             rows: Row::number(&mut found.nodes, py),
             nodes: found.nodes,

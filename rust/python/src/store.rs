@@ -141,6 +141,7 @@ pub struct Store {
     pub key_list: Py<PyList>,
     models: Vec<Rc<ModelSignature>>,
     varying: Vec<Rc<Varying>>,
+    apart: usize,      // the version of what is left apart in the model
     own_numbers: bool, // the loss changes numbers of the model itself: all are part of the signature
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>,       // most recent last
@@ -197,6 +198,7 @@ impl Store {
             key_list: key_list(model.py())?.unbind(),
             models: Vec::new(),
             varying: Vec::new(),
+            apart: 0,
             own_numbers: false,
             current: None,
             options: Vec::new(),

@@ -2,6 +2,7 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
+pub mod apart;
 mod glance;
 pub mod identity;
 pub mod ordered;
@@ -13,7 +14,7 @@ pub mod static_value;
 pub mod text;
 pub mod walk;
 
-use std::{cell::RefCell, rc::Rc};
+use std::{cell::RefCell, collections::HashMap, ops::Range, rc::Rc};
 
 use faststep::engine::Tensor;
 use pyo3::{
@@ -28,6 +29,7 @@ use crate::mlx::{
     classes::{is_numeric, is_numpy_number},
     glance::Glance,
 };
+use apart::Names;
 use identity::Class;
 use paths::Paths;
 use slot::{Place, Places, Slot};
@@ -82,6 +84,7 @@ pub struct Tree {
     aliases: Vec<(usize, usize)>,
     containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
     glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
+    apart: Names,                    // attributes of modules that are left out
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
     /// Which of the arrays stand for NumPy's among arguments, with their dtypes.
     pub numpy: Vec<(usize, i64)>,
@@ -126,10 +129,27 @@ impl Tree {
     /// # Errors
     /// A tree that is nested too deeply.
     pub fn record<'py>(root: &Bound<'py, PyAny>, scope: Scope) -> PyResult<(Self, Vec<Slot<'py>>)> {
+        Self::record_without(root, scope, Names::default())
+    }
+
+    /// As [`Tree::record`], for the model of a step: without what is left apart.
+    ///
+    /// # Errors
+    /// A tree that is nested too deeply.
+    pub fn of_model<'py>(model: &Bound<'py, PyAny>) -> PyResult<(Self, Vec<Slot<'py>>)> {
+        Self::record_without(model, Scope::Whole, apart::of(model).0)
+    }
+
+    fn record_without<'py>(
+        root: &Bound<'py, PyAny>,
+        scope: Scope,
+        apart: Names,
+    ) -> PyResult<(Self, Vec<Slot<'py>>)> {
         let mut recorder = Recorder {
             scope,
             ..Recorder::default()
         };
+        recorder.tree.apart = apart;
         recorder.run(root)?;
         recorder.tree.aliases = aliases(&recorder.containers);
         if !recorder.tree.aliases.is_empty() {
@@ -204,7 +224,7 @@ impl Tree {
     ) -> Option<Vec<Slot<'py>>> {
         let mut glance = self.glance.borrow_mut();
         let objects = glance.as_mut()?.arrays(root, known)?;
-        let places = Rc::new(Places::of(root.clone()));
+        let places = Rc::new(Places::of(root.clone(), self.apart.clone()));
         let slots = objects.enumerate().map(|(number, object)| Slot {
             place: Place::Nth(places.clone(), number),
             object,
@@ -220,7 +240,9 @@ impl Tree {
     ) -> Option<Vec<Slot<'py>>> {
         let slots = self.check(root, Scope::Whole, known)?;
         let mut glance = self.glance.borrow_mut();
-        glance.get_or_insert_with(|| glance::written(&self.items, root).unwrap_or_default());
+        glance.get_or_insert_with(|| {
+            glance::written(&self.items, &self.apart, root).unwrap_or_default()
+        });
         Some(slots)
     }
 
@@ -320,6 +342,48 @@ impl Tree {
             .iter()
             .for_each(|item| paths.step(item, py));
         paths.attribute()
+    }
+
+    /// The attributes of modules in which something is another thing there, but numbers, functions and modules
+    /// themselves.
+    pub fn changed_attributes(&self, other: &Self, py: Python<'_>) -> Vec<String> {
+        let is_one = |items: &[Item]| match items {
+            [Item::Static(value)] => !value.is_number(py) && !value.is_callable(py),
+            [Item::Open(kind, ..), ..] => matches!(kind, Kind::Dict | Kind::List | Kind::Tuple),
+            _ => false,
+        };
+        let theirs = other.attributes(py);
+        let theirs = theirs.iter().rev(); // what is in front of modules counts
+        let theirs: HashMap<_, _> = theirs.map(|(path, at)| (path, at.clone())).collect();
+        let mut changed = Vec::new();
+        for (path, at) in self.attributes(py) {
+            let items = &self.items[at];
+            let there = theirs.get(&path).map(|at| &other.items[at.clone()]);
+            let Some(there) = there.filter(|there| is_one(items) && is_one(there)) else {
+                continue;
+            };
+            let mut pairs = items.iter().zip(there);
+            if items.len() != there.len() || !pairs.all(|(a, b)| a.equals(b, py)) {
+                changed.extend(path.last().cloned());
+            }
+        }
+        changed
+    }
+
+    // the items behind the key of each attribute of a module, by the path to it; of a module, those that are in no other one
+    fn attributes(&self, py: Python<'_>) -> Vec<(Vec<String>, Range<usize>)> {
+        let mut found: Vec<(Vec<String>, Range<usize>)> = Vec::new();
+        let mut paths = Paths::default();
+        for (at, item) in self.items.iter().enumerate() {
+            if let Some(path) = paths.of_module() {
+                match found.last_mut() {
+                    Some((last, known)) if *last == path && known.end == at => known.end = at + 1,
+                    _ => found.push((path, at..at + 1)),
+                }
+            }
+            paths.step(item, py);
+        }
+        found
     }
 
     /// The path to the first place where the other one has another key, value or container; arrays may be others.
@@ -463,6 +527,15 @@ impl<'py> Visitor<'py> for Recorder<'py> {
         Some(())
     }
 
+    fn apart(&self) -> &[String] {
+        &self.tree.apart
+    }
+
+    fn pass(&mut self) -> Option<()> {
+        self.tree.items.push(Item::Object);
+        Some(())
+    }
+
     fn takes_arguments(&self) -> bool {
         self.scope == Scope::Arguments
     }
@@ -549,6 +622,14 @@ impl<'py> Visitor<'py> for Checker<'_, 'py> {
         }
         self.slots.push(Slot { place, object });
         Some(())
+    }
+
+    fn apart(&self) -> &[String] {
+        &self.tree.apart
+    }
+
+    fn pass(&mut self) -> Option<()> {
+        matches!(self.next()?, Item::Object).then_some(())
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {

@@ -23,7 +23,6 @@ use crate::{
         rebuild::rebuild,
         slot::{Place, Slot},
         text::text,
-        walk::Scope,
         Tree,
     },
 };
@@ -146,7 +145,7 @@ fn failed(error: Exception) -> Stop {
 impl Current {
     // put tracers into the model's slots, call the loss, and collect its assignments to parameters
     pub(super) fn loss(&mut self, py: Python<'_>, call: LossCall) -> Result<LossOutput, Stop> {
-        let (tree, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
+        let (tree, slots) = Tree::of_model(self.model.bind(py))?;
         let roles = self.roles.clone();
         let tracer = |role: Role| match role {
             Role::Parameter(i) => &call.parameters[i],
@@ -188,7 +187,7 @@ impl Current {
         let mut swapped = Vec::new();
         loop {
             let model = self.model.bind(py);
-            let (after, now) = Tree::record(model, Scope::Whole)?;
+            let (after, now) = Tree::of_model(model)?;
             let container = |slot: &Slot<'_>| slot.place.container();
             if now.len() == slots.len() && now.iter().map(container).eq(slots.iter().map(container))
             {
@@ -309,7 +308,7 @@ impl Current {
 
     // arrays that the loss stored on the model beside its slots
     fn kept(&self, py: Python<'_>, before: &Tree) -> Result<Vec<Array>, Stop> {
-        let (after, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
+        let (after, slots) = Tree::of_model(self.model.bind(py))?;
         if after.tensors().len() == before.tensors().len() {
             return Ok(Vec::new());
         }

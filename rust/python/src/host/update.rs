@@ -97,7 +97,7 @@ impl Current {
         &self,
         py: Python<'py>,
     ) -> PyResult<(Tree, Vec<(usize, Slot<'py>)>, Vec<Option<usize>>)> {
-        let (tree, slots) = Tree::record(self.model.bind(py), Scope::Whole)?;
+        let (tree, slots) = Tree::of_model(self.model.bind(py))?;
         let numbers = self.roles.iter().filter_map(|(role, path)| match role {
             Role::Parameter(number) => Some((path, *number)),
             Role::Other(_) => None,

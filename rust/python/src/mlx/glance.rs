@@ -86,6 +86,11 @@ impl Glance {
         self.push(Kind::Value, value);
     }
 
+    /// Anything.
+    pub fn anything(&mut self) {
+        self.words.push(Kind::Weak as usize);
+    }
+
     /// What a weak reference refers to.
     pub fn weak(&mut self, reference: &Bound<'_, PyWeakrefReference>) {
         self.push(Kind::Weak, reference);

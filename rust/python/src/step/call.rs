@@ -21,7 +21,7 @@ use crate::{
     optimizer::HostSchedules,
     reach::{advance::progress, Looked},
     store::{Prepared, Store},
-    tree::rebuild::rebuild,
+    tree::{apart, rebuild::rebuild},
 };
 
 impl Inner {
@@ -306,9 +306,22 @@ impl Inner {
         if self.changes_model {
             store.keep_numbers();
         }
-        let numbers = store.varying_numbers(&user.model)?;
-        self.reach.numbers = numbers.map(Bound::unbind);
-        self.given_again(user, may_be_rare)
+        apart::settle(&user.model);
+        loop {
+            let (names, _) = apart::of(&user.model);
+            let numbers = store.varying_numbers(&user.model)?;
+            self.reach.numbers = numbers.map(Bound::unbind);
+            self.reach.apart = names.clone();
+            let given = self.given_again(user, may_be_rare)?;
+            let program = &given.looked.program;
+            let is_seen = given.looked.is_known || self.compiled; // uncompiled, once, it reads what there is
+            let is_seen = is_seen && program.hidden.is_none();
+            let read = if is_seen { &program.read } else { &*names };
+            if read.is_empty() {
+                return Ok(given);
+            }
+            apart::keep(&user.model, read);
+        }
     }
 
     // the same behind the step, whose trace is of the model's signature before it

@@ -10,7 +10,7 @@ use crate::{
         Reached,
     },
     store::Store,
-    tree::{rebuild::rebuild_where, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{rebuild::rebuild_where, snapshot::Snapshot, Tree},
 };
 
 /// For so many traces it is looked at.
@@ -86,7 +86,7 @@ fn value(
     let keys = store.key_list.bind(py);
     let key = keys.get_item(0)?;
     let snapshot = Snapshot::take(&user.model)?;
-    for slot in Tree::record(&user.model, Scope::Whole)?.1 {
+    for slot in Tree::of_model(&user.model)?.1 {
         if let Some(array) = bridge::get(&slot.object) {
             slot.place.set(&bridge::wrap(py, &array)?)?; // what the loss does to it in place is not done to the user's
         }

@@ -13,6 +13,7 @@ use crate::{
     mlx::bridge,
     optimizer::native_rules,
     tree::{
+        apart,
         rebuild::rebuild,
         slot::Slot,
         snapshot::{Placed, Snapshot},
@@ -48,7 +49,12 @@ impl Store {
         &mut self,
         model: &Bound<'py, PyAny>,
     ) -> PyResult<(Vec<Slot<'py>>, bool)> {
-        if let Some(current) = &self.current {
+        let (_, version) = apart::of(model);
+        let same = std::mem::replace(&mut self.apart, version) == version;
+        if !same {
+            self.models.clear(); // they have what is left out now, or not what is looked at
+        }
+        if let Some(current) = self.current.as_ref().filter(|_| same) {
             let known = self.known();
             let alone = current.tree.doubles().is_empty(); // else each step puts new objects into its slots
             let same = alone.then(|| current.tree.same_slots(model, &known));
@@ -60,7 +66,7 @@ impl Store {
             }
         }
         let py = model.py();
-        let (tree, slots) = Tree::record(model, Scope::Whole)?;
+        let (tree, slots) = Tree::of_model(model)?;
         let at = self.models.iter().position(|known| {
             known.tree.equals(&tree, py)
                 || (known.has_free_numbers()
@@ -69,22 +75,24 @@ impl Store {
                         .other_numbers(&tree, py)
                         .is_some_and(|numbers| numbers.iter().all(|&number| known.is_free(number))))
         });
-        let signature = match at {
+        let signature = if let Some(at) = at {
             // keep the newly recorded objects: the fast check compares by identity
-            Some(at) => {
-                let known = self.models.remove(at);
-                Rc::new(ModelSignature {
-                    id: known.id,
-                    form: known.form,
-                    tree,
-                    roles: known.roles.clone(),
-                    trainable: known.trainable.clone_ref(py),
-                    parameters: known.parameters.clone(),
-                    counts: known.counts.clone(),
-                    varying: known.varying.clone(),
-                })
-            }
-            None => Rc::new(self.sign(model, tree)?),
+            let known = self.models.remove(at);
+            Rc::new(ModelSignature {
+                id: known.id,
+                form: known.form,
+                tree,
+                roles: known.roles.clone(),
+                trainable: known.trainable.clone_ref(py),
+                parameters: known.parameters.clone(),
+                counts: known.counts.clone(),
+                varying: known.varying.clone(),
+            })
+        } else {
+            let current = self.current.as_ref().filter(|_| same);
+            let changed = current.map(|it| it.tree.changed_attributes(&tree, py));
+            apart::note(model, changed.unwrap_or_default())?;
+            Rc::new(self.sign(model, tree)?)
         };
         self.models.push(signature.clone());
         if self.models.len() > MAX_SIGNATURES {
@@ -113,10 +121,10 @@ impl Store {
     ) -> PyResult<()> {
         let py = model.py();
         let signature = self.signature()?;
-        let (tree, _) = Tree::record(model, Scope::Whole)?;
+        let (tree, _) = Tree::of_model(model)?;
         let now = Snapshot::take(model)?;
         add()?;
-        let (next, _) = Tree::record(model, Scope::Whole)?;
+        let (next, _) = Tree::of_model(model)?;
         now.restore()?;
         let Some(counts) = tree.other_numbers(&next, py) else {
             return Ok(());

@@ -31,6 +31,15 @@ impl Paths {
         self.key.clone().filter(|_| is_one)
     }
 
+    /// The path to the attribute or item of a module in which the next item is.
+    pub(super) fn of_module(&self) -> Option<Vec<String>> {
+        let is_one =
+            |(kind, ..): &(Kind, usize, usize)| matches!(kind, Kind::Module | Kind::Attributes);
+        let at = self.open.iter().rposition(is_one)?;
+        let name = self.keys.get(at + 1).or(self.key.as_ref())?;
+        Some([&self.keys[..=at], std::slice::from_ref(name)].concat())
+    }
+
     pub(super) fn step(&mut self, item: &Item, py: Python<'_>) {
         match item {
             Item::Key(key) => {

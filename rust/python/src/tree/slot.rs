@@ -7,7 +7,7 @@ use pyo3::{
     types::{PyDict, PyList},
 };
 
-use super::{walk::Scope, Tree};
+use super::{apart::Names, walk::Scope, Tree};
 use crate::mlx::bridge;
 
 /// Place of an object, so that another can be put there.
@@ -26,14 +26,16 @@ pub enum Place<'py> {
 /// The places of a tree's arrays, which are found at the first question.
 pub struct Places<'py> {
     root: Bound<'py, PyAny>,
+    apart: Names,
     found: OnceCell<Vec<Place<'py>>>,
 }
 
 impl<'py> Places<'py> {
-    /// Those of the tree that this object is.
-    pub fn of(root: Bound<'py, PyAny>) -> Self {
+    /// Those of the tree that this object is, without attributes of these names.
+    pub fn of(root: Bound<'py, PyAny>, apart: Names) -> Self {
         Self {
             root,
+            apart,
             found: OnceCell::new(),
         }
     }
@@ -42,7 +44,7 @@ impl<'py> Places<'py> {
         let found = if let Some(found) = self.found.get() {
             found
         } else {
-            let (_, slots) = Tree::record(&self.root, Scope::Whole)?;
+            let (_, slots) = Tree::record_without(&self.root, Scope::Whole, self.apart.clone())?;
             let places = slots.into_iter().map(|slot| slot.place).collect();
             self.found.get_or_init(|| places)
         };

@@ -88,6 +88,10 @@ impl Static {
         })
     }
 
+    pub fn is_callable(&self, py: Python<'_>) -> bool {
+        matches!(self, Self::Weak(weak) if weak.bind(py).upgrade().is_some_and(|it| it.is_callable()))
+    }
+
     pub fn is_flag(&self, py: Python<'_>) -> bool {
         matches!(self, Self::Value(value) if value.bind(py).is_exact_instance_of::<PyBool>())
     }
