@@ -19,6 +19,7 @@ PLACES: dict[str, list[tuple[str, str]]] = {
         ("AGENT.inner.beta", "AGENT.inner.beta = 1.0"),
         ("AGENT.config.weight", ""),
         ("model.scale", "model.scale = 1.0"),
+        ("model.steps", "model.steps = 0"),
         ("model.owner.epoch", "model.owner.epoch = 0"),
         ("model.inner.calls", ""),
         ("COUNT", ""),
@@ -41,9 +42,14 @@ PLACES: dict[str, list[tuple[str, str]]] = {
     "table": [
         ("AGENT.table", "AGENT.table = {'w': mx.zeros((2,)), 'n': 0, 'a': 0, 'b': 0}"),
         ("cell[0]", "cell[0] = {'w': mx.zeros((2,)), 'n': 0, 'a': 0, 'b': 0}"),
+        ("model._table", "model._table = {'w': mx.zeros((2,)), 'n': 0, 'a': 0, 'b': 0}"),
         ("model.owner.table", "model.owner.table = {'w': mx.zeros((2,)), 'n': 0, 'a': 0, 'b': 0}"),
     ],
-    "log": [("AGENT.log", "AGENT.log = []"), ("model.owner.log", "model.owner.log = []")],
+    "log": [
+        ("AGENT.log", "AGENT.log = []"),
+        ("model.owner.log", "model.owner.log = []"),
+        ("model._log", "model._log = []"),
+    ],
     "queue": [("AGENT.queue", "AGENT.queue = collections.deque([mx.zeros((2,))] * 2, maxlen=2)")],
     "buffer": [("AGENT.buffer", "AGENT.buffer = np.zeros(2)")],
     "set": [("AGENT.met", "AGENT.met = set()")],
@@ -82,6 +88,9 @@ loss = loss * (1 + 0.01 * float({buffer}[0]))
 loss = loss + 0.01 * (mx.array({buffer}) * out).mean()
 loss = loss + 0.1 * (sum(row['w'] for row in {rows}) * out).mean()
 loss = AGENT.scaled(loss)
+loss = loss * (1 + 0.01 * len(model._history))
+loss = loss * (1 + 0.01 * model.step)
+loss = loss * (1 + 0.01 * sum(getattr(model, name) for name in ("step",)))
 loss = loss * AGENT.warm
 loss = loss * (1 + 0.01 * sum(n for n in {table}.values() if isinstance(n, int)))
 """
@@ -143,6 +152,10 @@ BETWEEN = """
 {table}['w'] = mx.ones((2,)) * 0.1 * i
 {log}.clear()
 {log}.append(i)
+model._history.append(float(i))
+model._memory[i % 4] = mx.ones((2,)) * i
+model.step = i
+{log}.append(i)
 {table} = {'w': mx.ones((2,)), 'n': 0, 'a': 0, 'b': 0}
 {set}.clear()
 {buffer}[1] = i
@@ -199,6 +212,7 @@ def make():
     global AGENT
     model, agent, cell = Net(), Agent(), [None]
     model.owner, model.agent, AGENT = Bag(), agent, agent
+    model._history, model._memory, model.step = [], {}, 0
     calls = 0
     STATE
     FUNCTION
@@ -224,7 +238,7 @@ def loss(GIVEN, x):
     return loss
 """
 _ENCLOSED = ("calls", "cell[0]")
-_OF_MODEL = ("model.mean", "model.inner.seen")  # `nn.value_and_grad` puts others in their places
+_OF_MODEL = ("model.mean", "model.inner.seen", "model._table")  # `nn.value_and_grad` puts others in their places
 WAYS = {  # the expression for the agent in the loss, its parameters, and what `make` returns
     "closure": ("agent", "model", "loss"),
     "global": ("AGENT", "model", "loss"),

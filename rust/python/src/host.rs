@@ -121,6 +121,22 @@ impl Current {
         !(self.changed.0.is_empty() && self.suspect.model.is_empty())
     }
 
+    // nothing has come to stand on the model that the trace does not know, and no array has gone
+    fn check_stored(&self, model: &Snapshot<'_>) -> Result<(), Stop> {
+        if let Some(key) = model.new_array(true)? {
+            let what = format!("it stores a new array on the model: {key}");
+            return Err(Stop::Stores(what));
+        }
+        if let Some(key) = model.new_object(|object| self.looked.has(object))? {
+            let what = format!("it stores a new object on the model: {key}");
+            return Err(Stop::Stores(what));
+        }
+        match model.lost_array()? {
+            Some(key) => Err(Stop::Untraceable(format!("it removes {key}"))),
+            None => Ok(()),
+        }
+    }
+
     // what the loss has changed itself: to be left where its graph is wanted, and looked at behind the step where it is traced
     fn note_changes<'py>(
         &mut self,
@@ -243,20 +259,8 @@ impl PythonHost {
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
                     current.written = reached.read(py, &mut left)?;
-                    let stored = current.compiled.then(|| snapshot.new_array(true));
-                    if let Some(key) = stored.transpose()?.flatten() {
-                        let what = format!("it stores a new array on the model: {key}");
-                        return Err(Stop::Stores(what));
-                    }
-                    let looked = current.looked.clone();
-                    let made = || snapshot.new_object(|object| looked.has(object));
-                    if let Some(key) = current.compiled.then(made).transpose()?.flatten() {
-                        let what = format!("it stores a new object on the model: {key}");
-                        return Err(Stop::Stores(what));
-                    }
-                    let lost = current.compiled.then(|| snapshot.lost_array());
-                    if let Some(key) = lost.transpose()?.flatten() {
-                        return Err(Stop::Untraceable(format!("it removes {key}")));
+                    if current.compiled {
+                        current.check_stored(&snapshot)?;
                     }
                     current.note_changes(py, (&reached, &snapshot), positions.as_ref())?;
                     if current.reshapes && current.changes_model() {

@@ -33,6 +33,18 @@ pub struct Written {
 }
 
 impl Written {
+    // which of the objects that the loss has placed, in the order of their numbers, are others' or placed twice
+    fn note_objects(&mut self, placed: &Placed<'_>, spots: &[Spot<'_>]) {
+        for (at, (number, object)) in placed.iter().enumerate() {
+            let mut objects = spots.iter().map(|spot| &spot.object);
+            if let Some(from) = objects.position(|it| it.is(object)) {
+                self.moved.push((*number, from));
+            } else if let Some((first, _)) = placed[..at].iter().find(|(_, it)| it.is(object)) {
+                self.doubled.push((*number, *first));
+            }
+        }
+    }
+
     /// Return whether the loss changes an array in place that has one value with another one, and the two are not among `shared`.
     pub fn touches_others(&self, ids: &[usize], shared: &[(usize, usize)]) -> bool {
         self.touched.iter().any(|&number| {
@@ -161,6 +173,15 @@ impl<'py> Reached<'py> {
             }
             left.others.push((traced.first + number, array));
         }
+        self.check_stored(traced, py)?;
+        left.others.sort_by_key(|(number, _)| *number);
+        placed.sort_by_key(|(number, _)| *number);
+        written.note_objects(&placed, &traced.spots);
+        Ok(written)
+    }
+
+    // nothing has come to be reached that the trace does not know, and no array has gone
+    fn check_stored(&self, traced: &Traced<'py>, py: Python<'py>) -> Result<(), Stop> {
         let name = match self.looked.new_array(py) {
             Some(name) => Some(name),
             None => traced.snapshot.new_array(false)?,
@@ -200,17 +221,7 @@ impl<'py> Reached<'py> {
                 return Err(Stop::Untraceable(what));
             }
         }
-        left.others.sort_by_key(|(number, _)| *number);
-        placed.sort_by_key(|(number, _)| *number);
-        for (at, (number, object)) in placed.iter().enumerate() {
-            let spots = traced.spots.iter();
-            if let Some(from) = spots.map(|spot| &spot.object).position(|it| it.is(object)) {
-                written.moved.push((*number, from));
-            } else if let Some((first, _)) = placed[..at].iter().find(|(_, it)| it.is(object)) {
-                written.doubled.push((*number, *first));
-            }
-        }
-        Ok(written)
+        Ok(())
     }
 
     /// Return whether what the loss has stored beside the arrays that it reaches holds none.
