@@ -8,6 +8,7 @@ reads, for the native code, which imports them by name. Uses `_native`, and `_wa
 from faststep._step._average import shows_average
 from faststep._step._batch import call_with
 from faststep._step._fast_step import fast_step
+from faststep._step._library import is_installed
 from faststep._step._memory_plan import MemoryPlan
 from faststep._step._options import Options, whole_number
 from faststep._step._output import Stats, StepOutput
@@ -26,6 +27,7 @@ __all__ = [
     "StepOutput",
     "call_with",
     "fast_step",
+    "is_installed",
     "like",
     "profile",
     "shows_average",

@@ -15,8 +15,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from faststep._step import Step, whole_number
-from faststep._step._library import is_installed
+from faststep._step import Step, is_installed, whole_number
 from faststep.doctor._diagnosis import Diagnosis
 from faststep.doctor._inside import Inside
 from faststep.doctor._judge import judge

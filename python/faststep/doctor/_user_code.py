@@ -9,7 +9,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from faststep._step._library import is_installed
+from faststep._step import is_installed
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
