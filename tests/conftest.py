@@ -50,13 +50,11 @@ def child(tmp_path: Path) -> Child:
         script = tmp_path / "child.py"
         script.write_text(textwrap.dedent(code), encoding="utf-8")
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = subprocess.run(
-            [sys.executable, script],
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command, variables = [sys.executable, script], {**os.environ, "PYTHONPATH": path, **environment}
+        try:
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired as late:  # whose message leaves out what the program has written
+            raise AssertionError(f"no end after 300 s: {late.stdout!r} {late.stderr!r}") from None
         assert done.returncode == 0 or not check, done.stdout + done.stderr
         return done
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import copy
-import operator
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +14,7 @@ import numpy as np
 import pytest
 from faststep import Step, fast_step
 from faststep._step._fast_step import _programs
-from mlx.utils import tree_flatten
+from mlx.utils import tree_map
 from support.changes import CHANGES, Change, halve, setting
 from support.helpers import (
     NATIVE,
@@ -469,187 +465,98 @@ def test_other_trained_tensors_between_steps(make: Callable[[], optim.Optimizer]
     assert_close(parameters, reference, 2e-5)
 
 
-class Collecting(nn.Module):
-    """A loop collects what it likes in attributes of it, before each step."""
+class Staged(nn.Module):
+    """Its own code says which of its parameters are trained: for MLX's loop, at each step."""
+
+    def __init__(self, frozen: Callable[[Staged], bool], by_filter: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.epoch, self._history, self.phase, self._frozen = 0, list[int](), "", lambda: frozen(self)
+        if by_filter:
+            self.trainable_parameter_filter = lambda module, key, value: (  # type: ignore[method-assign]
+                nn.Module.trainable_parameter_filter(module, key, value) and not (key == "head" and frozen(self))
+            )
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.head(self.body(x))
+
+
+class StagedByMethod(Staged):
+    def trainable_parameters(self) -> dict[str, Any]:
+        found = super().trainable_parameters()
+        return {name: each for name, each in found.items() if name != "head" or not self._frozen()}
+
+
+STAGE = {"frozen": False}
+STAGES: dict[str, Callable[[Staged], bool]] = {
+    "number": lambda model: 10 <= model.epoch < 20,
+    "list": lambda model: 10 <= len(model._history) < 20,
+    "text": lambda model: len(model.phase) % 4 == 3,
+    "global": lambda model: STAGE["frozen"],
+}
+
+
+@pytest.mark.parametrize("by_filter", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_model_s_own_code_says_is_trained_is_asked_at_each_step(stage: str, by_filter: bool) -> None:
+    def run(fast: bool) -> tuple[list[float], Any, Step]:
+        mx.random.seed(0)
+        model = (Staged if by_filter else StagedByMethod)(STAGES[stage], by_filter)
+        optimizer, losses = optim.SGD(0.1), []
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            return mx.square(model(x) - 1).mean()
+
+        step, take = Step(model, optimizer, loss_fn), plain_step(model, optimizer, loss_fn)
+        for number in range(30):
+            model.epoch = number
+            model._history.append(number)
+            model.phase += "b"
+            STAGE["frozen"] = 10 <= number < 20
+            x = mx.random.normal((6, 4))
+            losses.append(float((step(x).loss if fast else take(x)[0]).item()))
+        return losses, snapshot(model), step
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "faststep: (attributes of the model have changed|.* traces have been made)")
+        losses, parameters, step = run(fast=True)
+    wanted, reference, _ = run(fast=False)
+    assert_same(losses, wanted, 1e-6)
+    assert_close(parameters, reference, 1e-6)
+    assert step.stats.mode == "native" or by_filter or stage != "global"
+
+
+class Clipped(nn.Module):
+    """Keeps its weights small as they are updated, as the critic of a WGAN."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-        self._history: list[float] = SHARED
-        self._history.clear()
-        self._metrics, self._arrays = {"last": 1.0}, [mx.ones((1,))]
-        self._memory, self._note, self._seen = collections.deque[float](), "", np.ones(2)
-        self._parts = list[nn.Module]()
+        self.layer = nn.Linear(4, 2)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.net(x)
+        return self.layer(x)
 
-    def total(self) -> float:
-        return sum(self._history)
-
-
-class Telling(Collecting):
-    def _extra_repr(self) -> str:
-        return "+" * len(self._history)
+    def update(self, parameters: Any, strict: bool = True) -> nn.Module:
+        return super().update(tree_map(lambda weight: mx.clip(weight, -0.1, 0.1), parameters), strict)
 
 
-SHARED: list[float] = []
-COLLECTS: dict[str, Callable[[Any, int], object]] = {
-    "numbers": lambda model, number: model._history.append(number / 4),
-    "metrics": lambda model, number: model._metrics.update({f"step {number}": 1.0, "last": number / 2}),
-    "arrays": lambda model, number: model._arrays.append(mx.full((1,), number)),
-    "memory": lambda model, number: model._memory.append((np.full(3, number), number % 3)),
-    "text": lambda model, number: setattr(model, "_note", "." * (number + 1)),
-    "NumPy": lambda model, number: setattr(model, "_seen", np.full(2, number + 1)),
-    "modules": lambda model, number: model._parts.append(nn.Linear(1, 1)),
-}
-HALF = "_his"
-KEYS: dict[str, Any] = {"key": "_history", "all": lambda model: len(model._history), "text": "%s"}
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("optimizer", [lambda: optim.SGD(0.1), lambda: optim.Adam(0.05), lambda: Averaged(0.1)])
+def test_a_model_s_own_update_is_called(optimizer: Callable[[], optim.Optimizer], compiled: bool) -> None:
+    def run(fast: bool) -> tuple[list[float], Any]:
+        mx.random.seed(0)
+        model, own, losses = Clipped(), optimizer(), []
 
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            return mx.square(model(x) - 1).mean()
 
-def matched(model: nn.Module) -> int:
-    match model:
-        case {"_history": found}:
-            return len(found)
-    return 0
-
-
-# what is collected, and how the loss reads it
-READS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "by its name": ("numbers", lambda model: len(model._history)),
-    "in a method": ("numbers", lambda model: model.total()),
-    "in a function of a dict": ("numbers", lambda model: KEYS["all"](model)),
-    "getattr": ("numbers", lambda model: len(getattr(model, HALF + "tory"))),
-    "item": ("numbers", lambda model: len(model["_history"])),
-    "made item": ("numbers", lambda model: len(model[HALF + "tory"])),
-    "item of a text": ("numbers", lambda model: len(model[KEYS["key"]])),
-    "get": ("numbers", lambda model: len(model.get(HALF + "tory"))),
-    "items": ("numbers", lambda model: sum(len(each) for name, each in model.items() if name.startswith(HALF))),
-    "keys": ("numbers", lambda model: sum(len(model[name]) for name in model if name.startswith(HALF))),
-    "unpacked": ("numbers", lambda model: len({**model}[HALF + "tory"])),
-    "joined": ("numbers", lambda model: next(len(each) for each in (model | {}).values() if type(each) is list)),
-    "arguments": ("numbers", lambda model: len(dict(**model)[HALF + "tory"])),
-    "pattern": ("numbers", matched),
-    "itemgetter": ("numbers", lambda model: len(operator.itemgetter(HALF + "tory")(model))),
-    "dunder": ("numbers", lambda model: len(model.__getitem__(HALF + "tory"))),
-    "state": ("numbers", lambda model: len(model.state[HALF + "tory"])),
-    "children": ("numbers", lambda model: sum(len(each) for each in model.children().values() if type(each) is list)),
-    "copy": ("numbers", lambda model: len(copy.copy(model)[HALF + "tory"])),
-    "repr": ("numbers", lambda model: repr(model).count("+")),
-    "percent": ("numbers", lambda model: (KEYS["text"] % model).count("+")),
-    "the same list": ("numbers", lambda model: len(SHARED)),
-    "a number": ("metrics", lambda model: model._metrics["last"]),
-    "all numbers": ("metrics", lambda model: sum(getattr(model, "_met" + "rics").values())),
-    "an array": ("arrays", lambda model: model._arrays[-1].sum()),
-    "all arrays": ("arrays", lambda model: sum(each.sum() for each in model["_arr" + "ays"])),
-    "a tree": ("arrays", lambda model: sum(each.sum() for name, each in tree_flatten(model) if "_arr" in name)),
-    "a deque": ("memory", lambda model: float(vars(model)["_mem" + "ory"][-1][0].sum())),
-    "a text": ("text", lambda model: len(model._note)),
-    "a made text": ("text", lambda model: len(getattr(model, "_no" + "te"))),
-    "NumPy": ("NumPy", lambda model: float(model._seen.sum())),
-    "modules": ("modules", lambda model: len(model.modules())),
-    "a list of modules": ("modules", lambda model: len(model._parts)),
-}
-
-
-def collect(
-    what: str, reads: list[Callable[[Any], Any]], kind: type[Collecting] = Collecting, *, fast: bool
-) -> tuple[list[float], Tree, list[Step], list[int]]:
-    """Take 24 steps, half of them by the first way of reading, the others by the last."""
-    mx.random.seed(5)
-    model, optimizer = kind(), optim.SGD(0.05)
-
-    def losses_of(read: Callable[[Any], Any]) -> Callable[..., mx.array]:
-        return lambda model, x: mx.square(model(x) - x).mean() * (2 + mx.tanh(mx.array(read(model)) * 0.05))
-
-    fns = [losses_of(read) for read in reads]
-    steps = [Step(model, optimizer, fn) for fn in fns] if fast else []
-    takes = [plain_step(model, optimizer, fn) for fn in fns]
-    codes, found, called = {fn.__code__ for fn in fns}, list[float](), list[int]()
-    for number in range(24):
-        COLLECTS[what](model, number)
-        at = 0 if number < 12 else -1
-        x = mx.random.normal((6, 4))
-        events = list[object]()
-        sys.setprofile(lambda frame, event, _: events.append(event) if frame.f_code in codes else None)  # noqa: B023
-        loss = steps[at](x).loss if fast else takes[at](x)[0]
-        sys.setprofile(None)
-        found.append(float(loss.item()))
-        called.append(events.count("call"))
-    return found, snapshot(model.net), steps, called
-
-
-@pytest.mark.parametrize("what", COLLECTS)
-def test_what_is_collected_on_the_model_and_not_read_is_no_part_of_it(what: str) -> None:
-    reads: list[Callable[[Any], Any]] = [lambda model: float(len(model.net.layers))]
-    wanted, reference, *_ = collect(what, reads, fast=False)
-    losses, parameters, steps, called = collect(what, reads, fast=True)
-    assert_same(losses, wanted, 1e-6)
-    assert_close(parameters, reference, 1e-6)
-    assert (steps[0].stats.mode, steps[0].stats.traced <= 4) == ("native", True)
-    assert sum(called[14:]) <= 1  # a check of the trace
-
-
-@pytest.mark.filterwarnings("ignore:faststep. attributes of the model have changed")
-@pytest.mark.parametrize("at_first", [True, False])
-@pytest.mark.parametrize("way", READS)
-def test_what_is_collected_on_the_model_is_seen_however_it_is_read(way: str, at_first: bool) -> None:
-    """By the first loss, or by one that comes when it has been left apart."""
-    what, read = READS[way]
-    reads = [read] if at_first else [lambda model: 2.0, read]
-    kind = Telling if way in ("repr", "percent") else Collecting
-    wanted, reference, *_ = collect(what, reads, kind, fast=False)
-    losses, parameters, *_ = collect(what, reads, kind, fast=True)
-    assert_same(losses, wanted, 1e-6)
-    assert_close(parameters, reference, 1e-6)
-
-
-def test_a_function_that_begins_to_read_what_is_collected_is_seen_at_once() -> None:
-    def run(fast: bool) -> tuple[list[float], Step]:
-        mx.random.seed(5)
-        model, optimizer, hooks = Collecting(), optim.SGD(0.05), {"scale": lambda model: 2.0}
-
-        def loss_fn(model: Collecting, x: mx.array) -> mx.array:
-            return mx.square(model(x) - x).mean() * hooks["scale"](model)
-
-        step, take = Step(model, optimizer, loss_fn), plain_step(model, optimizer, loss_fn)
-        found = []
-        for number in range(20):
-            COLLECTS["numbers"](model, number)
-            if number == 10:
-                hooks["scale"] = lambda model: mx.array(len(model._history) / 8)
+        step, take = Step(model, own, loss_fn, compile=compiled), plain_step(model, own, loss_fn)
+        for _ in range(12):
             x = mx.random.normal((6, 4))
-            found.append(float((step(x).loss if fast else take(x)[0]).item()))
-        return found, step
+            losses.append(float((step(x).loss if fast else take(x)[0]).item()))
+        return losses, snapshot(model)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "faststep: attributes of the model have changed")
-        losses, _ = run(fast=True)
-    assert_same(losses, run(fast=False)[0], 1e-6)
-
-
-def test_what_is_collected_on_a_model_is_seen_by_the_loss_of_another_one() -> None:
-    def run(fast: bool) -> list[float]:
-        mx.random.seed(5)
-        model, other = Collecting(), nn.Linear(4, 4)
-        optimizers = optim.SGD(0.05), optim.SGD(0.05)
-
-        def alone(model: nn.Module, x: mx.array) -> mx.array:
-            return mx.square(model(x)).mean()
-
-        def loss_fn(other: nn.Module, x: mx.array) -> mx.array:
-            return mx.square(other(x)).mean() * (1 + mx.tanh(model._arrays[-1].sum() * len(model._history) / 64))
-
-        pairs = (model, alone), (other, loss_fn)
-        steps = [Step(each, optimizer, fn) for (each, fn), optimizer in zip(pairs, optimizers, strict=True)]
-        takes = [plain_step(each, optimizer, fn) for (each, fn), optimizer in zip(pairs, optimizers, strict=True)]
-        found = []
-        for number in range(16):
-            for at in (0, 1) if number > 7 else (0,):
-                COLLECTS["arrays"](model, number)
-                COLLECTS["numbers"](model, number)
-                x = mx.random.normal((6, 4))
-                found.append(float((steps[at](x).loss if fast else takes[at](x)[0]).item()))
-        return found
-
-    assert_same(run(fast=True), run(fast=False), 1e-6)
+    losses, parameters = run(fast=True)
+    wanted, reference = run(fast=False)
+    assert_same(losses, wanted, 1e-6)
+    assert_close(parameters, reference, 1e-6)

@@ -139,3 +139,23 @@ def test_an_attribute_of_ones_own_optimizer_that_the_loss_sets_is_that_of_the_pl
         step: Any = (Step if fast else plain_step)(model, optimizer, loss_fn)
         losses.append([(step(batch()).loss if fast else step(batch())[0]).item() for _ in range(4)])
     assert losses[0] == losses[1]
+
+
+class Recurrent(nn.Module):
+    """A layer with a `_state` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self._state = nn.Linear(4, 4), mx.zeros((4,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.tanh(self.write(x) + 0.5 * self._state)
+
+
+def test_a_state_of_the_model_is_not_taken_for_that_of_the_optimizer_that_it_owns() -> None:
+    model = nn.Sequential(Recurrent(), nn.Linear(4, 1))
+    model.optimizer = optim.AdamW(1e-3)
+    step = Step(model, model.optimizer, lambda model, x: mx.square(model(x)).mean())
+    for _ in range(4):
+        model.layers[0]._state = mx.tanh(mx.mean(step(batch()).loss) * mx.ones((4,)))
+    assert step.stats.mode == "native"

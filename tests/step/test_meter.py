@@ -116,6 +116,18 @@ def test_parameters_without_a_gradient_are_named(options: dict[str, Any]) -> Non
     assert told(Step(model, optim.AdamW(1e-3), lambda model, x: model(x)), [(mx.ones((40,)),)]) == []
 
 
+def test_parameters_that_another_step_trains_are_not_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    model.critic = nn.Linear(4, 1)
+    actor = Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model(x)).mean())
+    critic = Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model.critic(model.layers[0](x))).mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(130):
+            actor(ONES)
+            critic(ONES)
+
+
 class Codebook(nn.Module):
     def __init__(self) -> None:
         super().__init__()

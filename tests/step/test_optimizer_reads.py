@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
+from mlx.utils import tree_map
 from support.beside import Box, Program, beside, squares
 
 OPTIONS = {"decay": 1.0}
@@ -61,3 +62,36 @@ def test_a_number_that_an_optimizer_reads_and_that_changes_at_every_step_is_righ
     with pytest.warns(RuntimeWarning, match=r"optimizer's code reads .*box.value, which has changed again"):
         step = beside(build, optimizer=lambda: Own(box))
     assert step.stats.mode == "plain"
+
+
+class Scaler:
+    """Scales losses; the program counts by it after each step."""
+
+    def __init__(self) -> None:
+        self.scale, self.good = 4.0, 0
+
+    def update(self) -> None:
+        """Count a step: a method that no code of the optimizer calls, with the name of one of an optimizer's."""
+        self.good += 1
+        if self.good % 8 == 0:
+            self.scale *= 2
+
+
+class Scaled(optim.Adam):
+    def __init__(self, scaler: Scaler) -> None:
+        super().__init__(0.01)
+        self.scaler = scaler
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        return super().apply_gradients(tree_map(lambda each: each / self.scaler.scale, gradients), parameters)
+
+
+def test_a_method_of_another_object_is_not_taken_for_the_update() -> None:
+    scalers = list[Scaler]()
+
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        scalers.append(scaler := Scaler())
+        return lambda model, x: squares(model, x) * scaler.scale, [scaler.update] * 12
+
+    step = beside(build, optimizer=lambda: Scaled(scalers[-1]))
+    assert (step.stats.mode, step.stats.traced <= 3) == ("traced", True)

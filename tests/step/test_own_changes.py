@@ -192,7 +192,7 @@ def test_what_another_thread_draws_while_a_number_changes_is_not_drawn_by_the_lo
     numbers = types.SimpleNamespace(scale=1.0, noisy=False)
 
     def draw() -> None:
-        while not done.wait(1e-3):
+        while not done.wait(1e-2):
             np.random.rand()
 
     def loss_fn(model: nn.Module, x: mx.array) -> mx.array:

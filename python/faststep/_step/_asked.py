@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
+import operator
 import re
+import string
 import sys
 import types
 from typing import Any
@@ -16,10 +19,10 @@ import numpy as np
 from mlx.optimizers import Optimizer
 
 from faststep._step._library import is_installed, is_library_class, is_library_function, is_own
-from faststep._step._named import DYNAMIC, LOOKUPS, asked, asks_for_items, codes_of, named, texts
+from faststep._step._named import DYNAMIC, LOOKUPS, asked, asks_for_items, codes_of, named, names_of_others, texts
 from faststep._step._nodes import GLOBAL, MODULES
 from faststep._step._of_library import OfLibrary
-from faststep._step._things import PLAIN, attributes, is_a, is_record, size
+from faststep._step._things import GETTERS, PLAIN, VIEWS, attributes, is_a, is_record, size
 
 # of which there are subclasses whose objects have attributes, and methods, beside what they hold
 BASES = (dict, list, tuple, set, frozenset, functools.partial)
@@ -42,9 +45,18 @@ _OF_ITEMS = frozenset(
     | {"tree_map_with_path", "tree_reduce", "tree_merge", "repr", "str", "format", "print", "ascii", "dump", "dumps"}
     | {"__reversed__", "__eq__", "__ne__", "__or__", "__ror__", "asdict", "update"}
 )
+_TAKERS = (*VIEWS, operator.itemgetter, string.Template)
 _COMPILED = ("_gc_func", "gc_func")
 # methods that Python or MLX calls without a name in the code
 _UNNAMED = frozenset({"__repr__", "__str__", "__format__", "_extra_repr", "__len__", "__getattr__", "__getattribute__"})
+
+
+def _takes_items(value: Any) -> bool:
+    """Return whether an object may take items of a model that it does not name: a user's compiled function, a view."""
+    if type(value).__name__ in _COMPILED:
+        made_of = [each for each in gc.get_referents(value) if is_a(each, types.FunctionType)]
+        return not made_of or not all(map(is_library_function, made_of))
+    return type(value) in _TAKERS
 
 
 class Asking(OfLibrary):
@@ -145,8 +157,18 @@ class Asking(OfLibrary):
         """Return whether code may read items of a module that it does not name, or what MLX finds in them."""
         if not _OF_ITEMS.isdisjoint(self.attributes | self.names | self.of_modules):
             return True
-        compiled = any(type(value).__name__ in _COMPILED for value in self.objects)  # which may take all of a model
-        return compiled or any(asks_for_items(code) for code in self.own_codes)
+        if any(_takes_items(value) for value in self.objects):
+            return True
+        return any(asks_for_items(code) for code in self.own_codes)
+
+    def may_read_state(self, optimizer: Optimizer) -> bool:
+        """Return whether code may read the `_state` of an optimizer: it names one that is not its own object's."""
+        if "_state" not in self.attributes:
+            return False
+        if self.any_attribute or not is_library_class(type(optimizer)):
+            return True
+        getters = any(type(value) in GETTERS for value in self.objects)
+        return getters or any(names_of_others(code, "_state") for code in self.own_codes)
 
     def is_named(self, name: str, value: Any, everything: bool) -> bool:
         """Return whether the code may name an attribute of a class or a Python module."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import string
 import types
 import warnings
@@ -16,7 +17,7 @@ _OF_NEW = ("__init__", "__post_init__")  # what they store is in an object that 
 MAKERS = (*_OF_NEW, "__new__")
 # what makes a key that is no name, and is known
 _KEYS = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE", "UNARY_NEGATIVE")
-_WHOLE = ("DICT_MERGE", "DICT_UPDATE", "MATCH_MAPPING", "BUILD_MAP_UNPACK", "CALL_FUNCTION_EX")  # of mappings
+_WHOLE = ("DICT_MERGE", "DICT_UPDATE", "MATCH_MAPPING", "BUILD_MAP_UNPACK")  # of mappings
 # functions that may read any attribute
 DYNAMIC = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "attrgetter", "methodcaller", "getmembers"}
@@ -117,17 +118,42 @@ def asked(names: frozenset[str], attributes: frozenset[str], modules: frozenset[
 
 
 @functools.lru_cache(maxsize=4096)
+def names_of_others(code: types.CodeType, name: str) -> bool:
+    """Return whether code names an attribute otherwise than as `self.name`."""
+    if name in texts(code.co_consts):
+        return True
+    of_self = False
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == name and not (of_self and instruction.opname in ("LOAD_ATTR", "STORE_ATTR")):
+            return True
+        of_self = instruction.opname in ("LOAD_FAST", "LOAD_FAST_BORROW") and instruction.argval == "self"
+    return any(names_of_others(each, name) for each in code.co_consts if isinstance(each, types.CodeType))
+
+
+def _named_arguments(code: types.CodeType) -> str:
+    """Return the name of a function's `**arguments`; an empty text where it has none."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return ""
+    at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    return code.co_varnames[at]
+
+
+@functools.lru_cache(maxsize=4096)
 def asks_for_items(code: types.CodeType) -> bool:
     """Return whether code may read an item of a dict under a key that it does not name, or all of them."""
-    last = ""
+    last, loaded = "", None
     for instruction in dis.get_instructions(code):
         name = instruction.opname
+        if name == "DICT_MERGE" and loaded == _named_arguments(code):
+            continue  # they are no model's items, unless another call has made them so
         subscript = name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
         if (subscript and last not in _KEYS) or name in _WHOLE:
             return True
-        if name in ("BINARY_OP", "BINARY_OR", "BINARY_MODULO") and instruction.argrepr.rstrip("=") in ("|", "%", ""):
+        binary = name in ("BINARY_OP", "BINARY_OR", "BINARY_MODULO")
+        joins = binary and instruction.argrepr.rstrip("=") in ("|", "%", "")
+        if joins and last != "COMPARE_OP" and last not in _KEYS:  # with a mask or a number it takes nothing of a dict
             return True
-        last = name
+        last, loaded = name, instruction.argval
     return any(asks_for_items(each) for each in code.co_consts if isinstance(each, types.CodeType))
 
 

@@ -133,7 +133,7 @@ def discover_update(optimizer: Any, model: Any) -> Found:
     search = _Search(model, None)
     search.of_update, search.updating = True, {id(each): each for each in core.optimizers_within(optimizer)}
     if not is_library_class(type(optimizer)):  # else a rule of the step's own takes the place of the code
-        search.attributes.update(_UPDATE)
+        search.calls = _UPDATE
     return _found(search, (optimizer,))
 
 
@@ -443,7 +443,7 @@ class _Search(Asking):
             names = names if known is None else known
             if updates:  # the step knows its state
                 names = [name for name in names if name not in _OF_OPTIMIZERS]
-                if "_state" in self.attributes and self.owned is not None:  # of which nobody is told
+                if self.owned is not None and self.may_read_state(value):  # of which nobody is told
                     self.hidden = self.hidden or "it may read the `_state` of the optimizer that updates it"
             elif is_a(value, Optimizer) and type(value).state is Optimizer.state:  # another step's, perhaps
                 names = [name for name in names if name != "_state"]
@@ -503,6 +503,7 @@ class _Search(Asking):
             called = name.startswith("__") and is_a(value, (types.FunctionType, staticmethod, classmethod))
             called = called and self.may_call(self.objects[at], name)
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
+            called |= name in self.calls and any(issubclass(type(each), base) for each in self.updating.values())
             if called or (self.is_named(name, value, everything) and is_data):
                 if issubclass(base, enum.Enum) and is_a(value, enum.Enum):
                     continue  # a member cannot be replaced, but has attributes

@@ -114,7 +114,7 @@ class Glance {
     auto known = word - kind;
     switch (kind) {
       case Kind::weak:
-        return known == 0 || referent(known) == object ? words : nullptr; // without a reference: anything
+        return is_weak(object, known) ? words : nullptr;
       case Kind::strings:
         return sees_strings(object, known >> 3, words);
       case Kind::list:
@@ -132,6 +132,12 @@ class Glance {
       default:
         return nullptr;
     }
+  }
+
+  // What a weak reference refers to, or any object of a class.
+  static bool is_weak(PyObject* object, uintptr_t known) {
+    bool is_class = PyType_Check(at(known)) != 0;
+    return is_class ? address(Py_TYPE(object)) == known : referent(known) == object;
   }
 
   template <typename Sequence>

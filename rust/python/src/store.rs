@@ -15,7 +15,7 @@ pub mod owner;
 pub mod registry;
 mod values;
 
-use std::{rc::Rc, sync::Arc, thread::ThreadId};
+use std::{collections::HashSet, rc::Rc, sync::Arc, thread::ThreadId};
 
 use faststep::engine::{
     Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
@@ -51,7 +51,8 @@ pub struct ModelSignature {
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
     /// The tree of trainable parameters, with holes for the arrays.
     pub trainable: Py<PyAny>,
-    parameters: Vec<usize>,       // the slot of each
+    parameters: Vec<usize>,              // the slot of each
+    asked: Option<HashSet<Vec<String>>>, // what is trained, where the model's own code says so: it may say another thing at any call
     counts: Vec<usize>, // numbers in the tree to which a loss adds at each call, and which do not matter to it
     varying: Option<Rc<Varying>>, // numbers that are no part of it
 }
@@ -229,6 +230,23 @@ impl Store {
             mine.bind(py).upgrade().is_some_and(|mine| mine.is(other))
         };
         is(&self.model, model) && is(&self.optimizer, optimizer)
+    }
+
+    /// The paths of the parameters that other steps train with other optimizers in the same model.
+    pub fn trained_elsewhere(&self, py: Python<'_>) -> Vec<Vec<String>> {
+        let model = self.model.bind(py).upgrade();
+        model.map_or_else(Vec::new, |model| {
+            registry::each_other(|store| {
+                let theirs = store.model.bind(py).upgrade();
+                let same = theirs.is_some_and(|theirs| theirs.is(&model));
+                let (Some(engine), Some(current)) = (&store.engine, store.current.as_ref()) else {
+                    return Vec::new();
+                };
+                let paths = current.paths().into_iter().enumerate();
+                let used = paths.filter(|(at, _)| same && !engine.idle().contains(at));
+                used.map(|(_, path)| path).collect()
+            })
+        })
     }
 
     /// Return whether the store is of that optimizer, or of one that it is in.

@@ -240,6 +240,9 @@ impl Tree {
     ) -> Option<Vec<Slot<'py>>> {
         let slots = self.check(root, Scope::Whole, known)?;
         let mut glance = self.glance.borrow_mut();
+        if !self.apart.is_empty() {
+            glance.take(); // of these it knows the classes
+        }
         glance.get_or_insert_with(|| {
             glance::written(&self.items, &self.apart, root).unwrap_or_default()
         });
@@ -531,7 +534,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
         &self.tree.apart
     }
 
-    fn pass(&mut self) -> Option<()> {
+    fn pass(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
         self.tree.items.push(Item::Object);
         Some(())
     }
@@ -628,7 +631,7 @@ impl<'py> Visitor<'py> for Checker<'_, 'py> {
         &self.tree.apart
     }
 
-    fn pass(&mut self) -> Option<()> {
+    fn pass(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
         matches!(self.next()?, Item::Object).then_some(())
     }
 

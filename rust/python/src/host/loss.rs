@@ -15,7 +15,7 @@ use super::{
     stop, Current,
 };
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, classes::has_own_methods},
     optimizer::{reads, settings},
     reach::stop::{another, Stop},
     tree::{
@@ -153,6 +153,11 @@ impl Current {
         };
         for (slot, (role, _)) in slots.iter().zip(roles.iter()) {
             slot.place.set(&bridge::wrap(py, tracer(*role))?)?;
+        }
+        let model = self.model.bind(py);
+        if has_own_methods(model, &["update"]) {
+            let trained = model.call_method0("trainable_parameters")?;
+            model.call_method1("update", (trained,))?; // as `nn.value_and_grad` calls it
         }
         self.key_list
             .bind(py)

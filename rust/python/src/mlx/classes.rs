@@ -19,6 +19,20 @@ pub fn is_module(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| bridge::is_of(object, class))
 }
 
+/// Return whether a module has other methods of these names than `nn.Module`.
+pub fn has_own_methods(module: &Bound<'_, PyAny>, names: &[&str]) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let Some(class) = class(module.py(), &CLASS, "mlx.nn", "Module") else {
+        return false;
+    };
+    let is_own = |name: &&str| -> PyResult<bool> {
+        let method = module.getattr(*name)?;
+        let function = method.getattr(intern!(module.py(), "__func__"));
+        Ok(!function.unwrap_or(method).is(&class.getattr(*name)?))
+    };
+    is_module(module) && names.iter().any(|name| is_own(name).unwrap_or(false))
+}
+
 /// Return whether the object is a NumPy array.
 pub fn is_numpy(object: &Bound<'_, PyAny>) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

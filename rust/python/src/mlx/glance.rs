@@ -86,9 +86,9 @@ impl Glance {
         self.push(Kind::Value, value);
     }
 
-    /// Anything.
-    pub fn anything(&mut self) {
-        self.words.push(Kind::Weak as usize);
+    /// Any object of a class.
+    pub fn any_of(&mut self, class: &Bound<'_, PyType>) {
+        self.push(Kind::Weak, class);
     }
 
     /// What a weak reference refers to.

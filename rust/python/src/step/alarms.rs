@@ -116,9 +116,12 @@ impl Alarms {
             let (paths, doubles) = (signature.paths(), signature.doubles());
             let is_double = |tensor| doubles.iter().any(|&(double, _)| double == tensor);
             let idle = engine.idle().iter().filter(|&&tensor| !is_double(tensor));
-            let idle: Vec<String> = idle.map(|&tensor| dotted(&paths[tensor])).collect();
+            told.idle = true;
+            let elsewhere = store.trained_elsewhere(py);
+            let idle = idle.map(|&tensor| &paths[tensor]);
+            let idle = idle.filter(|path| !elsewhere.contains(path));
+            let idle: Vec<String> = idle.map(|path| dotted(path)).collect();
             if !idle.is_empty() {
-                told.idle = true;
                 told.zero |= engine.idle().len() == engine.layout().tensors().len();
                 messages.push(format!(
                     "the loss of the last {MANY} steps does not depend on {}: they get no gradient, and weight decay alone \

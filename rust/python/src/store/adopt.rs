@@ -12,6 +12,7 @@ use super::{class_name, first_state::depends_on_values, native::Native, ModelSig
 use crate::{
     mlx::{
         bridge,
+        classes::has_own_methods,
         errors::{mlx, to_python},
         gil::unlocked,
     },
@@ -67,7 +68,12 @@ impl Store {
         } else {
             Engine::new
         };
-        let engine = if let Some(native) = self.native(optimizer, &signature, &trainable)? {
+        let native = if has_own_methods(model, &["update"]) {
+            None // the optimizer's `update` calls that
+        } else {
+            self.native(optimizer, &signature, &trainable)?
+        };
+        let engine = if let Some(native) = native {
             let rules = self.with_numbers(native.rules, native.layout.tensors());
             self.rule = Some(Rule::Native(Rc::new(rules)));
             let mut moments = native.moments;

@@ -10,7 +10,7 @@ use pyo3::{intern, prelude::*, types::PyDict};
 
 use super::{known_numbers::have_varied, ModelSignature, Numbers, Store, Varying};
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, classes::has_own_methods},
     optimizer::native_rules,
     tree::{
         apart,
@@ -21,6 +21,13 @@ use crate::{
         Tree,
     },
 };
+
+/// Methods of a model by which MLX tells at each call of a loss what is trained.
+const ASKED: [&str; 3] = [
+    "trainable_parameters",
+    "trainable_parameter_filter",
+    "filter_and_map",
+];
 
 /// The most places of the model where a loss sets something that are looked at.
 const MAX_PLACES: usize = 64;
@@ -54,7 +61,11 @@ impl Store {
         if !same {
             self.models.clear(); // they have what is left out now, or not what is looked at
         }
-        if let Some(current) = self.current.as_ref().filter(|_| same) {
+        let current = self.current.as_ref().filter(|_| same);
+        let is_trained = |it: &Rc<ModelSignature>| {
+            it.asked.is_none() || asked(model).ok() == Some(it.asked.clone())
+        };
+        if let Some(current) = current.filter(|it| is_trained(it)) {
             let known = self.known();
             let alone = current.tree.doubles().is_empty(); // else each step puts new objects into its slots
             let same = alone.then(|| current.tree.same_slots(model, &known));
@@ -67,13 +78,13 @@ impl Store {
         }
         let py = model.py();
         let (tree, slots) = Tree::of_model(model)?;
+        let asked = asked(model)?;
         let at = self.models.iter().position(|known| {
-            known.tree.equals(&tree, py)
-                || (known.has_free_numbers()
-                    && known
-                        .tree
-                        .other_numbers(&tree, py)
-                        .is_some_and(|numbers| numbers.iter().all(|&number| known.is_free(number))))
+            let differs_in = || known.tree.other_numbers(&tree, py);
+            known.asked == asked
+                && (known.tree.equals(&tree, py)
+                    || (known.has_free_numbers()
+                        && differs_in().is_some_and(|it| it.iter().all(|&at| known.is_free(at)))))
         });
         let signature = if let Some(at) = at {
             // keep the newly recorded objects: the fast check compares by identity
@@ -85,6 +96,7 @@ impl Store {
                 roles: known.roles.clone(),
                 trainable: known.trainable.clone_ref(py),
                 parameters: known.parameters.clone(),
+                asked,
                 counts: known.counts.clone(),
                 varying: known.varying.clone(),
             })
@@ -92,7 +104,7 @@ impl Store {
             let current = self.current.as_ref().filter(|_| same);
             let changed = current.map(|it| it.tree.changed_attributes(&tree, py));
             apart::note(model, changed.unwrap_or_default())?;
-            Rc::new(self.sign(model, tree)?)
+            Rc::new(self.sign(model, tree, asked)?)
         };
         self.models.push(signature.clone());
         if self.models.len() > MAX_SIGNATURES {
@@ -148,6 +160,7 @@ impl Store {
             roles: signature.roles.clone(),
             trainable: signature.trainable.clone_ref(py),
             parameters: signature.parameters.clone(),
+            asked: signature.asked.clone(),
             counts,
             varying: signature.varying.clone(),
         });
@@ -158,7 +171,12 @@ impl Store {
         Ok(())
     }
 
-    fn sign(&mut self, model: &Bound<'_, PyAny>, tree: Tree) -> PyResult<ModelSignature> {
+    fn sign(
+        &mut self,
+        model: &Bound<'_, PyAny>,
+        tree: Tree,
+        asked: Option<HashSet<Vec<String>>>,
+    ) -> PyResult<ModelSignature> {
         let py = model.py();
         let (trainable, trainable_paths) = trainable_now(model)?;
         let paths = tree.paths(py);
@@ -181,7 +199,7 @@ impl Store {
             .map(|(slot, path)| (role(slot), path))
             .collect();
         self.next_id += 1;
-        let form = self.form(&tree, py).unwrap_or(self.next_id);
+        let form = self.form(&tree, asked.as_ref(), py).unwrap_or(self.next_id);
         let varying = self.varying_of(form, &tree, py);
         Ok(ModelSignature {
             id: self.next_id,
@@ -191,6 +209,7 @@ impl Store {
             roles: Rc::new(roles),
             trainable: trainable.unbind(),
             parameters,
+            asked,
             counts: Vec::new(),
         })
     }
@@ -285,8 +304,14 @@ impl Store {
     }
 
     // the form of a known model from which this one differs in numbers alone
-    fn form(&self, tree: &Tree, py: Python<'_>) -> Option<usize> {
+    fn form(
+        &self,
+        tree: &Tree,
+        asked: Option<&HashSet<Vec<String>>>,
+        py: Python<'_>,
+    ) -> Option<usize> {
         let models = self.models.iter().rev();
+        let models = models.filter(|known| known.asked.as_ref() == asked);
         let mut alike = models.filter(|known| known.tree.equals_but_numbers(tree, py));
         alike.next().map(|known| known.form)
     }
@@ -464,6 +489,12 @@ fn trainable_now<'py>(
     let trainable = rebuild(&trainable, &mut |_| Ok(hole.clone()))?;
     let paths = Tree::record(&trainable, Scope::Whole)?.0.paths(py);
     Ok((trainable, paths.into_iter().collect()))
+}
+
+// the paths of the trainable parameters, where the model's own code says which those are
+fn asked(model: &Bound<'_, PyAny>) -> PyResult<Option<HashSet<Vec<String>>>> {
+    let own = has_own_methods(model, &ASKED);
+    own.then(|| Ok(trainable_now(model)?.1)).transpose()
 }
 
 // make it the most recent one of those that are known, with the id of the same or a new one

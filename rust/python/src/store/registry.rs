@@ -76,6 +76,18 @@ pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResul
     Ok(new)
 }
 
+/// What is made of each store that is not in use.
+pub fn each_other<T>(make: impl Fn(&Store) -> Vec<T>) -> Vec<T> {
+    let all: Vec<_> = stores().values().filter_map(Weak::upgrade).collect();
+    let of = |shared: &Arc<Shared>| {
+        shared
+            .store
+            .try_borrow()
+            .map_or_else(|_| Vec::new(), |it| make(&it))
+    };
+    all.iter().flat_map(of).collect()
+}
+
 /// Make a store the one that keeps the state of the optimizer and of those in it; one that kept it before hands it over.
 pub fn claim(
     shared: &Arc<Shared>,

@@ -80,9 +80,9 @@ impl<'py> Visitor<'py> for Writer<'_> {
         self.apart
     }
 
-    fn pass(&mut self) -> Option<()> {
+    fn pass(&mut self, value: &Bound<'py, PyAny>) -> Option<()> {
         self.next()?;
-        self.glance.anything();
+        self.glance.any_of(&value.get_type());
         Some(())
     }
 

@@ -75,7 +75,7 @@ pub trait Visitor<'py> {
     }
 
     /// Pass over one of them.
-    fn pass(&mut self) -> Option<()> {
+    fn pass(&mut self, _value: &Bound<'py, PyAny>) -> Option<()> {
         Some(())
     }
 
@@ -233,7 +233,7 @@ fn walk_items<'py>(
         if of.is_some_and(|of| {
             !names.is_empty() && is_apart(names, &key, &value, of == Kind::Module)
         }) {
-            return visitor.pass();
+            return visitor.pass(&value);
         }
         let place = Place::Dict(dict.clone(), key);
         enter(value, place, around.deeper(), visitor)
