@@ -39,7 +39,11 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::{
     host::{PythonHost, Swapped},
     mlx::{bridge, errors::to_python, gil::Waiting},
-    reach::{advance::Advance, suspect::Suspect, Reach, Read, Seen},
+    reach::{
+        advance::Advance,
+        suspect::{or_late, Suspect},
+        Reach, Read, Seen,
+    },
     store::{
         registry::{self, Shared},
         Store,
@@ -384,7 +388,7 @@ impl Step {
         store.check_thread()?;
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
         let _under_way = UnderWay::begin(&self.shared.clock);
-        work(&mut inner, &mut store)
+        or_late(work(&mut inner, &mut store))
     }
 }
 

@@ -1,5 +1,9 @@
 //! What a loss has changed itself while it was traced, by which a trace may depend on how often the loss is called.
-use std::{cell::Cell, collections::HashSet, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    collections::HashSet,
+    rc::Rc,
+};
 
 use pyo3::{
     intern,
@@ -679,6 +683,25 @@ impl Drop for Hook<'_> {
     }
 }
 
+thread_local! {
+    static LATE: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+}
+
+// end the use of an object; a Ctrl-C in between is raised as the call of the step returns
+fn end(object: &Bound<'_, PyAny>) {
+    if let Err(error) = object.call_method0("end") {
+        LATE.replace(Some(error));
+        drop(object.call_method0("end"));
+    }
+}
+
+/// Return what a step does, or the error of a Ctrl-C that came where none could be raised.
+pub fn or_late<T>(done: PyResult<T>) -> PyResult<T> {
+    let late = LATE.take();
+    let done = done?;
+    late.map_or(Ok(done), Err)
+}
+
 /// What a loss does beside its result as it is called on trial is noticed as long as this is in use.
 pub struct Effects<'py>(Bound<'py, PyAny>);
 
@@ -710,9 +733,7 @@ impl<'py> Effects<'py> {
 
 impl Drop for Effects<'_> {
     fn drop(&mut self) {
-        if self.0.call_method0("end").is_err() {
-            drop(self.0.call_method0("end")); // a Ctrl-C may end the first
-        }
+        end(&self.0);
     }
 }
 
@@ -740,9 +761,7 @@ impl<'py> Imports<'py> {
 
 impl Drop for Imports<'_> {
     fn drop(&mut self) {
-        if self.0.call_method0("end").is_err() {
-            drop(self.0.call_method0("end")); // a Ctrl-C may end the first
-        }
+        end(&self.0);
     }
 }
 
