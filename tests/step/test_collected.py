@@ -38,7 +38,7 @@ class Collecting(nn.Module):
         self._metrics, self._arrays = {"last": 1.0}, [mx.ones((1,))]
         self._memory, self._note, self._seen = collections.deque[float](), "", np.ones(2)
         self._parts = list[nn.Module]()
-        KEYS["view"] = self.items()
+        Viewed.items, Holder.view = self.items(), self
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.net(x)
@@ -63,13 +63,31 @@ COLLECTS: dict[str, Callable[[Any, int], object]] = {
     "modules": lambda model, number: model._parts.append(nn.Linear(1, 1)),
 }
 HALF = "_his"
-KEYS: dict[str, Any] = {
-    "key": "_history",
-    "all": lambda model: len(model._history),
-    "text": "%s",
-    "getter": operator.itemgetter("_history"),
-    "template": string.Template("$_history"),
-}
+
+
+class Named(string.Template):
+    """A template of one's own."""
+
+
+KEYS: dict[str, Any] = {"key": "_history", "all": lambda model: len(model._history), "text": "%s"}
+# each alone: one of them lets the loss read all that is collected
+GETTER, TEMPLATE, OWN_TEMPLATE = operator.itemgetter("_history"), string.Template("$_history"), Named("$_history")
+
+
+def merged(**view: Any) -> int:
+    return passed_all(**Holder.view)
+
+
+def passed_all(_history: Any = (), **_: Any) -> int:
+    return len(_history)
+
+
+class Holder:
+    view: Any = None
+
+
+class Viewed:
+    items: Any = ()
 
 
 def matched(model: nn.Module) -> int:
@@ -87,6 +105,7 @@ READS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "getattr": ("numbers", lambda model: len(getattr(model, HALF + "tory"))),
     "item": ("numbers", lambda model: len(model["_history"])),
     "made item": ("numbers", lambda model: len(model[HALF + "tory"])),
+    "made item, or another": ("numbers", lambda model: len(model[(HALF + "tory") if HALF else "net"])),
     "item of a text": ("numbers", lambda model: len(model[KEYS["key"]])),
     "get": ("numbers", lambda model: len(model.get(HALF + "tory"))),
     "items": ("numbers", lambda model: sum(len(each) for name, each in model.items() if name.startswith(HALF))),
@@ -96,15 +115,19 @@ READS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "arguments": ("numbers", lambda model: len(dict(**model)[HALF + "tory"])),
     "pattern": ("numbers", matched),
     "itemgetter": ("numbers", lambda model: len(operator.itemgetter(HALF + "tory")(model))),
-    "made itemgetter": ("numbers", lambda model: len(KEYS["getter"](model))),
-    "made view": ("numbers", lambda model: sum(len(each) for _, each in KEYS["view"] if type(each) is list)),
-    "template": ("numbers", lambda model: KEYS["template"].substitute(model).count(",")),
+    "made itemgetter": ("numbers", lambda model: len(GETTER(model))),
+    "made view": ("numbers", lambda model: sum(len(each) for _, each in Viewed.items if type(each) is list)),
+    "template": ("numbers", lambda model: TEMPLATE.substitute(model).count(",")),
+    "own template": ("numbers", lambda model: OWN_TEMPLATE.substitute(model).count(",")),
+    "formatter": ("numbers", lambda model: string.Formatter().vformat("{" + HALF + "tory}", (), model).count(",")),
+    "merged": ("numbers", lambda model: merged()),
     "dunder": ("numbers", lambda model: len(model.__getitem__(HALF + "tory"))),
     "state": ("numbers", lambda model: len(model.state[HALF + "tory"])),
     "children": ("numbers", lambda model: sum(len(each) for each in model.children().values() if type(each) is list)),
     "copy": ("numbers", lambda model: len(copy.copy(model)[HALF + "tory"])),
     "repr": ("numbers", lambda model: repr(model).count("+")),
     "percent": ("numbers", lambda model: (KEYS["text"] % model).count("+")),
+    "percent of a tuple": ("modules", lambda model: len(KEYS["text"] % (model,))),
     "the same list": ("numbers", lambda model: len(SHARED)),
     "a number": ("metrics", lambda model: model._metrics["last"]),
     "all numbers": ("metrics", lambda model: sum(getattr(model, "_met" + "rics").values())),

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are tho
 
 # Train on one batch until ten Ctrl-C were met, each sent after a random time; then be where as many updates lead.
 TRAIN = """
-import faulthandler, os, random, signal, sys, threading, time
+import faulthandler, os, random, signal, threading, time
 import faststep
 from support.helpers import Row, assert_close, snapshot
 
@@ -45,12 +45,7 @@ def interrupt():
         time.sleep(rng.uniform(0.0005, 0.02))
         os.kill(os.getpid(), signal.SIGINT)
 
-def on_unraisable(info):  # Python drops what is raised in a finalizer: the next one is to come
-    global armed
-    armed = armed or info.exc_type is KeyboardInterrupt
-
 signal.signal(signal.SIGINT, on_signal)
-sys.unraisablehook = on_unraisable
 for _ in range(accumulate):
     step(*batch)
 thread = threading.Thread(target=interrupt)

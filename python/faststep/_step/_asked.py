@@ -43,9 +43,9 @@ _OF_ITEMS = frozenset(
     | {"getitem", "itemgetter", "children", "modules", "named_modules", "leaf_modules", "filter_and_map", "map"}
     | {"apply", "apply_to_modules", "update_modules", "train", "freeze", "unfreeze", "tree_flatten", "tree_map"}
     | {"tree_map_with_path", "tree_reduce", "tree_merge", "repr", "str", "format", "print", "ascii", "dump", "dumps"}
-    | {"__reversed__", "__eq__", "__ne__", "__or__", "__ror__", "asdict", "update"}
+    | {"vformat", "__reversed__", "__eq__", "__ne__", "__or__", "__ror__", "asdict", "update"}
 )
-_TAKERS = (*VIEWS, operator.itemgetter, string.Template)
+_TAKERS = (*VIEWS, operator.itemgetter, string.Template, string.Formatter)
 _COMPILED = ("_gc_func", "gc_func")
 # methods that Python or MLX calls without a name in the code
 _UNNAMED = frozenset({"__repr__", "__str__", "__format__", "_extra_repr", "__len__", "__getattr__", "__getattribute__"})
@@ -56,7 +56,7 @@ def _takes_items(value: Any) -> bool:
     if type(value).__name__ in _COMPILED:
         made_of = [each for each in gc.get_referents(value) if is_a(each, types.FunctionType)]
         return not made_of or not all(map(is_library_function, made_of))
-    return type(value) in _TAKERS
+    return is_a(value, _TAKERS)
 
 
 class Asking(OfLibrary):

@@ -17,6 +17,8 @@ _OF_NEW = ("__init__", "__post_init__")  # what they store is in an object that 
 MAKERS = (*_OF_NEW, "__new__")
 # what makes a key that is no name, and is known
 _KEYS = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE", "UNARY_NEGATIVE")
+# what makes the second part of a `|` or `%` that takes nothing of a dict: a mask, a number
+_TAKES_NOTHING = ("COMPARE_OP", "LOAD_CONST", "LOAD_SMALL_INT")
 _WHOLE = ("DICT_MERGE", "DICT_UPDATE", "MATCH_MAPPING", "BUILD_MAP_UNPACK")  # of mappings
 # functions that may read any attribute
 DYNAMIC = frozenset(
@@ -131,11 +133,12 @@ def names_of_others(code: types.CodeType, name: str) -> bool:
 
 
 def _named_arguments(code: types.CodeType) -> str:
-    """Return the name of a function's `**arguments`; an empty text where it has none."""
+    """Return the name of a function's `**arguments`; an empty text where it has none, or gives that another value."""
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return ""
-    at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    return code.co_varnames[at]
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    stores = (each for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST"))
+    return "" if any(name in str(each.argval) for each in stores) else name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,14 +147,16 @@ def asks_for_items(code: types.CodeType) -> bool:
     last, loaded = "", None
     for instruction in dis.get_instructions(code):
         name = instruction.opname
-        if name == "DICT_MERGE" and loaded == _named_arguments(code):
+        if instruction.is_jump_target:
+            last = ""  # one of several
+        if name == "DICT_MERGE" and last == "LOAD_FAST" and loaded == _named_arguments(code):
             continue  # they are no model's items, unless another call has made them so
         subscript = name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
         if (subscript and last not in _KEYS) or name in _WHOLE:
             return True
         binary = name in ("BINARY_OP", "BINARY_OR", "BINARY_MODULO")
         joins = binary and instruction.argrepr.rstrip("=") in ("|", "%", "")
-        if joins and last != "COMPARE_OP" and last not in _KEYS:  # with a mask or a number it takes nothing of a dict
+        if joins and last not in _TAKES_NOTHING:
             return True
         last, loaded = name, instruction.argval
     return any(asks_for_items(each) for each in code.co_consts if isinstance(each, types.CodeType))

@@ -379,7 +379,7 @@ impl Step {
     // every entry goes through here: it checks the thread and refuses a step within a step
     fn open<T>(
         &self,
-        _py: Python<'_>,
+        py: Python<'_>,
         work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
     ) -> PyResult<T> {
         let busy =
@@ -388,7 +388,7 @@ impl Step {
         store.check_thread()?;
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
         let _under_way = UnderWay::begin(&self.shared.clock);
-        or_late(work(&mut inner, &mut store))
+        or_late(py, work(&mut inner, &mut store))
     }
 }
 

@@ -223,7 +223,12 @@ impl Tree {
         known: &[usize],
     ) -> Option<Vec<Slot<'py>>> {
         let mut glance = self.glance.borrow_mut();
-        let objects = glance.as_mut()?.arrays(root, known)?;
+        let Some(objects) = glance.as_mut()?.arrays(root, known) else {
+            if !self.apart.is_empty() {
+                glance.take(); // of what is left apart it knows the classes, which may be others now
+            }
+            return None;
+        };
         let places = Rc::new(Places::of(root.clone(), self.apart.clone()));
         let slots = objects.enumerate().map(|(number, object)| Slot {
             place: Place::Nth(places.clone(), number),
@@ -240,9 +245,6 @@ impl Tree {
     ) -> Option<Vec<Slot<'py>>> {
         let slots = self.check(root, Scope::Whole, known)?;
         let mut glance = self.glance.borrow_mut();
-        if !self.apart.is_empty() {
-            glance.take(); // of these it knows the classes
-        }
         glance.get_or_insert_with(|| {
             glance::written(&self.items, &self.apart, root).unwrap_or_default()
         });

@@ -4,14 +4,17 @@ use std::collections::HashMap;
 use faststep::engine::{Role, UpdateCall, UpdateOutput};
 use mlx_rs::Array;
 use pyo3::{
-    exceptions::{PyException, PyValueError},
+    exceptions::{PyException, PyRuntimeError, PyValueError},
     intern,
     prelude::*,
 };
 
 use super::{expected, stop, Current};
 use crate::{
-    mlx::{bridge, classes::is_numpy},
+    mlx::{
+        bridge,
+        classes::{has_own_methods, is_numpy},
+    },
     optimizer::{trace_update, HostSchedules},
     reach::{
         stop::Stop,
@@ -251,6 +254,12 @@ impl Current {
         before: &Before<'py>,
     ) -> Result<Vec<Array>, Stop> {
         let (model, parameters, others) = self.in_model(py)?;
+        if others != before.others && has_own_methods(self.model.bind(py), &["update"]) {
+            return Err(Stop::Raised(PyRuntimeError::new_err(
+                "the model's own update(): expected that it sets parameters alone, and it sets other arrays of the model, which \
+                 MLX's loop does twice in a step: for the loss and for the optimizer. Set these after the step",
+            )));
+        }
         if self.compiled
             && (others != before.others || before.model.difference(&model, py).is_some())
         {

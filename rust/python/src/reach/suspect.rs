@@ -695,11 +695,13 @@ fn end(object: &Bound<'_, PyAny>) {
     }
 }
 
-/// Return what a step does, or the error of a Ctrl-C that came where none could be raised.
-pub fn or_late<T>(done: PyResult<T>) -> PyResult<T> {
-    let late = LATE.take();
-    let done = done?;
-    late.map_or(Ok(done), Err)
+/// Return what a step does, or the error of a Ctrl-C that came where none could be raised, with the step's own as its cause.
+pub fn or_late<T>(py: Python<'_>, done: PyResult<T>) -> PyResult<T> {
+    let Some(late) = LATE.take() else {
+        return done;
+    };
+    late.set_cause(py, done.err());
+    Err(late)
 }
 
 /// What a loss does beside its result as it is called on trial is noticed as long as this is in use.

@@ -146,6 +146,10 @@ impl Store {
         if let Some(tensor) = halves.iter().find(|t| !Optimizer::supports(t.dtype)) {
             return Ok(format!("there are parameters of {:?}", tensor.dtype));
         }
+        let model = self.model.bind(optimizer.py()).upgrade();
+        if model.is_some_and(|model| has_own_methods(&model, &["update"])) {
+            return Ok("the model has an update() of its own, which the optimizer calls".into());
+        }
         let class = class_name(optimizer)?;
         if !signature.doubles().is_empty() && children(optimizer).is_some() {
             return Ok(format!(
