@@ -560,24 +560,3 @@ def test_a_model_s_own_update_is_called(optimizer: Callable[[], optim.Optimizer]
     wanted, reference = run(fast=False)
     assert_same(losses, wanted, 1e-6)
     assert_close(parameters, reference, 1e-6)
-
-
-class Averaging(Clipped):
-    def __init__(self) -> None:
-        super().__init__()
-        self._average = mx.zeros((2, 4))
-
-    def update(self, parameters: Any, strict: bool = True) -> nn.Module:
-        super().update(parameters, strict)
-        self._average = 0.9 * self._average + 0.1 * self.layer.weight
-        return self
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_model_s_own_update_that_sets_other_arrays_is_refused(compiled: bool) -> None:
-    model = Averaging()
-    before = snapshot(model)
-    step = Step(model, optim.SGD(0.1), lambda model, x: mx.square(model(x) - 1).mean(), compile=compiled)
-    with pytest.raises(RuntimeError, match=r"the model's own update\(\): expected that it sets parameters alone"):
-        step(mx.ones((6, 4)))
-    assert_close(snapshot(model), before, 0)

@@ -4,6 +4,7 @@
 //! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
 mod loss_graph;
+mod read;
 pub mod shown;
 mod update;
 
@@ -34,7 +35,7 @@ use crate::{
         advance::{leave, OwnChange},
         stop::{Stop, DISABLED},
         suspect::{self, Imports, Positions, Reads, Suspect},
-        Looked, Reached, Written,
+        Looked, Reach, Reached, Written,
     },
     tree::{slot::Slot, snapshot::Snapshot, Tree},
 };
@@ -106,6 +107,10 @@ pub struct Current {
     pub positions: Option<Py<PyAny>>,
     /// What an optimizer's own code reaches beside its own arrays and numbers.
     pub of_update: Option<Rc<Looked>>,
+    /// What is reached by an optimizer's schedules that are called before the loss; none where that does not matter.
+    pub of_schedules: Option<Rc<RefCell<Reach>>>,
+    /// What the loss changes of that.
+    pub late: Option<String>,
     /// Generators and iterators that an optimizer's own code takes from; what it has taken from as its update was traced.
     pub moving: Option<Py<PyAny>>,
     pub taken: Option<Vec<String>>,
@@ -222,7 +227,7 @@ impl PythonHost {
         let snapshot = Snapshot::take(&model)?;
         let old_key = keys.get_item(0)?;
         // behind this everything is put back, also where Ctrl-C ends Python code of the package
-        let (restore, compiled, sketch, positions, reached) = {
+        let (restore, compiled, sketch, positions, reached, of_schedules) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             if current.compiled && !faststep::engine::array::is_traced(key) {
@@ -245,10 +250,11 @@ impl PythonHost {
                 }
             }
             let how = (current.compiled, current.reshapes);
+            let of_schedules = current.look_at_schedules(py)?;
             let reached = Reached::new(py, looked, current.others, how, others)?;
             current.tracers = reached.constants(others).to_vec();
             let (restore, compiled, sketch) = (current.restore, current.compiled, current.sketch);
-            (restore, compiled, sketch, positions, reached)
+            (restore, compiled, sketch, positions, reached, of_schedules)
         };
         let outcome = match noticed(py, compiled, positions.as_ref(), work) {
             Err(error) => Err(Stop::Raised(error)),
@@ -259,6 +265,8 @@ impl PythonHost {
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
                     current.written = reached.read(py, &mut left)?;
+                    let done = (&slots[..], &left, &snapshot);
+                    current.check_read(py, done, of_schedules.as_ref())?;
                     if current.compiled {
                         current.check_stored(&snapshot)?;
                     }

@@ -338,6 +338,12 @@ impl<'py> HostSchedules<'py> {
         }
     }
 
+    /// The schedules themselves.
+    pub fn functions(self) -> Vec<Bound<'py, PyAny>> {
+        let found = self.found.into_iter();
+        found.map(|(_, _, schedule)| schedule).collect()
+    }
+
     /// Call each with the number of updates so far, and put the value where the optimizer looks for it.
     pub fn call(&mut self) -> PyResult<()> {
         for (optimizer, name, schedule) in &self.found {

@@ -95,6 +95,10 @@ struct Inner {
     reach: Reach,
     /// What the optimizer's code reaches.
     read: Read,
+    /// What the optimizer's schedules reach that are called before the loss; none behind a warning of what the loss changes of that.
+    of_schedules: Option<Rc<RefCell<Reach>>>,
+    /// What the loss changes of that, until the warning.
+    late: Option<String>,
     /// Structure that the loss of the call's trace returned, with holes for its arrays.
     template: Option<Py<PyAny>>,
     steps: usize,
@@ -182,6 +186,8 @@ impl Step {
                 traces: Traces::default(),
                 reach: Reach::default(),
                 read: Read::default(),
+                of_schedules: Some(Rc::default()),
+                late: None,
                 template: None,
                 steps: 0,
                 updates: 0,

@@ -49,7 +49,7 @@ impl Engine {
         let raises = traces.trace.recipe.options.raises();
         let output = match task {
             Task::Gradients => return self.gradients(traces.trace, call, owner).map(Output::of),
-            Task::Flush => self.flush(traces.trace, owner)?,
+            Task::Flush => self.flush(traces.trace, &call, owner)?,
             Task::Whole | Task::Batch { .. } => self.step(traces, call, name, owner)?,
         };
         if raises && task.accumulates() && task.updates() {
@@ -69,9 +69,12 @@ impl Engine {
         self.begin(owner)?;
         let options = trace.recipe.options;
         self.schedule.allow(options.in_flight);
-        let before = match &mut update {
-            Some(update) => self.prepare(update, owner)?,
-            None => None,
+        let beside = update
+            .as_ref()
+            .map(|update| call.of_update(update.recipe.others, &[]));
+        let before = match (&mut update, &beside) {
+            (Some(update), Some(beside)) => self.prepare(update, beside.clone(), owner)?,
+            _ => None,
         };
         let adds = trace.recipe.part == Part::Batch;
         let batch = self.run(trace, call, owner)?;
@@ -89,8 +92,12 @@ impl Engine {
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
         }
-        let update = match update {
-            Some(trace) if approved => match self.update(trace, owner) {
+        let update = match update.zip(beside) {
+            Some((trace, beside)) if approved => match self.update(
+                trace,
+                beside.of_update(trace.recipe.others, &batch.others),
+                owner,
+            ) {
                 Ok(update) => Some(update),
                 Err(error) => {
                     self.window = window;
@@ -110,9 +117,10 @@ impl Engine {
     }
 
     // updates by a window that is not full
-    fn flush(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Output> {
+    fn flush(&mut self, update: &mut Trace, call: &Call, owner: &mut dyn Owner) -> Result<Output> {
         self.begin(owner)?;
-        let outputs = self.update(update, owner)?;
+        let call = call.of_update(update.recipe.others, &[]);
+        let outputs = self.update(update, call, owner)?;
         self.averages |= update.recipe.options.ema_decay.is_some();
         self.schedule.end();
         Ok(Output {
@@ -145,18 +153,23 @@ impl Engine {
         self.complete(owner)
     }
 
-    fn update(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Outputs> {
-        let outputs = self.run(update, Call::default(), owner)?;
+    fn update(&mut self, update: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
+        let outputs = self.run(update, call, owner)?;
         self.window = None;
         Ok(outputs)
     }
 
     // Try the update out before the batch runs, by the sums that there are, so that one that fails loses no batch. Returns a copy
     // of the window for an update that cannot be known to succeed.
-    fn prepare(&mut self, update: &mut Trace, owner: &mut dyn Owner) -> Result<Option<Vec<Array>>> {
+    fn prepare(
+        &mut self,
+        update: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+    ) -> Result<Option<Vec<Array>>> {
         if !update.is_eager() {
             if !update.evaluated.tried {
-                self.try_out(update, owner)?;
+                self.try_out(update, call, owner)?;
             }
             return Ok(None);
         }
@@ -250,9 +263,9 @@ impl Engine {
     }
 
     // nothing changes
-    fn try_out(&mut self, trace: &mut Trace, owner: &mut dyn Owner) -> Result<()> {
+    fn try_out(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<()> {
         self.clock.enter(Stage::Trace);
-        let inputs = self.take(Call::default());
+        let inputs = self.take(call);
         let outputs = match build(trace, &inputs) {
             Ok(outputs) => outputs,
             Err(error) => {

@@ -30,6 +30,8 @@ pub struct UpdateOutput {
     pub parameters: Vec<Array>,
     /// The state arrays that changed, with their index.
     pub state: Vec<(usize, Array)>,
+    /// Buffers: other arrays that the update has set, with their index.
+    pub others: Vec<(usize, Array)>,
     /// Arrays that the optimizer keeps beyond its state and that have to be evaluated with the step.
     pub kept: Vec<Array>,
     /// The random key, where the update drew from it.
@@ -246,6 +248,7 @@ impl Rules {
         Ok(UpdateOutput {
             parameters,
             state: new_state,
+            others: Vec::new(),
             kept: Vec::new(),
             key: None,
         })

@@ -62,6 +62,8 @@ pub struct UpdateCall<'a> {
     pub parameters: &'a [Array],
     /// The optimizer's arrays.
     pub state: &'a [Array],
+    /// Buffers: the other arrays, as the loss has left them.
+    pub others: &'a [Array],
     /// The random key behind the loss; `None` in the update by a window.
     pub key: Option<&'a Array>,
 }

@@ -85,6 +85,22 @@ impl Call {
         self.others.iter().flat_map(|held| held.iter())
     }
 
+    /// The first so many of them, some with other values, as the arguments of an update without a batch.
+    #[must_use]
+    pub fn of_update(&self, count: usize, set: &[(usize, Array)]) -> Self {
+        if count == 0 {
+            return Self::default();
+        }
+        let mut others: Vec<Array> = self.others().take(count).cloned().collect();
+        for (index, array) in set.iter().filter(|(index, _)| *index < count) {
+            others[*index] = array.clone();
+        }
+        Self {
+            others: vec![Rc::new(others.into())],
+            rest: Vec::new(),
+        }
+    }
+
     /// The number of them.
     #[must_use]
     pub fn count_others(&self) -> usize {

@@ -1,20 +1,17 @@
 //! One update by the optimizer's own code, with tracers in place of the arrays.
 use std::collections::HashMap;
 
-use faststep::engine::{Role, UpdateCall, UpdateOutput};
+use faststep::engine::{Role, Tensor, UpdateCall, UpdateOutput};
 use mlx_rs::Array;
 use pyo3::{
-    exceptions::{PyException, PyRuntimeError, PyValueError},
+    exceptions::{PyException, PyValueError},
     intern,
     prelude::*,
 };
 
 use super::{expected, stop, Current};
 use crate::{
-    mlx::{
-        bridge,
-        classes::{has_own_methods, is_numpy},
-    },
+    mlx::{bridge, classes::is_numpy},
     optimizer::{trace_update, HostSchedules},
     reach::{
         stop::Stop,
@@ -28,8 +25,7 @@ struct Before<'py> {
     state: Tree,
     slots: Vec<Slot<'py>>,
     model: Tree,
-    parameters: Vec<(usize, Slot<'py>)>, // by their numbers
-    others: Vec<Option<usize>>,          // the identities of the model's other arrays
+    arrays: Vec<(Option<Role>, Slot<'py>)>, // the model's; none: new since the loss
 }
 
 impl Current {
@@ -41,13 +37,12 @@ impl Current {
         let optimizer = self.optimizer.bind(py).clone();
         let keys = self.key_list.bind(py).clone();
         let (state, slots) = Tree::record(&optimizer, Scope::Whole)?;
-        let (model, parameters, others) = self.in_model(py)?;
+        let (model, arrays) = self.in_model(py)?;
         let before = Before {
             state,
             slots,
             model,
-            parameters,
-            others,
+            arrays,
         };
         let snapshot = Snapshot::take(&optimizer)?;
         let model = Snapshot::take(self.model.bind(py))?;
@@ -80,8 +75,10 @@ impl Current {
         if outcome.is_err() || self.compiled {
             model.restore()?;
         } else {
-            for (_, slot) in &before.parameters {
-                slot.place.set(&slot.object)?;
+            for (role, slot) in &before.arrays {
+                if role.is_some() && slot.place.get()?.is_some() {
+                    slot.place.set(&slot.object)?;
+                }
             }
         }
         if outcome.is_err() || !self.loose {
@@ -94,26 +91,20 @@ impl Current {
         outcome
     }
 
-    // the model, the slots of its parameters by number, and the identities of its other arrays
+    // the model, and its arrays with their roles
     #[allow(clippy::type_complexity)]
-    fn in_model<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<(Tree, Vec<(usize, Slot<'py>)>, Vec<Option<usize>>)> {
+    fn in_model<'py>(&self, py: Python<'py>) -> PyResult<(Tree, Vec<(Option<Role>, Slot<'py>)>)> {
         let (tree, slots) = Tree::of_model(self.model.bind(py))?;
-        let numbers = self.roles.iter().filter_map(|(role, path)| match role {
-            Role::Parameter(number) => Some((path, *number)),
-            Role::Other(_) => None,
-        });
-        let numbers: HashMap<_, _> = numbers.collect();
-        let (mut parameters, mut others) = (Vec::new(), Vec::new());
-        for (path, slot) in tree.paths(py).iter().zip(slots) {
-            match numbers.get(path) {
-                Some(&number) => parameters.push((number, slot)),
-                None => others.push(bridge::id(&slot.object)),
-            }
-        }
-        Ok((tree, parameters, others))
+        let roles: HashMap<_, _> = self
+            .roles
+            .iter()
+            .map(|(role, path)| (path, *role))
+            .collect();
+        let paths = tree.paths(py);
+        let arrays = paths.iter().zip(slots);
+        let arrays = arrays.map(|(path, slot)| (roles.get(path).copied(), slot));
+        let arrays = arrays.collect();
+        Ok((tree, arrays))
     }
 
     fn traced_update<'py>(
@@ -126,9 +117,11 @@ impl Current {
         for (slot, tracer) in before.slots.iter().zip(call.state) {
             slot.place.set(&bridge::wrap(py, tracer)?)?;
         }
-        for (number, slot) in &before.parameters {
-            slot.place
-                .set(&bridge::wrap(py, &call.parameters[*number])?)?;
+        for (role, slot) in &before.arrays {
+            let shown = role.and_then(|role| array_of(&call, role));
+            if let Some(shown) = shown.filter(|shown| is_other(slot, shown)) {
+                slot.place.set(&bridge::wrap(py, shown)?)?;
+            }
         }
         let keys = self.key_list.bind(py).clone();
         if let Some(key) = call.key {
@@ -188,10 +181,12 @@ impl Current {
             ))));
         }
         let (state, kept) = self.left_in_state(py, optimizer, call.state, before)?;
+        let (parameters, others, new) = self.left_in_model(py, optimizer, &call, before)?;
         Ok(UpdateOutput {
-            parameters: self.updated(py, optimizer, call.parameters.len(), before)?,
+            parameters,
             state,
-            kept,
+            others,
+            kept: [kept, new].concat(),
             key: bridge::get(&key).filter(|_| drawn),
         })
     }
@@ -245,35 +240,62 @@ impl Current {
         Ok((new, kept))
     }
 
-    // the model's parameters as the update left them
-    fn updated<'py>(
+    // what the update left in the model: all parameters, new values of its other arrays, and arrays that it did not have
+    #[allow(clippy::type_complexity)]
+    fn left_in_model<'py>(
         &self,
         py: Python<'py>,
         optimizer: &Bound<'py, PyAny>,
-        count: usize,
+        call: &UpdateCall,
         before: &Before<'py>,
-    ) -> Result<Vec<Array>, Stop> {
-        let (model, parameters, others) = self.in_model(py)?;
-        if others != before.others && has_own_methods(self.model.bind(py), &["update"]) {
-            return Err(Stop::Raised(PyRuntimeError::new_err(
-                "the model's own update(): expected that it sets parameters alone, and it sets other arrays of the model, which \
-                 MLX's loop does twice in a step: for the loss and for the optimizer. Set these after the step",
-            )));
-        }
-        if self.compiled
-            && (others != before.others || before.model.difference(&model, py).is_some())
-        {
+    ) -> Result<(Vec<Array>, Vec<(usize, Array)>, Vec<Array>), Stop> {
+        let (model, arrays) = self.in_model(py)?;
+        if self.compiled && before.model.difference(&model, py).is_some() {
             return Err(Stop::Untraceable(format!(
-                "the optimizer ({}) changes more of the model than its parameters",
+                "the optimizer ({}) changes more of the model than the values of its arrays",
                 optimizer.get_type().fully_qualified_name()?
             )));
         }
-        let mut arrays = vec![None; count];
-        for (number, slot) in parameters {
-            arrays[number] = bridge::get(&slot.object);
+        let mut parameters = vec![None; call.parameters.len()];
+        let (mut others, mut new) = (Vec::new(), Vec::new());
+        for ((role, slot), path) in arrays.iter().zip(model.paths(py)) {
+            let Some(now) = bridge::get(&slot.object) else {
+                continue;
+            };
+            match role {
+                Some(Role::Parameter(number)) => parameters[*number] = Some(now),
+                Some(role @ Role::Other(number)) => {
+                    let Some(shown) = array_of(call, *role) else {
+                        continue;
+                    };
+                    if self.compiled && Tensor::of(shown) != Tensor::of(&now) {
+                        return Err(Stop::Untraceable(format!(
+                            "the optimizer ({}) gives {} another shape or dtype",
+                            optimizer.get_type().fully_qualified_name()?,
+                            dotted(&path)
+                        )));
+                    }
+                    if is_other(slot, shown) {
+                        others.push((*number, now));
+                    }
+                }
+                None => new.push(now),
+            }
         }
         let lost = || expected("an update that leaves the model its parameters");
-        let arrays: Option<Vec<Array>> = arrays.into_iter().collect();
-        arrays.ok_or_else(|| Stop::Raised(lost()))
+        let parameters: Option<Vec<Array>> = parameters.into_iter().collect();
+        let parameters = parameters.ok_or_else(|| Stop::Raised(lost()))?;
+        Ok((parameters, others, new))
     }
+}
+
+fn array_of<'a>(call: &UpdateCall<'a>, role: Role) -> Option<&'a Array> {
+    match role {
+        Role::Parameter(number) => call.parameters.get(number),
+        Role::Other(number) => call.others.get(number),
+    }
+}
+
+fn is_other(slot: &Slot<'_>, array: &Array) -> bool {
+    bridge::id(&slot.object) != Some(faststep::engine::array::id(array))
 }

@@ -15,7 +15,11 @@ use super::{
 };
 use crate::{
     mlx::{bridge, classes::is_deque},
-    tree::snapshot::{holds_array, Snapshot},
+    tree::{
+        snapshot::{holds_array, Snapshot},
+        walk::Scope,
+        Tree,
+    },
 };
 
 impl Looked {
@@ -87,6 +91,61 @@ impl Looked {
             Some(object) => refill(&object, copy),
             None => Ok(()),
         }
+    }
+
+    /// The name of a value that is another one now, wherever it stands.
+    pub fn other_value(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let objects = self.bound(py);
+        for (at, node) in self.program.nodes.iter().enumerate() {
+            let same = match &node.expect {
+                _ if node.how == How::Root => true,
+                Expect::Value(_, number) => {
+                    let now = node.find(&objects, &[]);
+                    now.is_some_and(|now| equal(self.values[*number].bind(py), &now))
+                }
+                Expect::Contents(..) => self.has_contents(py, at)?,
+                Expect::Module(tree, _) => {
+                    let module = self.object(at, py);
+                    let now = module.map(|module| Tree::record(&module, Scope::Whole));
+                    let now = now.transpose()?;
+                    now.is_none_or(|(now, _)| tree.difference(&now, py).is_none())
+                }
+                _ => true,
+            };
+            if !same {
+                return Ok(Some(self.program.name(py, at)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The name of an array that is one of these, by their identities.
+    pub fn array_among(&self, ids: &HashSet<usize>, py: Python<'_>) -> Option<String> {
+        let known = self.arrays.ids().iter().enumerate();
+        let mut among = known.filter(|(_, id)| ids.contains(id));
+        among.find_map(|(at, _)| self.named(at, py))
+    }
+
+    // the name of an array, unless it is one of a module, which is looked at as a whole, and no code names it
+    fn named(&self, array: usize, py: Python<'_>) -> Option<String> {
+        let name = self.name(py, array);
+        let node = self.program.arrays().get(array).copied();
+        let of_module = node.map(|at| &self.program.nodes[at].expect);
+        let last = name.rsplit('.').next().unwrap_or_default().to_owned();
+        let is_read = !matches!(of_module, Some(Expect::Module(..)))
+            || self.may_read(vec![last], py).unwrap_or(true);
+        is_read.then_some(name)
+    }
+
+    /// The name of an array that is another one now, but for those that were these.
+    pub fn other_array(&self, but: &HashSet<usize>, py: Python<'_>) -> PyResult<Option<String>> {
+        let spots = self.spots(py)?;
+        let pairs = spots.iter().zip(self.arrays.ids()).enumerate();
+        let mut others = pairs.filter(|(_, (spot, id))| {
+            let now = self.now(spot);
+            !but.contains(id) && now.is_some_and(|now| bridge::id(&now) != Some(**id))
+        });
+        Ok(others.find_map(|(at, _)| self.named(at, py)))
     }
 
     /// Values and objects in cells, globals and attributes of classes that are other ones now: their nodes, and what was there.

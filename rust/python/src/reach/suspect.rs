@@ -626,6 +626,17 @@ impl Suspect {
     }
 }
 
+/// Which of the changes of a model code may read; also where that cannot be told.
+pub fn read_of(changes: &[Change], by: &Looked, py: Python<'_>) -> PyResult<Option<String>> {
+    for change in changes {
+        let name = change.name(py, by);
+        if name.is_empty() || by.may_read(vec![name], py)? {
+            return Ok(Some(change.shown(py)));
+        }
+    }
+    Ok(None)
+}
+
 /// The most items that a list is tried with beyond those that it has.
 const MAX_ADDED: usize = 100_000;
 

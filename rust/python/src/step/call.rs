@@ -59,7 +59,7 @@ impl Inner {
             let (mut output, new) = outcome?;
             let shown = Instant::now();
             leave_out_missed(py, store, &given, &mut output.batch)?;
-            store.take_output(py, &prepared, &output.batch)?;
+            store.take_output(py, &prepared, &output)?;
             if self.traces.last().is_some_and(|last| last.trace.is_eager()) {
                 let skipped = output.batch.skipped.as_ref();
                 skipped.map_or(Ok(()), |it| leave_as_before(py, &given.looked, it))?;
@@ -109,6 +109,15 @@ impl Inner {
             let message = format!("this step is not replayed as a CUDA graph: {reason}");
             self.told = Some(reason.to_owned());
             warn(py, &message)?;
+        }
+        if let Some(name) = self.late.take() {
+            warn(
+                py,
+                &format!(
+                    "a schedule of the optimizer may read {name}, which the loss changes: it is called before the loss, and finds what \
+                     the step before has left. Change that between the steps"
+                ),
+            )?;
         }
         if let Some(message) = store.lazy.message() {
             warn(py, &message)?;

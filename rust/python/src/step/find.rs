@@ -75,7 +75,9 @@ impl Inner {
                 .is_none()
             {
                 self.check_rare(given, &key, py)?;
-                let recipe = self.recipe(store, &key, 0)?;
+                let host = matches!(rule, Rule::Host);
+                let others = if host { store.others.len() } else { 0 };
+                let recipe = self.recipe(store, &key, others)?;
                 let trace = Trace::new(recipe, self.host.clone(), self.compiling());
                 let max_traces = self.options.max_traces;
                 self.traces

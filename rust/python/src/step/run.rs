@@ -515,7 +515,11 @@ impl Inner {
             positions: None,
             moving: self.read.moving().map(|moving| moving.clone_ref(py)),
             taken: None,
-            of_update: self.read.looked().cloned(),
+            of_update: matches!(store.rule, Some(Rule::Host))
+                .then(|| self.read.looked().cloned())
+                .flatten(),
+            of_schedules: self.of_schedules.clone(),
+            late: None,
             probe: self.probe,
             stop: None,
             template: None,
@@ -549,6 +553,9 @@ impl Inner {
         self.swapped = current.swapped;
         let of_update = current.taken.take();
         self.read.let_go();
+        if current.late.is_some() {
+            (self.of_schedules, self.late) = (None, current.late);
+        }
         if !self.compiled && self.probe == Some(true) && current.stop.is_none() {
             self.probe = None;
             let drawn = std::mem::take(&mut current.suspect.drawn).join(", ");

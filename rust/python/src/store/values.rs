@@ -1,7 +1,7 @@
 //! Exchange of values between the engine and the user's objects.
 use std::rc::Rc;
 
-use faststep::engine::{Outputs, Role, Tensor};
+use faststep::engine::{Output, Role, Tensor};
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
@@ -17,10 +17,11 @@ impl Store {
         &mut self,
         py: Python<'_>,
         prepared: &Prepared<'_>,
-        output: &Outputs,
+        output: &Output,
     ) -> PyResult<()> {
         let signature = self.signature()?;
-        for (index, array) in &output.others {
+        let of_update = output.update.iter().flat_map(|update| &update.others);
+        for (index, array) in output.batch.others.iter().chain(of_update) {
             let slots = prepared.model.iter().zip(signature.roles.iter());
             let mut found = slots.filter(|(_, (role, _))| *role == Role::Other(*index));
             if let Some((slot, _)) = found.next() {
@@ -35,7 +36,7 @@ impl Store {
                 }
             }
         }
-        if let Some(key) = &output.key {
+        if let Some(key) = &output.batch.key {
             let keys = self.key_list.bind(py);
             keys.set_item(0, bridge::wrap(py, key)?)?;
         }

@@ -197,8 +197,8 @@ impl<'a> Body<'a> {
         read
     }
 
-    // the outputs of a batch beside the update: buffers, loss scale, the skip flag
-    fn finish_outputs(
+    // the buffers of a good step, or those from before
+    fn choose_others(
         &self,
         inputs: &Inputs,
         good: Option<&Array>,
@@ -214,6 +214,17 @@ impl<'a> Body<'a> {
                 }
             } // else the host leaves it out where the batch was skipped
         }
+        Ok(())
+    }
+
+    // the outputs of a batch beside the update: buffers, loss scale, the skip flag
+    fn finish_outputs(
+        &self,
+        inputs: &Inputs,
+        good: Option<&Array>,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
+        self.choose_others(inputs, good, outputs)?;
         if outputs.skipped.is_none() {
             outputs.skipped = good.map(Array::logical_not).transpose()?;
         }

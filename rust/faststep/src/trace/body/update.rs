@@ -24,10 +24,15 @@ impl Body<'_> {
     ) -> Result<()> {
         let weights = self.weights(inputs, rebound)?;
         let key = outputs.key.as_ref().or(inputs.rest.first());
-        let updated = self.updated(inputs, rule, (gradients, &weights), key, good)?;
+        let given = (gradients, &weights[..]);
+        let updated = self.updated(inputs, rule, given, &outputs.others, key, good)?;
         let mut new = updated.parameters;
         outputs.state.extend(updated.state);
         outputs.kept.extend(updated.kept);
+        let set = |(index, _): &(usize, Array)| updated.others.iter().any(|(at, _)| at == index);
+        outputs.others.retain(|left| !set(left));
+        outputs.others.extend(updated.others);
+        outputs.others.sort_by_key(|(index, _)| *index);
         if updated.key.is_some() {
             outputs.key = updated.key;
         }
@@ -95,11 +100,13 @@ impl Body<'_> {
         self.recipe.places.master(&self.recipe.layout, buffer)
     }
 
+    // `left`: other arrays to which the loss has assigned
     fn updated(
         &self,
         inputs: &Inputs,
         rule: &Rule,
         (gradients, weights): (&[Array], &[Array]),
+        left: &Rebound,
         key: Option<&Array>,
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
@@ -130,10 +137,15 @@ impl Body<'_> {
             Some(flag) if self.reads(flag)? => None,
             _ => good,
         };
+        let mut others = inputs.others.to_vec();
+        for (index, array) in left {
+            others[*index] = array.clone();
+        }
         let mut output = rule.update(UpdateCall {
             gradients,
             parameters: weights,
             state,
+            others: &others,
             key,
         })?;
         for (new, old) in output.parameters.iter_mut().zip(weights) {

@@ -84,6 +84,7 @@ impl Body<'_> {
             gradients = clip::by_value(&gradients, max_value)?;
         }
         self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
+        self.choose_others(inputs, Some(&good), &mut outputs)?;
         outputs.skipped = Some(good.logical_not()?);
         // depends on the total, so that it is an output of this step and not a constant
         let closed = Array::from_f32(CLOSED);
