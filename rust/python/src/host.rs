@@ -116,7 +116,8 @@ pub struct Current {
     pub taken: Option<Vec<String>>,
     /// Reason for which the trace ended early.
     pub stop: Option<Stop>,
-    /// Structure that the loss returned, with holes for its arrays.
+    /// Structure that the loss returned, with holes for its arrays; behind the loss, in a tuple with the numbers and texts of each
+    /// dict, list or tuple that it has put in the place of another one.
     pub template: Option<Py<PyAny>>,
 }
 
@@ -264,7 +265,12 @@ impl PythonHost {
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
-                    current.written = reached.read(py, &mut left)?;
+                    let (written, values) = reached.read(py, &mut left)?;
+                    current.written = written;
+                    if let Some(returned) = current.template.take() {
+                        let made = (returned, PyTuple::new(py, values)?).into_pyobject(py)?;
+                        current.template = Some(made.into_any().unbind());
+                    }
                     let done = (&slots[..], &left, &snapshot);
                     current.check_read(py, done, of_schedules.as_ref())?;
                     if current.compiled {

@@ -99,7 +99,8 @@ struct Inner {
     of_schedules: Option<Rc<RefCell<Reach>>>,
     /// What the loss changes of that, until the warning.
     late: Option<String>,
-    /// Structure that the loss of the call's trace returned, with holes for its arrays.
+    /// Structure that the loss of the call's trace returned, with holes for its arrays, and the numbers and texts of what it
+    /// has replaced.
     template: Option<Py<PyAny>>,
     steps: usize,
     updates: usize,

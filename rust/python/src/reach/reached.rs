@@ -3,7 +3,7 @@ use std::{collections::HashSet, rc::Rc};
 
 use faststep::engine::Left;
 use mlx_rs::Array;
-use pyo3::{intern, prelude::*};
+use pyo3::{intern, prelude::*, types::PyTuple};
 
 use super::{
     looked::Spot,
@@ -110,26 +110,31 @@ impl<'py> Reached<'py> {
         traced.map_or(&[], |traced| &others[traced.first + traced.tracers.len()..])
     }
 
-    /// Read off what the loss has assigned.
+    /// Read off what the loss has assigned: with it, the numbers and texts of each dict, list or tuple that it replaces.
     ///
     /// # Errors
     /// When a value is found that a trace cannot repeat.
-    pub fn read(&self, py: Python<'py>, left: &mut Left) -> Result<Written, Stop> {
+    pub fn read(
+        &self,
+        py: Python<'py>,
+        left: &mut Left,
+    ) -> Result<(Written, Vec<Bound<'py, PyTuple>>), Stop> {
         let Some(traced) = &self.traced else {
             let spots = self.looked.spots(py)?;
             let arrays = spots.iter().filter_map(|spot| self.looked.now(spot));
             let arrays = arrays.filter_map(|object| bridge::get(&object));
             left.kept
                 .extend(arrays.filter(faststep::engine::array::is_lazy));
-            return Ok(Written::default());
+            return Ok((Written::default(), Vec::new()));
         };
         let mut written = Written::default();
-        let mut placed = Placed::new();
-        for (node, objects) in self.looked.replaced(py, traced.reshapes)? {
-            let numbers: Vec<_> = objects.iter().map(|(number, _)| *number).collect();
-            let above = self.looked.program.above(node, numbers[0]);
+        let (mut placed, mut values) = (Placed::new(), Vec::new());
+        for replaced in self.looked.replaced(py, traced.reshapes)? {
+            let numbers: Vec<_> = replaced.arrays.iter().map(|(number, _)| *number).collect();
+            let above = self.looked.program.above(replaced.node, numbers[0]);
             written.replaced.push((above, numbers));
-            for (number, object) in objects {
+            values.push(replaced.values);
+            for (number, object) in replaced.arrays {
                 let array = bridge::get(&object);
                 left.others
                     .extend(array.map(|array| (traced.first + number, array)));
@@ -177,7 +182,7 @@ impl<'py> Reached<'py> {
         left.others.sort_by_key(|(number, _)| *number);
         placed.sort_by_key(|(number, _)| *number);
         written.note_objects(&placed, &traced.spots);
-        Ok(written)
+        Ok((written, values))
     }
 
     // nothing has come to be reached that the trace does not know, and no array has gone
@@ -311,13 +316,14 @@ impl<'py> Reached<'py> {
 }
 
 impl Looked {
-    /// Show what a step has made of the arrays that the loss reaches: `outputs` by number among all other arrays.
+    /// Show what a step has made of the arrays that the loss reaches: `outputs` by number among all other arrays; `values`: of
+    /// each dict, list or tuple that is replaced.
     pub fn show(
         &self,
         py: Python<'_>,
         outputs: &[(usize, Array)],
         first: usize,
-        written: &Written,
+        (written, values): (&Written, Option<&Bound<'_, PyTuple>>),
     ) -> PyResult<()> {
         let outputs = outputs.iter().filter(|(index, _)| *index >= first);
         let outputs = outputs.map(|(index, array)| (index - first, array.clone()));
@@ -353,9 +359,11 @@ impl Looked {
         for (number, object) in placed.iter().filter(|(it, _)| !replaced.contains(it)) {
             self.put(&spots[*number], object)?;
         }
-        for (above, numbers) in &written.replaced {
+        for (at, (above, numbers)) in written.replaced.iter().enumerate() {
             if let Some(node) = self.program.over(numbers[0], *above) {
-                self.replace(py, node, &placed)?;
+                let values = values.and_then(|values| values.get_item(at).ok());
+                let values = values.and_then(|values| values.cast_into().ok());
+                self.replace(py, node, &placed, values.as_ref())?;
             }
         }
         Ok(())

@@ -9,7 +9,6 @@ use pyo3::{
 use super::{
     looked::Looked,
     node::{Expect, How, Met},
-    seen::equal,
     stop::{another, Stop},
     Program,
 };
@@ -18,6 +17,22 @@ use faststep::engine::Tensor;
 
 /// Array objects that a loss has put somewhere, with the numbers of the arrays in whose places they are.
 pub(super) type Placed<'py> = Vec<(usize, Bound<'py, PyAny>)>;
+
+/// A dict, list or tuple in whose place a loss has put another one.
+pub(super) struct Replaced<'py> {
+    /// Its node.
+    pub node: usize,
+    /// The arrays of the new one.
+    pub arrays: Placed<'py>,
+    /// Its numbers and texts, in the order of their nodes.
+    pub values: Bound<'py, PyTuple>,
+}
+
+#[derive(Default)]
+struct Items<'py> {
+    arrays: Placed<'py>,
+    values: Vec<Bound<'py, PyAny>>,
+}
 
 impl Program {
     // the number of the first array of each node, or of the next one behind it
@@ -59,13 +74,13 @@ impl Program {
 }
 
 impl Looked {
-    /// Dicts, lists and tuples in whose place the loss has put another one of the same form, by node, and the arrays in
-    /// each. The old ones are put back. `reshapes`: the arrays may have other shapes.
+    /// Dicts, lists and tuples in whose place the loss has put another one of the same form. The old ones are put back.
+    /// `reshapes`: the arrays may have other shapes.
     pub(super) fn replaced<'py>(
         &self,
         py: Python<'py>,
         reshapes: bool,
-    ) -> Result<Vec<(usize, Placed<'py>)>, Stop> {
+    ) -> Result<Vec<Replaced<'py>>, Stop> {
         let objects = self.bound(py);
         let firsts = self.program.firsts();
         let mut replaced = Vec::new();
@@ -77,10 +92,11 @@ impl Looked {
             let Some(now) = now else {
                 continue;
             };
-            let mut arrays = Vec::new();
-            if !self.has_form(at, &now, &firsts, &mut arrays) || arrays.is_empty() {
+            let mut items = Items::default();
+            if !self.has_form(at, &now, &firsts, &mut items) || items.arrays.is_empty() {
                 continue;
             }
+            let Items { arrays, values } = items;
             for (number, object) in arrays.iter().filter(|_| !reshapes) {
                 let array = bridge::get(object);
                 let array =
@@ -91,19 +107,23 @@ impl Looked {
                 }
             }
             if node.put(&objects, &old)? {
-                replaced.push((at, arrays));
+                replaced.push(Replaced {
+                    node: at,
+                    arrays,
+                    values: PyTuple::new(py, values)?,
+                });
             }
         }
         Ok(replaced)
     }
 
-    // true if an object is made up as the one of a node is, but for its arrays, which are gathered
+    // true if an object is made up as the one of a node is, but for its arrays, numbers and texts, which are gathered
     fn has_form<'py>(
         &self,
         at: usize,
         now: &Bound<'py, PyAny>,
         firsts: &[usize],
-        arrays: &mut Placed<'py>,
+        items: &mut Items<'py>,
     ) -> bool {
         let py = now.py();
         let Some(met) = Met::new(now.clone(), &self.program.nodes[at]) else {
@@ -126,25 +146,31 @@ impl Looked {
                 match &node.expect {
                     Expect::Array => {
                         let is_array = bridge::get(&item).is_some();
-                        arrays.push((firsts[child], item));
+                        items.arrays.push((firsts[child], item));
                         is_array
                     }
-                    Expect::Container(..) => self.has_form(child, &item, firsts, arrays),
-                    Expect::Value(_, number) => equal(self.values[*number].bind(py), &item),
+                    Expect::Container(..) => self.has_form(child, &item, firsts, items),
+                    Expect::Value(..) => {
+                        let fits = node.fits_value(&item);
+                        items.values.push(item);
+                        fits
+                    }
                     _ => self.object(child, py).is_some_and(|old| old.is(&item)),
                 }
             })
     }
 
-    /// Put a copy with other array objects, by number, in the place of the dict, list or tuple of a node.
+    /// Put a copy with other array objects, by number, and with other values in the place of the dict, list or tuple of a node.
     pub(super) fn replace<'py>(
         &self,
         py: Python<'py>,
         at: usize,
         arrays: &Placed<'py>,
+        values: Option<&Bound<'py, PyTuple>>,
     ) -> PyResult<()> {
         let objects = self.bound(py);
-        let copy = self.copy_with(py, at, &self.program.firsts(), arrays)?;
+        let mut values = values.into_iter().flatten();
+        let copy = self.copy_with(py, at, &self.program.firsts(), arrays, &mut values)?;
         self.program.nodes[at].put(&objects, &copy)?;
         Ok(())
     }
@@ -155,6 +181,7 @@ impl Looked {
         at: usize,
         firsts: &[usize],
         arrays: &Placed<'py>,
+        values: &mut dyn Iterator<Item = Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let old = self.object(at, py).ok_or_else(missing)?;
@@ -167,7 +194,8 @@ impl Looked {
                     let made = made.map(|(_, object)| object.clone());
                     made.or_else(|| self.object(child, py))
                 }
-                Expect::Container(..) => Some(self.copy_with(py, child, firsts, arrays)?),
+                Expect::Container(..) => Some(self.copy_with(py, child, firsts, arrays, values)?),
+                Expect::Value(..) => values.next().or_else(|| self.object(child, py)),
                 _ => self.object(child, py),
             };
             items.push((node, item.ok_or_else(missing)?));

@@ -15,7 +15,7 @@ pub struct Seen {
     values: Rc<Vec<Py<PyAny>>>,
     /// The constants that the trace takes as inputs.
     pub constants: Vec<Array>,
-    /// Structure that the loss returned, with holes for its arrays.
+    /// Structure that the loss returned, with holes for its arrays, and the numbers and texts of what it has replaced.
     pub template: Option<Py<PyAny>>,
     /// What the loss adds to numbers of its own in a call with these numbers.
     pub adds: Rc<Vec<Advance>>,

@@ -70,7 +70,11 @@ impl Inner {
             }
             if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
                 let (others, first) = (&output.batch.others, store.others.len());
-                given.looked.show(py, others, first, &last.kept.written)?;
+                let template = self.template.as_ref();
+                let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
+                let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
+                let written = (&last.kept.written, values.as_ref());
+                given.looked.show(py, others, first, written)?;
             }
             if new {
                 store.check_layout(py)?;
@@ -354,9 +358,11 @@ impl Inner {
 
     // the loss function's return value with the arrays of this step
     fn returned<'py>(&self, py: Python<'py>, output: &Outputs) -> PyResult<Bound<'py, PyAny>> {
-        match self.template.as_ref().map(|template| template.bind(py)) {
-            Some(template) if !bridge::is_array(template) => {
-                fill(template, output.loss.iter().chain(&output.aux))
+        let template = self.template.as_ref();
+        let returned = template.map(|it| it.bind(py).get_item(0)).transpose()?;
+        match returned {
+            Some(returned) if !bridge::is_array(&returned) => {
+                fill(&returned, output.loss.iter().chain(&output.aux))
             }
             _ => match &output.loss {
                 Some(loss) => bridge::wrap(py, loss),
