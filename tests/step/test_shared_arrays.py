@@ -10,7 +10,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from faststep import Step
+from faststep import Step, profile
 from mlx.utils import tree_map
 from support.beside import Box
 from support.helpers import snapshot
@@ -271,3 +271,22 @@ def test_a_schedule_that_reads_what_the_loss_leaves(compiled: bool) -> None:
                 losses.append(loss.item())
         results.append((losses, left(model), step))
     compare(results[0], results[1][:2])
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_such_a_step_is_planned_and_profiled_and_flushed(compiled: bool, window: int) -> None:
+    model, loss_fn, optimizer = build(TRACED["sets"])
+    step, (first, *rest) = Step(model, optimizer, loss_fn, compile=compiled, accumulate=window), batches()
+    assert step.memory_plan(*first).peak > 0
+    step(*first)
+    assert step.flush() == (window > 1)
+    reference, _, plain = build(TRACED["sets"])
+    _, gradients = nn.value_and_grad(reference, loss_fn)(reference, *first)
+    plain.update(reference, gradients)
+    np.testing.assert_allclose(np.array(model._spread), np.array(reference._spread), rtol=1e-5)
+    with profile(step) as found:
+        found.measure(*first)
+        for each in rest[:window]:
+            step(*each)
+    assert f"{window} steps" in str(found)

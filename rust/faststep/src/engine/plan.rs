@@ -53,9 +53,8 @@ impl Engine {
 
     // the graph of a batch's part, and that of the update by a window where it is another one
     pub(super) fn build_parts(traces: &mut [&mut Trace], inputs: &Inputs) -> Result<Vec<Outputs>> {
-        let own = Inputs::from(inputs.own.clone());
-        let inputs = iter::once(inputs).chain(iter::repeat(&own));
-        let parts = traces.iter_mut().zip(inputs);
+        let all = inputs_of(traces, inputs);
+        let parts = traces.iter_mut().zip(&all);
         parts.map(|(trace, inputs)| build(trace, inputs)).collect()
     }
 
@@ -93,4 +92,16 @@ impl Engine {
         });
         planned.map_err(Error::Trace)
     }
+}
+
+// the inputs of a batch's part, and of an update by a window
+pub(super) fn inputs_of(traces: &[&mut Trace], inputs: &Inputs) -> Vec<Inputs> {
+    let of = |(part, trace): (usize, &&mut Trace)| Inputs {
+        own: inputs.own.clone(),
+        call: match part {
+            0 => inputs.call.clone(),
+            _ => inputs.call.of_update(trace.recipe.others, &[]),
+        },
+    };
+    traces.iter().enumerate().map(of).collect()
 }

@@ -3,7 +3,12 @@ use std::{collections::HashMap, iter};
 
 use mlx_rs::error::Result as MlxResult;
 
-use super::{evaluate::evaluate, plan::PlannedCalls, run::build, Engine, Owner};
+use super::{
+    evaluate::evaluate,
+    plan::{inputs_of, PlannedCalls},
+    run::build,
+    Engine, Owner,
+};
 use crate::{
     error::{Error, Result},
     memory,
@@ -64,9 +69,8 @@ impl Engine {
         let parts = (&*traces, &outputs[..]);
         let held = self.planned(parts, &inputs.all(), others, calls, memory::by_operation)?;
         let mut found = Vec::new();
-        let own = Inputs::from(inputs.own.clone());
-        let inputs = iter::once(inputs).chain(iter::repeat(&own));
-        for ((trace, outputs), inputs) in traces.iter_mut().zip(outputs).zip(inputs) {
+        let all = inputs_of(traces, inputs);
+        for ((trace, outputs), inputs) in traces.iter_mut().zip(outputs).zip(&all) {
             found.extend(least_of(trace, outputs, inputs, owner)?);
         }
         hold(&mut found, &held);
