@@ -121,3 +121,21 @@ def test_options_out_of_range_are_refused(options: dict[str, Tree], text: str) -
     row = Row("mlp", "adamw")
     with pytest.raises(ValueError, match=text):
         fast_step(*row.new(), cross_entropy, *row.case.batches(1)[0], **options)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_bad_batch_that_runs_uncompiled_once_leaves_what_the_loss_reaches(compiled: bool) -> None:
+    kept: dict[str, mx.array] = {"mean": mx.zeros(3)}
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        y = model(x)
+        kept["mean"] = 0.9 * kept["mean"] + 0.1 * mx.stop_gradient(y.mean(0))
+        if len(x) == 3:
+            kept["last"] = mx.stop_gradient(y.mean(0))  # a new array: the trace of this shape is made at the next call
+        return mx.square(y).mean()
+
+    step = Step(nn.Linear(4, 3), optim.SGD(0.01), loss_fn, compile=compiled)
+    step(mx.ones((2, 4)))
+    before = kept["mean"].tolist()
+    assert step(mx.full((3, 4), float("nan"))).skipped
+    assert kept["mean"].tolist() == before

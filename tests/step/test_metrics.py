@@ -102,3 +102,108 @@ def test_numbers_and_texts_among_metrics_are_those_of_the_call(name: str) -> Non
 )
 def test_what_the_loss_counts_itself_is_right_among_metrics(name: str) -> None:
     compare(COUNTED[name])
+
+
+class Keeping(nn.Module):
+    """A linear layer that keeps what it has seen in a new dict or list at each call."""
+
+    def __init__(self, form: Callable[[mx.array, Any], Any]) -> None:
+        super().__init__()
+        self.linear, self._seen, self._form = nn.Linear(4, 3), None, form
+        self._beta, self._phase = 0.0, "warm up"
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.linear(x)
+        self._seen = self._form(y, self)
+        return y
+
+
+def appended(y: mx.array, _: Any) -> Any:
+    kept: list[mx.array] = []
+    kept.append(y.mean())
+    kept.append(y)
+    return kept
+
+
+ON_MODEL: dict[str, Callable[[mx.array, Any], Any]] = {
+    "dict": lambda y, _: {"mean": y.mean(), "max": mx.abs(y).max()},
+    "list": lambda y, _: [y.mean(), y],
+    "appended": appended,
+    "nested": lambda y, _: {"in": {"mean": y.mean(), "all": [y, 2 * y]}, "out": [y.max()]},
+    "with constants": lambda y, _: {"mean": y.mean(), "width": y.shape[-1], "name": "layer"},
+    "with numbers that change": lambda y, it: {"mean": y.mean(), "beta": it._beta, "phase": [it._phase, y.min()]},
+    "with the weight": lambda y, it: {"weight": it.linear.weight, "mean": y.mean()},
+    "tuple": lambda y, _: (y.mean(), y),
+}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ON_MODEL)
+def test_a_dict_or_list_that_the_model_replaces(name: str, layers: int, window: int) -> None:
+    results = []
+    for fast in (True, False):
+        mx.random.seed(1)
+        model = nn.Sequential(*(Keeping(ON_MODEL[name]) for _ in range(layers)))
+        if layers == 2:
+            model.layers[1].linear = nn.Linear(3, 3)
+        optimizer = optim.SGD(0.05)
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            loss: mx.array = mx.square(model(x) - 1).mean()
+            seen = model.layers[0]._seen
+            return loss + 0.1 * seen["mean"] if isinstance(seen, dict) and "mean" in seen else loss
+
+        step = Step(model, optimizer, loss_fn, accumulate=window)
+        gradients_of, sums = nn.value_and_grad(model, loss_fn), None
+        drawn, losses, read, kept = np.random.default_rng(0), [], [], []
+        for number in range(16):
+            for layer in model.layers:
+                layer._beta, layer._phase = min(1.0, number / 6), "warm up" if number < 6 else "steady"
+            x = mx.array(drawn.normal(size=(5, 4)).astype("float32"))
+            if fast:
+                losses.append(step(x).loss.item())
+            else:
+                loss, gradients = gradients_of(model, x)
+                sums = gradients if sums is None else tree_map(mx.add, sums, gradients)
+                if number % window == window - 1:
+                    optimizer.update(model, tree_map(lambda each: each / window, sums))
+                    sums = None
+                losses.append(loss.item())
+                mx.eval(model.state, optimizer.state)
+            read.append([listed(layer._seen) for layer in model.layers])
+            kept.append([layer._seen for layer in model.layers])
+        results.append(leaves([losses, read, [listed(each) for each in kept], listed(model.parameters())]))
+        if fast:
+            assert (step.stats.mode, step.stats.traced <= 12) == ("native", True)
+    for ours, theirs in zip(*results, strict=True):
+        assert type(ours) is type(theirs)
+        assert ours == (pytest.approx(theirs, rel=1e-4, abs=1e-6) if isinstance(theirs, float) else theirs)
+
+
+def listed(tree: Any) -> Any:
+    return tree_map(lambda each: each.tolist() if isinstance(each, mx.array) else each, tree)
+
+
+@pytest.mark.parametrize("place", ["model", "dict on the model", "object"])
+def test_a_number_that_comes_again_is_left_where_the_loss_leaves_it(place: str) -> None:
+    trainer = Trainer(lambda kl, it: None)
+    model = nn.Linear(4, 3)
+    model._kept = {}
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if place == "model":
+            model._last = trainer.beta
+        elif place == "dict on the model":
+            model._kept["last"] = trainer.beta
+        else:
+            trainer.phase = trainer.beta  # type: ignore[assignment]
+        return mx.square(model(x) * trainer.beta).mean()
+
+    step = Step(model, optim.SGD(0.05), loss_fn)
+    for number in range(30):
+        trainer.beta = float(number % 6)
+        step(mx.ones((2, 4)))
+        left = {"model": lambda: model._last, "dict on the model": lambda: model._kept["last"]}
+        assert left.get(place, lambda: trainer.phase)() == trainer.beta
+    assert step.stats.mode == "native"

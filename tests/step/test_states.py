@@ -126,12 +126,8 @@ def test_a_model_keeps_its_state(kind: Callable[[Hidden], Any], begin: bool) -> 
                 model._state = first
             yield [step(x), dict(model), optimizer.state]
 
-    if kind in (list, as_dict):
-        with pytest.warns(RuntimeWarning, match="cannot be compiled: it stores a new array on the model: _state"):
-            assert compare(run).stats.mode == "plain"
-    else:
-        step = compare(run)
-        assert (step.stats.mode, len(step.stats.traces)) == ("native", 1)
+    step = compare(run)
+    assert (step.stats.mode, len(step.stats.traces)) == ("native", 1)
 
 
 def closure(way: Callable[..., Way]) -> Iterator[Tree]:

@@ -4,6 +4,7 @@
 //! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
 mod loss_graph;
+pub mod on_model;
 mod read;
 pub mod shown;
 mod update;
@@ -263,14 +264,11 @@ impl PythonHost {
             Ok((_, done)) if done.is_ok() || self.has_sketched() => {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
+                let renewed = current.taken_back(&snapshot, &slots)?;
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
-                    let (written, values) = reached.read(py, &mut left)?;
-                    current.written = written;
-                    if let Some(returned) = current.template.take() {
-                        let made = (returned, PyTuple::new(py, values)?).into_pyobject(py)?;
-                        current.template = Some(made.into_any().unbind());
-                    }
+                    let read = reached.read(py, &mut left)?;
+                    current.note_written(py, read, renewed)?;
                     let done = (&slots[..], &left, &snapshot);
                     current.check_read(py, done, of_schedules.as_ref())?;
                     if current.compiled {

@@ -6,7 +6,7 @@ use mlx_rs::{error::Exception, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyDict, PyTuple},
 };
 
 use super::{
@@ -22,7 +22,6 @@ use crate::{
         paths::dotted,
         rebuild::rebuild,
         slot::{Place, Slot},
-        text::text,
         Tree,
     },
 };
@@ -95,41 +94,6 @@ impl Swapped {
         }
         self.parent.bind(py).set_item(self.key, new)
     }
-}
-
-// the place of a container of the model, by its path; none in a tuple
-fn place_of<'py>(
-    model: &Bound<'py, PyAny>,
-    path: &[String],
-    container: usize,
-) -> Option<Place<'py>> {
-    let mut place = None;
-    let mut object = model.clone();
-    for part in path {
-        let next = match object.cast::<PyList>() {
-            Ok(list) => Some(Place::List(list.clone(), part.parse().ok()?)),
-            Err(_) => [
-                object.cast::<PyDict>().ok().cloned(),
-                bridge::attributes(&object),
-            ]
-            .into_iter()
-            .flatten()
-            .find_map(|dict| {
-                let key = dict.keys().iter().find(|key| text(key) == *part)?;
-                Some(Place::Dict(dict, key))
-            }),
-        };
-        place = next;
-        object = match place.as_ref() {
-            Some(place) => place.get().ok()??,
-            None => object
-                .cast::<PyTuple>()
-                .ok()?
-                .get_item(part.parse().ok()?)
-                .ok()?,
-        };
-    }
-    place.filter(|_| object.as_ptr().addr() == container)
 }
 
 // true if these are the very same objects
@@ -232,7 +196,11 @@ impl Current {
             }
             let containers = slot.place.object().zip(there.place.object());
             let parts = path.split_last().map(|(_, parts)| parts);
-            let place = parts.and_then(|parts| place_of(model, parts, container(there)));
+            let place = parts.and_then(|parts| Place::at(model, parts));
+            let place = place.filter(|place| {
+                let object = place.get().ok().flatten();
+                object.is_some_and(|object| object.as_ptr().addr() == container(there))
+            });
             let (Some((old, new)), Some(place)) = (containers, place) else {
                 return Err(Stop::Raised(PyValueError::new_err(format!(
                     "the loss function: it puts another tuple in the place of the one on the model that {} is in, which is \

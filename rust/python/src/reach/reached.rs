@@ -13,6 +13,7 @@ use super::{
     Looked,
 };
 use crate::{
+    host::on_model::Renewed,
     mlx::bridge,
     tree::{snapshot::Snapshot, text::text},
 };
@@ -30,6 +31,8 @@ pub struct Written {
     moved: Vec<(usize, usize)>,
     /// Arrays in whose places it puts the object that it puts in the place of another one too.
     doubled: Vec<(usize, usize)>,
+    /// Dicts and lists of the model that it replaces.
+    pub on_model: Vec<Renewed>,
 }
 
 impl Written {

@@ -11,8 +11,8 @@ use pyo3::{
 use super::{
     arguments::Arguments,
     flags::{is_true, read},
-    run::Given,
-    trace_cache::warn,
+    run::{Given, PLAIN},
+    trace_cache::{warn, Entry},
     Inner, Returned,
 };
 use crate::{
@@ -59,21 +59,22 @@ impl Inner {
             let (mut output, new) = outcome?;
             let shown = Instant::now();
             leave_out_missed(py, store, &given, &mut output.batch)?;
-            store.take_output(py, &prepared, &output)?;
-            if self.traces.last().is_some_and(|last| last.trace.is_eager()) {
+            let swapped = std::mem::take(&mut self.swapped);
+            let last = self.stood();
+            let template = self.template.as_ref();
+            let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
+            let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
+            let written = last.map(|last| (&last.kept.written, values.as_ref()));
+            store.take_output(&user.model, &prepared, &output, written)?;
+            if last.is_none() {
                 let skipped = output.batch.skipped.as_ref();
                 skipped.map_or(Ok(()), |it| leave_as_before(py, &given.looked, it))?;
             }
-            let swapped = std::mem::take(&mut self.swapped).into_iter();
             if task != Task::Gradients {
-                swapped.rev().try_for_each(|it| it.settle(py))?;
+                swapped.into_iter().rev().try_for_each(|it| it.settle(py))?;
             }
-            if let Some(last) = self.traces.last().filter(|last| !last.trace.is_eager()) {
+            if let Some(written) = written {
                 let (others, first) = (&output.batch.others, store.others.len());
-                let template = self.template.as_ref();
-                let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
-                let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
-                let written = (&last.kept.written, values.as_ref());
                 given.looked.show(py, others, first, written)?;
             }
             if new {
@@ -132,9 +133,14 @@ impl Inner {
         Ok(taken)
     }
 
+    // the trace that has stood for the last call; none where that was uncompiled, which may have left its own by now
+    fn stood(&self) -> Option<&Entry> {
+        self.traces.last().filter(|_| self.mode != PLAIN)
+    }
+
     // keep how far the numbers of the model have come that the loss counts in
     fn note_counts(&mut self, py: Python<'_>) -> PyResult<()> {
-        let last = self.traces.last().filter(|last| !last.trace.is_eager());
+        let last = self.stood();
         let adds = last.map_or_else(Rc::default, |last| last.kept.adds.clone());
         let of_model = || adds.iter().filter(|add| add.is_of_model());
         self.counts = match of_model().next() {
@@ -158,7 +164,7 @@ impl Inner {
 
     // the keys that the loss takes out of dicts among its arguments, where its trace has stood for the call
     fn taken_out(&self) -> Rc<TakenOut> {
-        let last = self.traces.last().filter(|last| !last.trace.is_eager());
+        let last = self.stood();
         last.map_or_else(Rc::default, |last| last.kept.taken_out.clone())
     }
 

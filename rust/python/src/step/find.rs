@@ -155,7 +155,7 @@ impl Inner {
         let fits = |entry: &Entry| {
             is_of(entry, &key, &looked, py)
                 && holds(entry, py, &looked, &counted)
-                && entry.kept.leaves(&store.places, py)
+                && entry.kept.leaves(&store.places, &looked, py)
         };
         if let Some(entry) = self.traces.use_again(fits) {
             self.reach.change();
@@ -297,7 +297,8 @@ impl Inner {
             let (to_reached, reached) = leave(sketch.reached, py)?;
             if !store.places.is_empty() {
                 let number = self.traces.last().map(|last| last.number);
-                let keep = |number| self.traces.keep_set(number, &store.places, py);
+                let looked = &given.looked;
+                let keep = |number| self.traces.keep_set(number, &store.places, looked, py);
                 number.map_or(Ok(()), keep)?;
                 store.accept_model(&user.model, || Ok(()))?;
             }

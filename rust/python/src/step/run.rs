@@ -59,6 +59,9 @@ const NO_KERNEL: [(&str, &str); 4] = [
 /// The most batches in a row that store arrays where there were none and run uncompiled, before a step stays so.
 const MAX_STORES: usize = 8;
 
+/// The way of a call without a trace.
+pub(super) const PLAIN: &str = "plain";
+
 /// The most traces of which a loss that changes numbers itself is looked at once more.
 pub(super) const MAX_CHECKS: usize = 4;
 
@@ -329,12 +332,12 @@ impl Inner {
     fn note_mode(&mut self, store: &Store, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
         let eager = self.traces.last().is_none_or(|e| e.trace.is_eager());
         let mode = match (eager, &store.rule) {
-            (true, _) => "plain",
+            (true, _) => PLAIN,
             (false, Some(Rule::Native(_))) => "native",
             (false, _) => "traced",
         };
         if std::mem::replace(&mut self.mode, mode) == mode
-            && (mode != "plain" || (self.reason.is_some() && self.reason == self.fallen))
+            && (mode != PLAIN || (self.reason.is_some() && self.reason == self.fallen))
         {
             return Ok(());
         }

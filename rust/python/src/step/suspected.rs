@@ -267,7 +267,7 @@ impl Inner {
             Again::Same(adds) => adds,
         };
         store.note_places(suspect.set(adds.as_ref(), py)?, py);
-        self.traces.keep_set(at, &store.places, py)?;
+        self.traces.keep_set(at, &store.places, &given.looked, py)?;
         if let Some(adds) = adds.filter(|_| !suspect.again) {
             // go on with what the loss adds to numbers of its own, wherever its trace stands for a call
             if !suspect.model.is_empty() {

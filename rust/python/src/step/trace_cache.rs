@@ -143,6 +143,8 @@ pub struct Kept {
     pub adds: Rc<Vec<Advance>>,
     /// What the loss sets on the model, as a call has left it for which the trace stands.
     pub set: RefCell<Vec<Placed>>,
+    /// The numbers at that call.
+    pub set_by: RefCell<Option<Seen>>,
     /// How often the trace has stood for a call of the loss.
     pub uses: usize,
     /// Arrays in the trace, from places that are not watched.
@@ -174,10 +176,14 @@ const MAX_SEEN: usize = 16;
 impl Kept {
     /// Return whether the model has at these places what a call has left there for which the trace stands: else the loss is called
     /// for that.
-    pub fn leaves(&self, places: &[Placed], py: Python<'_>) -> bool {
+    pub fn leaves(&self, places: &[Placed], looked: &Looked, py: Python<'_>) -> bool {
         let set = self.set.borrow();
         let stand = || set.iter().all(|set| set.stands(py).unwrap_or(false));
-        self.graph.is_none() || (set.len() == places.len() && stand())
+        let by = self.set_by.borrow();
+        let fits = || by.as_ref().is_some_and(|by| by.fits(py, looked));
+        self.graph.is_none()
+            || places.is_empty()
+            || (set.len() == places.len() && stand() && fits())
     }
 
     /// Return whether what was one array as the loss was traced is one still, and what is changed in place was one where it is one.
@@ -406,6 +412,11 @@ impl Traces {
             if (is_seen && kept.seen.len() == 1) || !are_within(adds, &kept.adds, py)? {
                 continue;
             }
+            let mut by = kept.set_by.borrow_mut();
+            if by.as_ref().is_some_and(|by| by.fits(py, before)) {
+                *by = Some(Seen::new(after, Vec::new(), None)); // what it sets does not depend on those numbers
+            }
+            drop(by);
             let seen = kept.seen(py, before).filter(|seen| seen.goes_on);
             if let (Some(seen), false) = (seen.map(|seen| seen.with(py, after)), is_seen) {
                 kept.see(seen);
@@ -443,11 +454,19 @@ impl Traces {
     }
 
     /// Note what stands on the model where a loss sets something, behind a call for which the trace with a number stands.
-    pub fn keep_set(&self, number: usize, places: &[Placed], py: Python<'_>) -> PyResult<()> {
+    pub fn keep_set(
+        &self,
+        number: usize,
+        places: &[Placed],
+        looked: &Looked,
+        py: Python<'_>,
+    ) -> PyResult<()> {
         let mut recent = self.recent();
         if let Some(entry) = recent.find(|entry| entry.number == number) {
             let set = places.iter().map(|place| place.kept(py));
             entry.kept.set.replace(set.collect::<PyResult<_>>()?);
+            let by = Seen::new(looked, Vec::new(), None);
+            entry.kept.set_by.replace(Some(by));
         }
         Ok(())
     }

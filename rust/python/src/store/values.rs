@@ -3,11 +3,12 @@ use std::rc::Rc;
 
 use faststep::engine::{Output, Role, Tensor};
 use mlx_rs::Array;
-use pyo3::prelude::*;
+use pyo3::{prelude::*, types::PyTuple};
 
 use super::{Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python, gil::unlocked},
+    reach::Written,
     tree::{paths::dotted, slot::Slot},
 };
 
@@ -15,20 +16,26 @@ impl Store {
     /// Show what a step wrote beside parameters and optimizer state: buffers and the random key.
     pub fn take_output(
         &mut self,
-        py: Python<'_>,
+        model: &Bound<'_, PyAny>,
         prepared: &Prepared<'_>,
         output: &Output,
+        written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
     ) -> PyResult<()> {
         let signature = self.signature()?;
+        let renewed = renew(model, &signature.roles, output, written)?;
         let of_update = output.update.iter().flat_map(|update| &update.others);
         for (index, array) in output.batch.others.iter().chain(of_update) {
             let slots = prepared.model.iter().zip(signature.roles.iter());
-            let mut found = slots.filter(|(_, (role, _))| *role == Role::Other(*index));
-            if let Some((slot, _)) = found.next() {
+            let found = slots.enumerate();
+            let mut found = found.filter(|(_, (_, (role, _)))| *role == Role::Other(*index));
+            if let Some((at, (slot, _))) = found.next() {
                 let known = self.others.get(*index);
                 if known.is_some_and(|known| Tensor::of(known) == Tensor::of(array)) {
                     Rc::make_mut(&mut self.others).set(*index, array.clone());
                 } // else the model has another signature: the next step is to see that
+                if renewed.contains(&at) {
+                    continue; // it stands in another dict or list now
+                }
                 if prepared.aliased {
                     slot.put(array)?;
                 } else {
@@ -37,8 +44,8 @@ impl Store {
             }
         }
         if let Some(key) = &output.batch.key {
-            let keys = self.key_list.bind(py);
-            keys.set_item(0, bridge::wrap(py, key)?)?;
+            let keys = self.key_list.bind(model.py());
+            keys.set_item(0, bridge::wrap(model.py(), key)?)?;
         }
         Ok(())
     }
@@ -90,4 +97,27 @@ impl Store {
         }
         Ok(packed)
     }
+}
+
+// put others in the places of the model's dicts and lists that the loss replaces; the numbers of the slots in them
+fn renew(
+    model: &Bound<'_, PyAny>,
+    roles: &[(Role, Vec<String>)],
+    output: &Output,
+    written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
+) -> PyResult<Vec<usize>> {
+    let Some((written, values)) = written else {
+        return Ok(Vec::new());
+    };
+    let others = &output.batch.others;
+    let mut slots = Vec::new();
+    let first = values.map_or(0, |values| {
+        values.len().saturating_sub(written.on_model.len())
+    });
+    for (at, renewed) in written.on_model.iter().enumerate() {
+        let its = values.and_then(|values| values.get_item(first + at).ok());
+        let its = its.and_then(|its| its.cast_into().ok());
+        slots.extend(renewed.show(model, roles, its.as_ref(), others)?);
+    }
+    Ok(slots)
 }

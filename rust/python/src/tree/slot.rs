@@ -4,10 +4,10 @@ use std::{cell::OnceCell, rc::Rc};
 use mlx_rs::Array;
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList},
+    types::{PyDict, PyList, PyString, PyTuple},
 };
 
-use super::{apart::Names, walk::Scope, Tree};
+use super::{apart::Names, text::text, walk::Scope, Tree};
 use crate::mlx::bridge;
 
 /// Place of an object, so that another can be put there.
@@ -53,6 +53,52 @@ impl<'py> Places<'py> {
 }
 
 impl<'py> Place<'py> {
+    /// The place at the end of a path of keys and indices from an object; none in a tuple.
+    pub fn at(root: &Bound<'py, PyAny>, path: &[String]) -> Option<Self> {
+        let mut place = None;
+        let mut object = root.clone();
+        for part in path {
+            let next = match object.cast::<PyList>() {
+                Ok(list) => Some(Self::List(list.clone(), part.parse().ok()?)),
+                Err(_) => [
+                    object.cast::<PyDict>().ok().cloned(),
+                    bridge::attributes(&object),
+                ]
+                .into_iter()
+                .flatten()
+                .find_map(|dict| {
+                    let direct = PyString::new(dict.py(), part).into_any();
+                    if dict.contains(&direct).unwrap_or(false) {
+                        return Some(Self::Dict(dict, direct));
+                    }
+                    let key = dict.keys().iter().find(|key| text(key) == *part)?;
+                    Some(Self::Dict(dict, key))
+                }),
+            };
+            place = next;
+            object = match place.as_ref() {
+                Some(place) => place.get().ok()??,
+                None => object
+                    .cast::<PyTuple>()
+                    .ok()?
+                    .get_item(part.parse().ok()?)
+                    .ok()?,
+            };
+        }
+        place
+    }
+
+    /// Return whether both are one place, where that is known.
+    pub fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Dict(one, key), Self::Dict(other, name)) => {
+                one.is(other) && key.eq(name).unwrap_or(false)
+            }
+            (Self::List(one, at), Self::List(other, index)) => one.is(other) && at == index,
+            _ => false,
+        }
+    }
+
     /// The address of the dict or list; 0 where there is none, or it has not been looked for.
     pub fn container(&self) -> usize {
         match self {

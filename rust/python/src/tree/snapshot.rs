@@ -29,6 +29,8 @@ pub type Item<'py> = (
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
 );
+/// A place, with the object that was there before and the one that is there now.
+pub type Other<'py> = (Place<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// A dict, and the order of its keys before.
 pub type Order<'py> = (Bound<'py, PyDict>, Bound<'py, PyList>);
 /// A list, and its contents before.
@@ -200,6 +202,37 @@ impl<'py> Snapshot<'py> {
             }
         }
         Ok(None)
+    }
+
+    /// Dicts and lists in whose place in another one another dict or list stands now.
+    pub fn replaced(&self) -> PyResult<Vec<Other<'py>>> {
+        let is_one = |object: &Bound<'py, PyAny>| {
+            (object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>())
+                && !is_module(object)
+        };
+        let mut found = Vec::new();
+        let mut note = |place, before: Bound<'py, PyAny>, now: Bound<'py, PyAny>| {
+            if !before.is(&now) && is_one(&before) && is_one(&now) {
+                found.push((place, before, now));
+            }
+        };
+        for (dict, copy) in self.changed_dicts() {
+            for (key, before) in copy.iter() {
+                if let Some(now) = dict.get_item(&key)? {
+                    note(Place::Dict(dict.clone(), key), before, now);
+                }
+            }
+        }
+        for (list, copy) in self
+            .lists
+            .iter()
+            .filter(|(now, copy)| now.len() == copy.len())
+        {
+            for (at, (before, now)) in copy.iter().zip(list.iter()).enumerate() {
+                note(Place::List(list.clone(), at), before, now);
+            }
+        }
+        Ok(found)
     }
 
     // those that have not the objects of their copies, in their order
