@@ -60,6 +60,7 @@ from faststep._step._nodes import (
     items_of,
 )
 from faststep._step._of_library import MADE_BY_PYTHON
+from faststep._step._own import OwnOptimizer
 from faststep._step._positions import may_draw
 from faststep._step._switches import by_names
 from faststep._step._things import (
@@ -120,7 +121,7 @@ def discover(
     """
     search = _Search(roots[1], owned, apart)
     search.growing.update(growing)
-    search.numbers = numbers
+    search.numbers, search.updates_model = numbers, has_own_update(roots[1])
     search.walked.update(
         id(root) for root in roots[2:] if is_a(root, (dict, list, tuple)) and not is_a(root, nn.Module)
     )
@@ -128,13 +129,31 @@ def discover(
     return _found(search, roots)
 
 
-def discover_update(optimizer: Any, model: Any) -> Found:
-    """Return what the code of an optimizer reaches beside its own arrays and numbers, as `discover` does."""
-    search = _Search(model, None)
-    search.of_update, search.updating = True, {id(each): each for each in core.optimizers_within(optimizer)}
-    if not is_library_class(type(optimizer)):  # else a rule of the step's own takes the place of the code
+def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = None, apart: Iterable[str] = ()) -> Found:
+    """Return what the code of an optimizer reaches beside its own arrays and numbers, as `discover` does.
+
+    Args:
+        roots: The optimizer, the model, and `numbers` where there are such.
+        numbers: As in `discover`.
+        apart: As in `discover`.
+    """
+    optimizer, model = roots[:2]
+    search = _Search(model, None, apart)
+    within = core.optimizers_within(optimizer)
+    within += [each.own for each in within if is_a(each, OwnOptimizer)]  # of no class of MLX's
+    search.of_update, search.updating = True, {id(each): each for each in within}
+    search.numbers, search.updates_model = numbers, has_own_update(model)
+    search.walked.discard(id(numbers))
+    if not all(is_library_class(type(each)) for each in search.updating.values()):
         search.calls = _UPDATE
-    return _found(search, (optimizer,))
+    elif not search.updates_model:  # a rule of the step's own takes the place of the code
+        roots = (optimizer,)
+    return _found(search, roots)
+
+
+def has_own_update(model: nn.Module) -> bool:
+    """Return whether a model has an `update` of its own, which MLX calls in each step: for the loss and for the optimizer."""
+    return is_a(model, nn.Module) and type(model).update is not nn.Module.update
 
 
 def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
@@ -431,6 +450,9 @@ class _Search(Asking):
                     "attributes: make it one, so that its state is seen"
                 )
             names = [n for n in values if n not in _OF_OPTIMIZERS and not is_a(values[n], (mx.array, *PLAIN))]
+            self.follow_slots(at, value, everything=False)
+            if is_a(value, OwnOptimizer):
+                self.add(at, ATTRIBUTE, "own", value.own)
         elif is_a(value, types.ModuleType):
             everything = self.any_attribute and is_own(values.get("__name__"))
             names = [name for name in values if self.is_named(name, values[name], everything) or name == "__getattr__"]
@@ -504,6 +526,7 @@ class _Search(Asking):
             called = called and self.may_call(self.objects[at], name)
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
             called |= name in self.calls and any(issubclass(type(each), base) for each in self.updating.values())
+            called |= name == "update" and self.updates_model and issubclass(type(self.objects[1]), base)
             if called or (self.is_named(name, value, everything) and is_data):
                 if issubclass(base, enum.Enum) and is_a(value, enum.Enum):
                     continue  # a member cannot be replaced, but has attributes

@@ -62,6 +62,10 @@ pub struct Current {
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
     /// The model's trainable parameters as a tree.
     pub trainable: Py<PyAny>,
+    /// True if the optimizer's own code updates.
+    pub host: bool,
+    /// Where the optimizer's arrays are, in the order of the engine's state, if the loss may set them.
+    pub in_state: Option<Vec<Vec<String>>>,
     /// True if the loss is computed in another dtype than the parameters': then it may assign in that one.
     pub mixed: bool,
     /// True if the loss is computed once and replayed: then it may store no arrays beside the model's slots.
@@ -229,7 +233,7 @@ impl PythonHost {
         let snapshot = Snapshot::take(&model)?;
         let old_key = keys.get_item(0)?;
         // behind this everything is put back, also where Ctrl-C ends Python code of the package
-        let (restore, compiled, sketch, positions, reached, of_schedules) = {
+        let (restore, compiled, sketch, positions, reached, seen) = {
             let mut current = self.current.borrow_mut();
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             if current.compiled && !faststep::engine::array::is_traced(key) {
@@ -253,10 +257,12 @@ impl PythonHost {
             }
             let how = (current.compiled, current.reshapes);
             let of_schedules = current.look_at_schedules(py)?;
+            let of_optimizer = current.before_loss(py)?;
             let reached = Reached::new(py, looked, current.others, how, others)?;
             current.tracers = reached.constants(others).to_vec();
             let (restore, compiled, sketch) = (current.restore, current.compiled, current.sketch);
-            (restore, compiled, sketch, positions, reached, of_schedules)
+            let seen = (of_schedules, of_optimizer, current.has_updated(py)?);
+            (restore, compiled, sketch, positions, reached, seen)
         };
         let outcome = match noticed(py, compiled, positions.as_ref(), work) {
             Err(error) => Err(Stop::Raised(error)),
@@ -269,8 +275,9 @@ impl PythonHost {
                 left.and_then(|mut left| {
                     let read = reached.read(py, &mut left)?;
                     current.note_written(py, read, renewed)?;
+                    current.note_state(py, seen.1.as_ref(), &mut left)?;
                     let done = (&slots[..], &left, &snapshot);
-                    current.check_read(py, done, of_schedules.as_ref())?;
+                    current.check_read(py, done, (seen.0.as_ref(), seen.2))?;
                     if current.compiled {
                         current.check_stored(&snapshot)?;
                     }

@@ -357,7 +357,8 @@ impl Reach {
         let py = owned.py();
         let reach = py.import("faststep._step._reach")?;
         let found = if self.of_update {
-            reach.call_method1("discover_update", (&roots[0], &roots[1]))?
+            let given = (PyTuple::new(py, roots)?, &self.numbers, &*self.apart);
+            reach.call_method1("discover_update", given)?
         } else {
             let growing = self.growing.iter().filter(|each| each.1 >= MANY_LENGTHS);
             let growing: Vec<usize> = growing.map(|(at, _)| *at).collect();

@@ -118,6 +118,7 @@ struct Inner {
     probed: Option<Seen>,         // the numbers of the last such call behind a trace
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     swapped: Vec<Swapped>,        // of the model, by the loss of this call
+    left: Vec<Option<usize>>,     // the arrays that it reaches, as it has left them uncompiled
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
     numpy: SeenNumpy,
@@ -203,6 +204,7 @@ impl Step {
                 has_compiler: true,
                 probed: None,
                 positions: None,
+                left: Vec::new(),
                 swapped: Vec::new(),
                 suspect: None,
                 checks: 0,

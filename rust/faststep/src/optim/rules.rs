@@ -38,6 +38,19 @@ pub struct UpdateOutput {
     pub key: Option<Array>,
 }
 
+impl UpdateOutput {
+    // nothing has changed
+    pub(crate) fn none(parameters: &[Array]) -> Self {
+        Self {
+            parameters: parameters.to_vec(),
+            state: Vec::new(),
+            others: Vec::new(),
+            kept: Vec::new(),
+            key: None,
+        }
+    }
+}
+
 /// The learning rate of a rule's schedule after so many updates, by the rule's number and that of the updates; `None` where
 /// it is not scheduled on the device.
 pub(crate) type Schedule<'a> = &'a dyn Fn(usize, &Array) -> Result<Option<Array>>;

@@ -47,6 +47,8 @@ impl LossOutput {
 pub struct Left {
     /// Buffers: other arrays to which the loss assigned, with their index.
     pub others: Vec<(usize, Array)>,
+    /// Arrays of an optimizer of the host's own to which the loss assigned, with their index.
+    pub state: Vec<(usize, Array)>,
     /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
     pub kept: Vec<Array>,
     /// The random key, where the loss drew from it.

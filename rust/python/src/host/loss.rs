@@ -250,20 +250,29 @@ impl Current {
     }
 
     // the assignments of the loss, including those of parts called again for the gradients
-    pub(super) fn left(
+    pub(super) fn left<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         before: &Tree,
-        slots: &[Slot<'_>],
+        slots: &[Slot<'py>],
         others: &[Array],
         key: &Array,
     ) -> Result<Left, Stop> {
         let mut left = Left::default();
+        let (after, after_slots) = Tree::of_model(self.model.bind(py))?;
+        // uncompiled, another dict or list may have come to the place of one
+        let paths = if self.compiled {
+            Vec::new()
+        } else {
+            after.paths(py)
+        };
+        let at: HashMap<_, _> = paths.iter().zip(&after_slots).collect();
         for (number, (slot, (role, path))) in slots.iter().zip(self.roles.iter()).enumerate() {
             if let Role::Other(index) = role {
                 if !self.compiled && slot.place.get()?.is_none() {
                     continue; // the loss has taken it out, as the plain loop lets it
                 }
+                let slot = at.get(path).copied().unwrap_or(slot);
                 let shown = match self.roles[before.last_place(number)].0 {
                     Role::Other(last) => &others[last],
                     Role::Parameter(_) => &others[*index],
@@ -275,19 +284,23 @@ impl Current {
         let now = bridge::get(&self.key_list.bind(py).get_item(0)?);
         left.key =
             now.filter(|now| faststep::engine::array::id(now) != faststep::engine::array::id(key));
-        left.kept = self.kept(py, before)?;
+        left.kept = self.kept(py, before, (&after, &after_slots))?;
         Ok(left)
     }
 
     // arrays that the loss stored on the model beside its slots
-    fn kept(&self, py: Python<'_>, before: &Tree) -> Result<Vec<Array>, Stop> {
-        let (after, slots) = Tree::of_model(self.model.bind(py))?;
+    fn kept(
+        &self,
+        py: Python<'_>,
+        before: &Tree,
+        (after, slots): (&Tree, &[Slot<'_>]),
+    ) -> Result<Vec<Array>, Stop> {
         if after.tensors().len() == before.tensors().len() {
             return Ok(Vec::new());
         }
         let known = before.paths(py);
         let mut kept = Vec::new();
-        for (path, slot) in after.paths(py).iter().zip(&slots) {
+        for (path, slot) in after.paths(py).iter().zip(slots) {
             if known.contains(path) {
                 continue;
             }

@@ -1,5 +1,5 @@
 //! What the optimizer's code and its schedules read, beside what the loss changes.
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use faststep::engine::{Left, Role};
 use pyo3::prelude::*;
@@ -9,8 +9,15 @@ use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
     reach::{stop::Stop, suspect, Looked},
-    tree::{slot::Slot, snapshot::Snapshot},
+    tree::{paths::dotted, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
+
+/// The optimizer before a loss.
+pub(super) struct Before<'py> {
+    tree: Tree,
+    ids: Vec<Option<usize>>, // of its arrays
+    snapshot: Snapshot<'py>,
+}
 
 impl Current {
     // what the optimizer's schedules read, before the loss is called
@@ -27,12 +34,71 @@ impl Current {
         reach.borrow_mut().look(&roots, optimizer).map(Some)
     }
 
+    // the optimizer, where the loss may change what its own code reads
+    pub(super) fn before_loss<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Before<'py>>> {
+        let program = &self.looked.program;
+        if !self.host || !program.meets_optimizer {
+            return Ok(None);
+        }
+        let optimizer = self.optimizer.bind(py);
+        let (tree, slots) = Tree::record(optimizer, Scope::Whole)?;
+        let snapshot = Snapshot::take(optimizer)?;
+        self.in_state = (!self.compiled).then(|| tree.paths(py));
+        Ok(Some(Before {
+            ids: slots.iter().map(|slot| bridge::id(&slot.object)).collect(),
+            tree,
+            snapshot,
+        }))
+    }
+
+    // what the loss has set of the optimizer: its arrays, uncompiled; a trace cannot repeat that
+    pub(super) fn note_state<'py>(
+        &self,
+        py: Python<'py>,
+        before: Option<&Before<'py>>,
+        left: &mut Left,
+    ) -> Result<(), Stop> {
+        let Some(before) = before else {
+            return Ok(());
+        };
+        let (after, slots) = Tree::record(self.optimizer.bind(py), Scope::Whole)?;
+        let paths = after.paths(py);
+        let known = before.tree.paths(py);
+        let known: HashMap<_, _> = known.iter().zip(before.ids.iter().enumerate()).collect();
+        let mut set = paths.iter().zip(&slots).filter_map(|(path, slot)| {
+            let (number, id) = known.get(path)?;
+            (bridge::id(&slot.object) != **id).then_some((path, *number, slot))
+        });
+        if !self.compiled {
+            let set =
+                set.filter_map(|(_, number, slot)| Some((number, bridge::get(&slot.object)?)));
+            left.state = set.collect();
+            return Ok(());
+        }
+        let other = set.next().map(|(path, ..)| path.clone());
+        if let Some(path) = other.or_else(|| before.tree.difference(&after, py)) {
+            before.snapshot.restore()?;
+            let name = dotted(&path);
+            return Err(Stop::Untraceable(format!(
+                "it changes the optimizer that updates it ({})",
+                name.trim_start_matches('_')
+            )));
+        }
+        Ok(())
+    }
+
+    // whether an update that has been traced before the loss has changed what it reads
+    pub(super) fn has_updated(&self, py: Python<'_>) -> PyResult<bool> {
+        let looked = self.of_update.as_ref().filter(|_| self.compiled);
+        looked.map_or(Ok(false), |looked| Ok(looked.other_value(py)?.is_some()))
+    }
+
     // what the loss has changed is not what the update, which comes behind it, has read before
     pub(super) fn check_read(
         &mut self,
         py: Python<'_>,
         (slots, left, model): (&[Slot<'_>], &Left, &Snapshot<'_>),
-        of_schedules: Option<&Looked>,
+        (of_schedules, has_updated): (Option<&Looked>, bool),
     ) -> Result<(), Stop> {
         let of_update = self.of_update.as_ref();
         let of_update = of_update.filter(|_| self.compiled && !self.sketch);
@@ -52,7 +118,7 @@ impl Current {
         let mut changed = None;
         if let Some(looked) = of_update {
             changed = looked.array_among(&written, py);
-            if changed.is_none() {
+            if changed.is_none() && !has_updated {
                 changed = looked.other_value(py)?;
             }
             if changed.is_none() {

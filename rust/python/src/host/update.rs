@@ -1,5 +1,5 @@
 //! One update by the optimizer's own code, with tracers in place of the arrays.
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use faststep::engine::{Role, Tensor, UpdateCall, UpdateOutput};
 use mlx_rs::Array;
@@ -23,7 +23,7 @@ use crate::{
 /// The optimizer and the model's parameters before an update.
 struct Before<'py> {
     state: Tree,
-    slots: Vec<Slot<'py>>,
+    slots: Vec<(Option<usize>, Slot<'py>)>, // by their numbers; none: new since the loss
     model: Tree,
     arrays: Vec<(Option<Role>, Slot<'py>)>, // the model's; none: new since the loss
 }
@@ -37,6 +37,13 @@ impl Current {
         let optimizer = self.optimizer.bind(py).clone();
         let keys = self.key_list.bind(py).clone();
         let (state, slots) = Tree::record(&optimizer, Scope::Whole)?;
+        let paths = state.paths(py);
+        let number = |at: usize| match &self.in_state {
+            Some(known) => known.iter().position(|path| *path == paths[at]),
+            None => Some(at),
+        };
+        let slots = slots.into_iter().enumerate();
+        let slots = slots.map(|(at, slot)| (number(at), slot)).collect();
         let (model, arrays) = self.in_model(py)?;
         let before = Before {
             state,
@@ -53,13 +60,19 @@ impl Current {
             .filter(|_| self.compiled && !self.sketch);
         let reached = reached.map(|looked| {
             let (contents, copies) = (looked.snapshot(py)?, looked.copies(py)?);
-            Ok::<_, PyErr>((looked, contents, copies))
+            let spots = looked.spots(py)?;
+            Ok::<_, PyErr>((looked, contents, copies, spots))
         });
         let reached = reached.transpose()?;
         let mut outcome = self.traced_update(py, &optimizer, call, &before);
         keys.set_item(0, key)?;
-        if let (Some((_, contents, _)), true) = (&reached, outcome.is_ok()) {
-            if let Some(key) = contents.new_array(false)? {
+        if let (Some((looked, contents, ..)), true) = (&reached, outcome.is_ok()) {
+            let kept = match contents.new_array(false)? {
+                Some(key) => Some(key),
+                None => looked.other_array(&HashSet::new(), py)?,
+            };
+            if let Some(key) = kept {
+                let key = key.replace("loss_fn", "optimizer");
                 let class = optimizer.get_type().fully_qualified_name()?;
                 outcome = Err(Stop::Untraceable(format!(
                     "the optimizer ({class}) keeps an array in an object beside its state ({key}): keep it in its state, \
@@ -67,9 +80,13 @@ impl Current {
                 )));
             }
         }
-        if let (Some((looked, contents, copies)), Err(stop)) = (reached, &outcome) {
+        if let (Some((looked, contents, copies, spots)), Err(stop)) = (reached, &outcome) {
             if !matches!(stop, Stop::Raised(_)) {
                 looked.restore(py, &contents, &copies)?; // the update is computed once more, without a trace
+                for (spot, array) in spots.iter().zip(looked.arrays.iter()) {
+                    bridge::assign(&spot.object, array);
+                    looked.put(spot, &spot.object)?;
+                }
             }
         }
         if outcome.is_err() || self.compiled {
@@ -84,7 +101,7 @@ impl Current {
         if outcome.is_err() || !self.loose {
             snapshot.restore()?;
         } else {
-            for slot in &before.slots {
+            for (_, slot) in &before.slots {
                 slot.place.set(&slot.object)?;
             }
         }
@@ -114,8 +131,11 @@ impl Current {
         call: UpdateCall,
         before: &Before<'py>,
     ) -> Result<UpdateOutput, Stop> {
-        for (slot, tracer) in before.slots.iter().zip(call.state) {
-            slot.place.set(&bridge::wrap(py, tracer)?)?;
+        for (number, slot) in &before.slots {
+            let shown = number.and_then(|number| call.state.get(number));
+            if let Some(shown) = shown.filter(|shown| is_other(slot, shown)) {
+                slot.place.set(&bridge::wrap(py, shown)?)?;
+            }
         }
         for (role, slot) in &before.arrays {
             let shown = role.and_then(|role| array_of(&call, role));
@@ -200,7 +220,7 @@ impl Current {
         state: &[Array],
         before: &Before<'py>,
     ) -> Result<(Vec<(usize, Array)>, Vec<Array>), Stop> {
-        for slot in before.slots.iter().filter(|_| !self.compiled) {
+        for (_, slot) in before.slots.iter().filter(|_| !self.compiled) {
             // NumPy makes arrays of its own of an array and one of its numbers
             if let Some(now) = slot.place.get()?.filter(is_numpy) {
                 let array = py.import("mlx.core")?.getattr("array")?.call1((now,))?;
@@ -220,7 +240,9 @@ impl Current {
             self.loose = true;
         }
         let (known, places) = (before.state.paths(py), after.paths(py));
-        let mut numbers: HashMap<_, _> = known.iter().zip(0..state.len()).collect();
+        let numbers = known.iter().zip(&before.slots);
+        let numbers = numbers.filter_map(|(path, (number, _))| Some((path, (*number)?)));
+        let mut numbers: HashMap<_, _> = numbers.collect();
         let (mut new, mut kept) = (Vec::new(), Vec::new());
         for (path, slot) in places.iter().zip(&slots) {
             let Some(now) = bridge::get(&slot.object) else {

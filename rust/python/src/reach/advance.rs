@@ -18,6 +18,7 @@ use crate::{
         classes::{deque, is_deque, is_module},
     },
     tree::{
+        snapshot::without_arrays,
         static_value::{equal, is_plain},
         walk::MAX_DEPTH,
     },
@@ -156,10 +157,11 @@ impl Advance {
                     .map(|it| vec![it])
             }
             Change::List(list, before) => {
-                let (now, before) = (list.bind(py), before.bind(py));
+                let (list, before) = (list.bind(py), before.bind(py));
+                let now = &without_arrays(list)?;
                 if now.len() != before.len() {
                     let items = appended(now.as_any(), before)?;
-                    return Ok(items.map(|items| vec![Self::new(now, Kind::End(items))]));
+                    return Ok(items.map(|items| vec![Self::new(list, Kind::End(items))]));
                 }
                 let mut found = Vec::new();
                 for (at, (before, item)) in before.iter().zip(now).enumerate() {
@@ -168,7 +170,7 @@ impl Advance {
                     }
                     match difference(Some(&before), Some(&item))? {
                         Some((by, from)) => {
-                            found.push(Self::new(now, Kind::Index(at, by)).with(from));
+                            found.push(Self::new(list, Kind::Index(at, by)).with(from));
                         }
                         None => return Ok(None),
                     }

@@ -33,6 +33,8 @@ pub struct Written {
     doubled: Vec<(usize, usize)>,
     /// Dicts and lists of the model that it replaces.
     pub on_model: Vec<Renewed>,
+    /// Uncompiled: the identity of each array that it reaches, as it leaves it.
+    pub ids: Vec<Option<usize>>,
 }
 
 impl Written {
@@ -124,11 +126,21 @@ impl<'py> Reached<'py> {
     ) -> Result<(Written, Vec<Bound<'py, PyTuple>>), Stop> {
         let Some(traced) = &self.traced else {
             let spots = self.looked.spots(py)?;
-            let arrays = spots.iter().filter_map(|spot| self.looked.now(spot));
-            let arrays = arrays.filter_map(|object| bridge::get(&object));
+            let arrays = spots
+                .iter()
+                .map(|spot| bridge::get(&self.looked.now(spot)?));
+            let arrays: Vec<_> = arrays.collect();
+            let written = Written {
+                ids: arrays
+                    .iter()
+                    .map(|array| array.as_ref().map(faststep::engine::array::id))
+                    .collect(),
+                ..Written::default()
+            };
+            let lazy = arrays.into_iter().flatten();
             left.kept
-                .extend(arrays.filter(faststep::engine::array::is_lazy));
-            return Ok((Written::default(), Vec::new()));
+                .extend(lazy.filter(faststep::engine::array::is_lazy));
+            return Ok((written, Vec::new()));
         };
         let mut written = Written::default();
         let (mut placed, mut values) = (Placed::new(), Vec::new());

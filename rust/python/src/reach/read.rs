@@ -83,8 +83,7 @@ impl Read {
         model: &Bound<'_, PyAny>,
     ) -> PyResult<Option<String>> {
         let py = optimizer.py();
-        let roots = [optimizer.clone(), model.clone()];
-        let looked = self.reach.look(&roots, optimizer)?;
+        let looked = self.reach.look(&self.roots(optimizer, model), optimizer)?;
         let last = self.states.last();
         let changed = last.map_or_else(Vec::new, |last| last.seen.changes(py, &looked));
         let name = changed.first().map(|&value| looked.value_name(py, value));
@@ -98,16 +97,31 @@ impl Read {
         last.is_some_and(|last| last.arrays.ids().contains(&id))
     }
 
-    /// Look at what is read. Returns whether it is something else than at the last look.
+    fn roots<'py>(
+        &self,
+        optimizer: &Bound<'py, PyAny>,
+        model: &Bound<'py, PyAny>,
+    ) -> Vec<Bound<'py, PyAny>> {
+        let numbers = self.reach.numbers.as_ref();
+        let numbers = numbers.map(|numbers| numbers.bind(model.py()).clone().into_any());
+        let roots = [optimizer.clone(), model.clone()].into_iter();
+        roots.chain(numbers).collect()
+    }
+
+    /// Look at what is read; `of_loss`: the programs of what the loss reaches; `alone`: the update has a trace
+    /// of its own. Returns whether it is something else than at the last look.
     pub fn look(
         &mut self,
         optimizer: &Bound<'_, PyAny>,
         model: &Bound<'_, PyAny>,
+        (of_loss, alone): (&Reach, bool),
     ) -> PyResult<bool> {
         let py = optimizer.py();
-        let looked = self
-            .reach
-            .look(&[optimizer.clone(), model.clone()], optimizer)?;
+        // traced with the loss, what the update makes of numbers is compared with it
+        let numbers = of_loss.numbers.as_ref().filter(|_| alone);
+        self.reach.numbers = numbers.map(|numbers| numbers.clone_ref(py));
+        self.reach.apart = of_loss.apart.clone();
+        let looked = self.reach.look(&self.roots(optimizer, model), optimizer)?;
         let looked = Rc::new(looked);
         self.looked = Some(looked.clone());
         self.looks += 1;
@@ -163,5 +177,9 @@ impl Read {
 
 // the path of a value, whose first root is the optimizer here
 fn name_of(path: &str) -> String {
-    path.replace("loss_fn", "optimizer")
+    let of_model = path.strip_prefix("argument 0['"); // its numbers that change are the root behind it
+    match of_model.and_then(|name| name.strip_suffix("']")) {
+        Some(name) => format!("model.{name}"),
+        None => path.replace("loss_fn", "optimizer"),
+    }
 }

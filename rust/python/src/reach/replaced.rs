@@ -212,6 +212,16 @@ impl Looked {
             };
         }
         let copy = py.import("copy")?.call_method1("copy", (old,))?;
+        if let Ok(dict) = copy.cast::<PyDict>() {
+            // what a loss writes into the one that it replaces is not in the new one
+            let known = |key: &Bound<'py, PyAny>| {
+                let mut keys = items.iter().filter_map(|(node, _)| node.key(py));
+                keys.any(|other| other.eq(key).unwrap_or(false))
+            };
+            for key in dict.keys().iter().filter(|key| !known(key)) {
+                dict.del_item(key)?;
+            }
+        }
         for (node, item) in items {
             match node.key(py) {
                 Some(key) if copy.is_instance_of::<PyDict>() => copy.set_item(key, item)?,

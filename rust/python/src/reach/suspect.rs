@@ -17,10 +17,10 @@ use super::{
     seen::{equal, Seen},
     Looked,
 };
-use crate::mlx::classes::is_deque;
+use crate::mlx::{bridge, classes::is_deque};
 use crate::tree::{
     ordered,
-    snapshot::{holds_array, Placed, Snapshot},
+    snapshot::{holds_array, without_arrays, Placed, Snapshot},
     static_value::is_plain,
     text::text,
 };
@@ -79,10 +79,7 @@ impl Change {
             Self::Item(dict, key, other) => {
                 *other = dict.bind(py).get_item(&*key)?.map(Bound::unbind);
             }
-            Self::List(list, other) => {
-                let list = list.bind(py);
-                *other = list.get_slice(0, list.len()).unbind();
-            }
+            Self::List(list, other) => *other = without_arrays(list.bind(py))?.unbind(),
             Self::Deque(deque, other) => {
                 let items = deque.bind(py).try_iter()?.collect::<PyResult<Vec<_>>>()?;
                 *other = PyList::new(py, items)?.unbind();
@@ -117,9 +114,15 @@ impl Change {
             }
             Self::List(list, other) => {
                 let list = list.bind(py);
-                let now = list.get_slice(0, list.len()).unbind();
-                let other = std::mem::replace(other, now);
-                list.set_slice(0, list.len(), other.bind(py))
+                let now = without_arrays(list)?.unbind();
+                let other = std::mem::replace(other, now).into_bound(py);
+                let other = other.get_slice(0, other.len());
+                for (at, item) in list.iter().enumerate().take(other.len()) {
+                    if bridge::is_array(&item) {
+                        other.set_item(at, item)?; // shown by itself
+                    }
+                }
+                list.set_slice(0, list.len(), other.as_any())
             }
             Self::Deque(deque, other) => {
                 let deque = deque.bind(py);
@@ -215,8 +218,7 @@ impl Change {
         };
         match self {
             Self::List(list, before) => {
-                let list = list.bind(py);
-                let now = list.get_slice(0, list.len());
+                let now = without_arrays(list.bind(py))?;
                 Ok(Some((now, before.bind(py).clone())))
             }
             Self::Deque(deque, before) => of_deque(deque.bind(py), before.as_any()),
@@ -279,7 +281,7 @@ impl Change {
         if list.len() != before.len() {
             return Ok(None);
         }
-        let made = list.get_slice(0, list.len());
+        let made = without_arrays(list)?;
         let mut found = false;
         for (at, (before, now)) in before.iter().zip(list.iter()).enumerate() {
             if is_number(&before) && is_number(&now) && !before.eq(&now)? {
@@ -946,13 +948,10 @@ pub fn changes(snapshot: &Snapshot<'_>, before: bool) -> PyResult<Vec<Change>> {
     });
     let orders = orders.collect::<PyResult<Vec<_>>>()?;
     let lists = lists.into_iter().map(|(list, old)| {
-        let other = if before {
-            old
-        } else {
-            list.get_slice(0, list.len())
-        };
-        Change::List(list.unbind(), other.unbind())
+        let other = if before { old } else { without_arrays(&list)? };
+        Ok(Change::List(list.unbind(), other.unbind()))
     });
+    let lists = lists.collect::<PyResult<Vec<_>>>()?;
     let sets = snapshot.changed_sets().map(|(set, old)| {
         let now = || PyFrozenSet::new(set.py(), set.iter());
         let other = if before { old.clone() } else { now()? };

@@ -68,7 +68,9 @@ impl Inner {
             store.take_output(&user.model, &prepared, &output, written)?;
             if last.is_none() {
                 let skipped = output.batch.skipped.as_ref();
-                skipped.map_or(Ok(()), |it| leave_as_before(py, &given.looked, it))?;
+                skipped.map_or(Ok(()), |it| {
+                    leave_as_before(py, &given.looked, &self.left, it)
+                })?;
             }
             if task != Task::Gradients {
                 swapped.into_iter().rev().try_for_each(|it| it.settle(py))?;
@@ -256,8 +258,10 @@ impl Inner {
         &mut self,
         store: &mut Store,
         user: &Arguments<'_>,
+        task: Task,
     ) -> PyResult<()> {
-        if self.compiled && self.read.look(&user.optimizer, &user.model)? {
+        let how = (&self.reach, task.accumulates());
+        if self.compiled && self.read.look(&user.optimizer, &user.model, how)? {
             store.doubt();
         }
         Ok(())
@@ -269,7 +273,7 @@ impl Inner {
         user: &Arguments<'py>,
         task: Task,
     ) -> PyResult<Prepared<'py>> {
-        self.look_at_update(store, user)?;
+        self.look_at_update(store, user, task)?;
         let prepared = store.prepare(&user.model, &user.optimizer, self.needs(task))?;
         store.give_max_norm(self.options.max_grad_norm);
         Ok(prepared)
@@ -401,16 +405,24 @@ fn leave_out_missed(
 }
 
 // behind an uncompiled step, give the arrays that the loss reaches their values of before, where the batch was skipped
-fn leave_as_before(py: Python<'_>, looked: &Looked, skipped: &Array) -> PyResult<()> {
+fn leave_as_before(
+    py: Python<'_>,
+    looked: &Looked,
+    left: &[Option<usize>],
+    skipped: &Array,
+) -> PyResult<()> {
     let mut chosen = Vec::new();
-    for (spot, before) in looked.spots(py)?.into_iter().zip(looked.arrays.iter()) {
+    let arrays = looked.arrays.iter().zip(left);
+    for (spot, (before, left)) in looked.spots(py)?.into_iter().zip(arrays) {
         let Some(object) = looked.now(&spot) else {
             continue;
         };
         let Some(now) = bridge::get(&object) else {
             continue;
         };
-        if faststep::engine::array::id(&now) == faststep::engine::array::id(before) {
+        let id = faststep::engine::array::id(&now);
+        // what the update has set stays: it has not been skipped
+        if id == faststep::engine::array::id(before) || Some(id) != *left {
             continue;
         }
         let value = if Tensor::of(before) == Tensor::of(&now) {

@@ -1,7 +1,7 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
 use std::rc::Rc;
 
-use faststep::engine::{Needs, Plan, PlannedCalls, Role};
+use faststep::engine::{Needs, Plan, PlannedCalls, Role, Rule};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
@@ -102,15 +102,26 @@ impl Inner {
     ) -> PyResult<T> {
         let mut given = self.given(store, &mut user, false)?;
         let user = &user;
-        let before = Before::of(user, &given.looked)?;
+        let before = Before::of(user, &user.model, &given.looked)?;
         let (task, calls) = window_of(accumulate, store);
         let needs = self.needs(task);
-        self.look_at_update(store, user)?;
+        self.look_at_update(store, user, task)?;
         let mut prepared = prepare(store, &user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
+        let own = matches!(store.rule, Some(Rule::Host));
+        if own && !self.compiled {
+            let how = (&self.reach, task.accumulates());
+            self.read.look(&user.optimizer, &user.model, how)?;
+        }
+        let of_update = self.read.looked().filter(|_| own).cloned();
+        let of_update = of_update.map(|looked| Before::of(user, &user.optimizer, &looked));
+        let of_update = of_update.transpose()?;
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
             work(inner, store, user, &prepared, given, (task, calls))
         });
+        if let Some(before) = of_update {
+            before.restore(user.py())?;
+        }
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
@@ -160,10 +171,10 @@ impl Inner {
     }
 }
 
-/// What a loss may change that is none of the model's arrays.
+/// What a loss may change that is none of the model's arrays, or an update beside the optimizer's.
 struct Before<'py> {
     looked: Rc<Looked>,
-    model: Snapshot<'py>,
+    root: Snapshot<'py>,
     reached: Snapshot<'py>,
     copies: Vec<(usize, Bound<'py, PyAny>)>,
     arrays: Vec<(Bound<'py, PyAny>, Array)>,
@@ -171,11 +182,12 @@ struct Before<'py> {
 }
 
 impl<'py> Before<'py> {
-    fn of(user: &Arguments<'py>, looked: &Rc<Looked>) -> PyResult<Self> {
+    // `root`: the model, or the optimizer
+    fn of(user: &Arguments<'py>, root: &Bound<'py, PyAny>, looked: &Rc<Looked>) -> PyResult<Self> {
         let py = user.py();
         let spots = looked.spots(py)?.into_iter();
         Ok(Self {
-            model: Snapshot::take(&user.model)?,
+            root: Snapshot::take(root)?,
             reached: looked.snapshot(py)?,
             copies: looked.copies(py)?,
             arrays: spots
@@ -188,9 +200,10 @@ impl<'py> Before<'py> {
     }
 
     fn restore(self, py: Python<'_>) -> PyResult<()> {
-        for mut change in changes(&self.model, true)? {
+        for mut change in changes(&self.root, true)? {
             change.swap(py)?;
         }
+        self.root.forget_new()?;
         self.looked.restore(py, &self.reached, &self.copies)?;
         for (object, array) in &self.arrays {
             if bridge::id(object) != Some(faststep::engine::array::id(array)) {

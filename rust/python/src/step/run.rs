@@ -522,6 +522,8 @@ impl Inner {
                 .then(|| self.read.looked().cloned())
                 .flatten(),
             of_schedules: self.of_schedules.clone(),
+            host: matches!(store.rule, Some(Rule::Host)),
+            in_state: None,
             late: None,
             probe: self.probe,
             stop: None,
@@ -556,6 +558,7 @@ impl Inner {
         self.swapped = current.swapped;
         let of_update = current.taken.take();
         self.read.let_go();
+        self.left = std::mem::take(&mut current.written.ids);
         if current.late.is_some() {
             (self.of_schedules, self.late) = (None, current.late);
         }

@@ -9,26 +9,37 @@ use super::{Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python, gil::unlocked},
     reach::Written,
-    tree::{paths::dotted, slot::Slot},
+    tree::{paths::dotted, slot::Slot, Tree},
 };
 
 impl Store {
     /// Show what a step wrote beside parameters and optimizer state: buffers and the random key.
-    pub fn take_output(
+    pub fn take_output<'py>(
         &mut self,
-        model: &Bound<'_, PyAny>,
-        prepared: &Prepared<'_>,
+        model: &Bound<'py, PyAny>,
+        prepared: &Prepared<'py>,
         output: &Output,
         written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
     ) -> PyResult<()> {
         let signature = self.signature()?;
         let renewed = renew(model, &signature.roles, output, written)?;
-        let of_update = output.update.iter().flat_map(|update| &update.others);
-        for (index, array) in output.batch.others.iter().chain(of_update) {
+        // uncompiled, another dict or list may have come to the place of one
+        let uncompiled = written.is_none() && !output.batch.others.is_empty();
+        let fresh = uncompiled.then(|| Tree::of_model(model)).transpose()?;
+        let fresh = fresh.map(|(tree, slots)| (tree.paths(model.py()), slots));
+        let of_update = || output.update.iter().flat_map(|update| &update.others);
+        let is_last = |(index, _): &&(usize, Array)| !of_update().any(|(at, _)| at == index);
+        let of_batch = output.batch.others.iter().filter(is_last);
+        for (index, array) in of_batch.chain(of_update()) {
             let slots = prepared.model.iter().zip(signature.roles.iter());
             let found = slots.enumerate();
             let mut found = found.filter(|(_, (_, (role, _)))| *role == Role::Other(*index));
-            if let Some((at, (slot, _))) = found.next() {
+            if let Some((at, (slot, (_, path)))) = found.next() {
+                let now = fresh.as_ref().and_then(|(paths, slots)| {
+                    let at = paths.iter().position(|it| it == path)?;
+                    slots.get(at)
+                });
+                let slot = now.unwrap_or(slot);
                 let known = self.others.get(*index);
                 if known.is_some_and(|known| Tensor::of(known) == Tensor::of(array)) {
                     Rc::make_mut(&mut self.others).set(*index, array.clone());

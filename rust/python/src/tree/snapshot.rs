@@ -204,6 +204,18 @@ impl<'py> Snapshot<'py> {
         Ok(None)
     }
 
+    /// Take away what has come to stand in dicts where there was nothing.
+    pub fn forget_new(&self) -> PyResult<()> {
+        for (dict, copy) in self.changed_dicts() {
+            for key in dict.keys() {
+                if !copy.contains(&key)? {
+                    dict.del_item(key)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Dicts and lists in whose place in another one another dict or list stands now.
     pub fn replaced(&self) -> PyResult<Vec<Other<'py>>> {
         let is_one = |object: &Bound<'py, PyAny>| {
@@ -242,7 +254,7 @@ impl<'py> Snapshot<'py> {
     }
 
     /// What has changed and is no array: items of dicts with their old and new values, orders of dicts, and lists with their old
-    /// contents.
+    /// contents, but for arrays.
     pub fn differences(&self) -> PyResult<(Vec<Item<'py>>, Vec<Order<'py>>, Vec<List<'py>>)> {
         let same = |a: &Bound<'py, PyAny>, b: &Bound<'py, PyAny>| {
             a.is(b) || (is_fixed(a) && is_fixed(b) && equal(a, b))
@@ -289,9 +301,8 @@ impl<'py> Snapshot<'py> {
             let mut pairs = list.iter().zip(copy.iter());
             let other =
                 list.len() != copy.len() || pairs.any(|(new, old)| differs(Some(&old), Some(&new)));
-            let arrays = || has_array(list.as_any()) || has_array(copy.as_any());
-            if other && !arrays() {
-                lists.push((list.clone(), copy.clone()));
+            if other {
+                lists.push((list.clone(), without_arrays(copy)?));
             }
         }
         Ok((items, orders, lists))
@@ -409,6 +420,17 @@ impl<'py> Snapshot<'py> {
         }
         Ok(())
     }
+}
+
+/// A copy of a list with none in the places of arrays, which are no changes.
+pub fn without_arrays<'py>(list: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
+    let copy = list.get_slice(0, list.len());
+    for (at, item) in list.iter().enumerate() {
+        if bridge::is_array(&item) {
+            copy.set_item(at, list.py().None())?;
+        }
+    }
+    Ok(copy)
 }
 
 /// Give a deque or a set the contents of a copy. By Python's own methods: a class of the user's may count in its.

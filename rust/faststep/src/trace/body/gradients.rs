@@ -172,7 +172,8 @@ pub(super) struct Differentiated {
     pub(super) outputs: Outputs,
     pub(super) weight: Option<Array>,
     pub(super) rebound: Vec<(usize, Array)>,
-    pub(super) gradients: Vec<Array>, // by tensor
+    pub(super) state: Vec<(usize, Array)>, // of an optimizer, that the loss has set
+    pub(super) gradients: Vec<Array>,      // by tensor
 }
 
 /// The number of values of each kind that a loss returned: they pass through the differentiation as one list.
@@ -218,6 +219,8 @@ impl LossCounts {
         let rebound = take(self.rebound.len());
         let others = left.others.into_iter();
         let others = others.map(|(index, array)| Ok((index, stop_gradient(&array)?)));
+        let state = left.state.into_iter();
+        let state = state.map(|(index, array)| Ok((index, stop_gradient(&array)?)));
         let kept = left.kept.iter().map(stop_gradient);
         Ok(Differentiated {
             outputs: Outputs {
@@ -230,6 +233,7 @@ impl LossCounts {
             },
             weight,
             rebound: self.rebound.into_iter().zip(rebound).collect(),
+            state: state.collect::<Result<_>>()?,
             gradients,
         })
     }

@@ -3,10 +3,7 @@ use mlx_rs::{error::Result, Array};
 
 use super::{short, Body, Inputs, Rebound};
 use crate::{
-    mlx::{
-        join,
-        ops::{choose, scalar},
-    },
+    mlx::ops::{choose, scalar},
     optim::UpdateOutput,
     trace::{host::UpdateCall, outputs::Outputs, recipe::Rule},
 };
@@ -17,16 +14,22 @@ impl Body<'_> {
         &self,
         inputs: &Inputs,
         rule: &Rule,
-        rebound: &Rebound,
+        (rebound, state): (&Rebound, &Rebound),
         gradients: &[Array],
         good: Option<&Array>,
         outputs: &mut Outputs,
     ) -> Result<()> {
         let weights = self.weights(inputs, rebound)?;
         let key = outputs.key.as_ref().or(inputs.rest.first());
-        let given = (gradients, &weights[..]);
-        let updated = self.updated(inputs, rule, given, &outputs.others, key, good)?;
+        let (given, left) = ((gradients, &weights[..]), (&outputs.others[..], state));
+        let updated = self.updated(inputs, rule, given, left, key, good)?;
         let mut new = updated.parameters;
+        for (index, left) in state {
+            if !updated.state.iter().any(|(at, _)| at == index) {
+                let left = choose(good, left.clone(), &inputs.state[*index])?;
+                outputs.state.push((*index, left));
+            }
+        }
         outputs.state.extend(updated.state);
         outputs.kept.extend(updated.kept);
         let set = |(index, _): &(usize, Array)| updated.others.iter().any(|(at, _)| at == index);
@@ -100,13 +103,13 @@ impl Body<'_> {
         self.recipe.places.master(&self.recipe.layout, buffer)
     }
 
-    // `left`: other arrays to which the loss has assigned
+    // `left`: other arrays, and arrays of the optimizer, to which the loss has assigned
     fn updated(
         &self,
         inputs: &Inputs,
         rule: &Rule,
         (gradients, weights): (&[Array], &[Array]),
-        left: &Rebound,
+        left: (&Rebound, &Rebound),
         key: Option<&Array>,
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
@@ -131,20 +134,24 @@ impl Body<'_> {
             }
             Rule::Host => self.host,
         };
-        // on a CPU it is known first whether the update is taken: the old and the new are not there at once to choose from
-        let waits = self.eager && !join::is_cuda();
-        let good = match good.filter(|_| waits) {
+        // uncompiled it is known first whether the update is taken: what the optimizer's code keeps elsewhere cannot be chosen
+        let good = match good.filter(|_| self.eager) {
             Some(flag) if self.reads(flag)? => None,
-            _ => good,
+            Some(_) => return Ok(UpdateOutput::none(weights)),
+            None => good,
         };
-        let mut others = inputs.others.to_vec();
-        for (index, array) in left {
-            others[*index] = array.clone();
-        }
+        let over = |arrays: &[Array], left: &Rebound| {
+            let mut arrays = arrays.to_vec();
+            for (index, array) in left {
+                arrays[*index] = array.clone();
+            }
+            arrays
+        };
+        let (others, shown) = (over(inputs.others, left.0), over(state, left.1));
         let mut output = rule.update(UpdateCall {
             gradients,
             parameters: weights,
-            state,
+            state: &shown,
             others: &others,
             key,
         })?;

@@ -46,6 +46,10 @@ impl Body<'_> {
         let total = begun(total)?;
         let new = choose(good.as_ref(), total.add(weight)?, &total)?;
         outputs.state.push((first + gradients.len(), new));
+        for (index, new) in made.state {
+            let new = choose(good.as_ref(), new, &inputs.state[index])?;
+            outputs.state.push((index, new));
+        }
         if !made.rebound.is_empty() {
             self.assign(inputs, &made.rebound, good.as_ref(), &mut outputs)?;
         }
@@ -83,7 +87,14 @@ impl Body<'_> {
         if let Some(max_value) = self.recipe.options.max_grad_value {
             gradients = clip::by_value(&gradients, max_value)?;
         }
-        self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
+        self.update(
+            inputs,
+            rule,
+            (&[], &[]),
+            &gradients,
+            Some(&good),
+            &mut outputs,
+        )?;
         self.choose_others(inputs, Some(&good), &mut outputs)?;
         outputs.skipped = Some(good.logical_not()?);
         // depends on the total, so that it is an output of this step and not a constant
