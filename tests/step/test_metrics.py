@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -207,3 +208,64 @@ def test_a_number_that_comes_again_is_left_where_the_loss_leaves_it(place: str) 
         left = {"model": lambda: model._last, "dict on the model": lambda: model._kept["last"]}
         assert left.get(place, lambda: trainer.phase)() == trainer.beta
     assert step.stats.mode == "native"
+
+
+class Totals:
+    """Has totals of arrays and numbers in one list, what the last batch was, and sizes behind an array."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, list[Any]] = {"loss": [mx.zeros(()), 0]}
+        self.last: list[Any] = [mx.zeros(()), 0, "none"]
+        self.sizes: list[Any] = [mx.zeros(())]
+        self.epoch = 0
+
+    def add(self, loss: mx.array, size: int) -> None:
+        total = self.totals["loss"]
+        total[0] += mx.stop_gradient(loss)
+        total[1] += size
+
+    def note(self, loss: mx.array, size: int) -> None:
+        self.last[0], self.last[1], self.last[2] = mx.stop_gradient(loss), size, f"epoch {self.epoch}"
+
+    def append(self, loss: mx.array, size: int) -> None:
+        self.sizes[0] = self.sizes[0] + mx.stop_gradient(loss)
+        self.sizes.append(size)
+
+
+@pytest.mark.parametrize("way", ["add", "note", "append"])
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it changes a list itself")
+def test_numbers_in_a_list_with_arrays(way: str) -> None:
+    results = []
+    for fast in (True, False):
+        mx.random.seed(1)
+        model, optimizer, totals = nn.Linear(4, 3), optim.SGD(0.05), Totals()
+
+        def loss_fn(model: nn.Module, x: mx.array, totals: Totals = totals) -> mx.array:
+            loss = mx.square(model(x) - 1).mean()
+            getattr(totals, way)(loss, len(x))
+            return loss
+
+        step, plain = Step(model, optimizer, loss_fn), plain_step(model, optimizer, loss_fn)
+        for number in range(20):
+            totals.epoch = number // 5
+            x = mx.ones((3 + number % 2, 4))
+            _ = step(x) if fast else plain(x)
+        results.append(leaves([values(totals.totals), values(totals.last), values(totals.sizes)]))
+    assert results[0] == [pytest.approx(each, rel=1e-4) if isinstance(each, float) else each for each in results[1]]
+
+
+def test_what_is_written_into_a_dict_that_is_replaced_then_is_not_in_the_new_one() -> None:
+    trainer = Trainer(lambda kl, it: {"kl": kl})
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if len(x) == 4:
+            trainer.metrics["full"] = True
+        return trainer.loss(model, x)
+
+    trainer.metrics = {}
+    step = Step(nn.Linear(4, 3), optim.SGD(0.05), loss_fn)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "faststep: this step cannot be compiled")
+        for number in range(9):
+            step(mx.ones((3 + number % 2, 4)))
+            assert list(trainer.metrics) == ["kl"]

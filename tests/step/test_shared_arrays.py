@@ -15,7 +15,9 @@ from mlx.utils import tree_map
 from support.beside import Box
 from support.helpers import snapshot
 
-STEPS, OTHER, MODEL = 12, Box(None), Box(None)
+STEPS = 12
+OTHER: Any = Box(None)
+MODEL: Any = Box(None)
 
 
 class Net(nn.Module):
@@ -114,7 +116,85 @@ def scheduled(factor: Callable[[Any], mx.array]) -> Callable[[float], optim.SGD]
     return lambda rate: optim.SGD(lambda step: rate * factor(step))
 
 
-Case = tuple[type[Net], Callable[..., mx.array], Callable[[float], optim.Optimizer]]
+class Slotted:
+    """An optimizer that is none of MLX's, with its rate and an array in slots."""
+
+    __slots__ = ("__dict__", "__weakref__", "mean", "rate")
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.mean = rate, mx.array(0.0)
+        self.state: dict[str, Any] = {}
+
+    def update(self, model: nn.Module, gradients: Any) -> None:
+        old = model.trainable_parameters()
+        model.update(tree_map(lambda old, each: old - self.rate * each, old, gradients))
+
+
+class Keeping(Slotted):
+    """Keeps an array in a slot."""
+
+    def update(self, model: nn.Module, gradients: Any) -> None:
+        self.mean = 0.9 * self.mean + mx.abs(gradients["layer"]["weight"]).mean()
+        super().update(model, tree_map(lambda each: each / (1 + self.mean), gradients))
+
+
+class Tracker:
+    """A plain object on a model."""
+
+    def __init__(self) -> None:
+        self.last, self.calls = mx.array(1.0), 0
+
+
+class Tracked(Net):
+    """Has such an object, a dict and a tuple of arrays, which a loss replaces, and a number of its class."""
+
+    strength = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker, self._stats, self._pair, self._scale = Tracker(), {"mean": mx.array(1.0)}, (mx.array(1.0), 1), 1.0
+
+
+class Limited(Net):
+    """Bounds its weights by a number that the program sets, and averages them in a new dict."""
+
+    def update(self, parameters: Any, strict: bool = True) -> nn.Module:
+        super().update(tree_map(lambda each: mx.clip(each, -OTHER.limit, OTHER.limit), parameters), strict)
+        self._average = {"weight": 0.9 * self._average["weight"] + 0.1 * self.layer.weight}
+        return self
+
+
+def leaving(leave: Callable[[Any, mx.array], None]) -> Callable[..., mx.array]:
+    def loss_fn(model: Net, x: mx.array, y: mx.array) -> mx.array:
+        loss = error(model, x, y)
+        leave(model, mx.stop_gradient(loss))
+        return loss
+
+    return loss_fn
+
+
+def replace_stats(model: Any, loss: mx.array) -> None:
+    model._stats = {"mean": 0.5 * model._stats["mean"] + loss}
+
+
+def count_in_tracker(model: Any, _: mx.array) -> None:
+    model.tracker.calls += 1
+
+
+def count_in_optimizer(_: Any, __: mx.array) -> None:
+    OTHER.optimizer.calls += 1
+
+
+def between(number: int) -> None:
+    """Set what updates read, between the steps."""
+    MODEL.value._scale = 1.0 + number // 4
+    Tracked.strength = 1.0 + number // 6
+    OTHER.limit = 1.0 / (1 + number // 5)
+    if isinstance(OTHER.optimizer, Slotted):
+        OTHER.optimizer.rate = 0.1 / (1 + number // 4)
+
+
+Case = tuple[type[Net], Callable[..., mx.array], Callable[[float], Any]]
 TRACED: dict[str, Case] = {
     "reads": (Net, tracking, reads(lambda model: 1 + model._spread.mean())),
     "reads what is frozen": (Net, tracking_frozen, reads(lambda model: 1 + model.frozen.mean())),
@@ -127,6 +207,10 @@ TRACED: dict[str, Case] = {
     "averages": (Net, tracking, sets(average)),
     "update() of the model averages": (Averaging, tracking, optim.Adam),
     "counts, and nobody reads it": (Net, counting, sets(shrink)),
+    "reads a new dict": (Tracked, leaving(replace_stats), reads(lambda model: 1 + model._stats["mean"])),  # type: ignore[attr-defined]
+    "reads a number of the class": (Tracked, error, reads(lambda model: type(model).strength)),  # type: ignore[attr-defined]
+    "reads a number in a slot": (Net, error, Slotted),
+    "update() of the model reads": (Limited, tracking, optim.SGD),
 }
 UNCOMPILED: dict[str, tuple[Case, str]] = {
     "reads a count": (
@@ -137,6 +221,39 @@ UNCOMPILED: dict[str, tuple[Case, str]] = {
         (Net, tracking_elsewhere, reads(lambda model: 1 + OTHER.value.mean())),
         "reads .*value, which the loss changes",
     ),
+    "reads a tuple": (
+        (
+            Tracked,
+            leaving(lambda model, loss: setattr(model, "_pair", (loss, 1))),
+            reads(lambda model: 1 + model._pair[0]),  # type: ignore[attr-defined]
+        ),
+        "reads .*_pair.*, which the loss changes",
+    ),
+    "reads an object of the model": (
+        (
+            Tracked,
+            leaving(lambda model, loss: setattr(model.tracker, "last", loss)),
+            reads(lambda model: 1 + model.tracker.last),
+        ),
+        "reads model.tracker.last, which the loss changes",
+    ),
+    "reads a count in an object of the model": (
+        (Tracked, leaving(count_in_tracker), reads(lambda model: 1 + 0.1 * model.tracker.calls)),
+        "tracker.calls|depends on what it changes itself",
+    ),
+    "has an array that the loss sets": (
+        (
+            Net,
+            leaving(lambda _, loss: setattr(OTHER.optimizer, "last", loss)),
+            reads(lambda _: 1 + OTHER.optimizer.last),
+        ),
+        r"changes the optimizer that updates it \(last\)",
+    ),
+    "has a count of the loss": (
+        (Net, leaving(count_in_optimizer), reads(lambda _: 1 + 0.1 * OTHER.optimizer.calls)),
+        r"changes the optimizer that updates it \(calls\)",
+    ),
+    "keeps an array in a slot": ((Net, error, Keeping), "keeps an array in an object beside its state"),
     "sets another shape": ((Net, error, sets(swap_shape)), "gives _spread another shape or dtype"),
 }
 
@@ -152,13 +269,16 @@ def build(case: Case) -> tuple[Net, Callable[..., mx.array], optim.Optimizer]:
     OTHER.value = mx.ones(3)
     make, loss_fn, optimizer = case
     MODEL.value = make()
-    return MODEL.value, loss_fn, optimizer(0.05)
+    OTHER.optimizer = optimizer(0.05)
+    OTHER.optimizer.last, OTHER.optimizer.calls = mx.array(1.0), 0
+    return MODEL.value, loss_fn, OTHER.optimizer
 
 
 def plainly(case: Case, window: int) -> tuple[list[float], Any]:
     model, loss_fn, optimizer = build(case)
     gradients_of, losses, sums = nn.value_and_grad(model, loss_fn), [], None
     for number, (x, y) in enumerate(batches(), start=1):
+        between(number - 1)
         loss, gradients = gradients_of(model, x, y)
         losses.append(loss.item())
         sums = gradients if sums is None else tree_map(mx.add, sums, gradients)
@@ -182,7 +302,10 @@ def left(model: Net) -> Any:
 def by_step(case: Case, window: int, compiled: bool) -> tuple[list[float], Any, Step]:
     model, loss_fn, optimizer = build(case)
     step = Step(model, optimizer, loss_fn, compile=compiled, accumulate=window)
-    losses = [step(x, y).loss.item() for x, y in batches()]
+    losses = []
+    for number, (x, y) in enumerate(batches()):
+        between(number)
+        losses.append(step(x, y).loss.item())
     return losses, left(model), step
 
 
@@ -201,6 +324,55 @@ def test_what_the_loss_and_the_update_share_on_the_model(name: str, compiled: bo
     losses, state, step = by_step(TRACED[name], window, compiled)
     compare((losses, state, step), plainly(TRACED[name], window))
     assert step.stats.mode == ("traced" if compiled else "plain")
+
+
+def test_what_the_optimizer_keeps_elsewhere_has_nothing_of_a_bad_batch() -> None:
+    class Norms(optim.SGD):
+        """Keeps norms in an object, and a mean on the model, from its first update on."""
+
+        def update(self, model: nn.Module, gradients: Any) -> None:
+            norm = mx.abs(gradients["layer"]["weight"]).mean()
+            OTHER.value = 0.5 * OTHER.value + norm
+            model._norm = norm if "_norm" not in model else 0.5 * model._norm + norm
+            OTHER.calls = getattr(OTHER, "calls", 0) + 1
+            super().update(model, gradients)
+
+    results = []
+    for bad in (False, True):
+        model, loss_fn, optimizer = build((Net, error, Norms))
+        OTHER.value, OTHER.calls = mx.array(0.0), 0
+        step = Step(model, optimizer, loss_fn, compile=False)
+        for number, (x, y) in enumerate(batches()):
+            if bad and number in (0, 4):
+                assert step(x * float("nan"), y).skipped
+            step(x, y)
+        results.append([OTHER.value.item(), model._norm.item(), OTHER.calls])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
+def test_a_plan_leaves_nothing_of_an_update(compiled: bool) -> None:
+    class Counting(optim.SGD):
+        """Counts updates in itself and elsewhere, and keeps an array on the model."""
+
+        count = 0
+
+        def update(self, model: nn.Module, gradients: Any) -> None:
+            self.count += 1
+            OTHER.calls += 1
+            model._kept = mx.array(self.count)
+            super().update(model, tree_map(lambda each: each / self.count, gradients))
+
+    model, loss_fn, optimizer = build((Net, error, Counting))
+    OTHER.calls = 0
+    step = Step(model, optimizer, loss_fn, compile=compiled)
+    assert step.memory_plan(*batches()[0]).peak > 0
+    assert (optimizer.count, OTHER.calls, "_kept" in model) == (0, 0, False)  # type: ignore[attr-defined]
+    for each in batches()[:4]:
+        step(*each)
+    step.memory_plan(*batches()[0])
+    assert (optimizer.count, OTHER.calls, model._kept.item()) == (4, 4, 4)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -152,7 +152,7 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
 
 
 def has_own_update(model: nn.Module) -> bool:
-    """Return whether a model has an `update` of its own, which MLX calls in each step: for the loss and for the optimizer."""
+    """Return whether a model has an `update` of its own, which MLX calls twice in each step."""
     return is_a(model, nn.Module) and type(model).update is not nn.Module.update
 
 

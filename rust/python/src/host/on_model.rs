@@ -167,7 +167,7 @@ impl Renewed {
         model: &Bound<'py, PyAny>,
         paths: &[(Role, Vec<String>)],
         values: Option<&Bound<'py, PyTuple>>,
-        others: &[(usize, Array)],
+        others: &[&(usize, Array)],
     ) -> PyResult<&[usize]> {
         let (_, path) = &paths[self.slots[0]];
         let above = path.len() - self.depth;

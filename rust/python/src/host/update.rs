@@ -60,35 +60,12 @@ impl Current {
             .filter(|_| self.compiled && !self.sketch);
         let reached = reached.map(|looked| {
             let (contents, copies) = (looked.snapshot(py)?, looked.copies(py)?);
-            let spots = looked.spots(py)?;
-            Ok::<_, PyErr>((looked, contents, copies, spots))
+            let places = looked.spots(py)?;
+            Ok::<_, PyErr>((looked, contents, copies, places))
         });
         let reached = reached.transpose()?;
         let mut outcome = self.traced_update(py, &optimizer, call, &before);
         keys.set_item(0, key)?;
-        if let (Some((looked, contents, ..)), true) = (&reached, outcome.is_ok()) {
-            let kept = match contents.new_array(false)? {
-                Some(key) => Some(key),
-                None => looked.other_array(&HashSet::new(), py)?,
-            };
-            if let Some(key) = kept {
-                let key = key.replace("loss_fn", "optimizer");
-                let class = optimizer.get_type().fully_qualified_name()?;
-                outcome = Err(Stop::Untraceable(format!(
-                    "the optimizer ({class}) keeps an array in an object beside its state ({key}): keep it in its state, \
-                     which alone a checkpoint has"
-                )));
-            }
-        }
-        if let (Some((looked, contents, copies, spots)), Err(stop)) = (reached, &outcome) {
-            if !matches!(stop, Stop::Raised(_)) {
-                looked.restore(py, &contents, &copies)?; // the update is computed once more, without a trace
-                for (spot, array) in spots.iter().zip(looked.arrays.iter()) {
-                    bridge::assign(&spot.object, array);
-                    looked.put(spot, &spot.object)?;
-                }
-            }
-        }
         if outcome.is_err() || self.compiled {
             model.restore()?;
         } else {
@@ -103,6 +80,29 @@ impl Current {
         } else {
             for (_, slot) in &before.slots {
                 slot.place.set(&slot.object)?;
+            }
+        }
+        if let (Some((looked, contents, ..)), true) = (&reached, outcome.is_ok()) {
+            let kept = match contents.new_array(false)? {
+                Some(key) => Some(key),
+                None => looked.other_array(&HashSet::new(), py)?,
+            };
+            if let Some(key) = kept {
+                let key = key.replace("loss_fn", "optimizer");
+                let class = optimizer.get_type().fully_qualified_name()?;
+                outcome = Err(Stop::Untraceable(format!(
+                    "the optimizer ({class}) keeps an array in an object beside its state ({key}): keep it in its state, \
+                     which alone a checkpoint has"
+                )));
+            }
+        }
+        if let (Some((looked, contents, copies, places)), Err(stop)) = (reached, &outcome) {
+            if !matches!(stop, Stop::Raised(_)) {
+                looked.restore(py, &contents, &copies)?; // the update is computed once more, without a trace
+                for (spot, array) in places.iter().zip(looked.arrays.iter()) {
+                    bridge::assign(&spot.object, array);
+                    looked.put(spot, &spot.object)?;
+                }
             }
         }
         outcome

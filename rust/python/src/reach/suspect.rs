@@ -249,8 +249,12 @@ impl Change {
             if list.len() == len {
                 return self.each(py, |before, now| now.add(now.sub(before)?.mul(times)?));
             }
-            if added.is_empty() {
-                return Ok(None);
+            let has_arrays = match self {
+                Self::List(list, _) => list.bind(py).iter().any(|item| bridge::is_array(&item)),
+                _ => false,
+            };
+            if added.is_empty() || has_arrays {
+                return Ok(None); // a long list of arrays and numbers is not watched
             }
             let mut times = usize::try_from(times)?;
             if let Some(most) = self.most(py)? {

@@ -117,15 +117,7 @@ impl Inner {
             self.told = Some(reason.to_owned());
             warn(py, &message)?;
         }
-        if let Some(name) = self.late.take() {
-            warn(
-                py,
-                &format!(
-                    "a schedule of the optimizer may read {name}, which the loss changes: it is called before the loss, and finds what \
-                     the step before has left. Change that between the steps"
-                ),
-            )?;
-        }
+        self.warn_of_schedules(py)?;
         if let Some(message) = store.lazy.message() {
             warn(py, &message)?;
         }
@@ -133,6 +125,17 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(taken)
+    }
+
+    fn warn_of_schedules(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(name) = self.late.take() else {
+            return Ok(());
+        };
+        let message = format!(
+            "a schedule of the optimizer may read {name}, which the loss changes: it is called before the loss, and finds what the \
+             step before has left. Change that between the steps"
+        );
+        warn(py, &message)
     }
 
     // the trace that has stood for the last call; none where that was uncompiled, which may have left its own by now

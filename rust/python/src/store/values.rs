@@ -22,15 +22,16 @@ impl Store {
         written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
     ) -> PyResult<()> {
         let signature = self.signature()?;
-        let renewed = renew(model, &signature.roles, output, written)?;
-        // uncompiled, another dict or list may have come to the place of one
-        let uncompiled = written.is_none() && !output.batch.others.is_empty();
-        let fresh = uncompiled.then(|| Tree::of_model(model)).transpose()?;
-        let fresh = fresh.map(|(tree, slots)| (tree.paths(model.py()), slots));
         let of_update = || output.update.iter().flat_map(|update| &update.others);
         let is_last = |(index, _): &&(usize, Array)| !of_update().any(|(at, _)| at == index);
         let of_batch = output.batch.others.iter().filter(is_last);
-        for (index, array) in of_batch.chain(of_update()) {
+        let others: Vec<_> = of_batch.chain(of_update()).collect();
+        let renewed = renew(model, &signature.roles, &others, written)?;
+        // uncompiled, another dict or list may have come to the place of one
+        let uncompiled = written.is_none() && !others.is_empty();
+        let fresh = uncompiled.then(|| Tree::of_model(model)).transpose()?;
+        let fresh = fresh.map(|(tree, slots)| (tree.paths(model.py()), slots));
+        for (index, array) in others {
             let slots = prepared.model.iter().zip(signature.roles.iter());
             let found = slots.enumerate();
             let mut found = found.filter(|(_, (_, (role, _)))| *role == Role::Other(*index));
@@ -114,13 +115,12 @@ impl Store {
 fn renew(
     model: &Bound<'_, PyAny>,
     roles: &[(Role, Vec<String>)],
-    output: &Output,
+    others: &[&(usize, Array)],
     written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
 ) -> PyResult<Vec<usize>> {
     let Some((written, values)) = written else {
         return Ok(Vec::new());
     };
-    let others = &output.batch.others;
     let mut slots = Vec::new();
     let first = values.map_or(0, |values| {
         values.len().saturating_sub(written.on_model.len())
