@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_map
+from support.beside import Box
 from support.helpers import plain_step
 
 
@@ -269,3 +270,24 @@ def test_what_is_written_into_a_dict_that_is_replaced_then_is_not_in_the_new_one
         for number in range(9):
             step(mx.ones((3 + number % 2, 4)))
             assert list(trainer.metrics) == ["kl"]
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it stores a new")
+@pytest.mark.parametrize("place", ["object", "model"])
+def test_a_dict_under_another_name_stays_that_dict(place: str) -> None:
+    model = nn.Linear(4, 3)
+    owner: Any = Box(None) if place == "object" else model
+    owner._now, owner._before = {"loss": mx.zeros(()), "calls": 0}, {"loss": mx.zeros(()), "calls": 0}
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        owner._before = owner._now
+        owner._now["loss"] = mx.stop_gradient(loss := mx.square(model(x) - 1).mean())
+        return loss
+
+    step = Step(model, optim.SGD(0.05), loss_fn)
+    for number in range(6):
+        if number == 3:
+            owner._now = {"loss": mx.zeros(()), "calls": 0}
+        loss = step(mx.ones((3, 4))).loss.item()
+        assert owner._before is owner._now
+        assert owner._before["loss"].item() == loss

@@ -129,7 +129,9 @@ impl Looked {
         let Some(met) = Met::new(now.clone(), &self.program.nodes[at]) else {
             return false;
         };
-        if is_module(now) || !self.program.nodes[at].fits(&met, &[]) {
+        // a known one stays that one, under another name
+        let is_known = !now.is_instance_of::<PyTuple>() && self.has(now);
+        if is_module(now) || is_known || !self.program.nodes[at].fits(&met, &[]) {
             return false;
         }
         let mut objects: Vec<Option<Met<'py>>> = Vec::new();

@@ -216,7 +216,7 @@ impl<'py> Snapshot<'py> {
         Ok(())
     }
 
-    /// Dicts and lists in whose place in another one another dict or list stands now.
+    /// Dicts and lists in whose place in another one a new dict or list stands now.
     pub fn replaced(&self) -> PyResult<Vec<Other<'py>>> {
         let is_one = |object: &Bound<'py, PyAny>| {
             (object.is_instance_of::<PyDict>() || object.is_instance_of::<PyList>())
@@ -224,7 +224,8 @@ impl<'py> Snapshot<'py> {
         };
         let mut found = Vec::new();
         let mut note = |place, before: Bound<'py, PyAny>, now: Bound<'py, PyAny>| {
-            if !before.is(&now) && is_one(&before) && is_one(&now) {
+            let is_known = self.met.contains(&now.as_ptr().addr()); // under another name
+            if !before.is(&now) && is_one(&before) && is_one(&now) && !is_known {
                 found.push((place, before, now));
             }
         };
