@@ -291,3 +291,37 @@ def test_a_dict_under_another_name_stays_that_dict(place: str) -> None:
         loss = step(mx.ones((3, 4))).loss.item()
         assert owner._before is owner._now
         assert owner._before["loss"].item() == loss
+
+
+class Meter(nn.Module):
+    """A module of its own beside the model: the last loss, a count, and a flag that the program sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last, self._count, self._doubles = mx.zeros(()), 0, False
+
+
+def test_a_count_in_a_module_that_the_loss_reaches_takes_no_search() -> None:
+    results = []
+    for fast in (True, False):
+        mx.random.seed(1)
+        model, optimizer, meter = nn.Linear(4, 3), optim.SGD(0.05), Meter()
+
+        def loss_fn(model: nn.Module, x: mx.array, meter: Meter = meter) -> mx.array:
+            loss = mx.square(model(x) - 1).mean() * (2 if meter._doubles else 1)
+            meter._last, meter._count = mx.stop_gradient(loss), meter._count + 1
+            return loss
+
+        step, plain = Step(model, optimizer, loss_fn), plain_step(model, optimizer, loss_fn)
+        read = []
+        for number in range(30):
+            meter._doubles = number >= 20
+            if number == 10:
+                meter._count = 100
+            _ = step(mx.ones((3, 4))) if fast else plain(mx.ones((3, 4)))
+            read.append((meter._last.item(), meter._count))
+        results.append(read)
+        if fast:
+            assert (step.stats.mode, step.stats.traced) == ("native", 2)
+    assert [count for _, count in results[0]] == [count for _, count in results[1]]
+    np.testing.assert_allclose([last for last, _ in results[0]], [last for last, _ in results[1]], rtol=1e-4)

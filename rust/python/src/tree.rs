@@ -327,6 +327,11 @@ impl Tree {
         numbers.map(Bound::unbind).collect()
     }
 
+    /// The same as a tuple.
+    pub fn number_values<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.own_numbers(py))
+    }
+
     /// The item of each number, and the path to it.
     pub fn numbers(&self, py: Python<'_>) -> Vec<(usize, String)> {
         let mut paths = Paths::default();

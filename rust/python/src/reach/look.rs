@@ -10,7 +10,10 @@ use super::{
     seen::equal,
     Program,
 };
-use crate::mlx::bridge;
+use crate::{
+    mlx::bridge,
+    tree::{walk::Scope, Tree},
+};
 use faststep::engine::Tensor;
 
 /// Result of comparing a program's nodes.
@@ -130,16 +133,31 @@ impl Program {
     ) -> PyResult<bool> {
         Ok(match &node.expect {
             Expect::Array => self.holds(number, &met.object),
-            Expect::Module(tree, first) => {
+            Expect::Module(tree, first, (at, numbers)) => {
+                let py = met.object.py();
                 let held = self.held.borrow().clone();
                 let known = held.ids().get(*first..).unwrap_or_default();
                 let known = &known[..known.len().min(tree.tensors().len())];
+                let mut meet_same = || {
+                    let numbers = numbers.iter();
+                    numbers.for_each(|it| values.meet(*at, it.bind(py).clone()));
+                };
                 if tree.is_same(&met.object, known) {
+                    meet_same();
                     *number += known.len();
                     return Ok(true);
                 }
-                let slots = tree.check_whole(&met.object, known);
+                let mut slots = tree.check_whole(&met.object, known);
                 drop(held);
+                if slots.is_some() {
+                    meet_same();
+                } else if let Ok((now, found)) = Tree::record(&met.object, Scope::Whole) {
+                    // the same with other numbers, to which a loss adds, say
+                    if tree.equals_but_numbers(&now, py) {
+                        values.meet(*at, now.number_values(py)?.into_any());
+                        slots = Some(found);
+                    }
+                }
                 slots.is_some_and(|slots| {
                     let mut slots = slots.iter();
                     slots.all(|slot| self.holds(number, &slot.object))

@@ -153,7 +153,7 @@ impl Looked {
         };
         let name = self.program.name(py, at);
         match &self.program.nodes[at].expect {
-            Expect::Module(tree, first) => {
+            Expect::Module(tree, first, _) => {
                 let paths = tree.paths(py);
                 let path = paths.get(array - first).map(|path| path.join("."));
                 format!("{name}.{}", path.unwrap_or_default())
@@ -166,7 +166,12 @@ impl Looked {
     pub fn value_name(&self, py: Python<'_>, value: usize) -> String {
         let nodes = self.program.nodes.iter().enumerate();
         let mut values = nodes
-            .filter(|(_, node)| matches!(node.expect, Expect::Value(..) | Expect::Contents(..)))
+            .filter(|(_, node)| {
+                matches!(
+                    node.expect,
+                    Expect::Value(..) | Expect::Contents(..) | Expect::Module(..)
+                )
+            })
             .map(|(at, _)| self.program.name(py, at));
         values.nth(value).unwrap_or_default()
     }

@@ -124,8 +124,9 @@ pub enum Expect {
     Anything,
     /// Nothing: the search has seen an object there that cannot be found again.
     Absent,
-    /// A module that looks like this, and the number of its first array.
-    Module(Box<Tree>, usize),
+    /// A module that looks like this but for its numbers, the number of its first array, and that of its numbers among the values,
+    /// with these.
+    Module(Box<Tree>, usize, (usize, Option<Py<PyAny>>)),
 }
 
 /// An object that has been found, and its instance dict where others are found in that.
@@ -203,7 +204,7 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
             Ok(weak) => Weak::Weak(weak.clone().unbind()),
             Err(_) => Weak::Strong(expected.clone().unbind()),
         }),
-        9 => Expect::Module(Box::default(), 0),
+        9 => Expect::Module(Box::default(), 0, (0, None)),
         _ => Expect::Anything,
     })
 }
@@ -271,10 +272,13 @@ pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResul
                 *attributes = bridge::attributes(&object).map(|dict| dict.len());
             }
             Expect::Array => tensors.extend(bridge::get(&object).as_ref().map(Tensor::of)),
-            Expect::Module(tree, first) => {
+            Expect::Module(tree, first, number) => {
                 **tree = Tree::record(&object, Scope::Whole)?.0;
                 *first = tensors.len();
                 tensors.extend_from_slice(tree.tensors());
+                let numbers = tree.number_values(object.py())?.into_any().unbind();
+                *number = (values.len(), Some(numbers.clone_ref(object.py())));
+                values.push(numbers);
             }
             Expect::Value(_, number) => {
                 *number = values.len();
@@ -443,7 +447,7 @@ impl Node {
     pub fn arrays(&self) -> usize {
         match &self.expect {
             Expect::Array => 1,
-            Expect::Module(tree, _) => tree.tensors().len(),
+            Expect::Module(tree, ..) => tree.tensors().len(),
             _ => 0,
         }
     }

@@ -104,11 +104,16 @@ impl Looked {
                     now.is_some_and(|now| equal(self.values[*number].bind(py), &now))
                 }
                 Expect::Contents(..) => self.has_contents(py, at)?,
-                Expect::Module(tree, _) => {
-                    let module = self.object(at, py);
-                    let now = module.map(|module| Tree::record(&module, Scope::Whole));
-                    let now = now.transpose()?;
-                    now.is_none_or(|(now, _)| tree.difference(&now, py).is_none())
+                Expect::Module(tree, _, (number, _)) => {
+                    let now = self.object(at, py);
+                    let now = now.map(|module| Tree::record(&module, Scope::Whole));
+                    now.transpose()?.map_or(Ok(true), |(now, _)| {
+                        let numbers = now.number_values(py)?;
+                        Ok::<_, PyErr>(
+                            tree.equals_but_numbers(&now, py)
+                                && equal(self.values[*number].bind(py), numbers.as_any()),
+                        )
+                    })?
                 }
                 _ => true,
             };
