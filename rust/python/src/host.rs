@@ -4,7 +4,6 @@
 //! put back as it was, whether the function returned or raised. Uses `optimizer`, `reach`, `tree` and `mlx`.
 mod loss;
 mod loss_graph;
-pub mod on_model;
 mod read;
 pub mod shown;
 mod update;

@@ -8,6 +8,7 @@ pub mod identity;
 pub mod ordered;
 pub mod paths;
 pub mod rebuild;
+pub mod renewed;
 pub mod slot;
 pub mod snapshot;
 pub mod static_value;

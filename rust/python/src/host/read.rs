@@ -2,14 +2,21 @@
 use std::collections::{HashMap, HashSet};
 
 use faststep::engine::{Left, Role};
-use pyo3::prelude::*;
+use pyo3::{prelude::*, types::PyTuple};
 
 use super::Current;
 use crate::{
     mlx::bridge,
     optimizer::HostSchedules,
-    reach::{stop::Stop, suspect, Looked},
-    tree::{paths::dotted, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
+    reach::{stop::Stop, suspect, Looked, Written},
+    tree::{
+        paths::dotted,
+        renewed::{take_back, Taken},
+        slot::Slot,
+        snapshot::Snapshot,
+        walk::Scope,
+        Tree,
+    },
 };
 
 /// The optimizer before a loss.
@@ -143,6 +150,38 @@ impl Current {
             late = looked.other_value(py)?;
         }
         self.late = late.map(|name| name.replace("loss_fn", "the schedule"));
+        Ok(())
+    }
+
+    // dicts and lists that the loss has replaced, put back where the trace is to repeat it
+    pub(super) fn taken_back<'py>(
+        &self,
+        model: &Snapshot<'py>,
+        slots: &[Slot<'py>],
+    ) -> PyResult<Taken<'py>> {
+        if self.compiled {
+            take_back(model, slots)
+        } else {
+            Ok(Vec::new())
+        }
+    }
+
+    // what the loss has written, and the numbers and texts in what it has replaced beside what it has returned
+    pub(super) fn note_written<'py>(
+        &mut self,
+        py: Python<'py>,
+        (written, mut values): (Written, Vec<Bound<'py, PyTuple>>),
+        taken: Taken<'py>,
+    ) -> PyResult<()> {
+        self.written = written;
+        for (renewed, its) in taken {
+            self.written.on_model.push(renewed);
+            values.push(its);
+        }
+        if let Some(returned) = self.template.take() {
+            let made = (returned, PyTuple::new(py, values)?).into_pyobject(py)?;
+            self.template = Some(made.into_any().unbind());
+        }
         Ok(())
     }
 }

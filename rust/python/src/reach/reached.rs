@@ -13,8 +13,8 @@ use super::{
     Looked,
 };
 use crate::{
-    host::on_model::Renewed,
     mlx::bridge,
+    tree::renewed::Renewed,
     tree::{snapshot::Snapshot, text::text},
 };
 

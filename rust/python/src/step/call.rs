@@ -65,7 +65,8 @@ impl Inner {
             let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
             let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
             let written = last.map(|last| (&last.kept.written, values.as_ref()));
-            store.take_output(&user.model, &prepared, &output, written)?;
+            let renewed = written.map(|(written, values)| (&written.on_model[..], values));
+            store.take_output(&user.model, &prepared, &output, renewed)?;
             if last.is_none() {
                 let skipped = output.batch.skipped.as_ref();
                 skipped.map_or(Ok(()), |it| {

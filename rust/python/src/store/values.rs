@@ -8,8 +8,7 @@ use pyo3::{prelude::*, types::PyTuple};
 use super::{Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python, gil::unlocked},
-    reach::Written,
-    tree::{paths::dotted, slot::Slot, Tree},
+    tree::{paths::dotted, renewed::Renewed, slot::Slot, Tree},
 };
 
 impl Store {
@@ -19,16 +18,16 @@ impl Store {
         model: &Bound<'py, PyAny>,
         prepared: &Prepared<'py>,
         output: &Output,
-        written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
+        renewed: Option<(&[Renewed], Option<&Bound<'_, PyTuple>>)>,
     ) -> PyResult<()> {
         let signature = self.signature()?;
         let of_update = || output.update.iter().flat_map(|update| &update.others);
         let is_last = |(index, _): &&(usize, Array)| !of_update().any(|(at, _)| at == index);
         let of_batch = output.batch.others.iter().filter(is_last);
         let others: Vec<_> = of_batch.chain(of_update()).collect();
-        let renewed = renew(model, &signature.roles, &others, written)?;
+        let uncompiled = renewed.is_none() && !others.is_empty();
+        let renewed = renew(model, &signature.roles, &others, renewed)?;
         // uncompiled, another dict or list may have come to the place of one
-        let uncompiled = written.is_none() && !others.is_empty();
         let fresh = uncompiled.then(|| Tree::of_model(model)).transpose()?;
         let fresh = fresh.map(|(tree, slots)| (tree.paths(model.py()), slots));
         for (index, array) in others {
@@ -116,16 +115,14 @@ fn renew(
     model: &Bound<'_, PyAny>,
     roles: &[(Role, Vec<String>)],
     others: &[&(usize, Array)],
-    written: Option<(&Written, Option<&Bound<'_, PyTuple>>)>,
+    renewed: Option<(&[Renewed], Option<&Bound<'_, PyTuple>>)>,
 ) -> PyResult<Vec<usize>> {
-    let Some((written, values)) = written else {
+    let Some((all, values)) = renewed else {
         return Ok(Vec::new());
     };
     let mut slots = Vec::new();
-    let first = values.map_or(0, |values| {
-        values.len().saturating_sub(written.on_model.len())
-    });
-    for (at, renewed) in written.on_model.iter().enumerate() {
+    let first = values.map_or(0, |values| values.len().saturating_sub(all.len()));
+    for (at, renewed) in all.iter().enumerate() {
         let its = values.and_then(|values| values.get_item(first + at).ok());
         let its = its.and_then(|its| its.cast_into().ok());
         slots.extend(renewed.show(model, roles, its.as_ref(), others)?);

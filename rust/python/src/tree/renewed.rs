@@ -6,16 +6,12 @@ use pyo3::{
     types::{PyDict, PyList, PyTuple},
 };
 
-use super::Current;
-use crate::{
-    mlx::{bridge, classes::is_module},
-    reach::Written,
-    tree::{
-        slot::{Place, Slot},
-        snapshot::Snapshot,
-        static_value::is_plain,
-    },
+use super::{
+    slot::{Place, Slot},
+    snapshot::Snapshot,
+    static_value::is_plain,
 };
+use crate::mlx::{bridge, classes::is_module};
 
 /// A dict or list that the loss replaces: the numbers of the model's arrays in it, and how many keys of the path of the first lead from
 /// it to that array.
@@ -25,41 +21,8 @@ pub struct Renewed {
     depth: usize,
 }
 
-type Taken<'py> = Vec<(Renewed, Bound<'py, PyTuple>)>;
-
-impl Current {
-    // dicts and lists that the loss has replaced, put back where the trace is to repeat it
-    pub(super) fn taken_back<'py>(
-        &self,
-        model: &Snapshot<'py>,
-        slots: &[Slot<'py>],
-    ) -> PyResult<Taken<'py>> {
-        if self.compiled {
-            take_back(model, slots)
-        } else {
-            Ok(Vec::new())
-        }
-    }
-
-    // what the loss has written, and the numbers and texts in what it has replaced beside what it has returned
-    pub(super) fn note_written<'py>(
-        &mut self,
-        py: Python<'py>,
-        (written, mut values): (Written, Vec<Bound<'py, PyTuple>>),
-        taken: Taken<'py>,
-    ) -> PyResult<()> {
-        self.written = written;
-        for (renewed, its) in taken {
-            self.written.on_model.push(renewed);
-            values.push(its);
-        }
-        if let Some(returned) = self.template.take() {
-            let made = (returned, PyTuple::new(py, values)?).into_pyobject(py)?;
-            self.template = Some(made.into_any().unbind());
-        }
-        Ok(())
-    }
-}
+/// Those that the loss has replaced, with the numbers and texts of each.
+pub type Taken<'py> = Vec<(Renewed, Bound<'py, PyTuple>)>;
 
 /// What is in a dict or list that has taken the place of one of the same form.
 #[derive(Default)]
@@ -69,9 +32,8 @@ struct Items<'py> {
     values: Vec<Bound<'py, PyAny>>,
 }
 
-// put dicts and lists back that the loss has replaced by others of the same form, with the arrays of the new ones: where they
-// are, and the numbers and texts of each
-fn take_back<'py>(model: &Snapshot<'py>, slots: &[Slot<'py>]) -> PyResult<Taken<'py>> {
+/// Put dicts and lists back that the loss has replaced by others of the same form, with the arrays of the new ones.
+pub fn take_back<'py>(model: &Snapshot<'py>, slots: &[Slot<'py>]) -> PyResult<Taken<'py>> {
     let mut found = Vec::new();
     for (place, before, now) in model.replaced()? {
         let mut items = Items::default();
