@@ -44,9 +44,9 @@ NEED = (
 PROGRAMS = tuple(
     f"step/test_{name}.py"
     for name in (
-        "calls changes clients collected invariants left_behind loss_reads_optimizer metrics names optimizer_reads "
-        "own_changes own_optimizers programs ragged reach replaced sequences shared_arrays states surroundings traces "
-        "trees turns updating_objects"
+        "calls changes clients collected invariants left_behind loss_reads_optimizer metrics_of_a_loss names "
+        "optimizer_reads own_changes own_optimizers programs ragged reach replaced sequences shared_arrays states "
+        "surroundings traces trees turns updating_objects"
     ).split()
 )
 # Each a section of the page: what runs on a GPU alone, and what runs on the CPU as well.
