@@ -255,15 +255,16 @@ def test_numbers_in_a_list_with_arrays(way: str) -> None:
     assert results[0] == [pytest.approx(each, rel=1e-4) if isinstance(each, float) else each for each in results[1]]
 
 
-def test_what_is_written_into_a_dict_that_is_replaced_then_is_not_in_the_new_one() -> None:
-    trainer = Trainer(lambda kl, it: {"kl": kl})
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_what_is_written_into_a_dict_that_is_replaced_then_is_not_in_the_new_one(kind: type[dict[str, Any]]) -> None:
+    trainer = Trainer(lambda kl, it: kind(kl=kl))
 
     def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
         if len(x) == 4:
             trainer.metrics["full"] = True
         return trainer.loss(model, x)
 
-    trainer.metrics = {}
+    trainer.metrics = kind()
     step = Step(nn.Linear(4, 3), optim.SGD(0.05), loss_fn)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "faststep: this step cannot be compiled")

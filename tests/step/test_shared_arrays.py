@@ -164,6 +164,18 @@ class Limited(Net):
         return self
 
 
+class Patched(Net):
+    """Has such a bound in an `update` of the object, not of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.update = self.bounded
+
+    def bounded(self, parameters: Any, strict: bool = True) -> nn.Module:
+        limit = OTHER.limit
+        return nn.Module.update(self, tree_map(lambda each: mx.clip(each, -limit, limit), parameters), strict)
+
+
 def leaving(leave: Callable[[Any, mx.array], None]) -> Callable[..., mx.array]:
     def loss_fn(model: Net, x: mx.array, y: mx.array) -> mx.array:
         loss = error(model, x, y)
@@ -211,6 +223,7 @@ TRACED: dict[str, Case] = {
     "reads a number of the class": (Tracked, error, reads(lambda model: type(model).strength)),  # type: ignore[attr-defined]
     "reads a number in a slot": (Net, error, Slotted),
     "update() of the model reads": (Limited, tracking, optim.SGD),
+    "update() of the object reads": (Patched, tracking, optim.SGD),
 }
 UNCOMPILED: dict[str, tuple[Case, str]] = {
     "reads a count": (

@@ -109,7 +109,6 @@ class Nodes:
         self.walked = containers(model, self.apart)  # dicts, lists and modules whose arrays are known as slots
         self.numbers: dict[str, Any] | None = None  # of the model, where they change again and again
         self.calls: tuple[str, ...] = ()  # methods of optimizers that a step calls, whether code names them or not
-        self.updates_model = False  # a step calls its own `update`
         self.of_update = False  # then the arrays and numbers of optimizers are known
         self.updating: dict[int, Any] = optimizers_in(owned)  # by the step, which knows their state
         self.growing: set[int] = set()  # addresses of lists and dicts: one of numbers is compared as a whole

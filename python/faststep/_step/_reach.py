@@ -121,7 +121,8 @@ def discover(
     """
     search = _Search(roots[1], owned, apart)
     search.growing.update(growing)
-    search.numbers, search.updates_model = numbers, has_own_update(roots[1])
+    search.numbers = numbers
+    search.attributes |= _called_on(roots[1])
     search.walked.update(
         id(root) for root in roots[2:] if is_a(root, (dict, list, tuple)) and not is_a(root, nn.Module)
     )
@@ -142,18 +143,20 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
     within = core.optimizers_within(optimizer)
     within += [each.own for each in within if is_a(each, OwnOptimizer)]  # of no class of MLX's
     search.of_update, search.updating = True, {id(each): each for each in within}
-    search.numbers, search.updates_model = numbers, has_own_update(model)
+    search.numbers, called = numbers, _called_on(model)
+    search.attributes |= called
     search.walked.discard(id(numbers))
     if not all(is_library_class(type(each)) for each in search.updating.values()):
         search.calls = _UPDATE
-    elif not search.updates_model:  # a rule of the step's own takes the place of the code
+    elif not called:  # a rule of the step's own takes the place of the code
         roots = (optimizer,)
     return _found(search, roots)
 
 
-def has_own_update(model: nn.Module) -> bool:
-    """Return whether a model has an `update` of its own, which MLX calls twice in each step."""
-    return is_a(model, nn.Module) and type(model).update is not nn.Module.update
+def _called_on(model: Any) -> set[str]:
+    """Return the methods of a model's own that MLX calls in each step, twice: for the loss and for the optimizer."""
+    own = is_a(model, nn.Module) and getattr(model.update, "__func__", model.update) is not nn.Module.update
+    return {"update"} if own else set()
 
 
 def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
@@ -526,7 +529,6 @@ class _Search(Asking):
             called = called and self.may_call(self.objects[at], name)
             is_data = not name.startswith("__") or is_a(value, (dict, *PLAIN))  # `__annotations__`, say
             called |= name in self.calls and any(issubclass(type(each), base) for each in self.updating.values())
-            called |= name == "update" and self.updates_model and issubclass(type(self.objects[1]), base)
             if called or (self.is_named(name, value, everything) and is_data):
                 if issubclass(base, enum.Enum) and is_a(value, enum.Enum):
                     continue  # a member cannot be replaced, but has attributes

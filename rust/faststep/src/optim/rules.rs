@@ -24,7 +24,7 @@ pub struct Rules {
 }
 
 /// The outputs of an update.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct UpdateOutput {
     /// The new parameters, all of them.
     pub parameters: Vec<Array>,
@@ -36,19 +36,6 @@ pub struct UpdateOutput {
     pub kept: Vec<Array>,
     /// The random key, where the update drew from it.
     pub key: Option<Array>,
-}
-
-impl UpdateOutput {
-    // nothing has changed
-    pub(crate) fn none(parameters: &[Array]) -> Self {
-        Self {
-            parameters: parameters.to_vec(),
-            state: Vec::new(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
-        }
-    }
 }
 
 /// The learning rate of a rule's schedule after so many updates, by the rule's number and that of the updates; `None` where
@@ -261,9 +248,7 @@ impl Rules {
         Ok(UpdateOutput {
             parameters,
             state: new_state,
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
+            ..UpdateOutput::default()
         })
     }
 

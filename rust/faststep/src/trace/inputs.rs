@@ -91,10 +91,7 @@ impl Call {
         if count == 0 {
             return Self::default();
         }
-        let mut others: Vec<Array> = self.others().take(count).cloned().collect();
-        for (index, array) in set.iter().filter(|(index, _)| *index < count) {
-            others[*index] = array.clone();
-        }
+        let others = with(self.others().take(count), set);
         Self {
             others: vec![Rc::new(others.into())],
             rest: Vec::new(),
@@ -106,6 +103,20 @@ impl Call {
     pub fn count_others(&self) -> usize {
         self.others.iter().map(|held| held.len()).sum()
     }
+}
+
+// a list of arrays with others in some places
+pub(crate) fn with<'a>(
+    arrays: impl IntoIterator<Item = &'a Array>,
+    set: &[(usize, Array)],
+) -> Vec<Array> {
+    let mut arrays: Vec<Array> = arrays.into_iter().cloned().collect();
+    for (index, array) in set {
+        if let Some(place) = arrays.get_mut(*index) {
+            *place = array.clone();
+        }
+    }
+    arrays
 }
 
 /// The inputs of a step's function, in order.

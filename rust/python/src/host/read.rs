@@ -96,7 +96,8 @@ impl Current {
 
     // whether an update that has been traced before the loss has changed what it reads
     pub(super) fn has_updated(&self, py: Python<'_>) -> PyResult<bool> {
-        let looked = self.of_update.as_ref().filter(|_| self.compiled);
+        let looked = self.of_update.as_ref();
+        let looked = looked.filter(|_| self.compiled && !self.sketch);
         looked.map_or(Ok(false), |looked| Ok(looked.other_value(py)?.is_some()))
     }
 

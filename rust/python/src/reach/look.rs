@@ -151,8 +151,9 @@ impl Program {
                 drop(held);
                 if slots.is_some() {
                     meet_same();
-                } else if let Ok((now, found)) = Tree::record(&met.object, Scope::Whole) {
+                } else {
                     // the same with other numbers, to which a loss adds, say
+                    let (now, found) = Tree::record(&met.object, Scope::Whole)?;
                     if tree.equals_but_numbers(&now, py) {
                         values.meet(*at, now.number_values(py)?.into_any());
                         slots = Some(found);

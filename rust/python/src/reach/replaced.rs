@@ -12,7 +12,10 @@ use super::{
     stop::{another, Stop},
     Program,
 };
-use crate::mlx::{bridge, classes::is_module};
+use crate::{
+    mlx::{bridge, classes::is_module},
+    tree::ordered,
+};
 use faststep::engine::Tensor;
 
 /// Array objects that a loss has put somewhere, with the numbers of the arrays in whose places they are.
@@ -221,7 +224,7 @@ impl Looked {
                 keys.any(|other| other.eq(key).unwrap_or(false))
             };
             for key in dict.keys().iter().filter(|key| !known(key)) {
-                dict.del_item(key)?;
+                ordered::del_item(dict, &key)?;
             }
         }
         for (node, item) in items {

@@ -481,6 +481,7 @@ impl Inner {
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("there is no random key");
         let key = bridge::get(&store.key_list.bind(py).get_item(0)?).ok_or_else(missing)?;
+        let host = matches!(store.rule, Some(Rule::Host));
         self.host.current.replace(Some(Current {
             model: user.model.clone().unbind(),
             optimizer: user.optimizer.clone().unbind(),
@@ -518,11 +519,9 @@ impl Inner {
             positions: None,
             moving: self.read.moving().map(|moving| moving.clone_ref(py)),
             taken: None,
-            of_update: matches!(store.rule, Some(Rule::Host))
-                .then(|| self.read.looked().cloned())
-                .flatten(),
+            of_update: self.read.looked().filter(|_| host).cloned(),
             of_schedules: self.of_schedules.clone(),
-            host: matches!(store.rule, Some(Rule::Host)),
+            host,
             in_state: None,
             late: None,
             probe: self.probe,

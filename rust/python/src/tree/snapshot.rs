@@ -209,7 +209,7 @@ impl<'py> Snapshot<'py> {
         for (dict, copy) in self.changed_dicts() {
             for key in dict.keys() {
                 if !copy.contains(&key)? {
-                    dict.del_item(key)?;
+                    ordered::del_item(dict, &key)?;
                 }
             }
         }

@@ -68,9 +68,7 @@ impl CompiledUpdate {
         Ok(UpdateOutput {
             parameters: outputs,
             state: indices.into_iter().zip(new_state).collect(),
-            others: Vec::new(),
-            kept: Vec::new(),
-            key: None,
+            ..UpdateOutput::default()
         })
     }
 }

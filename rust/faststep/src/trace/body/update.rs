@@ -5,7 +5,7 @@ use super::{short, Body, Inputs, Rebound};
 use crate::{
     mlx::ops::{choose, scalar},
     optim::UpdateOutput,
-    trace::{host::UpdateCall, outputs::Outputs, recipe::Rule},
+    trace::{host::UpdateCall, inputs::with, outputs::Outputs, recipe::Rule},
 };
 
 impl Body<'_> {
@@ -137,17 +137,15 @@ impl Body<'_> {
         // uncompiled it is known first whether the update is taken: what the optimizer's code keeps elsewhere cannot be chosen
         let good = match good.filter(|_| self.eager) {
             Some(flag) if self.reads(flag)? => None,
-            Some(_) => return Ok(UpdateOutput::none(weights)),
+            Some(_) => {
+                return Ok(UpdateOutput {
+                    parameters: weights.to_vec(),
+                    ..UpdateOutput::default()
+                })
+            }
             None => good,
         };
-        let over = |arrays: &[Array], left: &Rebound| {
-            let mut arrays = arrays.to_vec();
-            for (index, array) in left {
-                arrays[*index] = array.clone();
-            }
-            arrays
-        };
-        let (others, shown) = (over(inputs.others, left.0), over(state, left.1));
+        let (others, shown) = (with(inputs.others, left.0), with(state, left.1));
         let mut output = rule.update(UpdateCall {
             gradients,
             parameters: weights,
