@@ -125,6 +125,25 @@ def test_an_option_that_the_loss_sets_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
+def test_what_the_loss_notes_on_an_optimizer_is_no_option_of_it() -> None:
+    losses: list[list[float]] = []
+    for fast in (False, True):
+        mx.random.seed(2)
+        model, optimizer = nn.Linear(4, 2), optim.Adam(0.01)
+
+        def loss_fn(model: nn.Module, x: mx.array, optimizer: Any = optimizer) -> mx.array:
+            value = squares(model, x)
+            optimizer.last_loss, optimizer.calls = value, getattr(optimizer, "calls", 0) + 1
+            return value
+
+        step: Any = (Step if fast else plain_step)(model, optimizer, loss_fn)
+        losses.append([(step(batch()).loss if fast else step(batch())[0]).item() for _ in range(4)])
+        assert optimizer.calls == 4
+        assert optimizer.last_loss.item() == losses[-1][-1]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
 def test_an_attribute_of_ones_own_optimizer_that_the_loss_sets_is_that_of_the_plain_loop() -> None:
     losses: list[list[float]] = []
     for fast in (False, True):

@@ -300,19 +300,108 @@ pub fn trace_update<T>(
     (stray, done)
 }
 
-/// The options of MLX's optimizers, and of any the arrays in the state that are no parameter's: the very objects.
+// an object that is in just one of two dicts, or another in each
+fn differing<'py>(before: &Bound<'py, PyDict>, now: &Bound<'py, PyDict>) -> Vec<Bound<'py, PyAny>> {
+    let is_same =
+        |dict: &Bound<'py, PyDict>, key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>| {
+            dict.get_item(key)
+                .is_ok_and(|it| it.is_some_and(|it| it.is(value)))
+        };
+    let new = now
+        .iter()
+        .filter(|(key, value)| !is_same(before, key, value));
+    let gone = before
+        .iter()
+        .filter(|(key, value)| !is_same(now, key, value));
+    new.chain(gone).map(|(key, _)| key).collect()
+}
+
+// true if this code, or that of a function in it, names the attribute
+fn names(code: &Bound<'_, PyAny>, name: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if code
+        .getattr(intern!(code.py(), "co_names"))?
+        .contains(name)?
+    {
+        return Ok(true);
+    }
+    for inner in code.getattr(intern!(code.py(), "co_consts"))?.try_iter()? {
+        let inner = inner?;
+        if inner.hasattr(intern!(code.py(), "co_names"))? && names(&inner, name)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+// true if the code of an optimizer's class names this attribute: by itself, or by a property
+fn is_option(class: &Bound<'_, PyType>, name: &Bound<'_, PyAny>) -> PyResult<bool> {
+    for class in class.mro() {
+        let attributes = class.getattr(intern!(class.py(), "__dict__"))?;
+        for value in attributes.call_method0("values")?.try_iter()? {
+            let value = value?;
+            let getter = value.getattr_opt(intern!(class.py(), "fget"))?;
+            let function = getter.unwrap_or(value);
+            let Some(code) = function.getattr_opt(intern!(class.py(), "__code__"))? else {
+                continue;
+            };
+            if names(&code, name)? {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// What an optimizer and those in it read as they update: the options of MLX's, and of any the arrays in the state that are no
+/// parameter's.
 ///
 /// An optimizer of the user's own reads its attributes itself as it updates.
-pub fn settings(optimizer: &Bound<'_, PyAny>) -> Vec<Py<PyAny>> {
-    let mut all = Vec::new();
-    for member in members(optimizer) {
-        if let Ok(state) = state(&member) {
-            all.extend(state.values().into_iter().filter(bridge::is_array));
+pub struct Settings<'py>(Vec<Setting<'py>>);
+
+struct Setting<'py> {
+    class: Bound<'py, PyType>,
+    state: Bound<'py, PyDict>,
+    options: Bound<'py, PyDict>,
+}
+
+impl<'py> Settings<'py> {
+    /// Note the objects.
+    pub fn of(optimizer: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let mut all = Vec::new();
+        for member in members(optimizer) {
+            let kept = PyDict::new(member.py());
+            for (name, value) in state(&member).iter().flatten() {
+                if bridge::is_array(&value) {
+                    kept.set_item(name, value)?;
+                }
+            }
+            let options = class_of_mlx(&member).and_then(|_| bridge::attributes(&member));
+            all.push(Setting {
+                class: member.get_type(),
+                state: kept,
+                options: options.map_or_else(|| Ok(PyDict::new(member.py())), |it| it.copy())?,
+            });
         }
-        let options = class_of_mlx(&member).and_then(|_| bridge::attributes(&member));
-        all.extend(options.into_iter().flat_map(|options| options.values()));
+        Ok(Self(all))
     }
-    all.into_iter().map(Bound::unbind).collect()
+
+    /// Return whether one of them is another object now; an attribute that the code of MLX's does not name is none.
+    pub fn differ(&self, now: &Self) -> PyResult<bool> {
+        if self.0.len() != now.0.len() {
+            return Ok(true);
+        }
+        for (before, now) in self.0.iter().zip(&now.0) {
+            if !differing(&before.state, &now.state).is_empty() {
+                return Ok(true);
+            }
+            for name in differing(&before.options, &now.options) {
+                if is_option(&now.class, &name)? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
 }
 
 /// Schedules that are called on the host, and what they replaced in the optimizer's state.

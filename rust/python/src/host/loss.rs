@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     mlx::{bridge, classes::has_own_methods},
-    optimizer::{reads, settings},
+    optimizer::{reads, Settings},
     reach::stop::{another, Stop},
     tree::{
         paths::dotted,
@@ -94,11 +94,6 @@ impl Swapped {
         }
         self.parent.bind(py).set_item(self.key, new)
     }
-}
-
-// true if these are the very same objects
-fn are(before: &[Py<PyAny>], now: &[Py<PyAny>]) -> bool {
-    before.len() == now.len() && before.iter().zip(now).all(|(before, now)| before.is(now))
 }
 
 #[allow(clippy::needless_pass_by_value)] // for map_err
@@ -343,7 +338,8 @@ impl Current {
         all.extend(positional.iter());
         let all = PyTuple::new(py, all)?;
         let meets = self.looked.program.meets_optimizer && !self.compiled;
-        let options = meets.then(|| settings(self.optimizer.bind(py)));
+        let optimizer = self.optimizer.bind(py);
+        let settings = meets.then(|| Settings::of(optimizer)).transpose()?;
         let (reads, returned) = reads(|| self.loss_fn.bind(py).call(all, Some(&named)));
         renewed.give_back()?;
         if reads && self.compiled {
@@ -352,10 +348,12 @@ impl Current {
             ));
         }
         let returned = returned.map_err(|error| stop(py, error))?;
-        if options.is_some_and(|options| !are(&options, &settings(self.optimizer.bind(py)))) {
-            return Err(Stop::Raised(PyRuntimeError::new_err(
-                "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
-            )));
+        if let Some(before) = settings {
+            if before.differ(&Settings::of(self.optimizer.bind(py))?)? {
+                return Err(Stop::Raised(PyRuntimeError::new_err(
+                    "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
+                )));
+            }
         }
         match shown {
             Some(shown) if self.compiled => {
