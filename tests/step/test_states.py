@@ -127,7 +127,8 @@ def test_a_model_keeps_its_state(kind: Callable[[Hidden], Any], begin: bool) -> 
             yield [step(x), dict(model), optimizer.state]
 
     step = compare(run)
-    assert (step.stats.mode, len(step.stats.traces)) == ("native", 1)
+    # where there was none at first, there is none once more: the call runs uncompiled again
+    assert (step.stats.mode, len(step.stats.traces)) == ("native", 1 if begin else 2)
 
 
 def closure(way: Callable[..., Way]) -> Iterator[Tree]:

@@ -83,7 +83,8 @@ pub struct Current {
     pub sketch: bool,
     /// True if that is of a call of the user's, which an error of the loss ends.
     pub ends: bool,
-    /// True if the graph of the loss determines that of the step: no Python code computes gradients or the update.
+    /// True if the graph of the loss determines that of the step: no Python code computes gradients, and that of an update reads the
+    /// same as before.
     pub by_loss: bool,
     /// Arrays of the loss call, where its graph is wanted.
     pub loss_arrays: Option<LossArrays>,

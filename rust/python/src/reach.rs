@@ -90,6 +90,13 @@ pub struct Program {
 }
 
 impl Program {
+    /// Return whether something in a root is named, by the root's place.
+    fn is_named(&self, root: usize) -> bool {
+        let is_root = |node: &Node| matches!(node.how, node::How::Root) && node.index() == root;
+        let at = self.nodes.iter().position(is_root);
+        at.is_some_and(|at| self.nodes.iter().any(|node| node.parent == Some(at)))
+    }
+
     // one of nothing, where what is there cannot be looked at, or is not
     fn nothing(id: usize, why: Option<String>) -> Self {
         Self {

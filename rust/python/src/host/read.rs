@@ -97,7 +97,7 @@ impl Current {
     // whether an update that has been traced before the loss has changed what it reads
     pub(super) fn has_updated(&self, py: Python<'_>) -> PyResult<bool> {
         let looked = self.of_update.as_ref();
-        let looked = looked.filter(|_| self.compiled && !self.sketch);
+        let looked = looked.filter(|_| self.compiled && (!self.sketch || self.by_loss));
         looked.map_or(Ok(false), |looked| Ok(looked.other_value(py)?.is_some()))
     }
 
@@ -109,7 +109,7 @@ impl Current {
         (of_schedules, has_updated): (Option<&Looked>, bool),
     ) -> Result<(), Stop> {
         let of_update = self.of_update.as_ref();
-        let of_update = of_update.filter(|_| self.compiled && !self.sketch);
+        let of_update = of_update.filter(|_| self.compiled && (!self.sketch || self.by_loss));
         if of_update.is_none() && of_schedules.is_none() {
             return Ok(());
         }

@@ -16,6 +16,9 @@ const MAX_CHANGES: usize = 8;
 /// Number of looks within which a change comes soon.
 const SOON: usize = 16;
 
+/// The place of the model's numbers among the roots.
+const NUMBERS: usize = 2;
+
 /// Values at one look.
 struct State {
     id: usize,
@@ -33,6 +36,8 @@ pub struct Read {
     hidden: Option<String>,
     looked: Option<Rc<Looked>>, // at the last look, while a call is under way
     moving: Option<(usize, Py<PyAny>)>, // generators and iterators among it, and the program by which they were found
+    /// True once it has read numbers of the model that change again and again.
+    pub of_numbers: bool,
 }
 
 impl Default for Read {
@@ -46,6 +51,7 @@ impl Default for Read {
             hidden: None,
             looked: None,
             moving: None,
+            of_numbers: false,
         }
     }
 }
@@ -117,11 +123,17 @@ impl Read {
         (of_loss, alone): (&Reach, bool),
     ) -> PyResult<bool> {
         let py = optimizer.py();
-        // traced with the loss, what the update makes of numbers is compared with it
-        let numbers = of_loss.numbers.as_ref().filter(|_| alone);
+        let numbers = of_loss.numbers.as_ref();
+        let numbers = numbers.filter(|_| alone || !self.of_numbers);
         self.reach.numbers = numbers.map(|numbers| numbers.clone_ref(py));
         self.reach.apart = of_loss.apart.clone();
-        let looked = self.reach.look(&self.roots(optimizer, model), optimizer)?;
+        let mut looked = self.reach.look(&self.roots(optimizer, model), optimizer)?;
+        self.of_numbers |= self.reach.numbers.is_some() && looked.program.is_named(NUMBERS);
+        if self.of_numbers && !alone {
+            // traced with the loss, what the update makes of numbers is compared with it
+            self.reach.numbers = None;
+            looked = self.reach.look(&self.roots(optimizer, model), optimizer)?;
+        }
         let looked = Rc::new(looked);
         self.looked = Some(looked.clone());
         self.looks += 1;

@@ -179,6 +179,10 @@ impl Inner {
             self.traces.drop_last(); // the loss is called, and what it does then is the user's to see
             (given.constants, given.adds, given.goes_on) = (Vec::new(), Rc::default(), true);
         }
+        let storing = self.traces.storing(&key, &looked, py);
+        if let Some(why) = storing.filter(|_| self.compiled) {
+            return Err(Stop::Stores(why.into()));
+        }
         self.reshapes = self.may_reshape(&key, py);
         let changed = self
             .traces

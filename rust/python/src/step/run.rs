@@ -17,7 +17,7 @@ use super::{
     find::taken,
     flags::{is_true, read},
     known_graphs,
-    trace_cache::{is_rare, warn, Pin, PROBED, RARE_OPTIONS, RARE_STRUCTURE},
+    trace_cache::{is_rare, warn, Key, Pin, PROBED, RARE_OPTIONS, RARE_STRUCTURE},
     Inner,
 };
 use crate::{
@@ -196,10 +196,18 @@ impl Inner {
                 // makes a part of its state at its first update
                 Stop::Becomes(why) if self.became == 0 => self.becomes(why),
                 // a mask for each length, say
-                Stop::Stores(why) if self.stores(&why) => self.becomes(why),
+                Stop::Stores(why) if self.stores(&why) => {
+                    for key in self.loss_keys(store, given, task)? {
+                        self.traces
+                            .note_storing(key, &given.looked, &why, user.py());
+                    }
+                    self.becomes(why);
+                }
                 // what a model keeps of its last batch, say
                 Stop::Reshapes(why) if self.stores(&why) => {
-                    self.note_reshaping(store, given, task)?;
+                    for key in self.loss_keys(store, given, task)? {
+                        self.traces.note_reshaping(key);
+                    }
                     self.becomes(why);
                 }
                 Stop::Rare(why) => self.becomes = why.into(),
@@ -280,17 +288,13 @@ impl Inner {
         self.became < MAX_STORES && (self.became == 0 || self.becomes != why)
     }
 
-    // when such a call comes again, its trace repeats that the loss assigns an array of another shape
-    fn note_reshaping(&mut self, store: &Store, given: &Given, task: Task) -> PyResult<()> {
+    // what the traces of a call are known by
+    fn loss_keys(&self, store: &Store, given: &Given, task: Task) -> PyResult<Vec<Key>> {
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let rule = store.rule.as_ref().ok_or_else(missing)?;
-        for part in task.parts(rule) {
-            if !matches!(part, Part::Update(_)) {
-                let key = self.loss_key(store, given, rule, part)?;
-                self.traces.note_reshaping(key);
-            }
-        }
-        Ok(())
+        let parts = task.parts(rule).into_iter();
+        let parts = parts.filter(|part| !matches!(part, Part::Update(_)));
+        parts.map(|part| self.loss_key(store, given, rule, part)).collect()
     }
 
     fn becomes(&mut self, why: String) {
@@ -324,7 +328,8 @@ impl Inner {
         if self.becomes_another() {
             self.compiled = true;
             // an uncompiled step reads the model's numbers at each call, and takes any batch: it serves for the next ones
-            self.traces.drop_eager(is_rare(&self.becomes));
+            let comes_again = is_rare(&self.becomes) || self.traces.stores_again(&self.becomes);
+            self.traces.drop_eager(comes_again);
         }
     }
 
@@ -505,7 +510,7 @@ impl Inner {
             varying: varying.to_vec(),
             sketch: false,
             ends: true,
-            by_loss: self.compiled && matches!(store.rule, Some(Rule::Native(_))),
+            by_loss: self.compiled && !(host && self.read.of_numbers),
             loss_arrays: None,
             tracers: Vec::new(),
             graph: None,

@@ -239,6 +239,14 @@ pub fn holds(entry: &Entry, py: Python<'_>, looked: &Looked, counted: &[Py<PyAny
             && entry.kept.seen(py, looked).is_some_and(fits))
 }
 
+/// A call in which the loss stores an array where there is none: the hidden state of the first batch of a sequence, say.
+struct Storing {
+    key: Key,
+    seen: Seen,
+    what: String,
+    comes_again: bool,
+}
+
 /// The traces of one step.
 #[derive(Default)]
 pub struct Traces {
@@ -250,6 +258,7 @@ pub struct Traces {
     warning: Option<String>,
     changes: usize,     // before which a step ran uncompiled
     reshaped: Vec<Key>, // kinds of calls in which the loss assigns arrays of another shape; the last one last
+    storing: Vec<Storing>, // calls in which it stores an array where there is none; the last one last
 }
 
 impl Traces {
@@ -303,6 +312,36 @@ impl Traces {
     /// Return whether it has done that in a call of this kind before.
     pub fn reshapes(&self, key: &Key, py: Python<'_>) -> bool {
         self.reshaped.iter().any(|known| equals(known, key, py))
+    }
+
+    /// In a call of this kind, with these numbers, the loss stores an array where there is none.
+    pub fn note_storing(&mut self, key: Key, looked: &Looked, what: &str, py: Python<'_>) {
+        if self.storing(&key, looked, py).is_some() {
+            return;
+        }
+        self.storing.push(Storing {
+            key,
+            seen: Seen::new(looked, Vec::new(), None),
+            what: what.into(),
+            comes_again: false,
+        });
+        if self.storing.len() > MAX_RARE {
+            self.storing.remove(0);
+        }
+    }
+
+    /// Return what it has stored in such a call before.
+    pub fn storing(&mut self, key: &Key, looked: &Looked, py: Python<'_>) -> Option<&str> {
+        let is_such = |it: &&mut Storing| it.seen.fits(py, looked) && equals(&it.key, key, py);
+        let known = self.storing.iter_mut().rev().find(is_such)?;
+        known.comes_again = true;
+        Some(&known.what)
+    }
+
+    /// Return whether a call has come again in which the loss stores that.
+    pub fn stores_again(&self, what: &str) -> bool {
+        let mut storing = self.storing.iter();
+        storing.any(|it| it.comes_again && it.what == what)
     }
 
     /// The traces, the one used last first.
