@@ -455,6 +455,34 @@ def test_a_number_of_the_model_is_seen_however_it_is_read(way: str) -> None:
     assert_close(parameters, reference, 1e-6)
 
 
+def test_a_number_beside_an_optimizer_of_ones_own_costs_no_call_of_that() -> None:
+    class Calling(optim.SGD):
+        def update(self, model: nn.Module, gradients: dict[str, Any]) -> None:
+            super().update(model, gradients)
+
+    losses, calls = list[list[float]](), list[int]()
+    for fast in (False, True):
+        mx.random.seed(7)
+        model, optimizer, weight = Counted(), Calling(0.1), {"of": 1.0}
+
+        def loss_fn(model: Counted, x: mx.array, weight: dict[str, float] = weight) -> mx.array:
+            return mx.square(model(x)).mean() * weight["of"]
+
+        step: Any = (Step if fast else plain_step)(model, optimizer, loss_fn)
+        losses.append([])
+        entered = list[object]()
+        code = Calling.update.__code__
+        sys.setprofile(lambda frame, event, _: entered.append(event) if frame.f_code is code else None)  # noqa: B023
+        for number in range(3 * STEPS):
+            weight["of"] = 1 + number / 16
+            losses[-1].append((step(X).loss if fast else step(X)[0]).item())
+        sys.setprofile(None)
+        calls.append(entered.count("call"))
+    assert_same(losses[1], losses[0], 1e-6)
+    assert calls[0] == 3 * STEPS
+    assert calls[1] <= 6
+
+
 @pytest.mark.parametrize("optimizer", ["schedule", "own"])
 def test_a_number_of_the_model_is_seen_where_the_update_reads_it(optimizer: str) -> None:
     read = UNREAD["not at all"]

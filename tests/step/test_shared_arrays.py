@@ -401,6 +401,70 @@ def test_what_a_trace_cannot_share(name: str, compiled: bool, window: int) -> No
     compare(ours, plainly(case, window))
 
 
+class Shared:
+    """What a loss and the code of an optimizer have in common."""
+
+    def __init__(self) -> None:
+        self.numbers, self.named, self.weight = [1.0], {"first": 1.0}, 0.0
+
+
+SHARED: Any = Box(Shared())
+CONTENTS: dict[str, tuple[Callable[[], float], Callable[[], object]]] = {
+    "a list": (lambda: sum(SHARED.value.numbers), lambda: SHARED.value.numbers.append(0.5)),
+    "a dict": (lambda: sum(SHARED.value.named.values()), lambda: SHARED.value.named.update(second=1.0)),
+    "a new attribute": (
+        lambda: getattr(SHARED.value, "late", 1.0),
+        lambda: setattr(SHARED.value, "late", 2.0),
+    ),
+    "there and back": (
+        lambda: sum(SHARED.value.numbers),
+        lambda: SHARED.value.numbers.pop() if len(SHARED.value.numbers) > 1 else SHARED.value.numbers.append(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("by", ["the loss", "the update"])
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_what_comes_into_a_container_that_the_update_reads(kind: str, by: str, window: int) -> None:
+    read, change = CONTENTS[kind]
+
+    class Reading(optim.SGD):
+        def update(self, model: nn.Module, gradients: Any) -> None:
+            if by == "the update":
+                change()
+            divisor = read()
+            super().update(model, tree_map(lambda each: each / divisor, gradients))
+
+    def late(model: Net, x: mx.array, y: mx.array) -> mx.array:
+        if by == "the loss" and SHARED.value.weight > 4:
+            change()
+        return error(model, x, y) * (1 + SHARED.value.weight / 100)
+
+    def train(fast: bool) -> tuple[list[float], Any, Any]:
+        SHARED.value = Shared()
+        model, loss_fn, optimizer = build((Net, late, Reading))
+        step = Step(model, optimizer, loss_fn, accumulate=window) if fast else None
+        gradients_of, losses, total = nn.value_and_grad(model, loss_fn), list[float](), None
+        for number, (x, y) in enumerate(batches() * 2):
+            SHARED.value.weight = number
+            if step:
+                losses.append(step(x, y).loss.item())
+                continue
+            loss, gradients = gradients_of(model, x, y)
+            losses.append(loss.item())
+            total = gradients if total is None else tree_map(mx.add, total, gradients)
+            if number % window == window - 1:
+                optimizer.update(model, tree_map(lambda each: each / window, total))
+                total = None
+        return losses, left(model), step
+
+    wanted = train(False)
+    with pytest.warns(RuntimeWarning, match="the optimizer's code reads"):
+        got = train(True)
+    compare(got, wanted[:2])
+
+
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_skipped_step_leaves_what_the_optimizer_sets(compiled: bool, window: int) -> None:

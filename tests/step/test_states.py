@@ -131,6 +131,37 @@ def test_a_model_keeps_its_state(kind: Callable[[Hidden], Any], begin: bool) -> 
     assert (step.stats.mode, len(step.stats.traces)) == ("native", 1 if begin else 2)
 
 
+@pytest.mark.parametrize("kind", ["of the model", "of an object", "a dict of metrics"])
+def test_a_state_that_begins_anew_again_and_again_makes_no_traces(kind: str) -> None:
+    def run(way: Callable[..., Way]) -> Iterator[Tree]:
+        mx.random.seed(1)
+        model, other, metrics = Recurrent(tuple, False), Carry(zeros()), dict[str, Any]()
+
+        def loss(model: Recurrent, x: mx.array) -> mx.array:
+            if kind == "of an object":
+                model._state = None if other.state is None else other.state  # type: ignore[assignment]
+            value = loss_fn(model, x)
+            if kind == "of an object":
+                other.state, model._state = model._state, None  # type: ignore[assignment]
+            elif kind == "a dict of metrics":
+                metrics["loss"], metrics["calls"] = metrics.get("loss", 0) + value, metrics.get("calls", 0) + 1
+            return value
+
+        step = way(model, optim.Adam(1e-2), loss)
+        for number, x in enumerate(batches() * 4):
+            if number % 4 == 0:
+                metrics.clear()
+                if kind == "of an object":
+                    other.state = None  # type: ignore[assignment]
+                elif kind == "of the model":
+                    model._state = None
+            yield [step(x), dict(model), dict(metrics), other.state]
+
+    step = compare(run)
+    assert step.stats.mode == "native"
+    assert step.stats.traced <= 6
+
+
 def closure(way: Callable[..., Way]) -> Iterator[Tree]:
     model, state = Layers(), zeros()
     first = state

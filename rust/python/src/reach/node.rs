@@ -578,6 +578,24 @@ impl Node {
         }
     }
 
+    /// Return whether the object is what is expected, beside its attributes: of a dict with its keys.
+    pub fn is_made_up(&self, object: &Bound<'_, PyAny>, objects: &[Option<Met<'_>>]) -> bool {
+        match &self.expect {
+            Expect::Container(class, len, _, keys) => {
+                let dict = object.cast();
+                class.is(&object.get_type())
+                    && size(object).is_ok_and(|n| n == *len)
+                    && dict.map_or(true, |dict| keys.are_of(dict))
+            }
+            Expect::Object(class, _) => class.is(&object.get_type()),
+            Expect::Function(code, _) => {
+                let now = bridge::code(object);
+                now.is_some_and(|now| now.eq(code.bind(object.py())).unwrap_or(false))
+            }
+            _ => Met::new(object.clone(), self).is_some_and(|met| self.fits(&met, objects)),
+        }
+    }
+
     /// The address of a list or a dict that has another length than expected.
     pub fn grown(&self, object: &Bound<'_, PyAny>) -> Option<usize> {
         let Expect::Container(class, len, ..) = &self.expect else {

@@ -17,6 +17,7 @@ use crate::{
     mlx::{bridge, classes::is_deque},
     tree::{
         snapshot::{holds_array, Snapshot},
+        text::text,
         walk::Scope,
         Tree,
     },
@@ -93,7 +94,7 @@ impl Looked {
         }
     }
 
-    /// The name of a value that is another one now, wherever it stands.
+    /// The name of a value that is another one now, wherever it stands, or of an object that is made up in another way.
     pub fn other_value(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let objects = self.bound(py);
         for (at, node) in self.program.nodes.iter().enumerate() {
@@ -115,10 +116,41 @@ impl Looked {
                         )
                     })?
                 }
-                _ => true,
+                _ => {
+                    let now = node.find(&objects, &[]);
+                    if let Some(name) = now.as_ref().map(|now| self.new_attribute(at, now)) {
+                        if let Some(name) = name? {
+                            let object = self.program.name(py, at);
+                            return Ok(Some(format!("{object}.{name}")));
+                        }
+                    }
+                    let absent = matches!(node.expect, Expect::Absent);
+                    now.map_or(absent, |now| node.is_made_up(&now, &objects))
+                }
             };
             if !same {
                 return Ok(Some(self.program.name(py, at)));
+            }
+        }
+        Ok(None)
+    }
+
+    // an attribute of an object that it did not have, and whose name is one that code reads
+    fn new_attribute(&self, at: usize, now: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+        let py = now.py();
+        let expect = &self.program.nodes[at].expect;
+        let (Expect::Object(_, known), Some(attributes)) = (expect, bridge::attributes(now)) else {
+            return Ok(None);
+        };
+        if *known == Some(attributes.len()) {
+            return Ok(None);
+        }
+        let nodes = self.program.nodes.iter();
+        let known = nodes.filter(|node| node.parent == Some(at));
+        let known: HashSet<_> = known.filter_map(|node| Some(text(node.key(py)?))).collect();
+        for name in attributes.keys().iter().map(|name| text(&name)) {
+            if !known.contains(&name) && self.may_read(vec![name.clone()], py)? {
+                return Ok(Some(name));
             }
         }
         Ok(None)

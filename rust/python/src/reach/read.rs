@@ -92,7 +92,10 @@ impl Read {
         let looked = self.reach.look(&self.roots(optimizer, model), optimizer)?;
         let last = self.states.last();
         let changed = last.map_or_else(Vec::new, |last| last.seen.changes(py, &looked));
-        let name = changed.first().map(|&value| looked.value_name(py, value));
+        let mut name = changed.first().map(|&value| looked.value_name(py, value));
+        if let (None, Some(before)) = (&name, &self.looked) {
+            name = before.other_value(py)?;
+        }
         Ok(name.map(|name| name_of(&name)))
     }
 

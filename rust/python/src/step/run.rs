@@ -294,7 +294,9 @@ impl Inner {
         let rule = store.rule.as_ref().ok_or_else(missing)?;
         let parts = task.parts(rule).into_iter();
         let parts = parts.filter(|part| !matches!(part, Part::Update(_)));
-        parts.map(|part| self.loss_key(store, given, rule, part)).collect()
+        parts
+            .map(|part| self.loss_key(store, given, rule, part))
+            .collect()
     }
 
     fn becomes(&mut self, why: String) {
@@ -561,7 +563,6 @@ impl Inner {
         self.positions = current.positions;
         self.swapped = current.swapped;
         let of_update = current.taken.take();
-        self.read.let_go();
         self.left = std::mem::take(&mut current.written.ids);
         if current.late.is_some() {
             (self.of_schedules, self.late) = (None, current.late);
@@ -599,6 +600,7 @@ impl Inner {
                 why => why,
             };
         }
+        self.read.let_go();
         Ok(current.stop)
     }
 }

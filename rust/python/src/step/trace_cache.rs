@@ -256,7 +256,7 @@ pub struct Traces {
     rare_values: Vec<(Seen, usize)>, // the same for numbers and texts that made the form of a graph
     new_values: usize,       // calls for which these were rare, one after the other
     warning: Option<String>,
-    changes: usize,     // before which a step ran uncompiled
+    changes: usize,        // before which a step ran uncompiled
     reshaped: Vec<Key>, // kinds of calls in which the loss assigns arrays of another shape; the last one last
     storing: Vec<Storing>, // calls in which it stores an array where there is none; the last one last
 }
