@@ -224,10 +224,10 @@ class Nodes:
             return ANYTHING, None
         if is_a(value, PLAIN):
             return VALUE, value
+        if is_a(value, mx.array):
+            return ARRAY, None  # at a second place too: another one may be put there
         if id(value) in self.seen and not is_a(value, types.ModuleType):
             return SAME, self.seen[id(value)]
-        if is_a(value, mx.array):
-            return ARRAY, None
         if is_a(value, (np.ndarray, set, frozenset, *BUFFERS, *STREAMS)) or is_numbers(value):
             return CONTENTS, type(value)
         if is_a(value, types.FunctionType):

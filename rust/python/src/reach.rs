@@ -4,6 +4,7 @@
 //! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, of any shape;
 //! numbers and strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
 pub mod advance;
+mod before;
 mod classes;
 mod contents;
 mod forms;
@@ -36,6 +37,7 @@ use pyo3::{
 use crate::tree::apart::Names;
 use faststep::engine::HeldArrays;
 
+pub use before::Before;
 use classes::Classes;
 use forms::Forms;
 use look::Look;

@@ -23,7 +23,7 @@ mod trace_cache;
 mod undisturbed;
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::{BTreeMap, HashMap},
     rc::Rc,
     sync::Arc,
@@ -41,7 +41,7 @@ use crate::{
     mlx::{bridge, errors::to_python, gil::Waiting},
     reach::{
         advance::Advance,
-        suspect::{or_late, Suspect},
+        suspect::{or_late, Change, Suspect},
         Reach, Read, Seen,
     },
     store::{
@@ -118,7 +118,9 @@ struct Inner {
     probed: Option<Seen>,         // the numbers of the last such call behind a trace
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     swapped: Vec<Swapped>,        // of the model, by the loss of this call
-    left: Vec<Option<usize>>,     // the arrays that it reaches, as it has left them uncompiled
+    bad: Rc<Cell<bool>>, // the batch of this call is skipped, and what its loss has changed is as before
+    refused: bool, // it is an error
+    undo: Vec<Change>, // what the loss has changed as it was called for the graph of this call, with what was there before
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,
     numpy: SeenNumpy,
@@ -204,7 +206,9 @@ impl Step {
                 has_compiler: true,
                 probed: None,
                 positions: None,
-                left: Vec::new(),
+                bad: Rc::default(),
+                refused: false,
+                undo: Vec::new(),
                 swapped: Vec::new(),
                 suspect: None,
                 checks: 0,

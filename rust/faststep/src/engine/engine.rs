@@ -33,6 +33,14 @@ pub trait Owner {
         None
     }
 
+    /// A loss has been called, without a trace. Where this flag is true, the batch is skipped: take back what the loss has changed.
+    ///
+    /// # Errors
+    /// That of the flag's evaluation.
+    fn called(&mut self, _skipped: &Array) -> mlx_rs::error::Result<()> {
+        Ok(())
+    }
+
     /// Run work that waits for the device, with whatever lock the caller holds released.
     fn unlocked(&mut self, work: &mut dyn FnMut());
 }

@@ -33,8 +33,6 @@ pub struct Written {
     doubled: Vec<(usize, usize)>,
     /// Dicts and lists of the model that it replaces.
     pub on_model: Vec<Renewed>,
-    /// Uncompiled: the identity of each array that it reaches, as it leaves it.
-    pub ids: Vec<Option<usize>>,
 }
 
 impl Written {
@@ -48,6 +46,11 @@ impl Written {
                 self.doubled.push((*number, *first));
             }
         }
+    }
+
+    /// Return whether it puts dicts, lists or tuples in the places of others.
+    pub fn replaces(&self) -> bool {
+        !(self.replaced.is_empty() && self.on_model.is_empty())
     }
 
     /// Return whether the loss changes an array in place that has one value with another one, and the two are not among `shared`.
@@ -128,19 +131,10 @@ impl<'py> Reached<'py> {
             let spots = self.looked.spots(py)?;
             let arrays = spots
                 .iter()
-                .map(|spot| bridge::get(&self.looked.now(spot)?));
-            let arrays: Vec<_> = arrays.collect();
-            let written = Written {
-                ids: arrays
-                    .iter()
-                    .map(|array| array.as_ref().map(faststep::engine::array::id))
-                    .collect(),
-                ..Written::default()
-            };
-            let lazy = arrays.into_iter().flatten();
+                .filter_map(|spot| bridge::get(&self.looked.now(spot)?));
             left.kept
-                .extend(lazy.filter(faststep::engine::array::is_lazy));
-            return Ok((written, Vec::new()));
+                .extend(arrays.filter(faststep::engine::array::is_lazy));
+            return Ok((Written::default(), Vec::new()));
         };
         let mut written = Written::default();
         let (mut placed, mut values) = (Placed::new(), Vec::new());

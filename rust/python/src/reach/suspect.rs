@@ -73,6 +73,26 @@ impl Change {
         }
     }
 
+    /// The same once more.
+    pub fn clone_ref(&self, py: Python<'_>) -> Self {
+        match self {
+            Self::Item(dict, key, other) => {
+                let other = other.as_ref().map(|other| other.clone_ref(py));
+                Self::Item(dict.clone_ref(py), key.clone_ref(py), other)
+            }
+            Self::List(list, other) => Self::List(list.clone_ref(py), other.clone_ref(py)),
+            Self::Deque(deque, other) => Self::Deque(deque.clone_ref(py), other.clone_ref(py)),
+            Self::Set(set, other) => Self::Set(set.clone_ref(py), other.clone_ref(py)),
+            Self::Order(dict, other) => Self::Order(dict.clone_ref(py), other.clone_ref(py)),
+            Self::Node(looked, at, other) => {
+                Self::Node(looked.clone(), *at, other.clone_ref(py))
+            }
+            Self::Contents(looked, at, other) => {
+                Self::Contents(looked.clone(), *at, other.clone_ref(py))
+            }
+        }
+    }
+
     /// Keep what stands in the place now, in place of what was there before.
     pub fn turn(&mut self, py: Python<'_>) -> PyResult<()> {
         match self {

@@ -1,5 +1,5 @@
 //! The arguments of one call: their arrays, and the names that the user gives them.
-use std::rc::Rc;
+use std::{cell::RefCell, rc::Rc};
 
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
@@ -11,6 +11,7 @@ use pyo3::{
 
 use crate::{
     mlx::{bridge, classes::is_numeric, gil::unlocked},
+    reach::Before,
     tree::{rebuild::rebuild_where, RecordedArguments, Tree},
 };
 
@@ -26,6 +27,8 @@ pub struct Arguments<'py> {
     pub passed: Bound<'py, PyTuple>,
     /// The same with the user's own containers and NumPy arrays.
     pub own: Bound<'py, PyTuple>,
+    /// What there was before the loss is called in this call, where its batch may be skipped.
+    pub before: RefCell<Option<Before<'py>>>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
@@ -40,6 +43,7 @@ impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
             loss_fn,
             own: passed.clone(),
             passed,
+            before: RefCell::default(),
         })
     }
 }

@@ -2,7 +2,7 @@
 use std::{rc::Rc, time::Instant};
 
 use faststep::engine::{memory, Needs, Output, Outputs, Task, Tensor};
-use mlx_rs::{ops::select, transforms::async_eval, Array};
+use mlx_rs::Array;
 use pyo3::{
     prelude::*,
     types::{PyBool, PyTuple},
@@ -17,9 +17,9 @@ use super::{
 };
 use crate::{
     host::shown::{take_out, TakenOut},
-    mlx::{bridge, errors::mlx},
+    mlx::bridge,
     optimizer::HostSchedules,
-    reach::{advance::progress, Looked},
+    reach::{advance::progress, suspect::Suspect, Looked},
     store::{Prepared, Store},
     tree::{apart, rebuild::rebuild},
 };
@@ -33,6 +33,9 @@ impl Inner {
     ) -> PyResult<Returned<'py>> {
         let py = user.py();
         let started = Instant::now();
+        self.bad.set(false);
+        self.refused = false;
+        self.undo.clear();
         self.check_counts(py)?;
         let mut given = self.given(store, &mut user, true)?;
         for (index, array) in given.arrays.iter().enumerate() {
@@ -56,23 +59,26 @@ impl Inner {
                 undo.restore()?;
                 store.discard();
             }
+            if self.refused {
+                self.take_back(&user)?;
+            }
             let (mut output, new) = outcome?;
             let shown = Instant::now();
             leave_out_missed(py, store, &given, &mut output.batch)?;
-            let swapped = std::mem::take(&mut self.swapped);
-            let last = self.stood();
+            let mut swapped = std::mem::take(&mut self.swapped);
+            if self.is_bad(py, &given, &output.batch, new)? {
+                self.take_back(&user)?;
+                self.forget_last(new);
+                self.became = self.became.saturating_sub(1); // the next batch may store what this one has not
+                swapped.clear();
+            }
+            let last = self.stood().filter(|_| !self.bad.get());
             let template = self.template.as_ref();
             let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
             let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
             let written = last.map(|last| (&last.kept.written, values.as_ref()));
             let renewed = written.map(|(written, values)| (&written.on_model[..], values));
             store.take_output(&user.model, &prepared, &output, renewed)?;
-            if last.is_none() {
-                let skipped = output.batch.skipped.as_ref();
-                skipped.map_or(Ok(()), |it| {
-                    leave_as_before(py, &given.looked, &self.left, it)
-                })?;
-            }
             if task != Task::Gradients {
                 swapped.into_iter().rev().try_for_each(|it| it.settle(py))?;
             }
@@ -126,6 +132,55 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(taken)
+    }
+
+    // whether the batch is skipped, where Python has something to take back then: waits for it only there
+    fn is_bad(
+        &self,
+        py: Python<'_>,
+        given: &Given,
+        batch: &Outputs,
+        new: bool,
+    ) -> PyResult<bool> {
+        let Some(skipped) = &batch.skipped else {
+            return Ok(false);
+        };
+        if self.bad.get() {
+            return Ok(true);
+        }
+        let Some(last) = self.stood() else {
+            return Ok(false); // the loss has been called, and that was known then
+        };
+        let counts = !given.adds.is_empty() || !self.undo.is_empty();
+        let changes = new && self.traces.last_has_changed();
+        let values = self.template.as_ref().map(|it| it.bind(py).get_item(1));
+        let values = values.transpose()?.map(|values| values.len());
+        let replaces = last.kept.written.replaces() && values.transpose()?.is_some_and(|n| n > 0);
+        let is_bad = (counts || changes || replaces) && read(is_true(py, skipped))?;
+        self.bad.set(is_bad);
+        Ok(is_bad)
+    }
+
+    // put back what the loss has changed in this call
+    fn take_back(&mut self, user: &Arguments<'_>) -> PyResult<()> {
+        let mut suspect = Suspect {
+            model: std::mem::take(&mut self.undo),
+            ..Suspect::default()
+        };
+        suspect.swap(user.py(), true)?;
+        let before = user.before.take();
+        before.map_or(Ok(()), |before| before.put_back(user.py()))
+    }
+
+    // a trace whose loss has changed something itself is as if it had not been made
+    fn forget_last(&mut self, new: bool) {
+        let Some(last) = self.traces.last().filter(|_| self.mode != PLAIN) else {
+            return;
+        };
+        let (number, suspect) = (last.number, last.kept.suspect.take());
+        if new && suspect.is_some() {
+            self.traces.drop_number(number);
+        }
     }
 
     fn warn_of_schedules(&mut self, py: Python<'_>) -> PyResult<()> {
@@ -199,7 +254,7 @@ impl Inner {
     // what the loss would have added to numbers of its own, if it had been called
     fn add_to_numbers(&mut self, user: &Arguments<'_>, given: &Given) -> PyResult<()> {
         let py = user.py();
-        if given.adds.is_empty() {
+        if given.adds.is_empty() || self.bad.get() {
             return Ok(());
         }
         for add in given.adds.iter() {
@@ -406,44 +461,6 @@ fn leave_out_missed(
         outputs.others.retain(fits);
     }
     Ok(())
-}
-
-// behind an uncompiled step, give the arrays that the loss reaches their values of before, where the batch was skipped
-fn leave_as_before(
-    py: Python<'_>,
-    looked: &Looked,
-    left: &[Option<usize>],
-    skipped: &Array,
-) -> PyResult<()> {
-    let mut chosen = Vec::new();
-    let arrays = looked.arrays.iter().zip(left);
-    for (spot, (before, left)) in looked.spots(py)?.into_iter().zip(arrays) {
-        let Some(object) = looked.now(&spot) else {
-            continue;
-        };
-        let Some(now) = bridge::get(&object) else {
-            continue;
-        };
-        let id = faststep::engine::array::id(&now);
-        // what the update has set stays: it has not been skipped
-        if id == faststep::engine::array::id(before) || Some(id) != *left {
-            continue;
-        }
-        let value = if Tensor::of(before) == Tensor::of(&now) {
-            select(skipped, before, &now).map_err(mlx)?
-        } else if read(is_true(py, skipped))? {
-            before.clone()
-        } else {
-            continue;
-        };
-        if spot.object.is(&object) {
-            bridge::assign(&object, &value);
-        } else {
-            looked.put(&spot, &bridge::wrap(py, &value)?)?;
-        }
-        chosen.push(value);
-    }
-    async_eval(&chosen).map_err(mlx)
 }
 
 fn fill<'a, 'py>(

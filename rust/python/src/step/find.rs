@@ -21,7 +21,7 @@ use crate::{
         advance::{are_alike, leave, progress, Advance, OwnChange},
         stop::Stop,
         suspect::{draws, Drawable, Suspect},
-        Looked, Seen, Written,
+        Before, Looked, Seen, Written,
     },
     store::Store,
     tree::Tree,
@@ -163,7 +163,8 @@ impl Inner {
                 entry.trace.expect_others();
             }
             entry.kept.uses += usize::from(self.compiled);
-            let due = is_due(entry.kept.uses) && !entry.trace.is_eager();
+            let is_eager = entry.trace.is_eager();
+            let due = is_due(entry.kept.uses) && !is_eager;
             if let Some(seen) = entry.kept.seen(py, &looked) {
                 given.constants.clone_from(&seen.constants);
                 given.adds = seen.adds.clone();
@@ -172,6 +173,9 @@ impl Inner {
                     .template
                     .as_ref()
                     .map(|template| template.clone_ref(py));
+            }
+            if is_eager {
+                self.note_before(user, &looked)?;
             }
             if !due || self.holds_still(store, user, given, &mut key)? {
                 return Ok(());
@@ -209,6 +213,7 @@ impl Inner {
         if unchecked && varying.is_empty() {
             self.check_rare_values(given, py)?;
         }
+        self.note_before(user, &looked)?;
         if self.compiled {
             if let Some(why) = self.takes_numpy(store, user, given)? {
                 return Err(Stop::Untraceable(why));
@@ -234,6 +239,15 @@ impl Inner {
             if self.compiled {
                 last.kept.shared = looked.shared(py)?;
             }
+        }
+        Ok(())
+    }
+
+    // what there is before the loss is called, where its batch may be skipped
+    fn note_before(&self, user: &Arguments<'_>, looked: &Rc<Looked>) -> PyResult<()> {
+        if self.options.guard().is_some() && user.before.borrow().is_none() {
+            let before = Before::of_batch(&user.model, looked)?;
+            user.before.replace(Some(before));
         }
         Ok(())
     }
@@ -299,6 +313,10 @@ impl Inner {
             self.template = template.as_ref().map(|template| template.clone_ref(py));
             let (to_model, model) = leave(sketch.model, py)?;
             let (to_reached, reached) = leave(sketch.reached, py)?;
+            if self.options.guard().is_some() {
+                let changes = model.iter().chain(&reached);
+                self.undo = changes.map(|change| change.clone_ref(py)).collect();
+            }
             if !store.places.is_empty() {
                 let number = self.traces.last().map(|last| last.number);
                 let looked = &given.looked;

@@ -1,6 +1,4 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
-use std::rc::Rc;
-
 use faststep::engine::{Needs, Plan, PlannedCalls, Role, Rule};
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
@@ -13,13 +11,8 @@ use super::{
 };
 use crate::{
     mlx::bridge,
-    reach::{
-        stop::Stop,
-        suspect::{changes, Drawable},
-        Looked,
-    },
+    reach::{stop::Stop, Before},
     store::{moments::Moments, owner::Holder, Prepared, Store},
-    tree::snapshot::Snapshot,
 };
 
 /// Memory of the device that a step takes, in bytes.
@@ -102,7 +95,7 @@ impl Inner {
     ) -> PyResult<T> {
         let mut given = self.given(store, &mut user, false)?;
         let user = &user;
-        let before = Before::of(user, &user.model, &given.looked)?;
+        let before = Before::of(&user.model, &user.model, &given.looked)?;
         let (task, calls) = window_of(accumulate, store);
         let needs = self.needs(task);
         self.look_at_update(store, user, task)?;
@@ -114,21 +107,28 @@ impl Inner {
             self.read.look(&user.optimizer, &user.model, how)?;
         }
         let of_update = self.read.looked().filter(|_| own).cloned();
-        let of_update = of_update.map(|looked| Before::of(user, &user.optimizer, &looked));
+        let of_update = of_update.map(|looked| Before::of(&user.model, &user.optimizer, &looked));
         let of_update = of_update.transpose()?;
         let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
             work(inner, store, user, &prepared, given, (task, calls))
         });
-        if let Some(before) = of_update {
-            before.restore(user.py())?;
-        }
+        let of_update = of_update.map(|before| before.restore(user.py()));
+        let mut taken = of_update.transpose()?.unwrap_or_default();
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             store.discard();
         }
-        before.restore(user.py())?;
+        taken.extend(before.restore(user.py())?);
         self.traces.drop_suspects(); // the first step is to call the loss
         self.suspect = None;
+        if !taken.is_empty() {
+            let message = format!(
+                "the loss has been called, and what it has taken from {} cannot be put back: the next step goes on behind that. \
+                 Make it anew before training begins",
+                taken.join(", ")
+            );
+            warn(user.py(), &message)?;
+        }
         Ok(outcome?.0)
     }
 
@@ -168,59 +168,6 @@ impl Inner {
         let stop = self.leave_host(user, given);
         put_back?;
         finished(outcome, stop?)
-    }
-}
-
-/// What a loss may change that is none of the model's arrays, or an update beside the optimizer's.
-struct Before<'py> {
-    looked: Rc<Looked>,
-    root: Snapshot<'py>,
-    reached: Snapshot<'py>,
-    copies: Vec<(usize, Bound<'py, PyAny>)>,
-    arrays: Vec<(Bound<'py, PyAny>, Array)>,
-    drawable: Drawable,
-}
-
-impl<'py> Before<'py> {
-    // `root`: the model, or the optimizer
-    fn of(user: &Arguments<'py>, root: &Bound<'py, PyAny>, looked: &Rc<Looked>) -> PyResult<Self> {
-        let py = user.py();
-        let spots = looked.spots(py)?.into_iter();
-        Ok(Self {
-            root: Snapshot::take(root)?,
-            reached: looked.snapshot(py)?,
-            copies: looked.copies(py)?,
-            arrays: spots
-                .zip(looked.arrays.iter())
-                .map(|(spot, array)| (spot.object, array.clone()))
-                .collect(),
-            drawable: Drawable::before(&user.model, looked)?,
-            looked: looked.clone(),
-        })
-    }
-
-    fn restore(self, py: Python<'_>) -> PyResult<()> {
-        for mut change in changes(&self.root, true)? {
-            change.swap(py)?;
-        }
-        self.root.forget_new()?;
-        self.looked.restore(py, &self.reached, &self.copies)?;
-        for (object, array) in &self.arrays {
-            if bridge::id(object) != Some(faststep::engine::array::id(array)) {
-                bridge::assign(object, array);
-            }
-        }
-        self.drawable.put_back(py)?;
-        let taken = self.drawable.moved(py, true)?;
-        if taken.is_empty() {
-            return Ok(());
-        }
-        let message = format!(
-            "the loss has been called, and what it has taken from {} cannot be put back: the next step goes on behind that. Make it \
-             anew before training begins",
-            taken.join(", ")
-        );
-        warn(py, &message)
     }
 }
 

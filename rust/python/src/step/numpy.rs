@@ -30,10 +30,10 @@ pub(super) struct SeenNumpy {
 impl Inner {
     /// Before a trace is made, or an uncompiled step is taken: the reason why the loss is to be shown NumPy's arrays themselves. It is
     /// called with both, and what it does is taken back.
-    pub(super) fn takes_numpy(
+    pub(super) fn takes_numpy<'py>(
         &mut self,
         store: &Store,
-        user: &Arguments<'_>,
+        user: &Arguments<'py>,
         given: &Given,
     ) -> PyResult<Option<String>> {
         let mixed = self.options.compute_dtype.is_some();
@@ -46,7 +46,7 @@ impl Inner {
             return Ok(None); // what it changes or takes from a generator function could not be put back
         }
         self.numpy.looks += 1;
-        let value = |arguments| value(store, user, given, arguments);
+        let value = |arguments: &Bound<'py, PyTuple>| value(store, user, given, arguments);
         let Some(own) = undisturbed(user.py(), || value(&user.own))? else {
             return Ok(None); // with which it raises
         };
@@ -66,11 +66,11 @@ impl Inner {
 }
 
 // the loss with these arguments; none where it raises, or would write to a file or import a module of the user's
-fn value(
+fn value<'py>(
     store: &Store,
-    user: &Arguments<'_>,
+    user: &Arguments<'py>,
     given: &Given,
-    arguments: &Bound<'_, PyTuple>,
+    arguments: &Bound<'py, PyTuple>,
 ) -> PyResult<Option<f64>> {
     let py = user.py();
     let is_one = |object: &Bound<'_, PyAny>| bridge::is_array(object) || is_numpy(object);

@@ -32,7 +32,10 @@ use crate::{
         suspect::{put_back, Suspect},
         Looked, Seen, Written,
     },
-    store::{owner::Holder, Prepared, Store},
+    store::{
+        owner::{Holder, Undo},
+        Prepared, Store,
+    },
     tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -431,7 +434,16 @@ impl Inner {
             store.expose(py)?; // the loss may read its state
         }
         let engine = store.engine.as_mut().ok_or_else(missing)?;
-        let mut holder = Holder::new(py, prepared, &signature.roles, store.moments.as_mut());
+        let before = user.before.borrow_mut().take_if(|_| !self.compiled);
+        let bad = self.bad.clone();
+        let undo = before.map(|before| -> Undo<'py> {
+            Box::new(move || {
+                bad.set(true);
+                before.put_back(py)
+            })
+        });
+        let moments = store.moments.as_mut();
+        let mut holder = Holder::new(py, prepared, &signature.roles, moments).with(undo);
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let host = matches!(store.rule, Some(Rule::Host)) && !self.compiled && task.updates();
@@ -439,7 +451,9 @@ impl Inner {
             .then(|| Uncompiled::take(&user.optimizer))
             .transpose()?;
         let outcome = engine.call(task, traces, call, &name, &mut holder);
-        let done = matches!(outcome, Ok(_) | Err(Error::Nonfinite(_)));
+        let refused = matches!(outcome, Err(Error::Nonfinite(_)));
+        self.refused |= refused;
+        let done = outcome.is_ok() || refused;
         store.clock.enter(Stage::Objects);
         let shown = holder.show(engine, done && task != Task::Gradients);
         let loose = self
@@ -563,7 +577,6 @@ impl Inner {
         self.positions = current.positions;
         self.swapped = current.swapped;
         let of_update = current.taken.take();
-        self.left = std::mem::take(&mut current.written.ids);
         if current.late.is_some() {
             (self.of_schedules, self.late) = (None, current.late);
         }

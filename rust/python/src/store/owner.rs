@@ -1,11 +1,15 @@
 //! Release of the user's arrays before an evaluation, and their new values after it.
 use std::collections::HashMap;
 
-use faststep::engine::{Engine, Owner, Role};
+use faststep::engine::{nonfinite::wait_true, Engine, Owner, Role};
+use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
 use crate::{mlx::gil::Waiting, tree::slot::Slot};
+
+/// Takes back what a loss has changed.
+pub type Undo<'py> = Box<dyn FnOnce() -> PyResult<()> + 'py>;
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {
@@ -13,6 +17,7 @@ pub struct Holder<'a, 'py> {
     prepared: &'a Prepared<'py>,
     roles: &'a [(Role, Vec<String>)],
     moments: Option<&'a mut Moments>,
+    undo: Option<Undo<'py>>,
     released: bool,
     held: bool,
     error: Option<PyErr>,
@@ -31,10 +36,16 @@ impl<'a, 'py> Holder<'a, 'py> {
             prepared,
             roles,
             moments,
+            undo: None,
             released: false,
             held: false,
             error: None,
         }
+    }
+
+    /// With what takes back what a loss has changed that is called without a trace, for a batch that is skipped.
+    pub fn with(self, undo: Option<Undo<'py>>) -> Self {
+        Self { undo, ..self }
     }
 
     fn parameters(&self) -> impl Iterator<Item = (usize, &Slot<'py>)> {
@@ -112,6 +123,18 @@ impl Owner for Holder<'_, '_> {
         let parameters = self.parameters().map(|(_, slot)| slot);
         let alone = hidden && same && parameters.chain(&prepared.state).all(Slot::is_unshared);
         alone.then_some(prepared.state.len())
+    }
+
+    fn called(&mut self, skipped: &Array) -> MlxResult<()> {
+        let Some(undo) = self.undo.take() else {
+            return Ok(());
+        };
+        if wait_true(skipped, self)? {
+            if let Err(error) = undo() {
+                self.error.get_or_insert(error);
+            }
+        }
+        Ok(())
     }
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {

@@ -1,0 +1,80 @@
+//! Objects as they are before a loss is called, or an update, to be put back.
+use std::rc::Rc;
+
+use mlx_rs::Array;
+use pyo3::prelude::*;
+
+use super::{
+    suspect::{changes, Drawable},
+    Looked,
+};
+use crate::{mlx::bridge, tree::snapshot::Snapshot};
+
+/// What a loss may change that is none of the model's arrays, or an update beside the optimizer's.
+pub struct Before<'py> {
+    looked: Rc<Looked>,
+    root: Snapshot<'py>,
+    reached: Snapshot<'py>,
+    copies: Vec<(usize, Bound<'py, PyAny>)>,
+    arrays: Vec<(Bound<'py, PyAny>, Array)>,
+    drawable: Drawable,
+}
+
+impl<'py> Before<'py> {
+    /// Before a loss, or an update. `root`: the model, or the optimizer.
+    pub fn of(
+        model: &Bound<'py, PyAny>,
+        root: &Bound<'py, PyAny>,
+        looked: &Rc<Looked>,
+    ) -> PyResult<Self> {
+        let py = model.py();
+        let spots = looked.spots(py)?.into_iter();
+        Ok(Self {
+            root: Snapshot::take(root)?,
+            reached: looked.snapshot(py)?,
+            copies: looked.copies(py)?,
+            arrays: spots
+                .zip(looked.arrays.iter())
+                .map(|(spot, array)| (spot.object, array.clone()))
+                .collect(),
+            drawable: Drawable::before(model, looked)?,
+            looked: looked.clone(),
+        })
+    }
+
+    /// Before a loss whose batch may be skipped. The model's arrays are not held: their memory is about to be used again.
+    pub fn of_batch(model: &Bound<'py, PyAny>, looked: &Rc<Looked>) -> PyResult<Self> {
+        let mut before = Self::of(model, model, looked)?;
+        before.root.let_go(model.py())?;
+        Ok(before)
+    }
+
+    /// The batch has been skipped: put everything back, but for the model's arrays and what has been drawn.
+    pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
+        self.root.restore()?;
+        self.looked.restore(py, &self.reached, &self.copies)?;
+        self.put_back_arrays();
+        Ok(())
+    }
+
+    fn put_back_arrays(&self) {
+        for (object, array) in &self.arrays {
+            if bridge::id(object) != Some(faststep::engine::array::id(array)) {
+                bridge::assign(object, array);
+            }
+        }
+    }
+
+    /// The loss has been called on trial: put everything back. Returns the names of generators and iterators for which that cannot
+    /// be done.
+    pub fn restore(self, py: Python<'_>) -> PyResult<Vec<String>> {
+        for mut change in changes(&self.root, true)? {
+            change.swap(py)?;
+        }
+        self.root.forget_new()?;
+        self.looked.restore(py, &self.reached, &self.copies)?;
+        self.put_back_arrays();
+        self.drawable.put_back(py)?;
+        self.drawable.moved(py, true)
+    }
+}
