@@ -119,7 +119,7 @@ struct Inner {
     positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
     swapped: Vec<Swapped>,        // of the model, by the loss of this call
     bad: Rc<Cell<bool>>, // the batch of this call is skipped, and what its loss has changed is as before
-    refused: bool, // it is an error
+    refused: bool,       // it is an error
     undo: Vec<Change>, // what the loss has changed as it was called for the graph of this call, with what was there before
     suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
     checks: usize,

@@ -49,6 +49,17 @@ impl<'py> Before<'py> {
         Ok(before)
     }
 
+    /// Return whether the loss has changed anything, but for the values of the model's arrays.
+    pub fn has_changed(&self, py: Python<'_>) -> PyResult<bool> {
+        let mut arrays = self.arrays.iter();
+        let in_place = arrays
+            .any(|(object, array)| bridge::id(object) != Some(faststep::engine::array::id(array)));
+        Ok(in_place
+            || self.root.has_changed()?
+            || self.reached.has_changed()?
+            || self.looked.has_changed(py)?)
+    }
+
     /// The batch has been skipped: put everything back, but for the model's arrays and what has been drawn.
     pub fn put_back(&self, py: Python<'_>) -> PyResult<()> {
         self.root.restore()?;

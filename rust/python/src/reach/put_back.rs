@@ -9,7 +9,7 @@ use pyo3::{
 
 use super::{
     contents::{contents, copy, refill},
-    looked::Looked,
+    looked::{Looked, Spot},
     node::{attributes_of, Expect, How},
     seen::equal,
 };
@@ -92,6 +92,19 @@ impl Looked {
             Some(object) => refill(&object, copy),
             None => Ok(()),
         }
+    }
+
+    /// Return whether something has changed that is in no container and no object: what is in a cell, say, or in a set.
+    pub fn has_changed(&self, py: Python<'_>) -> PyResult<bool> {
+        let spots = self.spots(py)?;
+        let moved = |spot: &Spot<'_>| !self.now(spot).is_some_and(|now| now.is(&spot.object));
+        Ok(spots.iter().any(moved)
+            || self.new_array(py).is_some()
+            || !self.changed(py).is_empty()
+            || self.other_value(py)?.is_some()
+            || self.gone(py).is_some()
+            || !self.program.classes.made(py)?.is_empty()
+            || !self.made_states(py)?.is_empty())
     }
 
     /// The name of a value that is another one now, wherever it stands, or of an object that is made up in another way.

@@ -84,9 +84,7 @@ impl Change {
             Self::Deque(deque, other) => Self::Deque(deque.clone_ref(py), other.clone_ref(py)),
             Self::Set(set, other) => Self::Set(set.clone_ref(py), other.clone_ref(py)),
             Self::Order(dict, other) => Self::Order(dict.clone_ref(py), other.clone_ref(py)),
-            Self::Node(looked, at, other) => {
-                Self::Node(looked.clone(), *at, other.clone_ref(py))
-            }
+            Self::Node(looked, at, other) => Self::Node(looked.clone(), *at, other.clone_ref(py)),
             Self::Contents(looked, at, other) => {
                 Self::Contents(looked.clone(), *at, other.clone_ref(py))
             }

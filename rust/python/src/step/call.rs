@@ -135,13 +135,7 @@ impl Inner {
     }
 
     // whether the batch is skipped, where Python has something to take back then: waits for it only there
-    fn is_bad(
-        &self,
-        py: Python<'_>,
-        given: &Given,
-        batch: &Outputs,
-        new: bool,
-    ) -> PyResult<bool> {
+    fn is_bad(&self, py: Python<'_>, given: &Given, batch: &Outputs, new: bool) -> PyResult<bool> {
         let Some(skipped) = &batch.skipped else {
             return Ok(false);
         };

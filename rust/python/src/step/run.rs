@@ -1,5 +1,5 @@
 //! Runs the traces of a call; uncompiled, where the loss cannot be traced.
-use std::{collections::HashMap, rc::Rc, time::Instant};
+use std::{cell::Cell, collections::HashMap, rc::Rc, time::Instant};
 
 use faststep::{
     engine::{Call, Compiled, Output, Part, Rule, Stage, Task},
@@ -30,7 +30,7 @@ use crate::{
         advance::Advance,
         stop::{Stop, DISABLED},
         suspect::{put_back, Suspect},
-        Looked, Seen, Written,
+        Before, Looked, Seen, Written,
     },
     store::{
         owner::{Holder, Undo},
@@ -435,13 +435,11 @@ impl Inner {
         }
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let before = user.before.borrow_mut().take_if(|_| !self.compiled);
-        let bad = self.bad.clone();
-        let undo = before.map(|before| -> Undo<'py> {
-            Box::new(move || {
-                bad.set(true);
-                before.put_back(py)
-            })
+        let undo = before.map(|before| TakeBack {
+            before,
+            bad: self.bad.clone(),
         });
+        let undo = undo.as_ref().map(|undo| -> &dyn Undo { undo });
         let moments = store.moments.as_mut();
         let mut holder = Holder::new(py, prepared, &signature.roles, moments).with(undo);
         let traces = self.traces.of(task).ok_or_else(missing)?;
@@ -615,6 +613,23 @@ impl Inner {
         }
         self.read.let_go();
         Ok(current.stop)
+    }
+}
+
+/// What there was before an uncompiled loss, and whether that has been put back.
+struct TakeBack<'py> {
+    before: Before<'py>,
+    bad: Rc<Cell<bool>>,
+}
+
+impl Undo for TakeBack<'_> {
+    fn is_needed(&self, py: Python<'_>) -> PyResult<bool> {
+        self.before.has_changed(py)
+    }
+
+    fn take_back(&self, py: Python<'_>) -> PyResult<()> {
+        self.bad.set(true);
+        self.before.put_back(py)
     }
 }
 

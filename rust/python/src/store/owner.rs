@@ -8,8 +8,14 @@ use pyo3::prelude::*;
 use super::{moments::Moments, Prepared};
 use crate::{mlx::gil::Waiting, tree::slot::Slot};
 
-/// Takes back what a loss has changed.
-pub type Undo<'py> = Box<dyn FnOnce() -> PyResult<()> + 'py>;
+/// What a loss has changed that is called without a trace.
+pub trait Undo {
+    /// Return whether there is anything.
+    fn is_needed(&self, py: Python<'_>) -> PyResult<bool>;
+
+    /// Take it back.
+    fn take_back(&self, py: Python<'_>) -> PyResult<()>;
+}
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {
@@ -17,7 +23,7 @@ pub struct Holder<'a, 'py> {
     prepared: &'a Prepared<'py>,
     roles: &'a [(Role, Vec<String>)],
     moments: Option<&'a mut Moments>,
-    undo: Option<Undo<'py>>,
+    undo: Option<&'a dyn Undo>,
     released: bool,
     held: bool,
     error: Option<PyErr>,
@@ -43,8 +49,8 @@ impl<'a, 'py> Holder<'a, 'py> {
         }
     }
 
-    /// With what takes back what a loss has changed that is called without a trace, for a batch that is skipped.
-    pub fn with(self, undo: Option<Undo<'py>>) -> Self {
+    /// With what a loss has changed that is called without a trace: it is taken back where the batch is skipped.
+    pub fn with(self, undo: Option<&'a dyn Undo>) -> Self {
         Self { undo, ..self }
     }
 
@@ -129,10 +135,11 @@ impl Owner for Holder<'_, '_> {
         let Some(undo) = self.undo.take() else {
             return Ok(());
         };
-        if wait_true(skipped, self)? {
-            if let Err(error) = undo() {
-                self.error.get_or_insert(error);
-            }
+        let needed = undo.is_needed(self.py);
+        let bad = needed.as_ref().is_ok_and(|needed| *needed) && wait_true(skipped, self)?;
+        let done = needed.and_then(|_| if bad { undo.take_back(self.py) } else { Ok(()) });
+        if let Err(error) = done {
+            self.error.get_or_insert(error);
         }
         Ok(())
     }

@@ -351,6 +351,44 @@ impl<'py> Snapshot<'py> {
         Ok(())
     }
 
+    /// Return whether something else stands somewhere now, but for an array in the place of one that is held no more.
+    pub fn has_changed(&self) -> PyResult<bool> {
+        let stays = |before: &Bound<'py, PyAny>, now: Option<&Bound<'py, PyAny>>| {
+            let is_hole = self.hole.as_ref().is_some_and(|hole| before.is(hole));
+            now.is_some_and(|now| before.is(now) || (is_hole && bridge::is_array(now)))
+        };
+        for (dict, copy) in self.changed_dicts() {
+            if dict.len() != copy.len() {
+                return Ok(true);
+            }
+            for (key, before) in copy.iter() {
+                if !stays(&before, dict.get_item(&key)?.as_ref()) {
+                    return Ok(true);
+                }
+            }
+        }
+        for (dict, keys) in &self.orders {
+            if ordered::keys(dict)?.is_some_and(|now| !has_same(&now, keys)) {
+                return Ok(true);
+            }
+        }
+        let lists = self.lists.iter().any(|(list, copy)| {
+            let mut pairs = copy.iter().zip(list.iter());
+            list.len() != copy.len() || pairs.any(|(before, now)| !stays(&before, Some(&now)))
+        });
+        if lists || self.changed_sets().next().is_some() {
+            return Ok(true);
+        }
+        for (deque, copy) in &self.deques {
+            let now = deque.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+            let mut pairs = copy.iter().zip(&now);
+            if now.len() != copy.len() || pairs.any(|(before, now)| !before.is(now)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     // put what stands in the containers now into the holes
     fn fill(&self) -> PyResult<()> {
         let Some(hole) = &self.hole else {

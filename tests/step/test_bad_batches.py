@@ -1,0 +1,224 @@
+"""A bad batch leaves no trace of itself in what a loss keeps: the run is that of a plain loop without it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from faststep import Step
+from mlx.utils import tree_flatten, tree_map
+from support.helpers import assert_same
+
+STEPS = 9
+
+
+@dataclasses.dataclass
+class Record:
+    mean: Any = None
+    count: int = 0
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple of a class."""
+
+    __slots__ = ()
+
+
+class Keeper:
+    """What a loss keeps; `made` as a program would make it at its first batch."""
+
+    mean: Any = None
+    both: Any = None
+
+    def __init__(self) -> None:
+        self.begun, self.count, self.rate, self.named = False, 0, 1.0, dict[str, Any]()
+        self.listed, self.last, self.record = list[Any](), collections.deque[Any](maxlen=3), Record()
+        self.sums = collections.defaultdict[str, Any](float)
+
+
+def _decayed(old: Any, new: mx.array) -> mx.array:
+    return new if old is None else 0.9 * old + 0.1 * new
+
+
+def _mean(it: Keeper, value: mx.array) -> Any:
+    it.mean = _decayed(it.mean, value)
+    return it.mean
+
+
+def _item(it: Keeper, value: mx.array) -> Any:
+    it.named["mean"] = _decayed(it.named.get("mean"), value)
+    return it.named["mean"]
+
+
+def _tuple(it: Keeper, value: mx.array) -> Any:
+    it.mean = (_decayed(it.mean and it.mean[0], value), value * 0.5)
+    return it.mean[0] + it.mean[1]
+
+
+def _new_dict(it: Keeper, value: mx.array) -> Any:
+    it.named = {"mean": _decayed(it.named.get("mean"), value), "count": it.named.get("count", 0) + 1}
+    return it.named["mean"]
+
+
+def _record(it: Keeper, value: mx.array) -> Any:
+    it.record = dataclasses.replace(it.record, mean=_decayed(it.record.mean, value), count=it.record.count + 1)
+    return it.record.mean
+
+
+def _attributes(it: Keeper, value: mx.array) -> Any:
+    it.record.mean, it.record.count = _decayed(it.record.mean, value), it.record.count + 1
+    return it.record.mean / it.record.count
+
+
+def _flag(it: Keeper, value: mx.array) -> Any:
+    if not it.begun:
+        it.mean, it.begun = value, True
+    return it.mean
+
+
+def _sums(it: Keeper, value: mx.array) -> Any:
+    it.sums["loss"] += value
+    it.sums["count"] += 1
+    return 0.0
+
+
+def _count(it: Keeper, value: mx.array) -> Any:
+    it.count += 1
+    it.rate *= 0.9
+    return it.rate
+
+
+def _only_count(it: Keeper, value: mx.array) -> Any:
+    it.count += 2
+    return 0.0
+
+
+def _numbers(it: Keeper, value: mx.array) -> Any:
+    it.listed.append(it.count)
+    return 0.0
+
+
+def _arrays(it: Keeper, value: mx.array) -> Any:
+    it.listed.append(value)
+    return sum(it.listed[-3:])
+
+
+def _window(it: Keeper, value: mx.array) -> Any:
+    it.last.append(value)
+    return sum(it.last)
+
+
+def _one_object(it: Keeper, value: mx.array) -> Any:
+    if it.mean is not None:
+        it.mean += 1
+    seen = 0.0 if it.both is None else it.both
+    it.mean = it.both = value
+    return seen
+
+
+def _swapped(it: Keeper, value: mx.array) -> Any:
+    it.mean, it.both = value, it.mean
+    return 0.0 if it.both is None else it.both
+
+
+KEPT: dict[str, Callable[[Keeper, mx.array], Any]] = {
+    "an attribute": _mean,
+    "an item": _item,
+    "a tuple": _tuple,
+    "a new dict": _new_dict,
+    "a new dataclass": _record,
+    "attributes of an object": _attributes,
+    "a flag": _flag,
+    "sums and counts": _sums,
+    "a number that is multiplied": _count,
+    "a count": _only_count,
+    "a list of numbers": _numbers,
+    "a list of arrays": _arrays,
+    "a deque": _window,
+    "one array in two places": _one_object,
+    "arrays that change places": _swapped,
+}
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return round(value.item(), 4)
+    if isinstance(value, dict):
+        return {key: _state(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [_state(item) for item in value]
+    return _state(vars(value)) if hasattr(value, "__dict__") else value
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self._keeper = nn.Linear(4, 3), Keeper()
+
+
+def train(
+    kept: Callable[[Keeper, mx.array], Any], bad: set[int], fast: bool, window: int, how: str
+) -> tuple[list[float], Any, Any]:
+    mx.random.seed(3)
+    model, optimizer, keeper = Net(), optim.Adam(0.02), Keeper()
+
+    def loss_fn(model: Net, x: mx.array) -> mx.array:
+        out = model.layer(x)
+        value = mx.square(out - 1).mean()
+        if how == "read":
+            value.item()
+        where = model._keeper if how == "on the model" else keeper
+        return value * (1 + 0.1 * kept(where, mx.stop_gradient(out.mean())))
+
+    refuses = how == "raise"
+    step = Step(
+        model,
+        optimizer,
+        loss_fn,
+        accumulate=window,
+        compile=how != "uncompiled",
+        nonfinite="raise" if refuses else "skip",
+    )
+    gradients_of, losses, total, taken = nn.value_and_grad(model, loss_fn), list[float](), list[Any](), 0
+    for number in range(STEPS):
+        x = mx.random.normal((5, 4), key=mx.random.key(number))
+        is_bad = number in bad
+        if fast and is_bad and refuses:
+            with pytest.raises(FloatingPointError):
+                step(x * float("nan"))
+        elif fast:
+            out = step(x * float("nan") if is_bad else x)
+            if not is_bad:
+                losses.append(out.loss.item())
+        elif not is_bad:
+            loss, gradients = gradients_of(model, x)
+            mx.eval(loss, gradients)
+            losses.append(loss.item())
+            total.append(gradients)
+        taken += not (is_bad and refuses)
+        if not fast and taken % window == 0 and total:
+            sums = tree_map(lambda *each: sum(each[1:], each[0]) / len(each), *total)
+            optimizer.update(model, sums)
+            total = []
+    weights = [array.tolist() for _, array in tree_flatten(model.trainable_parameters())]
+    return losses, weights, _state([keeper, model._keeper])
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("how", ["traced", "read", "uncompiled", "raise", "on the model"])
+@pytest.mark.parametrize("bad", [{0}, {0, 1, 5}, {4}, {1, 2, 8}], ids=str)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
+def test_a_bad_batch_is_as_if_it_had_never_been(kept: str, bad: set[int], how: str, window: int) -> None:
+    losses, weights, state = train(KEPT[kept], bad, True, window, how)
+    wanted, reference, its = train(KEPT[kept], bad, False, window, how)
+    assert_same(losses, wanted, 2e-6)
+    for one, other in zip(weights, reference, strict=True):
+        assert_same(one, other, 2e-5)
+    assert state == its
