@@ -247,3 +247,17 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
         if its_optimizer == id(optimizer)
     ]
     assert kept == [Options(**given)]
+
+
+def test_fast_step_tells_of_models_that_are_made_at_each_call() -> None:
+    class Joint(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = list(layers)
+
+    first, second, optimizer = nn.Linear(2, 3), nn.Linear(3, 1), optim.SGD(0.1)
+    with pytest.warns(RuntimeWarning, match="more than 16 models with one optimizer") as told:
+        for _ in range(20):
+            joint = Joint(first, second)
+            fast_step(joint, optimizer, lambda it, x: mx.square(it.layers[1](it.layers[0](x))).mean(), mx.ones((3, 2)))
+    assert len(told) == 1

@@ -22,6 +22,7 @@ _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | No
 _programs: dict[_Key, _Known] = {}
 _MAX_PROGRAMS = 16  # of a model and an optimizer
 _told: set[tuple[int, int]] = set()  # models and optimizers with more
+_models: dict[int, tuple[weakref.ref[Any], int]] = {}  # how many models each optimizer has had
 
 
 def fast_step(
@@ -139,10 +140,29 @@ def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | No
     if len(alike) == _MAX_PROGRAMS:
         _tell(alike)
         del _programs[alike[0]]
+    if not alike:
+        _count_model(optimizer)
     program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
     own = None if taken is optimizer else taken
     _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
     return _programs[key]
+
+
+def _count_model(optimizer: Any) -> None:
+    """Warn of models that are others again and again: a module made anew in each step, say, to join two."""
+    known, count = _models.get(id(optimizer), (None, 0))
+    count = count + 1 if known is not None and known() is optimizer else 1
+    if count == 1:
+        for number in [number for number, (known, _) in _models.items() if known() is None]:
+            del _models[number]
+    _models[id(optimizer)] = weakref.ref(optimizer), count
+    if count == _MAX_PROGRAMS + 1:
+        warnings.warn(
+            f"faststep: fast_step has had more than {_MAX_PROGRAMS} models with one optimizer: each makes traces of its own, "
+            "which takes seconds and memory. Make a module that joins others once, outside of the loop",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _tell(alike: list[_Key]) -> None:

@@ -111,7 +111,7 @@ def _callback(get: Any) -> Any:
 
 
 def _state(get: Any) -> Any:
-    return repr(get())
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in get())
 
 
 # of functions and classes by the names of their modules, which need not have been imported
