@@ -158,8 +158,8 @@ def _count_model(optimizer: Any) -> None:
     _models[id(optimizer)] = weakref.ref(optimizer), count
     if count == _MAX_PROGRAMS + 1:
         warnings.warn(
-            f"faststep: fast_step has had more than {_MAX_PROGRAMS} models with one optimizer: each makes traces of its "
-            "own, which takes seconds and memory. Make a module that joins others once, outside of the loop",
+            f"faststep: fast_step has had more than {_MAX_PROGRAMS} models with one optimizer: each makes traces of "
+            "its own, which takes seconds and memory. Make a module that joins others once, outside of the loop",
             RuntimeWarning,
             stacklevel=4,
         )

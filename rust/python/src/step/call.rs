@@ -409,7 +409,8 @@ impl Inner {
         roots.extend(numbers.map(|numbers| numbers.bind(user.py()).clone().into_any()));
         self.reach.begin();
         let stays_plain = !self.compiled && !self.becomes_another();
-        let looked = if stays_plain && self.reach.is_costly() {
+        let takes_all = self.options.guard().is_none(); // else what a bad batch changes is put back
+        let looked = if stays_plain && takes_all && self.reach.is_costly() {
             Looked::nothing() // the loss is called at each step, and sees what there is
         } else if may_be_rare && !self.traces.are_suspect(true) {
             self.reach.look_unless_searching(&roots, &user.optimizer)?
