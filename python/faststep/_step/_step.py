@@ -96,9 +96,10 @@ class Step:
             weighted: The loss function returns `(mean_loss, weight, *aux)`, the weight being what the loss is a mean
                 over (tokens, say), a scalar array or a number: the average is weighted by it.
             nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
-                optimizer state and buffers as they are, on the device, without a wait. "raise": the same, then wait
-                for the step and raise `FloatingPointError`, which names the first such gradient. "allow": take every
-                step, as the plain loop does. A gradient whose square overflows float32 counts as infinite. A batch that
+                optimizer state, buffers and what the loss keeps as they are, on the device, without a wait, but where
+                the loss changes numbers or objects of Python's. "raise": the same, then wait for the step and raise
+                `FloatingPointError`, which names the first such gradient. "allow": take every step, as the plain loop
+                does. A gradient whose square overflows float32 counts as infinite. A batch that
                 is skipped does not count in the average of its window.
             max_loss: A loss above this counts as not finite; None: no limit.
             compute_dtype: Compute the loss in this dtype: `mx.bfloat16` or `mx.float16`. Trainable parameters and
