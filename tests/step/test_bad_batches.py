@@ -162,11 +162,53 @@ class Net(nn.Module):
         self.layer, self._keeper = nn.Linear(4, 3), Keeper()
 
 
+class Done:
+    """What the code of an optimizer keeps beside its state."""
+
+    def __init__(self) -> None:
+        self.norm, self.updates, self.all = mx.array(0.0), 0, list[int]()
+
+
+def _norm(done: Done, gradients: Any) -> None:
+    done.norm = 0.5 * done.norm + mx.abs(gradients["layer"]["weight"]).mean()
+
+
+def _updates(done: Done, gradients: Any) -> None:
+    done.updates += 1
+
+
+def _all(done: Done, gradients: Any) -> None:
+    done.all.append(len(done.all))
+
+
+def _nothing(done: Done, gradients: Any) -> None:
+    pass
+
+
+DONE: dict[str, Callable[[Done, Any], None]] = {
+    "an array": _norm,
+    "a count": _updates,
+    "a list": _all,
+    "nothing": _nothing,
+}
+
+
+def own(done: Done, change: Callable[[Done, Any], None]) -> optim.Optimizer:
+    class Own(optim.SGD):
+        def update(self, model: nn.Module, gradients: Any) -> None:
+            change(done, gradients)
+            divisor = 1 + done.norm + 0.01 * done.updates
+            super().update(model, tree_map(lambda each: each / divisor, gradients))
+
+    return Own(0.05)
+
+
 def train(
-    kept: Callable[[Keeper, mx.array], Any], bad: set[int], fast: bool, window: int, how: str
+    kept: Callable[[Keeper, mx.array], Any], bad: set[int], fast: bool, window: int, how: str, change: str = ""
 ) -> tuple[list[float], Any, Any]:
     mx.random.seed(3)
-    model, optimizer, keeper = Net(), optim.Adam(0.02), Keeper()
+    model, keeper, done = Net(), Keeper(), Done()
+    optimizer = own(done, DONE[change]) if change else optim.Adam(0.02)
 
     def loss_fn(model: Net, x: mx.array) -> mx.array:
         out = model.layer(x)
@@ -207,7 +249,7 @@ def train(
             optimizer.update(model, sums)
             total = []
     weights = [array.tolist() for _, array in tree_flatten(model.trainable_parameters())]
-    return losses, weights, _state([keeper, model._keeper])
+    return losses, weights, _state([keeper, model._keeper, done])
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -216,8 +258,23 @@ def train(
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
 def test_a_bad_batch_is_as_if_it_had_never_been(kept: str, bad: set[int], how: str, window: int) -> None:
-    losses, weights, state = train(KEPT[kept], bad, True, window, how)
-    wanted, reference, its = train(KEPT[kept], bad, False, window, how)
+    compare(KEPT[kept], bad, window, how)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("how", ["traced", "uncompiled"])
+@pytest.mark.parametrize("bad", [set(), {0}, {4}, {1, 2, 8}], ids=str)
+@pytest.mark.parametrize("kept", ["an attribute", "a tuple", "a flag", "a count", "a number that is multiplied"])
+@pytest.mark.parametrize("change", DONE)
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
+def test_an_optimizer_of_ones_own_has_not_seen_it(change: str, kept: str, bad: set[int], how: str, window: int) -> None:
+    compare(KEPT[kept], bad, window, how, change)
+
+
+def compare(kept: Callable[[Keeper, mx.array], Any], *how: Any) -> None:
+    bad, *others = how
+    losses, weights, state = train(kept, bad, True, *others)
+    wanted, reference, its = train(kept, bad, False, *others)
     assert_same(losses, wanted, 2e-6)
     for one, other in zip(weights, reference, strict=True):
         assert_same(one, other, 2e-5)

@@ -466,6 +466,17 @@ def test_what_comes_into_a_container_that_the_update_reads(kind: str, by: str, w
 
 
 @pytest.mark.parametrize("window", [1, 3])
+def test_an_array_that_loss_and_update_read_is_an_input(window: int) -> None:
+    def reading(model: Net, x: mx.array, y: mx.array) -> mx.array:
+        return error(model, x, y) * (1 + OTHER.value.mean())
+
+    case: Case = (Net, reading, reads(lambda model: 1 + OTHER.value.mean()))
+    losses, state, step = by_step(case, window, True)
+    compare((losses, state, step), plainly(case, window))
+    assert step.stats.mode == "traced"
+
+
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_skipped_step_leaves_what_the_optimizer_sets(compiled: bool, window: int) -> None:
     model, loss_fn, optimizer = build(TRACED["averages"])

@@ -64,7 +64,13 @@ impl Current {
             Ok::<_, PyErr>((looked, contents, copies, places))
         });
         let reached = reached.transpose()?;
+        let shared = self.show_reached(py, &call)?;
         let mut outcome = self.traced_update(py, &optimizer, call, &before);
+        for (object, shown, array) in shared {
+            if bridge::id(&object) == Some(faststep::engine::array::id(&shown)) {
+                bridge::assign(&object, &array);
+            }
+        }
         keys.set_item(0, key)?;
         if outcome.is_err() || self.compiled {
             model.restore()?;
@@ -106,6 +112,29 @@ impl Current {
             }
         }
         outcome
+    }
+
+    // Traced with the loss, what that reaches is an input for the code of the update too: MLX compiles no function that holds one
+    // of its inputs. Returns the objects, with the arrays shown and those before.
+    fn show_reached<'py>(
+        &self,
+        py: Python<'py>,
+        call: &UpdateCall,
+    ) -> PyResult<Vec<(Bound<'py, PyAny>, Array, Array)>> {
+        let arrays = &self.looked.arrays;
+        let inputs = call.others.get(self.others..self.others + arrays.len());
+        let Some(inputs) = inputs.filter(|_| self.compiled) else {
+            return Ok(Vec::new());
+        };
+        let spots = self.looked.spots(py)?.into_iter();
+        let shown = spots.zip(inputs).zip(arrays.iter());
+        let shown: Vec<_> = shown
+            .map(|((spot, input), array)| (spot.object, input.clone(), array.clone()))
+            .collect();
+        for (object, input, _) in shown.iter().rev() {
+            bridge::assign(object, input); // of an object at several places, the first one's
+        }
+        Ok(shown)
     }
 
     // the model, and its arrays with their roles

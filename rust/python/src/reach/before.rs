@@ -42,11 +42,9 @@ impl<'py> Before<'py> {
         })
     }
 
-    /// Before a loss whose batch may be skipped. The model's arrays are not held: their memory is about to be used again.
-    pub fn of_batch(model: &Bound<'py, PyAny>, looked: &Rc<Looked>) -> PyResult<Self> {
-        let mut before = Self::of(model, model, looked)?;
-        before.root.let_go(model.py())?;
-        Ok(before)
+    /// Hold the arrays of the root no more: their memory is about to be used again.
+    pub fn let_go(&mut self, py: Python<'py>) -> PyResult<()> {
+        self.root.let_go(py)
     }
 
     /// Return whether the loss has changed anything, but for the values of the model's arrays.

@@ -29,6 +29,8 @@ pub struct Arguments<'py> {
     pub own: Bound<'py, PyTuple>,
     /// What there was before the loss is called in this call, where its batch may be skipped.
     pub before: RefCell<Option<Before<'py>>>,
+    /// The same of an update by the optimizer's own code, before that is traced.
+    pub before_update: RefCell<Option<Before<'py>>>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
@@ -44,6 +46,7 @@ impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
             own: passed.clone(),
             passed,
             before: RefCell::default(),
+            before_update: RefCell::default(),
         })
     }
 }

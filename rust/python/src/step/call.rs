@@ -60,14 +60,14 @@ impl Inner {
                 store.discard();
             }
             if self.refused {
-                self.take_back(&user)?;
+                self.take_back(&user, true)?;
             }
             let (mut output, new) = outcome?;
             let shown = Instant::now();
             leave_out_missed(py, store, &given, &mut output.batch)?;
             let mut swapped = std::mem::take(&mut self.swapped);
             if self.is_bad(py, &given, &output.batch, new)? {
-                self.take_back(&user)?;
+                self.take_back(&user, output.update.is_none())?;
                 self.forget_last(new);
                 self.became = self.became.saturating_sub(1); // the next batch may store what this one has not
                 swapped.clear();
@@ -146,7 +146,7 @@ impl Inner {
             return Ok(false); // the loss has been called, and that was known then
         };
         let counts = !given.adds.is_empty() || !self.undo.is_empty();
-        let changes = new && self.traces.last_has_changed();
+        let changes = new && (self.traces.last_has_changed() || self.unwatched.is_some());
         let values = self.template.as_ref().map(|it| it.bind(py).get_item(1));
         let values = values.transpose()?.map(|values| values.len());
         let replaces = last.kept.written.replaces() && values.transpose()?.is_some_and(|n| n > 0);
@@ -155,15 +155,18 @@ impl Inner {
         Ok(is_bad)
     }
 
-    // put back what the loss has changed in this call
-    fn take_back(&mut self, user: &Arguments<'_>) -> PyResult<()> {
+    // put back what the loss has changed in this call, and an update that was traced with it
+    fn take_back(&mut self, user: &Arguments<'_>, update: bool) -> PyResult<()> {
         let mut suspect = Suspect {
             model: std::mem::take(&mut self.undo),
             ..Suspect::default()
         };
         suspect.swap(user.py(), true)?;
-        let before = user.before.take();
-        before.map_or(Ok(()), |before| before.put_back(user.py()))
+        let of_update = user.before_update.take().filter(|_| update);
+        for before in of_update.into_iter().chain(user.before.take()) {
+            before.put_back(user.py())?;
+        }
+        Ok(())
     }
 
     // a trace whose loss has changed something itself is as if it had not been made

@@ -75,6 +75,7 @@ impl Inner {
                 .is_none()
             {
                 self.check_rare(given, &key, py)?;
+                self.note_before_update(user)?;
                 let host = matches!(rule, Rule::Host);
                 let others = if host { store.others.len() } else { 0 };
                 let recipe = self.recipe(store, &key, others)?;
@@ -214,6 +215,7 @@ impl Inner {
             self.check_rare_values(given, py)?;
         }
         self.note_before(user, &looked)?;
+        self.note_before_update(user)?;
         if self.compiled {
             if let Some(why) = self.takes_numpy(store, user, given)? {
                 return Err(Stop::Untraceable(why));
@@ -246,8 +248,19 @@ impl Inner {
     // what there is before the loss is called, where its batch may be skipped
     fn note_before(&self, user: &Arguments<'_>, looked: &Rc<Looked>) -> PyResult<()> {
         if self.options.guard().is_some() && user.before.borrow().is_none() {
-            let before = Before::of_batch(&user.model, looked)?;
+            let mut before = Before::of(&user.model, &user.model, looked)?;
+            before.let_go(user.py())?;
             user.before.replace(Some(before));
+        }
+        Ok(())
+    }
+
+    // the same of an update by the optimizer's own code, which may be traced in vain
+    fn note_before_update(&self, user: &Arguments<'_>) -> PyResult<()> {
+        if let Some(looked) = self.read.looked().filter(|_| self.compiled) {
+            let mut before = Before::of(&user.model, &user.optimizer, looked)?;
+            before.let_go(user.py())?;
+            user.before_update.replace(Some(before));
         }
         Ok(())
     }

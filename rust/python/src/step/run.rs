@@ -165,6 +165,9 @@ impl Inner {
             self.traces.discard();
             self.unwatched = None;
             self.suspect = None;
+            if let (Some(before), true) = (user.before_update.take(), is_in_vain(&stop)) {
+                before.put_back(user.py())?;
+            }
             match stop {
                 // also of a call that was tried without a trace: that was no matter of tracing
                 Stop::Raised(error) => return Err(self.raised(error)),
@@ -717,6 +720,11 @@ fn taken_back(
     Ok(stop.with(&format!(
         ", and what it took from {lost} before that is lost: this step goes on with what comes next (`compile=False` loses nothing)"
     )))
+}
+
+// whether the call goes on without the trace
+fn is_in_vain(stop: &Stop) -> bool {
+    !matches!(stop, Stop::Raised(_))
 }
 
 // the result of the engine's call; where it failed, why tracing stopped comes before the error
