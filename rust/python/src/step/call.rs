@@ -64,31 +64,7 @@ impl Inner {
             }
             let (mut output, new) = outcome?;
             let shown = Instant::now();
-            leave_out_missed(py, store, &given, &mut output.batch)?;
-            let mut swapped = std::mem::take(&mut self.swapped);
-            if self.is_bad(py, &given, &output.batch, new)? {
-                self.take_back(&user, output.update.is_none())?;
-                self.forget_last(new);
-                self.became = self.became.saturating_sub(1); // the next batch may store what this one has not
-                swapped.clear();
-            }
-            let last = self.stood().filter(|_| !self.bad.get());
-            let template = self.template.as_ref();
-            let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
-            let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
-            let written = last.map(|last| (&last.kept.written, values.as_ref()));
-            let renewed = written.map(|(written, values)| (&written.on_model[..], values));
-            store.take_output(&user.model, &prepared, &output, renewed)?;
-            if task != Task::Gradients {
-                swapped.into_iter().rev().try_for_each(|it| it.settle(py))?;
-            }
-            if let Some(written) = written {
-                let (others, first) = (&output.batch.others, store.others.len());
-                given.looked.show(py, others, first, written)?;
-            }
-            if new {
-                store.check_layout(py)?;
-            }
+            self.show_outputs(store, &user, &prepared, &given, (&mut output, new), task)?;
             if let (true, Some(missed)) = (task.updates(), &output.last().skipped) {
                 schedules.settle(missed)?;
             }
@@ -178,6 +154,46 @@ impl Inner {
         if new && suspect.is_some() {
             self.traces.drop_number(number);
         }
+    }
+
+    // show what a step has made of the model and of what the loss reaches; of a bad batch, what there was before
+    fn show_outputs<'py>(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
+        given: &Given,
+        (output, new): (&mut Output, bool),
+        task: Task,
+    ) -> PyResult<()> {
+        let py = user.py();
+        leave_out_missed(py, store, given, &mut output.batch)?;
+        let mut swapped = std::mem::take(&mut self.swapped);
+        if self.is_bad(py, given, &output.batch, new)? {
+            self.take_back(user, output.update.is_none())?;
+            self.forget_last(new);
+            self.became = self.became.saturating_sub(1); // the next batch may store what this one has not
+            swapped.clear();
+        }
+        let last = self.stood().filter(|_| !self.bad.get());
+        let template = self.template.as_ref();
+        let values = template.map(|it| it.bind(py).get_item(1)).transpose()?;
+        let values = values.and_then(|values| values.cast_into::<PyTuple>().ok());
+        let written = last.map(|last| (&last.kept.written, values.as_ref()));
+        let renewed = written.map(|(written, values)| (&written.on_model[..], values));
+        store.take_output(&user.model, prepared, output, renewed)?;
+        if task != Task::Gradients {
+            swapped.into_iter().rev().try_for_each(|it| it.settle(py))?;
+        }
+        if let Some(written) = written {
+            let (others, first) = (&output.batch.others, store.others.len());
+            given.looked.show(py, others, first, written)?;
+        }
+        if new {
+            store.check_layout(py)?;
+        }
+        self.undo.clear();
+        Ok(())
     }
 
     fn warn_of_schedules(&mut self, py: Python<'_>) -> PyResult<()> {
