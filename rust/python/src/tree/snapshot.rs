@@ -134,10 +134,12 @@ impl<'py> Snapshot<'py> {
             }
         }
         for (deque, copy) in &self.deques {
-            for item in deque.try_iter()? {
-                let item = item?;
-                let known = copy.iter().any(|before| before.is(&item));
-                if !known && is_new(None, &item) {
+            for (at, item) in deque.try_iter()?.enumerate() {
+                let (item, before) = (item?, copy.get_item(at).ok());
+                // an array at another place is no new one
+                let moved = bridge::is_array(&item) && copy.iter().any(|it| it.is(&item));
+                let known = before.is_some() && moved;
+                if !known && is_new(before.as_ref(), &item) {
                     return Ok(Some("a deque".into()));
                 }
             }
