@@ -14,6 +14,130 @@ from support.left import Case, check
 WINDOWS = pytest.mark.parametrize("window", [1, 3])
 
 
+def holding(value: Any) -> Callable[[], Any]:
+    """Return a function that holds a value, which no loss reaches."""
+    return lambda: value
+
+
+def rebind(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+    kept.it *= 0.5
+    kept.it = kept.it + mean
+    return loss
+
+
+def rebind_beside(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+    return rebind(kept, model, loss * (1 + kept.other[0]), mean)
+
+
+def rebind_in_dict(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+    kept.it["a"] *= 0.5
+    kept.it = {"a": mean, "b": kept.it["b"]}
+    return loss
+
+
+def add_to_the_other(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+    loss = loss * (1 + kept.it[1])
+    kept.it[0] = mean
+    kept.it[1] += 1
+    return loss
+
+
+def in_turns(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+    kept.it += 1
+    if kept.now:
+        kept.it = mean
+    return loss * (1 + kept.other[0])
+
+
+def shift(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+    kept.it[-1] *= 0.5
+    kept.it.appendleft(mean)
+    return loss * (1 + kept.it[-1])
+
+
+def hold_it(kept: Any) -> None:
+    kept.held = holding(kept.it)
+
+
+def read_held(number: int, kept: Any, model: nn.Module) -> None:
+    held = kept.held()
+    kept.read = (held["a"] if isinstance(held, dict) else held).item()
+
+
+def hold_later(number: int, kept: Any, model: nn.Module) -> None:
+    if number == 3:
+        hold_it(kept)
+    elif number > 3:
+        read_held(number, kept, model)
+
+
+def one_array(kept: Any, model: nn.Module) -> None:
+    kept.it = mx.array(0.1)
+
+
+def one_array_twice(kept: Any, model: nn.Module) -> None:
+    one_array(kept, model)
+    kept.other = [kept.it]
+    kept.now = False
+
+
+def one_array_held(kept: Any, model: nn.Module) -> None:
+    one_array(kept, model)
+    hold_it(kept)
+
+
+def two_places(kept: Any, model: nn.Module) -> None:
+    kept.it = [mx.array(0.1)] * 2
+
+
+def a_dict(kept: Any, model: nn.Module) -> None:
+    kept.it = {"a": mx.array(0.1), "b": mx.array(0.2)}
+
+
+def a_dict_twice(kept: Any, model: nn.Module) -> None:
+    a_dict(kept, model)
+    kept.other = [kept.it["a"]]
+
+
+def a_dict_held(kept: Any, model: nn.Module) -> None:
+    a_dict(kept, model)
+    hold_it(kept)
+
+
+def turn(number: int, kept: Any, model: nn.Module) -> None:
+    kept.now = number in (2, 4)
+
+
+def the_same(maxlen: int, count: int) -> Callable[[Any, nn.Module], None]:
+    def begin(kept: Any, model: nn.Module) -> None:
+        kept.it = collections.deque([mx.array(0.5)] * count, maxlen=maxlen)
+
+    return begin
+
+
+HELD = "while the first is held elsewhere"
+CHANGED_AND_TAKEN_OUT = {
+    "nobody holds it": Case(one_array, rebind),
+    "another place": Case(one_array_twice, rebind_beside, HELD),
+    "a function that is not reached": Case(one_array_held, rebind, HELD, read_held),
+    "a function later on": Case(one_array, rebind, HELD, hold_later),
+    "at some calls": Case(one_array_twice, in_turns, HELD, turn),
+    "two places of a list": Case(two_places, add_to_the_other, HELD),
+    "a dict that nobody holds": Case(a_dict, rebind_in_dict),
+    "another place, of a dict's array": Case(a_dict_twice, rebind_in_dict, HELD),
+    "a function, the dict": Case(a_dict_held, rebind_in_dict, HELD, read_held),
+    "a function later on, the dict": Case(a_dict, rebind_in_dict, HELD, hold_later),
+    "a full deque": Case(the_same(3, 3), shift, HELD),
+    "a deque": Case(the_same(4, 1), shift, "it stores a new array in a deque"),
+}
+
+
+@WINDOWS
+@pytest.mark.parametrize("name", CHANGED_AND_TAKEN_OUT)
+def test_who_holds_an_array_that_is_changed_and_taken_out_of_its_place_sees_the_change(name: str, window: int) -> None:
+    check(CHANGED_AND_TAKEN_OUT[name], window)
+
+
 # what a loss does to a deque of three arrays or of fewer, and what the user does to it between the steps
 
 DEQUES: dict[str, Callable[[Any, mx.array], object]] = {

@@ -26,6 +26,26 @@ pub struct Spot<'py> {
     node: usize,
 }
 
+impl Spot<'_> {
+    /// The number of dicts, lists and tuples around the array, from the nearest one on, that nobody refers to but their places and a
+    /// look; none where somebody else refers to the array's object.
+    pub(super) fn alone(&self, looked: &Looked) -> Option<usize> {
+        let py = self.object.py();
+        let nodes = &looked.program.nodes;
+        let kept = self.place.is_none() && nodes[self.node].kept.is_some();
+        if bridge::refcount(&self.object) != 2 + isize::from(kept) {
+            return None;
+        }
+        let around = std::iter::successors(nodes[self.node].parent, |at| nodes[*at].parent);
+        let alone = around.take_while(|at| {
+            let object = looked.object(*at, py);
+            matches!(nodes[*at].expect, Expect::Container(..))
+                && object.is_some_and(|object| bridge::refcount(&object) == 3)
+        });
+        Some(alone.count())
+    }
+}
+
 /// Values and arrays that a loss reaches at one call.
 pub struct Looked {
     /// The program that was looked through.

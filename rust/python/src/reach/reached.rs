@@ -1,5 +1,8 @@
 //! Tracers in the arrays that a loss reads, while the loss is traced.
-use std::{collections::HashSet, rc::Rc};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+};
 
 use faststep::engine::Left;
 use mlx_rs::Array;
@@ -27,6 +30,9 @@ pub struct Written {
     replaced: Vec<(usize, Vec<usize>)>,
     /// Arrays whose objects it changes in place, wherever these are then: another array of the same object changes with it.
     touched: Vec<usize>,
+    /// Arrays whose objects it changes in place and takes out of their places, each with the number of dicts, lists and tuples around
+    /// it that it replaces: nobody else may hold these, who would see the change.
+    dropped: Vec<(usize, usize)>,
     /// Arrays in whose places it puts the object that was in the place of another one.
     moved: Vec<(usize, usize)>,
     /// Arrays in whose places it puts the object that it puts in the place of another one too.
@@ -53,6 +59,19 @@ impl Written {
         !(self.replaced.is_empty() && self.on_model.is_empty())
     }
 
+    /// Return whether nobody else holds the objects that the loss changes in place and takes out of their places.
+    pub fn drops_its_own(&self, looked: &Looked, py: Python<'_>) -> PyResult<bool> {
+        if self.dropped.is_empty() {
+            return Ok(true);
+        }
+        let spots = looked.spots(py)?;
+        let mut dropped = self.dropped.iter();
+        Ok(dropped.all(|(number, around)| {
+            let alone = spots.get(*number).and_then(|spot| spot.alone(looked));
+            alone.is_some_and(|alone| alone >= *around)
+        }))
+    }
+
     /// Return whether the loss changes an array in place that has one value with another one, and the two are not among `shared`.
     pub fn touches_others(&self, ids: &[usize], shared: &[(usize, usize)]) -> bool {
         self.touched.iter().any(|&number| {
@@ -73,6 +92,7 @@ pub struct Reached<'py> {
 
 struct Traced<'py> {
     spots: Vec<Spot<'py>>,
+    alone: Vec<Option<usize>>, // of each: how much of what is around it nobody else holds; none of an object that is held elsewhere
     tracers: Vec<Array>,
     first: usize,   // the number of the first among all other arrays
     reshapes: bool, // the trace repeats that the loss assigns arrays of another shape
@@ -95,8 +115,10 @@ impl<'py> Reached<'py> {
                 traced: None,
             });
         }
+        let spots = looked.spots(py)?;
         let traced = Traced {
-            spots: looked.spots(py)?,
+            alone: spots.iter().map(|spot| spot.alone(&looked)).collect(),
+            spots,
             snapshot: looked.snapshot(py)?,
             copies: looked.copies(py)?,
             first,
@@ -150,12 +172,12 @@ impl<'py> Reached<'py> {
                 placed.push((number, object));
             }
         }
+        let mut firsts = HashMap::new();
         let mut met = HashSet::new();
         for (number, (spot, tracer)) in traced.spots.iter().zip(&traced.tracers).enumerate() {
             let name = || self.looked.name(py, number);
-            let has_tracer = bridge::get(&spot.object).is_some_and(|array| {
-                faststep::engine::array::id(&array) == faststep::engine::array::id(tracer)
-            });
+            let first = *firsts.entry(spot.object.as_ptr()).or_insert(tracer);
+            let has_tracer = bridge::id(&spot.object) == Some(faststep::engine::array::id(first));
             if !has_tracer {
                 written.touched.push(number);
             }
@@ -188,10 +210,41 @@ impl<'py> Reached<'py> {
             left.others.push((traced.first + number, array));
         }
         self.check_stored(traced, py)?;
+        written.dropped = self.dropped(py, traced, (&written, &placed))?;
         left.others.sort_by_key(|(number, _)| *number);
         placed.sort_by_key(|(number, _)| *number);
         written.note_objects(&placed, &traced.spots);
         Ok((written, values))
+    }
+
+    // the arrays whose objects the loss has changed in place and put nowhere that is reached
+    fn dropped(
+        &self,
+        py: Python<'py>,
+        traced: &Traced<'py>,
+        (written, placed): (&Written, &Placed<'py>),
+    ) -> Result<Vec<(usize, usize)>, Stop> {
+        let spots = &traced.spots;
+        let is_at = |one: usize, other: &usize| spots[*other].object.is(&spots[one].object);
+        let mut dropped: Vec<(usize, usize)> = Vec::new();
+        for &number in &written.touched {
+            let stays = written.in_place.iter().any(|other| is_at(number, other))
+                || placed.iter().any(|(_, it)| it.is(&spots[number].object));
+            if stays || dropped.iter().any(|(other, _)| is_at(number, other)) {
+                continue;
+            }
+            let mut replaced = written.replaced.iter();
+            let replaced = replaced.find(|(_, numbers)| numbers.contains(&number));
+            let around = replaced.map_or(0, |(above, _)| above + 1);
+            if traced.alone[number].is_none_or(|alone| alone < around) {
+                let name = self.looked.name(py, number);
+                return Err(Stop::Untraceable(format!(
+                    "it changes {name} in place and puts another array there, while the first is held elsewhere too"
+                )));
+            }
+            dropped.push((number, around));
+        }
+        Ok(dropped)
     }
 
     // nothing has come to be reached that the trace does not know, and no array has gone

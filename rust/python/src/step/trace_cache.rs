@@ -186,13 +186,15 @@ impl Kept {
             || (set.len() == places.len() && stand() && fits())
     }
 
-    /// Return whether what was one array as the loss was traced is one still, and what is changed in place was one where it is one.
+    /// Return whether what was one array as the loss was traced is one still, what is changed in place was one where it is one, and
+    /// nobody has come to hold what is changed in place and taken out of its place.
     pub fn shares(&self, looked: &Looked, py: Python<'_>) -> bool {
         let ids = looked.arrays.ids();
         let mut shared = self.shared.iter();
         shared.all(|&(one, other)| ids.get(one) == ids.get(other))
             && (!self.written.touches_others(ids, &self.shared)
                 || looked.shared(py).is_ok_and(|now| now == self.shared))
+            && self.written.drops_its_own(looked, py).unwrap_or(false)
     }
 
     /// The trace holds for these numbers too.
