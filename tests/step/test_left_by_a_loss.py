@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from support.left import Case, check
+from support.left import Case, Slotted, check
 
 WINDOWS = pytest.mark.parametrize("window", [1, 3])
 
@@ -224,3 +224,114 @@ def test_containers_in_a_deque_that_are_moved(
         return loss
 
     check(Case(begin, body, "it stores a new array in a deque"), window)
+
+
+# dicts that are made anew in another order, or that are put into one
+
+
+class Owner:
+    """A class with an attribute."""
+
+    it: Any = None
+
+
+def put(place: str, kept: Any, model: nn.Module, it: Any) -> None:
+    """Put a dict at a place."""
+    if place == "of an object":
+        kept.it = it
+    elif place == "of the model":
+        model._it = it
+    elif place == "in a list":
+        kept.it = [it, *getattr(kept, "it", [None])[1:]]
+    elif place == "in a slot":
+        kept.slotted = getattr(kept, "slotted", None) or Slotted()
+        kept.slotted.one = it
+    else:
+        Owner.it = it
+
+
+def get(place: str, kept: Any, model: nn.Module) -> Any:
+    """Return that dict."""
+    places = {
+        "of an object": lambda: kept.it,
+        "of the model": lambda: model._it,
+        "in a list": lambda: kept.it[0],
+        "in a slot": lambda: kept.slotted.one,
+        "of a class": lambda: Owner.it,
+    }
+    return places[place]()
+
+
+def of_two(kind: type) -> Any:
+    return kind([("a", mx.array(0.1)), ("b", mx.array(0.9))])
+
+
+def first(it: Any) -> mx.array:
+    item = next(iter(it.values()))
+    return first(item) if isinstance(item, dict) else item
+
+
+DICT_PLACES = ["of an object", "in a list", "in a slot", "of a class"]
+MADE_ANEW: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a dict": (lambda: of_two(dict), lambda it: dict(reversed(it.items()))),
+    "an ordered dict": (
+        lambda: of_two(collections.OrderedDict),
+        lambda it: collections.OrderedDict(reversed(it.items())),
+    ),
+    "in another": (lambda: {"in": of_two(dict)}, lambda it: {"in": dict(reversed(it["in"].items()))}),
+    "beside a number": (lambda: {"a": mx.array(0.1), "n": 0.5}, lambda it: dict(reversed(it.items()))),
+}
+
+
+@WINDOWS
+@pytest.mark.parametrize("place", DICT_PLACES)
+@pytest.mark.parametrize("kind", MADE_ANEW)
+def test_a_dict_that_a_loss_makes_anew_has_its_order(kind: str, place: str, window: int) -> None:
+    make, again = MADE_ANEW[kind]
+
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        it = get(place, kept, model)
+        loss = loss * (1 + first(it))
+        put(place, kept, model, again(it))
+        kept.order = list(get(place, kept, model))
+        return loss
+
+    check(Case(lambda kept, model: put(place, kept, model, make()), body, "it stores a new array in"), window)
+
+
+@WINDOWS
+@pytest.mark.parametrize("place", ["of an object", "of the model"])
+def test_a_dict_that_a_loss_makes_anew_has_its_keys(place: str, window: int) -> None:
+    """Equal keys of another class are others."""
+
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        it = get(place, kept, model)
+        put(place, kept, model, {(1 if key is True else 1.0): value for key, value in it.items()})
+        return loss * (1 + it[1])
+
+    def begin(kept: Any, model: nn.Module) -> None:
+        put(place, kept, model, {True: mx.array(0.1)})
+
+    check(Case(begin, body, "it stores a new array"), window)
+
+
+@pytest.mark.parametrize("place", [*DICT_PLACES, "of the model"])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_an_ordered_dict_that_is_ordered_anew_between_the_steps(renewed: bool, place: str) -> None:
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        it = get(place, kept, model)
+        loss = loss * (1 + first(it))
+        if renewed:
+            for key in it:
+                it[key] = it[key] * 0.9
+        return loss
+
+    def between(number: int, kept: Any, model: nn.Module) -> None:
+        if number in (2, 4):
+            it = get(place, kept, model)
+            it.move_to_end(next(iter(it)))
+
+    def begin(kept: Any, model: nn.Module) -> None:
+        put(place, kept, model, of_two(collections.OrderedDict))
+
+    check(Case(begin, body, between=between))

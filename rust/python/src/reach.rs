@@ -41,6 +41,7 @@ pub use before::Before;
 use classes::Classes;
 use forms::Forms;
 use look::Look;
+use looked::Alive;
 pub use looked::Looked;
 use moving::Moving;
 use node::{Met, Node};
@@ -83,6 +84,7 @@ pub struct Program {
     grown: Cell<Option<usize>>, // the address of a list or a dict that a look has found to have another length
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
     moving: RefCell<Moving>,
+    alive: Rc<Alive>, // what looks by any program of the step refer to
     /// Why what the loss reaches cannot be looked at, if it cannot.
     pub hidden: Option<String>,
     /// Whether the optimizer, or one in it, is among what is reached.
@@ -116,6 +118,7 @@ impl Program {
             grown: Cell::default(),
             held: RefCell::default(),
             moving: RefCell::default(),
+            alive: Rc::default(),
             hidden: why,
             meets_optimizer: true, // perhaps
             may_draw: true,
@@ -183,6 +186,7 @@ pub struct Reach {
     /// Attributes of the model that are no part of its tree.
     pub apart: Names,
     searches: Searches,
+    alive: Rc<Alive>,
 }
 
 impl Reach {
@@ -402,6 +406,7 @@ impl Reach {
             grown: Cell::default(),
             held: RefCell::default(),
             moving: RefCell::default(),
+            alive: self.alive.clone(),
             hidden,
             meets_optimizer,
             may_draw,

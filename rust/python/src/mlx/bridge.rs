@@ -318,16 +318,6 @@ pub fn dict_version(dict: &Bound<'_, PyDict>) -> Option<usize> {
     (version != 0).then_some(version)
 }
 
-/// The addresses of a dict's keys, in their order.
-pub fn keys(dict: &Bound<'_, PyDict>) -> Vec<usize> {
-    let mut keys = Vec::with_capacity(dict.len());
-    each_key(dict, |key| {
-        keys.push(key);
-        true
-    });
-    keys
-}
-
 /// Return whether a dict has the keys at these addresses, in this order.
 pub fn has_keys(dict: &Bound<'_, PyDict>, mut keys: impl Iterator<Item = usize>) -> bool {
     each_key(dict, |key| keys.next() == Some(key)) && keys.next().is_none()

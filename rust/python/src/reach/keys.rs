@@ -2,40 +2,45 @@
 use pyo3::{prelude::*, types::PyDict};
 
 use super::seen::equal;
-use crate::{mlx::bridge, tree::static_value::is_plain};
+use crate::{
+    mlx::bridge,
+    tree::{ordered, static_value::is_plain},
+};
 
 /// Keys as they were when a loss was searched.
 #[derive(Debug, Default)]
 pub struct Keys {
     addresses: Vec<usize>,
     plain: Vec<Option<Py<PyAny>>>, // numbers and strings; no others, which are the user's objects
+    own: bool,                     // the dict keeps an order of its own
 }
 
 impl Keys {
     /// Those of a dict.
     pub fn of(dict: &Bound<'_, PyDict>) -> Self {
-        let keys = dict.iter().map(|(key, _)| key);
+        let keys = || ordered::items(dict).into_iter().map(|(key, _)| key);
         Self {
-            addresses: bridge::keys(dict),
-            plain: keys
+            addresses: keys().map(|key| key.as_ptr().addr()).collect(),
+            plain: keys()
                 .map(|key| is_plain(&key).then(|| key.unbind()))
                 .collect(),
+            own: ordered::has_own_order(dict),
         }
     }
 
-    /// Return whether these very objects are the keys, in this order, of which there are some.
+    /// Return whether these very objects are the keys, in this order, of which there are some; not of a dict with an order of its own.
     pub fn are(&self, keys: &[Py<PyAny>]) -> bool {
         let addresses = keys.iter().map(|key| key.as_ptr().addr());
-        !keys.is_empty() && self.addresses.iter().copied().eq(addresses)
+        !self.own && !keys.is_empty() && self.addresses.iter().copied().eq(addresses)
     }
 
     /// Return whether a dict has these keys, in this order; equal numbers and strings are the same.
     pub fn are_of(&self, dict: &Bound<'_, PyDict>) -> bool {
-        if bridge::has_keys(dict, self.addresses.iter().copied()) {
+        if !self.own && bridge::has_keys(dict, self.addresses.iter().copied()) {
             return true;
         }
         let py = dict.py();
-        let mut pairs = dict.iter().zip(&self.plain);
+        let mut pairs = ordered::items(dict).into_iter().zip(&self.plain);
         dict.len() == self.plain.len()
             && pairs.all(|((key, _), known)| match known {
                 Some(known) => equal(known.bind(py), &key),

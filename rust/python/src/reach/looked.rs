@@ -1,5 +1,9 @@
 //! What has been found at one look, and where.
-use std::{collections::HashMap, rc::Rc};
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    rc::{Rc, Weak},
+};
 
 use pyo3::{
     intern,
@@ -27,22 +31,49 @@ pub struct Spot<'py> {
 }
 
 impl Spot<'_> {
-    /// The number of dicts, lists and tuples around the array, from the nearest one on, that nobody refers to but their places and a
-    /// look; none where somebody else refers to the array's object.
-    pub(super) fn alone(&self, looked: &Looked) -> Option<usize> {
+    /// The number of dicts, lists and tuples around the array, from the nearest one on, that nobody refers to but their places and
+    /// looks; none where somebody else refers to the array's object. `kept`: how often looks refer to each object.
+    pub(super) fn alone(&self, looked: &Looked, kept: &HashMap<usize, isize>) -> Option<usize> {
         let py = self.object.py();
         let nodes = &looked.program.nodes;
-        let kept = self.place.is_none() && nodes[self.node].kept.is_some();
-        if bridge::refcount(&self.object) != 2 + isize::from(kept) {
+        let is_alone = |object: &Bound<'_, PyAny>| {
+            let kept = kept.get(&object.as_ptr().addr()).copied();
+            bridge::refcount(object) == 2 + kept.unwrap_or(0)
+        };
+        if !is_alone(&self.object) {
             return None;
         }
         let around = std::iter::successors(nodes[self.node].parent, |at| nodes[*at].parent);
         let alone = around.take_while(|at| {
-            let object = looked.object(*at, py);
             matches!(nodes[*at].expect, Expect::Container(..))
-                && object.is_some_and(|object| bridge::refcount(&object) == 3)
+                && looked.object(*at, py).as_ref().is_some_and(is_alone)
         });
         Some(alone.count())
+    }
+}
+
+type Objects = Vec<Option<Py<PyAny>>>;
+
+/// The objects of the looks that are not done with.
+#[derive(Default)]
+pub struct Alive(RefCell<Vec<Weak<Objects>>>);
+
+impl Alive {
+    fn note(&self, objects: &Rc<Objects>) {
+        let mut alive = self.0.borrow_mut();
+        alive.retain(|known| known.strong_count() > 0);
+        alive.push(Rc::downgrade(objects));
+    }
+
+    /// How often these refer to each object, by its address.
+    pub(super) fn counts(&self) -> HashMap<usize, isize> {
+        let mut counts = HashMap::new();
+        for objects in self.0.borrow().iter().filter_map(Weak::upgrade) {
+            for object in objects.iter().flatten() {
+                *counts.entry(object.as_ptr().addr()).or_insert(0) += 1;
+            }
+        }
+        counts
     }
 }
 
@@ -50,7 +81,7 @@ impl Spot<'_> {
 pub struct Looked {
     /// The program that was looked through.
     pub program: Rc<Program>,
-    objects: Vec<Option<Py<PyAny>>>, // of each node that is no value and in no row
+    objects: Rc<Objects>, // of each node that is no value and in no row
     /// The arrays.
     pub arrays: Rc<HeldArrays>,
     /// Shape and dtype of each.
@@ -72,8 +103,10 @@ impl Looked {
         let arrays = program.held.borrow().clone();
         let reshaped = program.forms.settle();
         let objects = objects.into_iter().map(|met| Some(met?.object.unbind()));
+        let objects = Rc::new(objects.collect());
+        program.alive.note(&objects);
         Self {
-            objects: objects.collect(),
+            objects,
             tensors: program.forms.now(),
             program,
             arrays,
@@ -123,7 +156,7 @@ impl Looked {
     pub(super) fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
         let nodes = self.program.nodes.iter().filter(|node| node.kept.is_some());
         let met = nodes
-            .zip(&self.objects)
+            .zip(&*self.objects)
             .map(|(node, object)| Met::new(object.as_ref()?.bind(py).clone(), node));
         met.collect()
     }

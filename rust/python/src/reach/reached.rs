@@ -65,9 +65,12 @@ impl Written {
             return Ok(true);
         }
         let spots = looked.spots(py)?;
+        let kept = looked.program.alive.counts();
         let mut dropped = self.dropped.iter();
         Ok(dropped.all(|(number, around)| {
-            let alone = spots.get(*number).and_then(|spot| spot.alone(looked));
+            let alone = spots
+                .get(*number)
+                .and_then(|spot| spot.alone(looked, &kept));
             alone.is_some_and(|alone| alone >= *around)
         }))
     }
@@ -116,8 +119,10 @@ impl<'py> Reached<'py> {
             });
         }
         let spots = looked.spots(py)?;
+        let kept = looked.program.alive.counts();
+        let alone = spots.iter().map(|spot| spot.alone(&looked, &kept));
         let traced = Traced {
-            alone: spots.iter().map(|spot| spot.alone(&looked)).collect(),
+            alone: alone.collect(),
             spots,
             snapshot: looked.snapshot(py)?,
             copies: looked.copies(py)?,

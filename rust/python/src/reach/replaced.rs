@@ -134,7 +134,8 @@ impl Looked {
         };
         // a known one stays that one, under another name
         let is_known = !now.is_instance_of::<PyTuple>() && self.has(now);
-        if is_module(now) || is_known || !self.program.nodes[at].fits(&met, &[]) {
+        let is_one = !is_module(now) && !is_known && self.program.nodes[at].fits(&met, &[]);
+        if !is_one || !self.has_order(at, now) {
             return false;
         }
         let mut objects: Vec<Option<Met<'py>>> = Vec::new();
@@ -163,6 +164,15 @@ impl Looked {
                     _ => self.object(child, py).is_some_and(|old| old.is(&item)),
                 }
             })
+    }
+
+    // false of a dict with other keys than the one of a node, or in another order
+    fn has_order(&self, at: usize, now: &Bound<'_, PyAny>) -> bool {
+        let old = self.object(at, now.py());
+        match (old.as_ref().map(|old| old.cast::<PyDict>()), now.cast()) {
+            (Some(Ok(old)), Ok(now)) => ordered::is_alike(old, now),
+            _ => true,
+        }
     }
 
     /// Put a copy with other array objects, by number, and with other values in the place of the dict, list or tuple of a node.

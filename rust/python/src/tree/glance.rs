@@ -6,6 +6,7 @@ use pyo3::{
 
 use super::{
     identity::Class,
+    ordered,
     slot::Place,
     static_value::Static,
     walk::{walk, Kind, Visitor},
@@ -43,6 +44,9 @@ impl Writer<'_> {
 impl<'py> Visitor<'py> for Writer<'_> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
         self.next()?;
+        if container.cast().is_ok_and(ordered::has_own_order) {
+            return None; // it meets the items of a dict in the order of a dict
+        }
         let kind = match kind {
             Kind::Dict => Container::Dict,
             Kind::List => Container::List,

@@ -5,6 +5,7 @@ use pyo3::{
     types::{PyDict, PyList, PyType},
 };
 
+use super::static_value::equal;
 use crate::mlx::classes::ordered_dict;
 
 fn class_of<'py>(dict: &Bound<'py, PyDict>) -> Option<Bound<'py, PyType>> {
@@ -12,6 +13,11 @@ fn class_of<'py>(dict: &Bound<'py, PyDict>) -> Option<Bound<'py, PyType>> {
     let class = (!exact).then(|| ordered_dict(dict.py())).flatten();
     let class = class.filter(|class| dict.is_instance(class).unwrap_or(false));
     class.cloned()
+}
+
+/// Return whether a dict is such a one.
+pub fn has_own_order(dict: &Bound<'_, PyDict>) -> bool {
+    class_of(dict).is_some()
 }
 
 /// The keys of such a dict in its order; None of another dict.
@@ -36,6 +42,13 @@ pub fn items<'py>(dict: &Bound<'py, PyDict>) -> Vec<(Bound<'py, PyAny>, Bound<'p
         }
         _ => dict.iter().collect(),
     }
+}
+
+/// Return whether two dicts have the same keys in the same order, each in its own.
+pub fn is_alike(one: &Bound<'_, PyDict>, other: &Bound<'_, PyDict>) -> bool {
+    let (one, other) = (items(one), items(other));
+    let mut pairs = one.iter().zip(&other);
+    one.len() == other.len() && pairs.all(|((key, _), (other, _))| equal(key, other))
 }
 
 /// Put a value into a dict.

@@ -9,7 +9,7 @@ use pyo3::{
 use super::{
     slot::{Place, Slot},
     snapshot::Snapshot,
-    static_value::is_plain,
+    static_value::{equal, is_plain},
 };
 use crate::mlx::{bridge, classes::is_module};
 
@@ -77,7 +77,7 @@ fn has_form<'py>(
         return Ok(false);
     }
     for ((key, place, old), (other, _, now)) in old_items.into_iter().zip(now_items) {
-        if !key.eq(&other)? {
+        if !equal(&key, &other) {
             return Ok(false);
         }
         if bridge::is_array(&now) {
