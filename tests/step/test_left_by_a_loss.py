@@ -335,3 +335,70 @@ def test_an_ordered_dict_that_is_ordered_anew_between_the_steps(renewed: bool, p
         put(place, kept, model, of_two(collections.OrderedDict))
 
     check(Case(begin, body, between=between))
+
+
+# arrays of the model, in whose places a loss puts something else: called at every step, it does as in the plain loop
+
+
+def swap(it: Any, one: str, other: str) -> None:
+    it[one], it[other] = it[other], it[one] * 0.9
+
+
+INSTEAD: dict[str, Callable[[Any, str, mx.array], object]] = {
+    "a number": lambda it, key, new: it.__setitem__(key, 0.5),
+    "none": lambda it, key, new: it.__setitem__(key, None),
+    "a text": lambda it, key, new: it.__setitem__(key, "text"),
+    "a list": lambda it, key, new: it.__setitem__(key, [new]),
+    "a dict": lambda it, key, new: it.__setitem__(key, {"in": new}),
+    "a tuple": lambda it, key, new: it.__setitem__(key, (new,)),
+    "the number beside it": lambda it, key, new: swap(it, key, f"{key}n"),
+    "a number in turns": lambda it, key, new: it.__setitem__(key, 0.5 if isinstance(it[key], mx.array) else new),
+}
+HOLDERS: dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module], Any], str]] = {
+    "the model": (lambda model: None, lambda model: model, "_it"),
+    "a dict": (lambda model: setattr(model, "_held", {}), lambda model: model._held, "it"),
+    "a dict in a list": (lambda model: setattr(model, "_held", [{}]), lambda model: model._held[0], "it"),
+    "a module in it": (lambda model: setattr(model, "_held", nn.Module()), lambda model: model._held, "it"),
+}
+
+
+@WINDOWS
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("kind", INSTEAD)
+def test_an_array_of_the_model_may_become_something_else(kind: str, holder: str, compiled: bool, window: int) -> None:
+    make, holding_it, key = HOLDERS[holder]
+
+    def begin(kept: Any, model: nn.Module) -> None:
+        make(model)
+        it = holding_it(model)
+        it[key], it[f"{key}n"] = mx.array(0.1), 0.7
+        model.freeze()
+        model.unfreeze(keys=["weight", "bias"], recurse=False)
+
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        it = holding_it(model)
+        now = it[key]
+        INSTEAD[kind](it, key, mean)
+        return loss * (1 + now) if isinstance(now, (mx.array, float)) else loss
+
+    check(Case(begin, body, "it removes"), window, compiled)
+
+
+LISTS: dict[str, Callable[[Any], object]] = {
+    "a number": lambda it: it.__setitem__(0, 0.5),
+    "in front": lambda it: it.insert(0, 2.0) if len(it) < 5 else None,
+    "swapped": lambda it: it.reverse(),
+}
+
+
+@WINDOWS
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", LISTS)
+def test_an_array_in_a_list_of_the_model_may_become_something_else(kind: str, compiled: bool, window: int) -> None:
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        loss = loss * (1 + model._it[0])
+        LISTS[kind](model._it)
+        return loss
+
+    check(Case(lambda kept, model: setattr(model, "_it", [mx.array(0.1), 0.7]), body, "it removes"), window, compiled)

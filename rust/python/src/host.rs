@@ -310,7 +310,7 @@ impl PythonHost {
         let model_again = if restore || !matches!(outcome, Ok(Ok(_))) {
             snapshot.restore()
         } else {
-            let stays = |slot: &&Slot<'_>| compiled || matches!(slot.place.get(), Ok(Some(_)));
+            let stays = |slot: &&Slot<'_>| compiled || slot.place.holds_array().unwrap_or(false);
             let mut set = slots.iter().filter(stays);
             set.try_for_each(|slot| slot.place.set(&slot.object))
         };

@@ -264,8 +264,8 @@ impl Current {
         let at: HashMap<_, _> = paths.iter().zip(&after_slots).collect();
         for (number, (slot, (role, path))) in slots.iter().zip(self.roles.iter()).enumerate() {
             if let Role::Other(index) = role {
-                if !self.compiled && slot.place.get()?.is_none() {
-                    continue; // the loss has taken it out, as the plain loop lets it
+                if !self.compiled && !slot.place.holds_array()? {
+                    continue; // the loss has taken it out or put something else there, as the plain loop lets it
                 }
                 let slot = at.get(path).copied().unwrap_or(slot);
                 let shown = match self.roles[before.last_place(number)].0 {
@@ -290,10 +290,10 @@ impl Current {
         before: &Tree,
         (after, slots): (&Tree, &[Slot<'_>]),
     ) -> Result<Vec<Array>, Stop> {
-        if after.tensors().len() == before.tensors().len() {
-            return Ok(Vec::new());
+        if self.compiled && after.tensors().len() == before.tensors().len() {
+            return Ok(Vec::new()); // where one has gone too, that ends the trace
         }
-        let known = before.paths(py);
+        let known: HashSet<_> = before.paths(py).into_iter().collect();
         let mut kept = Vec::new();
         for (path, slot) in after.paths(py).iter().zip(slots) {
             if known.contains(path) {

@@ -136,6 +136,11 @@ impl<'py> Place<'py> {
         }
     }
 
+    /// Return whether an array stands there now.
+    pub fn holds_array(&self) -> PyResult<bool> {
+        Ok(self.get()?.is_some_and(|now| bridge::is_array(&now)))
+    }
+
     /// The object that stands there now.
     pub fn get(&self) -> PyResult<Option<Bound<'py, PyAny>>> {
         match self {
