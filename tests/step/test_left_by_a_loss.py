@@ -402,3 +402,38 @@ def test_an_array_in_a_list_of_the_model_may_become_something_else(kind: str, co
         return loss
 
     check(Case(lambda kept, model: setattr(model, "_it", [mx.array(0.1), 0.7]), body, "it removes"), window, compiled)
+
+
+# numbers in a dict or list of the model that a loss makes anew, beside numbers of the model that it changes too
+
+NUMBERED: dict[str, Any] = {
+    "a list": lambda: [1.0, mx.array(0.5)],
+    "a dict": lambda: {"a": 1.0, "b": mx.array(0.5)},
+    "a dict in a list": lambda: [{"a": 1.0, "b": mx.array(0.5)}, mx.array(0.3)],
+}
+
+
+def each(it: Any, change: Callable[[Any], Any]) -> Any:
+    """Make a dict or list anew with what a change makes of the items."""
+    if isinstance(it, dict):
+        return {key: each(item, change) for key, item in it.items()}
+    return [each(item, change) for item in it] if isinstance(it, list) else change(it)
+
+
+@WINDOWS
+@pytest.mark.parametrize("changed", ["numbers", "arrays"])
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_numbers_in_what_a_loss_makes_anew_on_the_model(kind: str, reads: bool, changed: str, window: int) -> None:
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        model._calls += 1
+        model._it = each(model._it, lambda it: it * 0.9 if changed == "numbers" or isinstance(it, mx.array) else it)
+        number = model._it
+        while not isinstance(number, float):
+            number = number["a"] if isinstance(number, dict) else number[0]
+        return loss * (1 + number) if reads else loss
+
+    def begin(kept: Any, model: nn.Module) -> None:
+        model._it, model._calls = NUMBERED[kind](), 0
+
+    check(Case(begin, body, "it puts other numbers into" if changed == "numbers" else None), window)

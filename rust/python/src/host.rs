@@ -271,6 +271,7 @@ impl PythonHost {
                 let mut current = self.current.borrow_mut();
                 let current = current.as_mut().ok_or_else(|| expected("a call"))?;
                 let renewed = current.taken_back(&snapshot, &slots)?;
+                let changes = renewed.iter().any(|taken| taken.changes);
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
                     let read = reached.read(py, &mut left)?;
@@ -285,6 +286,10 @@ impl PythonHost {
                     if current.reshapes && current.changes_model() {
                         let what = "it assigns arrays of another shape, and counts on the model";
                         return Err(Stop::Reshapes(what.into()));
+                    }
+                    if changes && current.changes_model() {
+                        let what = "it puts other numbers into a dict or list of the model that it makes anew, and changes others too";
+                        return Err(Stop::Untraceable(what.into()));
                     }
                     Ok(Ok(left))
                 })

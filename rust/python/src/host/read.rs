@@ -159,7 +159,7 @@ impl Current {
         &self,
         model: &Snapshot<'py>,
         slots: &[Slot<'py>],
-    ) -> PyResult<Taken<'py>> {
+    ) -> PyResult<Vec<Taken<'py>>> {
         if self.compiled {
             take_back(model, slots)
         } else {
@@ -172,12 +172,12 @@ impl Current {
         &mut self,
         py: Python<'py>,
         (written, mut values): (Written, Vec<Bound<'py, PyTuple>>),
-        taken: Taken<'py>,
+        taken: Vec<Taken<'py>>,
     ) -> PyResult<()> {
         self.written = written;
-        for (renewed, its) in taken {
-            self.written.on_model.push(renewed);
-            values.push(its);
+        for taken in taken {
+            self.written.on_model.push(taken.renewed);
+            values.push(taken.values);
         }
         if let Some(returned) = self.template.take() {
             let made = (returned, PyTuple::new(py, values)?).into_pyobject(py)?;

@@ -21,8 +21,15 @@ pub struct Renewed {
     depth: usize,
 }
 
-/// Those that the loss has replaced, with the numbers and texts of each.
-pub type Taken<'py> = Vec<(Renewed, Bound<'py, PyTuple>)>;
+/// One that the loss has replaced, which has been put back.
+pub struct Taken<'py> {
+    /// The one that was there.
+    pub renewed: Renewed,
+    /// The numbers and texts of the other one.
+    pub values: Bound<'py, PyTuple>,
+    /// Whether these are others than those that were there.
+    pub changes: bool,
+}
 
 /// What is in a dict or list that has taken the place of one of the same form.
 #[derive(Default)]
@@ -30,10 +37,11 @@ struct Items<'py> {
     arrays: Vec<(Place<'py>, Bound<'py, PyAny>)>, // where each would stand in the old one, and the new one's
     depths: Vec<usize>,
     values: Vec<Bound<'py, PyAny>>,
+    changes: bool, // the values are others
 }
 
 /// Put dicts and lists back that the loss has replaced by others of the same form, with the arrays of the new ones.
-pub fn take_back<'py>(model: &Snapshot<'py>, slots: &[Slot<'py>]) -> PyResult<Taken<'py>> {
+pub fn take_back<'py>(model: &Snapshot<'py>, slots: &[Slot<'py>]) -> PyResult<Vec<Taken<'py>>> {
     let mut found = Vec::new();
     for (place, before, now) in model.replaced()? {
         let mut items = Items::default();
@@ -57,7 +65,11 @@ pub fn take_back<'py>(model: &Snapshot<'py>, slots: &[Slot<'py>]) -> PyResult<Ta
             slots: numbers,
             depth: items.depths[0],
         };
-        found.push((renewed, PyTuple::new(before.py(), items.values)?));
+        found.push(Taken {
+            renewed,
+            values: PyTuple::new(before.py(), items.values)?,
+            changes: items.changes,
+        });
     }
     Ok(found)
 }
@@ -90,6 +102,7 @@ fn has_form<'py>(
             if !is_plain(&old) {
                 return Ok(false);
             }
+            items.changes |= !equal(&old, &now);
             items.values.push(now);
         } else if contents(&now).is_some() {
             if !has_form(&old, &now, depth + 1, items)? {
