@@ -437,3 +437,76 @@ def test_numbers_in_what_a_loss_makes_anew_on_the_model(kind: str, reads: bool, 
         model._it, model._calls = NUMBERED[kind](), 0
 
     check(Case(begin, body, "it puts other numbers into" if changed == "numbers" else None), window)
+
+
+# containers that a loss changes, and in whose places it then puts others
+
+
+def changed(it: Any, name: str, *given: Any) -> Any:
+    """Call a method that changes a container, which is returned."""
+    getattr(it, name)(*given)
+    return it
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, mx.array], Any]]] = {
+    "a set": (lambda: {1, 2}, lambda it, new: changed(it, "discard", 1) | {5}),
+    "bytes": (
+        lambda: bytearray(b"ab"),
+        lambda it, new: bytearray(b"x") + changed(it, "append", 99)[:3],
+    ),
+    "a list": (
+        lambda: [mx.array(0.1), 2],
+        lambda it, new: [changed(it, "append", 3)[0] * 0.9, 2],
+    ),
+    "a queue": (
+        lambda: collections.deque([mx.array(0.1), 2]),
+        lambda it, new: collections.deque([changed(it, "append", 3)[0], 3]),
+    ),
+    "a queue of another length": (
+        lambda: collections.deque([mx.array(0.1), mx.array(0.2)], maxlen=2),
+        lambda it, new: collections.deque([it[1], new], maxlen=2 if it.maxlen is None else None),
+    ),
+    "a dict with a default": (
+        lambda: collections.defaultdict(int, a=mx.array(0.1)),
+        lambda it, new: collections.defaultdict(list if it.default_factory is int else int, a=new),
+    ),
+}
+
+
+def check_changed(kind: str, place: str, held: bool, window: int) -> None:
+    make, again = CHANGED[kind]
+
+    def begin(kept: Any, model: nn.Module) -> None:
+        it = make()
+        put(place, kept, model, it)
+        kept.held = holding(it if held else None)
+
+    def between(number: int, kept: Any, model: nn.Module) -> None:
+        it = get(place, kept, model)
+        kept.ways = [getattr(it, "maxlen", None), str(getattr(it, "default_factory", None))]
+        kept.first = str(kept.held())
+
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        put(place, kept, model, again(get(place, kept, model), mean))
+        return loss
+
+    check(Case(begin, body, "it", between, None), window)
+
+
+@WINDOWS
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("kind", ["a set", "bytes", "a list"])
+def test_a_container_that_is_changed_and_then_another(kind: str, held: bool, window: int) -> None:
+    check_changed(kind, "of an object", held, window)
+
+
+@WINDOWS
+@pytest.mark.parametrize("place", ["of an object", "of the model"])
+@pytest.mark.parametrize("kind", ["a queue", "a queue of another length"])
+def test_a_queue_that_is_changed_and_then_another(kind: str, place: str, window: int) -> None:
+    check_changed(kind, place, False, window)
+
+
+@WINDOWS
+def test_a_dict_with_another_default(window: int) -> None:
+    check_changed("a dict with a default", "of an object", False, window)

@@ -183,7 +183,7 @@ impl Advance {
                 items.map(|items| vec![Self::new(deque, Kind::End(items))])
             }
             Change::Contents(looked, node, before) => {
-                let object = looked.at(py, *node).filter(is_deque);
+                let object = looked.object(*node, py).filter(is_deque);
                 let Some(object) = object else {
                     return Ok(None);
                 };

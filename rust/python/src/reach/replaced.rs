@@ -3,7 +3,7 @@ use pyo3::{
     exceptions::PyRuntimeError,
     intern,
     prelude::*,
-    types::{PyDict, PyTuple},
+    types::{PyDict, PyList, PyTuple},
 };
 
 use super::{
@@ -13,8 +13,11 @@ use super::{
     Program,
 };
 use crate::{
-    mlx::{bridge, classes::is_module},
-    tree::ordered,
+    mlx::{
+        bridge,
+        classes::{is_deque, is_module},
+    },
+    tree::{ordered, snapshot::refill, static_value::equal},
 };
 use faststep::engine::Tensor;
 
@@ -135,7 +138,7 @@ impl Looked {
         // a known one stays that one, under another name
         let is_known = !now.is_instance_of::<PyTuple>() && self.has(now);
         let is_one = !is_module(now) && !is_known && self.program.nodes[at].fits(&met, &[]);
-        if !is_one || !self.has_order(at, now) {
+        if !is_one || !self.is_kept_alike(at, now) {
             return false;
         }
         let mut objects: Vec<Option<Met<'py>>> = Vec::new();
@@ -166,13 +169,24 @@ impl Looked {
             })
     }
 
-    // false of a dict with other keys than the one of a node, or in another order
-    fn has_order(&self, at: usize, now: &Bound<'_, PyAny>) -> bool {
-        let old = self.object(at, now.py());
-        match (old.as_ref().map(|old| old.cast::<PyDict>()), now.cast()) {
-            (Some(Ok(old)), Ok(now)) => ordered::is_alike(old, now),
+    // false of a dict with other keys than the one of a node or in another order, and of a container that grows in another way
+    fn is_kept_alike<'py>(&self, at: usize, now: &Bound<'py, PyAny>) -> bool {
+        let Some(old) = self.object(at, now.py()) else {
+            return true;
+        };
+        let mut names = ["maxlen", "default_factory"].into_iter();
+        let same = names.all(|name| {
+            let [one, other] = [&old, now].map(|it| it.getattr_opt(name).ok().flatten());
+            match (one, other) {
+                (Some(one), Some(other)) => equal(&one, &other),
+                (one, other) => one.is_none() && other.is_none(),
+            }
+        });
+        let is_like = || match (old.cast(), now.cast()) {
+            (Ok(old), Ok(now)) => ordered::is_like(now, old),
             _ => true,
-        }
+        };
+        same && is_like()
     }
 
     /// Put a copy with other array objects, by number, and with other values in the place of the dict, list or tuple of a node.
@@ -236,6 +250,15 @@ impl Looked {
             for key in dict.keys().iter().filter(|key| !known(key)) {
                 ordered::del_item(dict, &key)?;
             }
+        }
+        if copy.is_instance_of::<PyList>() || is_deque(&copy) {
+            items.sort_by_key(|(node, _)| node.index());
+            let items = PyList::new(py, items.into_iter().map(|(_, item)| item))?;
+            match copy.cast::<PyList>() {
+                Ok(list) => list.set_slice(0, list.len(), items.as_any())?,
+                Err(_) => refill(&copy, items.as_any())?,
+            }
+            return Ok(copy);
         }
         for (node, item) in items {
             match node.key(py) {

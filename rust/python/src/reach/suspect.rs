@@ -39,7 +39,7 @@ pub enum Change {
     Order(Py<PyDict>, Py<PyList>),
     /// At a node that a loss reaches: in a cell, a global or an attribute of a class.
     Node(Rc<Looked>, usize, Py<PyAny>),
-    /// The contents of another object at a node, and a copy of it.
+    /// The contents of another object that has been found at a node, and a copy of it.
     Contents(Rc<Looked>, usize, Py<PyAny>),
 }
 
@@ -54,12 +54,12 @@ impl Change {
             (Self::Order(one, _), Self::Order(other, _)) => one.is(other),
             (Self::Deque(one, _), Self::Deque(other, _)) => one.is(other),
             (Self::Deque(one, _), Self::Contents(looked, node, _)) => {
-                looked.at(py, *node).is_some_and(|other| one.is(&other))
+                looked.object(*node, py).is_some_and(|other| one.is(&other))
             }
             (Self::Set(one, _), Self::Set(other, _)) => one.is(other),
             (Self::Set(one, _), Self::Contents(looked, node, _))
             | (Self::Contents(looked, node, _), Self::Set(one, _)) => {
-                looked.at(py, *node).is_some_and(|other| one.is(&other))
+                looked.object(*node, py).is_some_and(|other| one.is(&other))
             }
             (Self::Node(one, at, _), Self::Node(other, node, _))
             | (Self::Contents(one, at, _), Self::Contents(other, node, _)) => {
@@ -110,7 +110,7 @@ impl Change {
                 }
             }
             Self::Contents(looked, node, other) => {
-                if let Some(object) = looked.at(py, *node) {
+                if let Some(object) = looked.object(*node, py) {
                     *other = copy(&object)?.unbind();
                 }
             }
@@ -174,7 +174,7 @@ impl Change {
                 Ok(())
             }
             Self::Contents(looked, node, other) => {
-                let Some(object) = looked.at(py, *node) else {
+                let Some(object) = looked.object(*node, py) else {
                     return Ok(());
                 };
                 let now = copy(&object)?.unbind();
@@ -241,7 +241,7 @@ impl Change {
             }
             Self::Deque(deque, before) => of_deque(deque.bind(py), before.as_any()),
             Self::Contents(looked, node, before) => {
-                let object = looked.at(py, *node).filter(is_deque);
+                let object = looked.object(*node, py).filter(is_deque);
                 object.map_or(Ok(None), |deque| of_deque(&deque, before))
             }
             _ => Ok(None),
@@ -252,7 +252,7 @@ impl Change {
     fn most(&self, py: Python<'_>) -> PyResult<Option<usize>> {
         let deque = match self {
             Self::Deque(deque, _) => Some(deque.bind(py).clone()),
-            Self::Contents(looked, node, _) => looked.at(py, *node),
+            Self::Contents(looked, node, _) => looked.object(*node, py),
             _ => None,
         };
         let most = deque.map(|deque| deque.getattr(intern!(py, "maxlen")));
@@ -481,7 +481,7 @@ impl Suspect {
             Change::List(list, _) => Some(list.as_ptr().addr()),
             Change::Deque(deque, _) => Some(deque.as_ptr().addr()),
             Change::Set(set, _) => Some(set.as_ptr().addr()),
-            Change::Contents(looked, node, _) => Some(looked.at(py, *node)?.as_ptr().addr()),
+            Change::Contents(looked, node, _) => Some(looked.object(*node, py)?.as_ptr().addr()),
             Change::Node(..) => None,
         });
         let changed: Vec<usize> = changed.collect();

@@ -44,11 +44,12 @@ pub fn items<'py>(dict: &Bound<'py, PyDict>) -> Vec<(Bound<'py, PyAny>, Bound<'p
     }
 }
 
-/// Return whether two dicts have the same keys in the same order, each in its own.
-pub fn is_alike(one: &Bound<'_, PyDict>, other: &Bound<'_, PyDict>) -> bool {
-    let (one, other) = (items(one), items(other));
-    let mut pairs = one.iter().zip(&other);
-    one.len() == other.len() && pairs.all(|((key, _), (other, _))| equal(key, other))
+/// Return whether the keys of a dict are those that another one has among its keys, in the same order, each in its own.
+pub fn is_like(one: &Bound<'_, PyDict>, other: &Bound<'_, PyDict>) -> bool {
+    let (one_items, mut other) = (items(one), items(other));
+    other.retain(|(key, _)| one.contains(key).unwrap_or(false));
+    let mut pairs = one_items.iter().zip(&other);
+    one_items.len() == other.len() && pairs.all(|((key, _), (other, _))| equal(key, other))
 }
 
 /// Put a value into a dict.

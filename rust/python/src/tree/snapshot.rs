@@ -515,13 +515,18 @@ fn has_same(one: &Bound<'_, PyList>, other: &Bound<'_, PyList>) -> bool {
     one.len() == other.len() && one.iter().zip(other.iter()).all(|(a, b)| a.is(&b))
 }
 
-// what is in a dict, a list or a tuple, whatever a class of the user's makes of it
+// what is in a dict, a list, a tuple or a deque, whatever a class of the user's makes of it
 fn contents<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     if let Ok(dict) = object.cast::<PyDict>() {
         return Some(dict.values().iter().collect());
     }
     if let Ok(list) = object.cast::<PyList>() {
         return Some(list.iter().collect());
+    }
+    if is_deque(object) {
+        let items = deque(object.py()).ok()?;
+        let items = items.call_method1(intern!(object.py(), "__iter__"), (object,));
+        return items.ok()?.try_iter().ok()?.collect::<PyResult<_>>().ok();
     }
     let tuple = object.cast::<PyTuple>().ok()?;
     Some(tuple.iter().collect())
@@ -560,8 +565,8 @@ fn keeps_state(object: &Bound<'_, PyAny>) -> bool {
             || object.is_instance_of::<PyFunction>();
         match contents(object) {
             _ if is_other => Some(false),
-            Some(_) => None,
-            None => Some(may_change(object)),
+            Some(_) if !is_deque(object) => None,
+            _ => Some(may_change(object)),
         }
     };
     leads_to(object, &is_one, &mut HashSet::new())
