@@ -510,3 +510,48 @@ def test_a_queue_that_is_changed_and_then_another(kind: str, place: str, window:
 @WINDOWS
 def test_a_dict_with_another_default(window: int) -> None:
     check_changed("a dict with a default", "of an object", False, window)
+
+
+# an array object that stands at two places, one of which gets something else
+
+
+def set_at(place: str, kept: Any, at: int, value: Any) -> None:
+    """Put something at one of two places."""
+    if place == "attributes":
+        setattr(kept, "ab"[at], value)
+    else:
+        kept.it[at] = value
+
+
+def at_two_places(place: str) -> Callable[[Any, nn.Module], None]:
+    def begin(kept: Any, model: nn.Module) -> None:
+        kinds: dict[str, Callable[[], Any]] = {"a list": lambda: [0, 0], "a dict": dict}
+        kept.it = kinds.get(place, lambda: collections.deque([0, 0]))()
+        array = mx.array(0.1)
+        for at in range(2):
+            set_at(place, kept, at, array)
+
+    return begin
+
+
+@WINDOWS
+@pytest.mark.parametrize("place", ["attributes", "a list", "a dict", "a deque"])
+@pytest.mark.parametrize("value", [None, 1.5, "text"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_second_place_of_an_array_gets_something_else(in_place: bool, value: Any, place: str, window: int) -> None:
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        both = [kept.a, kept.b] if place == "attributes" else [kept.it[0], kept.it[1]]
+        if in_place:
+            both[0] *= 0.5
+        set_at(place, kept, 1, value if isinstance(both[1], mx.array) else both[0])
+        return loss
+
+    check(Case(at_two_places(place), body, "it", goes_on=None), window)
+
+
+def test_an_array_of_a_deque_in_the_place_of_a_list() -> None:
+    def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
+        kept.it[1] = [mean] if isinstance(kept.it[1], mx.array) else kept.it[0]
+        return loss
+
+    check(Case(at_two_places("a deque"), body, "it stores a new array in", goes_on=None))

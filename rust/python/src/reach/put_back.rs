@@ -48,6 +48,20 @@ impl Looked {
         at.map(|(at, _)| self.program.name(py, at))
     }
 
+    /// The second place of an array object, in which no array stands now.
+    pub fn lost_array(&self, py: Python<'_>) -> Option<String> {
+        let objects = self.bound(py);
+        let mut nodes = self.program.nodes.iter().enumerate();
+        let at = nodes.find(|(at, node)| {
+            matches!(node.expect, Expect::Same(..))
+                && self.object(*at, py).is_some_and(|it| bridge::is_array(&it))
+                && !node
+                    .find(&objects, &[])
+                    .is_some_and(|it| bridge::is_array(&it))
+        });
+        at.map(|(at, _)| self.program.name(py, at))
+    }
+
     /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
     pub fn copies<'py>(&self, py: Python<'py>) -> PyResult<Vec<(usize, Bound<'py, PyAny>)>> {
         let mut copies = Vec::new();

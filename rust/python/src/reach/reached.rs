@@ -281,7 +281,8 @@ impl<'py> Reached<'py> {
                 "it makes what {name} keeps in its cache"
             )));
         }
-        if let Some(name) = traced.snapshot.lost_array()? {
+        let lost = traced.snapshot.lost_array()?;
+        if let Some(name) = lost.or_else(|| self.looked.lost_array(py)) {
             return Err(Stop::Untraceable(format!("it removes {name}")));
         }
         for (node, _) in &traced.copies {

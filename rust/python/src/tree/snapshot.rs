@@ -136,9 +136,9 @@ impl<'py> Snapshot<'py> {
         for (deque, copy) in &self.deques {
             for (at, item) in deque.try_iter()?.enumerate() {
                 let (item, before) = (item?, copy.get_item(at).ok());
-                // an array at another place is no new one
-                let moved = bridge::is_array(&item) && copy.iter().any(|it| it.is(&item));
-                let known = before.is_some() && moved;
+                // an array in the place of another one of the deque is no new one
+                let in_place = before.as_ref().is_some_and(bridge::is_array);
+                let known = in_place && copy.iter().any(|it| it.is(&item));
                 if !known && is_new(before.as_ref(), &item) {
                     return Ok(Some("a deque".into()));
                 }
