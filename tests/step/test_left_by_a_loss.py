@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import types
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import pytest
+from faststep import Step
 from support.left import Case, Slotted, check
 
 WINDOWS = pytest.mark.parametrize("window", [1, 3])
@@ -555,3 +558,47 @@ def test_an_array_of_a_deque_in_the_place_of_a_list() -> None:
         return loss
 
     check(Case(at_two_places("a deque"), body, "it stores a new array in", goes_on=None))
+
+
+# numbers by which a loss is called on trial
+
+NUMBER: Any = None
+
+
+def leave_global(number: Any) -> None:
+    globals()["NUMBER"] = number
+
+
+def leave_in_set(it: set[Any], number: Any) -> None:
+    it.discard(number)
+    it.add(number)
+
+
+@pytest.mark.parametrize("place", ["a slot", "a class", "a global", "a set", "a set of the model"])
+def test_a_number_that_is_left_is_one_of_pythons(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loss makes of a number that it counts equals what is there, at a call that is made on trial."""
+    slotted, kept, numbers, model = Slotted(), types.SimpleNamespace(calls=0), {1.0}, nn.Linear(4, 3)
+    slotted.one = 1.0
+    model._numbers = {1.0}
+    monkeypatch.setattr(Owner, "it", 1.0)
+    monkeypatch.setitem(globals(), "NUMBER", 1.0)
+    leave: dict[str, Callable[[Any], object]] = {
+        "a slot": lambda number: setattr(slotted, "one", number),
+        "a class": lambda number: setattr(Owner, "it", number),
+        "a global": leave_global,
+        "a set": lambda number: leave_in_set(numbers, number),
+        "a set of the model": lambda number: leave_in_set(model._numbers, number),
+    }
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        kept.calls += 1
+        if kept.calls == 4:
+            leave[place](kept.calls * 0.25)
+        return mx.square(model(x)).mean()
+
+    step = Step(model, optim.SGD(0.1), loss_fn)
+    for _ in range(6):
+        step(mx.ones((2, 4)))
+        left = [slotted.one, Owner.it, NUMBER, *numbers, *model._numbers]
+        assert {type(number) for number in left} == {float}
+    assert kept.calls == 6

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     mlx::{bridge, classes::is_deque},
     tree::{
-        snapshot::{holds_array, Snapshot},
+        snapshot::{has_members, holds_array, Snapshot},
         text::text,
         walk::Scope,
         Tree,
@@ -351,7 +351,12 @@ impl Looked {
     ) -> PyResult<()> {
         snapshot.restore()?;
         for (node, copy) in copies {
-            if !self.has_contents(py, *node)? {
+            let set = self.object(*node, py);
+            let same = match (set.as_ref().map(|set| set.cast()), copy.cast()) {
+                (Some(Ok(set)), Ok(copy)) => has_members(set, copy),
+                _ => self.has_contents(py, *node)?,
+            };
+            if !same {
                 self.refill(*node, copy)?;
             }
         }

@@ -135,10 +135,13 @@ fn are_equal(one: &Rc<Vec<Py<PyAny>>>, other: &Rc<Vec<Py<PyAny>>>, py: Python<'_
     Rc::ptr_eq(one, other) || pairs.all(|(a, b)| equal(a.bind(py), b.bind(py)))
 }
 
-/// Return whether two values are the same number, string or set; of floats, bit by bit.
+/// Return whether two values are the same number, string or set, of one class; of floats, bit by bit.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if a.is(b) {
         return true;
+    }
+    if !a.get_type().is(b.get_type()) {
+        return false;
     }
     if let (Ok(a), Ok(b)) = (a.cast::<PyFloat>(), b.cast::<PyFloat>()) {
         return a.value().to_bits() == b.value().to_bits();
@@ -148,5 +151,5 @@ pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
             return false; // of a list that grows, without a look at what is in it
         }
     }
-    a.get_type().is(b.get_type()) && a.eq(b).unwrap_or(false)
+    a.eq(b).unwrap_or(false)
 }

@@ -436,8 +436,10 @@ impl<'py> Snapshot<'py> {
         for (deque, copy) in &self.deques {
             refill(deque, copy)?;
         }
-        for (set, copy) in self.changed_sets() {
-            refill(set, copy)?;
+        for (set, copy) in &self.sets {
+            if !has_members(set, copy) {
+                refill(set, copy)?;
+            }
         }
         Ok(())
     }
@@ -477,24 +479,37 @@ pub fn without_arrays<'py>(list: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyL
 /// Give a deque or a set the contents of a copy. By Python's own methods: a class of the user's may count in its.
 pub fn refill(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = object.py();
-    if !object.is_instance_of::<PySet>() {
+    let Ok(set) = object.cast::<PySet>() else {
         let class = deque(py)?;
         class.call_method1(intern!(py, "clear"), (object,))?;
         return class
             .call_method1(intern!(py, "extend"), (object, copy))
             .map(drop);
-    }
+    };
     // what is in both stays in its place: a set that is filled anew may have another order
+    let members = copy.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+    let (now, then) = (addresses(set.iter()), addresses(members.iter().cloned()));
+    let more = set.iter().filter(|it| !then.contains(&it.as_ptr().addr()));
+    let missing = members
+        .iter()
+        .filter(|it| !now.contains(&it.as_ptr().addr()));
+    let (more, missing) = (PySet::new(py, more)?, PySet::new(py, missing)?);
     let class = py.get_type::<PySet>();
-    let without =
-        |one, other| class.call_method1(intern!(py, "difference"), (class.call1((one,))?, other));
-    let (more, missing) = (without(object, copy)?, without(copy, object)?);
     for (name, items) in [("difference_update", more), ("update", missing)] {
-        if items.len()? > 0 {
+        if !items.is_empty() {
             class.call_method1(name, (object, items))?;
         }
     }
     Ok(())
+}
+
+fn addresses<'py>(objects: impl Iterator<Item = Bound<'py, PyAny>>) -> HashSet<usize> {
+    objects.map(|object| object.as_ptr().addr()).collect()
+}
+
+/// Return whether the very objects of a copy are in a set.
+pub fn has_members(set: &Bound<'_, PySet>, copy: &Bound<'_, PyFrozenSet>) -> bool {
+    addresses(set.iter()) == addresses(copy.iter())
 }
 
 // modules that are in a dict and were not: imported once, a part of a package is looked for there
