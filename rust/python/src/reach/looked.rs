@@ -32,21 +32,22 @@ pub struct Spot<'py> {
 
 impl Spot<'_> {
     /// The number of dicts, lists and tuples around the array, from the nearest one on, that nobody refers to but their places and
-    /// looks; none where somebody else refers to the array's object. `kept`: how often looks refer to each object.
-    pub(super) fn alone(&self, looked: &Looked, kept: &HashMap<usize, isize>) -> Option<usize> {
+    /// looks; none where somebody else refers to the array's object. `known`: how many references to each object are known.
+    pub(super) fn alone(&self, looked: &Looked, known: &HashMap<usize, isize>) -> Option<usize> {
         let py = self.object.py();
         let nodes = &looked.program.nodes;
-        let is_alone = |object: &Bound<'_, PyAny>| {
-            let kept = kept.get(&object.as_ptr().addr()).copied();
-            bridge::refcount(object) == 2 + kept.unwrap_or(0)
+        let known = |object: &Bound<'_, PyAny>| {
+            let known = known.get(&object.as_ptr().addr()).copied();
+            known.unwrap_or(0)
         };
-        if !is_alone(&self.object) {
+        if bridge::refcount(&self.object) != known(&self.object) {
             return None;
         }
         let around = std::iter::successors(nodes[self.node].parent, |at| nodes[*at].parent);
         let alone = around.take_while(|at| {
+            let object = looked.object(*at, py);
             matches!(nodes[*at].expect, Expect::Container(..))
-                && looked.object(*at, py).as_ref().is_some_and(is_alone)
+                && object.is_some_and(|it| bridge::refcount(&it) == 2 + known(&it))
         });
         Some(alone.count())
     }
@@ -65,8 +66,8 @@ impl Alive {
         alive.push(Rc::downgrade(objects));
     }
 
-    /// How often these refer to each object, by its address.
-    pub(super) fn counts(&self) -> HashMap<usize, isize> {
+    // how often these refer to each object, by its address
+    fn counts(&self) -> HashMap<usize, isize> {
         let mut counts = HashMap::new();
         for objects in self.0.borrow().iter().filter_map(Weak::upgrade) {
             for object in objects.iter().flatten() {
@@ -197,6 +198,28 @@ impl Looked {
             (known != number).then_some((number, known))
         });
         Ok(pairs.collect())
+    }
+
+    /// The number of references to objects that are known, by address: of looks, of the places of arrays and of these spots.
+    pub(super) fn known_references(&self, spots: &[Spot<'_>]) -> HashMap<usize, isize> {
+        let mut known = self.program.alive.counts();
+        for spot in spots {
+            *known.entry(spot.object.as_ptr().addr()).or_insert(0) += 2;
+        }
+        if let Some(spot) = spots.first() {
+            for (_, array) in self.second_places(spot.object.py()) {
+                *known.entry(array.as_ptr().addr()).or_insert(0) += 1;
+            }
+        }
+        known
+    }
+
+    /// The nodes of array objects that stand at a node before them, too.
+    pub(super) fn second_places<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
+        let nodes = self.program.nodes.iter().enumerate();
+        let second = nodes.filter(|(_, node)| matches!(node.expect, Expect::Same(..)));
+        let second = second.filter_map(|(at, _)| Some((at, self.object(at, py)?)));
+        second.filter(|(_, it)| bridge::is_array(it)).collect()
     }
 
     /// Return the path of an array, by its number, as a user writes it.

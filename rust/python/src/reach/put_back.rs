@@ -51,15 +51,12 @@ impl Looked {
     /// The second place of an array object, in which no array stands now.
     pub fn lost_array(&self, py: Python<'_>) -> Option<String> {
         let objects = self.bound(py);
-        let mut nodes = self.program.nodes.iter().enumerate();
-        let at = nodes.find(|(at, node)| {
-            matches!(node.expect, Expect::Same(..))
-                && self.object(*at, py).is_some_and(|it| bridge::is_array(&it))
-                && !node
-                    .find(&objects, &[])
-                    .is_some_and(|it| bridge::is_array(&it))
+        let mut places = self.second_places(py).into_iter();
+        let lost = places.find(|(at, _)| {
+            let now = self.program.nodes[*at].find(&objects, &[]);
+            !now.is_some_and(|now| bridge::is_array(&now))
         });
-        at.map(|(at, _)| self.program.name(py, at))
+        lost.map(|(at, _)| self.program.name(py, at))
     }
 
     /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.

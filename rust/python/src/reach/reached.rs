@@ -65,12 +65,12 @@ impl Written {
             return Ok(true);
         }
         let spots = looked.spots(py)?;
-        let kept = looked.program.alive.counts();
+        let known = looked.known_references(&spots);
         let mut dropped = self.dropped.iter();
         Ok(dropped.all(|(number, around)| {
             let alone = spots
                 .get(*number)
-                .and_then(|spot| spot.alone(looked, &kept));
+                .and_then(|spot| spot.alone(looked, &known));
             alone.is_some_and(|alone| alone >= *around)
         }))
     }
@@ -119,8 +119,8 @@ impl<'py> Reached<'py> {
             });
         }
         let spots = looked.spots(py)?;
-        let kept = looked.program.alive.counts();
-        let alone = spots.iter().map(|spot| spot.alone(&looked, &kept));
+        let known = looked.known_references(&spots);
+        let alone = spots.iter().map(|spot| spot.alone(&looked, &known));
         let traced = Traced {
             alone: alone.collect(),
             spots,
@@ -229,19 +229,24 @@ impl<'py> Reached<'py> {
         traced: &Traced<'py>,
         (written, placed): (&Written, &Placed<'py>),
     ) -> Result<Vec<(usize, usize)>, Stop> {
-        let spots = &traced.spots;
-        let is_at = |one: usize, other: &usize| spots[*other].object.is(&spots[one].object);
-        let mut dropped: Vec<(usize, usize)> = Vec::new();
+        let second = self.looked.second_places(py);
+        let mut dropped = Vec::new();
         for &number in &written.touched {
-            let stays = written.in_place.iter().any(|other| is_at(number, other))
-                || placed.iter().any(|(_, it)| it.is(&spots[number].object));
-            if stays || dropped.iter().any(|(other, _)| is_at(number, other)) {
-                continue;
+            let object = &traced.spots[number].object;
+            let mut in_place = written.in_place.iter();
+            if in_place.any(|other| traced.spots[*other].object.is(object))
+                || placed.iter().any(|(_, it)| it.is(object))
+            {
+                continue; // the trace repeats it
             }
             let mut replaced = written.replaced.iter();
             let replaced = replaced.find(|(_, numbers)| numbers.contains(&number));
             let around = replaced.map_or(0, |(above, _)| above + 1);
-            if traced.alone[number].is_none_or(|alone| alone < around) {
+            let stands = |(at, known): &(usize, Bound<'py, PyAny>)| {
+                known.is(object) && self.looked.at(py, *at).is_some_and(|now| now.is(object))
+            };
+            if traced.alone[number].is_none_or(|alone| alone < around) || second.iter().any(stands)
+            {
                 let name = self.looked.name(py, number);
                 return Err(Stop::Untraceable(format!(
                     "it changes {name} in place and puts another array there, while the first is held elsewhere too"
