@@ -132,6 +132,19 @@ impl Current {
         !(self.changed.0.is_empty() && self.suspect.model.is_empty())
     }
 
+    // the numbers that the loss changes on the model are those that are known; `renewed`: it makes containers anew with other ones
+    fn check_numbers(&self, renewed: bool) -> Result<(), Stop> {
+        if self.reshapes && self.changes_model() {
+            let what = "it assigns arrays of another shape, and counts on the model";
+            return Err(Stop::Reshapes(what.into()));
+        }
+        if renewed && self.changes_model() {
+            let what = "it puts other numbers into a dict or list of the model that it makes anew, and changes others too";
+            return Err(Stop::Untraceable(what.into()));
+        }
+        Ok(())
+    }
+
     // nothing has come to stand on the model that the trace does not know, and no array has gone
     fn check_stored(&self, model: &Snapshot<'_>) -> Result<(), Stop> {
         if let Some(key) = model.new_array(true)? {
@@ -283,14 +296,7 @@ impl PythonHost {
                         current.check_stored(&snapshot)?;
                     }
                     current.note_changes(py, (&reached, &snapshot), positions.as_ref())?;
-                    if current.reshapes && current.changes_model() {
-                        let what = "it assigns arrays of another shape, and counts on the model";
-                        return Err(Stop::Reshapes(what.into()));
-                    }
-                    if changes && current.changes_model() {
-                        let what = "it puts other numbers into a dict or list of the model that it makes anew, and changes others too";
-                        return Err(Stop::Untraceable(what.into()));
-                    }
+                    current.check_numbers(changes)?;
                     Ok(Ok(left))
                 })
             }

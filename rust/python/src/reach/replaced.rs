@@ -170,7 +170,7 @@ impl Looked {
     }
 
     // false of a dict with other keys than the one of a node or in another order, and of a container that grows in another way
-    fn is_kept_alike<'py>(&self, at: usize, now: &Bound<'py, PyAny>) -> bool {
+    fn is_kept_alike(&self, at: usize, now: &Bound<'_, PyAny>) -> bool {
         let Some(old) = self.object(at, now.py()) else {
             return true;
         };
