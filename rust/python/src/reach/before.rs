@@ -5,6 +5,7 @@ use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{
+    looked::References,
     suspect::{changes, Drawable},
     Looked,
 };
@@ -18,6 +19,7 @@ pub struct Before<'py> {
     copies: Vec<(usize, Bound<'py, PyAny>)>,
     arrays: Vec<(Bound<'py, PyAny>, Array)>,
     drawable: Drawable,
+    references: Rc<References>, // of this
 }
 
 impl<'py> Before<'py> {
@@ -29,7 +31,7 @@ impl<'py> Before<'py> {
     ) -> PyResult<Self> {
         let py = model.py();
         let spots = looked.spots(py)?.into_iter();
-        Ok(Self {
+        let mut before = Self {
             root: Snapshot::take(root)?,
             reached: looked.snapshot(py)?,
             copies: looked.copies(py)?,
@@ -39,12 +41,32 @@ impl<'py> Before<'py> {
                 .collect(),
             drawable: Drawable::before(model, looked)?,
             looked: looked.clone(),
-        })
+            references: Rc::default(),
+        };
+        before.note_references();
+        Ok(before)
+    }
+
+    // of an array that the loss takes out of its place it is asked whether somebody else refers to it
+    fn note_references(&mut self) {
+        let mut references = References::new();
+        for (object, _) in &self.arrays {
+            *references.entry(object.as_ptr().addr()).or_insert(0) += 1;
+        }
+        for snapshot in [&self.root, &self.reached] {
+            for object in snapshot.objects() {
+                *references.entry(object.as_ptr().addr()).or_insert(0) += 1;
+            }
+        }
+        self.references = Rc::new(references);
+        self.looked.program.alive.note_others(&self.references);
     }
 
     /// Hold the arrays of the root no more: their memory is about to be used again.
     pub fn let_go(&mut self, py: Python<'py>) -> PyResult<()> {
-        self.root.let_go(py)
+        self.root.let_go(py)?;
+        self.note_references();
+        Ok(())
     }
 
     /// Return whether the loss has changed anything, but for the values of the model's arrays.

@@ -33,7 +33,7 @@ pub struct Spot<'py> {
 impl Spot<'_> {
     /// The number of dicts, lists and tuples around the array, from the nearest one on, that nobody refers to but their places and
     /// looks; none where somebody else refers to the array's object. `known`: how many references to each object are known.
-    pub(super) fn alone(&self, looked: &Looked, known: &HashMap<usize, isize>) -> Option<usize> {
+    pub(super) fn alone(&self, looked: &Looked, known: &References) -> Option<usize> {
         let py = self.object.py();
         let nodes = &looked.program.nodes;
         let known = |object: &Bound<'_, PyAny>| {
@@ -55,23 +55,41 @@ impl Spot<'_> {
 
 type Objects = Vec<Option<Py<PyAny>>>;
 
-/// The objects of the looks that are not done with.
+/// How often something refers to objects, by their addresses.
+pub type References = HashMap<usize, isize>;
+
+/// The objects of the looks that are not done with, and what else refers to objects for as long as a call is under way.
 #[derive(Default)]
-pub struct Alive(RefCell<Vec<Weak<Objects>>>);
+pub struct Alive {
+    looks: RefCell<Vec<Weak<Objects>>>,
+    others: RefCell<Vec<Weak<References>>>,
+}
 
 impl Alive {
     fn note(&self, objects: &Rc<Objects>) {
-        let mut alive = self.0.borrow_mut();
+        let mut alive = self.looks.borrow_mut();
         alive.retain(|known| known.strong_count() > 0);
         alive.push(Rc::downgrade(objects));
     }
 
-    // how often these refer to each object, by its address
-    fn counts(&self) -> HashMap<usize, isize> {
-        let mut counts = HashMap::new();
-        for objects in self.0.borrow().iter().filter_map(Weak::upgrade) {
+    /// These are known as long as they are held.
+    pub fn note_others(&self, references: &Rc<References>) {
+        let mut others = self.others.borrow_mut();
+        others.retain(|known| known.strong_count() > 0);
+        others.push(Rc::downgrade(references));
+    }
+
+    // how often these refer to each object
+    fn counts(&self) -> References {
+        let mut counts = References::new();
+        for objects in self.looks.borrow().iter().filter_map(Weak::upgrade) {
             for object in objects.iter().flatten() {
                 *counts.entry(object.as_ptr().addr()).or_insert(0) += 1;
+            }
+        }
+        for references in self.others.borrow().iter().filter_map(Weak::upgrade) {
+            for (address, count) in references.iter() {
+                *counts.entry(*address).or_insert(0) += count;
             }
         }
         counts
@@ -201,25 +219,12 @@ impl Looked {
     }
 
     /// The number of references to objects that are known, by address: of looks, of the places of arrays and of these spots.
-    pub(super) fn known_references(&self, spots: &[Spot<'_>]) -> HashMap<usize, isize> {
+    pub(super) fn known_references(&self, spots: &[Spot<'_>]) -> References {
         let mut known = self.program.alive.counts();
         for spot in spots {
             *known.entry(spot.object.as_ptr().addr()).or_insert(0) += 2;
         }
-        if let Some(spot) = spots.first() {
-            for (_, array) in self.second_places(spot.object.py()) {
-                *known.entry(array.as_ptr().addr()).or_insert(0) += 1;
-            }
-        }
         known
-    }
-
-    /// The nodes of array objects that stand at a node before them, too.
-    pub(super) fn second_places<'py>(&self, py: Python<'py>) -> Vec<(usize, Bound<'py, PyAny>)> {
-        let nodes = self.program.nodes.iter().enumerate();
-        let second = nodes.filter(|(_, node)| matches!(node.expect, Expect::Same(..)));
-        let second = second.filter_map(|(at, _)| Some((at, self.object(at, py)?)));
-        second.filter(|(_, it)| bridge::is_array(it)).collect()
     }
 
     /// Return the path of an array, by its number, as a user writes it.

@@ -48,17 +48,6 @@ impl Looked {
         at.map(|(at, _)| self.program.name(py, at))
     }
 
-    /// The second place of an array object, in which no array stands now.
-    pub fn lost_array(&self, py: Python<'_>) -> Option<String> {
-        let objects = self.bound(py);
-        let mut places = self.second_places(py).into_iter();
-        let lost = places.find(|(at, _)| {
-            let now = self.program.nodes[*at].find(&objects, &[]);
-            !now.is_some_and(|now| bridge::is_array(&now))
-        });
-        lost.map(|(at, _)| self.program.name(py, at))
-    }
-
     /// Copies of the sets, queues and NumPy arrays that may be changed in place, with their nodes.
     pub fn copies<'py>(&self, py: Python<'py>) -> PyResult<Vec<(usize, Bound<'py, PyAny>)>> {
         let mut copies = Vec::new();

@@ -229,7 +229,6 @@ impl<'py> Reached<'py> {
         traced: &Traced<'py>,
         (written, placed): (&Written, &Placed<'py>),
     ) -> Result<Vec<(usize, usize)>, Stop> {
-        let second = self.looked.second_places(py);
         let mut dropped = Vec::new();
         for &number in &written.touched {
             let object = &traced.spots[number].object;
@@ -242,11 +241,7 @@ impl<'py> Reached<'py> {
             let mut replaced = written.replaced.iter();
             let replaced = replaced.find(|(_, numbers)| numbers.contains(&number));
             let around = replaced.map_or(0, |(above, _)| above + 1);
-            let stands = |(at, known): &(usize, Bound<'py, PyAny>)| {
-                known.is(object) && self.looked.at(py, *at).is_some_and(|now| now.is(object))
-            };
-            if traced.alone[number].is_none_or(|alone| alone < around) || second.iter().any(stands)
-            {
+            if traced.alone[number].is_none_or(|alone| alone < around) {
                 let name = self.looked.name(py, number);
                 return Err(Stop::Untraceable(format!(
                     "it changes {name} in place and puts another array there, while the first is held elsewhere too"
@@ -287,7 +282,7 @@ impl<'py> Reached<'py> {
             )));
         }
         let lost = traced.snapshot.lost_array()?;
-        if let Some(name) = lost.or_else(|| self.looked.lost_array(py)) {
+        if let Some(name) = lost {
             return Err(Stop::Untraceable(format!("it removes {name}")));
         }
         for (node, _) in &traced.copies {

@@ -353,6 +353,24 @@ impl<'py> Snapshot<'py> {
         Ok(())
     }
 
+    /// Each object to which it refers, as often as it does.
+    pub fn objects(&self) -> Vec<Bound<'py, PyAny>> {
+        let mut all = Vec::new();
+        for (dict, copy) in &self.dicts {
+            all.push(dict.clone().into_any());
+            all.extend(copy.values());
+        }
+        for (list, copy) in &self.lists {
+            all.push(list.clone().into_any());
+            all.extend(copy.iter());
+        }
+        for (deque, copy) in &self.deques {
+            all.push(deque.clone());
+            all.extend(copy.iter());
+        }
+        all
+    }
+
     /// Return whether something else stands somewhere now, but for an array in the place of one that is held no more.
     pub fn has_changed(&self) -> PyResult<bool> {
         let stays = |before: &Bound<'py, PyAny>, now: Option<&Bound<'py, PyAny>>| {
