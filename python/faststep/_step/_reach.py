@@ -87,11 +87,12 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str]]
+Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str], bool]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
+_OF_ADDRESSES = frozenset({"id", "hash"})  # functions that give what another object of the same kind does not
 _MAX_NODES = 50_000
 _MAX_MISSES = 256  # numbers of which Python has one object each
 
@@ -117,7 +118,8 @@ def discover(
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
         cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it; whether the loss may take
-        from a generator or an iterator; the names in `apart` that its code may read.
+        from a generator or an iterator; the names in `apart` that its code may read; whether its code asks for the
+        addresses of objects.
     """
     search = _Search(roots[1], owned, apart)
     search.growing.update(growing)
@@ -181,7 +183,9 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
     draws = may_draw(search.names | search.of_others | search.attributes, search.objects)
-    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws, search.read
+    asks_addresses = not _OF_ADDRESSES.isdisjoint(search.names)
+    codes = list(search.own_codes)
+    return search.kept(), classes, codes, search.hidden, meets_optimizer, draws, search.read, asks_addresses
 
 
 class _Search(Asking):

@@ -7,6 +7,7 @@ pub mod advance;
 mod classes;
 mod contents;
 mod forms;
+mod identities;
 mod keys;
 mod look;
 mod looked;
@@ -33,11 +34,12 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
-use crate::tree::apart::Names;
+use crate::tree::{apart::Names, Tree};
 use faststep::engine::HeldArrays;
 
 use classes::Classes;
 use forms::Forms;
+use identities::{Containers, Identities};
 use look::Look;
 pub use looked::Looked;
 use moving::Moving;
@@ -76,6 +78,7 @@ pub struct Program {
     codes: Option<Py<PyAny>>, // of the functions that it calls
     nodes: Vec<Node>,
     rows: Vec<Row>,
+    identities: Identities,
     forms: Forms,                        // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     grown: Cell<Option<usize>>, // the address of a list or a dict that a look has found to have another length
@@ -109,6 +112,7 @@ impl Program {
             codes: None,
             nodes: Vec::new(),
             rows: Vec::new(),
+            identities: Identities::default(),
             forms: Forms::default(),
             values: RefCell::default(),
             grown: Cell::default(),
@@ -147,6 +151,7 @@ type Discovered<'py> = (
     bool,
     bool,
     Vec<String>,
+    bool,
 );
 
 // what is not as a program has it
@@ -176,6 +181,7 @@ pub struct Reach {
     growing: Vec<(usize, usize)>, // addresses of lists and dicts that had another length, and how often
     model: usize,                 // the model's form, at the last call until it is known
     known: bool,
+    containers: Containers, // of the model, where it is known
     /// Numbers of the model, which are the last root.
     pub numbers: Option<Py<PyDict>>,
     /// Attributes of the model that are no part of its tree.
@@ -197,14 +203,20 @@ impl Reach {
         self.known = false;
     }
 
-    /// Note the form of the call's model. Returns whether what has been looked at is for another one.
-    pub fn settle(&mut self, model: usize, looked: &Looked) -> bool {
-        (self.model, self.known) = (model, true);
+    /// Note the form of the call's model, and its containers. Returns whether what has been looked at is for another one.
+    pub fn settle(&mut self, model: usize, containers: Containers, looked: &Looked) -> bool {
+        (self.model, self.known, self.containers) = (model, true, containers);
         let made = &looked.program.model;
         if made.get() == 0 {
             made.set(model);
         }
-        made.get() != model
+        made.get() != model || self.has_moved(&looked.program).is_some()
+    }
+
+    // a node whose object has another place in the model than when its program was made, or has one
+    fn has_moved(&self, program: &Program) -> Option<usize> {
+        let containers = self.known.then_some(&self.containers)?;
+        program.identities.moved(containers)
     }
 
     /// Look at what the loss reaches now.
@@ -274,7 +286,10 @@ impl Reach {
             if is_guessed != guessed || (!guessed && self.known) || is_other {
                 continue;
             }
-            match seen(self.programs[at].look(roots), owned.py())? {
+            let look = seen(self.programs[at].look(roots), owned.py())?;
+            let moved = || self.has_moved(&self.programs[at]);
+            let moved = matches!(look, Look::Same(..)).then(moved).flatten();
+            match moved.map_or(look, Look::Differs) {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
                     if at < self.programs.len() {
@@ -380,8 +395,18 @@ impl Reach {
                 ),
             )?
         };
-        let (nodes, classes, codes, hidden, meets_optimizer, may_draw, read): Discovered<'_> =
-            found.extract()?;
+        let (
+            nodes,
+            classes,
+            codes,
+            hidden,
+            meets_optimizer,
+            may_draw,
+            read,
+            asks_addresses,
+        ): Discovered<'_> = found.extract()?;
+        let model =
+            Tree::of_model(&roots[1]).map_or_else(|_| Rc::default(), |it| it.0.containers());
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let mut found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
@@ -395,6 +420,7 @@ impl Reach {
             codes: Some(codes.unbind()),
             rows: Row::number(&mut found.nodes, py),
             nodes: found.nodes,
+            identities: Identities::new(model, asks_addresses),
             forms: Forms::of(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
             grown: Cell::default(),

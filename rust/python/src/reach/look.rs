@@ -110,6 +110,9 @@ impl Program {
                 objects.push(met);
             }
         }
+        if let Some(other) = self.identities.other(&self.nodes, &objects) {
+            return Ok(Look::Differs(other));
+        }
         let changed = values.changed;
         if changed.is_empty() {
             return Ok(Look::Same(objects, last));
@@ -156,6 +159,7 @@ impl Program {
                     let (now, found) = Tree::record(&met.object, Scope::Whole)?;
                     if tree.equals_but_numbers(&now, py) {
                         values.meet(*at, now.number_values(py)?.into_any());
+                        tree.take_containers(&now);
                         slots = Some(found);
                     }
                 }

@@ -247,7 +247,11 @@ impl Inner {
         given: &mut Given,
         task: Task,
     ) -> PyResult<()> {
-        if self.reach.settle(store.signature()?.form, &given.looked) {
+        let model = store.signature()?;
+        if self
+            .reach
+            .settle(model.form, model.containers(), &given.looked)
+        {
             let roots = given.roots(user.py());
             let looked = if given.may_be_rare {
                 self.reach.look_unless_searching(&roots, &user.optimizer)

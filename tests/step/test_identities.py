@@ -1,0 +1,240 @@
+"""Which of the objects that a loss reaches are one, and which are the model's, may change between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from support.helpers import plain_step
+
+LATE, STEPS = 120, 130  # behind the calls at which a step calls a loss once more to compare what it gives
+
+
+class Program:
+    """A model, a loss, and what is changed before a step."""
+
+    def __init__(self) -> None:
+        self.model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.loss: Callable[..., mx.array] = lambda model, x: squares(model, x)
+        self.changes: dict[int, Callable[[], object]] = {}
+        self.given: Callable[[int], tuple[Any, ...]] = lambda at: ()
+
+    def change(self, change: Callable[[], object], at: int = LATE) -> None:
+        self.changes[at] = change
+
+    def set(self, owner: Any, name: str, value: Any, at: int = LATE) -> None:
+        self.change(lambda: setattr(owner, name, value() if callable(value) else value), at)
+
+
+class Thing:
+    """An object that is compared by identity."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Decaying:
+    """An object with methods that write and read an array."""
+
+    def __init__(self) -> None:
+        self.value = mx.array(1.0)
+
+    def decay(self) -> None:
+        self.value = self.value * 0.97
+
+    def get(self) -> mx.array:
+        return self.value
+
+
+class Counting(nn.Module):
+    """A layer with an array that it writes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._value = mx.array(1.0)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self._value = self._value * 0.99
+        return x
+
+
+def squares(model: nn.Module, x: mx.array) -> mx.array:
+    return mx.square(model(x) - 1).mean()
+
+
+def in_cells() -> tuple[Callable[[], None], Callable[[], mx.array]]:
+    value = mx.array(1.0)
+
+    def decay() -> None:
+        nonlocal value
+        value = value * 0.97
+
+    return decay, lambda: value
+
+
+BUILDS: dict[str, Callable[[Program], None]] = {}
+
+
+def build(made: Callable[[Program], None]) -> Callable[[Program], None]:
+    BUILDS[made.__name__] = made
+    return made
+
+
+@build
+def two_objects_become_one(p: Program) -> None:
+    s = SimpleNamespace(a=SimpleNamespace(v=mx.array(1.0)), b=SimpleNamespace(v=mx.array(2.0)))
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        s.a.v = s.a.v * 0.97
+        return squares(model, x) * s.b.v
+
+    p.loss = loss
+    p.change(lambda: setattr(s, "b", s.a))
+
+
+@build
+def two_dicts_become_one_again(p: Program) -> None:
+    one = {"v": mx.array(1.0)}
+    s = {"a": one, "b": one}
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        s["a"]["v"] = s["a"]["v"] * 0.97
+        return squares(model, x) * s["b"]["v"]
+
+    p.loss = loss
+    p.change(lambda: s.update(b={"v": mx.array(2.0)}), LATE - 4)
+    p.change(lambda: s.update(b=s["a"]))
+
+
+@build
+def two_lists_become_one(p: Program) -> None:
+    s = SimpleNamespace(a=[mx.array(1.0)], b=[mx.array(2.0)])
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        s.a[0] = s.a[0] * 0.97
+        return squares(model, x) * s.b[0]
+
+    p.loss = loss
+    p.change(lambda: setattr(s, "b", s.a))
+
+
+@build
+def methods_become_those_of_one_object(p: Program) -> None:
+    one, other = Decaying(), Decaying()
+    s = SimpleNamespace(decay=one.decay, get=other.get)
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        s.decay()
+        return squares(model, x) * s.get()
+
+    p.loss = loss
+    p.change(lambda: setattr(s, "get", one.get))
+
+
+@build
+def functions_come_to_share_a_cell(p: Program) -> None:
+    (decay, get), (_, other) = in_cells(), in_cells()
+    s = SimpleNamespace(decay=decay, get=other)
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        s.decay()
+        return squares(model, x) * s.get()
+
+    p.loss = loss
+    p.change(lambda: setattr(s, "get", get))
+
+
+@build
+def an_argument_becomes_a_reached_object(p: Program) -> None:
+    own, other = SimpleNamespace(v=mx.array(1.0)), SimpleNamespace(v=mx.array(2.0))
+
+    def loss(model: nn.Module, x: mx.array, given: Any) -> mx.array:
+        own.v = own.v * 0.97
+        return squares(model, x) * given.v
+
+    p.loss = loss
+    p.given = lambda at: (own if at >= LATE else other,)
+
+
+@build
+def a_layer_that_is_kept_leaves_the_model(p: Program) -> None:
+    layer = p.model.layers[0]
+    p.loss = lambda model, x: squares(model, x) + 0.1 * mx.square(layer.weight).sum()
+    p.change(lambda: p.model.layers.__setitem__(0, nn.Linear(3, 4)))
+
+
+@build
+def a_layer_comes_into_the_model(p: Program) -> None:
+    layer = nn.Linear(3, 4)
+    p.loss = lambda model, x: squares(model, x) + 0.1 * mx.square(layer.weight).sum()
+    p.change(lambda: p.model.layers.__setitem__(0, layer))
+
+
+@build
+def a_layer_gets_another_place_in_the_model(p: Program) -> None:
+    p.model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    layer = p.model.layers[0]
+    p.loss = lambda model, x: squares(model, x) + 0.1 * mx.square(layer.weight).sum()
+    p.change(lambda: p.model.layers.reverse())
+
+
+@build
+def a_teacher_gets_a_layer_of_the_model(p: Program) -> None:
+    teacher = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    p.loss = lambda model, x: squares(model, x) + 0.1 * mx.square(model(x) - teacher(x)).mean()
+    p.change(lambda: teacher.layers.__setitem__(0, p.model.layers[0]))
+
+
+@build
+def two_teachers_come_to_share_a_layer(p: Program) -> None:
+    one, other = (nn.Sequential(Counting(), nn.Linear(3, 1)) for _ in range(2))
+    p.loss = lambda model, x: squares(model, x) + mx.square(one(x)).mean() * other.layers[0]._value
+    p.change(lambda: other.layers.__setitem__(0, one.layers[0]))
+
+
+@build
+def a_module_among_the_arguments_becomes_a_layer_of_the_model(p: Program) -> None:
+    other = nn.Linear(3, 4)
+    p.loss = lambda model, x, layer: squares(model, x) + 0.1 * mx.square(layer.weight).sum()
+    p.given = lambda at: (p.model.layers[0] if at >= LATE else other,)
+
+
+@build
+def a_module_with_a_buffer_becomes_a_layer_of_the_model(p: Program) -> None:
+    p.model.layers.append(Counting())
+    s = SimpleNamespace(layer=Counting())
+    p.loss = lambda model, x: squares(model, x) * s.layer._value
+    p.change(lambda: setattr(s, "layer", p.model.layers[-1]))
+
+
+def losses(made: Callable[[Program], None], fast: bool, accumulate: int) -> list[float]:
+    mx.random.seed(2)
+    p = Program()
+    made(p)
+    optimizer = optim.SGD(0.02)
+    mx.eval(p.model.state)
+    step = Step(p.model, optimizer, p.loss, accumulate=accumulate)
+    plain = plain_step(p.model, optimizer, p.loss, accumulate=accumulate)
+    x = mx.random.normal((8, 3), key=mx.random.key(3))
+    found = []
+    for at in range(STEPS):
+        p.changes.get(at, lambda: None)()
+        given = p.given(at)
+        found.append(step(x, *given).loss.item() if fast else plain(x, *given)[0].item())
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_late_change_of_what_is_one_object_is_seen_at_once(name: str, accumulate: int) -> None:
+    expected = losses(BUILDS[name], False, accumulate)
+    for _ in range(2):  # the second step of the process knows the graphs of the first one
+        np.testing.assert_allclose(losses(BUILDS[name], True, accumulate), expected, rtol=2e-5)
