@@ -274,6 +274,11 @@ class Nodes:
             if kind == VALUE and how != READ and type(value) is str and value in self.naming:  # another function's name
                 self.nodes[at] = (parent, how, key, IDENTITY, value)
         keep = [self.can_change(at) for at in range(len(self.nodes))]
+        others = {type(each) for node, each in zip(self.nodes, self.objects, strict=True) if node[1] != HELD}
+        for at, (_, how, *_) in enumerate(self.nodes):
+            keep[at] |= (
+                how == HELD and type(self.objects[at]) in others
+            )  # one of those may become it, or cease to be it
         for at in reversed(range(len(self.nodes))):
             parent, _, _, kind, expected = self.nodes[at]
             if keep[at]:

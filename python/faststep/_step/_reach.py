@@ -31,7 +31,16 @@ from faststep._native import core
 from faststep._step._asked import BASES, Asking, owner_of
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
-from faststep._step._named import CALLED_BY, COPIES, MAKERS, attributes_in, named, on_globals, texts
+from faststep._step._named import (
+    CALLED_BY,
+    COPIES,
+    MAKERS,
+    attributes_in,
+    named,
+    on_globals,
+    tells_apart,
+    texts,
+)
 from faststep._step._nodes import (
     ATTRIBUTE,
     BASE,
@@ -74,6 +83,8 @@ from faststep._step._things import (
     attributes,
     chosen,
     has_attributes,
+    held,
+    holder,
     is_a,
     is_buffer,
     is_fixed,
@@ -87,7 +98,9 @@ from faststep._step._things import (
     slots,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str], bool]
+Found = tuple[
+    list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str], tuple[bool, bool]
+]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
@@ -119,7 +132,7 @@ def discover(
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
         cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it; whether the loss may take
         from a generator or an iterator; the names in `apart` that its code may read; whether its code asks for the
-        addresses of objects.
+        addresses of objects, and whether it asks whether two are one.
     """
     search = _Search(roots[1], owned, apart)
     search.growing.update(growing)
@@ -183,9 +196,10 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
     draws = may_draw(search.names | search.of_others | search.attributes, search.objects)
-    asks_addresses = not _OF_ADDRESSES.isdisjoint(search.names)
     codes = list(search.own_codes)
-    return search.kept(), classes, codes, search.hidden, meets_optimizer, draws, search.read, asks_addresses
+    asks_addresses = not _OF_ADDRESSES.isdisjoint(search.names)
+    identity = asks_addresses, any(map(tells_apart, codes))
+    return search.kept(), classes, codes, search.hidden, meets_optimizer, draws, search.read, identity
 
 
 class _Search(Asking):
@@ -388,15 +402,15 @@ class _Search(Asking):
 
     def follow_set(self, at: int, value: Any) -> None:
         """Add the objects in a set; their number is compared too, since a new one is to be followed."""
-        if len(value) <= MAX_ITEMS and members(value):
+        if len(value) <= MAX_ITEMS and held(value):
             parent, how, key, *_ = self.nodes[at]
             self._put((parent, how, key, CONTAINER), CONTAINER, None, value)
             self.follow_members(at, value)
 
     def follow_members(self, at: int, value: Iterable[Any]) -> None:
-        """Add the objects in a set, and those that are keys of a dict."""
-        for member in members(value):
-            self.add(at, HELD, weakref.ref(member), member)
+        """Add the objects in a set, and those that are keys of a dict or stand in one."""
+        for member in held(value):
+            self.add(at, HELD, holder(member), member)
 
     def follow_objects(self, at: int, value: np.ndarray[Any, Any]) -> None:
         """Add what is in an array of objects, where that can be watched: in one that is passed, others may be."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -203,16 +203,37 @@ def slots(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def members(value: Iterable[Any]) -> list[Any]:
-    """Return the objects of a user's classes among the keys of a dict, or in a set, that can be referred to weakly."""
-    found = (each for each in list(value) if not is_a(each, (type, types.FunctionType, *PLAIN)))
-    return [each for each in found if has_attributes(each) and type(each).__weakrefoffset__ != 0]
+    """Return the objects of a user's classes in a collection that can be referred to weakly."""
+    return [each for each in list(value) if _is_member(each) and type(each).__weakrefoffset__ != 0]
+
+
+def _is_member(value: Any) -> bool:
+    return not is_a(value, (type, types.FunctionType, *PLAIN)) and has_attributes(value)
+
+
+def held(value: Iterable[Any]) -> list[Any]:
+    """Return the objects of a user's classes and the functions in a set or among the keys of a dict, within keys too."""
+    found: list[Any] = []
+    for each in list(value):
+        if is_a(each, (tuple, frozenset)):
+            found += held(each)
+        elif is_a(each, weakref.ref):
+            found += held([each()])
+        elif is_a(each, types.FunctionType) or _is_member(each):
+            found.append(each)
+    return found
+
+
+def holder(value: Any) -> Callable[[], Any]:
+    """Return what gives an object back, and does not keep it alive where that can be."""
+    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
 
 
 class Kept:
     """What finds an object among those that a function with a cache keeps."""
 
     def __init__(self, value: Any) -> None:
-        self._get = weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
+        self._get = holder(value)
         self._id = id(value)
 
     def __call__(self, cache: Any) -> Any:

@@ -90,6 +90,8 @@ pub struct Program {
     pub meets_optimizer: bool,
     /// Whether the loss may take from a generator or an iterator.
     pub may_draw: bool,
+    /// Whether the loss may ask whether two objects are one.
+    pub tells_apart: bool,
 }
 
 impl Program {
@@ -121,6 +123,7 @@ impl Program {
             hidden: why,
             meets_optimizer: true, // perhaps
             may_draw: true,
+            tells_apart: true,
         }
     }
 
@@ -151,7 +154,7 @@ type Discovered<'py> = (
     bool,
     bool,
     Vec<String>,
-    bool,
+    (bool, bool),
 );
 
 // what is not as a program has it
@@ -186,6 +189,8 @@ pub struct Reach {
     pub numbers: Option<Py<PyDict>>,
     /// Attributes of the model that are no part of its tree.
     pub apart: Names,
+    /// Dicts, lists and tuples among the arguments.
+    pub passed: Containers,
     searches: Searches,
 }
 
@@ -241,7 +246,7 @@ impl Reach {
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
         }
-        Ok(Looked::new(program, objects, values))
+        Ok(Looked::new(program, objects, values, self.passed.clone()))
     }
 
     /// Return whether it takes longer to look at what there is than to show an optimizer's state: most looks end with a search,
@@ -296,7 +301,8 @@ impl Reach {
                         self.let_go();
                     }
                     self.programs.push(program.clone());
-                    let looked = Looked::new(program, objects, values);
+                    let passed = self.passed.clone();
+                    let looked = Looked::new(program, objects, values, passed);
                     if let Some(array) = looked.reshaped {
                         self.change = Some(looked.name(owned.py(), array));
                     }
@@ -403,7 +409,7 @@ impl Reach {
             meets_optimizer,
             may_draw,
             read,
-            asks_addresses,
+            (by_address, tells_apart),
         ): Discovered<'_> = found.extract()?;
         let model =
             Tree::of_model(&roots[1]).map_or_else(|_| Rc::default(), |it| it.0.containers());
@@ -420,7 +426,7 @@ impl Reach {
             codes: Some(codes.unbind()),
             rows: Row::number(&mut found.nodes, py),
             nodes: found.nodes,
-            identities: Identities::new(model, asks_addresses),
+            identities: Identities::new(model, by_address),
             forms: Forms::of(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
             grown: Cell::default(),
@@ -429,6 +435,7 @@ impl Reach {
             hidden,
             meets_optimizer,
             may_draw,
+            tells_apart,
         })
     }
 }

@@ -170,6 +170,7 @@ impl Tree {
             ..Recorder::default()
         };
         recorder.run(root)?;
+        recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
         Ok(RecordedArguments {
             tree: recorder.tree,
             slots: recorder.slots,

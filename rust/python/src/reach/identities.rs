@@ -75,13 +75,10 @@ impl Identities {
         } else {
             differs(&first.same, &groups(&now.things))
         };
-        match other {
-            Some(at) => Some(first.objects.nodes.get(at).copied().unwrap_or_default()),
-            None => {
-                self.last.replace(Rc::new(now));
-                None
-            }
+        if other.is_none() {
+            self.last.replace(Rc::new(now));
         }
+        other.map(|at| first.objects.nodes.get(at).copied().unwrap_or_default())
     }
 
     /// A node whose object at the last look stands elsewhere in the model, which has these containers now, than it did.

@@ -52,6 +52,8 @@ pub struct Batch<'py> {
     pub arrays: Vec<Array>,
     /// Modules and other objects among them, which a loss may reach into.
     pub objects: Vec<Bound<'py, PyAny>>,
+    /// The addresses of the user's own containers among them.
+    pub containers: Rc<Vec<usize>>,
 }
 
 fn is_one(object: &Bound<'_, PyAny>) -> bool {
@@ -68,6 +70,7 @@ impl<'py> Arguments<'py> {
     pub fn batch(&mut self) -> PyResult<Batch<'py>> {
         let py = self.py();
         let mut found = Tree::record_arguments(self.passed.as_any())?;
+        let containers = found.tree.containers();
         if found.numpy {
             let mlx = py.import("mlx.core")?;
             let (mut numpy, mut number) = (Vec::new(), 0);
@@ -114,6 +117,7 @@ impl<'py> Arguments<'py> {
             tree: Rc::new(tree),
             arrays,
             objects,
+            containers,
         })
     }
 

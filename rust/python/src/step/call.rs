@@ -359,6 +359,7 @@ impl Inner {
         let numbers = self.reach.numbers.as_ref();
         roots.extend(numbers.map(|numbers| numbers.bind(user.py()).clone().into_any()));
         self.reach.begin();
+        self.reach.passed = batch.containers.clone();
         let stays_plain = !self.compiled && !self.becomes_another();
         let looked = if stays_plain && self.reach.is_costly() {
             Looked::nothing() // the loss is called at each step, and sees what there is

@@ -263,7 +263,11 @@ impl Inner {
                 return Ok(());
             }
         }
-        let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
+        let why = match self
+            .unwatched
+            .take()
+            .or_else(|| self.hidden(store, given, user.py()))
+        {
             Some(why) => Some(why),
             None => self.suspected(store, user, given, (task, false))?,
         };
@@ -274,8 +278,16 @@ impl Inner {
     }
 
     // why this call cannot be compiled: what the loss, or the optimizer, reaches cannot be watched
-    fn hidden(&self, store: &Store, given: &Given) -> Option<String> {
-        let hidden = given.looked.program.hidden.clone();
+    fn hidden(&self, store: &Store, given: &Given, py: Python<'_>) -> Option<String> {
+        let program = &given.looked.program;
+        let is_given = || {
+            let mut why = self.traces.recent().map(|entry| {
+                let changes = (&entry.kept.written.stored[..], !entry.kept.adds.is_empty());
+                given.looked.is_given(changes, py)
+            });
+            why.find_map(|why| why)
+        };
+        let hidden = program.hidden.clone().or_else(is_given);
         let own = matches!(store.rule, Some(Rule::Host));
         hidden.or_else(|| self.read.hidden().filter(|_| own))
     }
