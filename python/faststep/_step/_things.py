@@ -212,7 +212,7 @@ def _is_member(value: Any) -> bool:
 
 
 def held(value: Iterable[Any]) -> list[Any]:
-    """Return the objects of a user's classes and the functions in a set or among the keys of a dict, within keys too."""
+    """Return the objects of user classes and the functions in a set or among the keys of a dict: within keys too."""
     found: list[Any] = []
     for each in list(value):
         if is_a(each, (tuple, frozenset)):
