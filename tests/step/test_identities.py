@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,23 +14,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from support.helpers import plain_step
-
-LATE, STEPS = 120, 130  # behind the calls at which a step calls a loss once more to compare what it gives
-
-
-class Program:
-    """A model, a loss, and what is changed before a step."""
-
-    def __init__(self) -> None:
-        self.model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.loss: Callable[..., mx.array] = lambda model, x: squares(model, x)
-        self.changes: dict[int, Callable[[], object]] = {}
-        self.given: Callable[[int], tuple[Any, ...]] = lambda at: ()
-        self.kept: list[Any] = []
-
-    def change(self, change: Callable[[], object], at: int = LATE) -> None:
-        self.changes[at] = change
+from support.late import LATE, Program, losses, squares
 
 
 class Thing:
@@ -68,10 +53,6 @@ class Counting(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         self._value = self._value * 0.99
         return x
-
-
-def squares(model: nn.Module, x: mx.array) -> mx.array:
-    return mx.square(model(x) - 1).mean()
 
 
 def in_cells() -> tuple[Callable[[], None], Callable[[], mx.array]]:
@@ -348,21 +329,18 @@ def a_function_that_is_a_key_reads_another_number(p: Program) -> None:
     p.change(lambda: setattr(s, "k", 3.0))
 
 
-def losses(made: Callable[[Program], None], fast: bool, accumulate: int) -> list[float]:
-    mx.random.seed(2)
-    p = Program()
-    made(p)
-    optimizer = optim.SGD(0.02)
-    mx.eval(p.model.state)
-    step = Step(p.model, optimizer, p.loss, accumulate=accumulate)
-    plain = plain_step(p.model, optimizer, p.loss, accumulate=accumulate)
-    x = mx.random.normal((8, 3), key=mx.random.key(3))
-    found = []
-    for at in range(STEPS):
-        p.changes.get(at, lambda: None)()
-        given = p.given(at)
-        found.append(step(x, *given).loss.item() if fast else plain(x, *given)[0].item())
-    return found  # type: ignore[return-value]
+@build
+def a_function_with_a_cache_is_called_anew(p: Program) -> None:
+    s = SimpleNamespace(k=1.0)
+
+    @functools.lru_cache
+    def scaled(by: float) -> float:
+        return by * s.k
+
+    p.loss = lambda model, x: squares(model, x) * scaled(2.0)
+    for at in (LATE - 8, LATE):  # at the first time the factor becomes an input of the trace
+        p.change(lambda at=at: setattr(s, "k", at / 40.0), at)  # type: ignore[misc]
+        p.change(scaled.cache_clear, at + 3)
 
 
 @pytest.mark.filterwarnings("error")

@@ -93,6 +93,7 @@ from faststep._step._things import (
     is_record,
     kept_in,
     members,
+    numbers_kept,
     parts,
     size,
     slots,
@@ -335,6 +336,8 @@ class _Search(Asking):
             self.add(at, MISSES, None, misses)
         for each in found:
             self.add(at, READ, Kept(each), each)
+        if not of_library and numbers_kept(cache):  # it may be cleared, and filled with others
+            self.add_read(at, numbers_kept)
 
     def follow_function(self, at: int, function: types.FunctionType) -> None:
         """Add a function's closure and defaults, and the globals that its code names."""

@@ -48,7 +48,7 @@ VIEWS: tuple[type, ...] = (
 WEAK_SETS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 GETTERS = (operator.attrgetter, operator.methodcaller)
 CACHE = functools._lru_cache_wrapper
-MAX_ITEMS, _MAX_QUEUE = 4096, 256
+MAX_ITEMS, _MAX_QUEUE, _MAX_RESULTS = 4096, 256, 64
 _RECORDS = (
     *(types.SimpleNamespace, argparse.Namespace, string.Template, threading.local, threading.Event),
     *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap, BaseException),
@@ -277,10 +277,17 @@ def results(cache: Any) -> list[Any]:
     """Return what a function with a cache keeps."""
     referents = gc.get_referents(cache)
     place, known = _dict_of(cache, referents)
-    if cache.cache_info().maxsize is None:
+    if place <= 1:  # without bounds, or empty
         return list(known.values())
     found = dict(zip(referents[1:place:3], referents[2:place:3], strict=False))  # the last of a key
-    return [result for key, result in found.items() if key in known]
+    return [found[key] for key in known if key in found]
+
+
+def numbers_kept(cache: Any) -> tuple[Any, ...]:
+    """Return the numbers and texts among the results that a function with a cache keeps; of many results nothing."""
+    if cache.cache_info().currsize > _MAX_RESULTS:
+        return ()
+    return tuple(each for each in results(cache) if type(each) in PLAIN)
 
 
 def _dict_of(cache: Any, referents: list[Any]) -> tuple[int, dict[Any, Any]]:
@@ -288,7 +295,11 @@ def _dict_of(cache: Any, referents: list[Any]) -> tuple[int, dict[Any, Any]]:
 
     Behind a class come the keys and results of a cache with bounds, then the dict, and the function.
     """
-    place = max((number for number, each in enumerate(referents) if each is cache.__wrapped__), default=0) - 1
+    wrapped = cache.__wrapped__
+    place = len(referents) - 1
+    while place > 0 and referents[place] is not wrapped:
+        place -= 1
+    place -= 1
     known = referents[place] if place > 0 else None
     return place, known if type(known) is dict else {}
 
