@@ -48,7 +48,7 @@ pub use reached::{Reached, Written};
 pub use read::Read;
 use row::Row;
 use searches::Searches;
-pub use seen::{equal, Seen};
+pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;

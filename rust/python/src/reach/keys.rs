@@ -1,8 +1,10 @@
 //! The keys of a dict in their order, which a loss may go through.
 use pyo3::{prelude::*, types::PyDict};
 
-use super::seen::equal;
-use crate::{mlx::bridge, tree::static_value::is_plain};
+use crate::{
+    mlx::bridge,
+    tree::static_value::{equal, is_plain},
+};
 
 /// Keys as they were when a loss was searched.
 #[derive(Debug, Default)]

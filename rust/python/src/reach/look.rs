@@ -7,12 +7,11 @@ use super::{
     contents::contents,
     node::{Expect, How, Met, Node},
     row::{Kind, Places, Row},
-    seen::equal,
     Program,
 };
 use crate::{
     mlx::bridge,
-    tree::{walk::Scope, Tree},
+    tree::{static_value::equal, walk::Scope, Tree},
 };
 use faststep::engine::Tensor;
 

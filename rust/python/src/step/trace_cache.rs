@@ -198,6 +198,13 @@ impl Kept {
             && (!matters() || looked.shared(py).is_ok_and(|now| now == self.shared))
     }
 
+    /// Count its uses anew where what the loss reaches has another structure than it has had: whether it holds is asked again soon.
+    pub fn meet_program(&mut self, looked: &Looked) {
+        if !self.seen.iter().any(|seen| seen.is_of(looked)) {
+            self.uses = 0;
+        }
+    }
+
     /// The trace holds for these numbers too.
     pub fn see(&mut self, seen: Seen) {
         self.seen.push(seen);
