@@ -330,17 +330,40 @@ def a_function_that_is_a_key_reads_another_number(p: Program) -> None:
 
 
 @build
-def a_function_with_a_cache_is_called_anew(p: Program) -> None:
-    s = SimpleNamespace(k=1.0)
+def another_object_is_not_that_of_the_model(p: Program) -> None:
+    mine, other = Thing(), Thing()
+    p.model.own = mine
+    p.loss = lambda model, x: squares(model, x) * (2.0 if model.own is mine else 1.0)
 
-    @functools.lru_cache
-    def scaled(by: float) -> float:
-        return by * s.k
+    def change() -> None:
+        nonlocal mine
+        mine = other
 
-    p.loss = lambda model, x: squares(model, x) * scaled(2.0)
-    for at in (LATE - 8, LATE):  # at the first time the factor becomes an input of the trace
-        p.change(lambda at=at: setattr(s, "k", at / 40.0), at)  # type: ignore[misc]
-        p.change(scaled.cache_clear, at + 3)
+    p.change(change)
+
+
+@build
+def another_object_is_the_key_in_a_dict_of_the_model(p: Program) -> None:
+    one, other = Thing(), Thing()
+    p.model.scales, s = {one: 1.0, other: 0.5}, SimpleNamespace(o=one)
+    p.loss = lambda model, x: squares(model, x) * model.scales[s.o]
+    p.change(lambda: setattr(s, "o", other))
+
+
+@build
+def another_object_is_in_no_set_of_the_model(p: Program) -> None:
+    one, other = Thing(), Thing()
+    p.model.active, s = {one}, SimpleNamespace(o=one)
+    p.loss = lambda model, x: squares(model, x) * (2.0 if s.o in model.active else 1.0)
+    p.change(lambda: setattr(s, "o", other))
+
+
+@build
+def another_object_is_in_no_tuple_of_the_model(p: Program) -> None:
+    one, other = Thing(), Thing()
+    p.model.active, s = (one,), SimpleNamespace(o=one)
+    p.loss = lambda model, x: squares(model, x) * (2.0 if s.o in model.active else 1.0)
+    p.change(lambda: setattr(s, "o", other))
 
 
 @pytest.mark.filterwarnings("error")
@@ -378,3 +401,24 @@ def test_a_loss_that_changes_a_dict_which_it_is_given_too_runs_uncompiled(of_arr
     step = Step(nn.Linear(3, 1), optim.SGD(0.1), reading)
     step(mx.ones((8, 3)), own)
     assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("of_arrays", [False, True])
+def test_a_function_with_a_cache_is_called_anew(of_arrays: bool) -> None:
+    made = functools.partial(clears_a_cache, of_arrays=of_arrays)
+    expected = losses(made, False, accumulate=2)
+    for _ in range(2):
+        np.testing.assert_allclose(losses(made, True, accumulate=2), expected, rtol=2e-5)
+
+
+def clears_a_cache(p: Program, of_arrays: bool) -> None:
+    s = SimpleNamespace(k=1.0)
+
+    @functools.lru_cache
+    def scaled(by: float) -> Any:
+        return mx.array(by * s.k) if of_arrays else by * s.k
+
+    p.loss = lambda model, x: squares(model, x) * scaled(2.0)
+    for at in (LATE - 8, LATE):  # at the first time the factor becomes an input of the trace
+        p.change(lambda at=at: setattr(s, "k", at / 40.0), at)  # type: ignore[misc]
+        p.change(scaled.cache_clear, at + 3)

@@ -29,6 +29,7 @@ from faststep._step._things import (
     is_a,
     is_fixed,
     is_large_deque,
+    is_member,
     is_numbers,
     is_of_numbers,
     parts,
@@ -305,4 +306,6 @@ class Nodes:
             return False
         if how == CLASS and kind == SAME:
             return not is_a(self.objects[at], types.FunctionType)  # methods are looked at with their class
+        if kind == SAME and is_member(self.objects[at]):
+            return True  # the object of the other node may become another one
         return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.walked)

@@ -89,14 +89,15 @@ from faststep._step._things import (
     is_buffer,
     is_fixed,
     is_large_deque,
+    is_member,
     is_numbers,
     is_record,
     kept_in,
     members,
-    numbers_kept,
     parts,
     size,
     slots,
+    values_kept,
 )
 
 Found = tuple[
@@ -336,8 +337,8 @@ class _Search(Asking):
             self.add(at, MISSES, None, misses)
         for each in found:
             self.add(at, READ, Kept(each), each)
-        if not of_library and numbers_kept(cache):  # it may be cleared, and filled with others
-            self.add_read(at, numbers_kept)
+        if not of_library and values_kept(cache):  # it may be cleared, and filled with others
+            self.add_read(at, values_kept)
 
     def follow_function(self, at: int, function: types.FunctionType) -> None:
         """Add a function's closure and defaults, and the globals that its code names."""
@@ -398,9 +399,11 @@ class _Search(Asking):
                 self.leave(value, key, (at, how, key, item))
                 continue
             known = is_a(item, (mx.array, *PLAIN)) or type(item) is set or id(item) in self.seen
-            if not of_module or not known:
+            if not of_module or not known or is_member(item):
                 self.add(at, how, key, item)
-        if is_a(value, dict) and not of_module:
+            elif type(item) is set:
+                self.follow_members(at, item)
+        if is_a(value, dict):
             self.follow_members(at, value)
 
     def follow_set(self, at: int, value: Any) -> None:

@@ -204,10 +204,11 @@ def slots(cls: type) -> Iterator[tuple[str, Any]]:
 
 def members(value: Iterable[Any]) -> list[Any]:
     """Return the objects of a user's classes in a collection that can be referred to weakly."""
-    return [each for each in list(value) if _is_member(each) and type(each).__weakrefoffset__ != 0]
+    return [each for each in list(value) if is_member(each) and type(each).__weakrefoffset__ != 0]
 
 
-def _is_member(value: Any) -> bool:
+def is_member(value: Any) -> bool:
+    """Return whether it is an object of a user's class, which is itself alone and no value."""
     return not is_a(value, (type, types.FunctionType, *PLAIN)) and has_attributes(value)
 
 
@@ -219,7 +220,7 @@ def held(value: Iterable[Any]) -> list[Any]:
             found += held(each)
         elif is_a(each, weakref.ref):
             found += held([each()])
-        elif is_a(each, types.FunctionType) or _is_member(each):
+        elif is_a(each, types.FunctionType) or is_member(each):
             found.append(each)
     return found
 
@@ -242,7 +243,7 @@ class Kept:
         return value if any(each is value for each in results(cache)) else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self._id == other._id
+        return isinstance(other, Kept) and self._id == other._id and self._get() is other._get()
 
     def __hash__(self) -> int:
         return self._id
@@ -283,11 +284,12 @@ def results(cache: Any) -> list[Any]:
     return [found[key] for key in known if key in found]
 
 
-def numbers_kept(cache: Any) -> tuple[Any, ...]:
-    """Return the numbers and texts among the results that a function with a cache keeps; of many results nothing."""
+def values_kept(cache: Any) -> tuple[Any, ...]:
+    """Return the numbers and texts that a function with a cache keeps, and which arrays; of many results nothing."""
     if cache.cache_info().currsize > _MAX_RESULTS:
         return ()
-    return tuple(each for each in results(cache) if type(each) in PLAIN)
+    found = (Kept(each) if is_a(each, mx.array) else each for each in results(cache))
+    return tuple(each for each in found if type(each) in (Kept, *PLAIN))
 
 
 def _dict_of(cache: Any, referents: list[Any]) -> tuple[int, dict[Any, Any]]:
