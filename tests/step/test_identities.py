@@ -358,14 +358,6 @@ def another_object_is_in_no_set_of_the_model(p: Program) -> None:
     p.change(lambda: setattr(s, "o", other))
 
 
-@build
-def another_object_is_in_no_tuple_of_the_model(p: Program) -> None:
-    one, other = Thing(), Thing()
-    p.model.active, s = (one,), SimpleNamespace(o=one)
-    p.loss = lambda model, x: squares(model, x) * (2.0 if s.o in model.active else 1.0)
-    p.change(lambda: setattr(s, "o", other))
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", BUILDS)
