@@ -150,6 +150,35 @@ def an_argument_becomes_a_reached_object(p: Program) -> None:
 
 
 @build
+def one_of_many_new_objects_is_another_one(p: Program) -> None:
+    def things() -> list[Any]:
+        return [SimpleNamespace(v=mx.array(1.0 + at)) for at in range(8)]
+
+    s = SimpleNamespace(some=things(), a=SimpleNamespace(v=mx.array(1.0)), b=SimpleNamespace(v=mx.array(2.0)))
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        s.a.v = s.a.v * 0.97
+        return squares(model, x) * (s.some[3].v + s.b.v)
+
+    p.loss = loss
+    for at in range(100, LATE - 3):
+        p.change(lambda: setattr(s, "some", things()), at)
+    for at in range(LATE - 3, LATE):
+        p.change(lambda: setattr(s, "b", SimpleNamespace(v=mx.array(3.0))), at)
+    p.change(lambda: s.some.__setitem__(3, s.a))
+
+
+@build
+def a_new_dict_in_each_step_becomes_that_of_the_model(p: Program) -> None:
+    p.model.kept = {"w": mx.array(0.5)}
+    s = SimpleNamespace(kept={"w": mx.array(2.0)})
+    p.loss = lambda model, x: squares(model, x) + mx.square(s.kept["w"] + 0.1 * model.kept["w"])
+    for at in range(100, LATE):
+        p.change(lambda: setattr(s, "kept", {"w": mx.array(2.0)}), at)
+    p.change(lambda: setattr(s, "kept", p.model.kept))
+
+
+@build
 def a_layer_that_is_kept_leaves_the_model(p: Program) -> None:
     layer = p.model.layers[0]
     p.loss = lambda model, x: squares(model, x) + 0.1 * mx.square(layer.weight).sum()

@@ -22,30 +22,40 @@ use crate::{
 /// Addresses of a model's modules, dicts and lists, in the order of a walk.
 pub type Containers = Rc<Vec<usize>>;
 
+/// So many objects that are others than at the last look are compared one by one with all.
+const FEW: usize = 4;
+
 /// The objects of a program as they were when it was made.
 #[derive(Default)]
 pub struct Identities {
     made_for: Containers, // of the model
     by_address: bool,     // the code asks for addresses, and not only whether two objects are one
     first: OnceCell<First>,
-    last: RefCell<Rc<Objects>>,                         // of the last look
-    placed: RefCell<Option<(Rc<Objects>, Containers)>>, // those that were last found to be in the model as they were
+    last: RefCell<Things>,               // of the last look
+    placed: RefCell<Option<Containers>>, // of the model in which all but `others` were last found to be as they were
+    others: RefCell<Vec<usize>>,
 }
 
 // what is compared at the first look
 struct First {
     watched: Vec<(usize, usize)>, // nodes, and the number of each among the objects of a look
-    objects: Rc<Objects>,
+    things: Vec<usize>,
     same: Vec<usize>,             // for each thing the first one that is the same
+    alone: Vec<bool>,             // whether there is no other one that is the same
     in_model: Vec<Option<usize>>, // the place of each in the model
 }
 
 #[derive(Default)]
-struct Objects {
-    addresses: Vec<usize>,    // of those watched
-    modules: Vec<Containers>, // of modules that are looked at as a whole
-    things: Vec<usize>, // the addresses, those in the modules, then those of the cells and globals of functions
-    nodes: Vec<usize>,  // of each thing
+struct Things {
+    addresses: Vec<usize>, // of the objects, of those in modules, then of the cells and globals of functions
+    nodes: Vec<usize>,     // of each
+    modules: Vec<Containers>, // in the modules that are looked at as a whole
+}
+
+// what is another one than at the last look
+enum Others {
+    Few(Vec<(usize, usize)>), // objects that are no functions or modules: their numbers and addresses
+    Many,
 }
 
 impl Identities {
@@ -62,23 +72,55 @@ impl Identities {
     /// has to be.
     pub fn other(&self, nodes: &[Node], objects: &[Option<Met<'_>>]) -> Option<usize> {
         let first = self.first.get_or_init(|| {
-            let first = First::of(nodes, objects, &self.made_for);
-            self.last.replace(first.objects.clone());
+            let (first, things) = First::of(nodes, objects, &self.made_for);
+            self.last.replace(things);
             first
         });
-        if self.last.borrow().are(&first.watched, nodes, objects) {
-            return None;
+        let others = self.last.borrow().others(&first.watched, nodes, objects);
+        if let Others::Few(others) = &others {
+            if others.is_empty() {
+                return None;
+            }
+            if !self.by_address && self.take(first, others) {
+                return None;
+            }
         }
-        let now = Objects::of(&first.watched, nodes, objects);
+        let now = Things::of(&first.watched, nodes, objects);
         let other = if self.by_address {
-            differs(&first.objects.things, &now.things)
+            differs(&first.things, &now.addresses)
         } else {
-            differs(&first.same, &groups(&now.things))
+            differs(&first.same, &groups(&now.addresses))
         };
-        if other.is_none() {
-            self.last.replace(Rc::new(now));
+        if let Some(at) = other {
+            let node = now.nodes.get(at).or_else(|| now.nodes.last());
+            return Some(node.copied().unwrap_or_default());
         }
-        other.map(|at| first.objects.nodes.get(at).copied().unwrap_or_default())
+        self.last.replace(now);
+        self.placed.take();
+        None
+    }
+
+    // take a few others for those of the last look, where no two of all are one; whether that is so
+    fn take(&self, first: &First, others: &[(usize, usize)]) -> bool {
+        let mut last = self.last.borrow_mut();
+        let known = &last.addresses;
+        let is_new = |(number, &(at, address)): (usize, &(usize, usize))| {
+            let mut before = others[..number].iter();
+            first.alone[at]
+                && !known.contains(&address)
+                && !before.any(|&(_, other)| other == address)
+        };
+        if !others.iter().enumerate().all(is_new) {
+            return false;
+        }
+        for &(at, address) in others {
+            last.addresses[at] = address;
+        }
+        if self.placed.borrow().is_some() {
+            let numbers = others.iter().map(|&(at, _)| at);
+            self.others.borrow_mut().extend(numbers);
+        }
+        true
     }
 
     /// A node whose object at the last look stands elsewhere in the model, which has these containers now, than it did.
@@ -86,25 +128,27 @@ impl Identities {
         let first = self.first.get()?;
         let last = self.last.borrow();
         let mut placed = self.placed.borrow_mut();
-        let is_known = placed.as_ref().is_some_and(|(objects, containers)| {
-            Rc::ptr_eq(objects, &last) && Rc::ptr_eq(containers, model)
-        });
-        if is_known {
-            return None;
-        }
-        if self.by_address && **model != *self.made_for {
-            return Some(0);
-        }
-        let other = differs(&first.in_model, &places(&last.things, model));
+        let mut others = self.others.borrow_mut();
+        let is_known = placed.as_ref().is_some_and(|it| Rc::ptr_eq(it, model));
+        let other = if is_known {
+            let place = |at: usize| model.iter().position(|it| *it == last.addresses[at]);
+            let mut others = others.iter().copied();
+            others.find(|&at| place(at) != first.in_model[at])
+        } else if self.by_address && **model != *self.made_for {
+            Some(0)
+        } else {
+            differs(&first.in_model, &places(&last.addresses, model))
+        };
         if other.is_none() {
-            *placed = Some((last.clone(), model.clone()));
+            others.clear();
+            *placed = Some(model.clone());
         }
-        other.map(|at| last.nodes[at])
+        other.map(|at| last.nodes.get(at).copied().unwrap_or_default())
     }
 }
 
 impl First {
-    fn of(nodes: &[Node], objects: &[Option<Met<'_>>], model: &[usize]) -> Self {
+    fn of(nodes: &[Node], objects: &[Option<Met<'_>>], model: &[usize]) -> (Self, Things) {
         let kept = nodes.iter().enumerate();
         let kept = kept.filter_map(|(at, node)| Some((at, node, node.kept?)));
         let watched = kept.filter(|(_, node, kept)| {
@@ -112,27 +156,32 @@ impl First {
             met.is_some_and(|met| has_identity(node, &met.object))
         });
         let watched: Vec<_> = watched.map(|(at, _, kept)| (at, kept)).collect();
-        let objects = Objects::of(&watched, nodes, objects);
-        Self {
-            same: groups(&objects.things),
-            in_model: places(&objects.things, model),
-            watched,
-            objects: Rc::new(objects),
+        let things = Things::of(&watched, nodes, objects);
+        let same = groups(&things.addresses);
+        let mut counts = vec![0; same.len()];
+        for &first in &same {
+            counts[first] += 1;
         }
+        let first = Self {
+            watched,
+            alone: same.iter().map(|&first| counts[first] == 1).collect(),
+            same,
+            in_model: places(&things.addresses, model),
+            things: things.addresses.clone(),
+        };
+        (first, things)
     }
 }
 
-impl Objects {
+impl Things {
     fn of(watched: &[(usize, usize)], nodes: &[Node], objects: &[Option<Met<'_>>]) -> Self {
         let addresses = watched.iter().map(|&(_, kept)| address(objects, kept));
         let mut found = Self {
             addresses: addresses.collect(),
             nodes: watched.iter().map(|&(node, _)| node).collect(),
-            ..Self::default()
+            modules: Vec::new(),
         };
-        found.things.clone_from(&found.addresses);
-        let trees = trees(watched, nodes);
-        for (at, tree) in trees {
+        for (at, tree) in trees(watched, nodes) {
             let containers = tree.containers();
             found.add(at, containers.iter().copied());
             found.modules.push(containers);
@@ -150,25 +199,38 @@ impl Objects {
         found
     }
 
-    fn add(&mut self, node: usize, things: impl Iterator<Item = usize>) {
-        self.things.extend(things);
-        self.nodes.resize(self.things.len(), node);
+    fn add(&mut self, node: usize, addresses: impl Iterator<Item = usize>) {
+        self.addresses.extend(addresses);
+        self.nodes.resize(self.addresses.len(), node);
     }
 
-    // true if these are the objects of a look
-    fn are(&self, watched: &[(usize, usize)], nodes: &[Node], objects: &[Option<Met<'_>>]) -> bool {
-        let mut pairs = watched.iter().zip(&self.addresses);
+    // what is another one at a look
+    fn others(
+        &self,
+        watched: &[(usize, usize)],
+        nodes: &[Node],
+        objects: &[Option<Met<'_>>],
+    ) -> Others {
+        let mut few = Vec::new();
         let mut modules = self.modules.iter();
-        pairs.all(|(&(at, kept), known)| {
-            address(objects, kept) == *known
-                && match &nodes[at].expect {
-                    Expect::Module(tree, ..) => {
-                        let known = modules.next();
-                        known.is_some_and(|known| tree.has_containers(known))
-                    }
-                    _ => true,
-                }
-        })
+        for (number, (&(at, kept), known)) in watched.iter().zip(&self.addresses).enumerate() {
+            let whole = match &nodes[at].expect {
+                Expect::Module(tree, ..) => modules
+                    .next()
+                    .is_some_and(|known| tree.has_containers(known)),
+                _ => true,
+            };
+            let now = address(objects, kept);
+            if now == *known && whole {
+                continue;
+            }
+            let alone = !matches!(nodes[at].expect, Expect::Function(..) | Expect::Module(..));
+            if !alone || few.len() == FEW {
+                return Others::Many;
+            }
+            few.push((number, now));
+        }
+        Others::Few(few)
     }
 }
 
