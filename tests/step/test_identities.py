@@ -424,6 +424,26 @@ def test_a_loss_that_changes_a_dict_which_it_is_given_too_runs_uncompiled(of_arr
     assert step.stats.mode == "native"
 
 
+@pytest.mark.parametrize("late", [0, 20])
+@pytest.mark.parametrize("name", ["kept", "_kept"])
+def test_a_loss_that_is_given_a_dict_of_the_model_runs_uncompiled(name: str, late: int) -> None:
+    def made(p: Program) -> None:
+        setattr(p.model, name, {"w": mx.array(0.5)})
+        other = {"w": mx.array(0.5)}
+
+        def loss(model: nn.Module, x: mx.array, given: Any) -> mx.array:
+            if name == "_kept":
+                model._kept["w"] = model._kept["w"] * 0.97
+            return squares(model, x) + mx.square(given["w"] + 0.1)
+
+        p.loss = loss
+        p.given = lambda at: (getattr(p.model, name) if at >= late else other,)
+
+    expected = losses(made, False)
+    with pytest.warns(RuntimeWarning, match="a dict or a list of the model is among its arguments"):
+        np.testing.assert_allclose(losses(made, True), expected, rtol=2e-5)
+
+
 @pytest.mark.parametrize("of_arrays", [False, True])
 def test_a_function_with_a_cache_is_called_anew(of_arrays: bool) -> None:
     made = functools.partial(clears_a_cache, of_arrays=of_arrays)

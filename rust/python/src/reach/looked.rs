@@ -113,7 +113,7 @@ impl Looked {
     pub fn is_given(&self, (stored, counts): (&[usize], bool), py: Python<'_>) -> Option<String> {
         let program = &self.program;
         let anywhere = counts || program.tells_apart;
-        if (stored.is_empty() && !anywhere) || self.given.len() <= OF_CALL {
+        if (stored.is_empty() && !anywhere) || !self.is_given_containers() {
             return None;
         }
         let given = self.given_nodes(py);
@@ -130,6 +130,11 @@ impl Looked {
         Some(format!(
             "{name}, which it reaches, is among its arguments too: pass it, or let the loss reach it, not both"
         ))
+    }
+
+    /// Return whether there are dicts, lists or tuples among the arguments.
+    pub fn is_given_containers(&self) -> bool {
+        self.given.len() > OF_CALL
     }
 
     // the nodes of dicts and lists that are among the arguments

@@ -70,6 +70,8 @@ pub(super) struct Given {
     pub(super) tree: Rc<Tree>,
     /// The arrays of the batch.
     pub(super) arrays: Vec<Array>,
+    /// The addresses of the dicts and lists of the batch in which there are arrays.
+    pub(super) holders: Vec<usize>,
     /// Objects that the loss reaches.
     pub(super) looked: Rc<Looked>,
     /// The loss function, the model, and objects among the arguments.
@@ -96,6 +98,7 @@ impl Given {
         Self {
             tree: batch.tree,
             arrays: batch.arrays,
+            holders: batch.holders,
             looked: Rc::new(looked),
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
@@ -287,7 +290,14 @@ impl Inner {
             });
             why.find_map(|why| why)
         };
-        let hidden = program.hidden.clone().or_else(is_given);
+        let of_model = || {
+            let model = store.signature().ok()?.containers();
+            let mut holders = given.holders.iter();
+            holders.any(|it| model.contains(it)).then(|| {
+                "a dict or a list of the model is among its arguments: let the loss take it from the model".into()
+            })
+        };
+        let hidden = program.hidden.clone().or_else(is_given).or_else(of_model);
         let own = matches!(store.rule, Some(Rule::Host));
         hidden.or_else(|| self.read.hidden().filter(|_| own))
     }
