@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import inspect
@@ -36,6 +37,10 @@ CALLED_BY = {
 }
 # by which code makes an object of the class of another one
 COPIES = frozenset({"type", "__class__", "copy", "deepcopy", "replace", "__reduce__", "__reduce_ex__", "loads"})
+# what puts a constant, or a class that is built in, before a question whether two objects are one
+_KNOWN = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT")
+_BUILTINS = frozenset(vars(builtins))
+_IS = frozenset({"is_", "is_not"})  # the same question as a function
 LOOKUPS = _OF_GLOBALS | _OF_MODULES | {"f_globals"}
 
 
@@ -160,6 +165,19 @@ def asks_for_items(code: types.CodeType) -> bool:
             return True
         last, loaded = name, instruction.argval
     return any(asks_for_items(each) for each in code.co_consts if isinstance(each, types.CodeType))
+
+
+@functools.lru_cache(maxsize=4096)
+def tells_apart(code: types.CodeType) -> bool:
+    """Return whether code may ask whether two objects are one of which it knows neither."""
+    last, loaded = "", None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and last not in _KNOWN and not (last == "LOAD_GLOBAL" and loaded in _BUILTINS):
+            return True
+        last, loaded = instruction.opname, instruction.argval
+    names, attributes, *_ = named(code)
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return not _IS.isdisjoint(names | attributes) or any(map(tells_apart, inner))
 
 
 def codes_of(code: types.CodeType) -> Iterable[types.CodeType]:

@@ -29,6 +29,7 @@ from faststep._step._things import (
     is_a,
     is_fixed,
     is_large_deque,
+    is_member,
     is_numbers,
     is_of_numbers,
     parts,
@@ -274,6 +275,11 @@ class Nodes:
             if kind == VALUE and how != READ and type(value) is str and value in self.naming:  # another function's name
                 self.nodes[at] = (parent, how, key, IDENTITY, value)
         keep = [self.can_change(at) for at in range(len(self.nodes))]
+        others = {type(each) for node, each in zip(self.nodes, self.objects, strict=True) if node[1] != HELD}
+        for at, (_, how, *_) in enumerate(self.nodes):
+            keep[at] |= (
+                how == HELD and type(self.objects[at]) in others
+            )  # one of those may become it, or cease to be it
         for at in reversed(range(len(self.nodes))):
             parent, _, _, kind, expected = self.nodes[at]
             if keep[at]:
@@ -300,4 +306,6 @@ class Nodes:
             return False
         if how == CLASS and kind == SAME:
             return not is_a(self.objects[at], types.FunctionType)  # methods are looked at with their class
+        if kind == SAME and is_member(self.objects[at]):
+            return True  # the object of the other node may become another one
         return not (kind in (IDENTITY, ANYTHING, SAME) and id(self.objects[parent]) in self.walked)

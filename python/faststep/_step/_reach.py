@@ -31,7 +31,16 @@ from faststep._native import core
 from faststep._step._asked import BASES, Asking, owner_of
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
 from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
-from faststep._step._named import CALLED_BY, COPIES, MAKERS, attributes_in, named, on_globals, texts
+from faststep._step._named import (
+    CALLED_BY,
+    COPIES,
+    MAKERS,
+    attributes_in,
+    named,
+    on_globals,
+    tells_apart,
+    texts,
+)
 from faststep._step._nodes import (
     ATTRIBUTE,
     BASE,
@@ -74,10 +83,13 @@ from faststep._step._things import (
     attributes,
     chosen,
     has_attributes,
+    held,
+    holder,
     is_a,
     is_buffer,
     is_fixed,
     is_large_deque,
+    is_member,
     is_numbers,
     is_record,
     kept_in,
@@ -85,13 +97,17 @@ from faststep._step._things import (
     parts,
     size,
     slots,
+    values_kept,
 )
 
-Found = tuple[list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str]]
+Found = tuple[
+    list[Node], list[tuple[type, bool]], list[types.CodeType], str | None, bool, bool, list[str], tuple[bool, bool]
+]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
 _OF_OPTIMIZERS = ("_state", "_schedulers")  # which a step knows
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
+_OF_ADDRESSES = frozenset({"id", "hash"})  # functions that give what another object of the same kind does not
 _MAX_NODES = 50_000
 _MAX_MISSES = 256  # numbers of which Python has one object each
 
@@ -117,7 +133,8 @@ def discover(
         The nodes, each behind its parent, roots numbered as in `roots`; classes whose methods the loss may call, and
         whether these may be given other code; the code of functions that are no library's; why what the loss reaches
         cannot be looked at, if it cannot; whether the optimizer, or one in it, is among it; whether the loss may take
-        from a generator or an iterator; the names in `apart` that its code may read.
+        from a generator or an iterator; the names in `apart` that its code may read; whether its code asks for the
+        addresses of objects, and whether it asks whether two are one.
     """
     search = _Search(roots[1], owned, apart)
     search.growing.update(growing)
@@ -181,7 +198,10 @@ def _found(search: _Search, roots: tuple[Any, ...]) -> Found:
     classes = [(cls, not is_library_class(cls)) for cls in search.classes.values()]
     meets_optimizer = not search.updating.keys().isdisjoint(search.seen)
     draws = may_draw(search.names | search.of_others | search.attributes, search.objects)
-    return search.kept(), classes, list(search.own_codes), search.hidden, meets_optimizer, draws, search.read
+    codes = list(search.own_codes)
+    asks_addresses = not _OF_ADDRESSES.isdisjoint(search.names)
+    identity = asks_addresses, any(map(tells_apart, codes))
+    return search.kept(), classes, codes, search.hidden, meets_optimizer, draws, search.read, identity
 
 
 class _Search(Asking):
@@ -317,6 +337,8 @@ class _Search(Asking):
             self.add(at, MISSES, None, misses)
         for each in found:
             self.add(at, READ, Kept(each), each)
+        if not of_library and values_kept(cache):  # it may be cleared, and filled with others
+            self.add_read(at, values_kept)
 
     def follow_function(self, at: int, function: types.FunctionType) -> None:
         """Add a function's closure and defaults, and the globals that its code names."""
@@ -377,22 +399,24 @@ class _Search(Asking):
                 self.leave(value, key, (at, how, key, item))
                 continue
             known = is_a(item, (mx.array, *PLAIN)) or type(item) is set or id(item) in self.seen
-            if not of_module or not known:
+            if not of_module or not known or is_member(item):
                 self.add(at, how, key, item)
-        if is_a(value, dict) and not of_module:
+            elif type(item) is set:
+                self.follow_members(at, item)
+        if is_a(value, dict):
             self.follow_members(at, value)
 
     def follow_set(self, at: int, value: Any) -> None:
         """Add the objects in a set; their number is compared too, since a new one is to be followed."""
-        if len(value) <= MAX_ITEMS and members(value):
+        if len(value) <= MAX_ITEMS and held(value):
             parent, how, key, *_ = self.nodes[at]
             self._put((parent, how, key, CONTAINER), CONTAINER, None, value)
             self.follow_members(at, value)
 
     def follow_members(self, at: int, value: Iterable[Any]) -> None:
-        """Add the objects in a set, and those that are keys of a dict."""
-        for member in members(value):
-            self.add(at, HELD, weakref.ref(member), member)
+        """Add the objects in a set, and those that are keys of a dict or stand in one."""
+        for member in held(value):
+            self.add(at, HELD, holder(member), member)
 
     def follow_objects(self, at: int, value: np.ndarray[Any, Any]) -> None:
         """Add what is in an array of objects, where that can be watched: in one that is passed, others may be."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +48,7 @@ VIEWS: tuple[type, ...] = (
 WEAK_SETS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 GETTERS = (operator.attrgetter, operator.methodcaller)
 CACHE = functools._lru_cache_wrapper
-MAX_ITEMS, _MAX_QUEUE = 4096, 256
+MAX_ITEMS, _MAX_QUEUE, _MAX_RESULTS = 4096, 256, 64
 _RECORDS = (
     *(types.SimpleNamespace, argparse.Namespace, string.Template, threading.local, threading.Event),
     *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap, BaseException),
@@ -203,16 +203,38 @@ def slots(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def members(value: Iterable[Any]) -> list[Any]:
-    """Return the objects of a user's classes among the keys of a dict, or in a set, that can be referred to weakly."""
-    found = (each for each in list(value) if not is_a(each, (type, types.FunctionType, *PLAIN)))
-    return [each for each in found if has_attributes(each) and type(each).__weakrefoffset__ != 0]
+    """Return the objects of a user's classes in a collection that can be referred to weakly."""
+    return [each for each in list(value) if is_member(each) and type(each).__weakrefoffset__ != 0]
+
+
+def is_member(value: Any) -> bool:
+    """Return whether it is an object of a user's class, which is itself alone and no value."""
+    return not is_a(value, (type, types.FunctionType, *PLAIN)) and has_attributes(value)
+
+
+def held(value: Iterable[Any]) -> list[Any]:
+    """Return the objects of user classes and the functions in a set or among the keys of a dict: within keys too."""
+    found: list[Any] = []
+    for each in list(value):
+        if is_a(each, (tuple, frozenset)):
+            found += held(each)
+        elif is_a(each, weakref.ref):
+            found += held([each()])
+        elif is_a(each, types.FunctionType) or is_member(each):
+            found.append(each)
+    return found
+
+
+def holder(value: Any) -> Callable[[], Any]:
+    """Return what gives an object back, and does not keep it alive where that can be."""
+    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
 
 
 class Kept:
     """What finds an object among those that a function with a cache keeps."""
 
     def __init__(self, value: Any) -> None:
-        self._get = weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
+        self._get = holder(value)
         self._id = id(value)
 
     def __call__(self, cache: Any) -> Any:
@@ -221,7 +243,7 @@ class Kept:
         return value if any(each is value for each in results(cache)) else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self._id == other._id
+        return isinstance(other, Kept) and self._id == other._id and self._get() is other._get()
 
     def __hash__(self) -> int:
         return self._id
@@ -256,10 +278,18 @@ def results(cache: Any) -> list[Any]:
     """Return what a function with a cache keeps."""
     referents = gc.get_referents(cache)
     place, known = _dict_of(cache, referents)
-    if cache.cache_info().maxsize is None:
+    if place <= 1:  # without bounds, or empty
         return list(known.values())
     found = dict(zip(referents[1:place:3], referents[2:place:3], strict=False))  # the last of a key
-    return [result for key, result in found.items() if key in known]
+    return [found[key] for key in known if key in found]
+
+
+def values_kept(cache: Any) -> tuple[Any, ...]:
+    """Return the numbers and texts that a function with a cache keeps, and which arrays; of many results nothing."""
+    if cache.cache_info().currsize > _MAX_RESULTS:
+        return ()
+    found = (Kept(each) if is_a(each, mx.array) else each for each in results(cache))
+    return tuple(each for each in found if type(each) in (Kept, *PLAIN))
 
 
 def _dict_of(cache: Any, referents: list[Any]) -> tuple[int, dict[Any, Any]]:
@@ -267,7 +297,11 @@ def _dict_of(cache: Any, referents: list[Any]) -> tuple[int, dict[Any, Any]]:
 
     Behind a class come the keys and results of a cache with bounds, then the dict, and the function.
     """
-    place = max((number for number, each in enumerate(referents) if each is cache.__wrapped__), default=0) - 1
+    wrapped = cache.__wrapped__
+    place = len(referents) - 1
+    while place > 0 and referents[place] is not wrapped:
+        place -= 1
+    place -= 1
     known = referents[place] if place > 0 else None
     return place, known if type(known) is dict else {}
 

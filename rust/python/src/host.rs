@@ -167,14 +167,14 @@ impl Current {
         py: Python<'py>,
         (reached, model): (&Reached<'py>, &Snapshot<'py>),
         positions: Option<&Positions<'py>>,
-    ) -> PyResult<()> {
+    ) -> Result<(), Stop> {
         if self.sketch {
             self.changed = own_changes(reached, model, false, py)?;
             let (of_model, of_reached) = &self.changed;
             if self.ends && !(of_model.is_empty() && of_reached.is_empty()) {
                 self.suspect.first = own_changes(reached, model, false, py)?;
             }
-            return Ok(());
+            return self.check_given(py);
         }
         let Some(positions) = positions else {
             return Ok(());
@@ -198,7 +198,7 @@ impl Current {
             first: own_changes(reached, model, true, py)?,
             ..Suspect::default()
         };
-        Ok(())
+        self.check_given(py)
     }
 }
 
@@ -288,7 +288,7 @@ impl PythonHost {
                 let left = current.left(py, &before, &slots, others, key);
                 left.and_then(|mut left| {
                     let read = reached.read(py, &mut left)?;
-                    current.note_written(py, read, renewed)?;
+                    current.note_written(py, read, (renewed, &left))?;
                     current.note_state(py, seen.1.as_ref(), &mut left)?;
                     let done = (&slots[..], &left, &snapshot);
                     current.check_read(py, done, (seen.0.as_ref(), seen.2))?;

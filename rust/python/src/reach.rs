@@ -8,6 +8,7 @@ mod before;
 mod classes;
 mod contents;
 mod forms;
+mod identities;
 mod keys;
 mod look;
 mod looked;
@@ -34,12 +35,13 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
-use crate::tree::apart::Names;
+use crate::tree::{apart::Names, Tree};
 use faststep::engine::HeldArrays;
 
 pub use before::Before;
 use classes::Classes;
 use forms::Forms;
+use identities::{Containers, Identities};
 use look::Look;
 use looked::Alive;
 pub use looked::Looked;
@@ -49,7 +51,7 @@ pub use reached::{Reached, Written};
 pub use read::Read;
 use row::Row;
 use searches::Searches;
-pub use seen::{equal, Seen};
+pub use seen::Seen;
 
 /// Largest number of programs that are kept; the one used least recently goes first.
 const MAX_PROGRAMS: usize = 64;
@@ -79,6 +81,7 @@ pub struct Program {
     codes: Option<Py<PyAny>>, // of the functions that it calls
     nodes: Vec<Node>,
     rows: Vec<Row>,
+    identities: Identities,
     forms: Forms,                        // of the arrays
     values: RefCell<Rc<Vec<Py<PyAny>>>>, // at the last look
     grown: Cell<Option<usize>>, // the address of a list or a dict that a look has found to have another length
@@ -91,6 +94,8 @@ pub struct Program {
     pub meets_optimizer: bool,
     /// Whether the loss may take from a generator or an iterator.
     pub may_draw: bool,
+    /// Whether the loss may ask whether two objects are one.
+    pub tells_apart: bool,
 }
 
 impl Program {
@@ -113,6 +118,7 @@ impl Program {
             codes: None,
             nodes: Vec::new(),
             rows: Vec::new(),
+            identities: Identities::default(),
             forms: Forms::default(),
             values: RefCell::default(),
             grown: Cell::default(),
@@ -122,6 +128,7 @@ impl Program {
             hidden: why,
             meets_optimizer: true, // perhaps
             may_draw: true,
+            tells_apart: true,
         }
     }
 
@@ -152,6 +159,7 @@ type Discovered<'py> = (
     bool,
     bool,
     Vec<String>,
+    (bool, bool),
 );
 
 // what is not as a program has it
@@ -181,10 +189,13 @@ pub struct Reach {
     growing: Vec<(usize, usize)>, // addresses of lists and dicts that had another length, and how often
     model: usize,                 // the model's form, at the last call until it is known
     known: bool,
+    containers: Containers, // of the model, where it is known
     /// Numbers of the model, which are the last root.
     pub numbers: Option<Py<PyDict>>,
     /// Attributes of the model that are no part of its tree.
     pub apart: Names,
+    /// Dicts, lists and tuples among the arguments.
+    pub passed: Containers,
     searches: Searches,
     alive: Rc<Alive>,
 }
@@ -203,14 +214,20 @@ impl Reach {
         self.known = false;
     }
 
-    /// Note the form of the call's model. Returns whether what has been looked at is for another one.
-    pub fn settle(&mut self, model: usize, looked: &Looked) -> bool {
-        (self.model, self.known) = (model, true);
+    /// Note the form of the call's model, and its containers. Returns whether what has been looked at is for another one.
+    pub fn settle(&mut self, model: usize, containers: Containers, looked: &Looked) -> bool {
+        (self.model, self.known, self.containers) = (model, true, containers);
         let made = &looked.program.model;
         if made.get() == 0 {
             made.set(model);
         }
-        made.get() != model
+        made.get() != model || self.has_moved(&looked.program).is_some()
+    }
+
+    // a node whose object has another place in the model than when its program was made, or has one
+    fn has_moved(&self, program: &Program) -> Option<usize> {
+        let containers = self.known.then_some(&self.containers)?;
+        program.identities.moved(containers)
     }
 
     /// Look at what the loss reaches now.
@@ -235,7 +252,7 @@ impl Reach {
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
         }
-        Ok(Looked::new(program, objects, values))
+        Ok(Looked::new(program, objects, values, self.passed.clone()))
     }
 
     /// Return whether it takes longer to look at what there is than to show an optimizer's state: most looks end with a search,
@@ -280,14 +297,18 @@ impl Reach {
             if is_guessed != guessed || (!guessed && self.known) || is_other {
                 continue;
             }
-            match seen(self.programs[at].look(roots), owned.py())? {
+            let look = seen(self.programs[at].look(roots), owned.py())?;
+            let moved = || self.has_moved(&self.programs[at]);
+            let moved = matches!(look, Look::Same(..)).then(moved).flatten();
+            match moved.map_or(look, Look::Differs) {
                 Look::Same(objects, values) => {
                     let program = self.programs.remove(at);
                     if at < self.programs.len() {
                         self.let_go();
                     }
                     self.programs.push(program.clone());
-                    let looked = Looked::new(program, objects, values);
+                    let passed = self.passed.clone();
+                    let looked = Looked::new(program, objects, values, passed);
                     if let Some(array) = looked.reshaped {
                         self.change = Some(looked.name(owned.py(), array));
                     }
@@ -386,8 +407,18 @@ impl Reach {
                 ),
             )?
         };
-        let (nodes, classes, codes, hidden, meets_optimizer, may_draw, read): Discovered<'_> =
-            found.extract()?;
+        let (
+            nodes,
+            classes,
+            codes,
+            hidden,
+            meets_optimizer,
+            may_draw,
+            read,
+            (by_address, tells_apart),
+        ): Discovered<'_> = found.extract()?;
+        let model =
+            Tree::of_model(&roots[1]).map_or_else(|_| Rc::default(), |it| it.0.containers());
         let nodes = nodes.try_iter()?.map(|node| Node::read(&node?));
         let mut found = node::expect(nodes.collect::<PyResult<_>>()?, roots)?;
         self.made += 1;
@@ -401,6 +432,7 @@ impl Reach {
             codes: Some(codes.unbind()),
             rows: Row::number(&mut found.nodes, py),
             nodes: found.nodes,
+            identities: Identities::new(model, by_address),
             forms: Forms::of(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
             grown: Cell::default(),
@@ -410,6 +442,7 @@ impl Reach {
             hidden,
             meets_optimizer,
             may_draw,
+            tells_apart,
         })
     }
 }

@@ -65,6 +65,11 @@ struct Varying {
 }
 
 impl ModelSignature {
+    /// The addresses of the model's modules, dicts and lists, as they were when it was looked at last.
+    pub fn containers(&self) -> Rc<Vec<usize>> {
+        self.tree.containers()
+    }
+
     /// The path to a parameter.
     pub fn path(&self, parameter: usize) -> &[String] {
         &self.roles[self.parameters[parameter]].1

@@ -83,7 +83,7 @@ pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
-    containers: RefCell<Vec<usize>>, // of the last check: where they are the same, so are the aliases
+    containers: RefCell<Rc<Vec<usize>>>, // of the last check: where they are the same, so are the aliases
     glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
     apart: Names,                    // attributes of modules that are left out
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
@@ -153,6 +153,7 @@ impl Tree {
         recorder.tree.apart = apart;
         recorder.run(root)?;
         recorder.tree.aliases = aliases(&recorder.containers);
+        recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
         if !recorder.tree.aliases.is_empty() {
             recorder.tree.doubles = doubles(&recorder.slots);
         }
@@ -169,6 +170,7 @@ impl Tree {
             ..Recorder::default()
         };
         recorder.run(root)?;
+        recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
         Ok(RecordedArguments {
             tree: recorder.tree,
             slots: recorder.slots,
@@ -199,11 +201,11 @@ impl Tree {
             return None;
         }
         let mut containers = self.containers.borrow_mut();
-        if *containers != checker.containers {
+        if **containers != checker.containers {
             if aliases(&checker.containers) != self.aliases {
                 return None;
             }
-            *containers = checker.containers;
+            *containers = Rc::new(checker.containers);
             self.glance.take();
         }
         Some(checker.slots)
@@ -250,6 +252,21 @@ impl Tree {
             glance::written(&self.items, &self.apart, root).unwrap_or_default()
         });
         Some(slots)
+    }
+
+    /// The addresses of its containers, in order, as they were when it was recorded or checked last.
+    pub fn containers(&self) -> Rc<Vec<usize>> {
+        self.containers.borrow().clone()
+    }
+
+    /// Return whether these are they.
+    pub fn has_containers(&self, known: &Rc<Vec<usize>>) -> bool {
+        Rc::ptr_eq(known, &self.containers.borrow())
+    }
+
+    /// Take the containers of another tree, of the same form, for its own.
+    pub fn take_containers(&self, other: &Self) {
+        self.containers.replace(other.containers());
     }
 
     /// The array slots that stand at a later place too, because an object that has them does, and the last such place.

@@ -4,7 +4,8 @@
 // nothing (the array behind a stop_gradient is merged with an equal one, and looked for in vain), and of operations with
 // several results it may point what comes first to what comes later. Neither happens where nothing is left to merge.
 //
-// What has no element is computed by an operation that MLX does not fuse.
+// What has no element is computed by an operation that MLX does not fuse. A constant -0.0, which MLX writes into a kernel as
+// the number 0 with a sign, is computed from 0.0.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -39,6 +40,10 @@ uint64_t bits(const mx::array& constant) {
   return bits;
 }
 
+bool is_negative_zero(const mx::array& constant) {
+  return mx::issubdtype(constant.dtype(), mx::floating) && bits(constant) == uint64_t{1} << (8 * constant.itemsize() - 1);
+}
+
 class Merge : public faststep::Rewrite {
   mx::array leaf(const mx::array& a) override {
     return is_constant(a) ? same_constant(a) : a;
@@ -65,8 +70,9 @@ class Merge : public faststep::Rewrite {
         return other;
       }
     }
-    constants_[bits(a)].push_back(a);
-    return a;
+    auto constant = is_negative_zero(a) ? mx::negative(same_constant(mx::array(0, a.dtype()))) : a;
+    constants_[bits(a)].push_back(constant);
+    return constant;
   }
 
   std::vector<mx::array> same_operation(const std::vector<mx::array>& outputs) {

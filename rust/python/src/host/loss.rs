@@ -308,11 +308,25 @@ impl Current {
         Ok(kept)
     }
 
-    fn call_loss(&mut self, py: Python<'_>, batch: &[Array]) -> Result<Read, Stop> {
+    // the arrays that the model has now, uncompiled, where dicts or lists of it may be passed
+    fn given_of_model(&self, py: Python<'_>) -> PyResult<HashSet<usize>> {
+        if self.compiled || !self.looked.is_given_containers() {
+            return Ok(HashSet::new());
+        }
+        let (_, slots) = Tree::of_model(self.model.bind(py))?;
+        let ids = slots.iter().map(|slot| bridge::id(&slot.object));
+        Ok(ids.flatten().collect())
+    }
+
+    fn call_loss<'py>(&mut self, py: Python<'py>, batch: &[Array]) -> Result<Read, Stop> {
         let mut tracers = batch.iter();
         let own = self.arguments.bind(py).as_any();
-        let mut shown = |_: &Bound<'_, PyAny>| {
+        let of_model = self.given_of_model(py)?;
+        let mut shown = |object: &Bound<'py, PyAny>| {
             let tracer = tracers.next().ok_or_else(|| expected("another batch"))?;
+            if !of_model.is_empty() && bridge::id(object).is_some_and(|id| of_model.contains(&id)) {
+                return Ok(object.clone());
+            }
             bridge::wrap(py, tracer)
         };
         let mut renewed = Renewed::default();

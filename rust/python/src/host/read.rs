@@ -167,14 +167,25 @@ impl Current {
         }
     }
 
+    // a trace does not repeat what the loss changes in a container that it is given too
+    pub(super) fn check_given(&self, py: Python<'_>) -> Result<(), Stop> {
+        let counts = !self.suspect.reached.is_empty() || !self.changed.1.is_empty();
+        let changes = (&self.written.stored[..], counts);
+        let why = self.looked.is_given(changes, py).filter(|_| self.compiled);
+        why.map_or(Ok(()), |why| Err(Stop::Untraceable(why)))
+    }
+
     // what the loss has written, and the numbers and texts in what it has replaced beside what it has returned
     pub(super) fn note_written<'py>(
         &mut self,
         py: Python<'py>,
         (written, mut values): (Written, Vec<Bound<'py, PyTuple>>),
-        taken: Vec<Taken<'py>>,
+        (taken, left): (Vec<Taken<'py>>, &Left),
     ) -> PyResult<()> {
         self.written = written;
+        let stored = left.others.iter().map(|(number, _)| *number);
+        let stored = stored.filter_map(|number| number.checked_sub(self.others));
+        self.written.stored = stored.collect();
         for taken in taken {
             self.written.on_model.push(taken.renewed);
             values.push(taken.values);

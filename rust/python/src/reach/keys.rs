@@ -1,10 +1,12 @@
 //! The keys of a dict in their order, which a loss may go through.
 use pyo3::{prelude::*, types::PyDict};
 
-use super::seen::equal;
 use crate::{
     mlx::bridge,
-    tree::{ordered, static_value::is_plain},
+    tree::{
+        ordered,
+        static_value::{equal, is_plain},
+    },
 };
 
 /// Keys as they were when a loss was searched.

@@ -7,12 +7,11 @@ use super::{
     contents::contents,
     node::{Expect, How, Met, Node},
     row::{Kind, Places, Row},
-    seen::equal,
     Program,
 };
 use crate::{
     mlx::bridge,
-    tree::{walk::Scope, Tree},
+    tree::{static_value::equal, walk::Scope, Tree},
 };
 use faststep::engine::Tensor;
 
@@ -110,6 +109,9 @@ impl Program {
                 objects.push(met);
             }
         }
+        if let Some(other) = self.identities.other(&self.nodes, &objects) {
+            return Ok(Look::Differs(other));
+        }
         let changed = values.changed;
         if changed.is_empty() {
             return Ok(Look::Same(objects, last));
@@ -156,6 +158,7 @@ impl Program {
                     let (now, found) = Tree::record(&met.object, Scope::Whole)?;
                     if tree.equals_but_numbers(&now, py) {
                         values.meet(*at, now.number_values(py)?.into_any());
+                        tree.take_containers(&now);
                         slots = Some(found);
                     }
                 }

@@ -8,10 +8,11 @@ use std::{
 use pyo3::{
     intern,
     prelude::*,
-    types::{PyDict, PyFrozenSet},
+    types::{PyDict, PyFrozenSet, PyTuple},
 };
 
 use super::{
+    identities::Containers,
     node::{attributes_of, Expect, How, Met, Node},
     suspect::is_number,
     Program,
@@ -21,6 +22,9 @@ use crate::{
     tree::{slot::Place, text::text, walk::Scope, Tree},
 };
 use faststep::engine::{HeldArrays, Tensor};
+
+/// The number of containers of a call itself: what is passed, by position and by name.
+const OF_CALL: usize = 3;
 
 /// Place of an array that a loss reaches, and its object.
 pub struct Spot<'py> {
@@ -111,6 +115,7 @@ pub struct Looked {
     pub is_known: bool,
     /// Numbers, strings, and the contents of what is changed in place.
     pub values: Rc<Vec<Py<PyAny>>>,
+    given: Containers, // among the arguments: the first three are new at each call
 }
 
 impl Looked {
@@ -118,6 +123,7 @@ impl Looked {
         program: Rc<Program>,
         objects: Vec<Option<Met<'_>>>,
         values: Rc<Vec<Py<PyAny>>>,
+        given: Containers,
     ) -> Self {
         let arrays = program.held.borrow().clone();
         let reshaped = program.forms.settle();
@@ -132,6 +138,7 @@ impl Looked {
             reshaped,
             is_known: true,
             values,
+            given,
         }
     }
 
@@ -140,7 +147,7 @@ impl Looked {
         let program = Rc::new(Program::nothing(0, None));
         Self {
             is_known: false,
-            ..Self::new(program, Vec::new(), Rc::default())
+            ..Self::new(program, Vec::new(), Rc::default(), Rc::default())
         }
     }
 
@@ -170,6 +177,50 @@ impl Looked {
     pub fn has(&self, object: &Bound<'_, PyAny>) -> bool {
         let mut objects = self.objects.iter().flatten();
         objects.any(|known| known.is(object))
+    }
+
+    /// Why a loss cannot be traced that changes something in a dict or a list which it reaches and is given too, or asks whether
+    /// that is one, if it is such a loss: it is given copies of those among its arguments. `stored`: arrays in whose places it puts
+    /// others; `counts`: whether it changes numbers.
+    pub fn is_given(&self, (stored, counts): (&[usize], bool), py: Python<'_>) -> Option<String> {
+        let program = &self.program;
+        let anywhere = counts || program.tells_apart;
+        if (stored.is_empty() && !anywhere) || !self.is_given_containers() {
+            return None;
+        }
+        let given = self.given_nodes(py);
+        let first = *given.first()?;
+        let arrays = program.arrays();
+        let is_within = |array: &usize| {
+            let mut above = std::iter::successors(arrays.get(*array).copied(), |&node| {
+                program.nodes[node].parent
+            });
+            above.any(|node| given.contains(&node))
+        };
+        let matters = anywhere || stored.iter().any(is_within);
+        let name = matters.then(|| program.name(py, first))?;
+        Some(format!(
+            "{name}, which it reaches, is among its arguments too: pass it, or let the loss reach it, not both"
+        ))
+    }
+
+    /// Return whether there are dicts, lists or tuples among the arguments.
+    pub fn is_given_containers(&self) -> bool {
+        self.given.len() > OF_CALL
+    }
+
+    // the nodes of dicts and lists that are among the arguments
+    fn given_nodes(&self, py: Python<'_>) -> Vec<usize> {
+        let is_one = |object: &Bound<'_, PyAny>| {
+            self.given.contains(&object.as_ptr().addr())
+                && !object.is_exact_instance_of::<PyTuple>()
+        };
+        let nodes = self.program.nodes.iter().enumerate();
+        let nodes = nodes.filter(|(at, node)| {
+            let object = self.kept(*at).map(|object| object.bind(py));
+            node.how != How::Root && object.is_some_and(is_one)
+        });
+        nodes.map(|(at, _)| at).collect()
     }
 
     pub(super) fn bound<'py>(&self, py: Python<'py>) -> Vec<Option<Met<'py>>> {
@@ -225,6 +276,13 @@ impl Looked {
             *known.entry(spot.object.as_ptr().addr()).or_insert(0) += 2;
         }
         known
+    }
+
+    /// Return whether two arrays have one value, as those that are one object have.
+    pub fn has_doubles(&self) -> bool {
+        let mut ids = self.arrays.ids().to_vec();
+        ids.sort_unstable();
+        ids.windows(2).any(|pair| pair[0] == pair[1])
     }
 
     /// Return the path of an array, by its number, as a user writes it.

@@ -11,12 +11,12 @@ use super::{
     contents::{contents, copy, refill},
     looked::{Looked, Spot},
     node::{attributes_of, Expect, How},
-    seen::equal,
 };
 use crate::{
     mlx::{bridge, classes::is_deque},
     tree::{
         snapshot::{has_members, holds_array, Snapshot},
+        static_value::equal,
         text::text,
         walk::Scope,
         Tree,

@@ -37,6 +37,8 @@ pub struct Written {
     moved: Vec<(usize, usize)>,
     /// Arrays in whose places it puts the object that it puts in the place of another one too.
     doubled: Vec<(usize, usize)>,
+    /// Arrays in whose places it puts others.
+    pub stored: Vec<usize>,
     /// Dicts and lists of the model that it replaces.
     pub on_model: Vec<Renewed>,
 }

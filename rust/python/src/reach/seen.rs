@@ -2,12 +2,10 @@
 use std::rc::Rc;
 
 use mlx_rs::Array;
-use pyo3::{
-    prelude::*,
-    types::{PyFloat, PyTuple},
-};
+use pyo3::prelude::*;
 
 use super::{advance::Advance, Looked};
+use crate::tree::static_value::equal;
 
 /// Numbers for which a trace has been found to hold.
 pub struct Seen {
@@ -86,6 +84,11 @@ impl Seen {
         }
     }
 
+    /// Return whether they are those of what has been looked at now.
+    pub fn is_of(&self, looked: &Looked) -> bool {
+        self.program == looked.program.id
+    }
+
     /// Return whether these are the numbers that are there now.
     pub fn fits(&self, py: Python<'_>, looked: &Looked) -> bool {
         self.program == looked.program.id && are_equal(&self.values, &looked.values, py)
@@ -133,23 +136,4 @@ fn others(one: &[Py<PyAny>], other: &[Py<PyAny>], py: Python<'_>) -> Vec<usize> 
 fn are_equal(one: &Rc<Vec<Py<PyAny>>>, other: &Rc<Vec<Py<PyAny>>>, py: Python<'_>) -> bool {
     let mut pairs = one.iter().zip(other.iter());
     Rc::ptr_eq(one, other) || pairs.all(|(a, b)| equal(a.bind(py), b.bind(py)))
-}
-
-/// Return whether two values are the same number, string or set, of one class; of floats, bit by bit.
-pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    if a.is(b) {
-        return true;
-    }
-    if !a.get_type().is(b.get_type()) {
-        return false;
-    }
-    if let (Ok(a), Ok(b)) = (a.cast::<PyFloat>(), b.cast::<PyFloat>()) {
-        return a.value().to_bits() == b.value().to_bits();
-    }
-    if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
-        if a.len() != b.len() {
-            return false; // of a list that grows, without a look at what is in it
-        }
-    }
-    a.eq(b).unwrap_or(false)
 }

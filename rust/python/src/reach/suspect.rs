@@ -14,14 +14,14 @@ use pyo3::{
 use super::{
     advance::{Adds, OwnChange},
     contents::{copy, refill},
-    seen::{equal, Seen},
+    seen::Seen,
     Looked,
 };
 use crate::mlx::{bridge, classes::is_deque};
 use crate::tree::{
     ordered,
     snapshot::{holds_array, without_arrays, Placed, Snapshot},
-    static_value::is_plain,
+    static_value::{equal, is_plain},
     text::text,
 };
 

@@ -12,7 +12,11 @@ use pyo3::{
 use crate::{
     mlx::{bridge, classes::is_numeric, gil::unlocked},
     reach::Before,
-    tree::{rebuild::rebuild_where, RecordedArguments, Tree},
+    tree::{
+        rebuild::rebuild_where,
+        slot::{Place, Slot},
+        RecordedArguments, Tree,
+    },
 };
 
 /// Arguments of one call: in Python a tuple of these.
@@ -59,6 +63,22 @@ pub struct Batch<'py> {
     pub arrays: Vec<Array>,
     /// Modules and other objects among them, which a loss may reach into.
     pub objects: Vec<Bound<'py, PyAny>>,
+    /// The addresses of the user's own containers among them.
+    pub containers: Rc<Vec<usize>>,
+    /// Those of the dicts and lists in which there are arrays.
+    pub holders: Vec<usize>,
+}
+
+// the addresses of the dicts and lists in which arrays stand
+fn holders(slots: &[Slot<'_>]) -> Vec<usize> {
+    let holders = slots.iter().filter_map(|slot| match &slot.place {
+        Place::Dict(dict, _) => Some(dict.as_ptr().addr()),
+        Place::List(list, _) => Some(list.as_ptr().addr()),
+        Place::Tuple | Place::Nth(..) => None,
+    });
+    let mut holders: Vec<usize> = holders.collect();
+    holders.dedup();
+    holders
 }
 
 fn is_one(object: &Bound<'_, PyAny>) -> bool {
@@ -75,6 +95,8 @@ impl<'py> Arguments<'py> {
     pub fn batch(&mut self) -> PyResult<Batch<'py>> {
         let py = self.py();
         let mut found = Tree::record_arguments(self.passed.as_any())?;
+        let containers = found.tree.containers();
+        let holders = holders(&found.slots);
         if found.numpy {
             let mlx = py.import("mlx.core")?;
             let (mut numpy, mut number) = (Vec::new(), 0);
@@ -121,6 +143,8 @@ impl<'py> Arguments<'py> {
             tree: Rc::new(tree),
             arrays,
             objects,
+            containers,
+            holders,
         })
     }
 

@@ -427,6 +427,7 @@ impl Inner {
         let numbers = self.reach.numbers.as_ref();
         roots.extend(numbers.map(|numbers| numbers.bind(user.py()).clone().into_any()));
         self.reach.begin();
+        self.reach.passed = batch.containers.clone();
         let stays_plain = !self.compiled && !self.becomes_another();
         let takes_all = self.options.guard().is_none(); // else what a bad batch changes is put back
         let looked = if stays_plain && takes_all && self.reach.is_costly() {

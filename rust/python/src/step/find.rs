@@ -321,6 +321,7 @@ impl Inner {
             differences(entry).is_some_and(|differ| differ.iter().all(|at| varying.contains(at)))
         };
         if let Some(entry) = self.traces.use_again(holds) {
+            entry.kept.meet_program(&looked);
             given.constants = sketch.constants(&entry.kept.varying)?;
             let template = sketch.template;
             self.template = template.as_ref().map(|template| template.clone_ref(py));

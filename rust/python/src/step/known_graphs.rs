@@ -16,8 +16,8 @@ use pyo3::prelude::*;
 
 use crate::{
     host::TraceGraph,
-    reach::{equal, Looked},
-    tree::Tree,
+    reach::Looked,
+    tree::{static_value::equal, Tree},
 };
 
 /// The most graphs that are kept; the one used least recently goes first.

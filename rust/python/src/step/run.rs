@@ -73,6 +73,8 @@ pub(super) struct Given {
     pub(super) tree: Rc<Tree>,
     /// The arrays of the batch.
     pub(super) arrays: Vec<Array>,
+    /// The addresses of the dicts and lists of the batch in which there are arrays.
+    pub(super) holders: Vec<usize>,
     /// Objects that the loss reaches.
     pub(super) looked: Rc<Looked>,
     /// The loss function, the model, and objects among the arguments.
@@ -99,6 +101,7 @@ impl Given {
         Self {
             tree: batch.tree,
             arrays: batch.arrays,
+            holders: batch.holders,
             looked: Rc::new(looked),
             roots: roots.into_iter().map(Bound::unbind).collect(),
             constants: Vec::new(),
@@ -253,7 +256,11 @@ impl Inner {
         given: &mut Given,
         task: Task,
     ) -> PyResult<()> {
-        if self.reach.settle(store.signature()?.form, &given.looked) {
+        let model = store.signature()?;
+        if self
+            .reach
+            .settle(model.form, model.containers(), &given.looked)
+        {
             let roots = given.roots(user.py());
             let looked = if given.may_be_rare {
                 self.reach.look_unless_searching(&roots, &user.optimizer)
@@ -265,7 +272,11 @@ impl Inner {
                 return Ok(());
             }
         }
-        let why = match self.unwatched.take().or_else(|| self.hidden(store, given)) {
+        let why = match self
+            .unwatched
+            .take()
+            .or_else(|| self.hidden(store, given, user.py()))
+        {
             Some(why) => Some(why),
             None => self.suspected(store, user, given, (task, false))?,
         };
@@ -276,8 +287,23 @@ impl Inner {
     }
 
     // why this call cannot be compiled: what the loss, or the optimizer, reaches cannot be watched
-    fn hidden(&self, store: &Store, given: &Given) -> Option<String> {
-        let hidden = given.looked.program.hidden.clone();
+    fn hidden(&self, store: &Store, given: &Given, py: Python<'_>) -> Option<String> {
+        let program = &given.looked.program;
+        let is_given = || {
+            let mut why = self.traces.recent().map(|entry| {
+                let changes = (&entry.kept.written.stored[..], !entry.kept.adds.is_empty());
+                given.looked.is_given(changes, py)
+            });
+            why.find_map(|why| why)
+        };
+        let of_model = || {
+            let model = store.signature().ok()?.containers();
+            let mut holders = given.holders.iter();
+            holders.any(|it| model.contains(it)).then(|| {
+                "a dict or a list of the model is among its arguments: let the loss take it from the model".into()
+            })
+        };
+        let hidden = program.hidden.clone().or_else(is_given).or_else(of_model);
         let own = matches!(store.rule, Some(Rule::Host));
         hidden.or_else(|| self.read.hidden().filter(|_| own))
     }

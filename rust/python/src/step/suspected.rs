@@ -19,13 +19,15 @@ use crate::{
     mlx::{classes::is_numpy_number, errors::mlx},
     reach::{
         advance::{differ, progress, Adds},
-        equal,
         stop::Stop,
         suspect::{draws, Drawable, Effects, Suspect},
         Looked, Seen,
     },
     store::Store,
-    tree::{static_value::is_plain, Tree},
+    tree::{
+        static_value::{equal, is_plain},
+        Tree,
+    },
 };
 
 /// How many calls later a loss that counts them may decide something by that.

@@ -147,6 +147,7 @@ pub struct Kept {
     pub set_by: RefCell<Option<Seen>>,
     /// How often the trace has stood for a call of the loss.
     pub uses: usize,
+    structures: usize, // of what the loss reaches for which it was found to hold
     /// Arrays in the trace, from places that are not watched.
     pub pins: Vec<Pin>,
     /// Arrays that the loss reaches which were one object as it was traced: one input stands for both, by their numbers.
@@ -170,6 +171,9 @@ impl Pin {
     }
 }
 
+/// The number of structures for which the uses of a trace are counted anew: a loss that is asked may make another one itself.
+const MAX_STRUCTURES: usize = 8;
+
 /// Largest number of sets of numbers that a trace keeps; the one seen first goes first.
 const MAX_SEEN: usize = 16;
 
@@ -191,10 +195,21 @@ impl Kept {
     pub fn shares(&self, looked: &Looked, py: Python<'_>) -> bool {
         let ids = looked.arrays.ids();
         let mut shared = self.shared.iter();
+        let matters = || {
+            let told = looked.program.tells_apart && looked.has_doubles();
+            told || self.written.touches_others(ids, &self.shared)
+        };
         shared.all(|&(one, other)| ids.get(one) == ids.get(other))
-            && (!self.written.touches_others(ids, &self.shared)
-                || looked.shared(py).is_ok_and(|now| now == self.shared))
+            && (!matters() || looked.shared(py).is_ok_and(|now| now == self.shared))
             && self.written.drops_its_own(looked, py).unwrap_or(false)
+    }
+
+    /// Count its uses anew where what the loss reaches has another structure than it has had: whether it holds is asked again soon.
+    pub fn meet_program(&mut self, looked: &Looked) {
+        if self.structures < MAX_STRUCTURES && !self.seen.iter().any(|seen| seen.is_of(looked)) {
+            self.structures += 1;
+            self.uses = 0;
+        }
     }
 
     /// The trace holds for these numbers too.

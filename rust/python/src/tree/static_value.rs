@@ -116,14 +116,33 @@ impl Static {
         let (Some(mine), Some(object)) = (mine, object) else {
             return false;
         };
-        if let (Ok(a), Ok(b)) = (mine.cast::<PyFloat>(), object.cast::<PyFloat>()) {
-            return a.value().to_bits() == b.value().to_bits();
-        }
         equal(&mine, &object)
     }
 }
 
-/// Return whether two objects are one, or of one class and equal.
+/// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    a.is(b) || (a.get_type().is(b.get_type()) && a.eq(b).unwrap_or(false))
+    if a.is(b) {
+        return true;
+    }
+    if !a.get_type().is(b.get_type()) {
+        return false;
+    }
+    if let (Ok(a), Ok(b)) = (a.cast::<PyFloat>(), b.cast::<PyFloat>()) {
+        return a.value().to_bits() == b.value().to_bits();
+    }
+    if let (Ok(a), Ok(b)) = (a.cast::<PyComplex>(), b.cast::<PyComplex>()) {
+        let bits = |it: &Bound<'_, PyComplex>| (it.real().to_bits(), it.imag().to_bits());
+        return bits(a) == bits(b);
+    }
+    if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
+        return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
+    }
+    a.eq(b).unwrap_or(false) && (!is_numpy_float(a) || has_same_sign(a, b))
+}
+
+// of NumPy's floats, where 0.0 equals -0.0
+fn has_same_sign(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
+    let sign = |it: &Bound<'_, PyAny>| it.extract().map(f64::is_sign_negative);
+    sign(a).ok() == sign(b).ok()
 }
