@@ -31,7 +31,7 @@ impl<'py> Before<'py> {
     ) -> PyResult<Self> {
         let py = model.py();
         let spots = looked.spots(py)?.into_iter();
-        let mut before = Self {
+        Ok(Self {
             root: Snapshot::take(root)?,
             reached: looked.snapshot(py)?,
             copies: looked.copies(py)?,
@@ -42,13 +42,11 @@ impl<'py> Before<'py> {
             drawable: Drawable::before(model, looked)?,
             looked: looked.clone(),
             references: Rc::default(),
-        };
-        before.note_references();
-        Ok(before)
+        })
     }
 
-    // of an array that the loss takes out of its place it is asked whether somebody else refers to it
-    fn note_references(&mut self) {
+    /// Make known to what this refers: of an array that a trace takes out of its place it is asked whether somebody else does.
+    pub fn note_references(&mut self) {
         let mut references = References::new();
         for (object, _) in &self.arrays {
             *references.entry(object.as_ptr().addr()).or_insert(0) += 1;
@@ -64,9 +62,7 @@ impl<'py> Before<'py> {
 
     /// Hold the arrays of the root no more: their memory is about to be used again.
     pub fn let_go(&mut self, py: Python<'py>) -> PyResult<()> {
-        self.root.let_go(py)?;
-        self.note_references();
-        Ok(())
+        self.root.let_go(py)
     }
 
     /// Return whether the loss has changed anything, but for the values of the model's arrays.

@@ -20,7 +20,7 @@ use crate::{
     reach::{
         advance::{are_alike, leave, progress, Advance, OwnChange},
         stop::Stop,
-        suspect::{draws, Drawable, Suspect},
+        suspect::{draws, Change, Drawable, Suspect},
         Before, Looked, Seen, Written,
     },
     store::Store,
@@ -250,9 +250,19 @@ impl Inner {
         if self.options.guard().is_some() && user.before.borrow().is_none() {
             let mut before = Before::of(&user.model, &user.model, looked)?;
             before.let_go(user.py())?;
+            if self.compiled {
+                before.note_references();
+            }
             user.before.replace(Some(before));
         }
         Ok(())
+    }
+
+    // what the loss has changed as it was called for its graph
+    fn note_undo<'a>(&mut self, changes: impl Iterator<Item = &'a Change>, py: Python<'_>) {
+        if self.options.guard().is_some() {
+            self.undo = changes.map(|change| change.clone_ref(py)).collect();
+        }
     }
 
     // the same of an update by the optimizer's own code, which may be traced in vain
@@ -260,6 +270,7 @@ impl Inner {
         if let Some(looked) = self.read.looked().filter(|_| self.compiled) {
             let mut before = Before::of(&user.model, &user.optimizer, looked)?;
             before.let_go(user.py())?;
+            before.note_references();
             user.before_update.replace(Some(before));
         }
         Ok(())
@@ -327,10 +338,7 @@ impl Inner {
             self.template = template.as_ref().map(|template| template.clone_ref(py));
             let (to_model, model) = leave(sketch.model, py)?;
             let (to_reached, reached) = leave(sketch.reached, py)?;
-            if self.options.guard().is_some() {
-                let changes = model.iter().chain(&reached);
-                self.undo = changes.map(|change| change.clone_ref(py)).collect();
-            }
+            self.note_undo(model.iter().chain(&reached), py);
             if !store.places.is_empty() {
                 let number = self.traces.last().map(|last| last.number);
                 let looked = &given.looked;
