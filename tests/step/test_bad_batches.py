@@ -127,6 +127,15 @@ def _swapped(it: Keeper, value: mx.array) -> Any:
     return 0.0 if it.both is None else it.both
 
 
+def _rows(it: Keeper, value: mx.array) -> Any:
+    if len(it.listed) < 3:
+        it.listed = [mx.array(0.1), mx.array(0.2), mx.array(0.3)]
+    it.listed[:-1] = it.listed[1:]
+    it.listed[-1] = value
+    it.listed[0] = it.listed[-1]
+    return sum(it.listed)
+
+
 KEPT: dict[str, Callable[[Keeper, mx.array], Any]] = {
     "an attribute": _mean,
     "an item": _item,
@@ -143,6 +152,7 @@ KEPT: dict[str, Callable[[Keeper, mx.array], Any]] = {
     "a deque": _window,
     "one array in two places": _one_object,
     "arrays that change places": _swapped,
+    "a list whose arrays move on": _rows,
 }
 
 

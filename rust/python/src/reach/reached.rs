@@ -61,6 +61,11 @@ impl Written {
         !(self.replaced.is_empty() && self.on_model.is_empty())
     }
 
+    /// Return whether it puts one array object into several places, or into that of another one.
+    pub fn exchanges(&self) -> bool {
+        !(self.moved.is_empty() && self.doubled.is_empty())
+    }
+
     /// Return whether nobody else holds the objects that the loss changes in place and takes out of their places.
     pub fn drops_its_own(&self, looked: &Looked, py: Python<'_>) -> PyResult<bool> {
         if self.dropped.is_empty() {

@@ -125,8 +125,10 @@ impl Inner {
         let changes = new && (self.traces.last_has_changed() || self.unwatched.is_some());
         let values = self.template.as_ref().map(|it| it.bind(py).get_item(1));
         let values = values.transpose()?.map(|values| values.len());
-        let replaces = last.kept.written.replaces() && values.transpose()?.is_some_and(|n| n > 0);
-        let is_bad = (counts || changes || replaces) && read(is_true(py, skipped))?;
+        let written = &last.kept.written;
+        let replaces = written.replaces() && values.transpose()?.is_some_and(|n| n > 0);
+        let is_bad =
+            (counts || changes || replaces || written.exchanges()) && read(is_true(py, skipped))?;
         self.bad.set(is_bad);
         Ok(is_bad)
     }
