@@ -123,10 +123,8 @@ impl Inner {
         };
         let counts = !given.adds.is_empty() || !self.undo.is_empty();
         let changes = new && (self.traces.last_has_changed() || self.unwatched.is_some());
-        let values = self.template.as_ref().map(|it| it.bind(py).get_item(1));
-        let values = values.transpose()?.map(|values| values.len());
         let written = &last.kept.written;
-        let replaces = written.replaces() && values.transpose()?.is_some_and(|n| n > 0);
+        let replaces = written.replaces() && self.replaces_values(py)?;
         let is_bad =
             (counts || changes || replaces || written.exchanges()) && read(is_true(py, skipped))?;
         self.bad.set(is_bad);
@@ -277,9 +275,20 @@ impl Inner {
         }
         if given.goes_on {
             let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-            self.traces.go_on(py, &given.looked, &now, &given.adds)?;
+            // what a loss puts into a new dict or tuple may depend on what stood in the old one
+            let changes = given.looked.changes(py, &now).len();
+            if changes <= given.adds.len() || !self.replaces_values(py)? {
+                self.traces.go_on(py, &given.looked, &now, &given.adds)?;
+            }
         }
         Ok(())
+    }
+
+    // whether the trace of this call puts numbers or texts into dicts, lists or tuples that it replaces
+    fn replaces_values(&self, py: Python<'_>) -> PyResult<bool> {
+        let values = self.template.as_ref().map(|it| it.bind(py).get_item(1));
+        let values = values.transpose()?.map(|values| values.len());
+        Ok(values.transpose()?.is_some_and(|number| number > 0))
     }
 
     // counts a step; returns its outputs
