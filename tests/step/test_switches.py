@@ -334,3 +334,20 @@ def test_a_stream_into_which_a_loss_writes_has_all_lines() -> None:
     for _ in range(4):
         step(mx.ones((3, 4)))
     assert (step.stats.mode, log.getvalue()) == ("plain", "called\n" * 5)
+
+
+def test_the_state_of_another_generator_of_numpy_is_seen() -> None:
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        np.random.set_bit_generator(np.random.PCG64(1))
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            state: Any = np.random.get_state(legacy=False)
+            return squares(model, x) * (1.0 + state["state"]["state"] % 2)
+
+        return loss_fn, [lambda: np.random.random()] * 12  # type: ignore[arg-type, list-item]
+
+    before = np.random.get_bit_generator()
+    try:
+        beside(build)
+    finally:
+        np.random.set_bit_generator(before)

@@ -111,7 +111,9 @@ def _callback(get: Any) -> Any:
 
 
 def _state(get: Any) -> Any:
-    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in get())
+    kept = get(legacy=False)
+    parts = (*kept.pop("state").values(), *kept.values())
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in parts)
 
 
 # of functions and classes by the names of their modules, which need not have been imported

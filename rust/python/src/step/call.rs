@@ -276,8 +276,8 @@ impl Inner {
         if given.goes_on {
             let now = self.reach.look(&given.roots(py), &user.optimizer)?;
             // what a loss puts into a new dict or tuple may depend on what stood in the old one
-            let changes = given.looked.changes(py, &now).len();
-            if changes <= given.adds.len() || !self.replaces_values(py)? {
+            let only_adds = || given.looked.changes(py, &now).len() <= given.adds.len();
+            if !self.replaces_values(py)? || only_adds() {
                 self.traces.go_on(py, &given.looked, &now, &given.adds)?;
             }
         }

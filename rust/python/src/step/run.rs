@@ -168,9 +168,7 @@ impl Inner {
             self.traces.discard();
             self.unwatched = None;
             self.suspect = None;
-            if let (Some(before), true) = (user.before_update.take(), is_in_vain(&stop)) {
-                before.put_back(user.py())?;
-            }
+            take_back_update(user, &stop)?;
             match stop {
                 // also of a call that was tried without a trace: that was no matter of tracing
                 Stop::Raised(error) => return Err(self.raised(error)),
@@ -748,9 +746,12 @@ fn taken_back(
     )))
 }
 
-// whether the call goes on without the trace
-fn is_in_vain(stop: &Stop) -> bool {
-    !matches!(stop, Stop::Raised(_))
+// what an update has changed that was traced in vain, where the call goes on without the trace
+fn take_back_update(user: &Arguments<'_>, stop: &Stop) -> PyResult<()> {
+    match (user.before_update.take(), stop) {
+        (Some(_), Stop::Raised(_)) | (None, _) => Ok(()),
+        (Some(before), _) => before.put_back(user.py()),
+    }
 }
 
 // the result of the engine's call; where it failed, why tracing stopped comes before the error
