@@ -127,6 +127,7 @@ READS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "copy": ("numbers", lambda model: len(copy.copy(model)[HALF + "tory"])),
     "repr": ("numbers", lambda model: repr(model).count("+")),
     "percent": ("numbers", lambda model: (KEYS["text"] % model).count("+")),
+    "a choice": ("numbers", lambda model: f"{model if HALF else model.net.layers[0].weight.shape}".count("+")),
     "percent of a tuple": ("modules", lambda model: len(KEYS["text"] % (model,))),
     "the same list": ("numbers", lambda model: len(SHARED)),
     "a number": ("metrics", lambda model: model._metrics["last"]),
@@ -184,6 +185,9 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
     "arguments": lambda model: passed_on(2.0, by=1.0),
     "mask": lambda model: mx.where((mx.arange(3) > 1) | (mx.arange(3) < 0), 1.0, 2.0).sum(),
     "remainder": lambda model: len(model.net.layers) % 2,
+    "a shape in a text": lambda model: len(
+        f"{model.net.layers[0].weight.shape}, {model.net.layers[0].weight.shape[1]}"
+    ),
 }
 
 
@@ -207,7 +211,7 @@ def test_what_is_collected_on_the_model_is_seen_however_it_is_read(way: str, at_
     """By the first loss, or by one that comes when it has been left apart."""
     what, read = READS[way]
     reads = [read] if at_first else [lambda model: 2.0, read]
-    kind = Telling if way in ("repr", "percent") else Collecting
+    kind = Telling if way in ("repr", "percent", "a choice") else Collecting
     wanted, reference, *_ = collect(what, reads, kind, fast=False)
     losses, parameters, *_ = collect(what, reads, kind, fast=True)
     assert_same(losses, wanted, 1e-6)

@@ -405,3 +405,65 @@ assert caught > 50, caught
 
 def test_ctrl_c_at_any_moment_of_a_trace_leaves_what_the_loss_reaches(child: Child) -> None:
     child(TRACE)
+
+
+# Be interrupted at any moment of the first calls of a loss that appends to a list, behind whose update it is looked at
+# anew what the loss reaches: the model and the optimizer are those before a call or behind it.
+APPENDS = """
+import random, signal
+import faststep
+import numpy as np
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+from mlx.utils import tree_flatten
+
+def begin():
+    mx.random.seed(0)
+    model, optimizer, log = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm(8), nn.Linear(8, 1)), optim.Adam(1e-2), [0.0]
+    optimizer.init(model.trainable_parameters())
+    def loss(model, x):
+        log.append(1.0)
+        return (model(x) - 1).square().mean()
+    return model, optimizer, loss
+
+def state(model, optimizer):
+    mx.eval(model.state, optimizer.state)
+    return [np.array(each) for _, each in tree_flatten([model.parameters(), optimizer.state])]
+
+def equal(one, other):
+    return all(np.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+batches = [mx.random.normal((4, 4), key=mx.random.key(number)) for number in range(4)]
+model, optimizer, loss = begin()
+gradients, wanted = nn.value_and_grad(model, loss), [state(model, optimizer)]
+for x in batches:
+    optimizer.update(model, gradients(model, x)[1])
+    wanted.append(state(model, optimizer))
+
+def on_alarm(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, on_alarm)
+rng, caught = random.Random(7), 0
+for trial in range(150):
+    model, optimizer, loss = begin()
+    step, done = faststep.Step(model, optimizer, loss), 0
+    try:
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.06))
+        for x in batches:
+            step(x)
+            done += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        caught += 1
+        now = state(model, optimizer)
+        assert any(equal(now, each) for each in wanted[done : done + 2]), (trial, done)
+        number = next(number for number in (done, done + 1) if number < 5 and equal(now, wanted[number]))
+        for at in range(number, 4):
+            step(batches[at])
+        assert equal(state(model, optimizer), wanted[4]), (trial, done)
+assert caught > 20, caught
+"""
+
+
+def test_ctrl_c_behind_an_update_leaves_no_half_of_a_step(child: Child) -> None:
+    child(APPENDS)

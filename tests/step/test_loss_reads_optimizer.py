@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from support.beside import Box, Program, batch, beside, squares
 from support.helpers import SignedDescent, plain_step
 
@@ -69,6 +69,49 @@ def test_the_state_is_read_where_the_step_is_not_to_be_compiled() -> None:
         step: Any = Step(model, optimizer, loss_fn, compile=False) if fast else plain_step(model, optimizer, loss_fn)
         losses.append([(step(batch()).loss if fast else step(batch())[0]).item() for _ in range(4)])
     assert losses[0] == losses[1]
+
+
+SCHEDULES: dict[str, Callable[[], Any]] = {
+    "a function": lambda: lambda step: 0.1 / (1 + step),
+    "a function of Python numbers": lambda: lambda step: mx.array(0.1 if step.item() < 3 else 0.02),
+    "MLX's": lambda: optim.exponential_decay(0.1, 0.8),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"SGD": optim.SGD, "Adam": optim.Adam, "own": SignedDescent}
+
+
+@pytest.mark.parametrize("way", ["compile", "uncompiled", "window"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled:RuntimeWarning")
+def test_a_scheduled_rate_is_that_of_the_last_update_or_what_was_set_since(schedule: str, kind: str, way: str) -> None:
+    def run(native: bool) -> list[float]:
+        mx.random.seed(2)
+        model, rates = nn.Linear(4, 2), list[float]()
+        optimizer = OPTIMIZERS[kind](SCHEDULES[schedule]())
+        optimizer.init(model.trainable_parameters())
+
+        def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+            rates.append(optimizer.learning_rate.item())
+            return squares(model, x) * (1 + optimizer.learning_rate)
+
+        window = 2 if way == "window" else 1
+        step = Step(model, optimizer, loss_fn, compile=way != "uncompiled", accumulate=window)
+        grad, sums, losses = nn.value_and_grad(model, loss_fn), list[Any](), list[float]()
+        for number in range(8):
+            if number in (0, 4):
+                optimizer.learning_rate = 0.5
+            if native:
+                losses.append(step(batch()).loss.item())
+                continue
+            loss, gradients = grad(model, batch())
+            losses.append(loss.item())
+            sums.append(gradients)
+            if len(sums) == window:
+                optimizer.update(model, tree_map(lambda *each: sum(each[1:], each[0]) / window, *sums))
+                sums.clear()
+        return losses + rates
+
+    np.testing.assert_allclose(run(native=True), run(native=False), rtol=1e-5)
 
 
 class Counted(nn.Linear):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from faststep.checkpoints import Checkpoints, CheckpointWarning
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from support.helpers import Row, Tree, assert_close, flat, plain_step, random_key, snapshot, to_numpy
 from support.models import cross_entropy
 
@@ -431,3 +431,57 @@ def test_it_is_not_called_on_trial_where_other_steps_have_had_other_numbers_in_t
             mx.random.seed(5)
             assert len([side(*batch) for batch in batches]) == STEPS
     same(arrays(*ours), arrays(*reference))
+
+
+class KeepsVelocities:
+    """It keeps more than arrays that an `init_single` makes: its update cannot be traced."""
+
+    def __init__(self) -> None:
+        self.velocities = dict[str, mx.array]()
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        for name, gradient in tree_flatten(gradients):
+            self.velocities[name] = 0.9 * self.velocities.get(name, mx.zeros_like(gradient)) + gradient
+        moved = tree_unflatten(list(self.velocities.items()))
+        model.update(tree_map(lambda p, v: p - 0.05 * v, model.trainable_parameters(), moved))
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "allow"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("varies", [0, 1, 2])
+def test_a_loss_counts_once_where_the_update_of_its_window_turns_out_not_to_be_traced(
+    varies: int, window: int, nonfinite: Any
+) -> None:
+    def run(native: bool) -> tuple[Any, ...]:
+        seen: Any = types.SimpleNamespace(calls=0, log=[], total=mx.array(0.0))
+        model: Any = nn.Linear(4, 3)
+        model.update(tree_map(lambda p: mx.full(p.shape, 0.25), model.parameters()))
+        model.calls = 0
+        optimizer: Any = KeepsVelocities()
+
+        def loss_fn(model: Any, x: mx.array, target: float) -> mx.array:
+            seen.calls += 1
+            model.calls += 2
+            seen.log.append(7)
+            seen.total = seen.total * 2 + 1
+            return (model(x) - target).square().mean()
+
+        step = Step(model, optimizer, loss_fn, accumulate=window, nonfinite=nonfinite)
+        grad, sums = nn.value_and_grad(model, loss_fn), list[Tree]()
+        for number in range(8):
+            x = mx.random.normal((5, 4), key=mx.random.key(number))
+            target = [1.0, float(number % 2), float(number)][varies]
+            if native:
+                mx.eval(step(x, target).loss)
+                continue
+            sums.append(grad(model, x, target)[1])
+            if len(sums) == window:
+                optimizer.update(model, tree_map(lambda *each: sum(each[1:], each[0]) / window, *sums))
+                sums.clear()
+            mx.eval(model.parameters())
+        return seen.calls, model.calls, seen.log, seen.total.item(), model.weight.tolist()
+
+    *seen, weight = run(native=True)
+    *expected, expected_weight = run(native=False)
+    assert seen == expected
+    assert mx.allclose(mx.array(weight), mx.array(expected_weight))

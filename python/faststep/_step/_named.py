@@ -40,6 +40,7 @@ COPIES = frozenset({"type", "__class__", "copy", "deepcopy", "replace", "__reduc
 # what puts a constant, or a class that is built in, before a question whether two objects are one
 _KNOWN = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT")
 _BUILTINS = frozenset(vars(builtins))
+_OF_SHAPES = frozenset({"shape", "ndim", "dtype", "size", "itemsize", "nbytes"})  # of arrays, in messages
 _IS = frozenset({"is_", "is_not"})  # the same question as a function
 LOOKUPS = _OF_GLOBALS | _OF_MODULES | {"f_globals"}
 
@@ -49,7 +50,9 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
     """Return the globals, the attributes and the modules that code names, and whether it may read any attribute."""
     names, attributes, modules = set(), set(), set()
     made = _made(code)
+    before = list[dis.Instruction]()
     for instruction in dis.get_instructions(code):
+        before = [*before[-3:], instruction]
         if instruction.opname in _NAMES:
             names.add(instruction.argval)
         elif instruction.offset in made:
@@ -59,7 +62,8 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
         elif instruction.opname in _CHANGES and code.co_name not in _OF_NEW:
             attributes.add(instruction.argval)
         elif instruction.opname.startswith("FORMAT_"):
-            names.add("format")
+            if not _is_of_shape(before):
+                names.add("format")
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
     dynamic = bool(DYNAMIC & (names | attributes))
@@ -76,6 +80,22 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             modules |= inner_modules
             dynamic |= inner_dynamic
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
+
+
+def _is_of_shape(last: list[dis.Instruction]) -> bool:
+    """Return whether what the last instruction makes a text is a shape, a size of it or the like."""
+    *before, end = last
+    if len(before) > 2 and _is_subscript(before[-1]) and before[-2].opname in _KEYS:
+        *before, key, subscript = before
+        if key.is_jump_target or subscript.is_jump_target:
+            return False  # of one of several
+    known = bool(before) and before[-1].opname == "LOAD_ATTR" and before[-1].argval in _OF_SHAPES
+    return known and not end.is_jump_target
+
+
+def _is_subscript(instruction: dis.Instruction) -> bool:
+    name = instruction.opname
+    return name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,8 +176,7 @@ def asks_for_items(code: types.CodeType) -> bool:
             last = ""  # one of several
         if name == "DICT_MERGE" and last == "LOAD_FAST" and loaded == _named_arguments(code):
             continue  # they are no model's items, unless another call has made them so
-        subscript = name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
-        if (subscript and last not in _KEYS) or name in _WHOLE:
+        if (_is_subscript(instruction) and last not in _KEYS) or name in _WHOLE:
             return True
         binary = name in ("BINARY_OP", "BINARY_OR", "BINARY_MODULO")
         joins = binary and instruction.argrepr.rstrip("=") in ("|", "%", "")

@@ -48,10 +48,15 @@ FILE = "an open file"
 def moves(value: Any) -> bool:
     """Return whether something is taken from an object as it is used."""
     cls: Any = type(value)
-    return _moves(cls)
+    known = _moving.get(cls)
+    if known is None:
+        known = _moving[cls] = _moves(cls)
+    return known
 
 
-@functools.lru_cache(maxsize=1024)
+_moving = weakref.WeakKeyDictionary[type, bool]()
+
+
 def _moves(cls: type) -> bool:
     if issubclass(cls, (random.Random, _SimpleQueue, *_of_numpy())):
         return True

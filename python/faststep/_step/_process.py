@@ -210,7 +210,6 @@ def _known(functions: dict[str, str]) -> list[tuple[str, Any]]:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
 def _methods_outside(cls: Any) -> frozenset[str] | None:
     found = [_CLOSED_OUTSIDE[each.__module__] for each in cls.__mro__ if each.__module__ in _CLOSED_OUTSIDE]
     return found[0] if found else frozenset()

@@ -30,7 +30,7 @@ use shown::TakenOut;
 
 use crate::{
     mlx::{bridge, errors::mlx, gil::Waiting},
-    optimizer::{leaves, traceable_rate},
+    optimizer::{leaves, traceable_rate, Replaced},
     reach::{
         advance::{leave, OwnChange},
         stop::{Stop, DISABLED},
@@ -116,6 +116,8 @@ pub struct Current {
     pub of_schedules: Option<Rc<RefCell<Reach>>>,
     /// What the loss changes of that.
     pub late: Option<String>,
+    /// What these have replaced in the optimizer's state.
+    pub replaced: Rc<RefCell<Vec<Replaced>>>,
     /// Generators and iterators that an optimizer's own code takes from; what it has taken from as its update was traced.
     pub moving: Option<Py<PyAny>>,
     pub taken: Option<Vec<String>>,

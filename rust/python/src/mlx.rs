@@ -3,6 +3,7 @@
 //! Uses no other room.
 pub mod bridge;
 pub mod classes;
+pub mod collector;
 pub mod errors;
 pub mod gil;
 pub mod glance;

@@ -404,6 +404,25 @@ impl<'py> Settings<'py> {
     }
 }
 
+/// What stood in an optimizer's state before a schedule was called, or what that has put there.
+pub struct Replaced {
+    state: Py<PyDict>,
+    name: String,
+    value: Option<Py<PyAny>>,
+}
+
+impl Replaced {
+    /// Put the one in the place of the other.
+    pub fn swap(&mut self, py: Python<'_>) -> PyResult<()> {
+        let state = self.state.bind(py);
+        let now = state.get_item(&self.name)?.map(Bound::unbind);
+        match std::mem::replace(&mut self.value, now) {
+            Some(value) => state.set_item(&self.name, value),
+            None => state.del_item(&self.name),
+        }
+    }
+}
+
 /// Schedules that are called on the host, and what they replaced in the optimizer's state.
 pub struct HostSchedules<'py> {
     found: Vec<(Bound<'py, PyAny>, String, Bound<'py, PyAny>)>, // optimizer, name, schedule
@@ -448,6 +467,19 @@ impl<'py> HostSchedules<'py> {
             state.set_item(name, value)?;
         }
         Ok(())
+    }
+
+    /// What `call` replaced, for a loss that reads it: in the plain loop a schedule is called behind that.
+    pub fn replaced(&self) -> PyResult<Vec<Replaced>> {
+        let pairs = self.found.iter().zip(&self.old);
+        let replaced = pairs.map(|((optimizer, name, _), old)| {
+            Ok(Replaced {
+                state: state(optimizer)?.unbind(),
+                name: name.clone(),
+                value: old.as_ref().map(|old| old.clone().unbind()),
+            })
+        });
+        replaced.collect()
     }
 
     /// Put back what `call` replaced.

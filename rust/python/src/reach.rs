@@ -9,9 +9,11 @@ mod classes;
 mod contents;
 mod forms;
 mod identities;
+mod kept;
 mod keys;
 mod look;
 mod looked;
+mod loose;
 mod moving;
 mod node;
 mod put_back;
@@ -35,6 +37,7 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::tree::{apart::Names, Tree};
 use faststep::engine::HeldArrays;
 
@@ -42,6 +45,7 @@ pub use before::Before;
 use classes::Classes;
 use forms::Forms;
 use identities::{Containers, Identities};
+use kept::Kept;
 use look::Look;
 use looked::Alive;
 pub use looked::Looked;
@@ -88,6 +92,7 @@ pub struct Program {
     held: RefCell<Rc<HeldArrays>>, // the arrays at the last look: those have the noted shapes and dtypes
     moving: RefCell<Moving>,
     alive: Rc<Alive>, // what looks by any program of the step refer to
+    kept: Kept,
     /// Why what the loss reaches cannot be looked at, if it cannot.
     pub hidden: Option<String>,
     /// Whether the optimizer, or one in it, is among what is reached.
@@ -96,6 +101,13 @@ pub struct Program {
     pub may_draw: bool,
     /// Whether the loss may ask whether two objects are one.
     pub tells_apart: bool,
+}
+
+impl Refers for Program {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.nodes.visit(collector)?;
+        self.values.visit(collector)
+    }
 }
 
 impl Program {
@@ -125,6 +137,7 @@ impl Program {
             held: RefCell::default(),
             moving: RefCell::default(),
             alive: Rc::default(),
+            kept: Kept::default(),
             hidden: why,
             meets_optimizer: true, // perhaps
             may_draw: true,
@@ -200,6 +213,12 @@ pub struct Reach {
     alive: Rc<Alive>,
 }
 
+impl Refers for Reach {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.programs.visit(collector)
+    }
+}
+
 impl Reach {
     /// The programs of what the code of an optimizer reaches: the roots of a look are the optimizer and the model.
     pub fn of_update() -> Self {
@@ -248,6 +267,7 @@ impl Reach {
         let (program, objects, values) = self.search(roots, owned)?;
         let program = Rc::new(program);
         self.let_go();
+        self.forget_gone(owned.py());
         self.programs.push(program.clone());
         if self.programs.len() > MAX_PROGRAMS {
             self.programs.remove(0);
@@ -371,6 +391,13 @@ impl Reach {
         Ok((program, Vec::new(), Rc::default()))
     }
 
+    // programs by which an object is found that nobody else holds any more will never fit again
+    fn forget_gone(&mut self, py: Python<'_>) {
+        let known = self.alive.counts();
+        self.programs
+            .retain(|program| !program.kept.is_left(&program.nodes, &known, py));
+    }
+
     // hold no arrays for programs that are not looked through
     fn let_go(&self) {
         for program in &self.programs {
@@ -431,7 +458,6 @@ impl Reach {
             read,
             codes: Some(codes.unbind()),
             rows: Row::number(&mut found.nodes, py),
-            nodes: found.nodes,
             identities: Identities::new(model, by_address),
             forms: Forms::of(found.tensors),
             values: RefCell::new(Rc::new(found.values)),
@@ -439,6 +465,8 @@ impl Reach {
             held: RefCell::default(),
             moving: RefCell::default(),
             alive: self.alive.clone(),
+            kept: Kept::of(&found.nodes),
+            nodes: found.nodes,
             hidden,
             meets_optimizer,
             may_draw,

@@ -25,6 +25,7 @@ mod undisturbed;
 use std::{
     cell::{Cell, RefCell},
     collections::{BTreeMap, HashMap},
+    mem::take,
     rc::Rc,
     sync::Arc,
 };
@@ -34,11 +35,13 @@ use faststep::{
     Error,
 };
 use mlx_rs::Array;
-use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use pyo3::{exceptions::PyRuntimeError, prelude::*, PyVisit};
 
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     host::{PythonHost, Swapped},
     mlx::{bridge, errors::to_python, gil::Waiting},
+    optimizer::Replaced,
     reach::{
         advance::Advance,
         suspect::{or_late, Change, Suspect},
@@ -97,6 +100,8 @@ struct Inner {
     read: Read,
     /// What the optimizer's schedules reach that are called before the loss; none behind a warning of what the loss changes of that.
     of_schedules: Option<Rc<RefCell<Reach>>>,
+    /// What schedules have replaced in the optimizer's state, while a step is under way.
+    replaced: Rc<RefCell<Vec<Replaced>>>,
     /// What the loss changes of that, until the warning.
     late: Option<String>,
     /// Structure that the loss of the call's trace returned, with holes for its arrays, and the numbers and texts of what it
@@ -139,6 +144,23 @@ struct Inner {
     told: Option<String>,
 }
 
+impl Refers for Inner {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.reach.visit(collector)?;
+        self.read.visit(collector)?;
+        self.of_schedules.visit(collector)?;
+        self.traces.visit(collector)?;
+        self.template.visit(collector)?;
+        self.probed.visit(collector)?;
+        self.swapped.visit(collector)?;
+        self.undo.visit(collector)?;
+        self.suspect.visit(collector)?;
+        self.counts
+            .as_ref()
+            .map_or(Ok(()), |(_, adds)| adds.visit(collector))
+    }
+}
+
 /// Time by stage, in seconds.
 #[derive(Default)]
 struct Spent {
@@ -169,6 +191,35 @@ type Stats = (
 #[pymethods]
 #[allow(clippy::needless_pass_by_value)] // PyO3 passes extracted values
 impl Step {
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Visited {
+        self.inner.0.visit(&mut Collector::new(visit))
+    }
+
+    // what leads back to it is forgotten: it would be found again, and traced again
+    fn __clear__(&self) {
+        let Ok(mut inner) = self.inner.0.try_borrow_mut() else {
+            return;
+        };
+        let found = (
+            take(&mut inner.reach),
+            take(&mut inner.read),
+            inner.of_schedules.replace(Rc::default()),
+        );
+        let made = (
+            take(&mut inner.traces),
+            take(&mut inner.suspect),
+            take(&mut inner.probed),
+        );
+        let left = (
+            take(&mut inner.swapped),
+            take(&mut inner.undo),
+            take(&mut inner.counts),
+        );
+        let template = take(&mut inner.template);
+        drop(inner); // before these: that may call Python
+        drop((found, made, left, template));
+    }
+
     #[new]
     fn new(
         model: &Bound<'_, PyAny>,
@@ -191,6 +242,7 @@ impl Step {
                 reach: Reach::default(),
                 read: Read::default(),
                 of_schedules: Some(Rc::default()),
+                replaced: Rc::default(),
                 late: None,
                 template: None,
                 steps: 0,

@@ -403,10 +403,11 @@ impl Tree {
         let mut found: Vec<(Vec<String>, Range<usize>)> = Vec::new();
         let mut paths = Paths::default();
         for (at, item) in self.items.iter().enumerate() {
-            if let Some(path) = paths.of_module() {
+            if let Some((module, name)) = paths.of_module() {
+                let is_last = |last: &[String]| last.split_last() == Some((name, module));
                 match found.last_mut() {
-                    Some((last, known)) if *last == path && known.end == at => known.end = at + 1,
-                    _ => found.push((path, at..at + 1)),
+                    Some((last, known)) if known.end == at && is_last(last) => known.end = at + 1,
+                    _ => found.push(([module, std::slice::from_ref(name)].concat(), at..at + 1)),
                 }
             }
             paths.step(item, py);

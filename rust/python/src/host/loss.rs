@@ -14,6 +14,7 @@ use super::{
     shown::{Renewed, Shown},
     stop, Current,
 };
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     mlx::{bridge, classes::has_own_methods},
     optimizer::{reads, Settings},
@@ -65,6 +66,14 @@ pub struct Swapped {
     old: Py<PyAny>,
     new: Py<PyAny>,
     arrays: Vec<(Py<PyAny>, Array)>,
+}
+
+impl Refers for Swapped {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.parent.visit(collector)?;
+        self.old.visit(collector)?;
+        self.new.visit(collector)
+    }
 }
 
 impl Swapped {
@@ -353,8 +362,18 @@ impl Current {
         let all = PyTuple::new(py, all)?;
         let meets = self.looked.program.meets_optimizer && !self.compiled;
         let optimizer = self.optimizer.bind(py);
+        let swap = || {
+            let mut replaced = self.replaced.borrow_mut();
+            replaced
+                .iter_mut()
+                .filter(|_| meets)
+                .try_for_each(|it| it.swap(py))
+        };
+        swap()?;
         let settings = meets.then(|| Settings::of(optimizer)).transpose()?;
         let (reads, returned) = reads(|| self.loss_fn.bind(py).call(all, Some(&named)));
+        let now = meets.then(|| Settings::of(optimizer)).transpose()?;
+        swap()?;
         renewed.give_back()?;
         if reads && self.compiled {
             return Err(Stop::Untraceable(
@@ -362,8 +381,8 @@ impl Current {
             ));
         }
         let returned = returned.map_err(|error| stop(py, error))?;
-        if let Some(before) = settings {
-            if before.differ(&Settings::of(self.optimizer.bind(py))?)? {
+        if let Some((before, now)) = settings.zip(now) {
+            if before.differ(&now)? {
                 return Err(Stop::Raised(PyRuntimeError::new_err(
                     "the loss function: it changes an option of the optimizer that updates it, which is to be done between the steps",
                 )));

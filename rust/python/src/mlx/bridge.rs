@@ -91,6 +91,46 @@ pub fn has_same_items(a: &Bound<'_, PyDict>, b: &Bound<'_, PyDict>) -> bool {
     }
 }
 
+/// Return whether a list has the very items of a tuple.
+pub fn has_items(list: &Bound<'_, PyList>, tuple: &Bound<'_, PyTuple>) -> bool {
+    // SAFETY: a live list, whose items nothing changes meanwhile: they are compared by address.
+    let items = unsafe {
+        let list = list.as_ptr().cast::<pyo3::ffi::PyListObject>();
+        let count = usize::try_from(pyo3::ffi::PyList_GET_SIZE(list.cast())).unwrap_or(0);
+        let first = (*list).ob_item;
+        if first.is_null() {
+            &[]
+        } else {
+            std::slice::from_raw_parts(first, count)
+        }
+    };
+    let tuple = tuple.as_slice();
+    items.len() == tuple.len() && items.iter().zip(tuple).all(|(a, b)| *a == b.as_ptr())
+}
+
+/// Return whether a dict has these very keys and values, in their order.
+pub fn has_keys_and_values(
+    dict: &Bound<'_, PyDict>,
+    keys: &Bound<'_, PyTuple>,
+    values: &Bound<'_, PyTuple>,
+) -> bool {
+    let mut pairs = keys.as_slice().iter().zip(values.as_slice());
+    let (mut at, mut key, mut value) = (0, std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: a live dict, which nothing changes meanwhile; what is written is compared, and not used.
+    unsafe {
+        while pyo3::ffi::PyDict_Next(dict.as_ptr(), &raw mut at, &raw mut key, &raw mut value) != 0
+        {
+            let same = |(one, other): (&Bound<'_, PyAny>, &Bound<'_, PyAny>)| {
+                one.as_ptr() == key && other.as_ptr() == value
+            };
+            if !pairs.next().is_some_and(same) {
+                return false;
+            }
+        }
+    }
+    pairs.next().is_none()
+}
+
 /// Return whether an object's class is this one or derived from it. `isinstance` asks the class, which takes ten times as long
 /// and is asked of everything in a model.
 pub fn is_of(object: &Bound<'_, PyAny>, class: &Bound<'_, PyType>) -> bool {

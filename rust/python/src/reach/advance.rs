@@ -12,6 +12,7 @@ use super::{
     suspect::{is_number, Change},
     Looked,
 };
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     mlx::{
         bridge,
@@ -119,6 +120,17 @@ fn short((before, now): (f64, f64)) -> f64 {
 
 fn rounded(by: f64) -> f64 {
     format!("{by:.11e}").parse().unwrap_or(by)
+}
+
+impl Refers for Advance {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.object.visit(collector)?;
+        match &self.kind {
+            Kind::Item(key, _) => key.visit(collector),
+            Kind::Place(node, _) => node.visit(collector),
+            _ => Ok(()), // numbers and texts
+        }
+    }
 }
 
 impl Advance {
@@ -393,6 +405,13 @@ pub struct OwnChange {
     change: Change,             // with what the loss has left
     adds: Option<Vec<Advance>>, // none where it does something else than to add to numbers, as far as one call tells
     is_new: bool,               // under a key that was not there
+}
+
+impl Refers for OwnChange {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.change.visit(collector)?;
+        self.adds.visit(collector)
+    }
 }
 
 impl OwnChange {

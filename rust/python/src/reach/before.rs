@@ -30,15 +30,15 @@ impl<'py> Before<'py> {
         looked: &Rc<Looked>,
     ) -> PyResult<Self> {
         let py = model.py();
-        let spots = looked.spots(py)?.into_iter();
+        let arrays = looked.spots(py)?.into_iter().map(|spot| {
+            let array = bridge::get(&spot.object);
+            array.map(|array| (spot.object, array))
+        });
         Ok(Self {
             root: Snapshot::take(root)?,
             reached: looked.snapshot(py)?,
             copies: looked.copies(py)?,
-            arrays: spots
-                .zip(looked.arrays.iter())
-                .map(|(spot, array)| (spot.object, array.clone()))
-                .collect(),
+            arrays: arrays.flatten().collect(),
             drawable: Drawable::before(model, looked)?,
             looked: looked.clone(),
             references: Rc::default(),

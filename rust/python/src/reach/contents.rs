@@ -7,6 +7,7 @@ use pyo3::{
 
 use crate::{
     mlx::{
+        bridge,
         classes::{is_deque, is_numpy},
         numpy,
     },
@@ -62,6 +63,20 @@ pub fn copy<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         return Ok((get.call0()?, at).into_pyobject(py)?.into_any()); // of a stream
     }
     py.get_type::<PyBytes>().call1((object,))
+}
+
+/// Return whether a list, a tuple or a dict holds the very objects of a copy by `contents`; false of anything else.
+pub fn is_copied(object: &Bound<'_, PyAny>, copy: &Bound<'_, PyAny>) -> bool {
+    let Ok(copy) = copy.cast::<PyTuple>() else {
+        return false;
+    };
+    if let Ok(list) = object.cast::<PyList>() {
+        return bridge::has_items(list, copy);
+    }
+    if let (Ok(dict), Ok((keys, values))) = (object.cast::<PyDict>(), copy.extract()) {
+        return bridge::has_keys_and_values(dict, &keys, &values);
+    }
+    object.is(copy)
 }
 
 /// A copy of an object's contents (of a large NumPy array a hash), since the object may be changed in place.

@@ -4,7 +4,7 @@ use std::rc::Rc;
 use pyo3::{prelude::*, types::PyTuple};
 
 use super::{
-    contents::contents,
+    contents::{contents, is_copied},
     node::{Expect, How, Met, Node},
     row::{Kind, Places, Row},
     Program,
@@ -167,8 +167,14 @@ impl Program {
                     slots.all(|slot| self.holds(number, &slot.object))
                 })
             }
-            Expect::Contents(_, number) => {
-                values.meet(*number, contents(&met.object)?);
+            Expect::Contents(_, number, version) => {
+                let last = values.last[*number].bind(met.object.py());
+                let now = met.object.cast().ok().and_then(bridge::dict_version);
+                if (now.is_none() || now != version.get()) && !is_copied(&met.object, last) {
+                    values.meet(*number, contents(&met.object)?);
+                } else {
+                    version.set(now);
+                }
                 true
             }
             Expect::Container(.., keys) if node.whole.is_none() => {

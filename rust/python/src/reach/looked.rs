@@ -17,6 +17,7 @@ use super::{
     suspect::is_number,
     Program,
 };
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     mlx::bridge,
     tree::{slot::Place, text::text, walk::Scope, Tree},
@@ -83,8 +84,8 @@ impl Alive {
         others.push(Rc::downgrade(references));
     }
 
-    // how often these refer to each object
-    fn counts(&self) -> References {
+    /// How often these refer to each object.
+    pub fn counts(&self) -> References {
         let mut counts = References::new();
         for objects in self.looks.borrow().iter().filter_map(Weak::upgrade) {
             for object in objects.iter().flatten() {
@@ -116,6 +117,16 @@ pub struct Looked {
     /// Numbers, strings, and the contents of what is changed in place.
     pub values: Rc<Vec<Py<PyAny>>>,
     given: Containers, // among the arguments: the first three are new at each call
+    pub(super) others: Vec<Py<PyAny>>, // in which there is more than the program has nodes for
+}
+
+impl Refers for Looked {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.program.visit(collector)?;
+        self.objects.visit(collector)?;
+        self.others.visit(collector)?;
+        self.values.visit(collector)
+    }
 }
 
 impl Looked {
@@ -139,6 +150,30 @@ impl Looked {
             is_known: true,
             values,
             given,
+            others: Vec::new(),
+        }
+    }
+
+    /// What has been found by a program that has other lengths and keys, without the arrays.
+    pub(super) fn loosely(
+        program: Rc<Program>,
+        objects: Vec<Option<Met<'_>>>,
+        values: Rc<Vec<Py<PyAny>>>,
+        others: Vec<Py<PyAny>>,
+    ) -> Self {
+        let objects = objects.into_iter().map(|met| Some(met?.object.unbind()));
+        let objects = Rc::new(objects.collect());
+        program.alive.note(&objects);
+        Self {
+            program,
+            objects,
+            arrays: Rc::default(),
+            tensors: Rc::default(),
+            reshaped: None,
+            is_known: false,
+            values,
+            given: Rc::default(),
+            others,
         }
     }
 
@@ -337,7 +372,7 @@ impl Looked {
                     };
                     numbers.push((name, value));
                 }
-                Expect::Contents(_, number) => {
+                Expect::Contents(_, number, _) => {
                     if let Ok(set) = self.values[*number].bind(py).cast::<PyFrozenSet>() {
                         let name = self.key_name(py, at);
                         let items = set.iter().filter(is_number);

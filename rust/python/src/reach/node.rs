@@ -1,4 +1,6 @@
 //! One object on the way from a loss to what it reaches.
+use std::cell::Cell;
+
 use faststep::engine::Tensor;
 use pyo3::{
     exceptions::{PyAttributeError, PyKeyboardInterrupt, PyTypeError},
@@ -11,6 +13,7 @@ use super::{
     contents::{contents, size},
     keys::Keys,
 };
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     mlx::{
         bridge,
@@ -107,8 +110,9 @@ pub enum Expect {
     Array,
     /// A number, a string or their kind, of any value, and its number among the values.
     Value(Py<PyType>, usize),
-    /// An object of that class, of any contents: a NumPy array, a set, a long list, tuple or dict. Its number too.
-    Contents(Py<PyType>, usize),
+    /// An object of that class, of any contents: a NumPy array, a set, a long list, tuple or dict. Its number too, and a dict's
+    /// version when it had the contents that are known.
+    Contents(Py<PyType>, usize, Cell<Option<usize>>),
     /// A dict, list, tuple or module of that class and those lengths, of its own and of its instance dict; a dict with its
     /// keys in their order.
     Container(Class, usize, Option<usize>, Keys),
@@ -190,7 +194,10 @@ fn kind(number: usize, expected: &Bound<'_, PyAny>) -> PyResult<Expect> {
     Ok(match number {
         0 => Expect::Array,
         1 => Expect::Value(expected.get_type().unbind(), 0),
-        2 => Expect::Contents(expected.clone().cast_into::<PyType>()?.unbind(), 0),
+        2 => {
+            let class = expected.clone().cast_into::<PyType>()?;
+            Expect::Contents(class.unbind(), 0, Cell::default())
+        }
         3 => Expect::Container(
             Weak::of_class(&expected.get_type()),
             0,
@@ -284,7 +291,7 @@ pub fn expect<'py>(mut nodes: Vec<Node>, roots: &[Bound<'py, PyAny>]) -> PyResul
                 *number = values.len();
                 values.push(object.clone().unbind());
             }
-            Expect::Contents(_, number) => {
+            Expect::Contents(_, number, _) => {
                 *number = values.len();
                 values.push(contents(&object)?.unbind());
             }
@@ -316,6 +323,18 @@ fn keep_interrupt(py: Python<'_>, error: &PyErr) {
     if error.is_instance_of::<PyKeyboardInterrupt>(py) {
         let again = py.import("_thread");
         drop(again.and_then(|thread| thread.call_method0("interrupt_main")));
+    }
+}
+
+impl Refers for Node {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match &self.expect {
+            Expect::Value(class, _) | Expect::Contents(class, ..) => class.visit(collector),
+            Expect::Container(it, ..) | Expect::Object(it, _) | Expect::Identity(it) => {
+                it.visit(collector)
+            }
+            _ => Ok(()), // no object of the user's
+        }
     }
 }
 
@@ -555,7 +574,7 @@ impl Node {
         match &self.expect {
             Expect::Array => bridge::is_array(object),
             Expect::Value(..) => self.fits_value(object),
-            Expect::Contents(class, _) => object.get_type().is(class),
+            Expect::Contents(class, ..) => object.get_type().is(class),
             Expect::Container(class, len, attributes, _) => {
                 class.is(&object.get_type())
                     && size(object).is_ok_and(|n| n == *len)

@@ -68,7 +68,7 @@ impl Looked {
     /// Return whether the contents at a node are those of the last look.
     pub fn has_contents(&self, py: Python<'_>, node: usize) -> PyResult<bool> {
         match (&self.program.nodes[node].expect, self.object(node, py)) {
-            (Expect::Contents(_, number), Some(object)) => {
+            (Expect::Contents(_, number, _), Some(object)) => {
                 Ok(equal(self.values[*number].bind(py), &contents(&object)?))
             }
             _ => Ok(true),
@@ -324,6 +324,9 @@ impl Looked {
                     snapshot.note(dict.as_any())?;
                 }
             }
+        }
+        for other in &self.others {
+            snapshot.note_within(other.bind(py))?;
         }
         Ok(snapshot)
     }

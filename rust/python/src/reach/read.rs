@@ -6,6 +6,7 @@ use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{Looked, Reach, Seen};
+use crate::mlx::collector::{Collector, Refers, Visited};
 
 /// The most sets of values that are told apart, where no arrays are among them.
 const MAX_STATES: usize = 16;
@@ -53,6 +54,23 @@ impl Default for Read {
             moving: None,
             of_numbers: false,
         }
+    }
+}
+
+impl Refers for State {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.seen.visit(collector)
+    }
+}
+
+impl Refers for Read {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.reach.visit(collector)?;
+        self.states.visit(collector)?;
+        self.looked.visit(collector)?;
+        self.moving
+            .as_ref()
+            .map_or(Ok(()), |(_, moving)| moving.visit(collector))
     }
 }
 

@@ -5,6 +5,7 @@ use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{advance::Advance, Looked};
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::tree::static_value::equal;
 
 /// Numbers for which a trace has been found to hold.
@@ -21,6 +22,15 @@ pub struct Seen {
     pub goes_on: bool,
     /// The numbers of the model to which losses add: this one may read them where another one adds to them.
     pub counted: Rc<Vec<Py<PyAny>>>,
+}
+
+impl Refers for Seen {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.values.visit(collector)?;
+        self.template.visit(collector)?;
+        self.adds.visit(collector)?;
+        self.counted.visit(collector)
+    }
 }
 
 impl Seen {
@@ -69,6 +79,11 @@ impl Seen {
             values[*at] = after.values[*at].clone_ref(py);
         }
         self.values = Rc::new(values);
+    }
+
+    /// The bytes of the constants.
+    pub fn bytes(&self) -> usize {
+        self.constants.iter().map(Array::nbytes).sum()
     }
 
     /// The numbers alone.

@@ -17,6 +17,7 @@ use super::{
     seen::Seen,
     Looked,
 };
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::mlx::{bridge, classes::is_deque};
 use crate::tree::{
     ordered,
@@ -41,6 +42,38 @@ pub enum Change {
     Node(Rc<Looked>, usize, Py<PyAny>),
     /// The contents of another object that has been found at a node, and a copy of it.
     Contents(Rc<Looked>, usize, Py<PyAny>),
+}
+
+impl Refers for Change {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match self {
+            Self::Item(dict, key, other) => {
+                dict.visit(collector)?;
+                key.visit(collector)?;
+                other.visit(collector)
+            }
+            Self::List(list, other) => {
+                list.visit(collector)?;
+                other.visit(collector)
+            }
+            Self::Deque(deque, other) => {
+                deque.visit(collector)?;
+                other.visit(collector)
+            }
+            Self::Set(set, other) => {
+                set.visit(collector)?;
+                other.visit(collector)
+            }
+            Self::Order(dict, other) => {
+                dict.visit(collector)?;
+                other.visit(collector)
+            }
+            Self::Node(looked, _, other) | Self::Contents(looked, _, other) => {
+                looked.visit(collector)?;
+                other.visit(collector)
+            }
+        }
+    }
 }
 
 impl Change {
@@ -448,6 +481,15 @@ pub struct Suspect {
     pub again: bool,
 }
 
+impl Refers for Suspect {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.model.visit(collector)?;
+        self.reached.visit(collector)?;
+        self.first.visit(collector)?;
+        self.seen.visit(collector)
+    }
+}
+
 impl Suspect {
     /// Return whether the numbers are those of which it was seen.
     pub fn is_of(&self, py: Python<'_>, looked: &Looked) -> bool {
@@ -728,6 +770,16 @@ fn end(object: &Bound<'_, PyAny>) {
         LATE.replace(Some(error));
         drop(object.call_method0("end"));
     }
+}
+
+/// An error that is raised as the call of the step returns: until then all is put in its place.
+pub fn raise_late(error: PyErr) {
+    LATE.replace(Some(error));
+}
+
+/// Return whether there is such an error.
+pub fn is_late() -> bool {
+    LATE.with_borrow(Option::is_some)
 }
 
 /// Return what a step does, or the error of a Ctrl-C that came where none could be raised, with the step's own as its cause.

@@ -19,7 +19,11 @@ use crate::{
     host::shown::{take_out, TakenOut},
     mlx::bridge,
     optimizer::HostSchedules,
-    reach::{advance::progress, suspect::Suspect, Looked},
+    reach::{
+        advance::progress,
+        suspect::{is_late, Suspect},
+        Looked,
+    },
     store::{Prepared, Store},
     tree::{apart, rebuild::rebuild},
 };
@@ -49,6 +53,7 @@ impl Inner {
             Ok(())
         };
         let outcome = called.and_then(|()| {
+            self.replaced.replace(schedules.replaced()?);
             let mut prepared = self.prepare(store, &user, task)?;
             let undo = prepared.undo.take();
             self.seconds.look += started.elapsed().as_secs_f64();
@@ -72,10 +77,15 @@ impl Inner {
             self.seconds.show += shown.elapsed().as_secs_f64();
             Ok(output)
         });
+        self.replaced.take();
         if outcome.is_err() {
             schedules.undo()?;
         }
         let taken = self.taken(py, &outcome?, task)?;
+        if is_late() {
+            self.traces.clear(); // it is not known what the last one is valid for
+            self.suspect = None;
+        }
         self.add_to_numbers(&user, &given)?;
         let reached = given.looked.program.clone();
         drop(given);
@@ -133,16 +143,21 @@ impl Inner {
 
     // put back what the loss has changed in this call, and an update that was traced with it
     fn take_back(&mut self, user: &Arguments<'_>, update: bool) -> PyResult<()> {
-        let mut suspect = Suspect {
-            model: std::mem::take(&mut self.undo),
-            ..Suspect::default()
-        };
-        suspect.swap(user.py(), true)?;
+        self.take_back_loss(user.py())?;
         let of_update = user.before_update.take().filter(|_| update);
         for before in of_update.into_iter().chain(user.before.take()) {
             before.put_back(user.py())?;
         }
         Ok(())
+    }
+
+    // put back what the loss has changed as it was called for its graph
+    pub(super) fn take_back_loss(&mut self, py: Python<'_>) -> PyResult<()> {
+        let mut suspect = Suspect {
+            model: std::mem::take(&mut self.undo),
+            ..Suspect::default()
+        };
+        suspect.swap(py, true)
     }
 
     // a trace whose loss has changed something itself is as if it had not been made
@@ -440,8 +455,7 @@ impl Inner {
         self.reach.begin();
         self.reach.passed = batch.containers.clone();
         let stays_plain = !self.compiled && !self.becomes_another();
-        let takes_all = self.options.guard().is_none(); // else what a bad batch changes is put back
-        let looked = if stays_plain && takes_all && self.reach.is_costly() {
+        let looked = if stays_plain && self.reach.is_costly() {
             Looked::nothing() // the loss is called at each step, and sees what there is
         } else if may_be_rare && !self.traces.are_suspect(true) {
             self.reach.look_unless_searching(&roots, &user.optimizer)?

@@ -176,7 +176,7 @@ impl Inner {
                     .map(|template| template.clone_ref(py));
             }
             if is_eager {
-                self.note_before(user, &looked)?;
+                self.note_before(user, given)?;
             }
             if !due || self.holds_still(store, user, given, &mut key)? {
                 return Ok(());
@@ -214,7 +214,7 @@ impl Inner {
         if unchecked && varying.is_empty() {
             self.check_rare_values(given, py)?;
         }
-        self.note_before(user, &looked)?;
+        self.note_before(user, given)?;
         self.note_before_update(user)?;
         if self.compiled {
             if let Some(why) = self.takes_numpy(store, user, given)? {
@@ -246,9 +246,17 @@ impl Inner {
     }
 
     // what there is before the loss is called, where its batch may be skipped
-    fn note_before(&self, user: &Arguments<'_>, looked: &Rc<Looked>) -> PyResult<()> {
+    fn note_before(&mut self, user: &Arguments<'_>, given: &Given) -> PyResult<()> {
         if self.options.guard().is_some() && user.before.borrow().is_none() {
-            let mut before = Before::of(&user.model, &user.model, looked)?;
+            let mut looked = given.looked.clone();
+            if !looked.is_known {
+                let roots = given.roots(user.py());
+                looked = Rc::new(match self.reach.look_loosely(&roots)? {
+                    Some(looked) => looked,
+                    None => self.reach.look(&roots, &user.optimizer)?,
+                });
+            }
+            let mut before = Before::of(&user.model, &user.model, &looked)?;
             before.let_go(user.py())?;
             if self.compiled {
                 before.note_references();
@@ -260,9 +268,7 @@ impl Inner {
 
     // what the loss has changed as it was called for its graph
     fn note_undo<'a>(&mut self, changes: impl Iterator<Item = &'a Change>, py: Python<'_>) {
-        if self.options.guard().is_some() {
-            self.undo = changes.map(|change| change.clone_ref(py)).collect();
-        }
+        self.undo = changes.map(|change| change.clone_ref(py)).collect();
     }
 
     // the same of an update by the optimizer's own code, which may be traced in vain

@@ -82,7 +82,7 @@ impl Inner {
         };
         let outcome = engine.measure(traces, call, calls, &module, &mut holder);
         let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given);
+        let stop = self.leave_host(user, given, false);
         put_back?;
         let found = finished(outcome, stop?)?;
         Ok(found

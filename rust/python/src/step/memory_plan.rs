@@ -165,7 +165,7 @@ impl Inner {
         let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
         let outcome = engine.plan(traces, call, calls, &mut holder);
         let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given);
+        let stop = self.leave_host(user, given, false);
         put_back?;
         finished(outcome, stop?)
     }

@@ -29,7 +29,7 @@ use crate::{
     reach::{
         advance::Advance,
         stop::{Stop, DISABLED},
-        suspect::{put_back, Suspect},
+        suspect::{put_back, raise_late, Suspect},
         Before, Looked, Seen, Written,
     },
     store::{
@@ -168,7 +168,7 @@ impl Inner {
             self.traces.discard();
             self.unwatched = None;
             self.suspect = None;
-            take_back_update(user, &stop)?;
+            self.take_back_tried(user, &stop)?;
             match stop {
                 // also of a call that was tried without a trace: that was no matter of tracing
                 Stop::Raised(error) => return Err(self.raised(error)),
@@ -232,6 +232,16 @@ impl Inner {
             }
             self.compiled = false;
         }
+    }
+
+    // what a loss and an update have changed that were traced in vain, where the call goes on without the trace
+    fn take_back_tried(&mut self, user: &Arguments<'_>, stop: &Stop) -> PyResult<()> {
+        let before = user.before_update.take();
+        if matches!(stop, Stop::Raised(_)) {
+            return Ok(());
+        }
+        before.map_or(Ok(()), |before| before.put_back(user.py()))?;
+        self.take_back_loss(user.py()) // it is called again
     }
 
     // let other steps know the graph of a new trace
@@ -487,7 +497,7 @@ impl Inner {
             .borrow()
             .as_ref()
             .is_some_and(|it| it.loose);
-        let stop = self.leave_host(user, given);
+        let stop = self.leave_host(user, given, done);
         shown?;
         if let (Some(optimizer), true) = (optimizer, loose) {
             let state = store
@@ -567,6 +577,7 @@ impl Inner {
             taken: None,
             of_update: self.read.looked().filter(|_| host).cloned(),
             of_schedules: self.of_schedules.clone(),
+            replaced: self.replaced.clone(),
             host,
             in_state: None,
             late: None,
@@ -595,6 +606,7 @@ impl Inner {
         &mut self,
         user: &Arguments<'_>,
         given: &Given,
+        done: bool,
     ) -> PyResult<Option<Stop>> {
         let Some(mut current) = self.host.current.take() else {
             return Ok(None);
@@ -619,16 +631,11 @@ impl Inner {
                 last.kept.graph = current.graph.map(Rc::new);
                 last.kept.written = current.written;
                 last.kept.taken_out = Rc::new(current.taken_out);
-                let held = current.held.iter().filter(|it| !self.read.has(it));
-                let (why, pins) = unwatched(user, &held.collect::<Vec<_>>())?;
-                last.kept.pins = pins;
-                self.unwatched = why;
-                let py = user.py();
-                let now = self.reach.look(&given.roots(py), &user.optimizer)?;
-                // what the loss has made is looked at first
-                let is_same = now.program.id == given.looked.program.id;
-                let now = if is_same { &now } else { &*given.looked };
-                self.see(py, (given, now), Some(template.clone_ref(py)), None)?;
+                match self.note_seen(user, given, &current.held, &template) {
+                    // the step has been taken: what it has made of the model is shown before this is raised
+                    Err(error) if done => raise_late(error),
+                    noted => noted?,
+                }
             }
             self.template = Some(template);
         }
@@ -640,6 +647,28 @@ impl Inner {
         }
         self.read.let_go();
         Ok(current.stop)
+    }
+
+    // what a new trace is valid for
+    fn note_seen(
+        &mut self,
+        user: &Arguments<'_>,
+        given: &Given,
+        held: &[Array],
+        template: &Py<PyAny>,
+    ) -> PyResult<()> {
+        let py = user.py();
+        let held = held.iter().filter(|it| !self.read.has(it));
+        let (why, pins) = unwatched(user, &held.collect::<Vec<_>>())?;
+        if let Some(last) = self.traces.last_mut() {
+            last.kept.pins = pins;
+        }
+        self.unwatched = why;
+        let now = self.reach.look(&given.roots(py), &user.optimizer)?;
+        // what the loss has made is looked at first
+        let is_same = now.program.id == given.looked.program.id;
+        let now = if is_same { &now } else { &*given.looked };
+        self.see(py, (given, now), Some(template.clone_ref(py)), None)
     }
 }
 
@@ -744,14 +773,6 @@ fn taken_back(
     Ok(stop.with(&format!(
         ", and what it took from {lost} before that is lost: this step goes on with what comes next (`compile=False` loses nothing)"
     )))
-}
-
-// what an update has changed that was traced in vain, where the call goes on without the trace
-fn take_back_update(user: &Arguments<'_>, stop: &Stop) -> PyResult<()> {
-    match (user.before_update.take(), stop) {
-        (Some(_), Stop::Raised(_)) | (None, _) => Ok(()),
-        (Some(before), _) => before.put_back(user.py()),
-    }
 }
 
 // the result of the engine's call; where it failed, why tracing stopped comes before the error

@@ -5,6 +5,7 @@ use faststep::engine::{self, CallTraces, Causes, Task, Tensor, Trace, TraceCache
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*, types::PyWeakrefReference};
 
 use super::arguments::Arguments;
+use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     host::{
         shown::{are_same, TakenOut},
@@ -177,6 +178,19 @@ const MAX_STRUCTURES: usize = 8;
 /// Largest number of sets of numbers that a trace keeps; the one seen first goes first.
 const MAX_SEEN: usize = 16;
 
+/// The most bytes of the constants that it takes for them, beside the last ones.
+const MAX_BYTES: usize = 1 << 20;
+
+impl Refers for Kept {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.seen.visit(collector)?;
+        self.suspect.visit(collector)?;
+        self.adds.visit(collector)?;
+        self.set.visit(collector)?;
+        self.set_by.visit(collector)
+    }
+}
+
 impl Kept {
     /// Return whether the model has at these places what a call has left there for which the trace stands: else the loss is called
     /// for that.
@@ -215,7 +229,8 @@ impl Kept {
     /// The trace holds for these numbers too.
     pub fn see(&mut self, seen: Seen) {
         self.seen.push(seen);
-        if self.seen.len() > MAX_SEEN {
+        let bytes = |seen: &[Seen]| seen.iter().map(Seen::bytes).sum::<usize>();
+        while self.seen.len() > MAX_SEEN || (self.seen.len() > 1 && bytes(&self.seen) > MAX_BYTES) {
             self.seen.remove(0);
         }
     }
@@ -276,6 +291,17 @@ pub struct Traces {
     changes: usize,        // before which a step ran uncompiled
     reshaped: Vec<Key>, // kinds of calls in which the loss assigns arrays of another shape; the last one last
     storing: Vec<Storing>, // calls in which it stores an array where there is none; the last one last
+}
+
+impl Refers for Traces {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.recent()
+            .try_for_each(|entry| entry.kept.visit(collector))?;
+        let rare = self.rare_values.iter().map(|(seen, _)| seen);
+        let storing = self.storing.iter().map(|storing| &storing.seen);
+        let mut all = rare.chain(storing);
+        all.try_for_each(|seen| seen.visit(collector))
+    }
 }
 
 impl Traces {

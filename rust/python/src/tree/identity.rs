@@ -6,6 +6,7 @@ use pyo3::{
 };
 
 use super::text::text;
+use crate::mlx::collector::{Collector, Refers, Visited};
 
 /// An object, without keeping it alive where that can be.
 #[derive(Debug)]
@@ -18,6 +19,15 @@ pub enum Weak {
 
 /// A class, which is not kept alive either.
 pub type Class = Weak;
+
+impl Refers for Weak {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match self {
+            Self::Weak(_) => Ok(()),
+            Self::Strong(object) => object.visit(collector),
+        }
+    }
+}
 
 impl Weak {
     /// An object.

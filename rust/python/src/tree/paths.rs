@@ -31,13 +31,13 @@ impl Paths {
         self.key.clone().filter(|_| is_one)
     }
 
-    /// The path to the attribute or item of a module in which the next item is.
-    pub(super) fn of_module(&self) -> Option<Vec<String>> {
+    /// The path to the attribute or item of a module in which the next item is: to the module, and its name there.
+    pub(super) fn of_module(&self) -> Option<(&[String], &String)> {
         let is_one =
             |(kind, ..): &(Kind, usize, usize)| matches!(kind, Kind::Module | Kind::Attributes);
         let at = self.open.iter().rposition(is_one)?;
         let name = self.keys.get(at + 1).or(self.key.as_ref())?;
-        Some([&self.keys[..=at], std::slice::from_ref(name)].concat())
+        Some((&self.keys[..=at], name))
     }
 
     pub(super) fn step(&mut self, item: &Item, py: Python<'_>) {
@@ -56,10 +56,9 @@ impl Paths {
                 self.close();
             }
             Item::Array | Item::Static(_) | Item::Object => {
-                let path = self.next_path();
                 match item {
-                    Item::Array => self.arrays.push(path),
-                    Item::Object => self.objects.push(path),
+                    Item::Array => self.arrays.push(self.next_path()),
+                    Item::Object => self.objects.push(self.next_path()),
                     _ => {}
                 }
                 self.key = None;

@@ -17,6 +17,7 @@ use super::{
 use crate::mlx::{
     bridge,
     classes::{deque, is_deque, is_module, is_numpy},
+    collector::{Collector, Refers, Visited},
 };
 
 /// The most objects that are looked through for an array.
@@ -44,6 +45,13 @@ pub struct Placed {
     dict: Py<PyDict>,
     key: Py<PyAny>,
     value: Option<Py<PyAny>>,
+}
+
+impl Refers for Placed {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.dict.visit(collector)?;
+        self.value.visit(collector)
+    }
 }
 
 impl Placed {
@@ -263,9 +271,8 @@ impl<'py> Snapshot<'py> {
             a.is(b) || (is_fixed(a) && is_fixed(b) && equal(a, b))
         };
         let differs = |old: Option<&Bound<'py, PyAny>>, new: Option<&Bound<'py, PyAny>>| {
-            let arrays =
-                old.is_some_and(|old| has_array(old)) || new.is_some_and(|new| has_array(new));
-            !arrays && !matches!((old, new), (Some(old), Some(new)) if same(old, new))
+            let stays = matches!((old, new), (Some(old), Some(new)) if same(old, new));
+            !stays && !old.into_iter().chain(new).any(has_array)
         };
         let (mut items, mut orders) = (Vec::new(), Vec::new());
         for (dict, copy) in self.changed_dicts() {
@@ -458,6 +465,40 @@ impl<'py> Snapshot<'py> {
             if !has_members(set, copy) {
                 refill(set, copy)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Note the contents of an object and of what is in it, in dicts, lists, tuples, deques, sets and instance dicts of objects of any
+    /// class.
+    pub fn note_within(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
+        let mut todo = vec![(root.clone(), true)];
+        while let Some((object, is_root)) = todo.pop() {
+            let is_other = is_fixed(&object)
+                || bridge::is_array(&object)
+                || object.is_instance_of::<PyModule>()
+                || object.is_instance_of::<PyType>()
+                || object.is_instance_of::<PyFunction>();
+            let is_new = !self.met.contains(&object.as_ptr().addr());
+            if is_other || !(is_root || is_new) || self.met.len() > MAX_SEEN {
+                continue;
+            }
+            if let Ok(set) = object.cast::<PySet>() {
+                self.met.insert(object.as_ptr().addr());
+                let copy = PyFrozenSet::new(object.py(), set.iter())?;
+                self.sets.push((set.clone(), copy));
+            }
+            self.note(&object)?;
+            if let Some(dict) = bridge::attributes(&object) {
+                todo.extend(dict.values().iter().map(|value| (value, false)));
+                self.note(dict.as_any())?;
+            }
+            todo.extend(
+                contents(&object)
+                    .unwrap_or_default()
+                    .into_iter()
+                    .map(|it| (it, false)),
+            );
         }
         Ok(())
     }
