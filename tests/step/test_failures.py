@@ -418,7 +418,8 @@ from mlx.utils import tree_flatten
 
 def begin():
     mx.random.seed(0)
-    model, optimizer, log = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm(8), nn.Linear(8, 1)), optim.Adam(1e-2), [0.0]
+    model, log = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm(8), nn.Linear(8, 1)), [0.0]
+    optimizer = optim.SGD(0.02, momentum=0.9)
     optimizer.init(model.trainable_parameters())
     def loss(model, x):
         log.append(1.0)

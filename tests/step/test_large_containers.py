@@ -80,7 +80,7 @@ def test_a_change_of_one_item_is_seen(kind: str, change: str, attribute: str) ->
     def run(native: bool) -> list[float]:
         mx.random.seed(0)
         holder = SimpleNamespace(items=MAKERS[kind](), name="items")
-        model, optimizer = nn.Linear(4, 1), optim.SGD(0.1)
+        model, optimizer = nn.Linear(4, 1), optim.SGD(0.005)
 
         def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
             items = holder.items if attribute == "items" else getattr(holder, holder.name)

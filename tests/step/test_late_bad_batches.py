@@ -38,7 +38,7 @@ class Trainer:
 
     def __init__(self, changes: Callable[[Trainer, mx.array], None], act: str) -> None:
         mx.random.seed(0)
-        self.model, self.optimizer, self.changes = Net(act), optim.Adam(1e-2), changes
+        self.model, self.optimizer, self.changes = Net(act), optim.SGD(1e-4, momentum=0.5), changes
         self.rows, self.table, self.queue = list[Any](), dict[str, Any](), collections.deque[Any](maxlen=30)
         self.average, self.calls, self.flags = mx.zeros(()), 0, {"best": 1e9, "seen": [0]}
         self.members = set[int]()

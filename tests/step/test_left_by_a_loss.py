@@ -578,6 +578,7 @@ def leave_in_set(it: set[Any], number: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:faststep. the loss reaches")  # `globals` leads to all of the test process
+@pytest.mark.filterwarnings("ignore:faststep.*takes from an open file")  # one of that
 @pytest.mark.parametrize("place", ["a slot", "a class", "a global", "a set", "a set of the model"])
 def test_a_number_that_is_left_is_one_of_pythons(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a loss makes of a number that it counts equals what is there, at a call that is made on trial."""

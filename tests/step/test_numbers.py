@@ -446,6 +446,7 @@ def test_a_number_of_the_model_that_the_loss_does_not_read_costs_no_call_of_the_
 
 
 @pytest.mark.filterwarnings("ignore:faststep. the loss reaches")  # `eval` may read all of the test process
+@pytest.mark.filterwarnings("ignore:faststep.*takes from an open file")  # one of that
 @pytest.mark.parametrize("way", READ)
 def test_a_number_of_the_model_is_seen_however_it_is_read(way: str) -> None:
     kind = {"repr": Shown, "percent": Shown, "alias": Aliased}.get(way, Counted)
