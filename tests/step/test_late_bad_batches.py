@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -149,3 +150,20 @@ def test_a_late_bad_batch_changes_nothing_where_the_structure_changes(changes: s
     assert total == expected_total
     for one, other in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_history_that_the_loss_names_is_told_of() -> None:
+    """Rows make another structure at each call, a list of numbers does not; nothing is traced again in a window."""
+    for rows, window in ((True, 1), (True, 2), (False, 1)):
+        trainer = Trainer(_only_the_loop, "")
+        step = Step(trainer.model, trainer.optimizer, trainer.loss, accumulate=window)
+        told = list[str]()
+        for number in range(120):
+            trainer.rows.append({"step": number} if rows else float(number))
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                step(mx.ones((4, 3)))
+            told += [f"{each.message}" for each in found]
+        assert len(told) == rows, told
+        assert not rows or "self.rows" in told[0]
+        assert step.stats.traced < 8

@@ -234,6 +234,7 @@ class Nested:
 
 
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.filterwarnings("ignore:faststep. what the loss reaches has had another structure:RuntimeWarning")
 def test_structures_of_which_no_two_are_alike_are_not_searched_at_each_call(reads: bool, searches: list[int]) -> None:
     def loss_fn(model: nn.Module, nested: Nested) -> mx.array:
         total = sum(model(x).mean() for each in nested.lists for x in each) * nested.scale

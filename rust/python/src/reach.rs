@@ -290,8 +290,9 @@ impl Reach {
     ) -> PyResult<Looked> {
         self.searches.look();
         if self.searches.are_many() {
-            if let Ok(looked) = self.look_again(roots, owned)? {
-                return Ok(looked);
+            match self.look_again(roots, owned)? {
+                Ok(looked) => return Ok(looked),
+                Err(other) => self.change = other.change,
             }
             if self.searches.leave_out() {
                 return Ok(Looked::nothing());

@@ -135,6 +135,8 @@ impl Inner {
         }
         if !given.looked.is_known && self.compiled {
             self.becomes = RARE_STRUCTURE.into();
+            let changed = self.reach.change();
+            self.traces.note_structure(changed.as_deref());
             self.compiled = false;
         }
         loop {
@@ -371,7 +373,9 @@ impl Inner {
             self.compiled = true;
             // an uncompiled step reads the model's numbers at each call, and takes any batch: it serves for the next ones
             let comes_again = is_rare(&self.becomes) || self.traces.stores_again(&self.becomes);
-            self.traces.drop_eager(comes_again);
+            if !comes_again {
+                self.traces.drop_eager();
+            }
         }
     }
 

@@ -67,6 +67,9 @@ pub fn is_rare(why: &str) -> bool {
     all.contains(&why)
 }
 
+/// Number of steps that have run uncompiled since what the loss reaches is not searched from which on a warning says so.
+const TELL_STRUCTURE: usize = 64;
+
 /// A kind of batch is traced when it comes the second time, and again whenever it has come so often.
 const COMES_BACK: usize = 16;
 
@@ -289,6 +292,7 @@ pub struct Traces {
     new_values: usize,       // calls for which these were rare, one after the other
     warning: Option<String>,
     changes: usize,        // before which a step ran uncompiled
+    structures: usize,     // steps that ran uncompiled since what the loss reaches was not searched
     reshaped: Vec<Key>, // kinds of calls in which the loss assigns arrays of another shape; the last one last
     storing: Vec<Storing>, // calls in which it stores an array where there is none; the last one last
 }
@@ -333,6 +337,18 @@ impl Traces {
             !entry.key.front.batch.equals(batch, py)
                 || are_same(&entry.kept.taken_out, taken_out, py)
         })
+    }
+
+    /// A step runs uncompiled because what the loss reaches has another structure: what has, last.
+    pub fn note_structure(&mut self, changed: Option<&str>) {
+        self.structures += 1;
+        if self.structures == TELL_STRUCTURE {
+            let what = changed.map_or_else(String::new, |name| format!(" ({name})"));
+            self.warning = Some(format!(
+                "{RARE_STRUCTURE}{what}. Such a step runs uncompiled, with the same numbers but slower: pass arrays, and keep what grows \
+                 in a list of numbers, or where no code of the loss names it"
+            ));
+        }
     }
 
     /// Of traces of a loss that counts in numbers of the model, it is not known any more for which numbers they hold.
@@ -635,12 +651,9 @@ impl Traces {
         self.known.discard()
     }
 
-    /// Drop those that call the loss at every step, but for the one used last if that is kept.
-    pub fn drop_eager(&mut self, keep_last: bool) {
-        let last = self.known.last().map(std::ptr::from_ref);
-        let last = last.filter(|_| keep_last);
-        self.known
-            .retain(|entry| !entry.trace.is_eager() || Some(std::ptr::from_ref(entry)) == last);
+    /// Drop those that call the loss at every step.
+    pub fn drop_eager(&mut self) {
+        self.known.retain(|entry| !entry.trace.is_eager());
     }
 
     /// Drop all.
