@@ -24,6 +24,13 @@ class Row:
         self.number, self.seen, self.notes = number, 0, list[int]()
 
 
+class Slotted:
+    __slots__ = ("notes", "number", "seen")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen, self.notes = number, 0, list[int]()
+
+
 class Net(nn.Module):
     def __init__(self, act: str) -> None:
         super().__init__()
@@ -88,6 +95,13 @@ def _objects(it: Trainer, loss: mx.array) -> None:
         row.notes.append(it.calls)
 
 
+def _objects_with_slots(it: Trainer, loss: mx.array) -> None:
+    it.rows.append(Slotted(it.calls))
+    for row in it.rows[-3:]:
+        row.seen += 1
+        row.notes.append(it.calls)
+
+
 def _rows_of_the_loop_change(it: Trainer, loss: mx.array) -> None:
     for row in it.rows[-3:]:
         row["seen"] = row.get("seen", 0) + 1
@@ -111,6 +125,8 @@ def _state(value: Any) -> Any:
         return {key: _state(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, collections.deque)):
         return [_state(item) for item in value]
+    if isinstance(value, Slotted):
+        return [value.number, value.seen, value.notes]
     return _state(vars(value)) if isinstance(value, Row) else value
 
 

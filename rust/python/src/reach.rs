@@ -1,8 +1,9 @@
 //! Objects that a loss reaches beside its arguments: found once by `faststep._step._reach`, looked at before each call.
 //!
 //! A [`Program`] is a list of nodes, each of which is found from its parent: a closure cell, a global, an attribute. It
-//! holds none of the user's objects but numbers, strings and code. Arrays at its nodes are inputs of a trace, of any shape;
-//! numbers and strings are compared, and anything else that is not as it was makes a program anew. Uses `tree` and `mlx`.
+//! holds none of the user's objects but numbers, strings, code and what cannot be referred to weakly. Arrays at its nodes are
+//! inputs of a trace, of any shape; numbers and strings are compared, and anything else that is not as it was makes a program
+//! anew. Uses `tree` and `mlx`.
 pub mod advance;
 mod before;
 mod classes;

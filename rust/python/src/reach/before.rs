@@ -45,6 +45,11 @@ impl<'py> Before<'py> {
         })
     }
 
+    /// Return whether something may be missing that a search would find.
+    pub fn is_partial(&self) -> bool {
+        self.reached.is_partial
+    }
+
     /// Make known to what this refers: of an array that a trace takes out of its place it is asked whether somebody else does.
     pub fn note_references(&mut self) {
         let mut references = References::new();

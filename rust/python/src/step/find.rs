@@ -248,15 +248,17 @@ impl Inner {
     // what there is before the loss is called, where its batch may be skipped
     fn note_before(&mut self, user: &Arguments<'_>, given: &Given) -> PyResult<()> {
         if self.options.guard().is_some() && user.before.borrow().is_none() {
-            let mut looked = given.looked.clone();
-            if !looked.is_known {
-                let roots = given.roots(user.py());
-                looked = Rc::new(match self.reach.look_loosely(&roots)? {
-                    Some(looked) => looked,
-                    None => self.reach.look(&roots, &user.optimizer)?,
-                });
-            }
-            let mut before = Before::of(&user.model, &user.model, &looked)?;
+            let (model, roots) = (&user.model, given.roots(user.py()));
+            let before = |looked: Looked| Before::of(model, model, &Rc::new(looked));
+            let mut before = if given.looked.is_known {
+                Before::of(model, model, &given.looked)?
+            } else {
+                let loosely = self.reach.look_loosely(&roots)?.map(before).transpose()?;
+                match loosely.filter(|before| !before.is_partial()) {
+                    Some(known) => known,
+                    None => before(self.reach.look(&roots, &user.optimizer)?)?,
+                }
+            };
             before.let_go(user.py())?;
             if self.compiled {
                 before.note_references();

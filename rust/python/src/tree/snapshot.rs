@@ -99,6 +99,8 @@ pub struct Snapshot<'py> {
     met: HashSet<usize>,             // their addresses
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
     unchanged: Cell<bool>,           // the dicts, when it was last looked for a new array
+    /// True if an object has been met that keeps something elsewhere, in slots.
+    pub is_partial: bool,
     error: Option<PyErr>,
 }
 
@@ -493,6 +495,8 @@ impl<'py> Snapshot<'py> {
                 todo.extend(dict.values().iter().map(|value| (value, false)));
                 self.note(dict.as_any())?;
             }
+            let class = object.get_type();
+            self.is_partial |= class.hasattr(intern!(object.py(), "__slots__"))?;
             todo.extend(
                 contents(&object)
                     .unwrap_or_default()
