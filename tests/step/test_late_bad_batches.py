@@ -102,6 +102,39 @@ def _objects_with_slots(it: Trainer, loss: mx.array) -> None:
         row.notes.append(it.calls)
 
 
+def _arrays_in_place(it: Trainer, loss: mx.array) -> None:
+    it.table[f"{it.calls}"] = mx.zeros(())
+    for key in list(it.table)[-3:]:
+        it.table[key] += loss
+    it.rows.append({"sum": mx.zeros((2,)), "notes": [mx.zeros(())]})
+    for row in it.rows[-3:]:
+        row["sum"][1] = row["sum"][1] + loss
+        row["notes"][0] += 1
+
+
+def _numpy_in_place(it: Trainer, loss: mx.array) -> None:
+    it.rows.append((np.zeros(2), bytearray(2)))
+    for counts, flags in it.rows[-3:]:
+        counts[1] += 1
+        flags[0] += 1
+
+
+def _closures(it: Trainer, loss: mx.array) -> None:
+    def counter() -> Callable[[int], int]:
+        count = 0
+
+        def add(more: int) -> int:
+            nonlocal count
+            count += more
+            return count
+
+        return add
+
+    it.rows.append(counter())
+    for add in it.rows[-3:]:
+        add(1)
+
+
 def _rows_of_the_loop_change(it: Trainer, loss: mx.array) -> None:
     for row in it.rows[-3:]:
         row["seen"] = row.get("seen", 0) + 1
@@ -119,12 +152,18 @@ BY_THE_LOOP = {"only the loop", "rows of the loop change"}
 
 
 def _state(value: Any) -> Any:
-    if isinstance(value, mx.array):
+    if isinstance(value, mx.array) and not value.ndim:
         return pytest.approx(value.item(), rel=1e-3, abs=1e-6)
     if isinstance(value, dict):
         return {key: _state(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, collections.deque)):
         return [_state(item) for item in value]
+    if isinstance(value, mx.array) and value.ndim:
+        return [pytest.approx(each, rel=1e-3, abs=1e-6) for each in value.tolist()]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if callable(value):
+        return value(0)  # a counter
     if isinstance(value, Slotted):
         return [value.number, value.seen, value.notes]
     return _state(vars(value)) if isinstance(value, Row) else value

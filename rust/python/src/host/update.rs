@@ -59,7 +59,10 @@ impl Current {
             .clone()
             .filter(|_| self.compiled && !self.sketch);
         let reached = reached.map(|looked| {
-            let (contents, copies) = (looked.snapshot(py)?, looked.copies(py)?);
+            let (contents, copies) = (
+                looked.snapshot(&Snapshot::default(), py)?,
+                looked.copies(py)?,
+            );
             let places = looked.spots(py)?;
             Ok::<_, PyErr>((looked, contents, copies, places))
         });

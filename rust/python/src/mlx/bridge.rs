@@ -91,6 +91,15 @@ pub fn has_same_items(a: &Bound<'_, PyDict>, b: &Bound<'_, PyDict>) -> bool {
     }
 }
 
+/// Return whether the objects of two classes end alike: those of all that come of a `class` statement do, of one in C none.
+pub fn ends_alike(one: &Bound<'_, PyType>, other: &Bound<'_, PyType>) -> bool {
+    // SAFETY: live classes.
+    let end = |class: &Bound<'_, PyType>| unsafe {
+        (*class.as_type_ptr()).tp_dealloc.map(|end| end as usize)
+    };
+    end(one) == end(other)
+}
+
 /// Return whether a list has the very items of a tuple.
 pub fn has_items(list: &Bound<'_, PyList>, tuple: &Bound<'_, PyTuple>) -> bool {
     // SAFETY: a live list, whose items nothing changes meanwhile: they are compared by address.

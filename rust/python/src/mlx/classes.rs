@@ -19,6 +19,14 @@ pub fn is_module(object: &Bound<'_, PyAny>) -> bool {
     class.is_some_and(|class| bridge::is_of(object, class))
 }
 
+/// Return whether a class comes of a `class` statement: its objects keep what they have in instance dicts, in slots and in what bases in
+/// C do.
+pub fn is_made_by_python(class: &Bound<'_, PyType>) -> bool {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let module = self::class(class.py(), &CLASS, "mlx.nn", "Module");
+    module.is_some_and(|module| bridge::ends_alike(class, module))
+}
+
 /// Return whether a module has other methods of these names than `nn.Module`.
 pub fn has_own_methods(module: &Bound<'_, PyAny>, names: &[&str]) -> bool {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
@@ -110,6 +118,12 @@ pub fn ordered_dict(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
 pub fn deque(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     CLASS.import(py, "collections", "deque")
+}
+
+/// `collections.defaultdict`.
+pub fn default_dict(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    class(py, &CLASS, "collections", "defaultdict")
 }
 
 /// Return whether the object is a `collections.deque`.

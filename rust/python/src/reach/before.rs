@@ -34,11 +34,17 @@ impl<'py> Before<'py> {
             let array = bridge::get(&spot.object);
             array.map(|array| (spot.object, array))
         });
+        let root = Snapshot::take(root)?;
+        let mut reached = looked.snapshot(&root, py)?;
+        let mut arrays: Vec<_> = arrays.flatten().collect();
+        let others = std::mem::take(&mut reached.arrays).into_iter();
+        arrays
+            .extend(others.filter_map(|object| bridge::get(&object).map(|array| (object, array))));
         Ok(Self {
-            root: Snapshot::take(root)?,
-            reached: looked.snapshot(py)?,
+            root,
+            reached,
             copies: looked.copies(py)?,
-            arrays: arrays.flatten().collect(),
+            arrays,
             drawable: Drawable::before(model, looked)?,
             looked: looked.clone(),
             references: Rc::default(),

@@ -8,7 +8,7 @@ use pyo3::{
 
 use super::{
     contents::contents,
-    node::{Expect, How, Met},
+    node::{Expect, How, Met, Node},
     Looked, Program, Reach,
 };
 use crate::{
@@ -64,7 +64,9 @@ impl Program {
                 Expect::Container(class, ..) | Expect::Object(class, _)
                     if class.is(&object.get_type()) =>
                 {
-                    others.push(object.clone());
+                    if !is_known(node, &object, &objects) {
+                        others.push(object.clone()); // there is more, or less, than the nodes under it
+                    }
                 }
                 Expect::Array | Expect::Value(..) | Expect::Contents(..) | Expect::Absent
                     if in_container && !is_followed(&object) =>
@@ -87,6 +89,12 @@ impl Program {
         }
         Ok(Some((objects, values, others)))
     }
+}
+
+// whether an object has the items and as many attributes as when it was searched
+fn is_known<'py>(node: &Node, object: &Bound<'py, PyAny>, objects: &[Option<Met<'py>>]) -> bool {
+    let met = Met::new(object.clone(), node);
+    node.is_made_up(object, objects) && met.is_some_and(|met| node.fits(&met, objects))
 }
 
 // whether code leads on from an object, which a search follows

@@ -301,7 +301,7 @@ impl Looked {
     }
 
     /// The contents of dicts, lists, modules and objects on the way.
-    pub fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Snapshot<'py>> {
+    pub fn snapshot<'py>(&self, root: &Snapshot<'py>, py: Python<'py>) -> PyResult<Snapshot<'py>> {
         let mut snapshot = Snapshot::default();
         for (at, node) in self.program.nodes.iter().enumerate() {
             let Some(object) = self.object(at, py) else {
@@ -325,8 +325,12 @@ impl Looked {
                 }
             }
         }
-        for other in &self.others {
-            snapshot.note_within(other.bind(py))?;
+        if !self.others.is_empty() {
+            let mut known = root.addresses().clone();
+            known.extend(self.all(py).iter().map(|object| object.as_ptr().addr()));
+            for other in &self.others {
+                snapshot.note_within(other.bind(py), &known)?;
+            }
         }
         Ok(snapshot)
     }

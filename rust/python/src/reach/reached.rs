@@ -131,7 +131,7 @@ impl<'py> Reached<'py> {
         let traced = Traced {
             alone: alone.collect(),
             spots,
-            snapshot: looked.snapshot(py)?,
+            snapshot: looked.snapshot(&Snapshot::default(), py)?,
             copies: looked.copies(py)?,
             first,
             reshapes,

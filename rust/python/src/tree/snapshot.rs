@@ -16,7 +16,9 @@ use super::{
 };
 use crate::mlx::{
     bridge,
-    classes::{deque, is_deque, is_module, is_numpy},
+    classes::{
+        default_dict, deque, is_deque, is_made_by_python, is_module, is_numpy, ordered_dict,
+    },
     collector::{Collector, Refers, Visited},
 };
 
@@ -99,7 +101,9 @@ pub struct Snapshot<'py> {
     met: HashSet<usize>,             // their addresses
     hole: Option<Bound<'py, PyAny>>, // in the copies, where arrays stood
     unchanged: Cell<bool>,           // the dicts, when it was last looked for a new array
-    /// True if an object has been met that keeps something elsewhere, in slots.
+    /// Arrays that have been met by `note_within`.
+    pub arrays: Vec<Bound<'py, PyAny>>,
+    /// True if an object has been met there that may keep something elsewhere.
     pub is_partial: bool,
     error: Option<PyErr>,
 }
@@ -471,40 +475,58 @@ impl<'py> Snapshot<'py> {
         Ok(())
     }
 
-    /// Note the contents of an object and of what is in it, in dicts, lists, tuples, deques, sets and instance dicts of objects of any
-    /// class.
-    pub fn note_within(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
+    /// Note the contents of an object and of what is in it, in dicts, lists, tuples, deques, sets and instance dicts, and the arrays
+    /// there. `known`: the addresses of objects that are noted otherwise. Of others that may keep something elsewhere, in slots or in C,
+    /// it is noted that there are any.
+    pub fn note_within(
+        &mut self,
+        root: &Bound<'py, PyAny>,
+        known: &HashSet<usize>,
+    ) -> PyResult<()> {
         let mut todo = vec![(root.clone(), true)];
         while let Some((object, is_root)) = todo.pop() {
-            let is_other = is_fixed(&object)
-                || bridge::is_array(&object)
-                || object.is_instance_of::<PyModule>()
-                || object.is_instance_of::<PyType>()
-                || object.is_instance_of::<PyFunction>();
-            let is_new = !self.met.contains(&object.as_ptr().addr());
-            if is_other || !(is_root || is_new) || self.met.len() > MAX_SEEN {
+            let address = object.as_ptr().addr();
+            let is_new = !self.met.contains(&address) && !known.contains(&address);
+            if is_fixed(&object) || !(is_root || is_new) {
                 continue;
             }
+            if !is_root && bridge::is_array(&object) {
+                self.met.insert(address);
+                self.arrays.push(object);
+                continue;
+            }
+            let is_other = !is_root && (is_module(&object) || keeps_elsewhere(&object)?);
+            if is_other || self.met.len() > MAX_SEEN {
+                self.is_partial = true;
+                return Ok(());
+            }
             if let Ok(set) = object.cast::<PySet>() {
-                self.met.insert(object.as_ptr().addr());
-                let copy = PyFrozenSet::new(object.py(), set.iter())?;
-                self.sets.push((set.clone(), copy));
+                if is_new {
+                    let copy = PyFrozenSet::new(object.py(), set.iter())?;
+                    self.sets.push((set.clone(), copy));
+                }
             }
             self.note(&object)?;
             if let Some(dict) = bridge::attributes(&object) {
                 todo.extend(dict.values().iter().map(|value| (value, false)));
                 self.note(dict.as_any())?;
             }
-            let class = object.get_type();
-            self.is_partial |= class.hasattr(intern!(object.py(), "__slots__"))?;
-            todo.extend(
-                contents(&object)
-                    .unwrap_or_default()
-                    .into_iter()
-                    .map(|it| (it, false)),
-            );
+            let mut inner = contents(&object).unwrap_or_default();
+            if object.is_instance_of::<PySet>() || object.is_instance_of::<PyFrozenSet>() {
+                inner.extend(object.try_iter()?.collect::<PyResult<Vec<_>>>()?);
+            }
+            let arrays = is_module(&object); // which are known
+            let inner = inner
+                .into_iter()
+                .filter(|it| !(arrays && bridge::is_array(it)));
+            todo.extend(inner.map(|it| (it, false)));
         }
         Ok(())
+    }
+
+    /// The addresses of the containers.
+    pub fn addresses(&self) -> &HashSet<usize> {
+        &self.met
     }
 
     /// Note the contents of one dict, list or deque. What is met once more would be a second change of the same.
@@ -648,6 +670,35 @@ fn keeps_state(object: &Bound<'_, PyAny>) -> bool {
         }
     };
     leads_to(object, &is_one, &mut HashSet::new())
+}
+
+// whether an object may keep something that is neither in its instance dict nor an item: in slots, in a closure, in C
+fn keeps_elsewhere(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = object.py();
+    if object.is_instance_of::<PyType>() || object.is_instance_of::<PyFunction>() {
+        return Ok(true);
+    }
+    for base in object.get_type().mro().iter() {
+        let base = base.cast_into::<PyType>()?;
+        let is_known = base.is(py.get_type::<PyAny>())
+            || base.is(py.get_type::<PyDict>())
+            || base.is(py.get_type::<PyList>())
+            || base.is(py.get_type::<PyTuple>())
+            || base.is(py.get_type::<PySet>())
+            || base.is(py.get_type::<PyFrozenSet>())
+            || base.is(deque(py)?)
+            || ordered_dict(py).is_some_and(|class| base.is(class))
+            || default_dict(py).is_some_and(|class| base.is(class));
+        if is_known {
+            continue;
+        }
+        let own = base.getattr(intern!(py, "__dict__"))?;
+        let slots = own.call_method1(intern!(py, "get"), (intern!(py, "__slots__"), ()))?;
+        if !is_made_by_python(&base) || slots.is_truthy()? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn may_change(object: &Bound<'_, PyAny>) -> bool {
