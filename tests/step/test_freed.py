@@ -137,9 +137,7 @@ def test_a_wrapped_teacher_that_is_replaced_is_freed_at_the_next_call(wrapper: s
         for step in [*all_steps, *all_steps]:
             mx.eval(step(BATCH).loss)
         gc.collect()
-        first = (
-            wrapper != "checkpoint"
-        )  # else the trace has the function for which it was made, and stands for the others
+        first = wrapper != "checkpoint"  # else the trace that stands for all has the function it was made for
         assert [each() is None for each in gone] == [first, *[True] * (len(gone) - 2), False]
 
 

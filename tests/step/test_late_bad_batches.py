@@ -152,14 +152,12 @@ BY_THE_LOOP = {"only the loop", "rows of the loop change"}
 
 
 def _state(value: Any) -> Any:
-    if isinstance(value, mx.array) and not value.ndim:
-        return pytest.approx(value.item(), rel=1e-3, abs=1e-6)
+    if isinstance(value, mx.array):
+        return [pytest.approx(each, rel=1e-3, abs=1e-6) for each in value.reshape(-1).tolist()]
     if isinstance(value, dict):
         return {key: _state(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, collections.deque)):
         return [_state(item) for item in value]
-    if isinstance(value, mx.array) and value.ndim:
-        return [pytest.approx(each, rel=1e-3, abs=1e-6) for each in value.tolist()]
     if isinstance(value, np.ndarray):
         return value.tolist()
     if callable(value):

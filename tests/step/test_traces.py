@@ -513,7 +513,7 @@ def test_numbers_of_the_model_that_are_set_before_each_step_are_inputs(accumulat
     assert_close(parameters, reference, 1e-5)
     assert step is not None
     assert step.stats.mode == "native"
-    assert len(step.stats.traces) <= 15
+    assert len(step.stats.traces) <= 12
 
 
 def test_texts_of_the_model_that_are_set_before_each_step_are_not_traced_without_end() -> None:

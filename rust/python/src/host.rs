@@ -116,7 +116,7 @@ pub struct Current {
     pub of_schedules: Option<Rc<RefCell<Reach>>>,
     /// What the loss changes of that.
     pub late: Option<String>,
-    /// What these have replaced in the optimizer's state.
+    /// What the schedules have replaced in the optimizer's state.
     pub replaced: Rc<RefCell<Vec<Replaced>>>,
     /// Generators and iterators that an optimizer's own code takes from; what it has taken from as its update was traced.
     pub moving: Option<Py<PyAny>>,

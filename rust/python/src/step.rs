@@ -100,10 +100,10 @@ struct Inner {
     read: Read,
     /// What the optimizer's schedules reach that are called before the loss; none behind a warning of what the loss changes of that.
     of_schedules: Option<Rc<RefCell<Reach>>>,
-    /// What schedules have replaced in the optimizer's state, while a step is under way.
-    replaced: Rc<RefCell<Vec<Replaced>>>,
     /// What the loss changes of that, until the warning.
     late: Option<String>,
+    /// What schedules have replaced in the optimizer's state, while a step is under way.
+    replaced: Rc<RefCell<Vec<Replaced>>>,
     /// Structure that the loss of the call's trace returned, with holes for its arrays, and the numbers and texts of what it
     /// has replaced.
     template: Option<Py<PyAny>>,

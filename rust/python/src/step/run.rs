@@ -373,8 +373,8 @@ impl Inner {
             self.compiled = true;
             // an uncompiled step reads the model's numbers at each call, and takes any batch: it serves for the next ones
             let comes_again = is_rare(&self.becomes) || self.traces.stores_again(&self.becomes);
-            if !comes_again {
-                self.traces.drop_eager();
+            if self.becomes != RARE_STRUCTURE {
+                self.traces.drop_eager(comes_again); // else both batches of a window come again
             }
         }
     }

@@ -651,9 +651,12 @@ impl Traces {
         self.known.discard()
     }
 
-    /// Drop those that call the loss at every step.
-    pub fn drop_eager(&mut self) {
-        self.known.retain(|entry| !entry.trace.is_eager());
+    /// Drop those that call the loss at every step, but for the one used last if that is kept.
+    pub fn drop_eager(&mut self, keep_last: bool) {
+        let last = self.known.last().map(std::ptr::from_ref);
+        let last = last.filter(|_| keep_last);
+        self.known
+            .retain(|entry| !entry.trace.is_eager() || Some(std::ptr::from_ref(entry)) == last);
     }
 
     /// Drop all.
