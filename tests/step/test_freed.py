@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,21 +14,37 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from faststep import Step
+from faststep import Step, fast_step
+from faststep._step._own import Hung
+from mlx.utils import tree_flatten, tree_map
 
 BATCH = mx.ones((2, 4))
+
+
+class Sgd:
+    """An optimizer of no class of MLX's, which may lead to anything."""
+
+    trainer: Trainer
+
+    def update(self, model: nn.Module, gradients: dict[str, Any]) -> None:
+        model.update(tree_map(lambda p, g: p - 0.1 * g, model.parameters(), gradients))
 
 
 class Trainer:
     """A step that hangs at the object whose method is its loss."""
 
-    def __init__(self, kind: str, optimizer: optim.Optimizer) -> None:
+    def __init__(self, kind: str, optimizer: Any, way: str = "step") -> None:
         self.model, self.optimizer, self.kind = nn.Linear(4, 1), optimizer, kind
         self.calls, self.total, self.log, self.last = 0, 0.0, [0], {"loss": mx.array(0.0)}
         self.seen, self.pair = {self}, (0, mx.array(0.0))
         self.model.calls = 0
         self.compiled = mx.compile(lambda x: x * self.scale())
-        self.step = Step(self.model, optimizer, getattr(self, kind))
+        if isinstance(optimizer, Sgd):
+            optimizer.trainer = self
+        if way == "step":
+            self.step: Callable[[mx.array], Any] = Step(self.model, optimizer, getattr(self, kind))
+        else:
+            self.step = lambda x: fast_step(self.model, optimizer, lambda model, x: getattr(self, kind)(model, x), x)
 
     def scale(self) -> float:
         return 2.0 + 0 * len(self.kind)
@@ -70,25 +88,77 @@ class Trainer:
 
 
 LOSSES = [name for name, it in vars(Trainer).items() if callable(it) and name not in ("__init__", "scale")]
-OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "native": lambda: optim.Adam(1e-3),
     "own": lambda: type("Own", (optim.SGD,), {})(1e-3),
+    "object": Sgd,
 }
 
 
+@pytest.mark.filterwarnings("ignore:faststep. (options|this step):RuntimeWarning")  # an optimizer that leads to all
 @pytest.mark.parametrize("calls", [0, 1, 2, 12])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_trainer_at_which_its_step_hangs_is_freed(kind: str, optimizer: str, calls: int) -> None:
-    trainer = Trainer(kind, OPTIMIZERS[optimizer]())
+@pytest.mark.parametrize("way", ["step", "fast_step"])
+def test_a_trainer_at_which_its_step_hangs_is_freed(way: str, kind: str, optimizer: str, calls: int) -> None:
+    trainer = Trainer(kind, OPTIMIZERS[optimizer](), way)
     for number in range(calls):
         if kind == "another_each_time":
             trainer.calls = number
-        mx.eval(trainer.step(BATCH).loss)
+        out = trainer.step(BATCH)
+        mx.eval(out if way == "fast_step" else out.loss)
     gone = [weakref.ref(each) for each in (trainer, trainer.model, trainer.optimizer)]
     del trainer
     gc.collect()
     assert [each() for each in gone] == [None] * 3
+
+
+def test_a_model_is_freed_beside_an_optimizer_that_is_kept() -> None:
+    model, kept = nn.Linear(4, 1), optim.Adam(1e-3)
+    mx.eval(fast_step(model, kept, lambda model, x: model(x).square().mean(), BATCH))
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
+@pytest.mark.parametrize("way", ["step", "fast_step"])
+def test_a_model_with_a_compiled_function_that_leads_back_is_freed(way: str) -> None:
+    trainer = Trainer("nothing", optim.Adam(1e-3), way)
+    trainer.model.compiled = trainer.compiled
+    trainer.model.tags = {trainer}
+    out = trainer.step(BATCH)
+    mx.eval(out if way == "fast_step" else out.loss)
+    gone = weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_hangs_at_an_optimizer_is_in_no_tree_no_copy_and_no_file(optimizer: str) -> None:
+    model, kept = nn.Linear(4, 1), OPTIMIZERS[optimizer]()
+
+    def names() -> set[str]:
+        return {name for name, _ in tree_flatten(vars(kept)) if not name.startswith("_state")}
+
+    before = names()
+
+    def train(optimizer: Any) -> None:
+        mx.eval(fast_step(model, optimizer, lambda model, x: model(x).square().mean(), BATCH))
+
+    train(kept)
+    assert names() == before
+    copies = [copy.copy(kept), copy.deepcopy(kept)]
+    if optimizer != "own":  # whose class no module has
+        copies.append(pickle.loads(pickle.dumps(kept)))
+    for each in copies:
+        train(each)
+        assert Hung.at(each) is not Hung.at(kept)
+        gone = weakref.ref(Hung.at(each))
+        del each
+    del copies, train
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_step_is_used_on_after_any_number_of_collections() -> None:

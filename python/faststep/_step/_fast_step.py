@@ -12,17 +12,12 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step._options import Nonfinite, Options, Replay, whole_number
-from faststep._step._own import as_optimizer
+from faststep._step._own import Hung, as_optimizer
 from faststep._step._program import Program
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
-_Key = tuple[int, int, Options]
-# The optimizer comes last where it stands for an object that is none.
-_Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
-_programs: dict[_Key, _Known] = {}
-_MAX_PROGRAMS = 16  # of a model and an optimizer
-_told: set[tuple[int, int]] = set()  # models and optimizers with more
-_models: dict[int, tuple[weakref.ref[Any], int]] = {}  # how many models each optimizer has had
+_Key = tuple[int, Options]
+_MAX_PROGRAMS = 16  # of a model and an optimizer, and models of an optimizer
 
 
 def fast_step(
@@ -45,7 +40,7 @@ def fast_step(
     clear_cache_every: int = 0,
     **named: Any,
 ) -> Any:
-    """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options, weakly.
+    """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options.
 
     It replaces these lines, and gives the same numbers:
 
@@ -114,49 +109,51 @@ def fast_step(
         clear_cache_every,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
-    key = (id(model), id(optimizer), options)
+    key = (id(model), options)
+    hung = Hung.at(optimizer)
     try:
-        known = _programs.get(key)
+        known = None if hung is None else hung.programs.get(key)
     except TypeError:  # an option that is not even hashable
         Program(model, optimizer, options._replace(max_grad_norm=max_grad_norm))
         raise
-    if known is None or known[0]() is not model or known[1]() is not optimizer:
-        known = _keep(key, model, optimizer, max_grad_norm)
-    _, _, program, own = known
+    if hung is None or known is None or known[0]() is not model:
+        hung, program = _keep(key, model, optimizer, max_grad_norm)
+    else:
+        program = known[1]
     if program.options.max_grad_norm != max_grad_norm:
         program.clip_to(max_grad_norm)
-    call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
+    call = program.call(model, optimizer if hung.own is None else hung.own, loss_fn, batch, named)
     return program.core.step(call, accumulate)[0]
 
 
-def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> _Known:
-    def drop(reference: object) -> None:
-        if (kept := _programs.get(key)) and reference in kept[:2]:
-            del _programs[key]
-            _told.discard(key[:2])
-
-    taken = as_optimizer(optimizer)
-    alike = [each for each in _programs if each[:2] == key[:2]]
+def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> tuple[Hung, Program]:
+    program = Program(model, as_optimizer(optimizer), key[1]._replace(max_grad_norm=max_grad_norm))
+    hung = Hung.made_at(optimizer)
+    alike = [each for each in hung.programs if each[0] == key[0]]
     if len(alike) == _MAX_PROGRAMS:
-        _tell(alike)
-        del _programs[alike[0]]
+        if key[0] not in hung.told:
+            hung.told.add(key[0])
+            _tell(alike)
+        del hung.programs[alike[0]]
     if not alike:
-        _count_model(optimizer)
-    program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
-    own = None if taken is optimizer else taken
-    _programs[key] = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
-    return _programs[key]
+        _count_model(hung)
+    found = weakref.ref(hung)
+
+    def drop(reference: object) -> None:
+        hung = found()
+        kept = None if hung is None else hung.programs.get(key)
+        if hung is not None and kept is not None and kept[0] is reference:
+            del hung.programs[key]
+            hung.told.discard(key[0])
+
+    hung.programs[key] = weakref.ref(model, drop), program
+    return hung, program
 
 
-def _count_model(optimizer: Any) -> None:
+def _count_model(hung: Hung) -> None:
     """Warn of models that are others again and again: a module made anew in each step, say, to join two."""
-    known, count = _models.get(id(optimizer), (None, 0))
-    count = count + 1 if known is not None and known() is optimizer else 1
-    if count == 1:
-        for number in [number for number, (known, _) in _models.items() if known() is None]:
-            del _models[number]
-    _models[id(optimizer)] = weakref.ref(optimizer), count
-    if count == _MAX_PROGRAMS + 1:
+    hung.models += 1
+    if hung.models == _MAX_PROGRAMS + 1:
         warnings.warn(
             f"faststep: fast_step has had more than {_MAX_PROGRAMS} models with one optimizer: each makes traces of "
             "its own, which takes seconds and memory. Make a module that joins others once, outside of the loop",
@@ -166,11 +163,8 @@ def _count_model(optimizer: Any) -> None:
 
 
 def _tell(alike: list[_Key]) -> None:
-    """Warn of options that change again and again, once for a model and an optimizer."""
-    if alike[0][:2] in _told:
-        return
-    _told.add(alike[0][:2])
-    options = [key[2]._asdict() for key in alike]
+    """Warn of options that change again and again."""
+    options = [options._asdict() for _, options in alike]
     names = [name for name in Options._fields if len({each[name] for each in options}) > 1]
     warnings.warn(
         f"faststep: fast_step has had more than {len(alike)} values of {' and '.join(names)} for one model: each makes "

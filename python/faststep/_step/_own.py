@@ -1,4 +1,4 @@
-"""Optimizers that are no `mlx.optimizers.Optimizer`: objects with an `update(model, gradients)`."""
+"""What hangs at an optimizer, and optimizers that are no `mlx.optimizers.Optimizer`: objects with an `update`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,51 @@ import weakref
 from typing import Any, cast
 
 from mlx.optimizers import Optimizer
+
+HUNG = "_faststep"  # where it stands in the instance dict of an optimizer
+
+
+class Hung(dict[str, Any]):
+    """What is kept for an optimizer. It hangs there, not at a module: it may lead back to the optimizer and the model.
+
+    Code of a user's that goes through the attributes of the optimizer finds an empty dict, which trees and files leave
+    out.
+    A copy or a pickle has an empty dict too.
+
+    Attributes:
+        own: What the step takes for the object, where that is no optimizer of MLX's.
+        programs: What `fast_step` keeps of each model and set of options, with a weak reference to the model.
+        models: How many models `fast_step` has seen with the optimizer.
+        told: The identities of those of which it has warned that their options change again and again.
+    """
+
+    __slots__ = ("__weakref__", "_of", "models", "own", "programs", "told")
+
+    def __init__(self, optimizer: Any) -> None:
+        """Begin without anything."""
+        super().__init__()
+        self._of = weakref.ref(optimizer)
+        self.own: OwnOptimizer | None = None
+        self.programs: dict[Any, tuple[weakref.ref[Any], Any]] = {}
+        self.models = 0
+        self.told: set[int] = set()
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
+        """Become an empty dict."""
+        return dict, ()
+
+    @staticmethod
+    def at(optimizer: Any) -> Hung | None:
+        """Return what hangs at an optimizer, if anything does; a shallow copy shows what hangs at the first one."""
+        found = getattr(optimizer, "__dict__", {}).get(HUNG)
+        return found if isinstance(found, Hung) and found._of() is optimizer else None
+
+    @classmethod
+    def made_at(cls, optimizer: Any) -> Hung:
+        """Return what hangs at an optimizer, made where there is nothing."""
+        if (found := cls.at(optimizer)) is None:
+            found = vars(optimizer)[HUNG] = cls(optimizer)
+        return found
 
 
 class OwnOptimizer(Optimizer):
@@ -46,28 +91,18 @@ class OwnOptimizer(Optimizer):
         return getattr(self.own, name)
 
 
-_known: dict[int, tuple[weakref.ref[Any], OwnOptimizer]] = {}  # by the identity of the object
-
-
 def as_optimizer(optimizer: Any) -> Optimizer:
     """Return an optimizer as it is, and of any other object with an `update` and attributes always the same one."""
     if isinstance(optimizer, Optimizer | dict | type) or not _updates(optimizer):  # a model is a dict, too
         return cast(Optimizer, optimizer)
-    key = id(optimizer)
-    known = _known.get(key)
-    if known is None or known[0]() is not optimizer:
+    hung = Hung.made_at(optimizer)
+    if hung.own is None:
         kind = type(optimizer)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        own = type(kind.__name__, (OwnOptimizer,), names)(optimizer)
-        known = _known[key] = weakref.ref(optimizer, lambda gone: _forget(key, gone)), own
-    return known[1]
+        hung.own = type(kind.__name__, (OwnOptimizer,), names)(optimizer)
+    return hung.own
 
 
 def _updates(optimizer: Any) -> bool:
     has_attributes = hasattr(optimizer, "__dict__") and hasattr(type(optimizer), "__weakref__")
     return has_attributes and callable(getattr(optimizer, "update", None))
-
-
-def _forget(key: int, gone: weakref.ref[Any]) -> None:
-    if (known := _known.get(key)) and known[0] is gone:
-        del _known[key]

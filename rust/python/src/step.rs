@@ -155,6 +155,7 @@ impl Refers for Inner {
         self.swapped.visit(collector)?;
         self.undo.visit(collector)?;
         self.suspect.visit(collector)?;
+        self.looked_ahead.visit(collector)?;
         self.counts
             .as_ref()
             .map_or(Ok(()), |(_, adds)| adds.visit(collector))
@@ -192,7 +193,9 @@ type Stats = (
 #[allow(clippy::needless_pass_by_value)] // PyO3 passes extracted values
 impl Step {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Visited {
-        self.inner.0.visit(&mut Collector::new(visit))
+        let mut collector = Collector::new(visit);
+        self.shared.visit(&mut collector)?;
+        self.inner.0.visit(&mut collector)
     }
 
     // what leads back to it is forgotten: it would be found again, and traced again

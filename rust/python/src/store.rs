@@ -28,7 +28,11 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{errors::to_python, random::key_list},
+    mlx::{
+        collector::{Collector, Refers, Visited},
+        errors::to_python,
+        random::key_list,
+    },
     optimizer::members,
     tree::{
         slot::Slot,
@@ -62,6 +66,20 @@ struct Varying {
     form: usize,
     numbers: Vec<(usize, String)>, // the item of each in the tree, and the path to it
     now: Py<PyDict>,               // by path
+}
+
+impl Refers for ModelSignature {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.tree.visit(collector)?;
+        self.trainable.visit(collector)?;
+        self.varying.visit(collector)
+    }
+}
+
+impl Refers for Varying {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.now.visit(collector)
+    }
 }
 
 impl ModelSignature {
@@ -175,6 +193,17 @@ pub struct Store {
     kept: Option<NamedAuxState>, // by an engine that is gone
     lent: bool,                  // the engine has let go of the optimizer's state
     updated: bool,               // parameters, by an engine that is gone
+}
+
+impl Refers for Store {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.models.visit(collector)?;
+        self.varying.visit(collector)?;
+        self.current.visit(collector)?;
+        let mut options = self.options.iter();
+        options.try_for_each(|(_, tree)| tree.visit(collector))?;
+        self.places.visit(collector)
+    }
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> PyResult<String> {

@@ -28,6 +28,7 @@ use pyo3::{
 use crate::mlx::{
     bridge,
     classes::{is_numeric, is_numpy_number},
+    collector::{Collector, Refers, Visited},
     glance::Glance,
 };
 use apart::Names;
@@ -65,6 +66,17 @@ impl Item {
     }
 }
 
+impl Refers for Item {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match self {
+            Self::Open(.., class) => class.visit(collector),
+            Self::Key(key) => key.visit(collector),
+            Self::Static(value) => value.visit(collector),
+            Self::Array | Self::Object => Ok(()),
+        }
+    }
+}
+
 /// The arguments of a call.
 pub struct RecordedArguments<'py> {
     /// Their structure.
@@ -89,6 +101,13 @@ pub struct Tree {
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
     /// Which of the arrays stand for NumPy's among arguments, with their dtypes.
     pub numpy: Vec<(usize, i64)>,
+}
+
+impl Refers for Tree {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.items.visit(collector)?;
+        self.glance.visit(collector)
+    }
 }
 
 /// Containers that stand at several places: the number of each, and of the one before it that is the same.

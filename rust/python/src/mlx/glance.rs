@@ -7,6 +7,8 @@ use pyo3::{
     types::{PySet, PyType, PyWeakrefReference},
 };
 
+use super::collector::{Collector, Refers, Visited};
+
 extern "C" {
     fn faststep_bridge_glance(
         root: *mut PyObject,
@@ -57,6 +59,12 @@ pub enum Container {
 pub struct Glance {
     words: Vec<usize>,
     held: Vec<Py<PyAny>>,
+}
+
+impl Refers for Glance {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.held.visit(collector)
+    }
 }
 
 impl Glance {

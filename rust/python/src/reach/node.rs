@@ -328,8 +328,14 @@ fn keep_interrupt(py: Python<'_>, error: &PyErr) {
 
 impl Refers for Node {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.key.visit(collector)?;
         match &self.expect {
             Expect::Value(class, _) | Expect::Contents(class, ..) => class.visit(collector),
+            Expect::Function(code, _) => code.visit(collector),
+            Expect::Module(tree, _, (_, numbers)) => {
+                tree.visit(collector)?;
+                numbers.visit(collector)
+            }
             Expect::Container(it, ..) | Expect::Object(it, _) | Expect::Identity(it) => {
                 it.visit(collector)
             }

@@ -16,7 +16,11 @@ use super::{
     Inner,
 };
 use crate::{
-    mlx::{classes::is_numpy_number, errors::mlx},
+    mlx::{
+        classes::is_numpy_number,
+        collector::{Collector, Refers, Visited},
+        errors::mlx,
+    },
     reach::{
         advance::{differ, progress, Adds},
         stop::Stop,
@@ -52,6 +56,13 @@ pub(super) struct Beside {
     values: Rc<Vec<Py<PyAny>>>,
     own: Vec<usize>,  // the numbers of those that it changes
     counts: Vec<f64>, // how far the numbers have come to which each call adds
+}
+
+impl Refers for Beside {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.batch.visit(collector)?;
+        self.values.visit(collector)
+    }
 }
 
 impl Beside {
@@ -90,6 +101,13 @@ impl Beside {
 pub(super) struct LookedAhead {
     known: Vec<(Beside, usize, bool)>, // how often it has come, and whether it has been looked at
     done: usize,
+}
+
+impl Refers for LookedAhead {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        let mut known = self.known.iter();
+        known.try_for_each(|(beside, ..)| beside.visit(collector))
+    }
 }
 
 impl LookedAhead {

@@ -190,7 +190,10 @@ impl Refers for Kept {
         self.suspect.visit(collector)?;
         self.adds.visit(collector)?;
         self.set.visit(collector)?;
-        self.set_by.visit(collector)
+        self.set_by.visit(collector)?;
+        self.met
+            .as_ref()
+            .map_or(Ok(()), |(batch, _)| batch.visit(collector))
     }
 }
 
@@ -299,8 +302,10 @@ pub struct Traces {
 
 impl Refers for Traces {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
-        self.recent()
-            .try_for_each(|entry| entry.kept.visit(collector))?;
+        self.recent().try_for_each(|entry| {
+            entry.key.front.batch.visit(collector)?;
+            entry.kept.visit(collector)
+        })?;
         let rare = self.rare_values.iter().map(|(seen, _)| seen);
         let storing = self.storing.iter().map(|storing| &storing.seen);
         let mut all = rare.chain(storing);

@@ -9,7 +9,10 @@ use faststep::engine::StageClock;
 use pyo3::{intern, prelude::*};
 
 use super::Store;
-use crate::optimizer::{check_traced, members, note_read};
+use crate::{
+    mlx::collector::{Collector, Refers, Visited},
+    optimizer::{check_traced, members, note_read},
+};
 
 /// A store that several steps share.
 pub struct Shared {
@@ -25,6 +28,16 @@ unsafe impl Send for Shared {}
 // SAFETY: as above.
 #[allow(unsafe_code)]
 unsafe impl Sync for Shared {}
+
+impl Refers for Arc<Shared> {
+    // of several steps none can say what the others do not
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        if Self::strong_count(self) > 1 {
+            return Ok(());
+        }
+        self.store.visit(collector)
+    }
+}
 
 impl Shared {
     /// Enter the store, unless a step is under way.

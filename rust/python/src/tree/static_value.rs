@@ -1,7 +1,9 @@
 //! Values of a tree that belong to its signature.
 use mlx_rs::Array;
 use pyo3::{
+    intern,
     prelude::*,
+    type_object::PyTypeInfo,
     types::{
         PyBool, PyBytes, PyComplex, PyFloat, PyFrozenSet, PyInt, PySet, PyString, PyTuple,
         PyWeakrefReference,
@@ -11,6 +13,7 @@ use pyo3::{
 use crate::mlx::{
     bridge,
     classes::{is_dtype, is_numpy_float},
+    collector::{Collector, Refers, Visited},
 };
 
 /// A value that belongs to the signature.
@@ -20,7 +23,7 @@ pub enum Static {
     Value(Py<PyAny>),
     /// Any other object; a strong reference could keep the model alive.
     Weak(Py<PyWeakrefReference>),
-    /// The members of a set.
+    /// The members of a set, for objects that are compared by identity weak references to them.
     Set(Py<PyFrozenSet>),
     /// An array in a tuple, which cannot be given another value in its place.
     Constant(Array),
@@ -45,15 +48,23 @@ pub fn is_fixed(object: &Bound<'_, PyAny>) -> bool {
     is_plain(object) || is_dtype(object)
 }
 
+impl Refers for Static {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match self {
+            Self::Value(value) => value.visit(collector),
+            Self::Set(members) => members.visit(collector),
+            Self::Weak(_) | Self::Constant(_) => Ok(()),
+        }
+    }
+}
+
 impl Static {
     pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Some(array) = bridge::get(object) {
             return Ok(Self::Constant(array));
         }
         if let Ok(set) = object.cast::<PySet>() {
-            return Ok(Self::Set(
-                PyFrozenSet::new(object.py(), set.iter())?.unbind(),
-            ));
+            return Ok(Self::Set(members(set)?.unbind()));
         }
         if !is_plain(object) {
             if let Ok(weak) = PyWeakrefReference::new(object) {
@@ -70,8 +81,9 @@ impl Static {
             Self::Value(value) => value.is(object),
             Self::Weak(weak) => weak.bind(py).upgrade().is_some_and(|o| o.is(object)),
             Self::Set(members) => object.cast::<PySet>().is_ok_and(|set| {
-                let members = members.bind(py);
-                set.len() == members.len() && (set.is_empty() || set.eq(members).unwrap_or(false))
+                let mine = members.bind(py);
+                let same = || self::members(set).and_then(|members| members.eq(mine));
+                set.len() == mine.len() && (set.is_empty() || same().unwrap_or(false))
             }),
             Self::Constant(array) => bridge::id(object) == Some(faststep::engine::array::id(array)),
         }
@@ -118,6 +130,21 @@ impl Static {
         };
         equal(&mine, &object)
     }
+}
+
+fn members<'py>(set: &Bound<'py, PySet>) -> PyResult<Bound<'py, PyFrozenSet>> {
+    let py = set.py();
+    let name = intern!(py, "__hash__");
+    let by_identity = PyAny::type_object(py).getattr(name)?;
+    let member = |each: Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
+        if is_plain(&each) || !each.get_type().getattr(name)?.is(&by_identity) {
+            return Ok(each);
+        }
+        let weak = PyWeakrefReference::new(&each);
+        Ok(weak.map_or(each, Bound::into_any))
+    };
+    let members = set.iter().map(member).collect::<PyResult<Vec<_>>>()?;
+    PyFrozenSet::new(py, members)
 }
 
 /// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples.

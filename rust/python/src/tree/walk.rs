@@ -55,7 +55,7 @@ pub enum Scope {
 
 impl Scope {
     pub fn skips(self, key: &str) -> bool {
-        key == "_initialized" || (self == Self::Options && key == "_state")
+        matches!(key, "_initialized" | "_faststep") || (self == Self::Options && key == "_state")
     }
 }
 
