@@ -229,7 +229,8 @@ class Step:
         """Show the average of the parameters in the model, for evaluation.
 
         In a `with` block the model has the average in place of its parameters, in their dtypes; behind it, whatever
-        happens, it has its parameters back. Before the first step the average is the parameters.
+        happens, it has its parameters back. Before the first step the average is the parameters; parameters that are
+        frozen now stay as they are.
 
         Yields:
             The model.
