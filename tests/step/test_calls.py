@@ -263,3 +263,17 @@ def test_fast_step_tells_of_models_that_are_made_at_each_call() -> None:
     with pytest.warns(RuntimeWarning, match="more than 16 models with one optimizer") as told:
         train()
     assert len(told) == 1
+
+
+def test_fast_step_tells_of_optimizers_that_are_made_at_each_call() -> None:
+    model = nn.Linear(2, 1)
+
+    def train() -> None:
+        for number in range(20):
+            optimizer = optim.SGD(0.1 / (1 + number))
+            mx.eval(fast_step(model, optimizer, lambda model, x: mx.square(model(x)).mean(), mx.ones((3, 2))))
+
+    with pytest.warns(RuntimeWarning, match="more than 16 optimizers with one model") as told:
+        train()
+    assert len(told) == 1
+    assert told[0].filename == __file__

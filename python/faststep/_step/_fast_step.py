@@ -17,7 +17,8 @@ from faststep._step._program import Program
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
 _Key = tuple[int, Options]
-_MAX_PROGRAMS = 16  # of a model and an optimizer, and models of an optimizer
+_MAX_PROGRAMS = 16  # of a model and an optimizer, models of an optimizer, and optimizers of a model
+_optimizers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # how many each model has had
 
 
 def fast_step(
@@ -129,6 +130,8 @@ def fast_step(
 def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> tuple[Hung, Program]:
     program = Program(model, as_optimizer(optimizer), key[1]._replace(max_grad_norm=max_grad_norm))
     hung = Hung.made_at(optimizer)
+    if not hung.programs:
+        _count_optimizer(model)
     alike = [each for each in hung.programs if each[0] == key[0]]
     if len(alike) == _MAX_PROGRAMS:
         if key[0] not in hung.told:
@@ -157,6 +160,23 @@ def _count_model(hung: Hung) -> None:
         warnings.warn(
             f"faststep: fast_step has had more than {_MAX_PROGRAMS} models with one optimizer: each makes traces of "
             "its own, which takes seconds and memory. Make a module that joins others once, outside of the loop",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _count_optimizer(model: nn.Module) -> None:
+    """Warn of optimizers that are others again and again: one made anew in each step, say, with another rate."""
+    known, count = _optimizers.get(id(model), (None, 0))
+    count = count + 1 if known is not None and known() is model else 1
+    if count == 1:
+        for number in [number for number, (known, _) in _optimizers.items() if known() is None]:
+            del _optimizers[number]
+    _optimizers[id(model)] = weakref.ref(model), count
+    if count == _MAX_PROGRAMS + 1:
+        warnings.warn(
+            f"faststep: fast_step has had more than {_MAX_PROGRAMS} optimizers with one model: each makes traces of "
+            "its own, which takes seconds and memory. Make the optimizer once, outside of the loop, and set its rate",
             RuntimeWarning,
             stacklevel=4,
         )
