@@ -9,6 +9,7 @@ import dataclasses
 import decimal
 import functools
 import gc
+import io
 import itertools
 import logging
 import math
@@ -948,7 +949,10 @@ def test_a_count_that_is_returned_goes_on() -> None:
 # what is written
 
 
-@pytest.mark.parametrize("by", ["print", "a file", "an array"])
+OPEN = io.open
+
+
+@pytest.mark.parametrize("by", ["print", "a file", "an alias", "an array"])
 def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Path, capsys: Any) -> None:
     state = types.SimpleNamespace(n=0)
 
@@ -959,6 +963,9 @@ def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Pa
                 print(state.n)
             elif by == "a file":
                 with (tmp_path / str(state.n)).open("w") as file:
+                    file.write("written")
+            elif by == "an alias":
+                with OPEN(tmp_path / str(state.n), "w") as file:
                     file.write("written")
             else:
                 mx.save(str(tmp_path / str(state.n)), mx.array(1.0))
@@ -974,7 +981,9 @@ def test_what_is_written_at_some_calls_is_written_at_those(by: str, tmp_path: Pa
         said.extend(int(line) for line in capsys.readouterr().out.split())
         found.append(list(said) if by == "print" else written())
 
-    with pytest.warns(RuntimeWarning, match="(prints|writes to a file) at some calls"):
+    with pytest.warns(
+        RuntimeWarning, match="(prints|writes to a file|opens a file by another name than open) at some calls"
+    ):
         list(map(take, range(1, 13)))
     assert found == [[each for each in (5, 10) if each <= number] for number in range(1, 13)]
     assert state.n == 12

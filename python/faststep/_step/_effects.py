@@ -61,6 +61,7 @@ class Effects:
         self._kept = kept
         self._old: list[tuple[Any, str, Any]] = []
         self._files: dict[int, tuple[Any, int]] = {}  # open files that have been written to, and where they stood
+        self._open = io.open
         self._watched = watched(len(sys.modules))
         self._states: dict[str, tuple[State, Any]] = {}  # that may have been changed, as they were before
 
@@ -70,6 +71,8 @@ class Effects:
         self._put(sys, "stderr", io.StringIO())
         self._put(builtins, "open", self._opening(builtins.open))
         self._put(io, "open", self._opening(io.open))
+        if accessor := getattr(sys.modules.get("pathlib"), "_NormalAccessor", None):  # Python 3.10's
+            self._put(accessor, "open", staticmethod(self._opening(accessor.open)))
         self._put(os, "open", self._opening_number(os.open))
         for name in ("handle", "callHandlers"):  # the first asks the filters, which may count
             self._put(logging.Logger, name, self._logging(getattr(logging.Logger, name)))
@@ -201,6 +204,8 @@ class Effects:
         if event != "c_call":
             return
         self._note_watched(function)
+        if function is self._open and frame.f_code.co_name != "opened" and frame.f_globals["__name__"] != "tokenize":
+            self._reach_out("opens a file by another name than open")  # from io import open
         if (what := reaches_out(function)) is not None:
             self._reach_out(what)
         file: Any = getattr(function, "__self__", None)
