@@ -241,9 +241,9 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
     assert all(repr(given[name]) != repr(default) for name, default in Options._field_defaults.items())
     model, optimizer = nn.Linear(2, 1), optim.SGD(0.1)
     fast_step(model, optimizer, lambda model, x: (model(x).sum(), mx.array(1.0)), mx.ones((3, 2)), **given)
-    hung = Hung.at(optimizer)
+    hung = Hung.at(model, optimizer)
     assert hung is not None
-    kept = [program.options for _, program in hung.programs.values()]
+    kept = [program.options for _, _, program, _ in hung.programs.values()]
     assert kept == [Options(**given)]
 
 

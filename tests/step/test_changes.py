@@ -170,7 +170,7 @@ def test_a_norm_that_is_another_at_each_step_takes_no_traces(
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
     assert len(step.stats.traces) == made
     assert step.max_grad_norm == (fixed if way == "fast_step" else norm)
-    hung = Hung.at(ours[1])
+    hung = Hung.at(*ours)
     assert (0 if hung is None else len(hung.programs)) == (way == "fast_step")
 
 

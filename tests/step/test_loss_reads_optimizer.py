@@ -221,3 +221,18 @@ def test_a_state_of_the_model_is_not_taken_for_that_of_the_optimizer_that_it_own
     for _ in range(4):
         model.layers[0]._state = mx.tanh(mx.mean(step(batch()).loss) * mx.ones((4,)))
     assert step.stats.mode == "native"
+
+
+@pytest.mark.parametrize("way", ["compiled", "uncompiled"])
+def test_the_rate_of_another_optimizer_that_a_loss_sets_is_put_back_behind_a_bad_batch(way: str) -> None:
+    other, model = optim.Adam(0.01), nn.Linear(4, 2)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        other.learning_rate = 0.5 * other.learning_rate
+        return squares(model, x)
+
+    step = Step(model, optim.SGD(1e-3), loss_fn, compile=way == "compiled")
+    for number in range(12):
+        x = mx.ones((3, 4)) * (float("nan") if number in (0, 3, 8) else 1)
+        mx.eval(step(x).loss)
+    assert other.learning_rate.item() == pytest.approx(0.01 * 0.5**9)

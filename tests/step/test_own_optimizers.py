@@ -14,7 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from faststep import Step
+from faststep import Step, fast_step
 from faststep.checkpoints import Checkpoints, CheckpointWarning
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from support.helpers import Row, Tree, assert_close, flat, plain_step, random_key, snapshot, to_numpy
@@ -485,3 +485,129 @@ def test_a_loss_counts_once_where_the_update_of_its_window_turns_out_not_to_be_t
     *expected, expected_weight = run(native=False)
     assert seen == expected
     assert mx.allclose(mx.array(weight), mx.array(expected_weight))
+
+
+class Slot:
+    """What an optimizer keeps of one parameter."""
+
+    velocity: mx.array | None = None
+
+
+class KeepsSlots:
+    """An optimizer of no class of MLX's that makes an object for each parameter at its first update."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = collections.defaultdict(Slot)
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        new = []
+        for (name, parameter), (_, gradient) in zip(
+            tree_flatten(model.parameters()), tree_flatten(gradients), strict=True
+        ):
+            slot = self.slots[name]
+            slot.velocity = gradient if slot.velocity is None else 0.9 * slot.velocity + gradient
+            new.append((name, parameter - 0.02 * slot.velocity))
+        model.update(tree_unflatten(new))
+
+
+def distances(model: nn.Module, x: mx.array) -> mx.array:
+    return (model(x) - 1).square().mean()
+
+
+def _train(ways: list[str], make: Callable[[], Any], between: Callable[[int, Any], Any], steps: int = 12) -> list[Any]:
+    """Train beside each other in each way, with something done behind each step; the losses and what that returned."""
+    taken = []
+    for way in ways:
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(3, 2), make()
+        step, grad, found = Step(model, optimizer, distances), nn.value_and_grad(model, distances), []
+        for number in range(steps):
+            x = mx.random.normal((4, 3), key=mx.random.key(number))
+            if way == "step":
+                loss = step(x).loss
+            elif way == "fast_step":
+                loss = fast_step(model, optimizer, distances, x)
+            else:
+                loss, gradients = grad(model, x)
+                optimizer.update(model, gradients)
+            found += [loss.item(), between(number, optimizer)]
+        taken.append(found)
+    return taken
+
+
+WAYS = ["plain", "step", "fast_step"]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_optimizer_that_makes_objects_with_arrays_at_its_first_update_is_told_of(begun: bool) -> None:
+    def make() -> KeepsSlots:
+        made = KeepsSlots()
+        if begun:
+            made.slots["weight"].velocity, made.slots["bias"].velocity = mx.zeros((2, 3)), mx.zeros((2,))
+        return made
+
+    with pytest.warns(RuntimeWarning, match="keeps an array in an object beside its state"):
+        plain, *others = _train(WAYS, make, lambda _, it: it.slots["weight"].velocity.sum().item(), steps=6)
+    for other in others:
+        np.testing.assert_allclose(other, plain, rtol=1e-5)
+
+
+class Momentum:
+    """An optimizer of no class of MLX's."""
+
+    def __init__(self) -> None:
+        self.rate, self.norm = 0.05, mx.array(0.0)
+        self.velocities: dict[str, mx.array] = {}
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        flat = dict(tree_flatten(gradients))
+        self.norm = 0.9 * self.norm + 0.1 * sum(each.square().sum() for each in flat.values())
+        for name, gradient in flat.items():
+            self.velocities[name] = 0.9 * self.velocities[name] + gradient if name in self.velocities else gradient
+        parameters = dict(tree_flatten(model.parameters()))
+        new = [(name, parameters[name] - self.rate * each) for name, each in self.velocities.items()]
+        model.update(tree_unflatten(new))
+
+
+def test_attributes_that_are_put_in_the_place_of_others_are_those_that_count() -> None:
+    saved: State = {}
+
+    def between(number: int, optimizer: Momentum) -> float:
+        if number == 3:
+            saved.update(vars(optimizer), velocities=dict(optimizer.velocities))
+        if number == 7:  # back to the state of then, with another rate
+            optimizer.__dict__ = {**saved, "rate": 0.02}  # type: ignore[assignment]
+            saved.clear()
+        return float(optimizer.norm.item())
+
+    plain, *others = _train(WAYS, Momentum, between)
+    for other in others:
+        np.testing.assert_allclose(other, plain, rtol=1e-5)
+
+
+def test_an_optimizer_that_is_put_in_the_place_of_another_one_takes_the_next_step() -> None:
+    mx.random.seed(0)
+    model, plain, x = nn.Linear(3, 2), nn.Linear(3, 2), mx.ones((4, 3))
+    plain.update(model.parameters())
+    step = Step(model, optim.SGD(0.1), distances)
+    for optimizer in (optim.SGD(0.1), optim.SGD(0.2), Momentum()):
+        step.optimizer = optimizer
+        twin = Momentum() if isinstance(optimizer, Momentum) else optim.SGD(optimizer.learning_rate)
+        loss, gradients = nn.value_and_grad(plain, distances)(plain, x)
+        twin.update(plain, gradients)
+        assert step(x).loss.item() == pytest.approx(loss.item())
+    assert_close(snapshot(model, optim.SGD(0.1)), snapshot(plain, optim.SGD(0.1)), 1e-5)
+
+
+def test_the_dict_behind_the_state_is_current_and_what_is_put_there_counts() -> None:
+    def between(number: int, optimizer: Any) -> float | None:
+        moments = optimizer._state["weight"]
+        if number == 7:  # no more momentum
+            moments["m"], optimizer._state["bias"]["m"] = mx.zeros((2, 3)), mx.zeros((2,))
+        return float(optimizer._state["weight"]["v"].sum().item()) if number % 3 == 0 else None
+
+    plain, *others = _train(WAYS, lambda: optim.Adam(0.05), between)
+    for other in others:
+        np.testing.assert_allclose(
+            [each for each in other if each is not None], [each for each in plain if each is not None], rtol=1e-4
+        )

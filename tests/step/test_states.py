@@ -516,3 +516,63 @@ def test_what_functions_with_gradients_of_their_own_hold_is_not_kept() -> None:
             yield [step(mx.random.normal((4, 6))), dict(model)]
 
     assert compare(run).stats.mode == "native"
+
+
+class Descent(optim.Optimizer):
+    """Momentum by code of its own, which is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._maybe_schedule("learning_rate", 0.05)
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        state["v"] = mx.zeros_like(parameter)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        state["v"] = 0.9 * state["v"] + gradient
+        return parameter - self.learning_rate * state["v"]
+
+
+def _in_another_order(state: Any) -> Any:
+    """Give a tree as a file has it."""
+    if not isinstance(state, dict):
+        return state
+    return {name: _in_another_order(state[name]) for name in reversed(state)}
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a rate of an int": lambda it: setattr(it, "learning_rate", 0),
+    "a rate in half precision": lambda it: setattr(it, "learning_rate", mx.array(0.01, mx.float16)),
+    "another dtype of the step": lambda it: it.state.update(step=it.state["step"].astype(mx.int32)),
+    "another order": lambda it: setattr(it, "state", _in_another_order(it.state)),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("optimizer", [optim.Adam, Descent])
+def test_a_loss_counts_once_where_the_arrays_of_the_optimizer_are_made_up_anew(
+    optimizer: Callable[..., optim.Optimizer], change: str, accumulate: int
+) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.calls, self.log = 0, list[str]()
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            self.calls += 1
+            self.log.append("x")
+            return (model(x) - x).square().mean()
+
+    trainer, model = Trainer(), nn.Linear(3, 3)
+    made = optimizer(0.01) if optimizer is optim.Adam else optimizer()
+    step = Step(model, made, trainer.loss, accumulate=accumulate)
+    for number in range(16):
+        if number == 4:
+            CHANGES[change](made)
+        if number == 8:
+            made.learning_rate = 0.01
+        if number == 12:
+            CHANGES[change](made)
+        mx.eval(step(mx.ones((4, 3))).loss)
+        assert (trainer.calls, len(trainer.log)) == (number + 1, number + 1)
+    assert step.stats.mode != "plain"

@@ -28,6 +28,10 @@ def _getstate(self: Optimizer) -> dict[str, Any]:
     return dict(vars(self))
 
 
+def _set_state(self: Optimizer, state: Any) -> None:
+    vars(self)["_state"] = state
+
+
 def _hook() -> None:
     """Make `Optimizer.state`, and copies and pickles of an optimizer, current when they are read.
 
@@ -35,7 +39,8 @@ def _hook() -> None:
     """
     state: property = vars(Optimizer)["state"]
     current = property(core.current_state, state.fset, doc=state.__doc__)
-    for name, value in {"state": current, "__getstate__": _getstate}.items():
+    behind = property(core.current_state, _set_state, doc="The dict behind `state`, which programs read too.")
+    for name, value in {"state": current, "_state": behind, "__getstate__": _getstate}.items():
         setattr(Optimizer, name, value)
 
 

@@ -16,9 +16,13 @@ from faststep._step._own import Hung, as_optimizer
 from faststep._step._program import Program
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
-_Key = tuple[int, Options]
+_Key = tuple[int, int, Options]
+# The optimizer comes last where it stands for an object that is none.
+_Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
+_Others = dict[int, tuple[weakref.ref[Any], int]]
 _MAX_PROGRAMS = 16  # of a model and an optimizer, models of an optimizer, and optimizers of a model
-_optimizers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # how many each model has had
+_models: _Others = {}  # how many each optimizer has had
+_optimizers: _Others = {}  # how many each model has had
 
 
 def fast_step(
@@ -110,73 +114,62 @@ def fast_step(
         clear_cache_every,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
-    key = (id(model), options)
-    hung = Hung.at(optimizer)
+    key = (id(model), id(optimizer), options)
+    hung = Hung.at(model, optimizer)
     try:
         known = None if hung is None else hung.programs.get(key)
     except TypeError:  # an option that is not even hashable
         Program(model, optimizer, options._replace(max_grad_norm=max_grad_norm))
         raise
-    if hung is None or known is None or known[0]() is not model:
-        hung, program = _keep(key, model, optimizer, max_grad_norm)
-    else:
-        program = known[1]
+    if known is None or known[0]() is not model or known[1]() is not optimizer:
+        known = _keep(key, model, optimizer, max_grad_norm)
+    _, _, program, own = known
     if program.options.max_grad_norm != max_grad_norm:
         program.clip_to(max_grad_norm)
-    call = program.call(model, optimizer if hung.own is None else hung.own, loss_fn, batch, named)
+    call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
     return program.core.step(call, accumulate)[0]
 
 
-def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> tuple[Hung, Program]:
-    program = Program(model, as_optimizer(optimizer), key[1]._replace(max_grad_norm=max_grad_norm))
-    hung = Hung.made_at(optimizer)
-    if not hung.programs:
-        _count_optimizer(model)
-    alike = [each for each in hung.programs if each[0] == key[0]]
+def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> _Known:
+    taken = as_optimizer(optimizer)
+    program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
+    hung = Hung.made_at(model, optimizer)
+    alike = [each for each in hung.programs if each[:2] == key[:2]]
     if len(alike) == _MAX_PROGRAMS:
-        if key[0] not in hung.told:
-            hung.told.add(key[0])
+        if key[:2] not in hung.told:
+            hung.told.add(key[:2])
             _tell(alike)
         del hung.programs[alike[0]]
     if not alike:
-        _count_model(hung)
+        _count("models", _models, optimizer, "Make a module that joins others once, outside of the loop")
+        _count("optimizers", _optimizers, model, "Make the optimizer once, outside of the loop, and set its rate")
     found = weakref.ref(hung)
 
     def drop(reference: object) -> None:
         hung = found()
         kept = None if hung is None else hung.programs.get(key)
-        if hung is not None and kept is not None and kept[0] is reference:
+        if hung is not None and kept is not None and reference in kept[:2]:
             del hung.programs[key]
-            hung.told.discard(key[0])
+            hung.told.discard(key[:2])
 
-    hung.programs[key] = weakref.ref(model, drop), program
-    return hung, program
-
-
-def _count_model(hung: Hung) -> None:
-    """Warn of models that are others again and again: a module made anew in each step, say, to join two."""
-    hung.models += 1
-    if hung.models == _MAX_PROGRAMS + 1:
-        warnings.warn(
-            f"faststep: fast_step has had more than {_MAX_PROGRAMS} models with one optimizer: each makes traces of "
-            "its own, which takes seconds and memory. Make a module that joins others once, outside of the loop",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    own = None if taken is optimizer else taken
+    hung.programs[key] = known = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
+    return known
 
 
-def _count_optimizer(model: nn.Module) -> None:
-    """Warn of optimizers that are others again and again: one made anew in each step, say, with another rate."""
-    known, count = _optimizers.get(id(model), (None, 0))
-    count = count + 1 if known is not None and known() is model else 1
+def _count(what: str, others: _Others, of: Any, advice: str) -> None:
+    """Warn of models or optimizers that are others again and again: made anew in each step, say."""
+    known, count = others.get(id(of), (None, 0))
+    count = count + 1 if known is not None and known() is of else 1
     if count == 1:
-        for number in [number for number, (known, _) in _optimizers.items() if known() is None]:
-            del _optimizers[number]
-    _optimizers[id(model)] = weakref.ref(model), count
+        for number in [number for number, (known, _) in others.items() if known() is None]:
+            del others[number]
+    others[id(of)] = weakref.ref(of), count
     if count == _MAX_PROGRAMS + 1:
+        one = "optimizer" if what == "models" else "model"
         warnings.warn(
-            f"faststep: fast_step has had more than {_MAX_PROGRAMS} optimizers with one model: each makes traces of "
-            "its own, which takes seconds and memory. Make the optimizer once, outside of the loop, and set its rate",
+            f"faststep: fast_step has had more than {_MAX_PROGRAMS} {what} with one {one}: each makes traces of "
+            f"its own, which takes seconds and memory. {advice}",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -184,7 +177,7 @@ def _count_optimizer(model: nn.Module) -> None:
 
 def _tell(alike: list[_Key]) -> None:
     """Warn of options that change again and again."""
-    options = [options._asdict() for _, options in alike]
+    options = [options._asdict() for *_, options in alike]
     names = [name for name in Options._fields if len({each[name] for each in options}) > 1]
     warnings.warn(
         f"faststep: fast_step has had more than {len(alike)} values of {' and '.join(names)} for one model: each makes "

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _CHANGES = ("STORE_ATTR", "DELETE_ATTR")
+_OF_DATACLASSES = ("__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__setattr__", "__delattr__")
 _OF_NEW = ("__init__", "__post_init__")  # what they store is in an object that was not there before
 MAKERS = (*_OF_NEW, "__new__")
 # what makes a key that is no name, and is known
@@ -79,6 +80,9 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             attributes |= inner_attributes
             modules |= inner_modules
             dynamic |= inner_dynamic
+    if code.co_filename == "<string>" and code.co_name in _OF_DATACLASSES:  # which ask for the class to compare it
+        names.discard("type")
+        attributes.discard("__class__")
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
 
 

@@ -1,4 +1,4 @@
-"""What hangs at an optimizer, and optimizers that are no `mlx.optimizers.Optimizer`: objects with an `update`."""
+"""What is kept of an optimizer, and optimizers that are no `mlx.optimizers.Optimizer`: objects with an `update`."""
 
 from __future__ import annotations
 
@@ -7,49 +7,46 @@ from typing import Any, cast
 
 from mlx.optimizers import Optimizer
 
-HUNG = "_faststep"  # where it stands in the instance dict of an optimizer
+_HUNG = "_faststep"  # where it stands in the instance dict
 
 
 class Hung(dict[str, Any]):
-    """What is kept for an optimizer. It hangs there, not at a module: it may lead back to the optimizer and the model.
+    """What `fast_step` keeps of an optimizer. It hangs there, not at a module: it may lead back to the optimizer.
 
-    Code of a user's that goes through the attributes of the optimizer finds an empty dict, which trees and files leave
-    out.
-    A copy or a pickle has an empty dict too.
+    Of an optimizer of no class of MLX's it hangs at the model: a user's code goes over the attributes of such
+    (`Own(**vars(it))`). Where one does, it finds an empty dict, which trees and files leave out, as do copies.
 
     Attributes:
-        own: What the step takes for the object, where that is no optimizer of MLX's.
-        programs: What `fast_step` keeps of each model and set of options, with a weak reference to the model.
-        models: How many models `fast_step` has seen with the optimizer.
-        told: The identities of those of which it has warned that their options change again and again.
+        programs: The programs.
+        told: The pairs of a model and an optimizer whose options have changed again and again, as a warning says.
     """
 
-    __slots__ = ("__weakref__", "_of", "models", "own", "programs", "told")
+    __slots__ = ("__weakref__", "_of", "programs", "told")
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, of: Any) -> None:
         """Begin without anything."""
         super().__init__()
-        self._of = weakref.ref(optimizer)
-        self.own: OwnOptimizer | None = None
-        self.programs: dict[Any, tuple[weakref.ref[Any], Any]] = {}
-        self.models = 0
-        self.told: set[int] = set()
+        self._of = weakref.ref(of)
+        self.programs: dict[Any, Any] = {}
+        self.told: set[Any] = set()
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
         """Become an empty dict."""
         return dict, ()
 
     @staticmethod
-    def at(optimizer: Any) -> Hung | None:
-        """Return what hangs at an optimizer, if anything does; a shallow copy shows what hangs at the first one."""
-        found = getattr(optimizer, "__dict__", {}).get(HUNG)
-        return found if isinstance(found, Hung) and found._of() is optimizer else None
+    def at(model: Any, optimizer: Any) -> Hung | None:
+        """Return what is kept of an optimizer and a model, if anything is; shallow copies show what is not theirs."""
+        of = optimizer if isinstance(optimizer, Optimizer) else model
+        found = getattr(of, "__dict__", {}).get(_HUNG)
+        return found if isinstance(found, Hung) and found._of() is of else None
 
     @classmethod
-    def made_at(cls, optimizer: Any) -> Hung:
-        """Return what hangs at an optimizer, made where there is nothing."""
-        if (found := cls.at(optimizer)) is None:
-            found = vars(optimizer)[HUNG] = cls(optimizer)
+    def made_at(cls, model: Any, optimizer: Any) -> Hung:
+        """Return what is kept, made where there is nothing."""
+        if (found := cls.at(model, optimizer)) is None:
+            of = optimizer if isinstance(optimizer, Optimizer) else model
+            found = vars(of)[_HUNG] = cls(of)
         return found
 
 
@@ -64,7 +61,11 @@ class OwnOptimizer(Optimizer):
         """Share the attributes."""
         Optimizer.__init__(self)
         self._own = weakref.ref(own)
-        self.attributes = vars(own)
+        self.follow()
+
+    def follow(self) -> None:
+        """Share the attributes of the object, whose instance dict may be another one now (`own.__dict__ = saved`)."""
+        self.attributes = vars(self.own)
 
     @property
     def own(self) -> Any:
@@ -91,16 +92,19 @@ class OwnOptimizer(Optimizer):
         return getattr(self.own, name)
 
 
+_known: weakref.WeakValueDictionary[int, OwnOptimizer] = weakref.WeakValueDictionary()  # by the object's identity
+
+
 def as_optimizer(optimizer: Any) -> Optimizer:
     """Return an optimizer as it is, and of any other object with an `update` and attributes always the same one."""
     if isinstance(optimizer, Optimizer | dict | type) or not _updates(optimizer):  # a model is a dict, too
         return cast(Optimizer, optimizer)
-    hung = Hung.made_at(optimizer)
-    if hung.own is None:
+    known = _known.get(id(optimizer))
+    if known is None or known.own is not optimizer:
         kind = type(optimizer)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        hung.own = type(kind.__name__, (OwnOptimizer,), names)(optimizer)
-    return hung.own
+        known = _known[id(optimizer)] = type(kind.__name__, (OwnOptimizer,), names)(optimizer)
+    return known
 
 
 def _updates(optimizer: Any) -> bool:

@@ -11,6 +11,7 @@ from mlx.optimizers import Optimizer
 from faststep._native import core
 from faststep._step._average import refuse_average
 from faststep._step._options import Options
+from faststep._step._own import OwnOptimizer
 
 # model, optimizer, the loss function, its positional and named arguments
 _Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
@@ -33,15 +34,17 @@ class Program:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., Any] | None,
         batch: tuple[Any, ...],
         named: dict[str, Any],
     ) -> _Call:
         """Return what the user passes as the native step takes it."""
         refuse_average(model)
+        if isinstance(optimizer, OwnOptimizer):
+            optimizer.follow()
         return model, optimizer, loss_fn, (batch, named)
 
     def flush(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Update by the window that is open; return whether there was one."""
-        refuse_average(model)
-        return self.core.flush((model, optimizer, None, ((), {})))
+        call = self.call(model, optimizer, None, (), {})
+        return self.core.flush(call)

@@ -134,16 +134,24 @@ class Step:
             ValueError: An option is out of its range.
         """
         options = Options.among(locals())
-        self._given, optimizer = optimizer, as_optimizer(optimizer)  # which does not keep the first one alive
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._weighted = weighted
-        self._program = Program(model, optimizer, options)
-        self._attributes = Attributes(optimizer)
+        self._program = Program(model, self._optimizer, options)
+        self._attributes = Attributes(self._optimizer)
         self.accumulate = accumulate
         if cache_limit is not None:
             mx.set_cache_limit(whole_number("cache_limit", cache_limit, 0))
         if hang_timeout is not None:
             Watchdog(self, Step.stage, positive("hang_timeout", hang_timeout), _report_hang)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; of an object of your own what stands for it. Another one takes its place at the next call."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._given, self._optimizer = optimizer, as_optimizer(optimizer)  # which does not keep the first one alive
 
     @property
     def accumulate(self) -> int:
@@ -187,7 +195,7 @@ class Step:
             RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
-        call = self._program.call(self.model, self.optimizer, self.loss_fn, batch, named)
+        call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         value, norm, skipped, update = self._program.core.step(call, self._accumulate)
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
@@ -297,7 +305,7 @@ class Step:
             ValueError: As a step does.
             RuntimeError: As a step does.
         """
-        return self._program.core.gradients(self._program.call(self.model, self.optimizer, self.loss_fn, batch, named))
+        return self._program.core.gradients(self._program.call(self.model, self._optimizer, self.loss_fn, batch, named))
 
     def memory_plan(self, *batch: Any, **named: Any) -> MemoryPlan:
         """Plan the memory that steps on such a batch take on the device, before the first one takes it.
@@ -327,7 +335,7 @@ class Step:
             >>> plan.parameters, plan.fits
             (4004000, True)
         """
-        call = self._program.call(self.model, self.optimizer, self.loss_fn, batch, named)
+        call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         return memory_plan(self._program.core.memory_plan(call, self._accumulate))
 
     def synchronize(self) -> None:

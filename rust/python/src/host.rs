@@ -79,6 +79,8 @@ pub struct Current {
     pub others: usize,
     /// Constants of the trace's graph that are inputs, behind the arrays that the loss reaches.
     pub varying: Vec<u32>,
+    /// True if the traces of the loss and of the update are there: neither is called.
+    pub known: (bool, bool),
     /// True if only the graph is wanted.
     pub sketch: bool,
     /// True if that is of a call of the user's, which an error of the loss ends.
@@ -253,6 +255,9 @@ impl PythonHost {
             let current = current.as_mut().ok_or_else(|| expected("a call"))?;
             if current.compiled && !faststep::engine::array::is_traced(key) {
                 return Err(Stop::Rare(DISABLED));
+            }
+            if current.known.0 {
+                return Err(Stop::Again);
             }
             let looked = current.looked.clone();
             let probes = !current.compiled && current.probe == Some(true);

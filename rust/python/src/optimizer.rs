@@ -225,10 +225,14 @@ pub fn traceable_rate<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, P
     rate.map(|(_, schedule)| schedule).filter(is_traceable)
 }
 
-/// The dict behind `optimizer.state`, as it is.
+/// The dict behind `optimizer.state`, as it is: a look at the attribute would make it current.
 pub fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
-    let state = optimizer.getattr(intern!(optimizer.py(), "_state"))?;
-    Ok(state.cast_into()?)
+    let name = intern!(optimizer.py(), "_state");
+    let own = bridge::attributes(optimizer).map(|attributes| attributes.get_item(name));
+    let state = own.transpose()?.flatten();
+    Ok(state
+        .map_or_else(|| optimizer.getattr(name), Ok)?
+        .cast_into()?)
 }
 
 thread_local! {

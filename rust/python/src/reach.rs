@@ -393,6 +393,11 @@ impl Reach {
         Ok((program, Vec::new(), Rc::default()))
     }
 
+    /// Forget all programs.
+    pub fn search_again(&mut self) {
+        self.programs.clear();
+    }
+
     // programs by which an object is found that nobody else holds any more will never fit again
     fn forget_gone(&mut self, py: Python<'_>) {
         let known = self.alive.counts();

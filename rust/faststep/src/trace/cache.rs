@@ -59,6 +59,14 @@ impl<K, T> Default for TraceCache<K, T> {
     }
 }
 
+impl<K, T> TraceEntry<K, T> {
+    /// Return whether it has not been called yet.
+    #[must_use]
+    pub fn is_new(&self) -> bool {
+        self.seconds.is_none()
+    }
+}
+
 impl<K, T: Default> TraceCache<K, T> {
     /// The trace for a key becomes the last one; where there is none, `make` makes it and says why, from the key and
     /// those that are known, the last one first.

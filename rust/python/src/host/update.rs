@@ -34,6 +34,9 @@ impl Current {
         py: Python<'_>,
         call: UpdateCall,
     ) -> Result<UpdateOutput, Stop> {
+        if self.known.1 {
+            return Err(Stop::Again);
+        }
         let optimizer = self.optimizer.bind(py).clone();
         let keys = self.key_list.bind(py).clone();
         let (state, slots) = Tree::record(&optimizer, Scope::Whole)?;

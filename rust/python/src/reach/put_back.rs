@@ -303,10 +303,17 @@ impl Looked {
     /// The contents of dicts, lists, modules and objects on the way.
     pub fn snapshot<'py>(&self, root: &Snapshot<'py>, py: Python<'py>) -> PyResult<Snapshot<'py>> {
         let mut snapshot = Snapshot::default();
+        let items = self.program.nodes.iter();
+        let items = items.filter(|node| node.how == How::Item && node.arrays() > 0);
+        let looked_into: HashSet<_> = items.filter_map(|node| node.parent).collect();
         for (at, node) in self.program.nodes.iter().enumerate() {
             let Some(object) = self.object(at, py) else {
                 continue;
             };
+            // the state of another optimizer, say, of which some arrays are looked at
+            if matches!(node.expect, Expect::Anything) && looked_into.contains(&at) {
+                snapshot.note(&object)?;
+            }
             if let Expect::Module(..) = &node.expect {
                 snapshot.note_all(&object)?;
             }

@@ -36,6 +36,8 @@ pub struct Read {
     changes: usize, // one soon after the other
     hidden: Option<String>,
     looked: Option<Rc<Looked>>, // at the last look, while a call is under way
+    searched: (usize, bool),    // the last program, and whether the last look has made it
+    options: usize,             // the last structure of the optimizer for which was searched
     moving: Option<(usize, Py<PyAny>)>, // generators and iterators among it, and the program by which they were found
     /// True once it has read numbers of the model that change again and again.
     pub of_numbers: bool,
@@ -51,6 +53,8 @@ impl Default for Read {
             changes: 0,
             hidden: None,
             looked: None,
+            searched: (0, false),
+            options: 0,
             moving: None,
             of_numbers: false,
         }
@@ -88,6 +92,18 @@ impl Read {
     /// What it was at the last look.
     pub fn looked(&self) -> Option<&Rc<Looked>> {
         self.looked.as_ref()
+    }
+
+    /// Note a structure of the optimizer. Returns whether it is to be searched again: objects may have come into what is no part of
+    /// the look, as the optimizer's tree has it.
+    pub fn is_outdated(&mut self, options: usize) -> bool {
+        let is_new = options > self.options;
+        self.options = self.options.max(options);
+        let is_outdated = is_new && !self.searched.1;
+        if is_outdated {
+            self.reach.search_again();
+        }
+        is_outdated
     }
 
     /// Hold it no more.
@@ -159,6 +175,7 @@ impl Read {
         self.looked = Some(looked.clone());
         self.looks += 1;
         let program = looked.program.id;
+        self.searched = (self.searched.0.max(program), program > self.searched.0);
         if self
             .moving
             .as_ref()

@@ -23,6 +23,9 @@ pub enum Stop {
     Probe,
     /// A trace might be used once, for this reason.
     Rare(&'static str),
+    /// A trace that is there is made once more, as arrays of the optimizer have other dtypes: another one is to take its place, for
+    /// which the loss is looked at as it is for any new one.
+    Again,
 }
 
 impl Stop {
@@ -38,7 +41,7 @@ impl Stop {
             Self::Becomes(why) => Self::Becomes(why + more),
             Self::Stores(why) => Self::Stores(why + more),
             Self::Reshapes(why) => Self::Reshapes(why + more),
-            Self::Raised(_) | Self::Refused(..) | Self::Probe | Self::Rare(_) => self,
+            Self::Raised(_) | Self::Refused(..) | Self::Probe | Self::Rare(_) | Self::Again => self,
         }
     }
 }

@@ -172,6 +172,10 @@ impl Inner {
             self.suspect = None;
             self.take_back_tried(user, &stop)?;
             match stop {
+                Stop::Again => {
+                    self.traces.drop_found(task);
+                    continue;
+                }
                 // also of a call that was tried without a trace: that was no matter of tracing
                 Stop::Raised(error) => return Err(self.raised(error)),
                 Stop::Refused(_, error) if !self.compiled => return Err(self.raised(error)),
@@ -471,6 +475,10 @@ impl Inner {
         let restore = self.compiled || task == Task::Gradients;
         let varying = self.varying();
         let call = self.enter_host(store, user, given, restore, &varying)?;
+        let known = self.traces.are_known(task);
+        if let (true, Some(current)) = (self.compiled, self.host.current.borrow_mut().as_mut()) {
+            current.known = known;
+        }
         if !self.compiled && given.looked.program.meets_optimizer {
             store.expose(py)?; // the loss may read its state
         }
@@ -563,6 +571,7 @@ impl Inner {
             looked: given.looked.clone(),
             others: store.others.len(),
             varying: varying.to_vec(),
+            known: (false, false),
             sketch: false,
             ends: true,
             by_loss: self.compiled && !(host && self.read.of_numbers),

@@ -612,6 +612,29 @@ impl Traces {
             .retain(|entry| Some(std::ptr::from_ref(entry)) != last);
     }
 
+    /// Return whether the traces of a call, which were found last, have been called before, and call no Python code: that of the loss
+    /// (of both, where they are one), and that of the update.
+    pub fn are_known(&self, task: Task) -> (bool, bool) {
+        let mut recent = self.recent();
+        let mut next = || {
+            let entry = recent.next();
+            entry.is_some_and(|entry| !entry.is_new() && !entry.trace.is_eager())
+        };
+        let first = next();
+        match task {
+            Task::Batch { fills: true } => (first, next()),
+            _ => (first, first),
+        }
+    }
+
+    /// Drop the traces of a call, which were found last.
+    pub fn drop_found(&mut self, task: Task) {
+        self.drop_last();
+        if matches!(task, Task::Batch { fills: true }) {
+            self.drop_last();
+        }
+    }
+
     /// The traces of a call, which were found last.
     pub fn of(&mut self, task: Task) -> Option<CallTraces<'_>> {
         self.known.of(task)

@@ -5,7 +5,6 @@
 use faststep::engine::{Engine, Rules, StateLayout};
 use mlx_rs::Array;
 use pyo3::{
-    intern,
     prelude::*,
     types::{PyDict, PyList, PyString},
 };
@@ -179,8 +178,7 @@ impl Moments {
             return Ok(false);
         }
         for (optimizer, member) in optimizers.iter().zip(&self.members) {
-            let state = optimizer.getattr(intern!(py, "_state"))?;
-            if !state.is(member.bind(py)) {
+            if !state(optimizer)?.is(member.bind(py)) {
                 return Ok(false);
             }
         }

@@ -6,12 +6,12 @@ use std::{
 };
 
 use faststep::engine::StageClock;
-use pyo3::{intern, prelude::*};
+use pyo3::prelude::*;
 
 use super::Store;
 use crate::{
     mlx::collector::{Collector, Refers, Visited},
-    optimizer::{check_traced, members, note_read},
+    optimizer::{check_traced, members, note_read, state},
 };
 
 /// A store that several steps share.
@@ -139,5 +139,5 @@ pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, 
             Err(_) => note_read(), // during a step, the loss gets the dict unchanged
         }
     }
-    optimizer.getattr(intern!(optimizer.py(), "_state"))
+    Ok(state(optimizer)?.into_any())
 }
