@@ -611,3 +611,49 @@ def test_the_dict_behind_the_state_is_current_and_what_is_put_there_counts() -> 
         np.testing.assert_allclose(
             [each for each in other if each is not None], [each for each in plain if each is not None], rtol=1e-4
         )
+
+
+class Replaces(Momentum):
+    """Makes its dicts anew at each update, one within the other, or goes on with those of the first."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.anew, self.nested, self.listed = anew, {"inner": {"sum": mx.array(0.0)}}, [mx.array(0.0)]
+
+    def update(self, model: nn.Module, gradients: Tree) -> None:
+        if self.anew:
+            self.velocities = dict(self.velocities)
+        super().update(model, gradients)
+        total = self.nested["inner"]["sum"] + self.norm
+        if self.anew:
+            self.nested, self.listed = {"inner": {"sum": total}}, [self.listed[0] + total]
+        else:
+            self.nested["inner"]["sum"], self.listed[0] = total, self.listed[0] + total
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("anew", [True, False])
+def test_who_holds_a_dict_that_the_update_replaces_has_what_was_in_it(anew: bool, at: int, compiled: bool) -> None:
+    taken = []
+    for plain in (True, False):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(3, 2), Replaces(anew)
+        step = Step(model, optimizer, distances, compile=compiled)
+        for number in range(9):
+            x = mx.random.normal((4, 3), key=mx.random.key(number))
+            if plain:
+                _, gradients = nn.value_and_grad(model, distances)(model, x)
+                optimizer.update(model, gradients)
+            else:
+                step(x)
+            if number == at:
+                velocities, inner, listed = optimizer.velocities, optimizer.nested["inner"], optimizer.listed
+        held = [velocities["weight"], inner["sum"], listed[0]]
+        if anew:
+            now = [optimizer.velocities["weight"], optimizer.nested["inner"]["sum"], optimizer.listed[0]]
+        else:
+            assert optimizer.nested["inner"] is inner
+            now = held
+        taken.append([each.sum().item() for each in (*held, *now)])
+    np.testing.assert_allclose(taken[1], taken[0], rtol=1e-5)

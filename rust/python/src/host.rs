@@ -37,7 +37,7 @@ use crate::{
         suspect::{self, Imports, Positions, Reads, Suspect},
         Looked, Reach, Reached, Written,
     },
-    tree::{slot::Slot, snapshot::Snapshot, Tree},
+    tree::{renewed::Remade, slot::Slot, snapshot::Snapshot, Tree},
 };
 
 /// The call during which a trace may be made.
@@ -81,6 +81,10 @@ pub struct Current {
     pub varying: Vec<u32>,
     /// True if the traces of the loss and of the update are there: neither is called.
     pub known: (bool, bool),
+    /// The addresses of dicts and lists of the optimizer that its update has replaced before.
+    pub were_remade: Vec<usize>,
+    /// Once it has been called, those that it has replaced again, and others.
+    pub remade: Option<(Vec<usize>, Vec<Remade>)>,
     /// True if only the graph is wanted.
     pub sketch: bool,
     /// True if that is of a call of the user's, which an error of the loss ends.
@@ -256,9 +260,7 @@ impl PythonHost {
             if current.compiled && !faststep::engine::array::is_traced(key) {
                 return Err(Stop::Rare(DISABLED));
             }
-            if current.known.0 {
-                return Err(Stop::Again);
-            }
+            Stop::if_known(current.known.0)?;
             let looked = current.looked.clone();
             let probes = !current.compiled && current.probe == Some(true);
             let watches = (current.compiled || probes) && !current.sketch;

@@ -112,6 +112,11 @@ impl Refers for Program {
 }
 
 impl Program {
+    /// How often looks, and what else is known, refer to each object, by its address.
+    pub fn references(&self) -> looked::References {
+        self.alive.counts()
+    }
+
     /// Return whether something in a root is named, by the root's place.
     fn is_named(&self, root: usize) -> bool {
         let is_root = |node: &Node| matches!(node.how, node::How::Root) && node.index() == root;

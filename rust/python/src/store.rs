@@ -35,6 +35,7 @@ use crate::{
     },
     optimizer::members,
     tree::{
+        renewed::Remade,
         slot::Slot,
         snapshot::{Placed, Snapshot},
         text::text,
@@ -174,6 +175,8 @@ pub struct Store {
     max_norm: Option<(f64, Array)>, // to which gradients are clipped, where that is an input
     /// Places of the model where losses set something in place of another value.
     pub places: Vec<Placed>,
+    /// Dicts and lists of the optimizer that its update replaces.
+    pub remade: Vec<Remade>,
     doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
@@ -238,6 +241,7 @@ impl Store {
             current: None,
             options: Vec::new(),
             places: Vec::new(),
+            remade: Vec::new(),
             doubted: false,
             next_id: 0,
             others: Rc::default(),

@@ -17,7 +17,10 @@ use crate::{
         stop::Stop,
         suspect::{Positions, Reads},
     },
-    tree::{paths::dotted, rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{
+        paths::dotted, rebuild::rebuild, renewed::Remade, slot::Slot, snapshot::Snapshot,
+        walk::Scope, Tree,
+    },
 };
 
 /// The optimizer and the model's parameters before an update.
@@ -34,9 +37,7 @@ impl Current {
         py: Python<'_>,
         call: UpdateCall,
     ) -> Result<UpdateOutput, Stop> {
-        if self.known.1 {
-            return Err(Stop::Again);
-        }
+        Stop::if_known(self.known.1)?;
         let optimizer = self.optimizer.bind(py).clone();
         let keys = self.key_list.bind(py).clone();
         let (state, slots) = Tree::record(&optimizer, Scope::Whole)?;
@@ -78,6 +79,8 @@ impl Current {
             }
         }
         keys.set_item(0, key)?;
+        let replaced = outcome.as_ref().map(|_| snapshot.replaced());
+        let replaced = replaced.unwrap_or_else(|_| Ok(Vec::new()))?;
         if outcome.is_err() || self.compiled {
             model.restore()?;
         } else {
@@ -93,6 +96,15 @@ impl Current {
             for (_, slot) in &before.slots {
                 slot.place.set(&slot.object)?;
             }
+        }
+        if outcome.is_ok() && !self.sketch {
+            let there = replaced.into_iter();
+            let there = there.map(|(_, before, now)| if self.loose { now } else { before });
+            self.remade = Some(Remade::of(
+                &optimizer,
+                &there.collect::<Vec<_>>(),
+                &self.were_remade,
+            )?);
         }
         if let (Some((looked, contents, ..)), true) = (&reached, outcome.is_ok()) {
             let kept = match contents.new_array(false)? {

@@ -34,6 +34,15 @@ impl Stop {
         Self::Untraceable(format!("it reads the value of an array ({place})"))
     }
 
+    /// For what has a trace already, where another one is about to be made.
+    pub fn if_known(is_known: bool) -> Result<(), Self> {
+        if is_known {
+            Err(Self::Again)
+        } else {
+            Ok(())
+        }
+    }
+
     /// The reason with more behind it.
     pub fn with(self, more: &str) -> Self {
         match self {

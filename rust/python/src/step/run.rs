@@ -36,7 +36,7 @@ use crate::{
         owner::{Holder, Undo},
         Prepared, Store,
     },
-    tree::{paths::dotted, snapshot::Snapshot, walk::Scope, Tree},
+    tree::{paths::dotted, renewed::Remade, snapshot::Snapshot, walk::Scope, Tree},
 };
 
 /// MLX's error texts for a kernel that it cannot compile, and the explanation for the user.
@@ -157,12 +157,7 @@ impl Inner {
                         self.became = 0;
                     }
                     self.compile_again();
-                    if let (Some(mut suspect), Some(last)) =
-                        (self.suspect.take(), self.traces.last())
-                    {
-                        suspect.seen = last.kept.seen.iter().map(Seen::numbers).collect();
-                        last.kept.suspect.replace(Some(suspect));
-                    }
+                    self.keep_suspect();
                     return Ok((output, new));
                 }
                 Err(stop) => stop,
@@ -237,6 +232,13 @@ impl Inner {
                 }
             }
             self.compiled = false;
+        }
+    }
+
+    fn keep_suspect(&mut self) {
+        if let (Some(mut suspect), Some(last)) = (self.suspect.take(), self.traces.last()) {
+            suspect.seen = last.kept.seen.iter().map(Seen::numbers).collect();
+            last.kept.suspect.replace(Some(suspect));
         }
     }
 
@@ -460,6 +462,20 @@ impl Inner {
         }
     }
 
+    // how often slots and looks refer to each dict and list, by its address
+    fn holders(&self, prepared: &Prepared<'_>, given: &Given) -> HashMap<usize, isize> {
+        let mut found = given.looked.program.references();
+        if let Some(looked) = self.read.looked() {
+            for (address, count) in looked.program.references() {
+                *found.entry(address).or_insert(0) += count;
+            }
+        }
+        for slot in &prepared.state {
+            *found.entry(slot.place.container()).or_insert(0) += 1;
+        }
+        found
+    }
+
     pub(super) fn attempt<'py>(
         &mut self,
         store: &mut Store,
@@ -490,7 +506,13 @@ impl Inner {
         });
         let undo = undo.as_ref().map(|undo| -> &dyn Undo { undo });
         let moments = store.moments.as_mut();
-        let mut holder = Holder::new(py, prepared, &signature.roles, moments).with(undo);
+        let is_shared = !store.remade.is_empty() && {
+            let known = self.holders(prepared, given);
+            let mut all = store.remade.iter();
+            all.any(|it| it.is_shared(&user.optimizer, &known))
+        };
+        let holder = Holder::new(py, prepared, &signature.roles, moments);
+        let mut holder = holder.with(undo, is_shared);
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let host = matches!(store.rule, Some(Rule::Host)) && !self.compiled && task.updates();
@@ -502,6 +524,22 @@ impl Inner {
         self.refused |= refused;
         let done = outcome.is_ok() || refused;
         store.clock.enter(Stage::Objects);
+        let remade = self
+            .host
+            .current
+            .borrow_mut()
+            .as_mut()
+            .and_then(|it| it.remade.take());
+        if let Some((again, mut new)) = remade {
+            store
+                .remade
+                .retain(|remade| again.contains(&remade.address()));
+            store.remade.append(&mut new);
+        }
+        if done && !store.remade.is_empty() {
+            let known = self.holders(prepared, given);
+            holder.remake(&user.optimizer, &known, &mut store.remade)?;
+        }
         let shown = holder.show(engine, done && task != Task::Gradients);
         let loose = self
             .host
@@ -572,6 +610,8 @@ impl Inner {
             others: store.others.len(),
             varying: varying.to_vec(),
             known: (false, false),
+            were_remade: store.remade.iter().map(Remade::address).collect(),
+            remade: None,
             sketch: false,
             ends: true,
             by_loss: self.compiled && !(host && self.read.of_numbers),

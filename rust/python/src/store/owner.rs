@@ -6,7 +6,13 @@ use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
-use crate::{mlx::gil::Waiting, tree::slot::Slot};
+use crate::{
+    mlx::{bridge, gil::Waiting},
+    tree::{
+        renewed::{Copies, Remade},
+        slot::Slot,
+    },
+};
 
 /// What a loss has changed that is called without a trace.
 pub trait Undo {
@@ -25,6 +31,8 @@ pub struct Holder<'a, 'py> {
     moments: Option<&'a mut Moments>,
     undo: Option<&'a dyn Undo>,
     released: bool,
+    shared: bool, // a dict or list of the optimizer, with somebody else, that its update replaces
+    copies: Copies<'py>,
     held: bool,
     error: Option<PyErr>,
 }
@@ -44,14 +52,32 @@ impl<'a, 'py> Holder<'a, 'py> {
             moments,
             undo: None,
             released: false,
+            shared: false,
+            copies: Copies::new(),
             held: false,
             error: None,
         }
     }
 
-    /// With what a loss has changed that is called without a trace: it is taken back where the batch is skipped.
-    pub fn with(self, undo: Option<&'a dyn Undo>) -> Self {
-        Self { undo, ..self }
+    /// With what a loss has changed that is called without a trace: it is taken back where the batch is skipped. `shared`: somebody else
+    /// holds a dict or list of the optimizer that its update replaces.
+    pub fn with(self, undo: Option<&'a dyn Undo>, shared: bool) -> Self {
+        Self {
+            undo,
+            shared,
+            ..self
+        }
+    }
+
+    /// Put copies in the places of the optimizer's dicts and lists that its update replaces, where somebody else holds them.
+    pub fn remake(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+        known: &HashMap<usize, isize>,
+        remade: &mut [Remade],
+    ) -> PyResult<()> {
+        let mut all = remade.iter_mut();
+        all.try_for_each(|remade| remade.unshare(optimizer, known, &mut self.copies))
     }
 
     fn parameters(&self) -> impl Iterator<Item = (usize, &Slot<'py>)> {
@@ -64,7 +90,7 @@ impl<'a, 'py> Holder<'a, 'py> {
 
     /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out again.
     pub fn show(&mut self, engine: &Engine, done: bool) -> PyResult<()> {
-        if self.released || (done && self.prepared.packed) {
+        if self.released || (done && (self.prepared.packed || !self.copies.is_empty())) {
             self.show_all(engine)?;
         }
         self.error.take().map_or(Ok(()), Err)
@@ -80,8 +106,13 @@ impl<'a, 'py> Holder<'a, 'py> {
             }
         }
         for (slot, array) in self.prepared.state.iter().zip(engine.state()) {
-            if !slot.holds(array) {
-                slot.show(array)?;
+            if slot.holds(array) {
+                continue;
+            }
+            let copy = self.copies.get(&slot.place.container());
+            match copy.and_then(|copy| slot.place.within(copy)) {
+                Some(place) => place.set(&bridge::wrap(self.py, array)?)?,
+                None => slot.show(array)?,
             }
         }
         if let (Some(moments), true) = (&mut self.moments, self.held) {
@@ -105,9 +136,8 @@ impl Owner for Holder<'_, '_> {
             let slots = slots.get(&slot.object.as_ptr().addr()).copied();
             slot.empty(&hollow, slots.unwrap_or(1));
         }
-        for slot in &self.prepared.state {
-            slot.empty(&hollow, 1);
-        }
+        let state = self.prepared.state.iter().filter(|_| !self.shared); // else who holds them has their values
+        state.for_each(|slot| slot.empty(&hollow, 1));
         let Some(moments) = &mut self.moments else {
             return;
         };
@@ -125,7 +155,7 @@ impl Owner for Holder<'_, '_> {
             .moments
             .as_ref()
             .is_none_or(|moments| !moments.is_shown());
-        let same = !prepared.aliased && !prepared.packed && !self.released;
+        let same = !prepared.aliased && !prepared.packed && !self.released && !self.shared;
         let parameters = self.parameters().map(|(_, slot)| slot);
         let alone = hidden && same && parameters.chain(&prepared.state).all(Slot::is_unshared);
         alone.then_some(prepared.state.len())

@@ -1,4 +1,6 @@
 //! Dicts and lists of the model in whose places a loss puts others, which a trace repeats.
+use std::collections::HashMap;
+
 use faststep::engine::Role;
 use mlx_rs::Array;
 use pyo3::{
@@ -10,6 +12,8 @@ use super::{
     slot::{Place, Slot},
     snapshot::Snapshot,
     static_value::{equal, is_plain},
+    walk::Scope,
+    Tree,
 };
 use crate::mlx::{bridge, classes::is_module};
 
@@ -38,6 +42,101 @@ struct Items<'py> {
     depths: Vec<usize>,
     values: Vec<Bound<'py, PyAny>>,
     changes: bool, // the values are others
+}
+
+/// A dict or list of an optimizer that its update replaces by another one: its path, and its address. A step goes on with the one that
+/// is there; where somebody else holds that, a copy comes to its place first.
+pub struct Remade {
+    path: Vec<String>,
+    address: usize,
+}
+
+impl Remade {
+    /// Those of dicts and lists: the addresses of `known` ones, and others.
+    pub fn of(
+        optimizer: &Bound<'_, PyAny>,
+        replaced: &[Bound<'_, PyAny>],
+        known: &[usize],
+    ) -> PyResult<(Vec<usize>, Vec<Self>)> {
+        let address = |container: &Bound<'_, PyAny>| container.as_ptr().addr();
+        let is_known = |container: &&Bound<'_, PyAny>| known.contains(&address(container));
+        let (again, new): (Vec<_>, Vec<_>) = replaced.iter().partition(is_known);
+        let again = again.into_iter().map(address).collect();
+        let mut found = Vec::new();
+        if new.is_empty() {
+            return Ok((again, found));
+        }
+        let paths = Tree::record(optimizer, Scope::Whole)?
+            .0
+            .paths(optimizer.py());
+        for container in new {
+            let address = address(container);
+            let is_there = |path: &&[String]| {
+                let object = Place::at(optimizer, path).and_then(|place| place.get().ok()?);
+                object.is_some_and(|object| object.is(container))
+            };
+            let ends = |path: &'_ Vec<String>| 1..path.len();
+            let mut all = paths
+                .iter()
+                .flat_map(|path| ends(path).map(move |end| &path[..end]));
+            if let Some(path) = all.find(is_there) {
+                let path = path.to_vec();
+                found.push(Self { path, address });
+            }
+        }
+        Ok((again, found))
+    }
+
+    /// Its address.
+    pub fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Return whether somebody holds it, or a dict or list in it, of whom is not `known` how often they refer to what.
+    pub fn is_shared(&self, optimizer: &Bound<'_, PyAny>, known: &HashMap<usize, isize>) -> bool {
+        let place = Place::at(optimizer, &self.path);
+        let there = place.and_then(|place| place.get().ok()?);
+        there.is_some_and(|container| is_shared(&container, known))
+    }
+
+    /// Put a copy in its place where somebody else holds it. Adds the copies, also of what is in it, by the addresses of the old ones.
+    pub fn unshare<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+        known: &HashMap<usize, isize>,
+        copies: &mut Copies<'py>,
+    ) -> PyResult<()> {
+        let Some(place) = Place::at(optimizer, &self.path) else {
+            return Ok(());
+        };
+        let Some(old) = place.get()? else {
+            return Ok(());
+        };
+        self.address = old.as_ptr().addr();
+        if is_shared(&old, known) {
+            let new = renewed(&old, &mut std::iter::empty(), copies)?;
+            place.set(&new)?;
+            self.address = new.as_ptr().addr();
+        }
+        Ok(())
+    }
+}
+
+/// Copies of dicts and lists, by the addresses of those.
+pub type Copies<'py> = HashMap<usize, Bound<'py, PyAny>>;
+
+// whether more refer to a container than its place, those that are known and the one that asks
+fn is_shared(container: &Bound<'_, PyAny>, known: &HashMap<usize, isize>) -> bool {
+    let held = known.get(&container.as_ptr().addr()).copied();
+    if bridge::refcount(container) > 2 + held.unwrap_or(0) {
+        return contents(container).is_some();
+    }
+    let items = contents(container).unwrap_or_default().into_iter();
+    let mut items = items.map(|(.., item)| item); // the places are gone before one is asked
+    let items: Vec<_> = items.by_ref().collect();
+    items
+        .into_iter()
+        .any(|item| contents(&item).is_some() && is_shared(&item, known))
 }
 
 /// Put dicts and lists back that the loss has replaced by others of the same form, with the arrays of the new ones.
@@ -152,7 +251,7 @@ impl Renewed {
         let Some(old) = place.get()? else {
             return Ok(&[]);
         };
-        let new = renewed(&old, &mut values.into_iter().flatten())?;
+        let new = renewed(&old, &mut values.into_iter().flatten(), &mut Copies::new())?;
         for &slot in &self.slots {
             let (role, path) = &paths[slot];
             let made = others
@@ -172,6 +271,7 @@ impl Renewed {
 fn renewed<'py>(
     old: &Bound<'py, PyAny>,
     values: &mut dyn Iterator<Item = Bound<'py, PyAny>>,
+    copies: &mut Copies<'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = old.py();
     let mut items = Vec::new();
@@ -179,19 +279,22 @@ fn renewed<'py>(
         let item = if is_plain(&item) {
             values.next().unwrap_or(item)
         } else if contents(&item).is_some() && !is_module(&item) {
-            renewed(&item, values)?
+            renewed(&item, values, copies)?
         } else {
             item
         };
         items.push((key, item));
     }
-    if old.is_instance_of::<PyList>() {
+    let new = if old.is_instance_of::<PyList>() {
         let items = items.into_iter().map(|(_, item)| item);
-        return Ok(PyList::new(py, items)?.into_any());
-    }
-    let new = PyDict::new(py);
-    for (key, item) in items {
-        new.set_item(key, item)?;
-    }
-    Ok(new.into_any())
+        PyList::new(py, items)?.into_any()
+    } else {
+        let new = PyDict::new(py);
+        for (key, item) in items {
+            new.set_item(key, item)?;
+        }
+        new.into_any()
+    };
+    copies.insert(old.as_ptr().addr(), new.clone());
+    Ok(new)
 }

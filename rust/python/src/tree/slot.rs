@@ -88,6 +88,15 @@ impl<'py> Place<'py> {
         place
     }
 
+    /// The same in another dict or list.
+    pub fn within(&self, container: &Bound<'py, PyAny>) -> Option<Self> {
+        match self {
+            Self::Dict(_, key) => Some(Self::Dict(container.cast().ok()?.clone(), key.clone())),
+            Self::List(_, at) => Some(Self::List(container.cast().ok()?.clone(), *at)),
+            _ => None,
+        }
+    }
+
     /// Return whether both are one place, where that is known.
     pub fn is(&self, other: &Self) -> bool {
         match (self, other) {
