@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -120,3 +121,25 @@ def test_former_contents_of_a_large_numpy_array_are_not_kept(in_place: bool) -> 
         mx.eval(step(mx.ones((2, 512))).loss)
         seen.append(mx.get_active_memory())
     assert seen[-1] - seen[4] < holder.table.nbytes
+
+
+def test_a_look_that_takes_most_of_a_step_is_told_of_by_name() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.data, self.kind = nn.Linear(4, 1), [np.zeros((8, 4)) for _ in range(4000)], "square"
+
+        def square_loss(self, z: mx.array) -> mx.array:
+            return z.square().mean()
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            return getattr(self, f"{self.kind}_loss")(model(x))  # type: ignore[no-any-return]
+
+    trainer = Trainer()
+    step = Step(trainer.model, optim.SGD(0.1), trainer.loss)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        while not told and step.stats.steps < 1000:
+            step(mx.ones((3, 4)))
+    assert len(told) == 1
+    assert "to look at what the loss reaches, most of it in self.data (4001 objects)" in str(told[0].message)
+    assert step.stats.steps >= 100

@@ -112,6 +112,44 @@ impl Refers for Program {
 }
 
 impl Program {
+    // how long it takes to compare the object at a node, in that of one without contents
+    fn weight(&self, node: &Node, py: Python<'_>) -> usize {
+        let node::Expect::Contents(_, number, _) = &node.expect else {
+            return 1;
+        };
+        let shape = |contents: &Py<PyAny>| contents.bind(py).get_item(0)?.extract::<Vec<usize>>();
+        let shape = self.values.borrow().get(*number).map(shape);
+        let size = shape.and_then(Result::ok); // a NumPy array's
+        1 + size.map_or(0, |size| size.iter().product::<usize>() / 512)
+    }
+
+    /// The name of what takes more than half of a look, and the number of objects in it.
+    pub fn largest(&self, py: Python<'_>) -> Option<String> {
+        let weights = self.nodes.iter().map(|node| self.weight(node, py));
+        let mut within: Vec<_> = weights.map(|weight| (weight, 1)).collect();
+        for (at, node) in self.nodes.iter().enumerate().rev() {
+            if let Some(parent) = node.parent {
+                let (weight, count) = within[at];
+                within[parent].0 += weight;
+                within[parent].1 += count;
+            }
+        }
+        let roots = self
+            .nodes
+            .iter()
+            .zip(&within)
+            .filter(|(node, _)| node.parent.is_none());
+        let all: usize = roots.map(|(_, (weight, _))| weight).sum();
+        let largest = (0..self.nodes.len())
+            .rev()
+            .find(|&at| 2 * within[at].0 > all)?;
+        let name = self.name(py, largest);
+        Some(match within[largest].1 {
+            1 => name,
+            count => format!("{name} ({count} objects)"),
+        })
+    }
+
     /// How often looks, and what else is known, refer to each object, by its address.
     pub fn references(&self) -> looked::References {
         self.alive.counts()

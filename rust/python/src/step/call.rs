@@ -40,6 +40,7 @@ impl Inner {
         self.bad.set(false);
         self.refused = false;
         self.undo.clear();
+        let mut looked = 0.0;
         self.check_counts(py)?;
         let mut given = self.given(store, &mut user, true)?;
         for (index, array) in given.arrays.iter().enumerate() {
@@ -56,7 +57,8 @@ impl Inner {
             self.replaced.replace(schedules.replaced()?);
             let mut prepared = self.prepare(store, &user, task)?;
             let undo = prepared.undo.take();
-            self.seconds.look += started.elapsed().as_secs_f64();
+            looked = started.elapsed().as_secs_f64();
+            self.seconds.look += looked;
             let outcome = self.run(store, &user, &mut given, task, |inner, store, given| {
                 inner.attempt(store, &user, &prepared, given, task)
             });
@@ -90,6 +92,8 @@ impl Inner {
         let reached = given.looked.program.clone();
         drop(given);
         reached.let_go_of_moving();
+        self.alarms
+            .note_look(looked, started, || reached.largest(py));
         if let Some(why) = self.unwatched.take() {
             self.give_up(py, why)?;
         }
