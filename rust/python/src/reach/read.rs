@@ -36,8 +36,6 @@ pub struct Read {
     changes: usize, // one soon after the other
     hidden: Option<String>,
     looked: Option<Rc<Looked>>, // at the last look, while a call is under way
-    searched: (usize, bool),    // the last program, and whether the last look has made it
-    options: usize,             // the last structure of the optimizer for which was searched
     moving: Option<(usize, Py<PyAny>)>, // generators and iterators among it, and the program by which they were found
     /// True once it has read numbers of the model that change again and again.
     pub of_numbers: bool,
@@ -53,8 +51,6 @@ impl Default for Read {
             changes: 0,
             hidden: None,
             looked: None,
-            searched: (0, false),
-            options: 0,
             moving: None,
             of_numbers: false,
         }
@@ -94,16 +90,9 @@ impl Read {
         self.looked.as_ref()
     }
 
-    /// Note a structure of the optimizer. Returns whether it is to be searched again: objects may have come into what is no part of
-    /// the look, as the optimizer's tree has it.
-    pub fn is_outdated(&mut self, options: usize) -> bool {
-        let is_new = options > self.options;
-        self.options = self.options.max(options);
-        let is_outdated = is_new && !self.searched.1;
-        if is_outdated {
-            self.reach.search_again();
-        }
-        is_outdated
+    /// Forget what has been found: objects may have come into what is no part of a look, as the optimizer's tree has it.
+    pub fn search_again(&mut self) {
+        self.reach.search_again();
     }
 
     /// Hold it no more.
@@ -175,7 +164,6 @@ impl Read {
         self.looked = Some(looked.clone());
         self.looks += 1;
         let program = looked.program.id;
-        self.searched = (self.searched.0.max(program), program > self.searched.0);
         if self
             .moving
             .as_ref()

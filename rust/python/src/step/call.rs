@@ -1,7 +1,7 @@
 //! One call: takes over what the user has changed, steps, returns the outputs.
 use std::{rc::Rc, time::Instant};
 
-use faststep::engine::{memory, Needs, Output, Outputs, Rule, Task, Tensor};
+use faststep::engine::{memory, Needs, Output, Outputs, Task, Tensor};
 use mlx_rs::Array;
 use pyo3::{
     prelude::*,
@@ -376,14 +376,7 @@ impl Inner {
         task: Task,
     ) -> PyResult<Prepared<'py>> {
         self.look_at_update(store, user, task)?;
-        let mut prepared = store.prepare(&user.model, &user.optimizer, self.needs(task))?;
-        let is_own = self.compiled && matches!(store.rule, Some(Rule::Host));
-        if is_own && self.read.is_outdated(store.options_id()) {
-            self.look_at_update(store, user, task)?;
-            let undo = prepared.undo.take();
-            prepared = store.prepare(&user.model, &user.optimizer, self.needs(task))?;
-            prepared.undo = undo.or(prepared.undo);
-        }
+        let prepared = store.prepare(&user.model, &user.optimizer, self.needs(task))?;
         store.give_max_norm(self.options.max_grad_norm);
         Ok(prepared)
     }

@@ -174,17 +174,7 @@ impl Inner {
                 // also of a call that was tried without a trace: that was no matter of tracing
                 Stop::Raised(error) => return Err(self.raised(error)),
                 Stop::Refused(_, error) if !self.compiled => return Err(self.raised(error)),
-                Stop::Refused(place, _) => {
-                    let why = format!(
-                        "it passes an array where MLX takes a number ({place}): pass float(array), before the step if you can"
-                    );
-                    if self.became == 0 {
-                        self.becomes(why);
-                    } else {
-                        self.fall_back(user.py(), why)?;
-                        self.traces.clear();
-                    }
-                }
+                Stop::Refused(place, _) => self.takes_number(user.py(), &place)?,
                 // the kernels of an update alone, where the compiler has gone or the disk is full
                 Stop::Untraceable(_) if self.compiling() == Compiled::Update => {
                     self.has_compiler = false;
@@ -202,7 +192,10 @@ impl Inner {
                 }
                 // running statistics of BatchNorm in half precision become float32 at the first batch, and many an optimizer
                 // makes a part of its state at its first update
-                Stop::Becomes(why) if self.became == 0 => self.becomes(why),
+                Stop::Becomes(why) if self.became == 0 => {
+                    self.read.search_again();
+                    self.becomes(why);
+                }
                 // a mask for each length, say
                 Stop::Stores(why) if self.stores(&why) => {
                     for key in self.loss_keys(store, given, task)? {
@@ -233,6 +226,20 @@ impl Inner {
             }
             self.compiled = false;
         }
+    }
+
+    // the loss passes an array at a line where MLX takes a number
+    fn takes_number(&mut self, py: Python<'_>, place: &str) -> PyResult<()> {
+        let why = format!(
+            "it passes an array where MLX takes a number ({place}): pass float(array), before the step if you can"
+        );
+        if self.became == 0 {
+            self.becomes(why);
+        } else {
+            self.fall_back(py, why)?;
+            self.traces.clear();
+        }
+        Ok(())
     }
 
     fn keep_suspect(&mut self) {
