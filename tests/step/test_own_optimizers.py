@@ -657,3 +657,12 @@ def test_who_holds_a_dict_that_the_update_replaces_has_what_was_in_it(anew: bool
             now = held
         taken.append([each.sum().item() for each in (*held, *now)])
     np.testing.assert_allclose(taken[1], taken[0], rtol=1e-5)
+
+
+def test_a_dict_that_the_update_replaces_stays_the_same_one_until_it_does() -> None:
+    model, optimizer = nn.Linear(3, 2), Replaces(anew=True)
+    step = Step(model, optimizer, distances, accumulate=2)
+    for number in range(12):
+        held = optimizer.velocities
+        step(mx.full((4, 3), 1.0 + number))
+        assert (optimizer.velocities is held) == (number % 2 == 0)

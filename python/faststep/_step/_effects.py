@@ -204,7 +204,7 @@ class Effects:
         if event != "c_call":
             return
         self._note_watched(function)
-        if function is self._open and frame.f_code.co_name != "opened" and frame.f_globals["__name__"] != "tokenize":
+        if function is self._open and frame.f_globals.get("__name__") not in (__name__, "tokenize"):
             self._reach_out("opens a file by another name than open")  # from io import open
         if (what := reaches_out(function)) is not None:
             self._reach_out(what)

@@ -80,10 +80,16 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
             attributes |= inner_attributes
             modules |= inner_modules
             dynamic |= inner_dynamic
-    if code.co_filename == "<string>" and code.co_name in _OF_DATACLASSES:  # which ask for the class to compare it
+    if code.co_name in _OF_DATACLASSES and _is_of_dataclass(code):  # which ask for the class to compare it
         names.discard("type")
         attributes.discard("__class__")
     return frozenset(names), frozenset(attributes), frozenset(modules), dynamic
+
+
+def _is_of_dataclass(code: types.CodeType) -> bool:
+    """Return whether `dataclasses` has made the code; Python 3.10 does not tell by what function it was made."""
+    made_by = getattr(code, "co_qualname", "__create_fn__")
+    return code.co_filename == "<string>" and made_by.startswith("__create_fn__")
 
 
 def _is_of_shape(last: list[dis.Instruction]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from mlx.optimizers import Optimizer
 
-_HUNG = "_faststep"  # where it stands in the instance dict
+HUNG = "_faststep"  # where it stands in the instance dict
 
 
 class Hung(dict[str, Any]):
@@ -38,7 +38,7 @@ class Hung(dict[str, Any]):
     def at(model: Any, optimizer: Any) -> Hung | None:
         """Return what is kept of an optimizer and a model, if anything is; shallow copies show what is not theirs."""
         of = optimizer if isinstance(optimizer, Optimizer) else model
-        found = getattr(of, "__dict__", {}).get(_HUNG)
+        found = getattr(of, "__dict__", {}).get(HUNG)
         return found if isinstance(found, Hung) and found._of() is of else None
 
     @classmethod
@@ -46,7 +46,7 @@ class Hung(dict[str, Any]):
         """Return what is kept, made where there is nothing."""
         if (found := cls.at(model, optimizer)) is None:
             of = optimizer if isinstance(optimizer, Optimizer) else model
-            found = vars(of)[_HUNG] = cls(of)
+            found = vars(of)[HUNG] = cls(of)
         return found
 
 

@@ -69,7 +69,7 @@ from faststep._step._nodes import (
     items_of,
 )
 from faststep._step._of_library import MADE_BY_PYTHON
-from faststep._step._own import OwnOptimizer
+from faststep._step._own import HUNG, OwnOptimizer
 from faststep._step._positions import may_draw
 from faststep._step._switches import by_names
 from faststep._step._things import (
@@ -105,7 +105,7 @@ Found = tuple[
 ]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
-_OF_OPTIMIZERS = ("_state", "_schedulers", "_faststep")  # which a step knows
+_OF_OPTIMIZERS = ("_state", "_schedulers", HUNG)  # which a step knows
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
 _OF_ADDRESSES = frozenset({"id", "hash"})  # functions that give what another object of the same kind does not
 _MAX_NODES = 50_000

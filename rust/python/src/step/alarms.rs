@@ -31,7 +31,7 @@ pub struct Alarms {
     zero: Flags,   // true: all gradients are zero
     broken: Flags, // true: the loss is no number, where nothing is skipped
     kept: KeptLosses,
-    due: Option<String>, // a warning
+    due: Vec<String>, // warnings
     looks: Looks,
     told: Told,
 }
@@ -75,7 +75,7 @@ impl Default for Alarms {
             zero: Flags::default().read_at(PENDING),
             broken: Flags::default().read_at(PENDING),
             kept: KeptLosses::default(),
-            due: None,
+            due: Vec::new(),
             looks: Looks::default(),
             told: Told::default(),
         }
@@ -115,7 +115,7 @@ impl Alarms {
     ) {
         if self.looks.are_long(seconds, began) && first(&mut self.told.long) {
             let most = most().map_or_else(String::new, |most| format!(", most of it in {most}"));
-            self.due = Some(format!(
+            self.due.push(format!(
                 "it takes {:.1} ms of each step, more than all else, to look at what the loss reaches{most}: whether that has changed. Let the \
                  loss reach what it reads (a function, or an object that has no more than that), and pass data as arguments",
                 1e3 * seconds
@@ -126,7 +126,7 @@ impl Alarms {
     /// A step returns its loss in this object.
     pub fn note_loss(&mut self, number: usize, loss: &Array, object: &Bound<'_, PyAny>) {
         if let Some(message) = self.kept.note(number, loss, object) {
-            self.due = Some(message);
+            self.due.push(message);
         }
     }
 
@@ -138,7 +138,7 @@ impl Alarms {
         skips: &Flags,
     ) -> PyResult<Vec<String>> {
         let told = &mut self.told;
-        let mut messages: Vec<String> = self.due.take().into_iter().collect();
+        let mut messages = std::mem::take(&mut self.due);
         if skips.streak() >= MANY && first(&mut told.skipped) {
             messages.push(format!(
                 "the last {} batches were all skipped, because loss or gradients are not finite or the loss is above max_loss. {}",

@@ -513,7 +513,8 @@ impl Inner {
         });
         let undo = undo.as_ref().map(|undo| -> &dyn Undo { undo });
         let moments = store.moments.as_mut();
-        let is_shared = !store.remade.is_empty() && {
+        let remakes = task.updates(); // what an update replaces is replaced by one
+        let is_shared = remakes && !store.remade.is_empty() && {
             let known = self.holders(prepared, given);
             let mut all = store.remade.iter();
             all.any(|it| it.is_shared(&user.optimizer, &known))
@@ -543,7 +544,7 @@ impl Inner {
                 .retain(|remade| again.contains(&remade.address()));
             store.remade.append(&mut new);
         }
-        if done && !store.remade.is_empty() {
+        if done && remakes && !store.remade.is_empty() {
             let known = self.holders(prepared, given);
             holder.remake(&user.optimizer, &known, &mut store.remade)?;
         }

@@ -136,8 +136,12 @@ impl Owner for Holder<'_, '_> {
             let slots = slots.get(&slot.object.as_ptr().addr()).copied();
             slot.empty(&hollow, slots.unwrap_or(1));
         }
-        let state = self.prepared.state.iter().filter(|_| !self.shared); // else who holds them has their values
-        state.for_each(|slot| slot.empty(&hollow, 1));
+        // of dicts and lists that somebody else holds their arrays stay
+        if !self.shared {
+            for slot in &self.prepared.state {
+                slot.empty(&hollow, 1);
+            }
+        }
         let Some(moments) = &mut self.moments else {
             return;
         };

@@ -131,12 +131,8 @@ fn is_shared(container: &Bound<'_, PyAny>, known: &HashMap<usize, isize>) -> boo
     if bridge::refcount(container) > 2 + held.unwrap_or(0) {
         return contents(container).is_some();
     }
-    let items = contents(container).unwrap_or_default().into_iter();
-    let mut items = items.map(|(.., item)| item); // the places are gone before one is asked
-    let items: Vec<_> = items.by_ref().collect();
-    items
-        .into_iter()
-        .any(|item| contents(&item).is_some() && is_shared(&item, known))
+    let mut items = contents(container).unwrap_or_default().into_iter();
+    items.any(|(.., item)| contents(&item).is_some() && is_shared(&item, known))
 }
 
 /// Put dicts and lists back that the loss has replaced by others of the same form, with the arrays of the new ones.

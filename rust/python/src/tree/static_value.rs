@@ -132,6 +132,7 @@ impl Static {
     }
 }
 
+// of a set, which may lead to a model: two weak references to one object are equal
 fn members<'py>(set: &Bound<'py, PySet>) -> PyResult<Bound<'py, PyFrozenSet>> {
     let py = set.py();
     let name = intern!(py, "__hash__");
