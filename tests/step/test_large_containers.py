@@ -126,13 +126,13 @@ def test_former_contents_of_a_large_numpy_array_are_not_kept(in_place: bool) -> 
 def test_a_look_that_takes_most_of_a_step_is_told_of_by_name() -> None:
     class Trainer:
         def __init__(self) -> None:
-            self.model, self.data, self.kind = nn.Linear(4, 1), [np.zeros((8, 4)) for _ in range(4000)], "square"
+            self.model, self.data, self.kind = nn.Linear(4, 1), [np.zeros((8, 4)) for _ in range(4000)], "square_loss"
 
         def square_loss(self, z: mx.array) -> mx.array:
             return z.square().mean()
 
         def loss(self, model: nn.Module, x: mx.array) -> mx.array:
-            return getattr(self, f"{self.kind}_loss")(model(x))  # type: ignore[no-any-return]
+            return getattr(self, self.kind)(model(x))  # type: ignore[no-any-return]
 
     trainer = Trainer()
     step = Step(trainer.model, optim.SGD(0.1), trainer.loss)

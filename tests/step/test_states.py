@@ -576,3 +576,17 @@ def test_a_loss_counts_once_where_the_arrays_of_the_optimizer_are_made_up_anew(
         mx.eval(step(mx.ones((4, 3))).loss)
         assert (trainer.calls, len(trainer.log)) == (number + 1, number + 1)
     assert step.stats.mode != "plain"
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam, Descent])
+def test_rates_of_two_dtypes_in_turns_have_a_trace_each(optimizer: Callable[..., optim.Optimizer]) -> None:
+    def run(way: Callable[..., Way]) -> Iterator[Tree]:
+        mx.random.seed(1)
+        model = nn.Linear(6, 3)
+        made = Descent() if optimizer is Descent else optimizer(0.1)
+        step = way(model, made, lambda model, x: (model(x) - x[:, :3]).square().mean())
+        for number in range(24):
+            made.learning_rate = (0.1, 0, mx.array([0.05]))[number % 3]
+            yield [step(mx.random.normal((4, 6))), dict(model), made.state]
+
+    assert 3 <= compare(run).stats.traced <= 4

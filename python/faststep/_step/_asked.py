@@ -11,6 +11,7 @@ import re
 import string
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ import numpy as np
 from mlx.optimizers import Optimizer
 
 from faststep._step._library import is_installed, is_library_class, is_library_function, is_own
+from faststep._step._made_names import made_names
 from faststep._step._named import DYNAMIC, LOOKUPS, asked, asks_for_items, codes_of, named, names_of_others, texts
 from faststep._step._nodes import GLOBAL, MODULES
 from faststep._step._of_library import OfLibrary
@@ -73,6 +75,7 @@ class Asking(OfLibrary):
         self.own_spaces.setdefault(space, function.__globals__)
         for each in codes_of(code):
             self.asking.update(filter(_IN_NAMES.fullmatch, texts(each.co_consts)))
+            self.made.update(made_names(each) or ())
 
     def name_function(self, at: int, value: Any) -> None:
         """Add the name of a library's function or class, which code may call by another one: `look = vars`."""
@@ -87,6 +90,12 @@ class Asking(OfLibrary):
         self.any_attribute |= name in DYNAMIC
         if name in LOOKUPS and self.nodes[at][2] != name:
             self._ask(asked(frozenset({name}), frozenset(), frozenset()))
+
+    def ask_made(self, names: Iterable[str]) -> None:
+        """Take those of an object's names for attributes that code has which it may make of texts that are known."""
+        if self.made:
+            fits = re.compile("|".join(self.made)).fullmatch
+            self.attributes.update(name for name in names if not name.startswith(_NOT_OWN) and fits(name))
 
     def follow_asked(self) -> None:
         """Add globals and modules of the user's where the code may ask for any.
@@ -136,6 +145,7 @@ class Asking(OfLibrary):
 
     def may_read(self, module: nn.Module, name: str) -> bool:
         """Return whether code may read an attribute of a module: by its name, by one that it makes, or unnamed."""
+        self.ask_made((name,))
         named_so = self.attributes | self.names | self.of_modules
         known = name in named_so or name in self.texts or name in self.asking or not name.isidentifier()
         if known or self.may_read_any(named_so):

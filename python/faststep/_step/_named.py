@@ -11,6 +11,8 @@ import types
 import warnings
 from collections.abc import Iterable
 
+from faststep._step._made_names import made_names
+
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
 _CHANGES = ("STORE_ATTR", "DELETE_ATTR")
@@ -67,7 +69,7 @@ def named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozens
                 names.add("format")
         elif instruction.opname == "IMPORT_NAME":
             modules |= {instruction.argval, instruction.argval.split(".")[0]}
-    dynamic = bool(DYNAMIC & (names | attributes))
+    dynamic = bool(DYNAMIC & ((names - {"getattr"}) | attributes)) or made_names(code) is None
     constants = list(texts(code.co_consts))
     if LOOKUPS & (names | attributes) or ("modules" in attributes and "sys" in names | modules):
         names |= {name for text in constants for name in _names_in(text)}

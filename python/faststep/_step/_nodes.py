@@ -133,6 +133,7 @@ class Nodes:
         self.plain: set[type] = set()  # classes of which objects hold nothing that is to be read
         self.naming: set[str] = set()  # those that name what a library's module has
         self.any_attribute = self.any_global = self.any_module = False  # that the code may ask for
+        self.made: set[str] = set()  # patterns of names that code makes for `getattr`
         self.asking: set[str] = set()  # texts in code of the user's
         self.parts: set[str] = set()  # of which a name may be made
         self.counted = (0, 0)  # out of so many in `asking` and in `texts`

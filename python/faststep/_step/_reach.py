@@ -210,11 +210,14 @@ class _Search(Asking):
     def run(self) -> None:
         """Follow objects until nothing new is met: attributes may be named by code that is met later."""
         self.add_class(mx.array)
-        while self.todo and len(self.nodes) < _MAX_NODES:
+        again = True
+        while (self.todo or again) and len(self.nodes) < _MAX_NODES:
             while self.todo and len(self.nodes) < _MAX_NODES:
                 self.attempt(self.follow, self.todo.popleft())
+            known = len(self.attributes)
             for at in self.filtered:
                 self.attempt(self.follow_named, at)
+            again = len(self.attributes) != known
             for cls, at in self.of_library.items():
                 self.follow_class_data(at, cls)
             self.follow_asked()
@@ -457,11 +460,13 @@ class _Search(Asking):
         if is_a(value, type):
             self.add_class(value)
             for number, base in enumerate(value.__mro__):
+                self.ask_made(vars(base))
                 if is_library_class(base):
                     self.follow_library_class(at, number, base)
                 else:
                     self.follow_base(at, number, base)
             return
+        self.ask_made(attributes(value))
         if is_a(value, types.ModuleType) and is_library_module(value):
             self.follow_module(at, value, self.attributes | self.of_modules)
             if self.any_attribute:
@@ -529,6 +534,7 @@ class _Search(Asking):
         cls = type(value)
         if cls not in self.slots:
             self.slots[cls] = slots_of(cls)
+        self.ask_made(self.slots[cls])
         for name in sorted(self.slots[cls] & self.attributes):
             if (inner := what_slot_gives(value, name)) is not None:
                 self.add(at, ATTRIBUTE, name, inner)

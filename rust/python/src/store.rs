@@ -170,6 +170,7 @@ pub struct Store {
     own_numbers: bool, // the loss changes numbers of the model itself: all are part of the signature
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>,       // most recent last
+    forms: Vec<(usize, Vec<Tensor>)>, // of the optimizer's arrays that a user sets: a rate, say; most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
     numbers: Numbers,
     max_norm: Option<(f64, Array)>, // to which gradients are clipped, where that is an input
@@ -250,6 +251,7 @@ impl Store {
             clock: Arc::default(),
             lazy: LazyInputs::default(),
             rule: None,
+            forms: Vec::new(),
             layouts: Vec::new(),
             numbers: Numbers::default(),
             max_norm: None,
@@ -315,9 +317,10 @@ impl Store {
         self.doubted = true;
     }
 
-    /// The id of the optimizer's options at the last preparation.
-    pub fn options_id(&self) -> usize {
-        self.options.last().map_or(0, |(id, _)| *id)
+    /// The id of the optimizer's options at the last preparation, and that of the forms of the arrays among them.
+    pub fn options_id(&self) -> (usize, usize) {
+        let options = self.options.last().map_or(0, |(id, _)| *id);
+        (options, self.forms.last().map_or(0, |(id, _)| *id))
     }
 
     /// The id of the layout of the trained tensors, since a step has begun.

@@ -93,7 +93,7 @@ impl Inner {
         let host = matches!(rule, Rule::Host);
         // uncompiled, the optimizer's own code reads its numbers at each update
         let options = updates && (self.compiled || !host);
-        let options = if options { store.options_id() } else { 0 };
+        let options = if options { store.options_id() } else { (0, 0) };
         let mut key = key(store, part, options)?;
         if updates && self.compiled && host {
             key.front.read = self.read.id();
@@ -626,7 +626,7 @@ pub(super) fn is_of(entry: &Entry, key: &Key, looked: &Looked, py: Python<'_>) -
 }
 
 // the key of a part, of any arguments
-fn key(store: &Store, part: Part, options: usize) -> PyResult<Key> {
+fn key(store: &Store, part: Part, options: (usize, usize)) -> PyResult<Key> {
     let missing = || PyRuntimeError::new_err("the step has not been prepared");
     let front = CallKey {
         model: store.signature()?.id,

@@ -84,8 +84,8 @@ pub struct CallKey {
     pub reached: Rc<Vec<Tensor>>,
     /// The model's signature.
     pub model: usize,
-    /// The optimizer's options.
-    pub options: usize,
+    /// The optimizer's options, and the forms of the arrays among them.
+    pub options: (usize, usize),
     /// What the optimizer's code reads beside them; uncompiled, the layout of the trained tensors.
     pub read: usize,
     /// The arguments.

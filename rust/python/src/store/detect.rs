@@ -498,7 +498,7 @@ fn asked(model: &Bound<'_, PyAny>) -> PyResult<Option<HashSet<Vec<String>>>> {
 }
 
 // make it the most recent one of those that are known, with the id of the same or a new one
-fn sign<T>(
+pub(super) fn sign<T>(
     known: &mut Vec<(usize, T)>,
     last_id: &mut usize,
     new: T,

@@ -5,7 +5,7 @@ use faststep::engine::{Output, Role, Tensor};
 use mlx_rs::Array;
 use pyo3::{prelude::*, types::PyTuple};
 
-use super::{Prepared, Store};
+use super::{detect::sign, Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python, gil::unlocked},
     tree::{paths::dotted, renewed::Renewed, slot::Slot, Tree},
@@ -94,12 +94,21 @@ impl Store {
                 Role::Other(i) => Rc::make_mut(&mut self.others).set(*i, value),
             }
         }
+        let mut formed = adopted || self.forms.is_empty();
         for (index, slot) in state.iter().enumerate() {
-            if differs(slot, engine.state().get(index)) {
+            let known = engine.state().get(index);
+            if differs(slot, known) {
                 if let Some(value) = bridge::get(&slot.object) {
+                    formed |= known.map(Tensor::of) != Some(Tensor::of(&value));
                     engine.set_state(index, value);
                 }
             }
+        }
+        if formed && self.moments.is_some() {
+            // a rate that is an integer, say: another one is in another trace
+            let forms = engine.state().iter().take(state.len());
+            let forms = forms.map(Tensor::of).collect();
+            sign(&mut self.forms, &mut self.next_id, forms, Vec::eq);
         }
         let packed = !changed.is_empty();
         if packed {
