@@ -478,3 +478,77 @@ def test_a_float32_array_of_an_argument_is_changed_in_place_in_mixed_precision()
         losses = [step(mx.ones((3, 4)), bank).loss.item() for _ in range(3)]
     assert losses[2] < losses[0]
     assert (bank.rows.tolist(), bank.rows.dtype) == ([3.0, 0.0], mx.float32)
+
+
+class Coefficient(float):
+    """A number with an attribute."""
+
+    weight = 1.0
+
+
+class Name(str):
+    """A text with an attribute."""
+
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """Keys are equal whatever their weight is."""
+
+    number: int = 1
+    weight: float = dataclasses.field(default=1.0, compare=False)
+
+
+class Always:
+    """Objects that are all equal, with slots."""
+
+    __slots__ = ("parts", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.parts = weight, {"a": [weight]}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Always)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def weighted(made: Any, weight: float) -> Any:
+    made.weight = weight
+    return made
+
+
+EQUAL: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
+    "a number": (lambda weight: weighted(Coefficient(1.0), weight), lambda it: it.weight),
+    "a text": (lambda weight: weighted(Name("a"), weight), lambda it: it.weight),
+    "in a list": (lambda weight: [weighted(Name("a"), weight)], lambda it: it[0].weight),
+    "a key": (lambda weight: {Key(1, weight): 1}, lambda it: next(iter(it)).weight),
+    "in a key": (lambda weight: {("a", Key(1, weight)): 1}, lambda it: next(iter(it))[1].weight),
+    "a member": (lambda weight: frozenset([Always(weight)]), lambda it: next(iter(it)).weight),
+    "in a member": (lambda weight: {("a", Always(weight))}, lambda it: next(iter(it))[1].parts["a"][0]),
+}
+
+
+@pytest.mark.parametrize("where", ["argument", "reached", "on the model"])
+@pytest.mark.parametrize("kind", EQUAL)
+@pytest.mark.filterwarnings("ignore:faststep. attributes of the model have changed again:RuntimeWarning")
+def test_objects_that_are_equal_and_not_the_same_are_told_apart(kind: str, where: str) -> None:
+    make, weight_of = EQUAL[kind]
+    held: dict[str, Any] = {}
+
+    def loss_fn(model: Any, x: mx.array, given: Any = None) -> mx.array:
+        it = {"argument": given, "reached": held.get("it"), "on the model": getattr(model, "it", None)}[where]
+        return mx.square(model(x)).mean() * weight_of(it)
+
+    step, x = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4))
+    for number in range(30):
+        it = make(1.0 if number < 22 else 5.0)
+        if where == "reached":
+            held["it"] = it
+        if where == "on the model":
+            step.model.it = it
+        given = [it] if where == "argument" else []
+        wanted = loss_fn(step.model, x, *given).item()
+        assert step(x, *given).loss.item() == pytest.approx(wanted, rel=1e-5)

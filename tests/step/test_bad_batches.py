@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import assert_same
+from support.beside import squares
+from support.helpers import assert_same, plain_step
 from support.left import same
 
 STEPS = 9
@@ -291,3 +294,87 @@ def compare(kept: Callable[[Keeper, mx.array], Any], *how: Any) -> None:
     for one, other in zip(weights, reference, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
     assert same(state, its), f"{state}, and by the plain loop {its}"
+
+
+class Halved:
+    """A schedule that counts in what it holds: a number, a list, a dict, an array."""
+
+    def __init__(self) -> None:
+        self.rate, self.history, self.table, self.array = 0.1, list[float](), {"calls": 0}, mx.array(1.0)
+        self.raises = False
+
+    def __call__(self, step: mx.array) -> mx.array:
+        self.rate *= 0.8
+        self.history.append(self.rate)
+        self.table["calls"] += 1
+        self.array = self.array * 0.9
+        if self.raises:
+            raise LookupError("a file is gone")
+        return mx.array(self.rate) * self.array / self.table["calls"]
+
+    def shown(self) -> list[Any]:
+        return [self.rate, list(self.history), dict(self.table), self.array.item()]
+
+
+def _closure() -> tuple[Callable[..., mx.array], Callable[[], list[Any]]]:
+    calls = 0
+
+    def schedule(_: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return mx.array(0.1 / calls)
+
+    return schedule, lambda: [calls]
+
+
+def _object() -> tuple[Callable[..., mx.array], Callable[[], list[Any]]]:
+    schedule = Halved()
+    return schedule, schedule.shown
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("how", ["skip", "raise", "uncompiled"])
+@pytest.mark.parametrize("make", [_closure, _object], ids=["closure", "object"])
+def test_a_schedule_that_counts_has_not_seen_it(make: Callable[[], Any], how: str, accumulate: int) -> None:
+    found = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, (schedule, shown) = nn.Linear(4, 2), make()
+        optimizer = optim.SGD(schedule)
+        optimizer.init(model.trainable_parameters())
+        nonfinite: Any = "raise" if how == "raise" else "skip"
+        step = Step(model, optimizer, squares, accumulate=accumulate, nonfinite=nonfinite, compile=how != "uncompiled")
+        plain = plain_step(model, optimizer, squares, accumulate=accumulate)
+        found.append([])
+        for number in range(10):
+            for batch in range(accumulate):
+                x = mx.random.normal((3, 4), key=mx.random.key(accumulate * number + batch)) + 1
+                bad = number in (0, 3, 4)
+                if fast:
+                    with contextlib.suppress(FloatingPointError):
+                        step(x * (math.nan if bad else 1))
+                elif not bad:
+                    plain(x)
+            if not bad:
+                found[-1].append([shown(), optimizer.learning_rate.item(), model.weight.tolist()])
+    for theirs, ours in zip(*found, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert ours[2] == pytest.approx(np.array(theirs[2]), rel=1e-5)
+
+
+def test_a_schedule_that_raises_has_counted_and_one_before_a_loss_that_raises_has_not() -> None:
+    schedule = Halved()
+
+    def loss_fn(model: nn.Module, x: mx.array, rows: int) -> mx.array:
+        if rows > 3:
+            raise LookupError("too many rows")
+        return squares(model, x)
+
+    step, x = Step(nn.Linear(4, 2), optim.SGD(schedule), loss_fn), mx.ones((3, 4))
+    step(x, 3)
+    begun = schedule.table["calls"]
+    for raises, rows, calls in [(True, 3, 1), (False, 4, 1), (True, 3, 2), (False, 3, 3)]:
+        schedule.raises = raises
+        with pytest.raises(LookupError) if raises or rows > 3 else contextlib.nullcontext():
+            step(x, rows)
+        assert schedule.table["calls"] == begun + calls

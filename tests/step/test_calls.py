@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, StepOutput, fast_step
+from faststep._step import _fast_step
 from faststep._step._options import Options
 from faststep._step._own import Hung
 from support.helpers import Row, Tree, assert_close, assert_same, flat, plain_step, snapshot
@@ -277,3 +281,92 @@ def test_fast_step_tells_of_optimizers_that_are_made_at_each_call() -> None:
         train()
     assert len(told) == 1
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("calls", [1, 5, 20])
+def test_fast_step_tells_of_models_and_optimizers_that_are_gone_after_a_few_calls(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fast_step, "_lives", _fast_step._Lives())
+    x = mx.ones((3, 2))
+
+    def square(model: nn.Module, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean()
+
+    def client() -> None:
+        model, optimizer = nn.Linear(2, 1), optim.SGD(0.1)
+        for _ in range(calls):
+            mx.eval(fast_step(model, optimizer, square, x))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            client()
+    assert [str(each.message).split(":")[1] for each in told] == (
+        [" 16 models in turn have been trained for fewer than 16 steps each"] if calls < 16 else []
+    )
+
+
+def test_one_model_in_the_place_of_many_is_traced_once() -> None:
+    first, rows = nn.Linear(2, 1), [mx.full((3, 2), float(each)) for each in range(4)]
+    model, optimizer = nn.Linear(2, 1), optim.Adam(0.1)
+    step = Step(model, optimizer, lambda model, x: mx.square(model(x)).mean())
+    for _ in range(5):
+        alone = nn.Linear(2, 1)
+        alone.update(first.parameters())
+        model.update(first.parameters())
+        plain = plain_step(alone, optim.Adam(0.1), step.loss_fn)
+        optimizer.state = optim.Adam(0.1).state
+        for x in rows:
+            assert step(x).loss.item() == pytest.approx(plain(x)[0].item(), rel=1e-5)
+        np.testing.assert_allclose(np.array(model.weight), np.array(alone.weight), rtol=1e-5)
+    assert step.stats.traced == 1
+
+
+EXCHANGES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda it: pickle.loads(pickle.dumps(it)),
+    "another": lambda _: optim.Adam(0.05),
+    "with its state": lambda it: [each := optim.Adam(0.05), setattr(each, "state", it.state)][0],
+    "of another class": lambda _: optim.SGD(0.05, momentum=0.9),
+    "there and back": lambda it: it,
+}
+
+
+@pytest.mark.parametrize("change", ["none", "state", "item", "rate"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_optimizer_in_the_place_of_the_first_one_has_its_state(exchange: str, change: str) -> None:
+    found: list[list[Any]] = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer, x = nn.Linear(4, 2), optim.Adam(1e-2), mx.ones((3, 4))
+        first, weights = optimizer, list[Any]()
+        step = Step(model, optimizer, lambda model, x: mx.square(model(x)).mean())
+        for number in range(10):
+            if number == 3:
+                optimizer = EXCHANGES[exchange](optimizer)
+            if number == 4 and exchange == "there and back":
+                optimizer = optim.Adam(0.05)
+            if number == 6 and exchange == "there and back":
+                optimizer = first
+            step.optimizer = optimizer
+            if number == 7 and change == "state":
+                state = copy.deepcopy(optimizer.state)
+                state["weight"] = {name: each + 1 for name, each in state["weight"].items()}
+                optimizer.state = state
+            if number == 7 and change == "item":
+                optimizer.state["weight"] = {name: each + 1 for name, each in optimizer.state["weight"].items()}
+            if number == 7 and change == "rate":
+                optimizer.learning_rate = 0.5
+            if fast:
+                step(x)
+            else:
+                plain_step(model, optimizer, step.loss_fn)(x)
+            weights.append(model.weight.tolist())
+        found.append([weights, flat(optimizer.state), flat(first.state)])
+    (weights, *states), (theirs, *others) = found
+    np.testing.assert_allclose(weights, theirs, rtol=1e-5)
+    for state, other in zip(states, others, strict=True):
+        assert state.keys() == other.keys()
+        for name, array in state.items():
+            np.testing.assert_allclose(np.array(array), np.array(other[name]), rtol=1e-5, atol=1e-7)

@@ -95,3 +95,51 @@ def test_a_method_of_another_object_is_not_taken_for_the_update() -> None:
 
     step = beside(build, optimizer=lambda: Scaled(scalers[-1]))
     assert (step.stats.mode, step.stats.traced <= 3) == ("traced", True)
+
+
+class Adjusted(optim.AdamW):
+    """Has options that are computed of what stands on its class."""
+
+    factor, eps = 1.0, 1e-3
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(1e-2)
+        if kind == "a class's":
+            del self.eps
+
+    def scaled(self, name: str, value: Any) -> Any:
+        return value * self.factor if self.kind == name else value
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.scaled("rate", self.state["learning_rate"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.state["learning_rate"] = mx.array(value)
+
+    @property
+    def weight_decay(self) -> Any:
+        return self.scaled("decay", 0.5)
+
+    @weight_decay.setter
+    def weight_decay(self, value: Any) -> None:
+        """Leave it."""
+
+    @property
+    def betas(self) -> Any:
+        return [self.scaled("betas", 0.5), 0.9]
+
+    @betas.setter
+    def betas(self, value: Any) -> None:
+        """Leave it."""
+
+
+@pytest.mark.parametrize("kind", ["rate", "decay", "betas", "a class's"])
+def test_what_properties_of_an_optimizer_read_of_its_class_is_seen_to_change(kind: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> Program:
+        name, other = ("eps", 1.0) if kind == "a class's" else ("factor", 0.1)
+        return squares, [lambda: patch.setattr(Adjusted, name, other), lambda: None]
+
+    beside(build, optimizer=lambda: Adjusted(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import types
 import warnings
 from collections.abc import Callable
@@ -514,7 +515,13 @@ def distances(model: nn.Module, x: mx.array) -> mx.array:
     return (model(x) - 1).square().mean()
 
 
-def _train(ways: list[str], make: Callable[[], Any], between: Callable[[int, Any], Any], steps: int = 12) -> list[Any]:
+def _train(
+    ways: list[str],
+    make: Callable[[], Any],
+    between: Callable[[int, Any], Any],
+    steps: int = 12,
+    distances: Callable[..., mx.array] = distances,
+) -> list[Any]:
     """Train beside each other in each way, with something done behind each step; the losses and what that returned."""
     taken = []
     for way in ways:
@@ -538,8 +545,33 @@ def _train(ways: list[str], make: Callable[[], Any], between: Callable[[int, Any
 WAYS = ["plain", "step", "fast_step"]
 
 
+def _stores() -> Callable[..., mx.array]:
+    """Return a loss that stores an array where there is none."""
+    kept = types.SimpleNamespace(last=None)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        kept.last = mx.stop_gradient(model(x)).mean(0)
+        return distances(model, x)
+
+    return loss_fn
+
+
+def _takes() -> Callable[..., mx.array]:
+    """Return a loss that may take from an iterator."""
+    weights, kept = itertools.cycle([1.0, 2.0]), types.SimpleNamespace(takes=False)
+    return lambda model, x: distances(model, x) * (next(weights) if kept.takes else 1.0)
+
+
+LOSSES: dict[str, Callable[[], Callable[..., mx.array]]] = {
+    "reads": lambda: distances,
+    "stores": _stores,
+    "may take": _takes,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_optimizer_that_makes_objects_with_arrays_at_its_first_update_is_told_of(begun: bool) -> None:
+def test_an_optimizer_that_makes_objects_with_arrays_at_its_first_update_is_told_of(begun: bool, loss: str) -> None:
     def make() -> KeepsSlots:
         made = KeepsSlots()
         if begun:
@@ -547,7 +579,7 @@ def test_an_optimizer_that_makes_objects_with_arrays_at_its_first_update_is_told
         return made
 
     with pytest.warns(RuntimeWarning, match="keeps an array in an object beside its state"):
-        plain, *others = _train(WAYS, make, lambda _, it: it.slots["weight"].velocity.sum().item(), steps=6)
+        plain, *others = _train(WAYS, make, lambda _, it: it.slots["weight"].velocity.sum().item(), 6, LOSSES[loss]())
     for other in others:
         np.testing.assert_allclose(other, plain, rtol=1e-5)
 

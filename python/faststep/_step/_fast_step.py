@@ -21,8 +21,37 @@ _Key = tuple[int, int, Options]
 _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
 _Others = dict[int, tuple[weakref.ref[Any], int]]
 _MAX_PROGRAMS = 16  # of a model and an optimizer, models of an optimizer, and optimizers of a model
+_FEW = 16  # calls, for which a trace takes more time than it saves where a net is small
 _models: _Others = {}  # how many each optimizer has had
 _optimizers: _Others = {}  # how many each model has had
+
+
+class _Lives:
+    """How many models in turn have been trained by one loss for a few calls, and were gone as the next one came."""
+
+    def __init__(self) -> None:
+        self.code: Any = None
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        self.calls, self.short = [_FEW], 0
+
+    def begin(self, model: nn.Module, loss_fn: Any, program: Program) -> None:
+        """Note another one, and warn where there have been many."""
+        code = getattr(loss_fn, "__code__", None)
+        is_short = code is not None and code is self.code and self.model() is None and self.calls[0] < _FEW
+        self.short = self.short + 1 if is_short else 0
+        self.code, self.model, self.calls = code, weakref.ref(model), program.calls
+        if self.short == _MAX_PROGRAMS:
+            warnings.warn(
+                f"faststep: {_MAX_PROGRAMS} models in turn have been trained for fewer than {_FEW} steps each: "
+                "every one is traced anew, which takes as long as tens of steps of a small net. Keep one model and one "
+                "optimizer, and put others' weights and state into them: model.update(weights), "
+                "optimizer.state = optim.Adam(...).state",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+_lives = _Lives()
 
 
 def fast_step(
@@ -122,7 +151,7 @@ def fast_step(
         Program(model, optimizer, options._replace(max_grad_norm=max_grad_norm))
         raise
     if known is None or known[0]() is not model or known[1]() is not optimizer:
-        known = _keep(key, model, optimizer, max_grad_norm)
+        known = _keep(key, model, optimizer, loss_fn, max_grad_norm)
     _, _, program, own = known
     if program.options.max_grad_norm != max_grad_norm:
         program.clip_to(max_grad_norm)
@@ -130,7 +159,7 @@ def fast_step(
     return program.core.step(call, accumulate)[0]
 
 
-def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> _Known:
+def _keep(key: _Key, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> _Known:
     taken = as_optimizer(optimizer)
     program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
     hung = Hung.made_at(model, optimizer)
@@ -141,8 +170,10 @@ def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | No
             _tell(alike)
         del hung.programs[alike[0]]
     if not alike:
-        _count("models", _models, optimizer, "Make a module that joins others once, outside of the loop")
-        _count("optimizers", _optimizers, model, "Make the optimizer once, outside of the loop, and set its rate")
+        models = _count("models", _models, optimizer, "Make a module that joins others once, outside of the loop")
+        advice = "Make the optimizer once, outside of the loop, and set its rate"
+        if _count("optimizers", _optimizers, model, advice) == models == 1:
+            _lives.begin(model, loss_fn, program)
     found = weakref.ref(hung)
 
     def drop(reference: object) -> None:
@@ -157,8 +188,8 @@ def _keep(key: _Key, model: nn.Module, optimizer: Any, max_grad_norm: float | No
     return known
 
 
-def _count(what: str, others: _Others, of: Any, advice: str) -> None:
-    """Warn of models or optimizers that are others again and again: made anew in each step, say."""
+def _count(what: str, others: _Others, of: Any, advice: str) -> int:
+    """Return how many models or optimizers there have been with one of the other, and warn where they are many."""
     known, count = others.get(id(of), (None, 0))
     count = count + 1 if known is not None and known() is of else 1
     if count == 1:
@@ -173,6 +204,7 @@ def _count(what: str, others: _Others, of: Any, advice: str) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+    return count
 
 
 def _tell(alike: list[_Key]) -> None:

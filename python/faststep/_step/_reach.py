@@ -30,7 +30,7 @@ from mlx.optimizers import Optimizer
 from faststep._native import core
 from faststep._step._asked import BASES, Asking, owner_of
 from faststep._step._inside import names_of, read_by_names, read_of, slots_of, what_slot_gives
-from faststep._step._library import is_library_class, is_library_function, is_library_module, is_own
+from faststep._step._library import is_library_class, is_library_function, is_library_module, is_mlx, is_own
 from faststep._step._named import (
     CALLED_BY,
     COPIES,
@@ -165,9 +165,17 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
     search.walked.discard(id(numbers))
     if not all(is_library_class(type(each)) for each in search.updating.values()):
         search.calls = _UPDATE
+        search.attributes |= _read_by_mlx(within)
     elif not called:  # a rule of the step's own takes the place of the code
         roots = (optimizer,)
     return _found(search, roots)
+
+
+def _read_by_mlx(optimizers: Iterable[Any]) -> set[str]:
+    """Return the attributes that MLX's code reads of optimizers: a property of a user's class may stand there."""
+    bases = {base for each in optimizers for base in type(each).__mro__ if is_mlx(base.__module__)}
+    functions = [each for base in bases for each in vars(base).values() if is_a(each, types.FunctionType)]
+    return {name for each in functions for name in named(each.__code__)[1]} - _USES
 
 
 def _called_on(model: Any) -> set[str]:

@@ -212,6 +212,34 @@ def is_member(value: Any) -> bool:
     return not is_a(value, (type, types.FunctionType, *PLAIN)) and has_attributes(value)
 
 
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether two objects of one class that are equal have the same attributes, where it is a user's class."""
+    if is_a(one, (set, frozenset)):
+        known = {each: each for each in one}
+        return all(_same(known.get(each), each) for each in other)
+    if is_library_class(type(one)):
+        return True
+    if not _same(dict(attributes(one)), dict(attributes(other))):
+        return False
+    pairs = ([getattr(each, name, None) for each in (one, other)] for name, _ in slots(type(one)))
+    return all(_same(*pair) for pair in pairs)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are one, or of one class and equal, with all that is in them."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or is_a(one, (mx.array, np.ndarray)):
+        return False
+    if type(one) is dict:
+        return _same(list(one.items()), list(other.items()))
+    if is_a(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other)) and are_alike(one, other)
+    if is_a(one, (float, complex)):
+        return repr(one) == repr(other) and are_alike(one, other)
+    return bool(one == other) and are_alike(one, other)
+
+
 def held(value: Iterable[Any]) -> list[Any]:
     """Return the objects of user classes and the functions in a set or among the keys of a dict: within keys too."""
     found: list[Any] = []

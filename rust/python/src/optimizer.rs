@@ -451,9 +451,9 @@ impl<'py> HostSchedules<'py> {
     }
 
     /// The schedules themselves.
-    pub fn functions(self) -> Vec<Bound<'py, PyAny>> {
-        let found = self.found.into_iter();
-        found.map(|(_, _, schedule)| schedule).collect()
+    pub fn functions(&self) -> Vec<Bound<'py, PyAny>> {
+        let found = self.found.iter();
+        found.map(|(_, _, schedule)| schedule.clone()).collect()
     }
 
     /// Call each with the number of updates so far, and put the value where the optimizer looks for it.

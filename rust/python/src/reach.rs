@@ -5,7 +5,7 @@
 //! inputs of a trace, of any shape; numbers and strings are compared, and anything else that is not as it was makes a program
 //! anew. Uses `tree` and `mlx`.
 pub mod advance;
-mod before;
+pub mod before;
 mod classes;
 mod contents;
 mod forms;

@@ -100,6 +100,8 @@ struct Inner {
     read: Read,
     /// What the optimizer's schedules reach that are called before the loss; none behind a warning of what the loss changes of that.
     of_schedules: Option<Rc<RefCell<Reach>>>,
+    /// What they reach, to be put back where they count and their update is missed.
+    counting: Reach,
     /// What the loss changes of that, until the warning.
     late: Option<String>,
     /// What schedules have replaced in the optimizer's state, while a step is under way.
@@ -149,6 +151,7 @@ impl Refers for Inner {
         self.reach.visit(collector)?;
         self.read.visit(collector)?;
         self.of_schedules.visit(collector)?;
+        self.counting.visit(collector)?;
         self.traces.visit(collector)?;
         self.template.visit(collector)?;
         self.probed.visit(collector)?;
@@ -207,6 +210,7 @@ impl Step {
             take(&mut inner.reach),
             take(&mut inner.read),
             inner.of_schedules.replace(Rc::default()),
+            take(&mut inner.counting),
         );
         let made = (
             take(&mut inner.traces),
@@ -245,6 +249,7 @@ impl Step {
                 reach: Reach::default(),
                 read: Read::default(),
                 of_schedules: Some(Rc::default()),
+                counting: Reach::default(),
                 replaced: Rc::default(),
                 late: None,
                 template: None,

@@ -295,6 +295,16 @@ impl Store {
         mine.is_some_and(|mine| members(&mine).iter().any(|member| member.is(optimizer)))
     }
 
+    /// Make the store that of an optimizer which a step has been given in place of its first one.
+    pub fn serve(&mut self, optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mine = self.optimizer.bind(optimizer.py()).upgrade();
+        if !mine.is_some_and(|mine| mine.is(optimizer)) {
+            self.expose(optimizer.py())?; // the first one keeps its state
+            self.optimizer = PyWeakrefReference::new(optimizer)?.unbind();
+        }
+        Ok(())
+    }
+
     /// An error on every thread but the one that made the store.
     pub fn check_thread(&self) -> PyResult<()> {
         if std::thread::current().id() == self.thread {

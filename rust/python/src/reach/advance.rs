@@ -360,7 +360,7 @@ impl Advance {
                     return Ok(());
                 };
                 match node.find_in(&met) {
-                    Some(now) if is_number(&now) => node.put(&[Some(met)], &now.add(by)?).map(drop),
+                    Some(now) if is_number(&now) => node.put(Some(&met), &now.add(by)?).map(drop),
                     _ => Ok(()),
                 }
             }

@@ -94,7 +94,7 @@ pub fn contents<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> 
         };
     }
     let shape = object.getattr(intern!(py, "shape"))?;
-    let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
+    let dtype = object.getattr(intern!(py, "dtype"))?;
     if object.getattr(intern!(py, "nbytes"))?.extract::<usize>()? > MAX_NUMPY {
         return Ok((shape, dtype, numpy::hash(object)?)
             .into_pyobject(py)?

@@ -14,7 +14,8 @@ use crate::{
 pub struct Keys {
     addresses: Vec<usize>,
     plain: Vec<Option<Py<PyAny>>>, // numbers and strings; no others, which are the user's objects
-    own: bool,                     // the dict keeps an order of its own
+    held: Vec<bool>, // whether an object of a user's class is in the key, which may be equal to another one
+    own: bool,       // the dict keeps an order of its own
 }
 
 impl Keys {
@@ -26,6 +27,7 @@ impl Keys {
             plain: keys()
                 .map(|key| is_plain(&key).then(|| key.unbind()))
                 .collect(),
+            held: keys().map(|key| holds_object(&key)).collect(),
             own: ordered::has_own_order(dict),
         }
     }
@@ -42,11 +44,21 @@ impl Keys {
             return true;
         }
         let py = dict.py();
-        let mut pairs = ordered::items(dict).into_iter().zip(&self.plain);
+        let items = ordered::items(dict).into_iter();
+        let mut pairs = items
+            .zip(&self.plain)
+            .zip(self.held.iter().zip(&self.addresses));
         dict.len() == self.plain.len()
-            && pairs.all(|((key, _), known)| match known {
+            && pairs.all(|(((key, _), known), (held, address))| match known {
                 Some(known) => equal(known.bind(py), &key),
+                None if *held => key.as_ptr().addr() == *address,
                 None => !is_plain(&key),
             })
     }
+}
+
+fn holds_object(key: &Bound<'_, PyAny>) -> bool {
+    let things = || key.py().import("faststep._step._things");
+    let held = || things()?.call_method1("held", ((key,),))?.is_truthy();
+    !is_plain(key) && held().unwrap_or(true)
 }

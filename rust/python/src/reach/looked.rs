@@ -426,8 +426,13 @@ impl Looked {
         if let Some(place) = &spot.place {
             return place.get().ok().flatten();
         }
-        let objects = self.bound(spot.object.py());
-        self.program.nodes[spot.node].find(&objects, &[])
+        self.program.nodes[spot.node].find_in(&self.parent(spot.node, spot.object.py())?)
+    }
+
+    // the object from which that at a node is found
+    fn parent<'py>(&self, node: usize, py: Python<'py>) -> Option<Met<'py>> {
+        let at = self.program.nodes[node].parent?;
+        Met::new(self.kept(at)?.bind(py).clone(), &self.program.nodes[at])
     }
 
     /// The objects of the nodes that are no values.
@@ -512,14 +517,14 @@ impl Looked {
     pub fn at<'py>(&self, py: Python<'py>, node: usize) -> Option<Bound<'py, PyAny>> {
         match self.program.nodes[node].how {
             How::Root => self.object(node, py),
-            _ => self.program.nodes[node].find(&self.bound(py), &[]),
+            _ => self.program.nodes[node].find_in(&self.parent(node, py)?),
         }
     }
 
     /// Put another object at a node; whether that can be.
     pub fn put_at(&self, node: usize, object: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let objects = self.bound(object.py());
-        self.program.nodes[node].put(&objects, object)
+        let parent = self.parent(node, object.py());
+        self.program.nodes[node].put(parent.as_ref(), object)
     }
 
     /// Put another object at a spot.
@@ -527,8 +532,7 @@ impl Looked {
         if let Some(place) = &spot.place {
             return place.set(object);
         }
-        let objects = self.bound(spot.object.py());
-        self.program.nodes[spot.node].put(&objects, object)?;
+        self.put_at(spot.node, object)?;
         Ok(())
     }
 }

@@ -388,7 +388,8 @@ impl Node {
     }
 
     // what has been found at its parent
-    fn parent_in<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Met<'py>> {
+    /// The parent among the objects of the nodes.
+    pub fn parent_in<'a, 'py>(&self, objects: &'a [Option<Met<'py>>]) -> Option<&'a Met<'py>> {
         objects.get(self.kept_parent?)?.as_ref()
     }
 
@@ -539,10 +540,9 @@ impl Node {
     /// Put another object there; whether that can be.
     pub fn put<'py>(
         &self,
-        objects: &[Option<Met<'py>>],
+        parent: Option<&Met<'py>>,
         object: &Bound<'py, PyAny>,
     ) -> PyResult<bool> {
-        let parent = self.parent_in(objects);
         if let (Some(met), How::Context) = (parent, self.how) {
             let set = intern!(met.object.py(), "set");
             return met.object.call_method1(set, (object,)).map(|_| true);

@@ -386,7 +386,7 @@ impl Looked {
                 let same =
                     |now: Bound<'_, PyAny>| now.is(&object) || (is_number && equal(&now, &object));
                 if !now.is_some_and(same) {
-                    node.put(&objects, &object)?;
+                    node.put(node.parent_in(&objects), &object)?;
                 }
             }
         }

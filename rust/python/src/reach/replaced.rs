@@ -112,7 +112,7 @@ impl Looked {
                     return Err(Stop::Reshapes(what));
                 }
             }
-            if node.put(&objects, &old)? {
+            if node.put(node.parent_in(&objects), &old)? {
                 replaced.push(Replaced {
                     node: at,
                     arrays,
@@ -197,10 +197,9 @@ impl Looked {
         arrays: &Placed<'py>,
         values: Option<&Bound<'py, PyTuple>>,
     ) -> PyResult<()> {
-        let objects = self.bound(py);
         let mut values = values.into_iter().flatten();
         let copy = self.copy_with(py, at, &self.program.firsts(), arrays, &mut values)?;
-        self.program.nodes[at].put(&objects, &copy)?;
+        self.put_at(at, &copy)?;
         Ok(())
     }
 

@@ -21,6 +21,7 @@ use crate::{
     optimizer::HostSchedules,
     reach::{
         advance::progress,
+        before::Before,
         suspect::{is_late, Suspect},
         Looked,
     },
@@ -48,8 +49,12 @@ impl Inner {
             store.lazy.look(array, name);
         }
         let mut schedules = HostSchedules::of(&user.optimizer);
+        let mut counted = None;
         let called = if task.updates() {
-            schedules.call()
+            let before = self.before_schedules(&user, &schedules)?;
+            let called = schedules.call();
+            counted = before.filter(|_| called.is_ok()); // one that raises has counted in the plain loop too
+            called
         } else {
             Ok(())
         };
@@ -74,12 +79,19 @@ impl Inner {
             self.show_outputs(store, &user, &prepared, &given, (&mut output, new), task)?;
             if let (true, Some(missed)) = (task.updates(), &output.last().skipped) {
                 schedules.settle(missed)?;
+                let counts = |before: &Before<'_>| before.has_changed(py);
+                if counted.as_ref().map_or(Ok(false), counts)? && !read(is_true(py, missed))? {
+                    counted = None;
+                }
+            } else {
+                counted = None;
             }
             self.seconds.engine += output.seconds;
             self.seconds.show += shown.elapsed().as_secs_f64();
             Ok(output)
         });
         self.replaced.take();
+        counted.map_or(Ok(()), |before| before.put_back(py))?;
         if outcome.is_err() {
             schedules.undo()?;
         }
@@ -122,6 +134,22 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(taken)
+    }
+
+    // what the schedules may change that are called before the loss: an update that is missed is as if they had not been
+    fn before_schedules<'py>(
+        &mut self,
+        user: &Arguments<'py>,
+        schedules: &HostSchedules<'py>,
+    ) -> PyResult<Option<Before<'py>>> {
+        let mut roots = schedules.functions();
+        if roots.is_empty() {
+            return Ok(None);
+        }
+        let none = user.py().None().into_bound(user.py());
+        roots.insert(1, none.clone()); // in the place of a model: these read one as any other object
+        let looked = Rc::new(self.counting.look(&roots, &user.optimizer)?);
+        Before::of(&user.model, &none, &looked).map(Some)
     }
 
     // whether the batch is skipped, where Python has something to take back then: waits for it only there

@@ -563,6 +563,7 @@ impl Inner {
                 .as_ref()
                 .map_or(&[][..], |engine| engine.state());
             optimizer.settle(&user.optimizer, state, &outcome)?;
+            self.read.search_again(); // objects with arrays may have come into its state
         }
         let outcome = finished(outcome, stop?);
         match (outcome, self.positions.take()) {

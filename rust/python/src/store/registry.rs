@@ -107,6 +107,7 @@ pub fn claim(
     store: &mut Store,
     optimizer: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
+    store.serve(optimizer)?;
     let members = members(optimizer);
     let owners: Vec<_> = members.iter().map(find).collect();
     let is_mine =

@@ -1,6 +1,7 @@
 //! Values of a tree that belong to its signature.
 use mlx_rs::Array;
 use pyo3::{
+    ffi::{PyType_HasFeature, Py_TPFLAGS_HEAPTYPE},
     intern,
     prelude::*,
     type_object::PyTypeInfo,
@@ -82,7 +83,7 @@ impl Static {
             Self::Weak(weak) => weak.bind(py).upgrade().is_some_and(|o| o.is(object)),
             Self::Set(members) => object.cast::<PySet>().is_ok_and(|set| {
                 let mine = members.bind(py);
-                let same = || self::members(set).and_then(|members| members.eq(mine));
+                let same = || self::members(set).map(|members| equal(&members, mine));
                 set.len() == mine.len() && (set.is_empty() || same().unwrap_or(false))
             }),
             Self::Constant(array) => bridge::id(object) == Some(faststep::engine::array::id(array)),
@@ -148,14 +149,52 @@ fn members<'py>(set: &Bound<'py, PySet>) -> PyResult<Bound<'py, PyFrozenSet>> {
     PyFrozenSet::new(py, members)
 }
 
-/// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples.
+/// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples. Of a user's class their
+/// attributes are the same too, whatever it calls equal.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if a.is(b) {
         return true;
     }
-    if !a.get_type().is(b.get_type()) {
-        return false;
+    a.get_type().is(b.get_type()) && are_equal(a, b) && (is_nothing_more(a) || are_alike(a, b))
+}
+
+// whether objects that are equal have nothing else that code could read
+fn is_nothing_more(object: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: an object has a type.
+    #[allow(unsafe_code)]
+    let is_made = unsafe { PyType_HasFeature(object.get_type_ptr(), Py_TPFLAGS_HEAPTYPE) } != 0;
+    if !is_made {
+        let members = object.cast::<PyFrozenSet>();
+        return members.map_or(true, |all| all.iter().all(|each| is_plain_exactly(&each)));
     }
+    let is_row = || object.is_instance_of::<PyTuple>() && has_no_dict(object).unwrap_or(false);
+    is_dtype(object) || is_row() // of names, say
+}
+
+fn is_plain_exactly(object: &Bound<'_, PyAny>) -> bool {
+    let is_kept =
+        object.is_exact_instance_of::<PyString>() || object.is_exact_instance_of::<PyInt>();
+    is_kept || object.is_exact_instance_of::<PyFloat>() || is_weak(object)
+}
+
+fn is_weak(object: &Bound<'_, PyAny>) -> bool {
+    object.is_instance_of::<PyWeakrefReference>()
+}
+
+fn has_no_dict(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let offset = object
+        .get_type()
+        .getattr(intern!(object.py(), "__dictoffset__"))?;
+    Ok(offset.extract::<isize>()? == 0)
+}
+
+fn are_alike(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
+    let things = a.py().import("faststep._step._things");
+    let same = things.and_then(|things| things.call_method1("are_alike", (a, b)));
+    same.and_then(|same| same.is_truthy()).unwrap_or(false)
+}
+
+fn are_equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if let (Ok(a), Ok(b)) = (a.cast::<PyFloat>(), b.cast::<PyFloat>()) {
         return a.value().to_bits() == b.value().to_bits();
     }
