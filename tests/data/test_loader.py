@@ -266,3 +266,12 @@ def test_what_is_no_batch_is_refused() -> None:
 def test_importing_it_takes_nothing_of_the_extras(child: Child) -> None:
     code = "import sys, faststep.data; print({'pydantic', 'yaml', 'rich', 'typer', 'matplotlib'} & set(sys.modules))"
     assert child(code).stdout.strip() == "set()"
+
+
+def test_a_loader_names_its_source_its_options_and_its_place() -> None:
+    loader = Loader(list(range(10)), batch_size=4, shuffle=True, seed=3, rank=0, world_size=2)
+    next(iter(loader))
+    assert repr(loader) == (
+        "Loader(list, batch_size=4, shuffle=True, seed=3, rank=0, world_size=2) at batch 1 of epoch 0"
+    )
+    assert repr(Loader(iter([1, 2]))) == "Loader(list_iterator, batch_size=1) at batch 0 of epoch 0"

@@ -188,6 +188,32 @@ def test_updates_that_round_away_are_told_once() -> None:
     assert coarse(optim.AdamW(1e-4), mx.float32) == coarse(optim.AdamW(1e-4), compute_dtype=mx.bfloat16) == []
 
 
+SMALL: dict[str, Callable[[float], optim.Optimizer]] = {
+    "SGD": optim.SGD,
+    "momentum": lambda rate: optim.SGD(rate, momentum=0.9),
+    "RMSprop": optim.RMSprop,
+    "Adagrad": optim.Adagrad,
+    "AdaDelta": lambda rate: optim.AdaDelta(1e-3 * rate),
+    "Adafactor": lambda rate: optim.Adafactor(rate, relative_step=False, scale_parameter=False),
+    "Adam": optim.Adam,
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("optimizer", SMALL)
+def test_an_update_of_any_rule_that_moves_no_weight_is_told_once(optimizer: str, dtype: mx.Dtype) -> None:
+    def train(rate: float) -> list[str]:
+        model = Coarse(dtype)
+        model.freeze(keys="unused")
+        step = Step(model, SMALL[optimizer](rate), lambda model, x: model(x))
+        return told(step, [(mx.ones((40,), dtype),)])
+
+    (message,) = train(1e-6 if dtype == mx.bfloat16 else 1e-12)
+    assert "rounded to nothing" in message
+    assert ("compute_dtype" in message) == (dtype == mx.bfloat16)
+    assert train(0.0) == []
+
+
 @pytest.mark.parametrize("model", ["frozen", "lora", "tied", "conv", "bf16"])
 def test_a_healthy_model_is_told_nothing(model: str) -> None:
     row = Row(model, "adamw")

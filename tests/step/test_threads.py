@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 
@@ -203,3 +205,31 @@ def test_other_threads_run_while_a_step_is_waited_for() -> None:
         stop.set()
         thread.join()
     assert after - before >= 10
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_process_ends_well_whose_step_has_run_in_a_thread(pool: bool) -> None:
+    program = """
+        import sys, threading
+        from concurrent.futures import ThreadPoolExecutor
+        import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        from faststep import fast_step
+
+        def train():
+            model, optimizer = nn.Linear(4, 2), optim.Adam(1e-2)
+            for _ in range(3):
+                loss = fast_step(model, optimizer, lambda model, x: model(x).square().mean(), mx.ones((3, 4)))
+            loss.item()
+
+        if sys.argv[1] == "True":
+            ThreadPoolExecutor(1).submit(train).result()
+        else:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+    """
+    for _ in range(4):  # of ten that did not wait nine aborted
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), str(pool)], check=False, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")

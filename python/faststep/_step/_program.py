@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -16,6 +20,10 @@ from faststep._step._own import OwnOptimizer
 # model, optimizer, the loss function, its positional and named arguments
 _Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
 
+_TASKS = Path("/proc/self/task")  # a folder for each thread that the system knows
+_WAIT = 1.0  # second, the longest that is waited for threads that have ended
+_threads: set[int] = set()  # by their numbers in the system: those with a step, but for the main one
+
 
 class Program:
     """The native step of a model, an optimizer and options, for any loss function; it keeps neither object alive."""
@@ -25,6 +33,8 @@ class Program:
         self.options = options
         self.calls = [0]  # so many, for whoever holds the list, the step gone or not
         self.core = core.Step(model, optimizer, options)
+        if threading.current_thread() is not threading.main_thread():
+            _threads.add(threading.get_native_id())
         self.clip_to(options.max_grad_norm)
 
     def clip_to(self, max_grad_norm: float | None) -> None:
@@ -50,3 +60,16 @@ class Program:
         """Update by the window that is open; return whether there was one."""
         call = self.call(model, optimizer, None, (), {})
         return self.core.flush(call)
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Wait until threads that have ended are gone.
+
+    As such a thread goes, MLX frees its random state, for which it needs the interpreter: once that is on its way out,
+    the process aborts.
+    """
+    ended = _threads - {thread.native_id for thread in threading.enumerate()}
+    last = time.monotonic() + _WAIT
+    while time.monotonic() < last and any((_TASKS / str(thread)).exists() for thread in ended):
+        time.sleep(1e-3)

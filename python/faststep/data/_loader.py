@@ -146,6 +146,16 @@ class Loader:
         if isinstance(self._source, Items):
             self._check_size(len(self._source))
 
+    def __repr__(self) -> str:
+        """Name the source, the options that are not the defaults, and the place; nothing is read."""
+        collate = None if self._collate is stack else getattr(self._collate, "__name__", repr(self._collate))
+        options = {"shuffle": self._shuffle, "seed": self._seed, "workers": self.workers, "collate": collate}
+        if self._sharing.world_size > 1:
+            options |= {"rank": self._sharing.rank, "world_size": self._sharing.world_size}
+        given = "".join(f", {name}={value}" for name, value in options.items() if value or name == "rank")
+        source = type(self._source.source).__name__
+        return f"Loader({source}, batch_size={self.batch_size}{given}) at batch {self._position} of epoch {self._epoch}"
+
     @property
     def epoch(self) -> int:
         """The number of the epoch, from 0."""

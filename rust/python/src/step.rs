@@ -40,11 +40,15 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*, PyVisit};
 use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     host::{PythonHost, Swapped},
-    mlx::{bridge, errors::to_python, gil::Waiting},
+    mlx::{
+        bridge,
+        errors::{or_late, to_python},
+        gil::Waiting,
+    },
     optimizer::Replaced,
     reach::{
         advance::Advance,
-        suspect::{or_late, Change, Suspect},
+        suspect::{Change, Suspect},
         Reach, Read, Seen,
     },
     store::{

@@ -8,8 +8,6 @@ use mlx_rs::{
     Array, Dtype,
 };
 
-use crate::layout::precision;
-
 /// Number of elements of each buffer that are compared.
 const SAMPLES: usize = 64;
 
@@ -17,7 +15,7 @@ const SAMPLES: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Reading {
     unchanged: Counts,      // weights that did not move
-    stuck: Counts, // those in half precision that a step of the whole learning rate would not move either
+    stuck: Counts,          // those that a step of the whole learning rate would not move either
     skipped: Option<Array>, // true if the update was skipped
 }
 
@@ -87,7 +85,7 @@ impl Reading {
             };
             let same = before.eq(after)?;
             unchanged.add(&same, &moved)?;
-            if let (Some(rate), true) = (rates[buffer], precision::is_half(after.dtype())) {
+            if let Some(rate) = rates[buffer] {
                 let is_stuck = ops::logical_and(&same, &is_stuck(before, rate)?)?;
                 stuck.add(&is_stuck, &moved)?;
             }
@@ -110,7 +108,7 @@ impl Reading {
         self.unchanged.share().filter(|_| self.is_made())
     }
 
-    /// The share of weights in half precision that not even a step of the whole learning rate would have moved, as `share`.
+    /// The share of weights that not even a step of the whole learning rate would have moved, as `share`.
     pub(crate) fn stuck(&self) -> Option<f64> {
         self.stuck.share().filter(|_| self.is_made())
     }

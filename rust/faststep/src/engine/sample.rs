@@ -34,17 +34,16 @@ pub(super) struct Seen {
 
 impl Seen {
     // Small updates are expected during warm-up and at the end of a decay.
-    fn round(&mut self, share: Option<f64>, rate: f64) {
+    fn round(&mut self, is_lost: bool, rate: f64) {
         let before = std::mem::replace(&mut self.rate, rate);
         self.highest = self.highest.max(rate);
         let full = rate > 0.0 && rate >= 0.5 * self.highest;
-        match share {
-            Some(share) if share >= NOTHING && full => {
-                let steady = self.rounded > 0 && rate <= before;
-                self.rounded = if steady { self.rounded + 1 } else { 1 };
-            }
-            _ => self.rounded = 0,
-        }
+        let steady = self.rounded > 0 && rate <= before;
+        self.rounded = match (is_lost && full, steady) {
+            (false, _) => 0,
+            (true, false) => 1,
+            (true, true) => self.rounded + 1,
+        };
     }
 
     fn depends(&mut self, idle: &Rc<[usize]>) {
@@ -113,18 +112,27 @@ impl Engine {
     ) -> Result<()> {
         let after = meter::samples(&self.weights(trace))?;
         let moments = self.first_moments(trace)?;
-        let rates = rules(trace).map(|rules| rules.rates(&self.layout));
+        let native = rules(trace);
+        let rates = native.map(|rules| rules.rates(&self.layout));
         let rates = rates.unwrap_or_else(|| vec![None; self.layout.len()]);
-        let rates: Vec<_> = rates
+        let bounds: Vec<_> = rates
             .iter()
-            .map(|at| at.map(|at| &self.state[at]))
+            .map(|rate| rate.filter(|(_, is_bound)| *is_bound))
+            .map(|rate| rate.map(|(at, _)| &self.state[at]))
             .collect();
-        let reading = Reading::of(before, &after, &moments, &rates, skipped)?;
-        let rates = rates.into_iter().flatten();
-        evaluate(reading.arrays().into_iter().chain(rates.clone()), owner)?;
-        let rates = rates.filter_map(|rate| rate.try_item_cast::<f32>().ok());
-        let rate = rates.fold(0.0, f32::max);
-        self.seen.round(reading.stuck(), f64::from(rate));
+        let reading = Reading::of(before, &after, &moments, &bounds, skipped)?;
+        let values = rates.iter().flatten().map(|(at, _)| &self.state[*at]);
+        evaluate(reading.arrays().into_iter().chain(values.clone()), owner)?;
+        let values = values.filter_map(|rate| rate.try_item_cast::<f32>().ok());
+        // a rule without a rate has one of its own; a user's optimizer, one that is not known
+        let own = native.is_some() && rates.iter().any(Option::is_none);
+        let rate = values.fold(if own { 1.0 } else { 0.0 }, f32::max);
+        let is_lost = if bounds.iter().any(Option::is_some) {
+            reading.stuck().is_some_and(|share| share >= NOTHING)
+        } else {
+            reading.share().is_some_and(|share| share >= 1.0) // whatever the sizes of the gradients
+        };
+        self.seen.round(is_lost, f64::from(rate));
         self.reading = Some(reading);
         Ok(())
     }

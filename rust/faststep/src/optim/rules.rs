@@ -157,11 +157,11 @@ impl Rules {
         rules.map(|rule| rule.scalars().len()).sum()
     }
 
-    /// The index of each buffer's learning rate in the state, if its weights move by about that much.
-    pub(crate) fn rates(&self, layout: &Layout) -> Vec<Option<usize>> {
+    /// The index of each buffer's learning rate in the state, and whether its weights move by about that much.
+    pub(crate) fn rates(&self, layout: &Layout) -> Vec<Option<(usize, bool)>> {
         let rates = self.rules.iter().enumerate().map(|(number, rule)| {
             let at = self.rate_at(number);
-            at.filter(|_| rule.moves_by_rate())
+            at.map(|at| (at, rule.moves_by_rate()))
         });
         let rates: Vec<_> = rates.collect();
         let first = |buffer| layout.members(buffer).next();

@@ -211,7 +211,7 @@ impl Options {
         match self.max_loss {
             Some(limit) if limit.is_nan() => return refused("max_loss", "a number or None", limit),
             Some(limit) if self.nonfinite == Nonfinite::Allow => {
-                let expected = "None where nonfinite is \"allow\", which takes every step";
+                let expected = "None where nonfinite allows every step";
                 return refused("max_loss", expected, limit);
             }
             _ => {}
@@ -225,7 +225,7 @@ impl Options {
         }
         if precision::scales(self.compute_dtype) && self.nonfinite != Nonfinite::Skip {
             let expected =
-                "\"skip\" where compute_dtype is float16, whose loss scale is found by skipping steps";
+                "skip where compute_dtype is float16, whose loss scale is found by skipping steps";
             return refused("nonfinite", expected, self.nonfinite);
         }
         if let Some(decay) = self.ema_decay.filter(|decay| !(0.0..1.0).contains(decay)) {

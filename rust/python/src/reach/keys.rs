@@ -2,7 +2,7 @@
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    mlx::bridge,
+    mlx::{bridge, errors::answer},
     tree::{
         ordered,
         static_value::{equal, is_plain},
@@ -60,5 +60,5 @@ impl Keys {
 fn holds_object(key: &Bound<'_, PyAny>) -> bool {
     let things = || key.py().import("faststep._step._things");
     let held = || things()?.call_method1("held", ((key,),))?.is_truthy();
-    !is_plain(key) && held().unwrap_or(true)
+    !is_plain(key) && answer(key.py(), held(), true)
 }

@@ -1,9 +1,5 @@
 //! What a loss has changed itself while it was traced, by which a trace may depend on how often the loss is called.
-use std::{
-    cell::{Cell, RefCell},
-    collections::HashSet,
-    rc::Rc,
-};
+use std::{cell::Cell, collections::HashSet, rc::Rc};
 
 use pyo3::{
     intern,
@@ -18,7 +14,7 @@ use super::{
     Looked,
 };
 use crate::mlx::collector::{Collector, Refers, Visited};
-use crate::mlx::{bridge, classes::is_deque};
+use crate::mlx::{bridge, classes::is_deque, errors::raise_late};
 use crate::tree::{
     ordered,
     snapshot::{holds_array, without_arrays, Placed, Snapshot},
@@ -760,35 +756,12 @@ impl Drop for Hook<'_> {
     }
 }
 
-thread_local! {
-    static LATE: RefCell<Option<PyErr>> = const { RefCell::new(None) };
-}
-
 // end the use of an object; a Ctrl-C in between is raised as the call of the step returns
 fn end(object: &Bound<'_, PyAny>) {
     if let Err(error) = object.call_method0("end") {
-        LATE.replace(Some(error));
+        raise_late(error);
         drop(object.call_method0("end"));
     }
-}
-
-/// An error that is raised as the call of the step returns: until then all is put in its place.
-pub fn raise_late(error: PyErr) {
-    LATE.replace(Some(error));
-}
-
-/// Return whether there is such an error.
-pub fn is_late() -> bool {
-    LATE.with_borrow(Option::is_some)
-}
-
-/// Return what a step does, or the error of a Ctrl-C that came where none could be raised, with the step's own as its cause.
-pub fn or_late<T>(py: Python<'_>, done: PyResult<T>) -> PyResult<T> {
-    let Some(late) = LATE.take() else {
-        return done;
-    };
-    late.set_cause(py, done.err());
-    Err(late)
 }
 
 /// What a loss does beside its result as it is called on trial is noticed as long as this is in use.

@@ -184,13 +184,17 @@ impl Alarms {
                 self.zero.streak() * EVERY
             ));
         }
-        if engine.rounds_away() && first(&mut told.rounded) {
-            messages.push(
-                "updates have been rounded to nothing for more than 100 of them: the parameters' half precision is too coarse \
-                 for this learning rate (step.stats.unchanged is near 1). Keep float32 masters with \
-                 Step(..., compute_dtype=mx.bfloat16), or raise the learning rate"
-                    .into(),
-            );
+        if engine.rounds_away() && !told.zero && first(&mut told.rounded) {
+            let (precision, way) = if engine.layout().halves().next().is_some() {
+                let way = "Keep float32 masters with Step(..., compute_dtype=mx.bfloat16), or raise the learning rate";
+                ("the parameters' half precision is", way)
+            } else {
+                ("float32 is", "Raise the learning rate, or scale the loss")
+            };
+            messages.push(format!(
+                "updates have been rounded to nothing for more than 100 of them: {precision} too coarse for this learning rate and \
+                 these gradients (step.stats.unchanged is near 1). {way}"
+            ));
         }
         Ok(messages)
     }

@@ -17,14 +17,9 @@ use super::{
 };
 use crate::{
     host::shown::{take_out, TakenOut},
-    mlx::bridge,
+    mlx::{bridge, errors::is_late},
     optimizer::HostSchedules,
-    reach::{
-        advance::progress,
-        before::Before,
-        suspect::{is_late, Suspect},
-        Looked,
-    },
+    reach::{advance::progress, before::Before, suspect::Suspect, Looked},
     store::{Prepared, Store},
     tree::{apart, rebuild::rebuild},
 };

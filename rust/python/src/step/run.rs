@@ -24,12 +24,12 @@ use crate::{
     host::{shown::TakenOut, Current},
     mlx::{
         bridge,
-        errors::{mlx, to_python},
+        errors::{mlx, raise_late, to_python},
     },
     reach::{
         advance::Advance,
         stop::{Stop, DISABLED},
-        suspect::{put_back, raise_late, Suspect},
+        suspect::{put_back, Suspect},
         Before, Looked, Seen, Written,
     },
     store::{

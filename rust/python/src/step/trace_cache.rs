@@ -14,7 +14,7 @@ use crate::{
     mlx::bridge,
     reach::{
         advance::{are_within, Adds, Advance},
-        stop::DISABLED,
+        stop::{DISABLED, RAISES},
         suspect::Suspect,
         Looked, Seen, Written,
     },
@@ -63,6 +63,7 @@ pub fn is_rare(why: &str) -> bool {
         RARE_STRUCTURE,
         PROBED,
         DISABLED,
+        RAISES,
     ];
     all.contains(&why)
 }

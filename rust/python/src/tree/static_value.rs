@@ -15,6 +15,7 @@ use crate::mlx::{
     bridge,
     classes::{is_dtype, is_numpy_float},
     collector::{Collector, Refers, Visited},
+    errors::answer,
 };
 
 /// A value that belongs to the signature.
@@ -191,7 +192,7 @@ fn has_no_dict(object: &Bound<'_, PyAny>) -> PyResult<bool> {
 fn are_alike(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     let things = a.py().import("faststep._step._things");
     let same = things.and_then(|things| things.call_method1("are_alike", (a, b)));
-    same.and_then(|same| same.is_truthy()).unwrap_or(false)
+    answer(a.py(), same.and_then(|same| same.is_truthy()), false)
 }
 
 fn are_equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {

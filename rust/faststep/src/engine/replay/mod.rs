@@ -246,5 +246,5 @@ fn refusal(trace: &Trace) -> Option<&'static str> {
         return Some("the loss assigns to a trainable parameter");
     }
     let raises = trace.recipe.options.raises();
-    raises.then_some("nonfinite=\"raise\" needs the gradients of each step")
+    raises.then_some("a step that raises for what is not finite needs the gradients of each step")
 }

@@ -121,8 +121,8 @@ impl Body<'_> {
             return Ok(());
         }
         Err(Exception::custom(format!(
-            "the loss function exchanges arrays between {ranks} ranks: expected nonfinite=\"allow\" and neither \
-             max_grad_norm nor max_loss, because each rank would decide by its own part of the gradients which steps to \
+            "the loss function exchanges arrays between {ranks} ranks: expected a step that allows what is not finite \
+             (nonfinite), with neither max_grad_norm nor max_loss, because each rank would decide by its own part of the gradients which steps to \
              take and how far to clip them, and the ranks would drift apart"
         )))
     }
