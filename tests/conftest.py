@@ -13,6 +13,7 @@ from pathlib import Path
 import faststep  # noqa: F401, before any array: its kernels and BLAS are those of both sides of each comparison
 import mlx.core as mx
 import pytest
+from faststep._step import _fast_step
 from support.places import ROOT, TESTS, Child, RustExample
 
 # Programs for an environment with PyTorch, which make the references of tests: they hold none.
@@ -29,9 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Start every test from the same random state, and leave nothing running behind it."""
+def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start every test from the same random state and no models before it, and leave nothing running behind it."""
     mx.random.seed(0)
+    monkeypatch.setattr(_fast_step, "_lives", _fast_step._Lives())
     yield
     mx.synchronize()
 

@@ -52,6 +52,7 @@ def test_a_step_that_is_dropped_is_freed() -> None:
     assert [each() for each in gone] == [None, None]
 
 
+@pytest.mark.filterwarnings("ignore:faststep. 16 models in turn:RuntimeWarning")
 def test_memory_comes_back_from_models_that_were_dropped() -> None:
     def train() -> None:
         model, optimizer = ROW.new()

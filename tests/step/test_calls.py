@@ -14,7 +14,6 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, StepOutput, fast_step
-from faststep._step import _fast_step
 from faststep._step._options import Options
 from faststep._step._own import Hung
 from support.helpers import Row, Tree, assert_close, assert_same, flat, plain_step, snapshot
@@ -284,10 +283,7 @@ def test_fast_step_tells_of_optimizers_that_are_made_at_each_call() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 5, 20])
-def test_fast_step_tells_of_models_and_optimizers_that_are_gone_after_a_few_calls(
-    calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_fast_step, "_lives", _fast_step._Lives())
+def test_fast_step_tells_of_models_and_optimizers_that_are_gone_after_a_few_calls(calls: int) -> None:
     x = mx.ones((3, 2))
 
     def square(model: nn.Module, x: mx.array) -> mx.array:

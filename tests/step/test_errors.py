@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -13,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -507,42 +505,3 @@ def test_a_step_inside_of_a_transformation_changes_nothing(
             transform(lambda t, call=call: call(x) if untouched else call(x * t), mx.array(2.0))
         assert step(x).loss.item() == pytest.approx(plain(x)[0].item(), rel=1e-6)
     assert_close(everything((model, optimizer)), everything(reference), 2e-6)
-
-
-class Averages:
-    """What a loss keeps in numbers, lists and arrays, before it raises for some batches."""
-
-    def __init__(self) -> None:
-        self.seen, self.tags, self.mean = 0, list[str](), mx.array(0.0)
-        self.rows: dict[str, Any] = {"last": mx.zeros((4,)), "number": 0.0}
-
-    def __call__(self, model: nn.Module, x: mx.array, tag: str) -> mx.array:
-        self.seen += 1
-        self.tags.append(tag)
-        self.mean = self.mean * 0.9 + mx.stop_gradient(x.mean()) * 0.1
-        self.rows["last"], self.rows["number"] = x[0] * 2, self.rows["number"] + 1
-        if tag == "bad":
-            raise LookupError("a bad sample")
-        return mx.square(model(x)).mean() + 0 * self.mean
-
-    def shown(self) -> list[Any]:
-        return [self.seen, list(self.tags), self.mean.item(), self.rows["last"].tolist(), self.rows["number"]]
-
-
-@pytest.mark.parametrize("bad", [{0}, {1, 2}, {5, 6, 30}, set(range(3, 20, 2))], ids=str)
-def test_what_a_loss_has_kept_before_it_raised_is_what_the_plain_loop_keeps(bad: set[int]) -> None:
-    found = []
-    for fast in (False, True):
-        mx.random.seed(2)
-        model, optimizer, averages = nn.Linear(4, 2), optim.Adam(1e-2), Averages()
-        step: Any = Step(model, optimizer, averages) if fast else plain_step(model, optimizer, averages)
-        found.append([])
-        for number in range(36):
-            x = mx.random.normal((3, 4), key=mx.random.key(number))
-            with pytest.raises(LookupError, match="a bad sample") if number in bad else contextlib.nullcontext():
-                step(x, "bad" if number in bad else "good")
-            found[-1].append(averages.shown() + model.weight.flatten().tolist())
-    for theirs, ours in zip(*found, strict=True):
-        assert ours[:2] == theirs[:2]
-        for one, other in zip(ours[2:], theirs[2:], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -33,7 +33,7 @@ use crate::{
     optimizer::{leaves, traceable_rate, Replaced},
     reach::{
         advance::{leave, OwnChange},
-        stop::{Stop, DISABLED, RAISES},
+        stop::{Stop, DISABLED},
         suspect::{self, Imports, Positions, Reads, Suspect},
         Looked, Reach, Reached, Written,
     },
@@ -286,7 +286,7 @@ impl PythonHost {
             let seen = (of_schedules, of_optimizer, current.has_updated(py)?);
             (restore, compiled, sketch, positions, reached, seen)
         };
-        let mut outcome = match noticed(py, compiled, positions.as_ref(), work) {
+        let outcome = match noticed(py, compiled, positions.as_ref(), work) {
             Err(error) => Err(Stop::Raised(error)),
             Ok((Some(place), _)) if !self.interrupted(py) => Err(Stop::reads(&place)),
             Ok((_, done)) if done.is_ok() || self.has_sketched() => {
@@ -314,13 +314,14 @@ impl PythonHost {
         if let Some(current) = self.current.borrow_mut().as_mut() {
             current.positions = positions.map(Positions::into_object);
         }
-        // an error of the user's ends the call, as it would without a trace
+        let stays = match &outcome {
+            Ok(Ok(_)) => true,
+            // an error of the user's ends the call, as it would without a trace
+            Ok(Err(_)) => self.raised(py) && reached.holds_no_tracer(py)?,
+            Err(_) => false,
+        };
         let raised = matches!(&outcome, Ok(Err(_))) && self.raised(py);
-        let stays = matches!(&outcome, Ok(Ok(_))) || (raised && reached.holds_no_tracer(py)?);
-        if raised && compiled && !stays {
-            outcome = Err(Stop::Rare(RAISES)); // without one what it has computed stays too
-        }
-        let ended = raised && matches!(&outcome, Ok(Err(_))) && self.ends();
+        let ended = raised && self.ends();
         let left = ended.then(|| own_changes(&reached, &snapshot, false, py));
         // gradients alone leave the model's arrays as they are, and what the loss counts
         let alone = restore && !compiled && matches!(outcome, Ok(Ok(_)));

@@ -5,9 +5,6 @@ use pyo3::prelude::*;
 /// The reason why a call runs uncompiled in which MLX calls what it is given to compile.
 pub const DISABLED: &str = "MLX has been told not to compile";
 
-/// The reason why a call runs uncompiled whose loss raises an error behind the computation of an array that it keeps.
-pub const RAISES: &str = "the loss raises an error and keeps an array that it has computed";
-
 /// Reason for which a trace ended.
 pub enum Stop {
     /// The user's code raised.

@@ -14,7 +14,7 @@ use crate::{
     mlx::bridge,
     reach::{
         advance::{are_within, Adds, Advance},
-        stop::{DISABLED, RAISES},
+        stop::DISABLED,
         suspect::Suspect,
         Looked, Seen, Written,
     },
@@ -63,7 +63,6 @@ pub fn is_rare(why: &str) -> bool {
         RARE_STRUCTURE,
         PROBED,
         DISABLED,
-        RAISES,
     ];
     all.contains(&why)
 }
