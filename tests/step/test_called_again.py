@@ -167,6 +167,45 @@ def test_a_signal_in_a_call_on_trial_is_handled_behind_it(counts: bool, kind: st
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
+def test_a_handler_that_raises_for_a_second_ctrl_c_in_a_call_on_trial_is_heard() -> None:
+    """It raises once: what it raises in the loss on trial, where an error is that of a batch, comes behind the step."""
+    calls, asked = ctypes.c_long(0), list[int]()
+    address = ctypes.addressof(calls)
+
+    def once(*_: Any) -> None:
+        if not asked:
+            asked.append(calls.value)
+            raise KeyboardInterrupt
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        call = ctypes.c_long.from_address(address)  # which no call on trial puts back
+        call.value += 1
+        if call.value == at:
+            KILL(os.getpid(), signal.SIGINT)
+            call.value += 0  # where the first one is taken note of
+            KILL(os.getpid(), signal.SIGINT)
+        return squares(model, x)
+
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        for at in range(1, 14):
+            calls.value, met = 0, 0
+            asked.clear()
+            step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
+            taken = 0
+            while taken < 12:
+                try:
+                    step(mx.ones((3, 4)))
+                    taken += 1
+                except KeyboardInterrupt:
+                    met += 1
+                    taken = step.optimizer.step.item()
+            assert (met, step.optimizer.step.item(), step.stats.mode) == (int(calls.value >= at), 12, "native")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("calls", [9, 10, 99, 100, 1000])
 def test_a_look_leaves_nothing_behind(calls: int) -> None:
     seen: list[int] = []

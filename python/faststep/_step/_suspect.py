@@ -161,17 +161,24 @@ class Deferred:
     Attributes:
         numbers: The signals that have handlers on this thread: none but on the main one.
         came: Those that came.
+        raised: What the user's handler has raised for a second Ctrl-C, which stands for the first one too.
     """
 
     def __init__(self) -> None:
         self.numbers: tuple[int, ...] = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self.came: list[int] = []
+        self.raised: BaseException | None = None
         self._interrupt: Any = signal.getsignal(signal.SIGINT)
 
     def __call__(self, number: int, frame: types.FrameType | None) -> None:
         """Note a signal."""
         if number == signal.SIGINT and number in self.came:
-            self._interrupt(number, frame)
+            try:
+                self._interrupt(number, frame)
+            except BaseException as error:
+                self.raised = error
+                self.came.remove(number)
+                raise
         self.came.append(number)
 
 

@@ -216,7 +216,8 @@ def are_alike(one: Any, other: Any) -> bool:
     """Return whether two objects of one class that are equal have the same attributes, where it is a user's class."""
     if is_a(one, (set, frozenset)):
         known = {each: each for each in one}
-        return all(_same(known.get(each), each) for each in other)
+        if not all(_same(known.get(each), each) for each in other):
+            return False
     if is_library_class(type(one)):
         return True
     if not _same(dict(attributes(one)), dict(attributes(other))):
@@ -231,8 +232,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other) or is_a(one, (mx.array, np.ndarray)):
         return False
-    if type(one) is dict:
-        return _same(list(one.items()), list(other.items()))
+    if is_a(one, dict):
+        return _same(list(dict.items(one)), list(dict.items(other))) and are_alike(one, other)
     if is_a(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other)) and are_alike(one, other)
     if is_a(one, (float, complex)):

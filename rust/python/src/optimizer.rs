@@ -450,10 +450,14 @@ impl<'py> HostSchedules<'py> {
         }
     }
 
-    /// The schedules themselves.
-    pub fn functions(&self) -> Vec<Bound<'py, PyAny>> {
-        let found = self.found.iter();
-        found.map(|(_, _, schedule)| schedule.clone()).collect()
+    /// The roots of a look at what they reach; none where there is no schedule. In the place of a model there is nothing: they read
+    /// one as any other object.
+    pub fn roots(&self) -> Option<Vec<Bound<'py, PyAny>>> {
+        let functions = self.found.iter().map(|(_, _, schedule)| schedule.clone());
+        let mut roots: Vec<_> = functions.collect();
+        let none = roots.first()?.py().None().into_bound(roots[0].py());
+        roots.insert(1, none);
+        Some(roots)
     }
 
     /// Call each with the number of updates so far, and put the value where the optimizer looks for it.

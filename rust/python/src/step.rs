@@ -102,12 +102,12 @@ struct Inner {
     reach: Reach,
     /// What the optimizer's code reaches.
     read: Read,
-    /// What the optimizer's schedules reach that are called before the loss; none behind a warning of what the loss changes of that.
-    of_schedules: Option<Rc<RefCell<Reach>>>,
-    /// What they reach, to be put back where they count and their update is missed.
-    counting: Reach,
+    /// What the optimizer's schedules reach that are called before the loss.
+    of_schedules: Rc<RefCell<Reach>>,
     /// What the loss changes of that, until the warning.
     late: Option<String>,
+    /// Whether there has been one.
+    told_late: bool,
     /// What schedules have replaced in the optimizer's state, while a step is under way.
     replaced: Rc<RefCell<Vec<Replaced>>>,
     /// Structure that the loss of the call's trace returned, with holes for its arrays, and the numbers and texts of what it
@@ -155,7 +155,6 @@ impl Refers for Inner {
         self.reach.visit(collector)?;
         self.read.visit(collector)?;
         self.of_schedules.visit(collector)?;
-        self.counting.visit(collector)?;
         self.traces.visit(collector)?;
         self.template.visit(collector)?;
         self.probed.visit(collector)?;
@@ -213,8 +212,7 @@ impl Step {
         let found = (
             take(&mut inner.reach),
             take(&mut inner.read),
-            inner.of_schedules.replace(Rc::default()),
-            take(&mut inner.counting),
+            take(&mut inner.of_schedules),
         );
         let made = (
             take(&mut inner.traces),
@@ -252,8 +250,8 @@ impl Step {
                 traces: Traces::default(),
                 reach: Reach::default(),
                 read: Read::default(),
-                of_schedules: Some(Rc::default()),
-                counting: Reach::default(),
+                of_schedules: Rc::default(),
+                told_late: false,
                 replaced: Rc::default(),
                 late: None,
                 template: None,

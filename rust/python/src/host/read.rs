@@ -33,12 +33,9 @@ impl Current {
         let Some(reach) = self.of_schedules.as_ref().filter(|_| !self.sketch) else {
             return Ok(None);
         };
-        let mut roots = HostSchedules::of(optimizer).functions();
-        if roots.is_empty() {
-            return Ok(None);
-        }
-        roots.insert(1, py.None().into_bound(py)); // in the place of a model: these read one as any other object
-        reach.borrow_mut().look(&roots, optimizer).map(Some)
+        let roots = HostSchedules::of(optimizer).roots();
+        let look = |roots: Vec<_>| reach.borrow_mut().look(&roots, optimizer);
+        roots.map(look).transpose()
     }
 
     // the optimizer, where the loss may change what its own code reads

@@ -45,7 +45,8 @@ pub fn or_late<T>(py: Python<'_>, done: PyResult<T>) -> PyResult<T> {
     let Some(late) = LATE.take() else {
         return done;
     };
-    late.set_cause(py, done.err());
+    let own = done.err();
+    late.set_cause(py, own.filter(|own| !own.value(py).is(late.value(py))));
     Err(late)
 }
 

@@ -185,7 +185,9 @@ impl Alarms {
             ));
         }
         if engine.rounds_away() && !told.zero && first(&mut told.rounded) {
-            let (precision, way) = if engine.layout().halves().next().is_some() {
+            let is_half =
+                engine.layout().halves().next().is_some() && engine.places().masters.is_none();
+            let (precision, way) = if is_half {
                 let way = "Keep float32 masters with Step(..., compute_dtype=mx.bfloat16), or raise the learning rate";
                 ("the parameters' half precision is", way)
             } else {

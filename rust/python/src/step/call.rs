@@ -72,22 +72,22 @@ impl Inner {
             let (mut output, new) = outcome?;
             let shown = Instant::now();
             self.show_outputs(store, &user, &prepared, &given, (&mut output, new), task)?;
+            let before = counted.take(); // they have been called for this update, unless it is missed
             if let (true, Some(missed)) = (task.updates(), &output.last().skipped) {
                 schedules.settle(missed)?;
-                let counts = |before: &Before<'_>| before.has_changed(py);
-                if counted.as_ref().map_or(Ok(false), counts)? && !read(is_true(py, missed))? {
-                    counted = None;
+                if let Some(before) = before {
+                    if before.has_changed(py)? && read(is_true(py, missed))? {
+                        before.put_back(py)?;
+                    }
                 }
-            } else {
-                counted = None;
             }
             self.seconds.engine += output.seconds;
             self.seconds.show += shown.elapsed().as_secs_f64();
             Ok(output)
         });
         self.replaced.take();
-        counted.map_or(Ok(()), |before| before.put_back(py))?;
         if outcome.is_err() {
+            counted.map_or(Ok(()), |before| before.put_back(py))?;
             schedules.undo()?;
         }
         let taken = self.taken(py, &outcome?, task)?;
@@ -133,18 +133,17 @@ impl Inner {
 
     // what the schedules may change that are called before the loss: an update that is missed is as if they had not been
     fn before_schedules<'py>(
-        &mut self,
+        &self,
         user: &Arguments<'py>,
         schedules: &HostSchedules<'py>,
     ) -> PyResult<Option<Before<'py>>> {
-        let mut roots = schedules.functions();
-        if roots.is_empty() {
+        let Some(roots) = schedules.roots() else {
             return Ok(None);
-        }
-        let none = user.py().None().into_bound(user.py());
-        roots.insert(1, none.clone()); // in the place of a model: these read one as any other object
-        let looked = Rc::new(self.counting.look(&roots, &user.optimizer)?);
-        Before::of(&user.model, &none, &looked).map(Some)
+        };
+        let mut reach = self.of_schedules.borrow_mut();
+        let looked = Rc::new(reach.look(&roots, &user.optimizer)?);
+        let nothing = user.py().None().into_bound(user.py());
+        Before::of(&user.model, &nothing, &looked).map(Some)
     }
 
     // whether the batch is skipped, where Python has something to take back then: waits for it only there

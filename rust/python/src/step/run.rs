@@ -638,7 +638,7 @@ impl Inner {
             moving: self.read.moving().map(|moving| moving.clone_ref(py)),
             taken: None,
             of_update: self.read.looked().filter(|_| host).cloned(),
-            of_schedules: self.of_schedules.clone(),
+            of_schedules: (!self.told_late).then(|| self.of_schedules.clone()),
             replaced: self.replaced.clone(),
             host,
             in_state: None,
@@ -677,7 +677,7 @@ impl Inner {
         self.swapped = current.swapped;
         let of_update = current.taken.take();
         if current.late.is_some() {
-            (self.of_schedules, self.late) = (None, current.late);
+            (self.told_late, self.late) = (true, current.late);
         }
         if !self.compiled && self.probe == Some(true) && current.stop.is_none() {
             self.probe = None;

@@ -173,13 +173,10 @@ fn is_nothing_more(object: &Bound<'_, PyAny>) -> bool {
 }
 
 fn is_plain_exactly(object: &Bound<'_, PyAny>) -> bool {
-    let is_kept =
-        object.is_exact_instance_of::<PyString>() || object.is_exact_instance_of::<PyInt>();
-    is_kept || object.is_exact_instance_of::<PyFloat>() || is_weak(object)
-}
-
-fn is_weak(object: &Bound<'_, PyAny>) -> bool {
-    object.is_instance_of::<PyWeakrefReference>()
+    object.is_exact_instance_of::<PyString>()
+        || object.is_exact_instance_of::<PyInt>()
+        || object.is_exact_instance_of::<PyFloat>()
+        || object.is_instance_of::<PyWeakrefReference>()
 }
 
 fn has_no_dict(object: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -206,7 +203,7 @@ fn are_equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
         return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
     }
-    a.eq(b).unwrap_or(false) && (!is_numpy_float(a) || has_same_sign(a, b))
+    answer(a.py(), a.eq(b), false) && (!is_numpy_float(a) || has_same_sign(a, b))
 }
 
 // of NumPy's floats, where 0.0 equals -0.0
