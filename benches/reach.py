@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from cases import Run
 from samples import measure_alone
 from timing import block_size, in_turns, run_block
@@ -88,6 +89,7 @@ def measure(rounds: int, after_round: Callable[[], None]) -> dict[str, Any]:
             f"numbers in a dict x {count}": build({f"value_{i}": float(i) for i in range(count)}),
             f"attributes of an object x {count}": build(Settings(count)),
             f"arrays in a list x {count}": build(arrays(count)),
+            f"NumPy arrays in a list x {count}": build([np.array([float(i)]) for i in range(count)]),
             f"arrays of a frozen model x {count}": build(layers(count)),
             f"arrays of the model x {count}": build(0.0, held=count),
         }

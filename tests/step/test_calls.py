@@ -301,6 +301,7 @@ def test_fast_step_tells_of_models_and_optimizers_that_are_gone_after_a_few_call
     assert [str(each.message).split(":")[1] for each in told] == (
         [" 16 models in turn have been trained for fewer than 16 steps each"] if calls < 16 else []
     )
+    assert {each.filename for each in told} <= {__file__}
 
 
 def test_one_model_in_the_place_of_many_is_traced_once() -> None:
@@ -361,7 +362,7 @@ def test_an_optimizer_in_the_place_of_the_first_one_has_its_state(exchange: str,
             weights.append(model.weight.tolist())
         found.append([weights, flat(optimizer.state), flat(first.state)])
     (weights, *states), (theirs, *others) = found
-    np.testing.assert_allclose(weights, theirs, rtol=1e-5)
+    np.testing.assert_allclose(weights, theirs, rtol=1e-5, atol=1e-6)  # one is 0.002, of terms near 1
     for state, other in zip(states, others, strict=True):
         assert state.keys() == other.keys()
         for name, array in state.items():
