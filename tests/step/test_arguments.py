@@ -8,6 +8,8 @@ import dataclasses
 import datetime
 import decimal
 import fractions
+import math
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -528,6 +530,20 @@ EQUAL: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
     "in a key": (lambda weight: {("a", Key(1, weight)): 1}, lambda it: next(iter(it))[1].weight),
     "a member": (lambda weight: frozenset([Always(weight)]), lambda it: next(iter(it)).weight),
     "in a member": (lambda weight: {("a", Always(weight))}, lambda it: next(iter(it))[1].parts["a"][0]),
+    "a range": (lambda weight: range(0, 3 + int(weight == 5), 2), lambda it: it.stop),
+    "a slice": (lambda weight: slice(0, weighted(Name("a"), weight)), lambda it: it.stop.weight),
+    "a time": (lambda weight: datetime.datetime(2026, 1, 1, fold=int(weight == 5)), lambda it: 1 + it.fold),
+    "a decimal": (lambda weight: decimal.Decimal("1.0" if weight == 5 else "1.00"), lambda it: len(str(it))),
+    "a date of NumPy's": (
+        lambda weight: np.datetime64("2026-01-01", "D" if weight == 5 else "h"),
+        lambda it: len(str(it)),
+    ),
+    "a class of a member": (lambda weight: frozenset([1.0 if weight == 5 else 1]), lambda it: len(str(set(it)))),
+    "an order": (lambda weight: frozenset([0, 8] if weight == 5 else [8, 0]), lambda it: 1 + next(iter(it))),
+    "a zero in a key": (
+        lambda weight: {(1, 0.0 if weight == 5 else -0.0): 1},
+        lambda it: 2 + math.copysign(1, min(it)[1]),
+    ),
 }
 
 
@@ -552,3 +568,32 @@ def test_objects_that_are_equal_and_not_the_same_are_told_apart(kind: str, where
         given = [it] if where == "argument" else []
         wanted = loss_fn(step.model, x, *given).item()
         assert step(x, *given).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda it: it, lambda it: it),
+        (lambda it: [1, (it, 2)], lambda it: it[1][0]),
+        (lambda it: {it: 1}, lambda it: next(iter(it))),
+    ],
+    ids=["itself", "in a tuple", "a key"],
+)
+@pytest.mark.parametrize("kind", [Name("a"), Coefficient(2.0), types.SimpleNamespace], ids=["text", "number", "object"])
+def test_an_attribute_of_a_value_or_a_key_among_the_arguments_changes_in_place(
+    kind: Any, make: Callable[[Any], Any], read: Callable[[Any], Any]
+) -> None:
+    class Object:
+        weight: float
+
+    it = weighted(Object() if kind is types.SimpleNamespace else kind, 1.0)
+
+    def loss_fn(model: nn.Module, x: mx.array, given: Any) -> mx.array:
+        weight: float = read(given).weight
+        return mx.square(model(x)).mean() * weight
+
+    step, x, given = Step(nn.Linear(4, 1), optim.SGD(0.0), loss_fn), mx.ones((2, 4)), make(it)
+    for number in range(16):
+        it.weight = 1.0 if number < 12 else 5.0
+        assert step(x, given).loss.item() == pytest.approx(loss_fn(step.model, x, given).item(), rel=1e-5)
+    assert step.stats.mode == "native"

@@ -617,6 +617,46 @@ def test_attributes_that_are_put_in_the_place_of_others_are_those_that_count() -
         np.testing.assert_allclose(other, plain, rtol=1e-5)
 
 
+class Around(Own):
+    """Leaves the update to an optimizer within it, which begins with the first gradients."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+        """Update by the one within."""
+        updated: Tree = self.inner.apply_gradients(gradients, parameters)
+        return updated
+
+
+@pytest.mark.parametrize("way", ["counts", "reads", "draws"])
+@pytest.mark.parametrize("among", [False, True])
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. the optimizer:RuntimeWarning")
+def test_a_schedule_of_an_optimizer_within_is_called_at_each_update(way: str, among: bool) -> None:
+    found: list[Any] = []
+    for fast in (False, True):
+        mx.random.seed(2)
+        calls, setting, rng = [0], {"rate": 0.1}, np.random.default_rng(3)
+
+        def rate(_: mx.array, calls: Any = calls, setting: Any = setting, rng: Any = rng) -> mx.array:
+            if way == "counts":
+                calls[0] += 1
+                return mx.array(0.1 / calls[0])
+            return mx.array(setting["rate"] if way == "reads" else 0.1 * rng.random())
+
+        model, x, optimizer = nn.Linear(3, 2), mx.ones((4, 3)), Around(optim.SGD(rate))
+        if among:
+            optimizer = optim.MultiOptimizer([optimizer, optim.SGD(0.1)], [lambda path, _: "bias" in path])
+        step, plain = Step(model, optimizer, distances), plain_step(model, optimizer, distances)
+        losses = []
+        for number in range(20):
+            setting["rate"] = 0.1 if number < 12 else 0.02
+            losses.append(float(step(x).loss if fast else plain(x)[0]))
+        found.append([*losses, calls[0], rng.random()])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 def test_an_optimizer_that_is_put_in_the_place_of_another_one_takes_the_next_step() -> None:
     mx.random.seed(0)
     model, plain, x = nn.Linear(3, 2), nn.Linear(3, 2), mx.ones((4, 3))

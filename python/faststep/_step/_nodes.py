@@ -112,6 +112,7 @@ class Nodes:
         self.calls: tuple[str, ...] = ()  # methods of optimizers that a step calls, whether code names them or not
         self.of_update = False  # then the arrays and numbers of optimizers are known
         self.updating: dict[int, Any] = optimizers_in(owned)  # by the step, which knows their state
+        self.scheduled: set[int] = set()  # the addresses of those whose schedules it calls
         self.growing: set[int] = set()  # addresses of lists and dicts: one of numbers is compared as a whole
         self.seen: dict[int, int] = {}  # the node of each object by its address
         self.todo: collections.deque[int] = collections.deque()

@@ -19,7 +19,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -105,7 +105,7 @@ Found = tuple[
 ]
 _UPDATE = ("update", "apply_gradients", "apply_single", "init_single", "init")  # what a step calls of an optimizer
 _USES = {"state", "_state", *_UPDATE}  # of an optimizer's state, moments and all
-_OF_OPTIMIZERS = ("_state", "_schedulers", HUNG)  # which a step knows
+_OF_OPTIMIZERS = ("_state", "_schedulers", HUNG)  # which a step knows of one that updates
 _PLAIN_BASES = frozenset(BASES) - {functools.partial}  # whose own objects have none
 _OF_ADDRESSES = frozenset({"id", "hash"})  # functions that give what another object of the same kind does not
 _MAX_NODES = 50_000
@@ -160,6 +160,7 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
     within = core.optimizers_within(optimizer)
     within += [each.own for each in within if is_a(each, OwnOptimizer)]  # of no class of MLX's
     search.of_update, search.updating = True, {id(each): each for each in within}
+    search.scheduled = {id(each) for each in _scheduled(optimizer)}
     search.numbers, called = numbers, _called_on(model)
     search.attributes |= called
     search.walked.discard(id(numbers))
@@ -169,6 +170,14 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
     elif not called:  # a rule of the step's own takes the place of the code
         roots = (optimizer,)
     return _found(search, roots)
+
+
+def _scheduled(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers whose schedules the step calls: others within it are left to the code that updates them."""
+    yield optimizer
+    children = getattr(optimizer, "optimizers", None)
+    for each in children if isinstance(children, list) else ():
+        yield from _scheduled(each)
 
 
 def _read_by_mlx(optimizers: Iterable[Any]) -> set[str]:
@@ -489,7 +498,8 @@ class _Search(Asking):
                     f"the optimizer's code reaches another one ({type(value).__name__}) that is none of its "
                     "attributes: make it one, so that its state is seen"
                 )
-            names = [n for n in values if n not in _OF_OPTIMIZERS and not is_a(values[n], (mx.array, *PLAIN))]
+            apart = [n for n in _OF_OPTIMIZERS if n != "_schedulers" or id(value) in self.scheduled]
+            names = [n for n in values if n not in apart and not is_a(values[n], (mx.array, *PLAIN))]
             self.follow_slots(at, value, everything=False)
             if is_a(value, OwnOptimizer):
                 self.add(at, ATTRIBUTE, "own", value.own)

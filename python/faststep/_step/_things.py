@@ -34,6 +34,11 @@ PLAIN: tuple[type, ...] = (
     *(np.number, np.bool_, np.character, np.datetime64, np.timedelta64),
     *(fractions.Fraction, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta),
 )
+# of which two that are equal are the same, or what is in them is compared
+_TOLD_APART = (
+    *(type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type, weakref.ref),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, types.CodeType),
+)
 # compared as bytes; a structured scalar of NumPy's is a view
 BUFFERS: tuple[type, ...] = (
     *(bytearray, memoryview, array.array, np.void),
@@ -213,17 +218,24 @@ def is_member(value: Any) -> bool:
 
 
 def are_alike(one: Any, other: Any) -> bool:
-    """Return whether two objects of one class that are equal have the same attributes, where it is a user's class."""
-    if is_a(one, (set, frozenset)):
-        known = {each: each for each in one}
-        if not all(_same(known.get(each), each) for each in other):
-            return False
+    """Return whether two equal objects of one class have the same attributes; of a library's, what it pickles."""
+    if is_a(one, (set, frozenset)) and not all(map(_same, one, other)):
+        return False  # or in another order
     if is_library_class(type(one)):
-        return True
+        return type(one) in _TOLD_APART or _same(_pickled(one), _pickled(other))
     if not _same(dict(attributes(one)), dict(attributes(other))):
         return False
     pairs = ([getattr(each, name, None) for each in (one, other)] for name, _ in slots(type(one)))
     return all(_same(*pair) for pair in pairs)
+
+
+def _pickled(value: Any) -> Any:
+    """Return of what pickle makes an object again: ranges and times, say, are equal that are not the same."""
+    try:
+        made = value.__reduce_ex__(4)
+    except Exception:
+        return None  # it is not pickled
+    return made[:3] if is_a(made, tuple) else made
 
 
 def _same(one: Any, other: Any) -> bool:

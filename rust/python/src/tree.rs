@@ -35,7 +35,7 @@ use apart::Names;
 use identity::Class;
 use paths::Paths;
 use slot::{Place, Places, Slot};
-use static_value::{equal, is_plain, Static};
+use static_value::{equal, is_fixed, is_plain, Static};
 use text::text;
 use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
@@ -528,6 +528,10 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()> {
+        let is_object = || has_more(key) || !(is_fixed(key) || is_static_object(key));
+        if self.scope == Scope::Arguments && is_object() {
+            self.wholes.push(key.clone());
+        }
         self.tree.items.push(Item::Key(key.clone().unbind()));
         Some(())
     }
@@ -548,7 +552,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
-        if self.scope == Scope::Arguments && is_value(object) {
+        if self.scope == Scope::Arguments && (is_value(object) || has_more(object)) {
             self.objects.push(object.clone());
             self.tree.items.push(Item::Object);
             return Some(());
@@ -606,6 +610,12 @@ fn is_value(object: &Bound<'_, PyAny>) -> bool {
         || object.is_exact_instance_of::<PyString>()
         || object.is_exact_instance_of::<PyBytes>()
         || is_numpy_number(object)
+}
+
+// a number or a text of a user's class with attributes, which may change in place
+fn has_more(object: &Bound<'_, PyAny>) -> bool {
+    let has_attributes = || bridge::attributes(object).is_some_and(|dict| !dict.is_empty());
+    is_plain(object) && has_attributes() && !is_static_object(object)
 }
 
 // argument values beside arrays and numbers that compare by identity: classes, enums, dtypes, C functions

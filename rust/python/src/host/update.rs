@@ -15,7 +15,7 @@ use crate::{
     optimizer::{trace_update, HostSchedules},
     reach::{
         stop::Stop,
-        suspect::{Positions, Reads},
+        suspect::{put_back, Positions, Reads},
     },
     tree::{
         paths::dotted, rebuild::rebuild, renewed::Remade, slot::Slot, snapshot::Snapshot,
@@ -72,7 +72,11 @@ impl Current {
         });
         let reached = reached.transpose()?;
         let shared = self.show_reached(py, &call)?;
-        let mut outcome = self.traced_update(py, &optimizer, call, &before);
+        let moving = self.moving.as_ref();
+        let moving = moving.filter(|_| self.compiled && !self.sketch);
+        let positions = moving.map(|it| Positions::among(self.model.bind(py), it.bind(py)));
+        let positions = positions.transpose()?;
+        let mut outcome = self.traced_update(py, &optimizer, call, &before, positions.as_ref());
         for (object, shown, array) in shared {
             if bridge::id(&object) == Some(faststep::engine::array::id(&shown)) {
                 bridge::assign(&object, &array);
@@ -120,13 +124,16 @@ impl Current {
                 )));
             }
         }
-        if let (Some((looked, contents, copies, places)), Err(stop)) = (reached, &outcome) {
-            if !matches!(stop, Stop::Raised(_)) {
-                looked.restore(py, &contents, &copies)?; // the update is computed once more, without a trace
-                for (spot, array) in places.iter().zip(looked.arrays.iter()) {
-                    bridge::assign(&spot.object, array);
-                    looked.put(spot, &spot.object)?;
-                }
+        // the update is computed once more, without a trace
+        let again = matches!(&outcome, Err(stop) if !matches!(stop, Stop::Raised(_)));
+        if let Some(positions) = positions.filter(|_| again) {
+            outcome = with_lost(outcome, &put_back(positions.into_object().bind(py))?);
+        }
+        if let Some((looked, contents, copies, places)) = reached.filter(|_| again) {
+            looked.restore(py, &contents, &copies)?;
+            for (spot, array) in places.iter().zip(looked.arrays.iter()) {
+                bridge::assign(&spot.object, array);
+                looked.put(spot, &spot.object)?;
             }
         }
         outcome
@@ -177,6 +184,7 @@ impl Current {
         optimizer: &Bound<'py, PyAny>,
         call: UpdateCall,
         before: &Before<'py>,
+        positions: Option<&Positions<'py>>,
     ) -> Result<UpdateOutput, Stop> {
         for (number, slot) in &before.slots {
             let shown = number.and_then(|number| call.state.get(number));
@@ -206,14 +214,7 @@ impl Current {
         let reads = Reads::begin(py, self.compiled)?;
         schedules.hold()?;
         let model = self.model.bind(py);
-        let positions = match &self.moving {
-            Some(moving) if self.compiled && !self.sketch => {
-                let positions = Positions::among(model, moving.bind(py))?;
-                positions.begin()?;
-                Some(positions)
-            }
-            _ => None,
-        };
+        positions.map_or(Ok(()), Positions::begin)?;
         let update = || optimizer.call_method1(intern!(py, "update"), (model, gradients));
         let (stray, updated) = if self.compiled {
             trace_update(optimizer, update)
@@ -367,4 +368,17 @@ fn array_of<'a>(call: &UpdateCall<'a>, role: Role) -> Option<&'a Array> {
 
 fn is_other(slot: &Slot<'_>, array: &Array) -> bool {
     bridge::id(&slot.object) != Some(faststep::engine::array::id(array))
+}
+
+// names what an update has taken from generators that cannot be put back
+fn with_lost<T>(outcome: Result<T, Stop>, names: &[String]) -> Result<T, Stop> {
+    if names.is_empty() {
+        return outcome;
+    }
+    let lost = names.join(", ");
+    outcome.map_err(|stop| {
+        stop.with(&format!(
+            ", and what it took from {lost} before that is lost"
+        ))
+    })
 }

@@ -5,7 +5,7 @@ use crate::{
     mlx::{bridge, errors::answer},
     tree::{
         ordered,
-        static_value::{equal, is_plain},
+        static_value::{equal, is_fixed},
     },
 };
 
@@ -19,7 +19,7 @@ pub struct Keys {
 /// What is known of a key.
 #[derive(Debug)]
 enum Key {
-    /// A number or a string, for which an equal one may stand.
+    /// A number, a string or a tuple of them, for which an equal one may stand.
     Plain(Py<PyAny>),
     /// One with an object of a user's class in it, for which none that is equal may stand.
     Object,
@@ -29,7 +29,7 @@ enum Key {
 
 impl Key {
     fn of(key: &Bound<'_, PyAny>) -> Self {
-        if is_plain(key) {
+        if is_fixed(key) {
             return Self::Plain(key.clone().unbind());
         }
         let things = || key.py().import("faststep._step._things");
@@ -70,7 +70,7 @@ impl Keys {
             && pairs.all(|((key, _), (address, known))| match known {
                 Key::Plain(known) => equal(known.bind(dict.py()), &key),
                 Key::Object => key.as_ptr().addr() == *address,
-                Key::Other => !is_plain(&key),
+                Key::Other => !is_fixed(&key),
             })
     }
 

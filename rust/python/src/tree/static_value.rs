@@ -13,7 +13,7 @@ use pyo3::{
 
 use crate::mlx::{
     bridge,
-    classes::{is_dtype, is_numpy_float},
+    classes::{is_dtype, is_numpy_float, is_numpy_number},
     collector::{Collector, Refers, Visited},
     errors::answer,
 };
@@ -150,8 +150,8 @@ fn members<'py>(set: &Bound<'py, PySet>) -> PyResult<Bound<'py, PyFrozenSet>> {
     PyFrozenSet::new(py, members)
 }
 
-/// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples. Of a user's class their
-/// attributes are the same too, whatever it calls equal.
+/// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples and, in their order, within
+/// sets. Of a user's class their attributes are the same too, whatever it calls equal, of a library's what it pickles.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if a.is(b) {
         return true;
@@ -161,22 +161,28 @@ pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
 
 // whether objects that are equal have nothing else that code could read
 fn is_nothing_more(object: &Bound<'_, PyAny>) -> bool {
+    let is_exact = object.is_exact_instance_of::<PyString>()
+        || object.is_exact_instance_of::<PyInt>()
+        || object.is_exact_instance_of::<PyFloat>()
+        || object.is_exact_instance_of::<PyBytes>()
+        || object.is_exact_instance_of::<PyComplex>()
+        || object.is_exact_instance_of::<PyTuple>()
+        || object.is_exact_instance_of::<PyFrozenSet>();
     // SAFETY: an object has a type.
     #[allow(unsafe_code)]
     let is_made = unsafe { PyType_HasFeature(object.get_type_ptr(), Py_TPFLAGS_HEAPTYPE) } != 0;
-    if !is_made {
-        let members = object.cast::<PyFrozenSet>();
-        return members.map_or(true, |all| all.iter().all(|each| is_plain_exactly(&each)));
-    }
+    let is_index = || {
+        object
+            .hasattr(intern!(object.py(), "__index__"))
+            .unwrap_or(false)
+    };
+    let is_number = || is_numpy_float(object) || (is_numpy_number(object) && is_index());
     let is_row = || object.is_instance_of::<PyTuple>() && has_no_dict(object).unwrap_or(false);
-    is_dtype(object) || is_row() // of names, say
-}
-
-fn is_plain_exactly(object: &Bound<'_, PyAny>) -> bool {
-    object.is_exact_instance_of::<PyString>()
-        || object.is_exact_instance_of::<PyInt>()
-        || object.is_exact_instance_of::<PyFloat>()
+    is_exact
         || object.is_instance_of::<PyWeakrefReference>()
+        || (!is_made && is_number())
+        || is_dtype(object)
+        || is_row() // of names, say
 }
 
 fn has_no_dict(object: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -202,6 +208,16 @@ fn are_equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     }
     if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
         return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
+    }
+    let sets = || {
+        Some((
+            a.cast_exact::<PyFrozenSet>().ok()?,
+            b.cast_exact::<PyFrozenSet>().ok()?,
+        ))
+    };
+    if let Some((a, b)) = sets() {
+        return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
+        // also in their order
     }
     answer(a.py(), a.eq(b), false) && (!is_numpy_float(a) || has_same_sign(a, b))
 }
