@@ -654,7 +654,7 @@ def test_a_schedule_of_an_optimizer_within_is_called_at_each_update(way: str, am
             setting["rate"] = 0.1 if number < 12 else 0.02
             losses.append(float(step(x).loss if fast else plain(x)[0]))
         found.append([*losses, calls[0], rng.random()])
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-7)  # losses come near zero
 
 
 def test_an_optimizer_that_is_put_in_the_place_of_another_one_takes_the_next_step() -> None:
