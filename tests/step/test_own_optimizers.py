@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -655,6 +656,34 @@ def test_a_schedule_of_an_optimizer_within_is_called_at_each_update(way: str, am
             losses.append(float(step(x).loss if fast else plain(x)[0]))
         found.append([*losses, calls[0], rng.random()])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-7)  # losses come near zero
+
+
+def test_what_an_update_reads_that_nobody_watches_is_told_where_that_is_seen() -> None:
+    class Share:
+        """What there is to be found among the subclasses."""
+
+    class Half(Share):
+        share = 0.5
+
+    class Scaled(Own):
+        def apply_single(self, gradient: mx.array, parameter: mx.array, state: State) -> mx.array:
+            assert time.perf_counter() > 0
+            return super().apply_single(gradient * Share.__subclasses__()[0].share, parameter, state)  # type: ignore[attr-defined]
+
+    def train(fast: bool) -> list[float]:
+        mx.random.seed(2)
+        Half.share = 0.5
+        model, optimizer, x = nn.Linear(3, 2), Scaled(), mx.ones((4, 3))
+        step, plain = Step(model, optimizer, distances), plain_step(model, optimizer, distances)
+        losses = []
+        for number in range(12):
+            Half.share = 0.5 if number < 8 else 5.0
+            losses.append(float(step(x).loss if fast else plain(x)[0]))
+        return losses
+
+    with pytest.warns(RuntimeWarning, match=r"takes from (the clock|the system) \(.*, the (clock|system)"):
+        losses = train(True)
+    np.testing.assert_allclose(losses, train(False), rtol=1e-5)
 
 
 def test_an_optimizer_that_is_put_in_the_place_of_another_one_takes_the_next_step() -> None:

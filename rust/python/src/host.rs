@@ -124,8 +124,9 @@ pub struct Current {
     pub late: Option<String>,
     /// What the schedules have replaced in the optimizer's state.
     pub replaced: Rc<RefCell<Vec<Replaced>>>,
-    /// Generators and iterators that an optimizer's own code takes from; what it has taken from as its update was traced.
+    /// Generators and iterators that an optimizer's own code takes from.
     pub moving: Option<Py<PyAny>>,
+    /// What it has taken from, or read of the clock, files and the system, as its update was traced.
     pub taken: Option<Vec<String>>,
     /// Reason for which the trace ended early.
     pub stop: Option<Stop>,

@@ -223,7 +223,7 @@ impl Current {
         };
         if let Some(positions) = positions {
             positions.end();
-            self.taken = Some(positions.moved()?);
+            self.taken = Some([positions.moved()?, positions.read()?].concat());
         }
         let read = reads.end()?;
         schedules.let_go()?;

@@ -443,7 +443,8 @@ impl Inner {
         if !taken.is_empty() {
             let taken = taken.join(", ");
             return Ok(Some(format!(
-                "the optimizer ({name}) takes from {taken} as it updates, which a trace would do once: draw with mx.random"
+                "the optimizer ({name}) takes from {taken} as it updates, which a trace would do once: draw with mx.random, and keep \
+                 other numbers in an mx.array of its state"
             )));
         }
         let changed = self.read.changed(&user.optimizer, &user.model)?;
