@@ -122,6 +122,19 @@ def test_attributes_of_numpy_arguments_are_told_of() -> None:
     assert step(batch(2.0)).loss.item() == pytest.approx(2 * squares(step.model, mx.ones((3, 4))).item(), rel=1e-5)
 
 
+def take_twelve(step: Step, error: type[BaseException]) -> int:
+    """Go on until twelve steps are taken; return how often an error has ended one."""
+    met = taken = 0
+    while taken < 12:
+        try:
+            step(mx.ones((3, 4)))
+            taken += 1
+        except error:
+            met += 1
+            taken = step.optimizer.step.item()
+    return met
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are those of Unix")
 @pytest.mark.parametrize("kind", ["ctrl-c", "alarm"])
 @pytest.mark.parametrize("counts", [False, True])
@@ -146,17 +159,10 @@ def test_a_signal_in_a_call_on_trial_is_handled_behind_it(counts: bool, kind: st
     try:
         for at in range(1, 14):
             mx.random.seed(0)
-            calls.value, agent.n, met = 0, 0, 0
+            calls.value, agent.n = 0, 0
             step, plain = (Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn) for _ in range(2))
             plain.model.update(step.model.parameters())
-            taken = 0
-            while taken < 12:
-                try:
-                    step(mx.ones((3, 4)))
-                    taken += 1
-                except error:
-                    met += 1
-                    taken = step.optimizer.step.item()
+            met = take_twelve(step, error)
             assert (met, step.optimizer.step.item(), step.stats.mode) == (int(calls.value >= at), 12, "native")
             assert not counts or 12 <= agent.n <= 12 + met  # of a call that it ends, the plain loop counts too
             calls.value = at
@@ -190,17 +196,10 @@ def test_a_handler_that_raises_for_a_second_ctrl_c_in_a_call_on_trial_is_heard()
     before = signal.signal(signal.SIGINT, once)
     try:
         for at in range(1, 14):
-            calls.value, met = 0, 0
+            calls.value = 0
             asked.clear()
             step = Step(nn.Linear(4, 2), optim.SGD(0.1), loss_fn)
-            taken = 0
-            while taken < 12:
-                try:
-                    step(mx.ones((3, 4)))
-                    taken += 1
-                except KeyboardInterrupt:
-                    met += 1
-                    taken = step.optimizer.step.item()
+            met = take_twelve(step, KeyboardInterrupt)
             assert (met, step.optimizer.step.item(), step.stats.mode) == (int(calls.value >= at), 12, "native")
     finally:
         signal.signal(signal.SIGINT, before)

@@ -362,7 +362,8 @@ def test_an_optimizer_in_the_place_of_the_first_one_has_its_state(exchange: str,
             weights.append(model.weight.tolist())
         found.append([weights, flat(optimizer.state), flat(first.state)])
     (weights, *states), (theirs, *others) = found
-    np.testing.assert_allclose(weights, theirs, rtol=1e-5, atol=1e-6)  # one is 0.002, of terms near 1
+    near = 1e-6 if mx.default_device() == mx.gpu else 0  # one is 0.002, of terms near 1, which a GPU rounds as it likes
+    np.testing.assert_allclose(weights, theirs, rtol=1e-5, atol=near)
     for state, other in zip(states, others, strict=True):
         assert state.keys() == other.keys()
         for name, array in state.items():

@@ -19,7 +19,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -160,7 +160,7 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
     within = core.optimizers_within(optimizer)
     within += [each.own for each in within if is_a(each, OwnOptimizer)]  # of no class of MLX's
     search.of_update, search.updating = True, {id(each): each for each in within}
-    search.scheduled = {id(each) for each in _scheduled(optimizer)}
+    search.scheduled = {id(each) for each in core.optimizers_of(optimizer)}
     search.numbers, called = numbers, _called_on(model)
     search.attributes |= called
     search.walked.discard(id(numbers))
@@ -170,14 +170,6 @@ def discover_update(roots: tuple[Any, ...], numbers: dict[str, Any] | None = Non
     elif not called:  # a rule of the step's own takes the place of the code
         roots = (optimizer,)
     return _found(search, roots)
-
-
-def _scheduled(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers whose schedules the step calls: others within it are left to the code that updates them."""
-    yield optimizer
-    children = getattr(optimizer, "optimizers", None)
-    for each in children if isinstance(children, list) else ():
-        yield from _scheduled(each)
 
 
 def _read_by_mlx(optimizers: Iterable[Any]) -> set[str]:

@@ -86,6 +86,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(compiled_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(step::label, module)?)?;
+    module.add_function(wrap_pyfunction!(optimizer::members, module)?)?;
     module.add_function(wrap_pyfunction!(optimizer::optimizers_within, module)?)?;
     module.add_function(wrap_pyfunction!(store::registry::current_state, module)?)
 }

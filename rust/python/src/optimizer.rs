@@ -166,7 +166,8 @@ pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>
     optimizer.getattr_opt(name).ok()??.cast_into().ok()
 }
 
-/// The optimizer and, of a `MultiOptimizer`, those in it.
+/// The optimizer and, of a `MultiOptimizer`, those in it: their schedules are called by the step.
+#[pyfunction(name = "optimizers_of")]
 pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     let mut all = vec![optimizer.clone()];
     for child in children(optimizer).iter().flatten() {

@@ -209,15 +209,10 @@ fn are_equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
     if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
         return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
     }
-    let sets = || {
-        Some((
-            a.cast_exact::<PyFrozenSet>().ok()?,
-            b.cast_exact::<PyFrozenSet>().ok()?,
-        ))
-    };
-    if let Some((a, b)) = sets() {
-        return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
+    let sets = (a.cast_exact::<PyFrozenSet>(), b.cast_exact::<PyFrozenSet>());
+    if let (Ok(a), Ok(b)) = sets {
         // also in their order
+        return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
     }
     answer(a.py(), a.eq(b), false) && (!is_numpy_float(a) || has_same_sign(a, b))
 }
