@@ -204,6 +204,62 @@ size_t faststep_tape_size(const void* tape) noexcept;
 int faststep_tape_build(
     const void* tape, const void* const* inputs, size_t count, size_t known, size_t known_end, void** outputs);
 
+// Call `work` as MLX calls a function that it differentiates: what is made meanwhile keeps its graph.
+int faststep_in_tracing(void (*work)(void*), void* context);
+// A lazy copy of an array, for a function to be called with in its place.
+int faststep_tracer(const void* array, void** tracer);
+// Whether its value has been read.
+int faststep_tracer_is_read(const void* tracer) noexcept;
+void faststep_tracers_end(const void* const* tracers, size_t n) noexcept;
+// The gradients of the first output with respect to parameters whose tracers it has been computed from, one for each.
+int faststep_differentiate(
+    const void* const* parameters,
+    const void* const* tracers,
+    size_t n,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** gradients);
+// Evaluate what somebody holds of the graph behind the roots that is computed from no tracer; count the tracers that somebody holds.
+int faststep_call_settle(
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t* held_tracers);
+// The graph of a call: from tracers to roots, of each of which the caller has one handle, and on to gradients.
+int faststep_call_graph_new(
+    const void* const* tracers,
+    size_t n_tracers,
+    const void* const* roots,
+    size_t n_roots,
+    const void* const* gradients,
+    size_t n_gradients,
+    void** graph);
+void faststep_call_graph_free(void* graph) noexcept;
+// Whether another call has the same graph, of which nobody holds an array; else not applicable. Constants that differ are inputs
+// from here on.
+int faststep_call_graph_follow(
+    void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots);
+// The same where somebody may hold arrays; with gradients, where these are to be the same too.
+int faststep_call_graph_compare(
+    void* graph,
+    const void* const* tracers,
+    size_t n_tracers,
+    const void* const* roots,
+    size_t n_roots,
+    const void* const* gradients,
+    size_t n_gradients);
+// The number of roots (0), of arrays that somebody holds (1), of gradients (2), of inputs (3); whether Python makes gradients (4).
+size_t faststep_call_graph_count(const void* graph, int of) noexcept;
+// The inputs of the call that was compared last.
+int faststep_call_graph_inputs(void* graph, void** inputs);
+// The arrays of a call with that graph which are outputs because somebody held them once.
+int faststep_call_graph_held(
+    const void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, void** held);
+// Roots, arrays that somebody holds, and gradients, over other arrays.
+int faststep_call_graph_replay(
+    const void* graph, const void* const* traced, size_t n_traced, const void* const* inputs, size_t n_inputs, void** outputs);
+// Let an array that is yet to be computed go of what it would be computed from.
+void faststep_array_detach(const void* array) noexcept;
+// Give such an array a value, which all who hold it see.
+int faststep_array_fill(const void* array, const void* value);
+
 // The graph from inputs to outputs, as it is before MLX's compiler rewrites it.
 int faststep_graph_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph);

@@ -98,13 +98,6 @@ bool same_without_mlx(const mx::Primitive& a, const mx::Primitive& b) {
          (name == "CustomKernel" && have_same_state<mx::fast::CustomKernel>(a, b));
 }
 
-bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
-  if (typeid(a) != typeid(b)) {
-    return false;
-  }
-  return a.is_equivalent(b) || same_without_mlx(a, b) || passes_on(a) || (determined.find(a) && determined.find(b));
-}
-
 // How many elements lie from the first of an array to its last in memory; none where not all lie behind the first.
 size_t span(const mx::array& array) {
   size_t last = 0;
@@ -139,6 +132,13 @@ long holders(const mx::array& array) {
 }
 
 } // namespace
+
+bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
+  if (typeid(a) != typeid(b)) {
+    return false;
+  }
+  return a.is_equivalent(b) || same_without_mlx(a, b) || passes_on(a) || (determined.find(a) && determined.find(b));
+}
 
 void is_determined_by_inputs(const mx::array& array) {
   determined.add(array, true);

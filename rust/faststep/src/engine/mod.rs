@@ -38,13 +38,14 @@ pub use crate::{
     memory::Plan,
     mlx::{
         array, blas,
+        called::{self, CallGraph, Tracers},
         graph::{self, Graph},
         join, measure, memory,
         rebind::RebindError,
     },
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
-        Call, CallTraces, Causes, Compiled, Field, Guard, HeldArrays, Host, Key, Left, LossCall,
+        Call, CallTraces, Causes, Compiled, Differentiated, Field, Guard, HeldArrays, Host, Key, Left, LossCall,
         LossOutput, Nonfinite, Options, Outputs, Part, Recipe, Replay, Role, Rule, Task, Trace,
         TraceCache, TraceEntry, TraceRecord, UpdateCall,
     },

@@ -212,6 +212,74 @@ extern "C" {
         known_end: usize,
         outputs: *mut New,
     ) -> c_int;
+    pub(crate) fn faststep_in_tracing(
+        work: unsafe extern "C" fn(*mut c_void),
+        context: *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_tracer(array: Handle, tracer: *mut New) -> c_int;
+    pub(crate) fn faststep_tracer_is_read(tracer: Handle) -> c_int;
+    pub(crate) fn faststep_tracers_end(tracers: Handles, n: usize);
+    pub(crate) fn faststep_differentiate(
+        parameters: Handles,
+        tracers: Handles,
+        n: usize,
+        outputs: Handles,
+        n_outputs: usize,
+        gradients: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_call_settle(
+        tracers: Handles,
+        n_tracers: usize,
+        roots: Handles,
+        n_roots: usize,
+        held_tracers: *mut usize,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_new(
+        tracers: Handles,
+        n_tracers: usize,
+        roots: Handles,
+        n_roots: usize,
+        gradients: Handles,
+        n_gradients: usize,
+        graph: *mut *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_free(graph: *mut c_void);
+    pub(crate) fn faststep_call_graph_follow(
+        graph: *mut c_void,
+        tracers: Handles,
+        n_tracers: usize,
+        roots: Handles,
+        n_roots: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_compare(
+        graph: *mut c_void,
+        tracers: Handles,
+        n_tracers: usize,
+        roots: Handles,
+        n_roots: usize,
+        gradients: Handles,
+        n_gradients: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_count(graph: *const c_void, of: c_int) -> usize;
+    pub(crate) fn faststep_call_graph_inputs(graph: *mut c_void, inputs: *mut New) -> c_int;
+    pub(crate) fn faststep_call_graph_held(
+        graph: *const c_void,
+        tracers: Handles,
+        n_tracers: usize,
+        roots: Handles,
+        n_roots: usize,
+        held: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_replay(
+        graph: *const c_void,
+        traced: Handles,
+        n_traced: usize,
+        inputs: Handles,
+        n_inputs: usize,
+        outputs: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_array_detach(array: Handle);
+    pub(crate) fn faststep_array_fill(array: Handle, value: Handle) -> c_int;
     pub(crate) fn faststep_graph_new(
         inputs: Handles,
         n_inputs: usize,

@@ -7,6 +7,7 @@
 //! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by, and `caller` is for small steps on a CPU.
 pub mod array;
 pub mod blas;
+pub mod called;
 pub(crate) mod caller;
 pub(crate) mod ffi;
 pub(crate) mod fuse;

@@ -55,6 +55,17 @@ pub struct Left {
     pub key: Option<Array>,
 }
 
+/// A loss with its gradients.
+#[derive(Debug)]
+pub struct Differentiated {
+    /// What the loss returned and assigned.
+    pub output: LossOutput,
+    /// What differs from before the loss.
+    pub left: Left,
+    /// The gradients of the loss, or of the loss times the scale, by trainable tensor.
+    pub gradients: Vec<Array>,
+}
+
 /// The inputs of an optimizer that is not native: lists by tensor, and the arrays of its state.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateCall<'a> {
@@ -108,6 +119,21 @@ pub trait Host {
     /// Return whether the host has seen all that it wanted of a trace, which ends without an error then.
     fn has_seen_enough(&self) -> bool {
         false
+    }
+
+    /// The loss with its gradients, where the host has their graph; `None`: the loss is to be differentiated.
+    ///
+    /// `scale`: that of the loss in half precision, a scalar.
+    ///
+    /// # Errors
+    /// When MLX refuses an operation.
+    fn differentiated(
+        &self,
+        call: LossCall,
+        scale: Option<&Array>,
+    ) -> MlxResult<Option<Differentiated>> {
+        let _ = (call, scale);
+        Ok(None)
     }
 
     /// Compute the loss.

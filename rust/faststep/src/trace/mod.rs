@@ -23,7 +23,7 @@ mod trial;
 pub use cache::{CallTraces, TraceCache, TraceEntry, TraceRecord};
 pub(crate) use captured::{Captured, Given};
 pub use guard::Guard;
-pub use host::{Host, Left, LossCall, LossOutput, UpdateCall};
+pub use host::{Differentiated, Host, Left, LossCall, LossOutput, UpdateCall};
 pub(crate) use inputs::Inputs;
 pub use inputs::{Call, HeldArrays};
 pub use key::{Causes, Key};

@@ -14,7 +14,7 @@ use crate::{
     mlx::array,
     optim::clip,
     trace::{
-        host::{Left, LossCall, LossOutput},
+        host::{Differentiated as Known, Left, LossCall, LossOutput},
         outputs::Outputs,
         recipe::Part,
     },
@@ -71,6 +71,15 @@ impl Body<'_> {
         let counts = RefCell::new(LossCounts::default());
         let mut differentiated = self.for_loss(inputs)?;
         let count = differentiated.len();
+        let call = LossCall {
+            parameters: &differentiated,
+            others: inputs.others,
+            batch: &batch,
+            key,
+        };
+        if let Some(made) = self.host.differentiated(call, scale.map(|[scale, _]| scale))? {
+            return self.known(made);
+        }
         if self.eager {
             // a gradient within the loss would make numbers of these otherwise, which functions that MLX compiles take for those
             // of an evaluation
@@ -107,6 +116,36 @@ impl Body<'_> {
         let set = |tensor: &usize| made.rebound.iter().any(|(rebound, _)| rebound == tensor);
         made.outputs.idle = idle.into_iter().filter(|tensor| !set(tensor)).collect();
         Ok(made)
+    }
+
+    // loss and gradients of a graph that the host knows
+    fn known(&self, made: Known) -> Result<Differentiated> {
+        let Known {
+            output,
+            left,
+            gradients,
+        } = made;
+        let values = std::iter::once(&output.loss).chain(&output.aux);
+        self.decides_for_all(&values.cloned().collect::<Vec<_>>(), &gradients)?;
+        let set = |tensor: usize| output.parameters.iter().any(|(rebound, _)| *rebound == tensor);
+        let idle = gradients.iter().enumerate();
+        let idle = idle.filter(|(tensor, gradient)| array::is_zero(gradient) && !set(*tensor));
+        let idle = idle.map(|(tensor, _)| tensor).collect();
+        Ok(Differentiated {
+            outputs: Outputs {
+                loss: Some(output.loss),
+                aux: output.aux,
+                kept: left.kept,
+                others: left.others,
+                key: left.key,
+                idle,
+                ..Outputs::default()
+            },
+            weight: output.weight,
+            rebound: output.parameters,
+            state: left.state,
+            gradients,
+        })
     }
 
     // each rank would clip by its own norm, and skip steps by itself

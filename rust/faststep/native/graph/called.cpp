@@ -1,0 +1,769 @@
+// The graph of one call of a function with tracers in the places of its inputs: compared with the graphs that are known, and made
+// again over other arrays.
+//
+//   Walk       the arrays of a graph in MLX's own order, with the references to each that the graph has; owns nothing
+//   CallGraph  the operations of a graph on numbered arrays, and behind them those of its gradients
+//
+// An array has more handles than the graph where somebody holds it. Such arrays are outputs of the graph beside its roots.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+#include "mlx/transforms.h"
+#include "ffi.hpp"
+#include "graph/graph.hpp"
+#include "status.hpp"
+
+namespace faststep::called {
+
+namespace {
+
+using Arrays = std::vector<mx::array>;
+using Number = uint32_t;
+constexpr Number none = std::numeric_limits<Number>::max();
+
+// The number of handles of an array: mx::array is one shared pointer (mlx/array.h).
+uint32_t holders(const mx::array& array) {
+  static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
+  return static_cast<uint32_t>(reinterpret_cast<const std::shared_ptr<void>&>(array).use_count());
+}
+
+bool is_pending(const mx::array& array) {
+  return array.has_primitive() && array.status() == mx::array::Status::unscheduled;
+}
+
+// A scalar whose value is there: a constant of the graph until it differs.
+bool is_number(const mx::array& array) {
+  return array.ndim() == 0 && array.is_available();
+}
+
+bool same_number(const mx::array& a, const mx::array& b) {
+  return std::memcmp(a.data<char>(), b.data<char>(), a.itemsize()) == 0;
+}
+
+// Its gradients are Python functions, which no primitive shows.
+bool is_custom(const mx::Primitive& primitive) {
+  return std::string_view(primitive.name()) == "CustomTransforms";
+}
+
+// Numbers of arrays by id, with open addressing: one table for each thread, whose entries are those of the newest walk.
+class Numbers {
+ public:
+  void clear() {
+    ++walk_;
+    count_ = 0;
+  }
+
+  Number find(uintptr_t id) const {
+    for (size_t at = hash(id);; at = (at + 1) & mask_) {
+      if (slots_[at].walk != walk_) {
+        return none;
+      }
+      if (slots_[at].id == id) {
+        return slots_[at].number;
+      }
+    }
+  }
+
+  void add(uintptr_t id, Number number) {
+    if (2 * ++count_ > slots_.size()) {
+      grow();
+    }
+    size_t at = hash(id);
+    while (slots_[at].walk == walk_) {
+      at = (at + 1) & mask_;
+    }
+    slots_[at] = {id, number, walk_};
+  }
+
+ private:
+  struct Slot {
+    uintptr_t id = 0;
+    Number number = 0;
+    uint64_t walk = 0;
+  };
+
+  size_t hash(uintptr_t id) const {
+    return ((id >> 4) * 0x9E3779B97F4A7C15u >> 20) & mask_;
+  }
+
+  void grow() {
+    auto old = std::exchange(slots_, std::vector<Slot>(2 * slots_.size()));
+    mask_ = slots_.size() - 1;
+    count_ = 1;
+    for (const auto& slot : old) {
+      if (slot.walk == walk_) {
+        add(slot.id, slot.number);
+      }
+    }
+  }
+
+  std::vector<Slot> slots_ = std::vector<Slot>(1024);
+  size_t mask_ = 1023, count_ = 0;
+  uint64_t walk_ = 1;
+};
+
+} // namespace
+
+// The graph behind some roots. Arrays are numbered: first the tracers, then each behind what it is computed from, in the order
+// in which mx::vjp visits them, on which the order of its sums depends.
+class Walk {
+ public:
+  // An operation and its outputs, which have successive numbers; or a leaf, whose array has no primitive.
+  struct Step {
+    const mx::array* array;
+    Number first;
+    uint32_t edge;
+  };
+  std::vector<const mx::array*> arrays;
+  std::vector<uint32_t> handles; // of each array, those that the graph has
+  std::vector<Step> steps;
+  std::vector<Number> edges, roots;
+  size_t traced;
+
+  explicit Walk(const std::vector<const mx::array*>& tracers) : traced(tracers.size()) {
+    numbers_.clear();
+    for (const auto* tracer : tracers) {
+      put(*tracer, 0);
+    }
+  }
+
+  void add_roots(const std::vector<const mx::array*>& outputs) {
+    for (const auto* output : outputs) {
+      visit(*output);
+      roots.push_back(number(*output));
+    }
+  }
+
+ private:
+  static Number number(const mx::array& array) {
+    return numbers_.find(array.id());
+  }
+
+  void visit(const mx::array& root) {
+    if (number(root) != none) {
+      return;
+    }
+    std::vector<std::pair<const mx::array*, size_t>> stack{{&root, 0}};
+    while (!stack.empty()) {
+      auto& [array, next] = stack.back();
+      if (array->has_primitive() && next < array->inputs().size()) {
+        const auto& input = array->inputs()[next++];
+        if (number(input) == none) {
+          stack.emplace_back(&input, 0);
+        }
+      } else {
+        add(*array);
+        stack.pop_back();
+      }
+    }
+  }
+
+  void add(const mx::array& array) {
+    if (number(array) != none) {
+      return; // met again below itself: a sibling of what has been added meanwhile
+    }
+    steps.push_back({&array, static_cast<Number>(arrays.size()), static_cast<uint32_t>(edges.size())});
+    const auto& siblings = array.siblings();
+    if (!array.has_primitive() || siblings.empty()) {
+      put(array, 0);
+    } else { // each sibling has a list of all others, and one of the inputs
+      auto at = static_cast<size_t>(array.sibling_position());
+      for (size_t i = 0; i < at; ++i) {
+        put(siblings[i], siblings.size());
+      }
+      put(array, siblings.size());
+      for (size_t i = at; i < siblings.size(); ++i) {
+        put(siblings[i], siblings.size());
+      }
+    }
+    if (array.has_primitive()) {
+      for (const auto& input : array.inputs()) {
+        Number at = number(input);
+        edges.push_back(at);
+        handles[at] += static_cast<uint32_t>(siblings.size()) + 1;
+      }
+    }
+  }
+
+  void put(const mx::array& array, size_t siblings) {
+    numbers_.add(array.id(), static_cast<Number>(arrays.size()));
+    arrays.push_back(&array);
+    handles.push_back(static_cast<uint32_t>(siblings));
+  }
+
+  static thread_local Numbers numbers_;
+};
+
+thread_local Numbers Walk::numbers_;
+
+namespace {
+
+// Arrays of a walk that somebody holds beside the graph and the caller, who has one handle of each tracer and of each root. Roots
+// are none of them.
+std::vector<Number> held_in(const Walk& walk) {
+  std::vector<bool> is_root(walk.arrays.size());
+  for (auto root : walk.roots) {
+    is_root[root] = true;
+  }
+  std::vector<Number> held;
+  for (Number i = 0; i < walk.arrays.size(); ++i) {
+    uint32_t own = i < walk.traced ? 1 : 0;
+    bool counts = !is_root[i] && (i < walk.traced || walk.arrays[i]->has_primitive());
+    if (counts && holders(*walk.arrays[i]) > walk.handles[i] + own) {
+      held.push_back(i);
+    }
+  }
+  return held;
+}
+
+// Whether each array of a walk is computed from a tracer.
+std::vector<bool> depends_in(const Walk& walk) {
+  std::vector<bool> depends(walk.arrays.size());
+  std::fill_n(depends.begin(), walk.traced, true);
+  for (size_t i = 0; i < walk.steps.size(); ++i) {
+    const auto& step = walk.steps[i];
+    size_t end = i + 1 < walk.steps.size() ? walk.steps[i + 1].edge : walk.edges.size();
+    bool any = false;
+    for (size_t at = step.edge; at < end; ++at) {
+      any |= depends[walk.edges[at]];
+    }
+    size_t last = i + 1 < walk.steps.size() ? walk.steps[i + 1].first : walk.arrays.size();
+    std::fill(depends.begin() + step.first, depends.begin() + static_cast<std::ptrdiff_t>(last), any);
+  }
+  return depends;
+}
+
+} // namespace
+
+class CallGraph {
+ public:
+  // Of a walk from the roots alone, and of one that has the gradients, if any, behind the same roots.
+  CallGraph(const Walk& forward, const Walk& whole)
+      : traced_(forward.traced), arrays_(forward.arrays.size()), forward_(forward.steps.size()), edges_(whole.edges),
+        forward_edges_(forward.edges.size()), roots_(forward.roots), held_(held_in(forward)), handles_(forward.handles) {
+    gradients_.assign(whole.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size()), whole.roots.end());
+    std::erase_if(held_, [this](Number number) { return number < traced_; });
+    for (auto root : roots_) {
+      handles_[root] = none;
+    }
+    for (const auto* array : whole.arrays) {
+      shapes_.push_back(array->shape());
+      dtypes_.push_back(array->dtype());
+    }
+    for (const auto& step : whole.steps) {
+      add(step);
+    }
+  }
+
+  // Whether the operations up to the roots, or those of the gradients too, are those of a walk. Constants that have another value
+  // are inputs from here on.
+  bool compare(const Walk& walk, bool whole) {
+    size_t count = whole ? steps_.size() : forward_;
+    size_t size = whole ? shapes_.size() : arrays_;
+    if (walk.arrays.size() != size || walk.steps.size() != count || walk.traced != traced_ || !has_edges(walk, whole) ||
+        !has_roots(walk, whole)) {
+      return false;
+    }
+    auto held = held_in(walk);
+    std::erase_if(held, [this](Number number) { return number < traced_; });
+    if (!whole && !std::includes(held_.begin(), held_.end(), held.begin(), held.end())) {
+      return false;
+    }
+    for (Number i = 0; i < traced_; ++i) {
+      if (!has_form(*walk.arrays[i], i)) {
+        return false;
+      }
+    }
+    std::vector<size_t> differing;
+    size_t leaf = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const auto& step = steps_[i];
+      const auto& array = *walk.steps[i].array;
+      if (walk.steps[i].first != step.first || array.has_primitive() != (step.primitive != nullptr)) {
+        return false;
+      }
+      for (Number out = step.first; out < step.first + step.outputs; ++out) {
+        if (!has_form(*walk.arrays[out], out)) {
+          return false;
+        }
+      }
+      if (step.primitive == nullptr) {
+        differs(leaf++, array, differing);
+      } else if (!same(*step.primitive, array.primitive(), whole)) {
+        return false;
+      }
+    }
+    inputs_are(differing, [&](Number number) { return walk.arrays[number]; });
+    return true;
+  }
+
+  // The same without a table of ids, twice as fast, for a graph of which nobody holds anything beside the roots: follow the
+  // recorded edges from these on, and write down which array each number is. An array that stood for two numbers would have
+  // more handles than either has here; so has one that somebody holds, which is left to `compare`.
+  bool follow(const std::vector<const mx::array*>& tracers, const std::vector<const mx::array*>& roots) {
+    if (custom_ || tracers.size() != traced_ || roots.size() != roots_.size()) {
+      return false;
+    }
+    static thread_local std::vector<const mx::array*> at;
+    at.assign(arrays_, nullptr);
+    auto put = [&](Number number, const mx::array& array) {
+      if (at[number] == nullptr) {
+        at[number] = &array;
+      }
+      return at[number]->id() == array.id();
+    };
+    auto fits = [&](Number number, uint32_t own) {
+      return has_form(*at[number], number) &&
+          (handles_[number] == none || holders(*at[number]) == handles_[number] + own);
+    };
+    for (Number i = 0; i < traced_; ++i) {
+      put(i, *tracers[i]);
+    }
+    for (size_t i = 0; i < roots.size(); ++i) {
+      if (!put(roots_[i], *roots[i])) {
+        return false;
+      }
+      for (size_t j = 0; j < i; ++j) {
+        if (roots_[i] != roots_[j] && roots[i]->id() == roots[j]->id()) {
+          return false;
+        }
+      }
+    }
+    std::vector<size_t> differing;
+    size_t leaf = forward_leaves_;
+    for (size_t i = forward_; i-- > 0;) {
+      const auto& step = steps_[i];
+      Number used = step.first;
+      while (at[used] == nullptr) { // one of several outputs, at least, is there
+        ++used;
+      }
+      const auto& array = *at[used];
+      if (array.has_primitive() != (step.primitive != nullptr)) {
+        return false;
+      }
+      if (step.primitive == nullptr) {
+        if (!has_form(array, used)) {
+          return false;
+        }
+        differs(--leaf, array, differing);
+        continue;
+      }
+      const auto &siblings = array.siblings(), &inputs = array.inputs();
+      if (siblings.size() + 1 != step.outputs || inputs.size() != step.edges ||
+          !same(*step.primitive, array.primitive(), false)) {
+        return false;
+      }
+      if (!siblings.empty()) {
+        uint32_t position = used - step.first;
+        if (static_cast<uint32_t>(array.sibling_position()) != position) {
+          return false;
+        }
+        for (uint32_t j = 0; j < siblings.size(); ++j) {
+          if (!put(step.first + j + (j >= position), siblings[j])) {
+            return false;
+          }
+        }
+      }
+      for (Number out = step.first; out < step.first + step.outputs; ++out) {
+        if (!fits(out, 0)) {
+          return false;
+        }
+      }
+      for (size_t j = 0; j < inputs.size(); ++j) {
+        if (!put(edges_[step.edge + j], inputs[j])) {
+          return false;
+        }
+      }
+    }
+    for (Number i = 0; i < traced_; ++i) {
+      if (!fits(i, 1)) {
+        return false;
+      }
+    }
+    std::reverse(differing.begin(), differing.end());
+    inputs_are(differing, [&](Number number) { return at[number]; });
+    return true;
+  }
+
+  // The leaves of the graph that was compared last which are no constants, in order. Those of the gradients are constants all.
+  Arrays take_inputs() {
+    return std::exchange(inputs_, {});
+  }
+
+  // How many leaves are inputs.
+  size_t inputs() const {
+    return static_cast<size_t>(
+        std::count_if(leaves_.begin(), leaves_.end(), [](const auto& leaf) { return !leaf.is_constant; }));
+  }
+
+  // How many outputs there are: roots, arrays that somebody holds, gradients.
+  size_t roots() const {
+    return roots_.size();
+  }
+  size_t held() const {
+    return held_.size();
+  }
+  size_t gradients() const {
+    return gradients_.size();
+  }
+
+  // Whether a gradient in it is a Python function: the graph is to be compared with its gradients.
+  bool is_custom() const {
+    return custom_;
+  }
+
+  // The arrays of the graph that was compared last which are outputs because somebody holds them.
+  Arrays held_of(const Walk& walk) const {
+    Arrays found;
+    for (auto number : held_) {
+      found.push_back(*walk.arrays[number]);
+    }
+    return found;
+  }
+
+  // All outputs over other arrays in the place of the tracers and of the inputs.
+  void replay(const void* const* traced, size_t n_traced, const void* const* inputs, size_t n_inputs, void** outputs) const {
+    if (n_traced != traced_ || n_inputs != this->inputs()) {
+      throw std::invalid_argument("a known graph was made again over another number of arrays");
+    }
+    auto made = list(traced, n_traced);
+    made.reserve(shapes_.size());
+    size_t leaf = 0, input = 0;
+    for (const auto& step : steps_) {
+      if (step.primitive == nullptr) {
+        const auto& known = leaves_[leaf++];
+        made.push_back(known.is_constant ? known.array : faststep::at(inputs[input++]));
+        continue;
+      }
+      Arrays in;
+      in.reserve(step.edges);
+      for (uint32_t i = step.edge; i < step.edge + step.edges; ++i) {
+        in.push_back(made[edges_[i]]);
+      }
+      if (step.outputs == 1) {
+        made.emplace_back(shapes_[step.first], dtypes_[step.first], step.primitive, std::move(in));
+      } else {
+        std::vector<mx::Shape> shapes(shapes_.begin() + step.first, shapes_.begin() + step.first + step.outputs);
+        std::vector<mx::Dtype> dtypes(dtypes_.begin() + step.first, dtypes_.begin() + step.first + step.outputs);
+        for (auto& out : mx::array::make_arrays(std::move(shapes), dtypes, step.primitive, in)) {
+          made.push_back(std::move(out));
+        }
+      }
+    }
+    for (const auto* numbers : {&roots_, &held_, &gradients_}) {
+      for (auto number : *numbers) {
+        *outputs++ = owned(made[number]);
+      }
+    }
+  }
+
+ private:
+  struct Step {
+    std::shared_ptr<mx::Primitive> primitive; // null: a leaf
+    Number first;
+    uint32_t outputs, edge, edges;
+  };
+
+  // An array that is no tracer: a number that was the same at each call, or an input. Behind the roots, a constant.
+  struct Leaf {
+    Number number;
+    bool is_constant;
+    mx::array array; // of a constant its value, else none
+  };
+
+  void add(const Walk::Step& step) {
+    const auto& array = *step.array;
+    bool forward = steps_.size() < forward_;
+    if (!array.has_primitive()) {
+      bool constant = !forward || is_number(array);
+      leaves_.push_back({step.first, constant, constant ? array : mx::array(0)});
+      forward_leaves_ += forward;
+      if (forward && !constant) {
+        inputs_.push_back(array);
+      }
+      steps_.push_back({nullptr, step.first, 1, step.edge, 0});
+      return;
+    }
+    steps_.push_back(
+        {array.primitive_ptr(),
+         step.first,
+         static_cast<uint32_t>(array.siblings().size()) + 1,
+         step.edge,
+         static_cast<uint32_t>(array.inputs().size())});
+    custom_ |= forward && called::is_custom(array.primitive());
+  }
+
+  bool has_edges(const Walk& walk, bool whole) const {
+    size_t count = whole ? edges_.size() : forward_edges_;
+    return walk.edges.size() == count && std::equal(walk.edges.begin(), walk.edges.end(), edges_.begin());
+  }
+
+  bool has_roots(const Walk& walk, bool whole) const {
+    if (walk.roots.size() != roots_.size() + (whole ? gradients_.size() : 0)) {
+      return false;
+    }
+    auto behind = walk.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size());
+    return std::equal(roots_.begin(), roots_.end(), walk.roots.begin()) && (!whole || std::equal(behind, walk.roots.end(), gradients_.begin()));
+  }
+
+  static bool same(mx::Primitive& a, mx::Primitive& b, bool whole) {
+    if (&a == &b) {
+      return true;
+    }
+    bool custom = called::is_custom(a);
+    return a.stream() == b.stream() && (custom ? whole && called::is_custom(b) : same_primitive(a, b));
+  }
+
+  bool has_form(const mx::array& array, Number at) const {
+    return array.shape() == shapes_[at] && array.dtype() == dtypes_[at];
+  }
+
+  void differs(size_t leaf, const mx::array& array, std::vector<size_t>& differing) const {
+    const auto& known = leaves_[leaf];
+    if (known.is_constant && (!is_number(array) || !same_number(known.array, array)) && known.array.id() != array.id()) {
+      differing.push_back(leaf);
+    }
+  }
+
+  template <typename At>
+  void inputs_are(const std::vector<size_t>& differing, At array_at) {
+    for (auto leaf : differing) {
+      leaves_[leaf].is_constant = false;
+      leaves_[leaf].array = mx::array(0);
+    }
+    inputs_.clear();
+    for (const auto& leaf : leaves_) {
+      if (!leaf.is_constant) {
+        inputs_.push_back(*array_at(leaf.number));
+      }
+    }
+  }
+
+  size_t traced_, arrays_, forward_, forward_leaves_ = 0; // tracers; up to the roots: arrays, steps, leaves
+  bool custom_ = false;
+  std::vector<Number> edges_;
+  size_t forward_edges_;
+  std::vector<Number> roots_, held_, gradients_;
+  std::vector<uint32_t> handles_; // of each array up to the roots, those that the graph has; of a root none
+  std::vector<mx::Shape> shapes_;
+  std::vector<mx::Dtype> dtypes_;
+  std::vector<Step> steps_;
+  std::vector<Leaf> leaves_;
+  Arrays inputs_;
+};
+
+namespace {
+
+CallGraph& graph_of(void* graph) {
+  return *static_cast<CallGraph*>(graph);
+}
+
+const CallGraph& graph_of(const void* graph) {
+  return *static_cast<const CallGraph*>(graph);
+}
+
+mx::Stream stream_of(const mx::array& array) {
+  return array.has_primitive() ? array.primitive().stream() : mx::default_stream(mx::default_device());
+}
+
+void give(const Arrays& arrays, void** out) {
+  std::transform(arrays.begin(), arrays.end(), out, [](const auto& array) { return owned(array); });
+}
+
+} // namespace
+
+} // namespace faststep::called
+
+using faststep::guarded;
+using faststep::owned;
+using faststep::pointers;
+using faststep::called::CallGraph;
+using faststep::called::graph_of;
+using faststep::called::Walk;
+
+int faststep_in_tracing(void (*work)(void*), void* context) {
+  return guarded([&] {
+    auto function = [&](const std::vector<mlx::core::array>&) -> std::vector<mlx::core::array> {
+      work(context);
+      return {};
+    };
+    mlx::core::vjp(function, std::vector<mlx::core::array>(), std::vector<mlx::core::array>()); // of nothing: for the flags that it sets meanwhile
+  });
+}
+
+int faststep_tracer(const void* array, void** tracer) {
+  return guarded([&] {
+    const auto& traced = faststep::at(array);
+    auto made = mlx::core::copy(traced, faststep::called::stream_of(traced));
+    made.set_tracer(true);
+    *tracer = owned(std::move(made));
+  });
+}
+
+int faststep_tracer_is_read(const void* tracer) noexcept {
+  return faststep::at(tracer).status() != mlx::core::array::Status::unscheduled;
+}
+
+int faststep_differentiate(
+    const void* const* parameters,
+    const void* const* tracers,
+    size_t n,
+    const void* const* outputs,
+    size_t n_outputs,
+    void** gradients) {
+  return guarded([&] {
+    auto list = faststep::list(outputs, n_outputs);
+    std::vector<int> numbers(n);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    auto function = [&](const std::vector<mlx::core::array>& inner) { // the graph is there: put these under it
+      for (size_t i = 0; i < n; ++i) {
+        const_cast<mlx::core::array&>(faststep::at(tracers[i])).inputs() = {inner[i]};
+      }
+      return list;
+    };
+    if (n == 0) {
+      return;
+    }
+    faststep::called::give(mlx::core::value_and_grad(function, numbers)(faststep::list(parameters, n)).second, gradients);
+  });
+}
+
+void faststep_tracers_end(const void* const* tracers, size_t n) noexcept {
+  for (size_t i = 0; i < n; ++i) {
+    const_cast<mlx::core::array&>(faststep::at(tracers[i])).set_tracer(false);
+  }
+}
+
+// What somebody holds that is computed from no tracer has a value from here on, as any loop would give it one.
+int faststep_call_settle(
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t* held_tracers) {
+  return guarded([&] {
+    Walk walk(pointers(tracers, n_tracers));
+    walk.add_roots(pointers(roots, n_roots));
+    auto depends = faststep::called::depends_in(walk);
+    std::vector<mlx::core::array> lasting;
+    *held_tracers = 0;
+    for (auto number : faststep::called::held_in(walk)) {
+      *held_tracers += number < walk.traced;
+      if (!depends[number] && faststep::called::is_pending(*walk.arrays[number])) {
+        lasting.push_back(*walk.arrays[number]);
+      }
+    }
+    if (!lasting.empty()) {
+      mlx::core::eval(std::move(lasting));
+    }
+  });
+}
+
+int faststep_call_graph_new(
+    const void* const* tracers,
+    size_t n_tracers,
+    const void* const* roots,
+    size_t n_roots,
+    const void* const* gradients,
+    size_t n_gradients,
+    void** graph) {
+  return guarded([&] {
+    auto traced = pointers(tracers, n_tracers), outputs = pointers(roots, n_roots);
+    Walk forward(traced);
+    forward.add_roots(outputs);
+    Walk whole(traced);
+    whole.add_roots(outputs);
+    whole.add_roots(pointers(gradients, n_gradients));
+    *graph = new CallGraph(forward, whole);
+  });
+}
+
+void faststep_call_graph_free(void* graph) noexcept {
+  delete static_cast<CallGraph*>(graph);
+}
+
+int faststep_call_graph_follow(
+    void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots) {
+  return guarded([&] {
+    bool same = graph_of(graph).follow(pointers(tracers, n_tracers), pointers(roots, n_roots));
+    return same ? faststep::done : faststep::not_applicable;
+  });
+}
+
+int faststep_call_graph_compare(
+    void* graph,
+    const void* const* tracers,
+    size_t n_tracers,
+    const void* const* roots,
+    size_t n_roots,
+    const void* const* gradients,
+    size_t n_gradients) {
+  return guarded([&] {
+    Walk walk(pointers(tracers, n_tracers));
+    walk.add_roots(pointers(roots, n_roots));
+    walk.add_roots(pointers(gradients, n_gradients));
+    bool same = graph_of(graph).compare(walk, n_gradients > 0);
+    return same ? faststep::done : faststep::not_applicable;
+  });
+}
+
+size_t faststep_call_graph_count(const void* graph, int of) noexcept {
+  const auto& it = graph_of(graph);
+  size_t counts[] = {it.roots(), it.held(), it.gradients(), it.inputs(), it.is_custom()};
+  return counts[of];
+}
+
+int faststep_call_graph_inputs(void* graph, void** inputs) {
+  return guarded([&] { faststep::called::give(graph_of(graph).take_inputs(), inputs); });
+}
+
+int faststep_call_graph_held(
+    const void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, void** held) {
+  return guarded([&] {
+    Walk walk(pointers(tracers, n_tracers));
+    walk.add_roots(pointers(roots, n_roots));
+    faststep::called::give(graph_of(graph).held_of(walk), held);
+  });
+}
+
+int faststep_call_graph_replay(
+    const void* graph, const void* const* traced, size_t n_traced, const void* const* inputs, size_t n_inputs, void** outputs) {
+  return guarded([&] { graph_of(graph).replay(traced, n_traced, inputs, n_inputs, outputs); });
+}
+
+void faststep_array_detach(const void* array) noexcept {
+  auto& node = const_cast<mlx::core::array&>(faststep::at(array));
+  if (node.has_primitive()) {
+    node.detach(); // its siblings too, each of which is filled if somebody holds it
+  }
+  node.set_tracer(false);
+}
+
+int faststep_array_fill(const void* array, const void* value) {
+  return guarded([&] {
+    auto node = faststep::at(array);
+    const auto& from = faststep::at(value);
+    if (node.id() == from.id() || node.status() != mlx::core::array::Status::unscheduled) {
+      return; // the loss has read it
+    }
+    if (node.shape() != from.shape() || node.dtype() != from.dtype()) {
+      throw std::invalid_argument("an array of a loss was given a value of another form");
+    }
+    if (faststep::called::is_pending(from)) { // becomes a copy of it
+      node.inputs() = {from};
+      node.primitive_ptr() = mlx::core::copy(from).primitive_ptr();
+    } else {
+      node.copy_shared_buffer(from);
+      node.set_status(from.status());
+      node.attach_event(from.event());
+    }
+  });
+}
