@@ -221,13 +221,15 @@ int faststep_differentiate(
     void** gradients);
 // Evaluate what somebody holds of the graph behind the roots that is computed from no tracer; count the tracers that somebody holds.
 int faststep_call_settle(
-    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t* held_tracers);
-// The graph of a call: from tracers to roots, of each of which the caller has one handle, and on to gradients.
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, size_t* held_tracers);
+// The graph of a call: from tracers to roots, of each of which the caller has one handle, and on to gradients. So many `results`,
+// the first roots, are outputs whoever holds them.
 int faststep_call_graph_new(
     const void* const* tracers,
     size_t n_tracers,
     const void* const* roots,
     size_t n_roots,
+    size_t results,
     const void* const* gradients,
     size_t n_gradients,
     void** graph);
@@ -243,6 +245,7 @@ int faststep_call_graph_compare(
     size_t n_tracers,
     const void* const* roots,
     size_t n_roots,
+    size_t results,
     const void* const* gradients,
     size_t n_gradients);
 // The number of roots (0), of arrays that somebody holds (1), of gradients (2), of inputs (3); whether Python makes gradients (4).
@@ -251,7 +254,13 @@ size_t faststep_call_graph_count(const void* graph, int of) noexcept;
 int faststep_call_graph_inputs(void* graph, void** inputs);
 // The arrays of a call with that graph which are outputs because somebody held them once.
 int faststep_call_graph_held(
-    const void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, void** held);
+    const void* graph,
+    const void* const* tracers,
+    size_t n_tracers,
+    const void* const* roots,
+    size_t n_roots,
+    size_t results,
+    void** held);
 // Roots, arrays that somebody holds, and gradients, over other arrays.
 int faststep_call_graph_replay(
     const void* graph, const void* const* traced, size_t n_traced, const void* const* inputs, size_t n_inputs, void** outputs);

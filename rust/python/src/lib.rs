@@ -2,24 +2,24 @@
 //!
 //! # The rooms, from the top
 //! - `step`: the Python class. One call: arguments, the trace that fits, the run, what is returned.
-//! - `host`: the user's loss and optimizer while they are traced.
-//! - `reach`: the objects that a loss reads beside its arguments.
+//! - `host`: the user's loss and optimizer, called with tracers.
+//! - `watch`: what a loss reads, while its calls are left out.
 //! - `store`: the arrays of one model and optimizer in the engine, and whether the user has replaced any.
 //! - `optimizer`: MLX's optimizers as rules of the engine.
 //! - `tree`: Python containers of arrays: walks, slots, signatures.
 //! - `mlx`: `mx.array` objects, classes, the random key, the GIL, errors.
 //!
-//! Each uses only those below it. A batch goes through `step/call.rs`, `step/arguments.rs`, `reach/look.rs`,
-//! `store/detect.rs`, `step/find.rs`, `step/run.rs`, then the engine, then `store/owner.rs` and `store/values.rs`.
+//! Each uses only those below it. A batch goes through `step/call.rs`, `step/arguments.rs`,
+//! `store/detect.rs`, `host/call.rs`, `step/choose.rs`, `step/run.rs`, then the engine, then `store/owner.rs` and `store/values.rs`.
 #![deny(unsafe_code)]
 
 mod host;
 mod mlx;
 mod optimizer;
-mod reach;
 mod step;
 mod store;
 mod tree;
+mod watch;
 
 use std::path::PathBuf;
 

@@ -461,6 +461,11 @@ impl<'py> HostSchedules<'py> {
         Some(roots)
     }
 
+    /// Return whether there are any.
+    pub fn are_there(&self) -> bool {
+        !self.found.is_empty()
+    }
+
     /// Call each with the number of updates so far, and put the value where the optimizer looks for it.
     pub fn call(&mut self) -> PyResult<()> {
         for (optimizer, name, schedule) in &self.found {

@@ -1,29 +1,33 @@
 //! The step of one model, optimizer, loss function and set of options, as Python calls it.
 //!
-//! Uses `store`, `host`, `reach`, `optimizer`, `tree` and `mlx`.
+//! 1. At each step the loss is either **called** once, with tracers for the model's arrays, or **left out**.
+//! 2. A call gives a graph; its leaves are the step's inputs, wherever they come from, and arrays of it that somebody still holds
+//!    afterwards are its outputs.
+//! 3. The graph picks the trace (equal but for constants, which become inputs); a new graph is differentiated on the spot, and a new
+//!    trace is made of it. The loss is never called a second time.
+//! 4. A call may be left out only while a watch list holds, which exists only for a loss that reads nothing but a short white list
+//!    of kinds, and of which a call changed nothing and called no unknown function.
+//! 5. A loss whose graph cannot be had is evaluated by itself at each step, as the plain loop does, with the reason.
 //!
-//! The way of a batch: `call` takes over the user's changes and returns the outputs, `find` chooses the traces from
-//! `trace_cache`, `run` has the engine run them. `arguments` and `options` are converted, `alarms` and `kept_losses` warn,
-//! `measure` and `memory_plan` are the other questions to a step.
+//! The way of a batch: `call` takes over the user's changes and returns the outputs, `left_out` says whether the loss is called,
+//! `choose` picks the traces from `traces`, `run` has the engine run them. `arguments` and `options` are converted, `alarms` and
+//! `kept_losses` warn, `measure` and `memory_plan` are the other questions to a step. Uses `watch`, `host`, `store`, `optimizer`,
+//! `tree` and `mlx`.
 mod alarms;
 mod arguments;
 mod call;
-mod check;
-mod find;
+mod choose;
 mod flags;
 mod kept_losses;
-mod known_graphs;
+mod left_out;
 mod measure;
 mod memory_plan;
-mod numpy;
 mod options;
 mod run;
-mod suspected;
-mod trace_cache;
-mod undisturbed;
+mod traces;
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::RefCell,
     collections::{BTreeMap, HashMap},
     mem::take,
     rc::Rc,
@@ -31,7 +35,7 @@ use std::{
 };
 
 use faststep::{
-    engine::{array, Flags, NamedAuxState, Seconds, Stage, StageClock, Task},
+    engine::{array, Flags, NamedAuxState, Seconds, Stage},
     Error,
 };
 use mlx_rs::Array;
@@ -39,35 +43,30 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*, PyVisit};
 
 use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
-    host::{PythonHost, Swapped},
+    host::{Graphs, PythonHost},
     mlx::{
         bridge,
         errors::{or_late, to_python},
         gil::Waiting,
     },
-    optimizer::Replaced,
-    reach::{
-        advance::Advance,
-        suspect::{Change, Suspect},
-        Reach, Read, Seen,
-    },
     store::{
         registry::{self, Shared},
         Store,
     },
+    watch::WatchList,
 };
 use alarms::Alarms;
 use arguments::Arguments;
+use choose::NewGraphs;
 use flags::{is_true, read};
+use left_out::LeavingOut;
 use measure::Measured;
-use numpy::SeenNumpy;
 use options::Options;
-use suspected::{LookedAhead, Writes};
-use trace_cache::Traces;
+use traces::Traces;
 
 pub use measure::label;
 pub use memory_plan::MemoryPlan;
-pub use trace_cache::TraceRecord;
+pub use traces::TraceRecord;
 
 /// The native part of a step.
 ///
@@ -87,32 +86,21 @@ unsafe impl<T> Send for ThreadBound<T> {}
 #[allow(unsafe_code)]
 unsafe impl<T> Sync for ThreadBound<T> {}
 
-#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
+/// A call that was watched, by which list, and why it may not be left out; the seconds that it took.
+type Watched = (Option<(Rc<WatchList>, Option<String>)>, f64);
+
 struct Inner {
-    owner: usize, // of graphs that steps of the process know
     options: Options,
     varies_norm: bool, // the norm to which gradients are clipped has been another
-    compiled: bool,
-    /// Number of batches in a row that ran uncompiled because an array on the model became another, or was new.
-    became: usize,
-    becomes: String, // why the last one did
-    checked: bool,
+    checked: bool,     // whether there is a compiler
+    has_compiler: bool,
+    plain: Option<String>, // why each call is evaluated by itself
     host: Rc<PythonHost>,
+    graphs: Graphs,
+    new_graphs: NewGraphs,
     traces: Traces,
-    reach: Reach,
-    /// What the optimizer's code reaches.
-    read: Read,
-    /// What the optimizer's schedules reach that are called before the loss.
-    of_schedules: Rc<RefCell<Reach>>,
-    /// What the loss changes of that, until the warning.
-    late: Option<String>,
-    /// Whether there has been one.
-    told_late: bool,
-    /// What schedules have replaced in the optimizer's state, while a step is under way.
-    replaced: Rc<RefCell<Vec<Replaced>>>,
-    /// Structure that the loss of the call's trace returned, with holes for its arrays, and the numbers and texts of what it
-    /// has replaced.
-    template: Option<Py<PyAny>>,
+    leaving_out: LeavingOut,
+    watched: Option<Watched>, // of the call under way
     steps: usize,
     updates: usize,
     skips: Flags,
@@ -121,51 +109,7 @@ struct Inner {
     seconds: Spent,
     mode: &'static str,
     reason: Option<String>,
-    /// Reason why the step runs uncompiled.
-    fallen: Option<String>,
-    /// True while it is to be seen whether the loss takes from what cannot be put back; none where that is known.
-    probe: Option<bool>,
-    has_compiler: bool,           // as far as is known
-    probed: Option<Seen>,         // the numbers of the last such call behind a trace
-    positions: Option<Py<PyAny>>, // of generators and iterators before the loss was traced, while a step is under way
-    swapped: Vec<Swapped>,        // of the model, by the loss of this call
-    bad: Rc<Cell<bool>>, // the batch of this call is skipped, and what its loss has changed is as before
-    refused: bool,       // it is an error
-    undo: Vec<Change>, // what the loss has changed as it was called for the graph of this call, with what was there before
-    suspect: Option<Suspect>, // what the loss has changed itself at the last trace, to be looked at before the next step
-    checks: usize,
-    numpy: SeenNumpy,
-    looked_ahead: LookedAhead,
-    counts: Option<(Vec<f64>, Rc<Vec<Advance>>)>, // how far numbers of the model have come, behind the last step
-    changes_model: bool,                          // the loss changes numbers of the model itself
-    reads_counts: ((usize, usize, usize), bool), // of a program and a model with so many counts: whether the loss may read them
-    reshapes: bool, // a trace repeats that the loss assigns arrays of another shape
-    shared_draws: usize, // how often a generator of the process has moved while a graph was compared
-    apart: bool,         // the loss is called for its graph behind a call of the user's
-    writes: Writes,      // so does what it writes
-    takes: Option<String>, // generators and iterators from which the loss has taken as it was called for its graph
-    /// Reason why the trace that has just been made cannot be used again.
-    unwatched: Option<String>,
-    /// Reason why a trace is not replayed, as last reported to the user.
-    told: Option<String>,
-}
-
-impl Refers for Inner {
-    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
-        self.reach.visit(collector)?;
-        self.read.visit(collector)?;
-        self.of_schedules.visit(collector)?;
-        self.traces.visit(collector)?;
-        self.template.visit(collector)?;
-        self.probed.visit(collector)?;
-        self.swapped.visit(collector)?;
-        self.undo.visit(collector)?;
-        self.suspect.visit(collector)?;
-        self.looked_ahead.visit(collector)?;
-        self.counts
-            .as_ref()
-            .map_or(Ok(()), |(_, adds)| adds.visit(collector))
-    }
+    told: Option<String>, // why a trace is not replayed, as last reported to the user
 }
 
 /// Time by stage, in seconds.
@@ -201,32 +145,20 @@ impl Step {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Visited {
         let mut collector = Collector::new(visit);
         self.shared.visit(&mut collector)?;
-        self.inner.0.visit(&mut collector)
+        match self.inner.0.try_borrow() {
+            Ok(inner) => inner.traces.visit(&mut collector),
+            Err(_) => Ok(()), // it is under way
+        }
     }
 
-    // what leads back to it is forgotten: it would be found again, and traced again
+    // what leads back to it is forgotten: it would be made again
     fn __clear__(&self) {
         let Ok(mut inner) = self.inner.0.try_borrow_mut() else {
             return;
         };
-        let found = (
-            take(&mut inner.reach),
-            take(&mut inner.read),
-            take(&mut inner.of_schedules),
-        );
-        let made = (
-            take(&mut inner.traces),
-            take(&mut inner.suspect),
-            take(&mut inner.probed),
-        );
-        let left = (
-            take(&mut inner.swapped),
-            take(&mut inner.undo),
-            take(&mut inner.counts),
-        );
-        let template = take(&mut inner.template);
+        let traces = take(&mut inner.traces);
         drop(inner); // before these: that may call Python
-        drop((found, made, left, template));
+        drop(traces);
     }
 
     #[new]
@@ -239,52 +171,25 @@ impl Step {
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
-                owner: known_graphs::new_owner(),
-                compiled: options.compile,
-                became: 0,
-                becomes: String::new(),
                 options,
                 varies_norm: false,
                 checked: false,
-                host: Rc::new(PythonHost::default()),
+                has_compiler: true,
+                plain: None,
+                host: Rc::default(),
+                graphs: Graphs::default(),
+                new_graphs: NewGraphs::default(),
                 traces: Traces::default(),
-                reach: Reach::default(),
-                read: Read::default(),
-                of_schedules: Rc::default(),
-                told_late: false,
-                replaced: Rc::default(),
-                late: None,
-                template: None,
+                leaving_out: LeavingOut::default(),
+                watched: None,
                 steps: 0,
                 updates: 0,
                 skips: Flags::default(),
                 misses: Flags::default(),
                 alarms: Alarms::default(),
                 seconds: Spent::default(),
-                mode: "native",
+                mode: "called",
                 reason: None,
-                fallen: None,
-                probe: Some(false),
-                has_compiler: true,
-                probed: None,
-                positions: None,
-                bad: Rc::default(),
-                refused: false,
-                undo: Vec::new(),
-                swapped: Vec::new(),
-                suspect: None,
-                checks: 0,
-                numpy: SeenNumpy::default(),
-                looked_ahead: LookedAhead::default(),
-                counts: None,
-                changes_model: false,
-                reads_counts: Default::default(),
-                reshapes: false,
-                shared_draws: 0,
-                apart: false,
-                takes: None,
-                writes: Writes::default(),
-                unwatched: None,
                 told: None,
             })),
         })
@@ -294,9 +199,8 @@ impl Step {
     /// whether there was an update, or whether it was missed.
     fn step<'py>(&self, user: Arguments<'py>, accumulate: usize) -> PyResult<Returned<'py>> {
         let optimizer = user.optimizer.clone();
-        self.enter(&optimizer, |inner, store| {
-            let task = Task::of(accumulate, store.batches());
-            inner.step(store, user, task)
+        self.enter(&optimizer, |inner, shared| {
+            inner.step(shared, user, accumulate, false)
         })
     }
 
@@ -311,11 +215,11 @@ impl Step {
     /// Update by a window that is not full; whether there was one.
     fn flush(&self, user: Arguments<'_>) -> PyResult<bool> {
         let optimizer = user.optimizer.clone();
-        self.enter(&optimizer, |inner, store| {
-            if store.batches() == 0 {
+        self.enter(&optimizer, |inner, shared| {
+            if shared.enter()?.batches() == 0 {
                 return Ok(false);
             }
-            inner.step(store, user, Task::Flush).map(|_| true)
+            inner.step(shared, user, 1, true).map(|_| true)
         })
     }
 
@@ -325,14 +229,14 @@ impl Step {
         user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let optimizer = user.optimizer.clone();
-        self.enter(&optimizer, |inner, store| inner.gradients(store, user))
+        self.enter(&optimizer, |inner, shared| inner.gradients(shared, user))
     }
 
     /// Plan the device's memory of a step on this batch; nothing is computed and nothing changes.
     fn memory_plan(&self, user: Arguments<'_>, accumulate: usize) -> PyResult<MemoryPlan> {
         let optimizer = user.optimizer.clone();
-        self.enter(&optimizer, |inner, store| {
-            inner.memory_plan(store, user, accumulate)
+        self.enter(&optimizer, |inner, shared| {
+            inner.memory_plan(shared, user, accumulate)
         })
     }
 
@@ -340,8 +244,8 @@ impl Step {
     /// changes.
     fn measure(&self, user: Arguments<'_>, accumulate: usize) -> PyResult<Vec<Measured>> {
         let optimizer = user.optimizer.clone();
-        self.enter(&optimizer, |inner, store| {
-            inner.measure(store, user, accumulate)
+        self.enter(&optimizer, |inner, shared| {
+            inner.measure(shared, user, accumulate)
         })
     }
 
@@ -367,7 +271,7 @@ impl Step {
 
     /// Wait for all work in flight.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
-        self.open(py, |_, store| match &mut store.engine {
+        self.open(py, |_, shared| match shared.enter()?.engine.as_mut() {
             Some(engine) => {
                 let done = engine.synchronize(&mut Waiting(py));
                 done.map_err(|e| to_python(&e))
@@ -378,8 +282,8 @@ impl Step {
 
     /// Return the state beside model and optimizer: arrays by flat names, and the number of batches in the window.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Option<State<'py>>> {
-        self.open(py, |_, store| {
-            let kept = store.kept()?.map(|kept| {
+        self.open(py, |_, shared| {
+            let kept = shared.enter()?.kept()?.map(|kept| {
                 let arrays = kept.arrays().into_iter();
                 let arrays = arrays.map(|(name, array)| Ok((name, bridge::wrap(py, &array)?)));
                 Ok((arrays.collect::<PyResult<_>>()?, kept.batches()))
@@ -401,8 +305,8 @@ impl Step {
         let arrays = arrays.into_iter();
         let arrays = arrays.filter_map(|(name, array)| Some((name, bridge::get(&array)?)));
         let kept = NamedAuxState::of_arrays(arrays.collect(), batches);
-        self.open(py, |inner, store| {
-            store.keep(py, kept)?;
+        self.open(py, |inner, shared| {
+            shared.enter()?.keep(py, kept)?;
             (inner.steps, inner.updates) = (steps, updates);
             inner.skips = Flags::of(skipped);
             inner.misses = Flags::default();
@@ -412,7 +316,8 @@ impl Step {
 
     /// Return the step's counters.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
-        self.open(py, |inner, store| {
+        self.open(py, |inner, shared| {
+            let store = shared.enter()?;
             for flags in [&mut inner.skips, &mut inner.misses] {
                 read(flags.read(0, &|flag| is_true(py, flag)))?;
             }
@@ -424,7 +329,7 @@ impl Step {
                 inner.traces.records(),
                 inner.traces.made(),
                 inner.seconds.by_name(),
-                bytes(store),
+                bytes(&store),
                 store
                     .engine
                     .as_ref()
@@ -440,14 +345,14 @@ impl Step {
     fn enter<T>(
         &self,
         optimizer: &Bound<'_, PyAny>,
-        work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
+        work: impl FnOnce(&mut Inner, &Shared) -> PyResult<T>,
     ) -> PyResult<T> {
         if array::is_transforming() {
             return Err(to_python(&Error::Transformed));
         }
-        self.open(optimizer.py(), |inner, store| {
-            registry::claim(&self.shared, store, optimizer)?;
-            work(inner, store)
+        self.open(optimizer.py(), |inner, shared| {
+            registry::claim(&self.shared, &mut *shared.enter()?, optimizer)?;
+            work(inner, shared)
         })
     }
 
@@ -455,31 +360,31 @@ impl Step {
     fn open<T>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut Inner, &mut Store) -> PyResult<T>,
+        work: impl FnOnce(&mut Inner, &Shared) -> PyResult<T>,
     ) -> PyResult<T> {
-        let busy =
-            || PyRuntimeError::new_err("a step of this model and optimizer is already running");
-        let mut store = self.shared.try_borrow_mut().map_err(|_| busy())?;
-        store.check_thread()?;
+        self.shared.enter()?.check_thread()?;
+        let busy = || PyRuntimeError::new_err(registry::BUSY);
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
-        let _under_way = UnderWay::begin(&self.shared.clock);
-        or_late(py, work(&mut inner, &mut store))
+        let _under_way = UnderWay::begin(&self.shared)?;
+        or_late(py, work(&mut inner, &self.shared))
     }
 }
 
 // a call is under way until this is dropped
-struct UnderWay<'a>(&'a StageClock);
+struct UnderWay<'a>(&'a Shared);
 
 impl<'a> UnderWay<'a> {
-    fn begin(clock: &'a StageClock) -> Self {
-        clock.enter(Stage::Objects);
-        Self(clock)
+    fn begin(shared: &'a Shared) -> PyResult<Self> {
+        shared.begin()?;
+        shared.clock.enter(Stage::Objects);
+        Ok(Self(shared))
     }
 }
 
 impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
-        self.0.enter(Stage::Idle);
+        self.0.clock.enter(Stage::Idle);
+        self.0.end();
     }
 }
 

@@ -24,7 +24,7 @@ use mlx_rs::Array;
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError},
     prelude::*,
-    types::{PyDict, PyList, PyWeakrefReference},
+    types::{PyList, PyWeakrefReference},
 };
 
 use crate::{
@@ -34,13 +34,7 @@ use crate::{
         random::key_list,
     },
     optimizer::members,
-    tree::{
-        renewed::Remade,
-        slot::Slot,
-        snapshot::{Placed, Snapshot},
-        text::text,
-        Tree,
-    },
+    tree::{slot::Slot, snapshot::Snapshot, text::text, Tree},
 };
 use lazy::LazyInputs;
 use moments::Moments;
@@ -58,37 +52,16 @@ pub struct ModelSignature {
     pub trainable: Py<PyAny>,
     parameters: Vec<usize>,              // the slot of each
     asked: Option<HashSet<Vec<String>>>, // what is trained, where the model's own code says so: it may say another thing at any call
-    counts: Vec<usize>, // numbers in the tree to which a loss adds at each call, and which do not matter to it
-    varying: Option<Rc<Varying>>, // numbers that are no part of it
-}
-
-/// Numbers of models of one form that have changed again and again: they are looked at as what the loss reaches is.
-struct Varying {
-    form: usize,
-    numbers: Vec<(usize, String)>, // the item of each in the tree, and the path to it
-    now: Py<PyDict>,               // by path
 }
 
 impl Refers for ModelSignature {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
         self.tree.visit(collector)?;
-        self.trainable.visit(collector)?;
-        self.varying.visit(collector)
-    }
-}
-
-impl Refers for Varying {
-    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
-        self.now.visit(collector)
+        self.trainable.visit(collector)
     }
 }
 
 impl ModelSignature {
-    /// The addresses of the model's modules, dicts and lists, as they were when it was looked at last.
-    pub fn containers(&self) -> Rc<Vec<usize>> {
-        self.tree.containers()
-    }
-
     /// The path to a parameter.
     pub fn path(&self, parameter: usize) -> &[String] {
         &self.roles[self.parameters[parameter]].1
@@ -113,17 +86,6 @@ impl ModelSignature {
             _ => None,
         });
         doubles.collect()
-    }
-
-    fn has_free_numbers(&self) -> bool {
-        !self.counts.is_empty() || self.varying.is_some()
-    }
-
-    // whether a number of the tree is no part of the signature
-    fn is_free(&self, number: usize) -> bool {
-        let varying = self.varying.as_ref();
-        self.counts.contains(&number)
-            || varying.is_some_and(|it| it.numbers.iter().any(|(at, _)| *at == number))
     }
 
     fn tensors(&self) -> Vec<Tensor> {
@@ -165,20 +127,12 @@ pub struct Store {
     /// `mx.random`'s key list of the thread.
     pub key_list: Py<PyList>,
     models: Vec<Rc<ModelSignature>>,
-    varying: Vec<Rc<Varying>>,
-    apart: usize,      // the version of what is left apart in the model
-    own_numbers: bool, // the loss changes numbers of the model itself: all are part of the signature
     current: Option<Rc<ModelSignature>>,
     options: Vec<(usize, Tree)>,       // most recent last
     forms: Vec<(usize, Vec<Tensor>)>, // of the optimizer's arrays that a user sets: a rate, say; most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
     numbers: Numbers,
     max_norm: Option<(f64, Array)>, // to which gradients are clipped, where that is an input
-    /// Places of the model where losses set something in place of another value.
-    pub places: Vec<Placed>,
-    /// Dicts and lists of the optimizer that its update replaces.
-    pub remade: Vec<Remade>,
-    doubted: bool, // whether the optimizer's rule may be another one though its options are the same
     next_id: usize,
     /// The values of the model's other arrays.
     pub others: Rc<HeldArrays>,
@@ -202,11 +156,9 @@ pub struct Store {
 impl Refers for Store {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
         self.models.visit(collector)?;
-        self.varying.visit(collector)?;
         self.current.visit(collector)?;
         let mut options = self.options.iter();
-        options.try_for_each(|(_, tree)| tree.visit(collector))?;
-        self.places.visit(collector)
+        options.try_for_each(|(_, tree)| tree.visit(collector))
     }
 }
 
@@ -236,14 +188,8 @@ impl Store {
             thread: std::thread::current().id(),
             key_list: key_list(model.py())?.unbind(),
             models: Vec::new(),
-            varying: Vec::new(),
-            apart: 0,
-            own_numbers: false,
             current: None,
             options: Vec::new(),
-            places: Vec::new(),
-            remade: Vec::new(),
-            doubted: false,
             next_id: 0,
             others: Rc::default(),
             engine: None,
@@ -322,11 +268,6 @@ impl Store {
         current.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))
     }
 
-    /// Look at the optimizer's rule at the next preparation: its code, or what that reads, has changed.
-    pub fn doubt(&mut self) {
-        self.doubted = true;
-    }
-
     /// The id of the optimizer's options at the last preparation, and that of the forms of the arrays among them.
     pub fn options_id(&self) -> (usize, usize) {
         let options = self.options.last().map_or(0, |(id, _)| *id);
@@ -379,6 +320,31 @@ impl Store {
             state,
             undo,
         })
+    }
+
+    /// Take over what the loss or a schedule has changed of the optimizer since `prepare`.
+    ///
+    /// # Errors
+    /// Where the optimizer has become another one meanwhile.
+    pub fn look_again<'py>(
+        &mut self,
+        prepared: &mut Prepared<'py>,
+        model: &Bound<'py, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let current = self.moments.as_ref().map(|moments| moments.is_current(optimizer));
+        let same = current.transpose()?.unwrap_or(true);
+        let state = if same { self.look_at_optimizer(model, optimizer)? } else { None };
+        let Some(state) = state else {
+            return Err(PyRuntimeError::new_err(
+                "the loss function: it has put another state or other options into the optimizer that updates it: do that \
+                 between the steps",
+            ));
+        };
+        self.take_values(&[], &state, false)?;
+        self.give_numbers();
+        prepared.state = state;
+        Ok(())
     }
 
     /// The same for a plan: what has not been taken over yet takes no memory, and is to be discarded.

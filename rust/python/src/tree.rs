@@ -27,7 +27,7 @@ use pyo3::{
 
 use crate::mlx::{
     bridge,
-    classes::{is_numeric, is_numpy_number},
+    classes::is_numeric,
     collector::{Collector, Refers, Visited},
     glance::Glance,
 };
@@ -193,7 +193,7 @@ impl Tree {
         Ok(RecordedArguments {
             tree: recorder.tree,
             slots: recorder.slots,
-            objects: [recorder.objects, recorder.wholes].concat(),
+            objects: recorder.objects,
             numpy: recorder.numpy,
         })
     }
@@ -308,7 +308,6 @@ impl Tree {
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         self.tensors == other.tensors
             && self.aliases == other.aliases
-            && self.numpy == other.numpy
             && self.items.len() == other.items.len()
             && self
                 .items
@@ -480,27 +479,13 @@ struct Recorder<'py> {
 }
 
 impl<'py> Recorder<'py> {
-    // note a class of which methods or attributes may be read, once
-    fn note_class(&mut self, class: Bound<'py, PyAny>) {
-        let made = class.cast::<PyType>().is_ok_and(is_made);
-        if made && !self.wholes.iter().any(|known| known.is(&class)) {
-            self.wholes.push(class);
-        }
-    }
-
-    // note what a container among the arguments has beside its items
-    fn note_container(&mut self, kind: Kind, container: &Bound<'py, PyAny>) {
+    // note a container among the arguments that is more than its items
+    fn note_container(&mut self, container: &Bound<'py, PyAny>) {
         let exact = container.is_exact_instance_of::<PyDict>()
             || container.is_exact_instance_of::<PyList>()
             || container.is_exact_instance_of::<PyTuple>();
-        if exact || self.scope != Scope::Arguments {
-            return;
-        }
-        self.note_class(container.get_type().into_any());
-        let has_attributes = || bridge::attributes(container).is_some_and(|dict| !dict.is_empty());
-        let makes = || container.hasattr("default_factory").unwrap_or(false);
-        if kind != Kind::Dataclass && (has_attributes() || (kind == Kind::Dict && makes())) {
-            self.wholes.push(container.clone());
+        if !exact && self.scope == Scope::Arguments {
+            self.objects.push(container.clone());
         }
     }
 
@@ -518,7 +503,7 @@ impl<'py> Recorder<'py> {
 
 impl<'py> Visitor<'py> for Recorder<'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
-        self.note_container(kind, container);
+        self.note_container(container);
         self.optimizer |= kind == Kind::Optimizer;
         self.containers.push(container.as_ptr() as usize);
         let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
@@ -528,9 +513,8 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()> {
-        let is_object = || has_more(key) || !(is_fixed(key) || is_static_object(key));
-        if self.scope == Scope::Arguments && is_object() {
-            self.wholes.push(key.clone());
+        if self.scope == Scope::Arguments && !(is_fixed(key) || is_static_object(key)) {
+            self.objects.push(key.clone());
         }
         self.tree.items.push(Item::Key(key.clone().unbind()));
         Some(())
@@ -552,22 +536,14 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
-        if self.scope == Scope::Arguments && (is_value(object) || has_more(object)) {
-            self.objects.push(object.clone());
-            self.tree.items.push(Item::Object);
-            return Some(());
-        }
         if self.scope == Scope::Arguments && !is_plain(object) && !is_static_object(object) {
             if is_numeric(object) {
                 self.numpy = true;
-                return Some(());
+            } else {
+                self.objects.push(object.clone());
             }
-            self.objects.push(object.clone());
             self.tree.items.push(Item::Object);
             return Some(());
-        }
-        if self.scope == Scope::Arguments {
-            self.note_class(object.clone());
         }
         match Static::of(object) {
             Ok(value) => self.tree.items.push(Item::Static(value)),
@@ -595,27 +571,6 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     fn skips(&self, key: &str) -> bool {
         self.scope.skips(key)
     }
-}
-
-// a class that a program has made, whose attributes may be other ones at the next call
-fn is_made(class: &Bound<'_, PyType>) -> bool {
-    let flags = class.getattr(intern!(class.py(), "__flags__"));
-    flags.is_ok_and(|flags| flags.extract().is_ok_and(|flags: usize| flags & HEAP != 0))
-}
-
-// a number or a text that may change from call to call
-fn is_value(object: &Bound<'_, PyAny>) -> bool {
-    object.is_exact_instance_of::<PyFloat>()
-        || object.is_exact_instance_of::<PyInt>()
-        || object.is_exact_instance_of::<PyString>()
-        || object.is_exact_instance_of::<PyBytes>()
-        || is_numpy_number(object)
-}
-
-// a number or a text of a user's class with attributes, which may change in place
-fn has_more(object: &Bound<'_, PyAny>) -> bool {
-    let has_attributes = || bridge::attributes(object).is_some_and(|dict| !dict.is_empty());
-    is_plain(object) && has_attributes() && !is_static_object(object)
 }
 
 // argument values beside arrays and numbers that compare by identity: classes, enums, dtypes, C functions

@@ -130,9 +130,10 @@ class Walk {
   std::vector<uint32_t> handles; // of each array, those that the graph has
   std::vector<Step> steps;
   std::vector<Number> edges, roots;
-  size_t traced;
+  size_t traced, results;
 
-  explicit Walk(const std::vector<const mx::array*>& tracers) : traced(tracers.size()) {
+  // `results`: so many of the first roots are outputs in any case, whoever holds them.
+  Walk(const std::vector<const mx::array*>& tracers, size_t results) : traced(tracers.size()), results(results) {
     numbers_.clear();
     for (const auto* tracer : tracers) {
       put(*tracer, 0);
@@ -210,18 +211,27 @@ thread_local Numbers Walk::numbers_;
 
 namespace {
 
-// Arrays of a walk that somebody holds beside the graph and the caller, who has one handle of each tracer and of each root. Roots
-// are none of them.
-std::vector<Number> held_in(const Walk& walk) {
-  std::vector<bool> is_root(walk.arrays.size());
-  for (auto root : walk.roots) {
-    is_root[root] = true;
+// How many handles the caller has of each array: one of each tracer and of each root. Of results, which are outputs in any case,
+// that does not matter.
+std::vector<uint32_t> owned_in(const Walk& walk) {
+  std::vector<uint32_t> own(walk.arrays.size());
+  std::fill_n(own.begin(), walk.traced, 1);
+  for (size_t i = walk.results; i < walk.roots.size(); ++i) {
+    ++own[walk.roots[i]];
   }
+  for (size_t i = 0; i < walk.results; ++i) {
+    own[walk.roots[i]] = none;
+  }
+  return own;
+}
+
+// Arrays of a walk that somebody holds beside the graph and the caller.
+std::vector<Number> held_in(const Walk& walk) {
+  auto own = owned_in(walk);
   std::vector<Number> held;
   for (Number i = 0; i < walk.arrays.size(); ++i) {
-    uint32_t own = i < walk.traced ? 1 : 0;
-    bool counts = !is_root[i] && (i < walk.traced || walk.arrays[i]->has_primitive());
-    if (counts && holders(*walk.arrays[i]) > walk.handles[i] + own) {
+    bool counts = own[i] != none && (i < walk.traced || walk.arrays[i]->has_primitive());
+    if (counts && holders(*walk.arrays[i]) > walk.handles[i] + own[i]) {
       held.push_back(i);
     }
   }
@@ -255,8 +265,9 @@ class CallGraph {
         forward_edges_(forward.edges.size()), roots_(forward.roots), held_(held_in(forward)), handles_(forward.handles) {
     gradients_.assign(whole.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size()), whole.roots.end());
     std::erase_if(held_, [this](Number number) { return number < traced_; });
-    for (auto root : roots_) {
-      handles_[root] = none;
+    auto own = owned_in(forward);
+    for (Number i = 0; i < arrays_; ++i) {
+      handles_[i] = own[i] == none ? none : handles_[i] + own[i];
     }
     for (const auto* array : whole.arrays) {
       shapes_.push_back(array->shape());
@@ -324,9 +335,9 @@ class CallGraph {
       }
       return at[number]->id() == array.id();
     };
-    auto fits = [&](Number number, uint32_t own) {
+    auto fits = [&](Number number) {
       return has_form(*at[number], number) &&
-          (handles_[number] == none || holders(*at[number]) == handles_[number] + own);
+          (handles_[number] == none || holders(*at[number]) == handles_[number]);
     };
     for (Number i = 0; i < traced_; ++i) {
       put(i, *tracers[i]);
@@ -377,7 +388,7 @@ class CallGraph {
         }
       }
       for (Number out = step.first; out < step.first + step.outputs; ++out) {
-        if (!fits(out, 0)) {
+        if (!fits(out)) {
           return false;
         }
       }
@@ -388,7 +399,7 @@ class CallGraph {
       }
     }
     for (Number i = 0; i < traced_; ++i) {
-      if (!fits(i, 1)) {
+      if (!fits(i)) {
         return false;
       }
     }
@@ -556,7 +567,7 @@ class CallGraph {
   std::vector<Number> edges_;
   size_t forward_edges_;
   std::vector<Number> roots_, held_, gradients_;
-  std::vector<uint32_t> handles_; // of each array up to the roots, those that the graph has; of a root none
+  std::vector<uint32_t> handles_; // of each array up to the roots, those that the graph and the caller have; of a result none
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> dtypes_;
   std::vector<Step> steps_;
@@ -648,9 +659,9 @@ void faststep_tracers_end(const void* const* tracers, size_t n) noexcept {
 
 // What somebody holds that is computed from no tracer has a value from here on, as any loop would give it one.
 int faststep_call_settle(
-    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t* held_tracers) {
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, size_t* held_tracers) {
   return guarded([&] {
-    Walk walk(pointers(tracers, n_tracers));
+    Walk walk(pointers(tracers, n_tracers), results);
     walk.add_roots(pointers(roots, n_roots));
     auto depends = faststep::called::depends_in(walk);
     std::vector<mlx::core::array> lasting;
@@ -672,14 +683,15 @@ int faststep_call_graph_new(
     size_t n_tracers,
     const void* const* roots,
     size_t n_roots,
+    size_t results,
     const void* const* gradients,
     size_t n_gradients,
     void** graph) {
   return guarded([&] {
     auto traced = pointers(tracers, n_tracers), outputs = pointers(roots, n_roots);
-    Walk forward(traced);
+    Walk forward(traced, results);
     forward.add_roots(outputs);
-    Walk whole(traced);
+    Walk whole(traced, results);
     whole.add_roots(outputs);
     whole.add_roots(pointers(gradients, n_gradients));
     *graph = new CallGraph(forward, whole);
@@ -704,10 +716,11 @@ int faststep_call_graph_compare(
     size_t n_tracers,
     const void* const* roots,
     size_t n_roots,
+    size_t results,
     const void* const* gradients,
     size_t n_gradients) {
   return guarded([&] {
-    Walk walk(pointers(tracers, n_tracers));
+    Walk walk(pointers(tracers, n_tracers), results);
     walk.add_roots(pointers(roots, n_roots));
     walk.add_roots(pointers(gradients, n_gradients));
     bool same = graph_of(graph).compare(walk, n_gradients > 0);
@@ -726,9 +739,15 @@ int faststep_call_graph_inputs(void* graph, void** inputs) {
 }
 
 int faststep_call_graph_held(
-    const void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, void** held) {
+    const void* graph,
+    const void* const* tracers,
+    size_t n_tracers,
+    const void* const* roots,
+    size_t n_roots,
+    size_t results,
+    void** held) {
   return guarded([&] {
-    Walk walk(pointers(tracers, n_tracers));
+    Walk walk(pointers(tracers, n_tracers), results);
     walk.add_roots(pointers(roots, n_roots));
     faststep::called::give(graph_of(graph).held_of(walk), held);
   });
@@ -756,6 +775,9 @@ int faststep_array_fill(const void* array, const void* value) {
     }
     if (node.shape() != from.shape() || node.dtype() != from.dtype()) {
       throw std::invalid_argument("an array of a loss was given a value of another form");
+    }
+    if (node.has_primitive()) {
+      node.detach(); // what it was given before
     }
     if (faststep::called::is_pending(from)) { // becomes a copy of it
       node.inputs() = {from};

@@ -17,9 +17,9 @@ use crate::{
     evaluation::Schedule,
     layout::{
         aux_state::{Open, Places},
-        Layout,
+        precision, Layout,
     },
-    trace::Outputs,
+    trace::{Options, Outputs},
 };
 
 /// The other holder of a step's arrays.
@@ -31,14 +31,6 @@ pub trait Owner {
     /// each parameter, and to so many of the state's first arrays. None where somebody can, or where it does not know.
     fn holds_alone(&mut self) -> Option<usize> {
         None
-    }
-
-    /// A loss has been called, without a trace. Where this flag is true, the batch is skipped: take back what the loss has changed.
-    ///
-    /// # Errors
-    /// That of the flag's evaluation.
-    fn called(&mut self, _skipped: &Array) -> mlx_rs::error::Result<()> {
-        Ok(())
     }
 
     /// Run work that waits for the device, with whatever lock the caller holds released.
@@ -132,6 +124,13 @@ impl Engine {
     /// Tell another clock which stage a call is in.
     pub fn set_clock(&mut self, clock: Arc<StageClock>) {
         self.clock = clock;
+    }
+
+    /// The scale of a loss in half precision, where a step of these options has one.
+    #[must_use]
+    pub fn loss_scale(&self, options: &Options) -> Option<&Array> {
+        let at = self.places.scale.filter(|_| precision::scales(options.compute_dtype))?;
+        self.state.get(at)
     }
 
     /// The layout of the parameters.

@@ -38,7 +38,7 @@ pub use crate::{
     memory::Plan,
     mlx::{
         array, blas,
-        called::{self, CallGraph, Tracers},
+        called::{self, CallGraph, Replayed, Roots, Tracers},
         graph::{self, Graph},
         join, measure, memory,
         rebind::RebindError,

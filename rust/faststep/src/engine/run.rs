@@ -80,9 +80,6 @@ impl Engine {
         let batch = self.run(trace, call, owner)?;
         self.note(&batch);
         let waiting = Instant::now();
-        if let (true, Some(skipped)) = (trace.is_eager(), &batch.skipped) {
-            owner.called(skipped)?;
-        }
         let refused = if options.raises() {
             nonfinite::check(name, &self.layout, options.guard(), &batch, owner).err()
         } else {

@@ -80,11 +80,11 @@ impl Tracers {
     ///
     /// # Errors
     /// Those of the differentiation, which may call Python code.
-    pub fn gradients(&self, parameters: &[Array], roots: &[Array]) -> Result<Vec<Array>> {
+    pub fn gradients(&self, parameters: &[Array], roots: &Roots) -> Result<Vec<Array>> {
         let (given, tracers, outputs) = (
             handles(parameters),
             handles(&self.0[..parameters.len()]),
-            handles(roots),
+            handles(&roots.arrays),
         );
         // SAFETY: live arrays, the number of each list, and room for as many gradients as parameters.
         written(parameters.len(), |gradients| unsafe {
@@ -104,8 +104,9 @@ impl Tracers {
     ///
     /// # Errors
     /// Those of the evaluation.
-    pub fn settle(&self, roots: &[Array]) -> Result<bool> {
-        let (tracers, roots) = (handles(&self.0), handles(roots));
+    pub fn settle(&self, roots: &Roots) -> Result<bool> {
+        let (tracers, results) = (handles(&self.0), roots.results);
+        let roots = handles(&roots.arrays);
         let mut held = 0;
         // SAFETY: live arrays, and the number of each list.
         check(unsafe {
@@ -114,6 +115,7 @@ impl Tracers {
                 tracers.len(),
                 roots.as_ptr(),
                 roots.len(),
+                results,
                 &raw mut held,
             )
         })?;
@@ -126,6 +128,15 @@ impl Tracers {
         // SAFETY: live arrays and their number.
         unsafe { faststep_tracers_end(tracers.as_ptr(), tracers.len()) }
     }
+}
+
+/// The arrays that a call has given, of each of which the caller has one handle here.
+#[derive(Debug, Default)]
+pub struct Roots {
+    /// The arrays.
+    pub arrays: Vec<Array>,
+    /// So many of the first are outputs whoever holds them; the others only where somebody does.
+    pub results: usize,
 }
 
 /// The operations from tracers to roots, to arrays that somebody holds, and to gradients.
@@ -148,8 +159,9 @@ impl CallGraph {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(tracers: &Tracers, roots: &[Array], gradients: &[Array]) -> Result<Self> {
-        let lists = [handles(tracers.arrays()), handles(roots), handles(gradients)];
+    pub fn new(tracers: &Tracers, roots: &Roots, gradients: &[Array]) -> Result<Self> {
+        let results = roots.results;
+        let lists = [tracers.arrays(), &roots.arrays, gradients].map(handles);
         let [tracers, roots, gradients] = &lists;
         let mut graph = ptr::null_mut();
         // SAFETY: live arrays, and the number of each list.
@@ -159,6 +171,7 @@ impl CallGraph {
                 tracers.len(),
                 roots.as_ptr(),
                 roots.len(),
+                results,
                 gradients.as_ptr(),
                 gradients.len(),
                 &raw mut graph,
@@ -171,8 +184,8 @@ impl CallGraph {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn follows(&self, tracers: &Tracers, roots: &[Array]) -> Result<bool> {
-        let (tracers, roots) = (handles(tracers.arrays()), handles(roots));
+    pub fn follows(&self, tracers: &Tracers, roots: &Roots) -> Result<bool> {
+        let (tracers, roots) = (handles(tracers.arrays()), handles(&roots.arrays));
         // SAFETY: a graph, live arrays, and the number of each list.
         is_done(unsafe {
             faststep_call_graph_follow(
@@ -189,8 +202,9 @@ impl CallGraph {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn equals(&self, tracers: &Tracers, roots: &[Array], gradients: &[Array]) -> Result<bool> {
-        let lists = [handles(tracers.arrays()), handles(roots), handles(gradients)];
+    pub fn equals(&self, tracers: &Tracers, roots: &Roots, gradients: &[Array]) -> Result<bool> {
+        let results = roots.results;
+        let lists = [tracers.arrays(), &roots.arrays, gradients].map(handles);
         let [tracers, roots, gradients] = &lists;
         // SAFETY: a graph, live arrays, and the number of each list.
         is_done(unsafe {
@@ -200,6 +214,7 @@ impl CallGraph {
                 tracers.len(),
                 roots.as_ptr(),
                 roots.len(),
+                results,
                 gradients.as_ptr(),
                 gradients.len(),
             )
@@ -244,8 +259,9 @@ impl CallGraph {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn held_of(&self, tracers: &Tracers, roots: &[Array]) -> Result<Vec<Array>> {
-        let (tracers, roots) = (handles(tracers.arrays()), handles(roots));
+    pub fn held_of(&self, tracers: &Tracers, roots: &Roots) -> Result<Vec<Array>> {
+        let (tracers, results) = (handles(tracers.arrays()), roots.results);
+        let roots = handles(&roots.arrays);
         // SAFETY: a graph, live arrays, the number of each list, and room for as many arrays as are held.
         written(self.held(), |held| unsafe {
             faststep_call_graph_held(
@@ -254,6 +270,7 @@ impl CallGraph {
                 tracers.len(),
                 roots.as_ptr(),
                 roots.len(),
+                results,
                 held,
             )
         })

@@ -232,6 +232,7 @@ extern "C" {
         n_tracers: usize,
         roots: Handles,
         n_roots: usize,
+        results: usize,
         held_tracers: *mut usize,
     ) -> c_int;
     pub(crate) fn faststep_call_graph_new(
@@ -239,6 +240,7 @@ extern "C" {
         n_tracers: usize,
         roots: Handles,
         n_roots: usize,
+        results: usize,
         gradients: Handles,
         n_gradients: usize,
         graph: *mut *mut c_void,
@@ -257,6 +259,7 @@ extern "C" {
         n_tracers: usize,
         roots: Handles,
         n_roots: usize,
+        results: usize,
         gradients: Handles,
         n_gradients: usize,
     ) -> c_int;
@@ -268,6 +271,7 @@ extern "C" {
         n_tracers: usize,
         roots: Handles,
         n_roots: usize,
+        results: usize,
         held: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_call_graph_replay(

@@ -1,22 +1,16 @@
 //! The arguments of one call: their arrays, and the names that the user gives them.
-use std::{cell::RefCell, rc::Rc};
+use std::rc::Rc;
 
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
-    intern,
     prelude::*,
     types::PyTuple,
 };
 
 use crate::{
-    mlx::{bridge, classes::is_numeric, gil::unlocked},
-    reach::Before,
-    tree::{
-        rebuild::rebuild_where,
-        slot::{Place, Slot},
-        RecordedArguments, Tree,
-    },
+    mlx::{bridge, gil::unlocked},
+    tree::{RecordedArguments, Tree},
 };
 
 /// Arguments of one call: in Python a tuple of these.
@@ -28,29 +22,19 @@ pub struct Arguments<'py> {
     /// The loss function; `None` where only a window is flushed.
     pub loss_fn: Bound<'py, PyAny>,
     /// The positional arguments and a dict of the named ones.
-    pub passed: Bound<'py, PyTuple>,
-    /// The same with the user's own containers and NumPy arrays.
     pub own: Bound<'py, PyTuple>,
-    /// What there was before the loss is called in this call, where its batch may be skipped.
-    pub before: RefCell<Option<Before<'py>>>,
-    /// The same of an update by the optimizer's own code, before that is traced.
-    pub before_update: RefCell<Option<Before<'py>>>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (model, optimizer, loss_fn, passed): (_, _, _, Bound<'py, PyTuple>) =
-            object.extract()?;
+        let (model, optimizer, loss_fn, own) = object.extract()?;
         Ok(Self {
             model,
             optimizer,
             loss_fn,
-            own: passed.clone(),
-            passed,
-            before: RefCell::default(),
-            before_update: RefCell::default(),
+            own,
         })
     }
 }
@@ -63,26 +47,10 @@ pub struct Batch<'py> {
     pub arrays: Vec<Array>,
     /// Modules and other objects among them, which a loss may reach into.
     pub objects: Vec<Bound<'py, PyAny>>,
-    /// The addresses of the user's own containers among them.
-    pub containers: Rc<Vec<usize>>,
-    /// Those of the dicts and lists in which there are arrays.
-    pub holders: Vec<usize>,
-}
-
-// the addresses of the dicts and lists in which arrays stand
-fn holders(slots: &[Slot<'_>]) -> Vec<usize> {
-    let holders = slots.iter().filter_map(|slot| match &slot.place {
-        Place::Dict(dict, _) => Some(dict.as_ptr().addr()),
-        Place::List(list, _) => Some(list.as_ptr().addr()),
-        Place::Tuple | Place::Nth(..) => None,
-    });
-    let mut holders: Vec<usize> = holders.collect();
-    holders.dedup();
-    holders
-}
-
-fn is_one(object: &Bound<'_, PyAny>) -> bool {
-    bridge::is_array(object) || is_numeric(object)
+    /// The same.
+    pub kept: Rc<Vec<Py<PyAny>>>,
+    /// True if there are NumPy arrays among them, which the loss gets as they are.
+    pub numpy: bool,
 }
 
 impl<'py> Arguments<'py> {
@@ -94,31 +62,12 @@ impl<'py> Arguments<'py> {
     /// The batch; none of its arrays may wait for another thread, and files are read here, where nothing has changed yet.
     pub fn batch(&mut self) -> PyResult<Batch<'py>> {
         let py = self.py();
-        let mut found = Tree::record_arguments(self.passed.as_any())?;
-        let containers = found.tree.containers();
-        let holders = holders(&found.slots);
-        if found.numpy {
-            let mlx = py.import("mlx.core")?;
-            let (mut numpy, mut number) = (Vec::new(), 0);
-            let converted = rebuild_where(self.passed.as_any(), is_one, &mut |array| {
-                number += 1;
-                if bridge::is_array(array) {
-                    return Ok(array.clone());
-                }
-                let dtype = array.getattr(intern!(py, "dtype"))?;
-                numpy.push((number, dtype.getattr(intern!(py, "num"))?.extract()?));
-                mlx.call_method1("array", (array,))
-            })?;
-            self.passed = converted.cast_into()?;
-            found = Tree::record_arguments(self.passed.as_any())?;
-            found.tree.numpy = numpy;
-        }
         let RecordedArguments {
             tree,
             slots,
             objects,
-            ..
-        } = found;
+            numpy,
+        } = Tree::record_arguments(self.own.as_any())?;
         let arrays: Vec<Array> = slots
             .iter()
             .filter_map(|slot| bridge::get(&slot.object))
@@ -142,9 +91,9 @@ impl<'py> Arguments<'py> {
         Ok(Batch {
             tree: Rc::new(tree),
             arrays,
+            kept: Rc::new(objects.iter().map(|it| it.clone().unbind()).collect()),
             objects,
-            containers,
-            holders,
+            numpy,
         })
     }
 

@@ -3,17 +3,12 @@ use faststep::engine::{
     measure::{self, KINDS},
     CallTraces, PlannedCalls,
 };
-use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use pyo3::prelude::*;
 
-use super::{
-    arguments::Arguments,
-    run::{finished, Given},
-    Inner, Task,
-};
+use super::{arguments::Arguments, memory_plan::Rehearsed, Inner};
 use crate::{
     mlx::{bridge, errors::mlx},
-    reach::stop::Stop,
-    store::{owner::Holder, Prepared, Store},
+    store::registry::Shared,
     tree::paths::dotted,
 };
 
@@ -43,62 +38,40 @@ impl Inner {
     /// Measure a step on the user's batch, of so many that make one update: the one that updates.
     pub(super) fn measure(
         &mut self,
-        store: &mut Store,
+        shared: &Shared,
         user: Arguments<'_>,
         accumulate: usize,
     ) -> PyResult<Vec<Measured>> {
-        let outcome = self.rehearse(store, user, accumulate, Store::prepare, Self::measured);
+        let graphs = std::mem::take(&mut self.graphs); // the operations of this call have their modules, and no others
+        let (host, in_flight) = (self.host.clone(), self.in_flight());
+        let outcome = self.rehearse(shared, user, accumulate, false, &mut |holder, work| {
+            let Rehearsed { engine, traces, call, calls, signature, .. } = work;
+            let CallTraces { trace, update } = traces;
+            let mut trace = trace.again(host.clone());
+            let traces = CallTraces {
+                trace: &mut trace,
+                update,
+            };
+            let calls = PlannedCalls {
+                calls,
+                in_flight,
+                shown: &[], // after the first update its objects hold the step's arrays
+            };
+            let module = |tensor: usize| match signature.path(tensor) {
+                [module @ .., _] => dotted(module),
+                [] => String::new(),
+            };
+            engine.measure(traces, call, calls, &module, holder)
+        });
+        self.graphs = graphs;
         measure::clear_labels(); // of a trace that failed, too
-        outcome
-    }
-
-    fn measured<'py>(
-        &mut self,
-        store: &mut Store,
-        user: &Arguments<'py>,
-        prepared: &Prepared<'py>,
-        given: &Given,
-        (task, calls): (Task, usize),
-    ) -> Result<Vec<Measured>, Stop> {
-        let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let signature = store.signature()?;
-        let varying = self.varying();
-        let call = self.enter_host(store, user, given, true, &varying)?;
-        let engine = store.engine.as_mut().ok_or_else(missing)?;
-        let in_flight = self.in_flight();
-        let CallTraces { trace, update } = self.traces.of(task).ok_or_else(missing)?;
-        let mut trace = trace.again(self.host.clone()); // its operations get their modules while it is made
-        let trace = &mut trace;
-        let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
-        let module = |tensor: usize| match signature.path(tensor) {
-            [module @ .., _] => dotted(module),
-            [] => String::new(),
-        };
-        let traces = CallTraces { trace, update };
-        let calls = PlannedCalls {
-            calls,
-            in_flight,
-            shown: &[], // after the first update its objects hold the step's arrays
-        };
-        let outcome = engine.measure(traces, call, calls, &module, &mut holder);
-        let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given, false);
-        put_back?;
-        let found = finished(outcome, stop?)?;
-        Ok(found
-            .into_iter()
-            .map(|each| {
-                (
-                    each.name,
-                    each.module,
-                    each.output,
-                    each.bytes,
-                    each.seconds,
-                    each.by_events,
-                    each.held.bytes,
-                    each.held.cache,
-                )
-            })
-            .collect())
+        let found = outcome?.into_iter();
+        let found = found.map(|each| {
+            let held = each.held;
+            let what = (each.name, each.module, each.output, each.bytes);
+            let (name, module, output, bytes) = what;
+            (name, module, output, bytes, each.seconds, each.by_events, held.bytes, held.cache)
+        });
+        Ok(found.collect())
     }
 }

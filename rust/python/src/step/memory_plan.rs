@@ -1,18 +1,19 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
-use faststep::engine::{Needs, Plan, PlannedCalls, Role, Rule};
+use faststep::{
+    engine::{Call, CallTraces, Engine, Plan, PlannedCalls, Role, Task},
+    Error,
+};
 use mlx_rs::Array;
-use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use pyo3::prelude::*;
 
 use super::{
-    arguments::Arguments,
-    run::{finished, Given},
-    trace_cache::warn,
-    Inner, Task,
+    arguments::{Arguments, Batch},
+    choose::Way,
+    Inner,
 };
 use crate::{
     mlx::bridge,
-    reach::{stop::Stop, Before},
-    store::{moments::Moments, owner::Holder, Prepared, Store},
+    store::{moments::Moments, owner::Holder, registry::Shared, ModelSignature, Prepared, Store},
 };
 
 /// Memory of the device that a step takes, in bytes.
@@ -64,72 +65,68 @@ impl Inner {
     /// Plan steps on the user's batch, so many of which make one update.
     pub(super) fn memory_plan(
         &mut self,
-        store: &mut Store,
+        shared: &Shared,
         user: Arguments<'_>,
         accumulate: usize,
     ) -> PyResult<MemoryPlan> {
-        let plan = self.rehearse(store, user, accumulate, Store::prepare_draft, Self::plan)?;
+        let in_flight = self.in_flight();
+        let plan: Plan = self.rehearse(shared, user, accumulate, true, &mut |given, work| {
+            let Rehearsed { engine, traces, call, calls, shown, .. } = work;
+            let calls = PlannedCalls { calls, in_flight, shown };
+            engine.plan(traces, call, calls, given)
+        })?;
         Ok(plan.into())
     }
 
-    /// Run `work` as the last call of a whole window, on the user's batch; an optimizer that it initialises is taken back.
-    pub(super) fn rehearse<'py, T>(
+    /// Call the loss as the last call of a whole window does, and do `work` with its traces; an optimizer that this initialises is
+    /// taken back. `drafts`: what has not been taken over yet takes no memory.
+    pub(super) fn rehearse<T>(
         &mut self,
-        store: &mut Store,
-        mut user: Arguments<'py>,
+        shared: &Shared,
+        mut user: Arguments<'_>,
         accumulate: usize,
-        prepare: impl FnOnce(
-            &mut Store,
-            &Bound<'py, PyAny>,
-            &Bound<'py, PyAny>,
-            Needs,
-        ) -> PyResult<Prepared<'py>>,
-        work: impl Fn(
-            &mut Self,
-            &mut Store,
-            &Arguments<'py>,
-            &Prepared<'py>,
-            &Given,
-            (Task, usize),
-        ) -> Result<T, Stop>,
+        drafts: bool,
+        work: &mut dyn FnMut(&mut Holder<'_, '_>, Rehearsed<'_>) -> Result<T, Error>,
     ) -> PyResult<T> {
-        let mut given = self.given(store, &mut user, false)?;
-        let user = &user;
-        let before = Before::of(&user.model, &user.model, &given.looked)?;
-        let (task, calls) = window_of(accumulate, store);
+        let (task, calls) = window_of(accumulate, &*shared.enter()?);
+        let batch = self.batch(shared, &mut user, task)?;
         let needs = self.needs(task);
-        self.look_at_update(store, user, task)?;
-        let mut prepared = prepare(store, &user.model, &user.optimizer, needs)?;
+        let prepare = if drafts { Store::prepare_draft } else { Store::prepare };
+        let mut prepared = prepare(&mut *shared.enter()?, &user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
-        let own = matches!(store.rule, Some(Rule::Host));
-        if own && !self.compiled {
-            let how = (&self.reach, task.accumulates());
-            self.read.look(&user.optimizer, &user.model, how)?;
-        }
-        let of_update = self.read.looked().filter(|_| own).cloned();
-        let of_update = of_update.map(|looked| Before::of(&user.model, &user.optimizer, &looked));
-        let of_update = of_update.transpose()?;
-        let outcome = self.run(store, user, &mut given, task, |inner, store, given| {
-            work(inner, store, user, &prepared, given, (task, calls))
-        });
-        let of_update = of_update.map(|before| before.restore(user.py()));
-        let mut taken = of_update.transpose()?.unwrap_or_default();
+        let outcome = self.rehearsed(shared, &user, (&mut prepared, &batch), (task, calls), work);
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
-            store.discard();
+            shared.enter()?.discard();
         }
-        taken.extend(before.restore(user.py())?);
-        self.traces.drop_suspects(); // the first step is to call the loss
-        self.suspect = None;
-        if !taken.is_empty() {
-            let message = format!(
-                "the loss has been called, and what it has taken from {} cannot be put back: the next step goes on behind that. \
-                 Make it anew before training begins",
-                taken.join(", ")
-            );
-            warn(user.py(), &message)?;
+        outcome
+    }
+
+    fn rehearsed<'py, T>(
+        &mut self,
+        shared: &Shared,
+        user: &Arguments<'py>,
+        (prepared, batch): (&mut Prepared<'py>, &Batch<'py>),
+        (task, calls): (Task, usize),
+        work: &mut dyn FnMut(&mut Holder<'_, '_>, Rehearsed<'_>) -> Result<T, Error>,
+    ) -> PyResult<T> {
+        let mut way = self.call_for_trace(shared, user, (prepared, batch))?;
+        let mut store = shared.enter()?;
+        store.look_again(prepared, &user.model, &user.optimizer)?;
+        let (shown, signature) = (shown(&store, prepared)?, store.signature()?);
+        let given = (&*prepared, batch, &mut way);
+        let outcome = self.evaluate(&mut store, user, given, task, &mut |engine, traces, call, holder| {
+            let rehearsed = Rehearsed { engine, traces, call, calls, shown: &shown, signature: &signature };
+            (work(holder, rehearsed), false)
+        });
+        let made = outcome.map(|(made, _)| made);
+        self.traces.settle(0.0);
+        if let Way::Called(called) = &way {
+            self.recover(&store, user, prepared, batch, called)?;
         }
-        Ok(outcome?.0)
+        drop(store);
+        self.settle_reshaped(user.py(), prepared, &way, None, Task::Gradients)?;
+        made
     }
 
     // the calls that are under way at once
@@ -140,35 +137,22 @@ impl Inner {
             self.options.in_flight
         }
     }
+}
 
-    fn plan<'py>(
-        &mut self,
-        store: &mut Store,
-        user: &Arguments<'py>,
-        prepared: &Prepared<'py>,
-        given: &Given,
-        (task, calls): (Task, usize),
-    ) -> Result<Plan, Stop> {
-        let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let signature = store.signature()?;
-        let shown = shown(store, prepared)?;
-        let varying = self.varying();
-        let call = self.enter_host(store, user, given, true, &varying)?;
-        let engine = store.engine.as_mut().ok_or_else(missing)?;
-        let in_flight = self.in_flight();
-        let traces = self.traces.of(task).ok_or_else(missing)?;
-        let calls = PlannedCalls {
-            calls,
-            in_flight,
-            shown: &shown,
-        };
-        let mut holder = Holder::new(user.py(), prepared, &signature.roles, None);
-        let outcome = engine.plan(traces, call, calls, &mut holder);
-        let put_back = holder.show(engine, false);
-        let stop = self.leave_host(user, given, false);
-        put_back?;
-        finished(outcome, stop?)
-    }
+/// Work with the traces of a call that is not made.
+pub(super) struct Rehearsed<'a> {
+    /// The engine.
+    pub(super) engine: &'a mut Engine,
+    /// The traces.
+    pub(super) traces: CallTraces<'a>,
+    /// Its arguments.
+    pub(super) call: Call,
+    /// The number of calls that make one update.
+    pub(super) calls: usize,
+    /// The arrays held by the user's objects that a step replaces.
+    pub(super) shown: &'a [Array],
+    /// The model's signature.
+    pub(super) signature: &'a ModelSignature,
 }
 
 /// The whole window, regardless of the batches in it now: the task of its last call, which updates, and how many there are.

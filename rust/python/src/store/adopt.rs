@@ -88,10 +88,8 @@ impl Store {
             if self.mixed {
                 widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
             }
-            let (_, slots) = Tree::record(optimizer, Scope::Whole)?;
-            let state = slots.iter().filter_map(|slot| bridge::get(&slot.object));
-            let state = state.collect();
-            unlocked(py, || take(Rc::new(layout), parameters, state))
+            // it keeps its state itself
+            unlocked(py, || take(Rc::new(layout), parameters, Vec::new()))
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
         self.sign_layout(engine.layout().clone());
@@ -107,7 +105,7 @@ impl Store {
             })
             .map_err(|error| to_python(&error))?;
         }
-        let (tree, _) = Tree::record(optimizer, self.scope())?;
+        let (tree, _) = Tree::record(optimizer, Scope::Options)?;
         self.sign_options(py, tree);
         Ok(engine)
     }
@@ -172,7 +170,7 @@ impl Store {
     ) -> PyResult<Vec<Slot<'py>>> {
         match &self.moments {
             Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
-            None => Ok(Tree::record(optimizer, Scope::Whole)?.1),
+            None => Ok(Vec::new()),
         }
     }
 }

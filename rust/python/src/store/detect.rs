@@ -6,20 +6,13 @@ use std::{
 
 use faststep::engine::{Layout, Role, Rule, Rules, Tensor};
 use mlx_rs::Array;
-use pyo3::{intern, prelude::*, types::PyDict};
+use pyo3::{intern, prelude::*};
 
-use super::{known_numbers::have_varied, ModelSignature, Numbers, Store, Varying};
+use super::{known_numbers::have_varied, ModelSignature, Numbers, Store};
 use crate::{
     mlx::{bridge, classes::has_own_methods},
     optimizer::native_rules,
-    tree::{
-        apart,
-        rebuild::rebuild,
-        slot::Slot,
-        snapshot::{Placed, Snapshot},
-        walk::Scope,
-        Tree,
-    },
+    tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
 /// Methods of a model by which MLX tells at each call of a loss what is trained.
@@ -28,9 +21,6 @@ const ASKED: [&str; 3] = [
     "trainable_parameter_filter",
     "filter_and_map",
 ];
-
-/// The most places of the model where a loss sets something that are looked at.
-const MAX_PLACES: usize = 64;
 
 /// Largest number of signatures of the model, and of the optimizer's options, that are kept; the oldest goes first.
 const MAX_SIGNATURES: usize = 64;
@@ -56,12 +46,7 @@ impl Store {
         &mut self,
         model: &Bound<'py, PyAny>,
     ) -> PyResult<(Vec<Slot<'py>>, bool)> {
-        let (_, version) = apart::of(model);
-        let same = std::mem::replace(&mut self.apart, version) == version;
-        if !same {
-            self.models.clear(); // they have what is left out now, or not what is looked at
-        }
-        let current = self.current.as_ref().filter(|_| same);
+        let current = self.current.as_ref();
         let is_trained = |it: &Rc<ModelSignature>| {
             it.asked.is_none() || asked(model).ok() == Some(it.asked.clone())
         };
@@ -79,13 +64,10 @@ impl Store {
         let py = model.py();
         let (tree, slots) = Tree::of_model(model)?;
         let asked = asked(model)?;
-        let at = self.models.iter().position(|known| {
-            let differs_in = || known.tree.other_numbers(&tree, py);
-            known.asked == asked
-                && (known.tree.equals(&tree, py)
-                    || (known.has_free_numbers()
-                        && differs_in().is_some_and(|it| it.iter().all(|&at| known.is_free(at)))))
-        });
+        let at = self
+            .models
+            .iter()
+            .position(|known| known.asked == asked && known.tree.equals(&tree, py));
         let signature = if let Some(at) = at {
             // keep the newly recorded objects: the fast check compares by identity
             let known = self.models.remove(at);
@@ -97,13 +79,8 @@ impl Store {
                 trainable: known.trainable.clone_ref(py),
                 parameters: known.parameters.clone(),
                 asked,
-                counts: known.counts.clone(),
-                varying: known.varying.clone(),
             })
         } else {
-            let current = self.current.as_ref().filter(|_| same);
-            let changed = current.map(|it| it.tree.changed_attributes(&tree, py));
-            apart::note(model, changed.unwrap_or_default())?;
             Rc::new(self.sign(model, tree, asked)?)
         };
         self.models.push(signature.clone());
@@ -112,63 +89,6 @@ impl Store {
         }
         self.switch(py, signature)?;
         Ok((slots, false))
-    }
-
-    /// Note places of the model where a loss sets something.
-    pub fn note_places(&mut self, places: Vec<Placed>, py: Python<'_>) {
-        for place in places {
-            let is_known = self.places.iter().any(|known| known.is_of(&place, py));
-            if !is_known && self.places.len() < MAX_PLACES {
-                self.places.push(place);
-            }
-        }
-    }
-
-    /// Take the model's numbers and flags as they are now for those of its signature: a loss has changed them, which does not matter
-    /// to it. `add`: what it adds to some of them at each call.
-    pub fn accept_model(
-        &mut self,
-        model: &Bound<'_, PyAny>,
-        add: impl FnOnce() -> PyResult<()>,
-    ) -> PyResult<()> {
-        let py = model.py();
-        let signature = self.signature()?;
-        let (tree, _) = Tree::of_model(model)?;
-        let now = Snapshot::take(model)?;
-        add()?;
-        let (next, _) = Tree::of_model(model)?;
-        now.restore()?;
-        let Some(counts) = tree.other_numbers(&next, py) else {
-            return Ok(());
-        };
-        let paths = tree.paths(py);
-        if tree.tensors() != signature.tree.tensors() || paths != signature.tree.paths(py) {
-            return Ok(());
-        }
-        let trained = signature.parameters.iter().map(|&slot| &paths[slot]);
-        if trained.collect::<HashSet<_>>() != trainable_now(model)?.1.iter().collect() {
-            return Ok(()); // it has frozen a part
-        }
-        let at = self
-            .models
-            .iter()
-            .position(|known| known.id == signature.id);
-        let accepted = Rc::new(ModelSignature {
-            id: signature.id,
-            form: signature.form,
-            tree,
-            roles: signature.roles.clone(),
-            trainable: signature.trainable.clone_ref(py),
-            parameters: signature.parameters.clone(),
-            asked: signature.asked.clone(),
-            counts,
-            varying: signature.varying.clone(),
-        });
-        if let Some(at) = at {
-            self.models[at] = accepted.clone();
-        }
-        self.current = Some(accepted);
-        Ok(())
     }
 
     fn sign(
@@ -200,107 +120,15 @@ impl Store {
             .collect();
         self.next_id += 1;
         let form = self.form(&tree, asked.as_ref(), py).unwrap_or(self.next_id);
-        let varying = self.varying_of(form, &tree, py);
         Ok(ModelSignature {
             id: self.next_id,
             form,
-            varying,
             tree,
             roles: Rc::new(roles),
             trainable: trainable.unbind(),
             parameters,
             asked,
-            counts: Vec::new(),
         })
-    }
-
-    // numbers that had other values in several models of a form, or did so in another form; these models are forgotten then, since
-    // they are told apart by them
-    fn varying_of(&mut self, form: usize, tree: &Tree, py: Python<'_>) -> Option<Rc<Varying>> {
-        if self.own_numbers {
-            return None;
-        }
-        let known = self.varying.iter().position(|known| known.form == form);
-        let alike = self.models.iter().filter(|known| known.form == form);
-        let mut times: HashMap<usize, usize> = HashMap::new();
-        for at in alike.flat_map(|known| known.tree.changed_numbers(tree, py)) {
-            *times.entry(at).or_default() += 1;
-        }
-        times.retain(|_, times| *times >= MANY_VALUES);
-        if times.is_empty() && (known.is_some() || self.varying.is_empty()) {
-            return known.map(|at| self.varying[at].clone());
-        }
-        let others = || self.varying.iter().flat_map(|known| &known.numbers);
-        let mut numbers = tree.numbers(py);
-        numbers.retain(|(at, path)| {
-            times.contains_key(at) || others().any(|(_, other)| other == path)
-        });
-        if numbers.is_empty() {
-            return None;
-        }
-        let varying = Rc::new(Varying {
-            form,
-            numbers,
-            now: PyDict::new(py).unbind(),
-        });
-        self.models.retain(|known| known.form != form);
-        if let Some(at) = known {
-            self.varying.remove(at);
-        }
-        self.varying.push(varying.clone());
-        if self.varying.len() > MAX_SIGNATURES {
-            self.varying.remove(0);
-        }
-        Some(varying)
-    }
-
-    /// Keep all numbers of the model in its signature: the loss changes some itself.
-    pub fn keep_numbers(&mut self) {
-        if std::mem::replace(&mut self.own_numbers, true) {
-            return;
-        }
-        self.varying.clear();
-        self.models.retain(|known| known.varying.is_none());
-    }
-
-    /// The numbers of the model, by their paths, that have changed again and again: they are no part of its signature.
-    pub fn varying_numbers<'py>(
-        &mut self,
-        model: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyDict>>> {
-        if self.varying.is_empty() {
-            return Ok(None);
-        }
-        self.look_at_model(model)?;
-        let py = model.py();
-        let current = self.signature()?;
-        let Some(varying) = &current.varying else {
-            return Ok(None);
-        };
-        let now = varying.now.bind(py);
-        for (at, path) in &varying.numbers {
-            now.set_item(path, current.tree.number(*at, py))?;
-        }
-        Ok(Some(now.clone()))
-    }
-
-    /// All numbers of the model's signature.
-    pub fn model_numbers(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
-        Ok(self.signature()?.tree.own_numbers(py))
-    }
-
-    /// The numbers of the model to which a loss adds at each call, as they are now.
-    pub fn counted(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
-        let current = self.signature()?;
-        let numbers = current.counts.iter().map(|&at| current.tree.number(at, py));
-        Ok(numbers.flatten().map(Bound::unbind).collect())
-    }
-
-    /// Their names; `None` where one is in a list or a dict, which code may read as a whole.
-    pub fn counted_names(&self, py: Python<'_>) -> PyResult<Option<Vec<String>>> {
-        let current = self.signature()?;
-        let names = current.counts.iter();
-        Ok(names.map(|&at| current.tree.attribute(at, py)).collect())
     }
 
     // the form of a known model from which this one differs in numbers alone
@@ -354,25 +182,17 @@ impl Store {
         let Some(engine) = &self.engine else {
             return Ok(None);
         };
-        let layout = engine.layout().clone();
-        let scope = self.scope();
-        let known: Vec<usize> = match scope {
-            Scope::Whole => engine
-                .state()
-                .iter()
-                .map(faststep::engine::array::id)
-                .collect(),
-            Scope::Options | Scope::Arguments => Vec::new(),
-        };
-        let tree = self.options.last().map(|(_, tree)| tree);
-        let doubted = std::mem::take(&mut self.doubted);
-        let slots = tree.and_then(|tree| tree.check(optimizer, scope, &known));
-        if let Some(slots) = slots.filter(|_| !doubted) {
-            return self.state_or(slots, optimizer);
+        if let Some(Rule::Host) = self.rule {
+            return Ok(Some(Vec::new())); // it keeps its state itself, and reads its options as it updates
         }
-        let before = tree.map(|tree| tree.tensors().to_vec());
-        let (tree, slots) = Tree::record(optimizer, scope)?;
-        let same = before.is_some_and(|before| before == tree.tensors());
+        let layout = engine.layout().clone();
+        let scope = Scope::Options;
+        let tree = self.options.last().map(|(_, tree)| tree);
+        let slots = tree.and_then(|tree| tree.check(optimizer, scope, &[]));
+        if slots.is_some() {
+            return self.state_slots(optimizer).map(Some);
+        }
+        let (tree, _) = Tree::record(optimizer, scope)?;
         self.sign_options(optimizer.py(), tree);
         if let Some(Rule::Native(old)) = &self.rule {
             let paths = self.signature()?.paths();
@@ -383,10 +203,8 @@ impl Store {
             };
             let rules = self.with_numbers(rules, layout.tensors());
             self.rule = Some(Rule::Native(Rc::new(rules)));
-        } else if !same {
-            return Ok(None);
         }
-        self.state_or(slots, optimizer)
+        self.state_slots(optimizer).map(Some)
     }
 
     /// Rules whose numbers are arrays of the state, once these have been others a few times, or those of other optimizers.
@@ -441,24 +259,6 @@ impl Store {
         };
         engine.set_state(at, array.clone());
         self.max_norm = Some((max_norm, array));
-    }
-
-    fn state_or<'py>(
-        &self,
-        slots: Vec<Slot<'py>>,
-        optimizer: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Vec<Slot<'py>>>> {
-        match &self.moments {
-            Some(moments) => moments.scalars(optimizer.py()),
-            None => Ok(Some(slots)),
-        }
-    }
-
-    pub(super) fn scope(&self) -> Scope {
-        match self.rule {
-            Some(Rule::Native(_)) => Scope::Options,
-            Some(Rule::Host) | None => Scope::Whole,
-        }
     }
 
     pub(super) fn sign_layout(&mut self, layout: Rc<Layout>) {

@@ -1,27 +1,14 @@
 //! Release of the user's arrays before an evaluation, and their new values after it.
 use std::collections::HashMap;
 
-use faststep::engine::{nonfinite::wait_true, Engine, Owner, Role};
-use mlx_rs::{error::Result as MlxResult, Array};
+use faststep::engine::{Engine, Owner, Role};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
 use crate::{
-    mlx::{bridge, gil::Waiting},
-    tree::{
-        renewed::{Copies, Remade},
-        slot::Slot,
-    },
+    mlx::gil::Waiting,
+    tree::slot::Slot,
 };
-
-/// What a loss has changed that is called without a trace.
-pub trait Undo {
-    /// Return whether there is anything.
-    fn is_needed(&self, py: Python<'_>) -> PyResult<bool>;
-
-    /// Take it back.
-    fn take_back(&self, py: Python<'_>) -> PyResult<()>;
-}
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {
@@ -29,10 +16,7 @@ pub struct Holder<'a, 'py> {
     prepared: &'a Prepared<'py>,
     roles: &'a [(Role, Vec<String>)],
     moments: Option<&'a mut Moments>,
-    undo: Option<&'a dyn Undo>,
     released: bool,
-    shared: bool, // a dict or list of the optimizer, with somebody else, that its update replaces
-    copies: Copies<'py>,
     held: bool,
     error: Option<PyErr>,
 }
@@ -50,34 +34,10 @@ impl<'a, 'py> Holder<'a, 'py> {
             prepared,
             roles,
             moments,
-            undo: None,
             released: false,
-            shared: false,
-            copies: Copies::new(),
             held: false,
             error: None,
         }
-    }
-
-    /// With what a loss has changed that is called without a trace: it is taken back where the batch is skipped. `shared`: somebody else
-    /// holds a dict or list of the optimizer that its update replaces.
-    pub fn with(self, undo: Option<&'a dyn Undo>, shared: bool) -> Self {
-        Self {
-            undo,
-            shared,
-            ..self
-        }
-    }
-
-    /// Put copies in the places of the optimizer's dicts and lists that its update replaces, where somebody else holds them.
-    pub fn remake(
-        &mut self,
-        optimizer: &Bound<'py, PyAny>,
-        known: &HashMap<usize, isize>,
-        remade: &mut [Remade],
-    ) -> PyResult<()> {
-        let mut all = remade.iter_mut();
-        all.try_for_each(|remade| remade.unshare(optimizer, known, &mut self.copies))
     }
 
     fn parameters(&self) -> impl Iterator<Item = (usize, &Slot<'py>)> {
@@ -90,7 +50,7 @@ impl<'a, 'py> Holder<'a, 'py> {
 
     /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out again.
     pub fn show(&mut self, engine: &Engine, done: bool) -> PyResult<()> {
-        if self.released || (done && (self.prepared.packed || !self.copies.is_empty())) {
+        if self.released || (done && self.prepared.packed) {
             self.show_all(engine)?;
         }
         self.error.take().map_or(Ok(()), Err)
@@ -106,13 +66,8 @@ impl<'a, 'py> Holder<'a, 'py> {
             }
         }
         for (slot, array) in self.prepared.state.iter().zip(engine.state()) {
-            if slot.holds(array) {
-                continue;
-            }
-            let copy = self.copies.get(&slot.place.container());
-            match copy.and_then(|copy| slot.place.within(copy)) {
-                Some(place) => place.set(&bridge::wrap(self.py, array)?)?,
-                None => slot.show(array)?,
+            if !slot.holds(array) {
+                slot.show(array)?;
             }
         }
         if let (Some(moments), true) = (&mut self.moments, self.held) {
@@ -136,11 +91,8 @@ impl Owner for Holder<'_, '_> {
             let slots = slots.get(&slot.object.as_ptr().addr()).copied();
             slot.empty(&hollow, slots.unwrap_or(1));
         }
-        // of dicts and lists that somebody else holds their arrays stay
-        if !self.shared {
-            for slot in &self.prepared.state {
-                slot.empty(&hollow, 1);
-            }
+        for slot in &self.prepared.state {
+            slot.empty(&hollow, 1);
         }
         let Some(moments) = &mut self.moments else {
             return;
@@ -159,23 +111,10 @@ impl Owner for Holder<'_, '_> {
             .moments
             .as_ref()
             .is_none_or(|moments| !moments.is_shown());
-        let same = !prepared.aliased && !prepared.packed && !self.released && !self.shared;
+        let same = !prepared.aliased && !prepared.packed && !self.released;
         let parameters = self.parameters().map(|(_, slot)| slot);
         let alone = hidden && same && parameters.chain(&prepared.state).all(Slot::is_unshared);
         alone.then_some(prepared.state.len())
-    }
-
-    fn called(&mut self, skipped: &Array) -> MlxResult<()> {
-        let Some(undo) = self.undo.take() else {
-            return Ok(());
-        };
-        let needed = undo.is_needed(self.py);
-        let bad = needed.as_ref().is_ok_and(|needed| *needed) && wait_true(skipped, self)?;
-        let done = needed.and_then(|_| if bad { undo.take_back(self.py) } else { Ok(()) });
-        if let Err(error) = done {
-            self.error.get_or_insert(error);
-        }
-        Ok(())
     }
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {

@@ -1,22 +1,26 @@
 //! The store of each optimizer, so that `optimizer.state` is current when it is read.
 use std::{
-    cell::{BorrowMutError, RefCell, RefMut},
+    cell::{BorrowMutError, Cell, RefCell, RefMut},
     collections::HashMap,
     sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use faststep::engine::StageClock;
-use pyo3::prelude::*;
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::Store;
 use crate::{
     mlx::collector::{Collector, Refers, Visited},
-    optimizer::{check_traced, members, note_read, state},
+    optimizer::{members, state},
 };
+
+/// The error of a step within a step.
+pub const BUSY: &str = "a step of this model and optimizer is already running";
 
 /// A store that several steps share.
 pub struct Shared {
     store: RefCell<Store>,
+    busy: Cell<bool>, // a step is under way, also while its loss is called
     /// The stage of their calls, for any thread to read.
     pub clock: Arc<StageClock>,
 }
@@ -40,7 +44,32 @@ impl Refers for Arc<Shared> {
 }
 
 impl Shared {
-    /// Enter the store, unless a step is under way.
+    /// Enter the store.
+    ///
+    /// # Errors
+    /// Where something of a step is under way that holds it.
+    pub fn enter(&self) -> PyResult<RefMut<'_, Store>> {
+        self.try_borrow_mut()
+            .map_err(|_| PyRuntimeError::new_err(BUSY))
+    }
+
+    /// Begin a call; another one within it is refused.
+    ///
+    /// # Errors
+    /// Where one is under way.
+    pub fn begin(&self) -> PyResult<()> {
+        if self.busy.replace(true) {
+            return Err(PyRuntimeError::new_err(BUSY));
+        }
+        Ok(())
+    }
+
+    /// End it.
+    pub fn end(&self) {
+        self.busy.set(false);
+    }
+
+    /// Enter the store, unless something of a step holds it.
     pub fn try_borrow_mut(&self) -> Result<RefMut<'_, Store>, BorrowMutError> {
         self.store.try_borrow_mut()
     }
@@ -82,7 +111,8 @@ pub fn shared(model: &Bound<'_, PyAny>, optimizer: &Bound<'_, PyAny>) -> PyResul
     let store = Store::new(model, optimizer)?;
     let clock = store.clock.clone();
     let store = RefCell::new(store);
-    let new = Arc::new(Shared { store, clock });
+    let busy = Cell::default();
+    let new = Arc::new(Shared { store, busy, clock });
     let mut store = new.store.borrow_mut();
     claim(&new, &mut store, optimizer)?;
     drop(store);
@@ -132,12 +162,10 @@ pub fn claim(
 /// `Optimizer.state`: the optimizer's own dict, made current.
 #[pyfunction]
 pub fn current_state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    check_traced(optimizer)?;
     if let Some(shared) = find(optimizer) {
         match shared.try_borrow_mut() {
             Ok(mut store) if store.is_owner(optimizer) => store.expose(optimizer.py())?,
-            Ok(_) => {}
-            Err(_) => note_read(), // during a step, the loss gets the dict unchanged
+            _ => {}
         }
     }
     Ok(state(optimizer)?.into_any())

@@ -3,12 +3,12 @@ use std::rc::Rc;
 
 use faststep::engine::{Output, Role, Tensor};
 use mlx_rs::Array;
-use pyo3::{prelude::*, types::PyTuple};
+use pyo3::prelude::*;
 
 use super::{detect::sign, Prepared, Store};
 use crate::{
     mlx::{bridge, errors::to_python, gil::unlocked},
-    tree::{paths::dotted, renewed::Renewed, slot::Slot, Tree},
+    tree::{paths::dotted, slot::Slot},
 };
 
 impl Store {
@@ -18,35 +18,15 @@ impl Store {
         model: &Bound<'py, PyAny>,
         prepared: &Prepared<'py>,
         output: &Output,
-        renewed: Option<(&[Renewed], Option<&Bound<'_, PyTuple>>)>,
     ) -> PyResult<()> {
         let signature = self.signature()?;
         let of_update = || output.update.iter().flat_map(|update| &update.others);
         let is_last = |(index, _): &&(usize, Array)| !of_update().any(|(at, _)| at == index);
         let of_batch = output.batch.others.iter().filter(is_last);
-        let others: Vec<_> = of_batch.chain(of_update()).collect();
-        let uncompiled = renewed.is_none() && !others.is_empty();
-        let renewed = renew(model, &signature.roles, &others, renewed)?;
-        // uncompiled, another dict or list may have come to the place of one
-        let fresh = uncompiled.then(|| Tree::of_model(model)).transpose()?;
-        let fresh = fresh.map(|(tree, slots)| (tree.paths(model.py()), slots));
-        for (index, array) in others {
+        for (index, array) in of_batch.chain(of_update()) {
+            Rc::make_mut(&mut self.others).set(*index, array.clone());
             let slots = prepared.model.iter().zip(signature.roles.iter());
-            let found = slots.enumerate();
-            let mut found = found.filter(|(_, (_, (role, _)))| *role == Role::Other(*index));
-            if let Some((at, (slot, (_, path)))) = found.next() {
-                let now = fresh.as_ref().and_then(|(paths, slots)| {
-                    let at = paths.iter().position(|it| it == path)?;
-                    slots.get(at)
-                });
-                let slot = now.unwrap_or(slot);
-                let known = self.others.get(*index);
-                if known.is_some_and(|known| Tensor::of(known) == Tensor::of(array)) {
-                    Rc::make_mut(&mut self.others).set(*index, array.clone());
-                } // else the model has another signature: the next step is to see that
-                if renewed.contains(&at) {
-                    continue; // it stands in another dict or list now
-                }
+            for (slot, _) in slots.filter(|(_, (role, _))| *role == Role::Other(*index)) {
                 if prepared.aliased {
                     slot.put(array)?;
                 } else {
@@ -54,7 +34,8 @@ impl Store {
                 }
             }
         }
-        if let Some(key) = &output.batch.key {
+        let last = output.last().key.as_ref().or(output.batch.key.as_ref());
+        if let Some(key) = last {
             let keys = self.key_list.bind(model.py());
             keys.set_item(0, bridge::wrap(model.py(), key)?)?;
         }
@@ -117,24 +98,4 @@ impl Store {
         }
         Ok(packed)
     }
-}
-
-// put others in the places of the model's dicts and lists that the loss replaces; the numbers of the slots in them
-fn renew(
-    model: &Bound<'_, PyAny>,
-    roles: &[(Role, Vec<String>)],
-    others: &[&(usize, Array)],
-    renewed: Option<(&[Renewed], Option<&Bound<'_, PyTuple>>)>,
-) -> PyResult<Vec<usize>> {
-    let Some((all, values)) = renewed else {
-        return Ok(Vec::new());
-    };
-    let mut slots = Vec::new();
-    let first = values.map_or(0, |values| values.len().saturating_sub(all.len()));
-    for (at, renewed) in all.iter().enumerate() {
-        let its = values.and_then(|values| values.get_item(first + at).ok());
-        let its = its.and_then(|its| its.cast_into().ok());
-        slots.extend(renewed.show(model, roles, its.as_ref(), others)?);
-    }
-    Ok(slots)
 }

@@ -1,0 +1,70 @@
+"""Check of one call of a loss: no unknown function runs in it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from faststep._reach import _code
+from faststep._reach._kinds import described, is_trusted_call
+
+# packages whose own code may run: the search takes only those of their functions that depend on their arguments alone
+_TRUSTED = frozenset({"mlx", "numpy", "functools", "typing", "enum", "abc", "types", "operator"})
+
+
+class Calls:
+    """Context of one call of a loss.
+
+    Attributes:
+        reason: Why the call may not be left out later; None if only known functions ran. Read it afterwards.
+    """
+
+    def __init__(self, codes: Iterable[types.CodeType]) -> None:
+        self.reason: str | None = None
+        self._codes = frozenset(codes) | {Calls.__enter__.__code__, Calls.__exit__.__code__}
+        self._is_on = False
+
+    def __enter__(self) -> Calls:
+        if sys.getprofile() is not None:
+            self.reason = "runs under a profiler"
+        else:
+            self._is_on = True
+            sys.setprofile(self._meet)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_on:
+            if sys.getprofile() != self._meet:
+                self.reason = self.reason or "changes the profiler"
+            else:
+                sys.setprofile(None)
+            self._is_on = False
+
+    def _meet(self, frame: types.FrameType, event: str, function: Any) -> None:
+        """Look at one call."""
+        if self.reason is not None:
+            return
+        if event == "call" and not self._is_known(frame):
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+            module = frame.f_globals.get("__name__", "")
+            name = name if module in ("", "__main__") else f"{module}.{name}"
+            self.reason = f"calls {name} ({_place(frame.f_back or frame)})"
+        elif event == "c_call" and not _is_trusted(frame) and not is_trusted_call(function):
+            if frame.f_code is not Calls.__exit__.__code__:
+                self.reason = f"calls {described(function)} ({_place(frame)})"
+
+    def _is_known(self, frame: types.FrameType) -> bool:
+        return frame.f_code in self._codes or _is_trusted(frame)
+
+
+def _is_trusted(frame: types.FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    if type(module) is not str:
+        return False
+    return module.partition(".")[0] in _TRUSTED or module.startswith(("faststep._", "namedtuple_"))
+
+
+def _place(frame: types.FrameType) -> str:
+    return _code.place(frame.f_code, frame.f_lineno or 0)

@@ -1,0 +1,152 @@
+//! Tracers in the places of the arrays among the arguments, while the loss is called.
+use faststep::engine::array::id;
+use mlx_rs::Array;
+use pyo3::{
+
+    prelude::*,
+    types::{PyDict, PyList, PyTuple},
+};
+
+use crate::{
+    mlx::{bridge, classes::is_module},
+    tree::{ordered, rebuild::again, walk::fields},
+};
+
+/// Arguments in whose own dicts, lists and dataclasses tracers stand, so that all else that the loss does to these is the user's to
+/// see.
+pub struct LentArguments<'py> {
+    places: Vec<(Holder<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>)>, // with the user's object, and the one in its place
+    arrays: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, usize)>, // the user's, the tracer's object, and the tracer's identity
+}
+
+enum Holder<'py> {
+    Item(Bound<'py, PyDict>, Bound<'py, PyAny>),
+    Index(Bound<'py, PyList>, usize),
+    Field(Bound<'py, PyAny>, Bound<'py, PyAny>),
+}
+
+impl<'py> Holder<'py> {
+    fn get(&self) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self {
+            Self::Item(dict, key) => dict.get_item(key),
+            Self::Index(list, at) => Ok(list.get_item(*at).ok()),
+            Self::Field(object, name) => object.getattr_opt(name.cast::<pyo3::types::PyString>()?),
+        }
+    }
+
+    fn set(&self, value: &Bound<'py, PyAny>) -> PyResult<()> {
+        match self {
+            Self::Item(dict, key) => dict.set_item(key, value),
+            Self::Index(list, at) => list.set_item(*at, value),
+            Self::Field(object, name) => {
+                // a frozen dataclass refuses its own
+                let set = object.py().get_type::<PyAny>().getattr("__setattr__")?;
+                set.call1((object, name, value)).map(drop)
+            }
+        }
+    }
+}
+
+impl<'py> LentArguments<'py> {
+    /// The arguments with a tracer for each array, in the order of a tree.
+    pub fn put(
+        arguments: &Bound<'py, PyTuple>,
+        tracers: &[Array],
+    ) -> PyResult<(Self, Bound<'py, PyAny>)> {
+        let mut lent = Self {
+            places: Vec::new(),
+            arrays: Vec::new(),
+        };
+        let mut next = tracers.iter();
+        match lent.replace(arguments.as_any(), &mut next) {
+            Ok(replaced) => Ok((lent, replaced)),
+            Err(error) => {
+                lent.take_back()?;
+                Err(error)
+            }
+        }
+    }
+
+    fn replace(
+        &mut self,
+        object: &Bound<'py, PyAny>,
+        tracers: &mut std::slice::Iter<'_, Array>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if bridge::is_array(object) {
+            let Some(tracer) = tracers.next() else {
+                return Ok(object.clone());
+            };
+            let made = bridge::wrap(object.py(), tracer)?;
+            self.arrays.push((object.clone(), made.clone(), id(tracer)));
+            return Ok(made);
+        }
+        if let Ok(dict) = object.cast::<PyDict>() {
+            if !is_module(object) {
+                for (key, value) in ordered::items(dict) {
+                    self.put_into(Holder::Item(dict.clone(), key), value, tracers)?;
+                }
+            }
+        } else if let Ok(list) = object.cast::<PyList>() {
+            for (at, value) in list.iter().enumerate() {
+                self.put_into(Holder::Index(list.clone(), at), value, tracers)?;
+            }
+        } else if let Ok(tuple) = object.cast::<PyTuple>() {
+            let items = tuple.iter().map(|item| self.replace(&item, tracers));
+            let items = items.collect::<PyResult<Vec<_>>>()?;
+            if tuple.iter().zip(&items).all(|(old, now)| old.is(now)) {
+                return Ok(object.clone());
+            }
+            return again(tuple, items);
+        } else if let Some(names) = fields(object) {
+            for name in names {
+                let value = object.getattr(&name)?;
+                let holder = Holder::Field(object.clone(), name.into_any());
+                self.put_into(holder, value, tracers)?;
+            }
+        }
+        Ok(object.clone())
+    }
+
+    fn put_into(
+        &mut self,
+        holder: Holder<'py>,
+        value: Bound<'py, PyAny>,
+        tracers: &mut std::slice::Iter<'_, Array>,
+    ) -> PyResult<()> {
+        let now = self.replace(&value, tracers)?;
+        if !now.is(&value) {
+            holder.set(&now)?;
+            self.places.push((holder, value, now));
+        }
+        Ok(())
+    }
+
+    /// Put the user's objects back; one that the loss has changed in place has the new value.
+    pub fn take_back(self) -> PyResult<()> {
+        for (own, tracer, id) in &self.arrays {
+            if bridge::id(tracer) != Some(*id) {
+                if let Some(array) = bridge::get(tracer) {
+                    bridge::assign(own, &array);
+                }
+            }
+        }
+        for (holder, own, now) in &self.places {
+            if holder.get()?.is_some_and(|there| there.is(now)) {
+                holder.set(own)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The positional arguments behind the model, and the named ones.
+    pub fn split(
+        model: &Bound<'py, PyAny>,
+        arguments: &Bound<'py, PyAny>,
+    ) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
+        let py = model.py();
+        let positional = arguments.get_item(0)?.cast_into::<PyTuple>()?;
+        let named = arguments.get_item(1)?.cast_into::<PyDict>()?;
+        let all = std::iter::once(model.clone()).chain(positional.iter());
+        Ok((PyTuple::new(py, all.collect::<Vec<_>>())?, named))
+    }
+}

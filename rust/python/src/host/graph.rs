@@ -1,0 +1,214 @@
+//! The graph of a loss, and what its outputs are.
+use std::cell::RefCell;
+
+use faststep::engine::{
+    array::id, CallGraph, Differentiated, Left, LossCall, LossOutput, Replayed, Roots,
+};
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    Array,
+};
+
+use super::call::Given;
+
+/// The outputs of a loss call, in their order: the loss times its scale, the loss, what else it returned; then what it assigned.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Form {
+    /// True if the loss is differentiated times a scale.
+    pub scaled: bool,
+    /// True if the first array behind the loss is its weight.
+    pub weighted: bool,
+    /// The number of arrays that the loss returned behind the first one.
+    pub aux: usize,
+    /// Parameters to which the loss assigned.
+    pub parameters: Vec<usize>,
+    /// Other arrays of the model to which it assigned.
+    pub others: Vec<usize>,
+    /// True if it drew from the random key.
+    pub key: bool,
+}
+
+impl Form {
+    /// The number of outputs that are given to the user.
+    pub fn results(&self) -> usize {
+        usize::from(self.scaled) + 1 + self.aux
+    }
+}
+
+/// What an input of a graph is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The random key.
+    Key,
+    /// An array of which the step knows only that the graph ends in it.
+    Leaf,
+}
+
+/// The structure that a loss returned, with holes for its arrays.
+pub type Template = pyo3::Py<pyo3::PyAny>;
+
+/// The graph of a loss with its gradients.
+#[derive(Debug)]
+pub struct LossGraph {
+    /// Its number among those of the step.
+    pub number: usize,
+    /// Its outputs.
+    pub form: Form,
+    graph: CallGraph,
+    sources: RefCell<Vec<Source>>,
+    others: usize, // so many arrays of the model are among the tracers
+}
+
+fn short() -> Exception {
+    Exception::custom("a graph of a loss has fewer outputs than the loss")
+}
+
+impl LossGraph {
+    /// Keep the graph of a call.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(
+        number: usize,
+        given: &Given,
+        (form, roots): (&Form, &Roots),
+        gradients: &[Array],
+    ) -> MlxResult<Self> {
+        let graph = CallGraph::new(&given.tracers, roots, gradients)?;
+        Ok(Self {
+            number,
+            form: form.clone(),
+            graph,
+            sources: RefCell::default(),
+            others: given.others,
+        })
+    }
+
+    /// Return whether a call has this graph, where nobody holds an array of it.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn follows(&self, given: &Given, form: &Form, roots: &Roots) -> MlxResult<bool> {
+        Ok(self.form == *form && self.graph.follows(&given.tracers, roots)?)
+    }
+
+    /// The same where somebody may; with gradients where Python functions make some of them.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn equals(
+        &self,
+        given: &Given,
+        (form, roots): (&Form, &Roots),
+        gradients: &[Array],
+    ) -> MlxResult<bool> {
+        let comparable = self.form == *form && self.graph.is_custom() != gradients.is_empty();
+        Ok(comparable && self.graph.equals(&given.tracers, roots, gradients)?)
+    }
+
+    /// Return whether Python functions make some of its gradients.
+    pub fn is_custom(&self) -> bool {
+        self.graph.is_custom()
+    }
+
+    /// The number of its inputs: another one is another trace.
+    pub fn inputs(&self) -> usize {
+        self.graph.inputs()
+    }
+
+    /// The number of its inputs beside the random key.
+    pub fn leaves(&self) -> usize {
+        let sources = self.sources.borrow();
+        sources.iter().filter(|source| **source == Source::Leaf).count()
+    }
+
+    /// The leaves of the call that was compared last, without the random key. `None`: the key is another input than before.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn take_leaves(&self, key: &Array) -> MlxResult<Option<Vec<Array>>> {
+        let inputs = self.graph.take_inputs()?;
+        let source = |input: &Array| {
+            if id(input) == id(key) {
+                Source::Key
+            } else {
+                Source::Leaf
+            }
+        };
+        let now: Vec<Source> = inputs.iter().map(source).collect();
+        let mut known = self.sources.borrow_mut();
+        if known.len() == now.len() && *known != now {
+            return Ok(None);
+        }
+        let leaves = inputs.into_iter().zip(&now);
+        let leaves = leaves.filter(|(_, source)| **source == Source::Leaf);
+        let leaves = leaves.map(|(leaf, _)| leaf).collect();
+        *known = now;
+        Ok(Some(leaves))
+    }
+
+    /// The arrays of a call with this graph that somebody holds, or held once.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn held_of(&self, given: &Given, roots: &Roots) -> MlxResult<Vec<Array>> {
+        if self.graph.held() == 0 {
+            return Ok(Vec::new());
+        }
+        self.graph.held_of(&given.tracers, roots)
+    }
+
+    /// All outputs over other arrays.
+    ///
+    /// # Errors
+    /// When they are more or fewer than those of the graph.
+    pub fn replay(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
+        let mut leaves = leaves.iter();
+        let sources = self.sources.borrow();
+        let inputs = sources.iter().map(|source| match source {
+            Source::Key => Some(key),
+            Source::Leaf => leaves.next(),
+        });
+        let inputs: Option<Vec<Array>> = inputs.map(Option::<&Array>::cloned).collect();
+        self.graph.replay(traced, &inputs.ok_or_else(short)?)
+    }
+
+    /// Loss and gradients over the engine's arrays.
+    ///
+    /// # Errors
+    /// As [`LossGraph::replay`].
+    pub fn differentiated(&self, call: LossCall, scale: Option<&Array>) -> MlxResult<Differentiated> {
+        let (others, leaves) = call.others.split_at_checked(self.others).ok_or_else(short)?;
+        let traced = [call.parameters, others, call.batch].concat();
+        let traced: Vec<Array> = traced.into_iter().chain(scale.cloned()).collect();
+        let Replayed {
+            roots,
+            held,
+            gradients,
+        } = self.replay(&traced, leaves, call.key)?;
+        let mut made = named(&self.form, roots)?;
+        made.output.aux.extend(held);
+        made.gradients = gradients;
+        Ok(made)
+    }
+}
+
+/// The outputs of a loss by name.
+pub fn named(form: &Form, roots: Vec<Array>) -> MlxResult<Differentiated> {
+    let mut roots = roots.into_iter().skip(usize::from(form.scaled));
+    let mut output = LossOutput::new(roots.next().ok_or_else(short)?);
+    output.aux = roots.by_ref().take(form.aux).collect();
+    output.weight = form.weighted.then(|| output.aux.first().cloned()).flatten();
+    output.parameters = form.parameters.iter().copied().zip(roots.by_ref()).collect();
+    let others = form.others.iter().copied().zip(roots.by_ref()).collect();
+    let key = form.key.then(|| roots.next()).flatten();
+    Ok(Differentiated {
+        output,
+        left: Left {
+            others,
+            key,
+            ..Left::default()
+        },
+        gradients: Vec::new(),
+    })
+}

@@ -1,0 +1,198 @@
+//! Choice of the traces of a call, and of the way in which its loss is computed.
+use std::rc::Rc;
+
+use faststep::engine::{Compiled, Part, Rule, Task, Trace};
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+
+use super::{
+    arguments::{Arguments, Batch},
+    traces::{equals, CallKey, Key},
+    Inner,
+};
+use crate::{
+    host::{Called, LossGraph},
+    store::Store,
+};
+
+/// From so many graphs on, the first call with a new one runs uncompiled: it may be the only one.
+const MANY_GRAPHS: usize = 32;
+/// New graphs of arguments of one form, one after the other, from which on that is so too.
+const MANY_ALIKE: usize = 4;
+/// New graphs in a row behind which no graph is looked for any more.
+const NEVER_AGAIN: usize = 96;
+
+/// The way of a call's loss.
+pub(super) enum Way<'py> {
+    /// It has been called, and its graph is that of a trace.
+    Called(Called<'py>),
+    /// It has been called, and is evaluated by itself.
+    Plain(Called<'py>),
+    /// A trace stands for it.
+    LeftOut,
+    /// There is none: an update alone.
+    Nothing,
+}
+
+impl<'py> Way<'py> {
+    /// The call of the loss, where it has been called.
+    pub(super) fn called(&self) -> Option<&Called<'py>> {
+        match self {
+            Self::Called(called) | Self::Plain(called) => Some(called),
+            Self::LeftOut | Self::Nothing => None,
+        }
+    }
+}
+
+/// Graphs that came one after the other and were new each time.
+#[derive(Default)]
+pub struct NewGraphs {
+    in_a_row: usize,
+    alike: usize,
+    last: Option<Rc<crate::tree::Tree>>,
+}
+
+impl NewGraphs {
+    fn note(&mut self, is_new: bool, batch: &Batch<'_>, py: Python<'_>) {
+        if !is_new {
+            (self.in_a_row, self.alike) = (0, 0);
+            return;
+        }
+        let last = self.last.replace(batch.tree.clone());
+        let is_alike = last.is_some_and(|last| last.equals(&batch.tree, py));
+        self.alike = if is_alike { self.alike + 1 } else { 0 };
+        self.in_a_row += 1;
+    }
+}
+
+impl Inner {
+    // the part of the key that is the step's own
+    pub(super) fn call_key(&self, store: &Store, batch: &Batch<'_>) -> PyResult<CallKey> {
+        let signature = store.signature()?;
+        Ok(CallKey {
+            model: signature.id,
+            form: signature.form,
+            options: store.options_id(),
+            layout: store.layout_id(),
+            batch: batch.tree.clone(),
+            objects: batch.kept.clone(),
+            graph: None,
+        })
+    }
+
+    pub(super) fn key(&self, store: &Store, part: Part, front: CallKey) -> PyResult<Key> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        Ok(Key {
+            part,
+            places: store.engine.as_ref().ok_or_else(missing)?.places(),
+            front,
+        })
+    }
+
+    // the parts of a call, that of the loss last
+    pub(super) fn parts(&self, store: &Store, task: Task) -> PyResult<Vec<Part>> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        Ok(task.parts(store.rule.as_ref().ok_or_else(missing)?))
+    }
+
+    // the key of the part with the loss, whatever its graph; none where there is no loss
+    pub(super) fn loss_key(
+        &self,
+        store: &Store,
+        batch: &Batch<'_>,
+        task: Task,
+    ) -> PyResult<Option<Key>> {
+        let mut parts = self.parts(store, task)?;
+        match parts.pop() {
+            Some(part) if task != Task::Flush => {
+                self.key(store, part, self.call_key(store, batch)?).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    // why a loss that has just been called is evaluated by itself rather than by a trace, if it is
+    pub(super) fn is_rare(&mut self, py: Python<'_>, called: &Called<'_>, batch: &Batch<'_>) -> bool {
+        self.new_graphs.note(called.is_new, batch, py);
+        let many = self.graphs.made() >= MANY_GRAPHS || self.new_graphs.alike >= MANY_ALIKE;
+        called.is_new && many
+    }
+
+    // why graphs are not looked for any more
+    pub(super) fn never_comes_again(&self) -> Option<String> {
+        let never = self.new_graphs.in_a_row >= NEVER_AGAIN;
+        never.then(|| {
+            "its loss has computed something else at each of so many calls (a number within an operation that changes each time, say): \
+             pass what changes as an mx.array"
+                .into()
+        })
+    }
+
+    // the call's traces become those used last: that of the update, then that of the loss
+    pub(super) fn find(
+        &mut self,
+        store: &Store,
+        user: &Arguments<'_>,
+        batch: &Batch<'_>,
+        way: &Way<'_>,
+        task: Task,
+    ) -> PyResult<()> {
+        let graph = match way {
+            Way::Called(called) => called.graph.clone(),
+            Way::LeftOut => self.traces.last().and_then(|last| last.kept.graph.clone()),
+            Way::Plain(_) | Way::Nothing => None,
+        };
+        for part in self.parts(store, task)? {
+            let mut front = self.call_key(store, batch)?;
+            let has_loss = !matches!(part, Part::Update(_));
+            let graph = graph.as_ref().filter(|_| has_loss);
+            front.graph = graph.map(|graph| (graph.number, graph.inputs()));
+            let key = self.key(store, part, front)?;
+            self.find_part(store, user, key, graph)?;
+        }
+        Ok(())
+    }
+
+    fn find_part(
+        &mut self,
+        store: &Store,
+        user: &Arguments<'_>,
+        key: Key,
+        graph: Option<&Rc<LossGraph>>,
+    ) -> PyResult<()> {
+        let compiled = self.compiling(&key.part, graph.is_some());
+        let calls = compiled != Compiled::Whole;
+        let known = self.traces.use_again(|entry| {
+            equals(&entry.key, &key) && (!calls || entry.trace.is_eager())
+        });
+        if let Some(entry) = known {
+            if calls {
+                entry.trace.expect_others();
+            }
+            return Ok(());
+        }
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        let engine = store.engine.as_ref().ok_or_else(missing)?;
+        let others = match (&key.part, graph) {
+            (Part::Update(Rule::Native(_)), _) => 0,
+            (_, Some(graph)) => store.others.len() + graph.leaves(),
+            (_, None) => store.others.len(),
+        };
+        let recipe = engine.recipe(key.part.clone(), *self.options, others);
+        let trace = Trace::new(recipe, self.host.clone(), compiled);
+        let max_traces = self.options.max_traces;
+        self.traces.add(user, key, trace, graph.cloned(), max_traces);
+        Ok(())
+    }
+
+    // what of a part MLX compiles
+    fn compiling(&self, part: &Part, has_graph: bool) -> Compiled {
+        let updates_itself = matches!(part, Part::Whole(Rule::Host) | Part::Update(Rule::Host));
+        let compiles = self.options.compile && self.has_compiler;
+        let plain = !has_graph && !matches!(part, Part::Update(_));
+        match (compiles, updates_itself) {
+            (false, _) | (true, true) => Compiled::Nothing,
+            (true, false) if plain || self.plain.is_some() => Compiled::Update,
+            (true, false) => Compiled::Whole,
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Whether a call of the loss may be left out: only while a watch list holds that covers all that the loss reads.
+//!
+//! A list is made where a call has made a trace, and counts from the next call on, which is watched too: that one has to give the
+//! same graph, change nothing that is watched, and call no unknown function.
+use std::rc::Rc;
+
+use faststep::engine::Part;
+use pyo3::{prelude::*, types::PyTuple};
+
+use super::{
+    arguments::{Arguments, Batch},
+    traces::{may_stand_for, warn, Key},
+    Inner,
+};
+use crate::{
+    host::Called,
+    mlx::{
+        bridge,
+        collector::{Collector, Refers, Visited},
+    },
+    tree::rebuild::rebuild,
+    watch::{search, Calls, WatchList},
+};
+
+/// Uses of a trace from which on its loss is called at each one out of so many.
+const OFTEN: usize = 1000;
+/// The most calls that are watched before a loss is called always.
+const TRIES: usize = 6;
+
+/// What is known of a trace's loss.
+#[derive(Default)]
+pub enum Watch {
+    /// It has been called once.
+    #[default]
+    Unknown,
+    /// All that it reads is listed; the next call is watched.
+    Listed(Rc<WatchList>),
+    /// It need not be called while that holds.
+    Stands(Rc<WatchList>),
+}
+
+impl Refers for Watch {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match self {
+            Self::Unknown => Ok(()),
+            Self::Listed(list) | Self::Stands(list) => list.visit(collector),
+        }
+    }
+}
+
+/// Whether calls may be left out, as far as is known.
+#[derive(Default)]
+pub struct LeavingOut {
+    /// Why the loss is called at each step; none where it need not be, or where that is not known yet.
+    pub reason: Option<String>,
+    tries: usize,
+}
+
+// 2, 5, 10, 20, 50, 100 ... uses
+fn is_due(uses: usize) -> bool {
+    if uses >= OFTEN {
+        return uses.is_multiple_of(OFTEN);
+    }
+    let mut power = 1;
+    while power * 10 <= uses {
+        power *= 10;
+    }
+    [2 * power, 5 * power, 10 * power].contains(&uses) || (power > 1 && uses == power)
+}
+
+/// Whether a trace stands for a call of the loss.
+pub(super) enum Standing {
+    /// The loss is to be called.
+    No,
+    /// It is the last one.
+    Yes,
+    /// The same, but it is time to call the loss all the same: the number of its graph.
+    Due(Option<usize>),
+}
+
+impl Inner {
+    /// The trace that stands for a call of the loss becomes the last one.
+    pub(super) fn standing(
+        &mut self,
+        py: Python<'_>,
+        loss_fn: &Bound<'_, PyAny>,
+        key: &Key,
+    ) -> Standing {
+        if self.leaving_out.reason.is_some() {
+            return Standing::No;
+        }
+        let fits = self.traces.use_again(|entry| {
+            matches!(&entry.kept.watch, Watch::Stands(list)
+                if may_stand_for(&entry.key, key, py) && list.look(loss_fn).is_ok_and(|other| other.is_none()))
+        });
+        let Some(entry) = fits else {
+            return Standing::No;
+        };
+        entry.kept.uses += 1;
+        if is_due(entry.kept.uses) {
+            return Standing::Due(entry.kept.graph.as_ref().map(|graph| graph.number));
+        }
+        Standing::Yes
+    }
+
+    /// Begin to watch a call, where what its trace reads is listed and still as it was.
+    pub(super) fn begin_watching(
+        &mut self,
+        py: Python<'_>,
+        loss_fn: &Bound<'_, PyAny>,
+        key: &Key,
+    ) -> PyResult<Option<(Rc<WatchList>, Calls)>> {
+        if self.leaving_out.reason.is_some() {
+            return Ok(None);
+        }
+        let listed = self.traces.recent().find_map(|entry| match &entry.kept.watch {
+            Watch::Listed(list) if may_stand_for(&entry.key, key, py) => Some(list.clone()),
+            _ => None,
+        });
+        let Some(list) = listed else {
+            return Ok(None);
+        };
+        if list.look(loss_fn)?.is_some() {
+            return Ok(None);
+        }
+        let calls = Calls::begin(py, &list)?;
+        Ok(Some((list, calls)))
+    }
+
+    /// Note what a call has shown, whose trace is the last one: whether the next one may be left out. `list`: by which it was
+    /// watched, and why it may not be left out; `seconds`: how long it took.
+    pub(super) fn note_call(
+        &mut self,
+        user: &Arguments<'_>,
+        batch: &Batch<'_>,
+        called: &Called<'_>,
+        (watched, seconds): (Option<(Rc<WatchList>, Option<String>)>, f64),
+    ) -> PyResult<()> {
+        let py = user.py();
+        if self.leaving_out.reason.is_some() {
+            return Ok(());
+        }
+        if let Some(reason) = self.cannot_be_left_out(batch, called)? {
+            self.leaving_out.reason = Some(reason);
+            self.traces.call_always();
+            return Ok(());
+        }
+        let Some(last) = self.traces.last_mut() else {
+            return Ok(());
+        };
+        if last.trace.is_eager() || matches!(last.key.part, Part::Update(_)) {
+            return Ok(());
+        }
+        if let Watch::Stands(list) = &last.kept.watch {
+            if list.look(&user.loss_fn)?.is_none() {
+                return Ok(());
+            }
+        }
+        let reason = match watched {
+            Some((_, Some(reason))) => Some(reason),
+            Some((list, None)) => match list.look(&user.loss_fn)? {
+                None => {
+                    last.kept.watch = Watch::Stands(list);
+                    last.kept.leaves = Rc::new(called.leaves.clone().into());
+                    last.kept.template = Some(template(&called.result)?);
+                    self.leaving_out.tries = 0;
+                    return Ok(());
+                }
+                Some(entry) => self.is_tried(|| format!("changes `{}`", list.name(entry))),
+            },
+            None => None,
+        };
+        let reason = match reason {
+            Some(reason) => Some(reason),
+            None => {
+                let objects = PyTuple::new(py, &batch.objects)?;
+                let found = search(&user.loss_fn, &user.model, None, &objects, seconds)?;
+                match found {
+                    Err(reason) => Some(reason),
+                    Ok(list) => {
+                        if let Some(last) = self.traces.last_mut() {
+                            last.kept.watch = Watch::Listed(Rc::new(list));
+                        }
+                        self.is_tried(|| "reads what changes at each call".into())
+                    }
+                }
+            }
+        };
+        if reason.is_some() {
+            self.leaving_out.reason = reason;
+            self.traces.call_always();
+        }
+        Ok(())
+    }
+
+    // a reason once it has been tried often enough
+    fn is_tried(&mut self, why: impl FnOnce() -> String) -> Option<String> {
+        self.leaving_out.tries += 1;
+        (self.leaving_out.tries > TRIES).then(why)
+    }
+
+    // why no call of this loss can be left out, from what this one did
+    fn cannot_be_left_out(
+        &self,
+        batch: &Batch<'_>,
+        called: &Called<'_>,
+    ) -> PyResult<Option<String>> {
+        let reason = if called.reads {
+            "reads the value of an array"
+        } else if called.holds() {
+            "keeps an array that it computes"
+        } else if !called.reshaped.is_empty() {
+            "gives an array of the model another shape or dtype"
+        } else if batch.numpy {
+            "takes NumPy arrays: pass mx.array(...)"
+        } else if !is_plain(&called.result)? {
+            "returns objects that are no arrays, numbers, or tuples, lists and dicts of them"
+        } else {
+            return Ok(None);
+        };
+        Ok(Some(reason.into()))
+    }
+
+    /// A call that could have been left out had another graph than its trace: none is left out any more.
+    pub(super) fn is_unsteady(&mut self, py: Python<'_>) -> PyResult<()> {
+        self.leaving_out.reason =
+            Some("computes something else, though nothing has changed that is watched".into());
+        self.traces.call_always();
+        warn(
+            py,
+            "the loss, called again, computes something else, though nothing has changed that is watched: steps before this one \
+             may have been computed without that. It is called at each step from here on. Pass as an argument what it depends on",
+        )
+    }
+}
+
+// the structure that a loss returned, with holes for its arrays
+fn template(returned: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    let hole = bridge::wrap(returned.py(), &faststep::engine::array::hollow())?;
+    Ok(rebuild(returned, &mut |_| Ok(hole.clone()))?.unbind())
+}
+
+// true if what a loss returned can be made again: arrays, numbers and texts, in tuples, lists and dicts
+fn is_plain(returned: &Bound<'_, PyAny>) -> PyResult<bool> {
+    use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString};
+    if bridge::is_array(returned)
+        || returned.is_none()
+        || returned.is_exact_instance_of::<PyBool>()
+        || returned.is_exact_instance_of::<PyInt>()
+        || returned.is_exact_instance_of::<PyFloat>()
+        || returned.is_exact_instance_of::<PyString>()
+    {
+        return Ok(true);
+    }
+    let items: Vec<Bound<'_, PyAny>> = if let Ok(tuple) = returned.cast_exact::<PyTuple>() {
+        tuple.iter().collect()
+    } else if let Ok(list) = returned.cast_exact::<PyList>() {
+        list.iter().collect()
+    } else if let Ok(dict) = returned.cast_exact::<PyDict>() {
+        dict.iter().flat_map(|(key, value)| [key, value]).collect()
+    } else {
+        return Ok(false);
+    };
+    for item in items {
+        if !is_plain(&item)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
