@@ -64,7 +64,8 @@ _REFUSED = {
 _REFUSED_NAMES = frozenset(
     {
         *("__dict__", "__globals__", "__builtins__", "__code__", "__closure__", "__getattribute__", "__getattr__"),
-        *("__subclasses__", "__weakref__", "__reduce__", "__reduce_ex__", "gi_frame", "f_locals", "f_globals"),
+        *("__subclasses__", "__weakref__", "__reduce__", "__reduce_ex__", "__traceback__", "__context__"),
+        *("tb_frame", "gi_frame", "cr_frame", "f_back", "f_locals", "f_globals"),
         *(
             "__annotations__",
             "__doc__",
@@ -178,8 +179,10 @@ def _refusal(code: types.CodeType, steps: list[Step]) -> str | None:
             return f"{_REFUSED[step.op].format(step.arg)} ({where})"
         if step.op in _ATTRIBUTE and step.arg in _REFUSED_NAMES:
             return f"reads `{step.arg}` of an object ({where})"
+        if step.op in _ATTRIBUTE and step.arg in ("__setattr__", "__delattr__") and code.co_filename != "<string>":
+            return f"calls `{step.arg}` of an object ({where})"  # Python's own code for frozen dataclasses may
         if step.op == "IMPORT_NAME" and (steps[at - 2].arg != 0 or _is_kept(steps, at)):
-            return f"imports `{step.arg}` inside a function ({where})"
+            return f"imports `{step.arg or '.'}` inside a function ({where})"
         if step.op in _GLOBAL and step.arg in ("getattr", "hasattr") and _literal(steps, at) is None:
             return f"calls {step.arg} with a name that is no constant ({where})"
     return None

@@ -177,6 +177,7 @@ def is_made(value: Any, name: str, cls: type) -> bool:
         return value.__objclass__ in (object, int, float, str, tuple)  # of an enumeration
     if type(value).__name__ == "_tuplegetter":
         return True
+    value = value.__func__ if type(value) is staticmethod else value
     if type(value) is not types.FunctionType:
         return False
     module = module_of(value)

@@ -72,6 +72,7 @@ class _Search:
         self.names = {"_training": "the model"}  # attributes in the code read, and where
         self.seen: dict[int, Any] = {}
         self.classes: set[int] = set()
+        self.of_modules: set[int] = set()  # classes of modules, and those mixed in
         self.made: set[int] = set()  # classes that code can reach, and so make objects of
         self.globals: set[tuple[int, str]] = set()
         self.shown: dict[int, str] = {}  # longer texts for messages
@@ -124,7 +125,7 @@ class _Search:
                 self.see(value)
                 self.trust(type(value).__module__)
                 own = object.__getattribute__(value, "__dict__")
-                is_open = self.class_of_module(type(value), path)
+                is_open = self.class_of_module(value, path, path)
                 self.holders.append(Holder(value, "attribute", own, path, set(), is_open, in_model=True))
                 inside = [each for each in own.items() if value is root or type(each[1]) in (dict, list, tuple)]
                 todo += ((each, value, "attribute", n, f"{path}.{n}") for n, each in inside if n != "_no_grad")
@@ -139,6 +140,7 @@ class _Search:
                 self.add(parent, way, key, value, path, "the model")
 
     def see(self, value: Any) -> None:
+        """Note an object, and look at the clock."""
         self.seen[id(value)] = value
         self.ticks += 1
         if self.ticks % 64 == 0 and time.perf_counter() > self.deadline:
@@ -188,7 +190,7 @@ class _Search:
     def property(self, cls: type, name: str, value: property, place: str) -> None:
         """Take a property of a module's class or of a dataclass."""
         text = f"{cls.__name__}.{name}"
-        if not (issubclass(cls, nn.Module) or "__dataclass_fields__" in vars(cls) or self.is_optimizer(cls)):
+        if not (id(cls) in self.of_modules or "__dataclass_fields__" in vars(cls) or self.is_optimizer(cls)):
             raise Refused(f"reads the property `{text}` ({place}): {_ADVICE}")
         self.entries.append(Entry(cls, "class", name, value, text))
         self.queue += ((each, text, place) for each in (value.fget, value.fset) if each is not None)
@@ -221,9 +223,9 @@ class _Search:
             self.module(value, name, place)
         elif is_a(value, type):
             self.made.add(id(value))
-            self.read_class(value, name, place)
+            self.read_class(value, place, value, name)
         elif is_a(value, enum.Enum):
-            self.read_class(kind, kind.__name__, place)
+            self.read_class(kind, place, value, name)
             self.holders.append(self.instance_dict(value, name))
             self.add(value, "attribute", "_value_", value._value_, f"{name}.value", place)
         else:
@@ -263,22 +265,15 @@ class _Search:
         """Watch a module that is not in the model: a teacher."""
         self.entries.append(Entry(value, "type", None, type(value), f"type({name})"))
         self.items(value, "{}.{}", name, place)
-        is_open = self.class_of_module(type(value), name)
+        is_open = self.class_of_module(value, name, place)
         holder = self.instance_dict(value, name)
         self.holders.append(holder._replace(done={"_no_grad"}, is_open=is_open))
 
-    def class_of_module(self, cls: type, name: str) -> bool:
+    def class_of_module(self, value: Any, name: str, place: str) -> bool:
         """Read the class of a module; returns whether MLX's code reads all its attributes."""
-        if owner(cls.__module__) != "mlx":
-            self.read_class(cls, cls.__name__, name)
-        bases = [base for base in cls.__mro__ if owner(base.__module__) == "mlx" and base is not nn.Module]
-        for base in bases:
-            if "__call__" in vars(base) and id(base) not in self.classes:
-                self.classes.add(id(base))
-                call = vars(base)["__call__"]
-                self.entries.append(Entry(base, "class", "__call__", call, f"{base.__name__}.__call__"))
-                self.queue.append((call, f"{base.__name__}.__call__", name))
-        return bool(bases)
+        cls = type(value)
+        self.read_class(cls, place, value, name)
+        return any(owner(base.__module__) == "mlx" and base is not nn.Module for base in cls.__mro__)
 
     def instance(self, value: Any, name: str, place: str) -> None:
         """Watch a plain object of a user's class."""
@@ -286,7 +281,7 @@ class _Search:
         foreign = is_a(value, BaseException) or any(owner(base.__module__) == "mlx" for base in cls.__mro__)
         if foreign or not self.is_read_package(cls.__module__):
             self.refuse(value, name, place)
-        self.read_class(cls, cls.__name__, place, value, name)
+        self.read_class(cls, place, value, name)
         if is_a(value, tuple):
             for at, each in enumerate(tuple.__iter__(value)):
                 self.add(value, "index", at, each, f"{name}[{at}]", place)
@@ -306,18 +301,19 @@ class _Search:
         root = module.partition(".")[0]
         return root in self.readable or owner(module) == "user"
 
-    def read_class(self, cls: type, name: str, place: str, value: Any = None, text: str = "") -> None:
+    def read_class(self, cls: type, place: str, value: Any, name: str) -> None:
         """Watch the functions and attributes of a class and of its bases, as far as code names them."""
+        if issubclass(cls, nn.Module):
+            self.of_modules.update(map(id, cls.__mro__))
         for base in cls.__mro__:
-            if id(base) in self.classes or base in _BASES or owner(base.__module__) == "mlx":
-                continue
-            if base is dict and issubclass(cls, nn.Module):
+            if id(base) in self.classes or base in _BASES or (base is dict and issubclass(cls, nn.Module)):
                 continue
             if base.__module__ == "enum" or (base.__module__ == "builtins" and issubclass(base, BaseException)):
                 continue
-            if not self.is_read_package(base.__module__):
-                self.refuse(cls if value is None else value, text or name, place)
-            self.check_class(base, place, self.shown.get(id(value), text) or name)
+            if owner(base.__module__) != "mlx":  # whose modules have a `__getattr__`, which reads their items
+                if not self.is_read_package(base.__module__):
+                    self.refuse(value, name, place)
+                self.check_class(base, place, self.shown.get(id(value), name))
             self.classes.add(id(base))
             own = vars(base)
             self.entries.append(Entry(base, "mro", None, base.__mro__, f"the bases of {base.__name__}"))
@@ -340,7 +336,7 @@ class _Search:
     def function(self, function: Any, parent: Any, name: str, place: str) -> None:
         """Read a function; `parent` is None for the loss function of the current call."""
         module = module_of(function)
-        if owner(module) == "mlx":
+        if owner(module) == "mlx" or module.startswith("faststep._"):  # which replaces a property of MLX's optimizers
             self.cells(function, parent, name, place)
             return
         if is_trusted(function):

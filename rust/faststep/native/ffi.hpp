@@ -222,45 +222,34 @@ int faststep_differentiate(
 // Evaluate what somebody holds of the graph behind the roots that is computed from no tracer; count the tracers that somebody holds.
 int faststep_call_settle(
     const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, size_t* held_tracers);
-// The graph of a call: from tracers to roots, of each of which the caller has one handle, and on to gradients. So many `results`,
-// the first roots, are outputs whoever holds them.
+// The graph of a call: from tracers to roots, of each of which the caller has one handle. So many `results`, the first roots, are
+// outputs whoever holds them. Nothing may have been differentiated yet.
 int faststep_call_graph_new(
-    const void* const* tracers,
-    size_t n_tracers,
-    const void* const* roots,
-    size_t n_roots,
-    size_t results,
-    const void* const* gradients,
-    size_t n_gradients,
-    void** graph);
-void faststep_call_graph_free(void* graph) noexcept;
-// Whether another call has the same graph, of which nobody holds an array; else not applicable. Constants that differ are inputs
-// from here on.
-int faststep_call_graph_follow(
-    void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots);
-// The same where somebody may hold arrays; with gradients, where these are to be the same too.
-int faststep_call_graph_compare(
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, void** graph);
+// The same call on to its gradients; the random key among the roots may be a later one.
+int faststep_call_graph_add_gradients(
     void* graph,
     const void* const* tracers,
     size_t n_tracers,
     const void* const* roots,
     size_t n_roots,
-    size_t results,
     const void* const* gradients,
     size_t n_gradients);
+// Keep a graph, without the arrays of its call.
+void faststep_call_graph_keep(void* graph) noexcept;
+void faststep_call_graph_free(void* graph) noexcept;
+// Whether another call has the same graph, of which nobody holds an array; else not applicable. Constants that differ are inputs
+// from here on.
+int faststep_call_graph_follow(
+    void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots);
+// The same with the graph of a call that is not kept: somebody may hold arrays of it.
+int faststep_call_graph_equals(void* graph, const void* other);
 // The number of roots (0), of arrays that somebody holds (1), of gradients (2), of inputs (3); whether Python makes gradients (4).
 size_t faststep_call_graph_count(const void* graph, int of) noexcept;
 // The inputs of the call that was compared last.
 int faststep_call_graph_inputs(void* graph, void** inputs);
-// The arrays of a call with that graph which are outputs because somebody held them once.
-int faststep_call_graph_held(
-    const void* graph,
-    const void* const* tracers,
-    size_t n_tracers,
-    const void* const* roots,
-    size_t n_roots,
-    size_t results,
-    void** held);
+// Its arrays that are outputs because somebody holds them, or held them once.
+int faststep_call_graph_held(void* graph, void** held);
 // Roots, arrays that somebody holds, and gradients, over other arrays.
 int faststep_call_graph_replay(
     const void* graph, const void* const* traced, size_t n_traced, const void* const* inputs, size_t n_inputs, void** outputs);

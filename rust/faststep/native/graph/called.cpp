@@ -259,65 +259,72 @@ std::vector<bool> depends_in(const Walk& walk) {
 
 class CallGraph {
  public:
-  // Of a walk from the roots alone, and of one that has the gradients, if any, behind the same roots.
-  CallGraph(const Walk& forward, const Walk& whole)
-      : traced_(forward.traced), arrays_(forward.arrays.size()), forward_(forward.steps.size()), edges_(whole.edges),
-        forward_edges_(forward.edges.size()), roots_(forward.roots), held_(held_in(forward)), handles_(forward.handles) {
-    gradients_.assign(whole.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size()), whole.roots.end());
+  // Of a call, up to its roots: before it is differentiated, which takes handles of its arrays.
+  CallGraph(const Walk& walk)
+      : traced_(walk.traced), arrays_(walk.arrays.size()), forward_(walk.steps.size()), edges_(walk.edges),
+        roots_(walk.roots), held_(held_in(walk)), handles_(walk.handles) {
     std::erase_if(held_, [this](Number number) { return number < traced_; });
-    auto own = owned_in(forward);
+    auto own = owned_in(walk);
     for (Number i = 0; i < arrays_; ++i) {
       handles_[i] = own[i] == none ? none : handles_[i] + own[i];
     }
-    for (const auto* array : whole.arrays) {
-      shapes_.push_back(array->shape());
-      dtypes_.push_back(array->dtype());
-    }
-    for (const auto& step : whole.steps) {
-      add(step);
+    add(walk);
+    for (const auto* array : walk.arrays) {
+      call_.push_back(*array);
     }
   }
 
-  // Whether the operations up to the roots, or those of the gradients too, are those of a walk. Constants that have another value
-  // are inputs from here on.
-  bool compare(const Walk& walk, bool whole) {
-    size_t count = whole ? steps_.size() : forward_;
-    size_t size = whole ? shapes_.size() : arrays_;
-    if (walk.arrays.size() != size || walk.steps.size() != count || walk.traced != traced_ || !has_edges(walk, whole) ||
-        !has_roots(walk, whole)) {
-      return false;
-    }
-    auto held = held_in(walk);
-    std::erase_if(held, [this](Number number) { return number < traced_; });
-    if (!whole && !std::includes(held_.begin(), held_.end(), held.begin(), held.end())) {
+  // Go on to gradients, behind the same roots.
+  void add_gradients(const Walk& walk) {
+    gradients_.assign(walk.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size()), walk.roots.end());
+    edges_ = walk.edges;
+    add(walk);
+  }
+
+  // Whether another call has the same operations, with its gradients where Python functions make some of them. Constants that have
+  // another value are inputs from here on.
+  bool equals(const CallGraph& other) {
+    size_t count = custom_ ? steps_.size() : forward_;
+    bool form = traced_ == other.traced_ && arrays_ == other.arrays_ && forward_ == other.forward_ && roots_ == other.roots_ &&
+        custom_ == other.custom_ && (!custom_ || (gradients_ == other.gradients_ && steps_.size() == other.steps_.size()));
+    if (!form || !std::includes(held_.begin(), held_.end(), other.held_.begin(), other.held_.end())) {
       return false;
     }
     for (Number i = 0; i < traced_; ++i) {
-      if (!has_form(*walk.arrays[i], i)) {
+      if (shapes_[i] != other.shapes_[i] || dtypes_[i] != other.dtypes_[i]) {
         return false;
       }
     }
     std::vector<size_t> differing;
     size_t leaf = 0;
     for (size_t i = 0; i < count; ++i) {
-      const auto& step = steps_[i];
-      const auto& array = *walk.steps[i].array;
-      if (walk.steps[i].first != step.first || array.has_primitive() != (step.primitive != nullptr)) {
+      const auto &step = steps_[i], &its = other.steps_[i];
+      if (!step.has_form_of(its) || !std::equal(edges_.begin() + step.edge, edges_.begin() + step.edge + step.edges, other.edges_.begin() + its.edge)) {
         return false;
       }
       for (Number out = step.first; out < step.first + step.outputs; ++out) {
-        if (!has_form(*walk.arrays[out], out)) {
+        if (shapes_[out] != other.shapes_[out] || dtypes_[out] != other.dtypes_[out]) {
           return false;
         }
       }
       if (step.primitive == nullptr) {
-        differs(leaf++, array, differing);
-      } else if (!same(*step.primitive, array.primitive(), whole)) {
+        if (i < forward_) {
+          differs(leaf++, other.call_[step.first], differing);
+        }
+      } else if (!same(*step.primitive, *its.primitive, custom_)) {
         return false;
       }
     }
-    inputs_are(differing, [&](Number number) { return walk.arrays[number]; });
+    inputs_are(differing, [&](Number number) { return &other.call_[number]; });
+    held_arrays_ = other.at(held_);
     return true;
+  }
+
+  // Keep it, without the arrays of the call.
+  void keep() {
+    held_arrays_ = at(held_);
+    inputs_are({}, [&](Number number) { return &call_[number]; });
+    call_.clear();
   }
 
   // The same without a table of ids, twice as fast, for a graph of which nobody holds anything beside the roots: follow the
@@ -405,6 +412,10 @@ class CallGraph {
     }
     std::reverse(differing.begin(), differing.end());
     inputs_are(differing, [&](Number number) { return at[number]; });
+    held_arrays_.clear();
+    for (auto number : held_) {
+      held_arrays_.push_back(*at[number]);
+    }
     return true;
   }
 
@@ -435,13 +446,9 @@ class CallGraph {
     return custom_;
   }
 
-  // The arrays of the graph that was compared last which are outputs because somebody holds them.
-  Arrays held_of(const Walk& walk) const {
-    Arrays found;
-    for (auto number : held_) {
-      found.push_back(*walk.arrays[number]);
-    }
-    return found;
+  // The arrays of the call that was compared last which are outputs because somebody holds them, or held them once.
+  Arrays take_held() {
+    return std::exchange(held_arrays_, {});
   }
 
   // All outputs over other arrays in the place of the tracers and of the inputs.
@@ -485,6 +492,11 @@ class CallGraph {
     std::shared_ptr<mx::Primitive> primitive; // null: a leaf
     Number first;
     uint32_t outputs, edge, edges;
+
+    bool has_form_of(const Step& other) const {
+      return first == other.first && outputs == other.outputs && edge == other.edge && edges == other.edges &&
+          (primitive == nullptr) == (other.primitive == nullptr);
+    }
   };
 
   // An array that is no tracer: a number that was the same at each call, or an input. Behind the roots, a constant.
@@ -494,6 +506,17 @@ class CallGraph {
     mx::array array; // of a constant its value, else none
   };
 
+  // What of a walk is not yet there.
+  void add(const Walk& walk) {
+    for (size_t i = shapes_.size(); i < walk.arrays.size(); ++i) {
+      shapes_.push_back(walk.arrays[i]->shape());
+      dtypes_.push_back(walk.arrays[i]->dtype());
+    }
+    for (size_t i = steps_.size(); i < walk.steps.size(); ++i) {
+      add(walk.steps[i]);
+    }
+  }
+
   void add(const Walk::Step& step) {
     const auto& array = *step.array;
     bool forward = steps_.size() < forward_;
@@ -501,9 +524,6 @@ class CallGraph {
       bool constant = !forward || is_number(array);
       leaves_.push_back({step.first, constant, constant ? array : mx::array(0)});
       forward_leaves_ += forward;
-      if (forward && !constant) {
-        inputs_.push_back(array);
-      }
       steps_.push_back({nullptr, step.first, 1, step.edge, 0});
       return;
     }
@@ -516,17 +536,12 @@ class CallGraph {
     custom_ |= forward && called::is_custom(array.primitive());
   }
 
-  bool has_edges(const Walk& walk, bool whole) const {
-    size_t count = whole ? edges_.size() : forward_edges_;
-    return walk.edges.size() == count && std::equal(walk.edges.begin(), walk.edges.end(), edges_.begin());
-  }
-
-  bool has_roots(const Walk& walk, bool whole) const {
-    if (walk.roots.size() != roots_.size() + (whole ? gradients_.size() : 0)) {
-      return false;
+  Arrays at(const std::vector<Number>& numbers) const {
+    Arrays found;
+    for (auto number : numbers) {
+      found.push_back(call_[number]);
     }
-    auto behind = walk.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size());
-    return std::equal(roots_.begin(), roots_.end(), walk.roots.begin()) && (!whole || std::equal(behind, walk.roots.end(), gradients_.begin()));
+    return found;
   }
 
   static bool same(mx::Primitive& a, mx::Primitive& b, bool whole) {
@@ -564,15 +579,14 @@ class CallGraph {
 
   size_t traced_, arrays_, forward_, forward_leaves_ = 0; // tracers; up to the roots: arrays, steps, leaves
   bool custom_ = false;
-  std::vector<Number> edges_;
-  size_t forward_edges_;
-  std::vector<Number> roots_, held_, gradients_;
+  std::vector<Number> edges_, roots_, held_, gradients_;
   std::vector<uint32_t> handles_; // of each array up to the roots, those that the graph and the caller have; of a result none
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> dtypes_;
   std::vector<Step> steps_;
   std::vector<Leaf> leaves_;
-  Arrays inputs_;
+  Arrays call_; // of the call of which it was made, until it is kept
+  Arrays inputs_, held_arrays_; // of the call that was compared last
 };
 
 namespace {
@@ -679,23 +693,32 @@ int faststep_call_settle(
 }
 
 int faststep_call_graph_new(
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, void** graph) {
+  return guarded([&] {
+    Walk walk(pointers(tracers, n_tracers), results);
+    walk.add_roots(pointers(roots, n_roots));
+    *graph = new CallGraph(walk);
+  });
+}
+
+int faststep_call_graph_add_gradients(
+    void* graph,
     const void* const* tracers,
     size_t n_tracers,
     const void* const* roots,
     size_t n_roots,
-    size_t results,
     const void* const* gradients,
-    size_t n_gradients,
-    void** graph) {
+    size_t n_gradients) {
   return guarded([&] {
-    auto traced = pointers(tracers, n_tracers), outputs = pointers(roots, n_roots);
-    Walk forward(traced, results);
-    forward.add_roots(outputs);
-    Walk whole(traced, results);
-    whole.add_roots(outputs);
-    whole.add_roots(pointers(gradients, n_gradients));
-    *graph = new CallGraph(forward, whole);
+    Walk walk(pointers(tracers, n_tracers), n_roots);
+    walk.add_roots(pointers(roots, n_roots));
+    walk.add_roots(pointers(gradients, n_gradients));
+    graph_of(graph).add_gradients(walk);
   });
+}
+
+void faststep_call_graph_keep(void* graph) noexcept {
+  graph_of(graph).keep();
 }
 
 void faststep_call_graph_free(void* graph) noexcept {
@@ -710,22 +733,8 @@ int faststep_call_graph_follow(
   });
 }
 
-int faststep_call_graph_compare(
-    void* graph,
-    const void* const* tracers,
-    size_t n_tracers,
-    const void* const* roots,
-    size_t n_roots,
-    size_t results,
-    const void* const* gradients,
-    size_t n_gradients) {
-  return guarded([&] {
-    Walk walk(pointers(tracers, n_tracers), results);
-    walk.add_roots(pointers(roots, n_roots));
-    walk.add_roots(pointers(gradients, n_gradients));
-    bool same = graph_of(graph).compare(walk, n_gradients > 0);
-    return same ? faststep::done : faststep::not_applicable;
-  });
+int faststep_call_graph_equals(void* graph, const void* other) {
+  return guarded([&] { return graph_of(graph).equals(graph_of(other)) ? faststep::done : faststep::not_applicable; });
 }
 
 size_t faststep_call_graph_count(const void* graph, int of) noexcept {
@@ -738,19 +747,8 @@ int faststep_call_graph_inputs(void* graph, void** inputs) {
   return guarded([&] { faststep::called::give(graph_of(graph).take_inputs(), inputs); });
 }
 
-int faststep_call_graph_held(
-    const void* graph,
-    const void* const* tracers,
-    size_t n_tracers,
-    const void* const* roots,
-    size_t n_roots,
-    size_t results,
-    void** held) {
-  return guarded([&] {
-    Walk walk(pointers(tracers, n_tracers), results);
-    walk.add_roots(pointers(roots, n_roots));
-    faststep::called::give(graph_of(graph).held_of(walk), held);
-  });
+int faststep_call_graph_held(void* graph, void** held) {
+  return guarded([&] { faststep::called::give(graph_of(graph).take_held(), held); });
 }
 
 int faststep_call_graph_replay(

@@ -12,12 +12,13 @@ use std::{
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_array_detach, faststep_array_fill, faststep_call_graph_compare,
-    faststep_call_graph_count, faststep_call_graph_follow, faststep_call_graph_free,
-    faststep_call_graph_held, faststep_call_graph_inputs, faststep_call_graph_new,
-    faststep_call_graph_replay, faststep_call_settle, faststep_differentiate, faststep_in_tracing,
-    faststep_tracer, faststep_tracer_is_read, faststep_tracers_end, handle, handles, is_done, made,
-    owned, Handle, New,
+    check, faststep_array_detach, faststep_array_fill, faststep_call_graph_add_gradients,
+    faststep_call_graph_count, faststep_call_graph_equals, faststep_call_graph_follow,
+    faststep_call_graph_free, faststep_call_graph_held, faststep_call_graph_inputs,
+    faststep_call_graph_keep, faststep_call_graph_new, faststep_call_graph_replay,
+    faststep_call_settle, faststep_differentiate, faststep_in_tracing, faststep_tracer,
+    faststep_tracer_is_read, faststep_tracers_end, handle, handles, is_done, made, owned, Handle,
+    New,
 };
 
 /// Do `work` as MLX calls a function that it differentiates: what is made meanwhile keeps its graph when it is evaluated.
@@ -155,14 +156,13 @@ pub struct Replayed {
 }
 
 impl CallGraph {
-    /// Write down the graph of a call.
+    /// Write down the graph of a call, before it is differentiated.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(tracers: &Tracers, roots: &Roots, gradients: &[Array]) -> Result<Self> {
+    pub fn new(tracers: &Tracers, roots: &Roots) -> Result<Self> {
         let results = roots.results;
-        let lists = [tracers.arrays(), &roots.arrays, gradients].map(handles);
-        let [tracers, roots, gradients] = &lists;
+        let (tracers, roots) = (handles(tracers.arrays()), handles(&roots.arrays));
         let mut graph = ptr::null_mut();
         // SAFETY: live arrays, and the number of each list.
         check(unsafe {
@@ -172,12 +172,42 @@ impl CallGraph {
                 roots.as_ptr(),
                 roots.len(),
                 results,
-                gradients.as_ptr(),
-                gradients.len(),
                 &raw mut graph,
             )
         })?;
         Ok(Self(graph))
+    }
+
+    /// Write down the gradients of the same call too.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn add_gradients(
+        &mut self,
+        tracers: &Tracers,
+        roots: &Roots,
+        gradients: &[Array],
+    ) -> Result<()> {
+        let lists = [tracers.arrays(), &roots.arrays, gradients].map(handles);
+        let [tracers, roots, gradients] = &lists;
+        // SAFETY: a graph, live arrays, and the number of each list.
+        check(unsafe {
+            faststep_call_graph_add_gradients(
+                self.0,
+                tracers.as_ptr(),
+                tracers.len(),
+                roots.as_ptr(),
+                roots.len(),
+                gradients.as_ptr(),
+                gradients.len(),
+            )
+        })
+    }
+
+    /// Keep it without the arrays of its call.
+    pub fn keep(&mut self) {
+        // SAFETY: a graph.
+        unsafe { faststep_call_graph_keep(self.0) }
     }
 
     /// Return whether another call has this graph. Constants in which it differs are inputs from here on.
@@ -198,27 +228,13 @@ impl CallGraph {
         })
     }
 
-    /// The same where somebody may hold arrays of it, and with gradients where these are to be the same too.
+    /// The same with the graph of a call that is not kept, of which somebody may hold arrays.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn equals(&self, tracers: &Tracers, roots: &Roots, gradients: &[Array]) -> Result<bool> {
-        let results = roots.results;
-        let lists = [tracers.arrays(), &roots.arrays, gradients].map(handles);
-        let [tracers, roots, gradients] = &lists;
-        // SAFETY: a graph, live arrays, and the number of each list.
-        is_done(unsafe {
-            faststep_call_graph_compare(
-                self.0,
-                tracers.as_ptr(),
-                tracers.len(),
-                roots.as_ptr(),
-                roots.len(),
-                results,
-                gradients.as_ptr(),
-                gradients.len(),
-            )
-        })
+    pub fn equals(&self, other: &Self) -> Result<bool> {
+        // SAFETY: two graphs.
+        is_done(unsafe { faststep_call_graph_equals(self.0, other.0) })
     }
 
     fn count(&self, of: c_int) -> usize {
@@ -255,24 +271,14 @@ impl CallGraph {
         })
     }
 
-    /// The arrays of a call with this graph that are outputs because somebody held them.
+    /// Arrays of the same call that are outputs because somebody holds them, or held them once.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn held_of(&self, tracers: &Tracers, roots: &Roots) -> Result<Vec<Array>> {
-        let (tracers, results) = (handles(tracers.arrays()), roots.results);
-        let roots = handles(&roots.arrays);
-        // SAFETY: a graph, live arrays, the number of each list, and room for as many arrays as are held.
+    pub fn take_held(&self) -> Result<Vec<Array>> {
+        // SAFETY: a graph, and room for as many arrays as are held.
         written(self.held(), |held| unsafe {
-            faststep_call_graph_held(
-                self.0,
-                tracers.as_ptr(),
-                tracers.len(),
-                roots.as_ptr(),
-                roots.len(),
-                results,
-                held,
-            )
+            faststep_call_graph_held(self.0, held)
         })
     }
 

@@ -241,10 +241,18 @@ extern "C" {
         roots: Handles,
         n_roots: usize,
         results: usize,
-        gradients: Handles,
-        n_gradients: usize,
         graph: *mut *mut c_void,
     ) -> c_int;
+    pub(crate) fn faststep_call_graph_add_gradients(
+        graph: *mut c_void,
+        tracers: Handles,
+        n_tracers: usize,
+        roots: Handles,
+        n_roots: usize,
+        gradients: Handles,
+        n_gradients: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_keep(graph: *mut c_void);
     pub(crate) fn faststep_call_graph_free(graph: *mut c_void);
     pub(crate) fn faststep_call_graph_follow(
         graph: *mut c_void,
@@ -253,27 +261,10 @@ extern "C" {
         roots: Handles,
         n_roots: usize,
     ) -> c_int;
-    pub(crate) fn faststep_call_graph_compare(
-        graph: *mut c_void,
-        tracers: Handles,
-        n_tracers: usize,
-        roots: Handles,
-        n_roots: usize,
-        results: usize,
-        gradients: Handles,
-        n_gradients: usize,
-    ) -> c_int;
+    pub(crate) fn faststep_call_graph_equals(graph: *mut c_void, other: *const c_void) -> c_int;
     pub(crate) fn faststep_call_graph_count(graph: *const c_void, of: c_int) -> usize;
     pub(crate) fn faststep_call_graph_inputs(graph: *mut c_void, inputs: *mut New) -> c_int;
-    pub(crate) fn faststep_call_graph_held(
-        graph: *const c_void,
-        tracers: Handles,
-        n_tracers: usize,
-        roots: Handles,
-        n_roots: usize,
-        results: usize,
-        held: *mut New,
-    ) -> c_int;
+    pub(crate) fn faststep_call_graph_held(graph: *mut c_void, held: *mut New) -> c_int;
     pub(crate) fn faststep_call_graph_replay(
         graph: *const c_void,
         traced: Handles,

@@ -122,16 +122,11 @@ impl Graphs {
         Ok(None)
     }
 
-    fn add(
-        &mut self,
-        given: &Given,
-        found: (&Form, &Roots),
-        gradients: &[Array],
-        key: &Array,
-    ) -> MlxResult<(Rc<LossGraph>, Vec<Array>)> {
+    fn add(&mut self, mut graph: LossGraph, key: &Array) -> MlxResult<(Rc<LossGraph>, Vec<Array>)> {
         self.made += 1;
-        let graph = Rc::new(LossGraph::new(self.made, given, found, gradients)?);
+        graph.keep(self.made);
         let leaves = graph.take_leaves(key)?.unwrap_or_default();
+        let graph = Rc::new(graph);
         self.known.insert(0, graph.clone());
         Ok((graph, leaves))
     }
@@ -273,28 +268,31 @@ impl<'py> Called<'py> {
             let tracers = given.tracers.arrays();
             crate::mlx::gil::unlocked(py, || mlx_rs::transforms::eval(tracers)).map_err(mlx)?;
         }
-        let found = graphs.find(|graph| graph.equals(given, (form, &self.roots), &[]), key);
-        if let Some(found) = found.map_err(mlx)? {
-            return self.is(found).map_err(mlx);
+        let mut new = LossGraph::new(given, form, &self.roots).map_err(mlx)?;
+        if !new.is_custom() {
+            if let Some(found) = graphs.find(|graph| graph.equals(&new), key).map_err(mlx)? {
+                return self.is(found).map_err(mlx);
+            }
         }
         self.differentiate(inputs)?;
-        let (given, form) = (&self.given, &self.form);
-        let with_gradients =
-            |graph: &LossGraph| graph.equals(given, (form, &self.roots), &self.gradients);
-        let found = match graphs.find(with_gradients, key).map_err(mlx)? {
+        let found = (&self.form, &self.roots);
+        new.add_gradients(&self.given, found, &self.gradients).map_err(mlx)?;
+        let known = match new.is_custom() {
+            true => graphs.find(|graph| graph.equals(&new), key).map_err(mlx)?,
+            false => None,
+        };
+        let found = match known {
             Some(found) => found,
             None => {
                 self.is_new = true;
-                let found = (form, &self.roots);
-                let added = graphs.add(given, found, &self.gradients, key);
-                added.map_err(mlx)?
+                graphs.add(new, key).map_err(mlx)?
             }
         };
         self.is(found).map_err(mlx)
     }
 
     fn is(&mut self, (graph, leaves): (Rc<LossGraph>, Vec<Array>)) -> MlxResult<()> {
-        self.held = graph.held_of(&self.given, &self.roots)?;
+        self.held = graph.take_held()?;
         self.leaves = leaves;
         self.graph = Some(graph);
         Ok(())

@@ -64,24 +64,38 @@ fn short() -> Exception {
 }
 
 impl LossGraph {
-    /// Keep the graph of a call.
+    /// The graph of a call, before it is differentiated.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(
-        number: usize,
-        given: &Given,
-        (form, roots): (&Form, &Roots),
-        gradients: &[Array],
-    ) -> MlxResult<Self> {
-        let graph = CallGraph::new(&given.tracers, roots, gradients)?;
+    pub fn new(given: &Given, form: &Form, roots: &Roots) -> MlxResult<Self> {
         Ok(Self {
-            number,
+            number: 0,
             form: form.clone(),
-            graph,
+            graph: CallGraph::new(&given.tracers, roots)?,
             sources: RefCell::default(),
             others: given.others,
         })
+    }
+
+    /// Note the gradients of the same call.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn add_gradients(
+        &mut self,
+        given: &Given,
+        (form, roots): (&Form, &Roots),
+        gradients: &[Array],
+    ) -> MlxResult<()> {
+        self.form = form.clone(); // a backward pass may have drawn
+        self.graph.add_gradients(&given.tracers, roots, gradients)
+    }
+
+    /// Keep it, with a number, without the arrays of its call.
+    pub fn keep(&mut self, number: usize) {
+        self.number = number;
+        self.graph.keep();
     }
 
     /// Return whether a call has this graph, where nobody holds an array of it.
@@ -92,18 +106,12 @@ impl LossGraph {
         Ok(self.form == *form && self.graph.follows(&given.tracers, roots)?)
     }
 
-    /// The same where somebody may; with gradients where Python functions make some of them.
+    /// The same with the graph of a call that is not kept.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn equals(
-        &self,
-        given: &Given,
-        (form, roots): (&Form, &Roots),
-        gradients: &[Array],
-    ) -> MlxResult<bool> {
-        let comparable = self.form == *form && self.graph.is_custom() != gradients.is_empty();
-        Ok(comparable && self.graph.equals(&given.tracers, roots, gradients)?)
+    pub fn equals(&self, other: &Self) -> MlxResult<bool> {
+        Ok(self.form == other.form && self.graph.equals(&other.graph)?)
     }
 
     /// Return whether Python functions make some of its gradients.
@@ -147,15 +155,12 @@ impl LossGraph {
         Ok(Some(leaves))
     }
 
-    /// The arrays of a call with this graph that somebody holds, or held once.
+    /// The arrays of that call that somebody holds, or held once.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn held_of(&self, given: &Given, roots: &Roots) -> MlxResult<Vec<Array>> {
-        if self.graph.held() == 0 {
-            return Ok(Vec::new());
-        }
-        self.graph.held_of(&given.tracers, roots)
+    pub fn take_held(&self) -> MlxResult<Vec<Array>> {
+        self.graph.take_held()
     }
 
     /// All outputs over other arrays.

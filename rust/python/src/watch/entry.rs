@@ -2,6 +2,8 @@
 //!
 //! No Python code runs in a comparison: objects are read from dicts, lists, tuples, cells and the attributes that
 //! Python's own types have.
+use std::slice::from_ref;
+
 use mlx_rs::Array;
 use pyo3::{
     exceptions::PyValueError,
@@ -63,7 +65,7 @@ pub enum Part {
     Code,
 }
 
-/// What is expected at a place.
+/// Expectation at a place.
 pub enum Expect {
     /// This number or string, or an equal one of the same class; floats are compared by their bits.
     Plain(Py<PyAny>),
@@ -131,7 +133,7 @@ impl<'py> Reading<'py> {
         })
     }
 
-    /// What is expected where this object is now.
+    /// The expectation for the object that is there now.
     pub fn expect(&self, way: &str, value: &Bound<'py, PyAny>) -> PyResult<Expect> {
         let owned = || value.clone().unbind();
         Ok(match way {
@@ -155,6 +157,10 @@ impl Place {
     pub fn holds(&self, expect: &Expect, loss_fn: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = loss_fn.py();
         Ok(match (self, expect) {
+            (
+                Self::Item(dict, key) | Self::Global(Some(dict), _, key),
+                Expect::Plain(known) | Expect::Same(known),
+            ) if has(dict.bind(py), key, known) => true,
             (Self::Keys(dict), Expect::Keys(keys)) => {
                 let addresses = keys.iter().map(|key| key.as_ptr().addr());
                 bridge::has_keys(dict.bind(py), addresses)
@@ -297,6 +303,11 @@ fn attributes(object: &Bound<'_, PyAny>) -> PyResult<Py<PyDict>> {
     bridge::attributes(object)
         .map(Bound::unbind)
         .ok_or_else(none)
+}
+
+// compare by address: a new reference takes as long again
+fn has(dict: &Bound<'_, PyDict>, key: &Py<PyAny>, known: &Py<PyAny>) -> bool {
+    bridge::dict_has(dict, from_ref(key), &[known.as_ptr().addr()]) == 1
 }
 
 // a view of it, which follows each change

@@ -62,7 +62,12 @@ impl WatchList {
 
     /// Compare every entry. Returns the first that does not hold; `None` if all do.
     pub fn look(&self, loss_fn: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
-        for (at, entry) in self.entries.iter().enumerate() {
+        self.look_from(loss_fn, 0)
+    }
+
+    /// Compare the entries from this one on: to go on behind an array that is another one now.
+    pub fn look_from(&self, loss_fn: &Bound<'_, PyAny>, first: usize) -> PyResult<Option<usize>> {
+        for (at, entry) in self.entries.iter().enumerate().skip(first) {
             if !entry.place.holds(&entry.expect, loss_fn)? {
                 return Ok(Some(at));
             }
@@ -92,6 +97,20 @@ impl WatchList {
         };
         let found = entry.place.find(loss_fn)?;
         Ok(found.and_then(|object| bridge::get(&object)))
+    }
+
+    /// Expect the array that is at an entry now. Returns it; `None` if no array was expected there, or none is there.
+    pub fn renew(&mut self, loss_fn: &Bound<'_, PyAny>, entry: usize) -> PyResult<Option<Array>> {
+        let Some(array) = self.array(loss_fn, entry)? else {
+            return Ok(None);
+        };
+        let expect = self.entries.get_mut(entry).map(|entry| &mut entry.expect);
+        let Some(Expect::Array(known, id)) = expect else {
+            return Ok(None);
+        };
+        *id = faststep::engine::array::id(&array);
+        *known = array.clone();
+        Ok(Some(array))
     }
 
     /// Number of entries.
