@@ -7,5 +7,4 @@ pub mod collector;
 pub mod errors;
 pub mod gil;
 pub mod glance;
-pub mod numpy;
 pub mod random;

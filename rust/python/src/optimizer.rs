@@ -1,8 +1,5 @@
 //! Python optimizers: as a rule of the engine, or traced; their schedules. Uses `tree` and `mlx`.
-use std::{
-    cell::{Cell, RefCell},
-    collections::{HashMap, HashSet},
-};
+use std::{cell::Cell, collections::HashMap};
 
 use faststep::{
     engine::{Attributes, Rules},
@@ -10,7 +7,7 @@ use faststep::{
 };
 use mlx_rs::{ops, transforms::async_eval, Array};
 use pyo3::{
-    exceptions::{PyRuntimeError, PyTypeError},
+    exceptions::PyTypeError,
     intern,
     prelude::*,
     types::{PyDict, PyFloat, PyFunction, PyInt, PyList, PyTuple, PyType},
@@ -240,192 +237,10 @@ thread_local! {
     static READ: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Note that the state of an optimizer is read in this thread, where its step is under way.
-pub fn note_read() {
-    READ.set(true);
-}
-
-/// Return whether that happens while `work` runs, and what that returns.
-pub fn reads<T>(work: impl FnOnce() -> T) -> (bool, T) {
-    let before = READ.replace(false);
-    let done = work();
-    (READ.replace(before), done)
-}
-
 /// The optimizers within one, itself too, and objects in it that lead to another: what they keep is known to its step.
 #[pyfunction]
 pub fn optimizers_within<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     within(optimizer)
-}
-
-/// An update of an optimizer under way that is traced: the addresses of those within it, and the class of one that is none of them.
-struct Traced {
-    known: HashSet<usize>,
-    stray: Option<String>,
-}
-
-thread_local! {
-    static TRACED: RefCell<Option<Traced>> = const { RefCell::new(None) };
-}
-
-/// While an update is traced in this thread, refuse the state of an optimizer that is none of those within the one that updates: it
-/// would keep arrays of the trace.
-pub fn check_traced(optimizer: &Bound<'_, PyAny>) -> PyResult<()> {
-    let is_stray = TRACED.with_borrow(|traced| {
-        let traced = traced.as_ref();
-        traced.is_some_and(|traced| !traced.known.contains(&optimizer.as_ptr().addr()))
-    });
-    if !is_stray {
-        return Ok(());
-    }
-    let class = optimizer.get_type().name()?.to_string();
-    TRACED.with_borrow_mut(|traced| {
-        if let Some(traced) = traced {
-            traced.stray.get_or_insert(class);
-        }
-    });
-    let message = "an optimizer that no attribute leads to updates in a trace";
-    Err(PyRuntimeError::new_err(message))
-}
-
-/// Trace an update of an optimizer by its own code: the class of one that is none of those within it and would have updated too, and
-/// what `work` returns.
-pub fn trace_update<T>(
-    optimizer: &Bound<'_, PyAny>,
-    work: impl FnOnce() -> T,
-) -> (Option<String>, T) {
-    let known = within(optimizer).into_iter().map(|it| it.as_ptr().addr());
-    let new = Traced {
-        known: known.collect(),
-        stray: None,
-    };
-    let before = TRACED.replace(Some(new));
-    let done = work();
-    let stray = TRACED.replace(before).and_then(|traced| traced.stray);
-    (stray, done)
-}
-
-// an object that is in just one of two dicts, or another in each
-fn differing<'py>(before: &Bound<'py, PyDict>, now: &Bound<'py, PyDict>) -> Vec<Bound<'py, PyAny>> {
-    let is_same =
-        |dict: &Bound<'py, PyDict>, key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>| {
-            dict.get_item(key)
-                .is_ok_and(|it| it.is_some_and(|it| it.is(value)))
-        };
-    let new = now
-        .iter()
-        .filter(|(key, value)| !is_same(before, key, value));
-    let gone = before
-        .iter()
-        .filter(|(key, value)| !is_same(now, key, value));
-    new.chain(gone).map(|(key, _)| key).collect()
-}
-
-// true if this code, or that of a function in it, names the attribute
-fn names(code: &Bound<'_, PyAny>, name: &Bound<'_, PyAny>) -> PyResult<bool> {
-    if code
-        .getattr(intern!(code.py(), "co_names"))?
-        .contains(name)?
-    {
-        return Ok(true);
-    }
-    for inner in code.getattr(intern!(code.py(), "co_consts"))?.try_iter()? {
-        let inner = inner?;
-        if inner.hasattr(intern!(code.py(), "co_names"))? && names(&inner, name)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-// true if the code of an optimizer's class names this attribute: by itself, or by a property
-fn is_option(class: &Bound<'_, PyType>, name: &Bound<'_, PyAny>) -> PyResult<bool> {
-    for class in class.mro() {
-        let attributes = class.getattr(intern!(class.py(), "__dict__"))?;
-        for value in attributes.call_method0("values")?.try_iter()? {
-            let value = value?;
-            let getter = value.getattr_opt(intern!(class.py(), "fget"))?;
-            let function = getter.unwrap_or(value);
-            let Some(code) = function.getattr_opt(intern!(class.py(), "__code__"))? else {
-                continue;
-            };
-            if names(&code, name)? {
-                return Ok(true);
-            }
-        }
-    }
-    Ok(false)
-}
-
-/// What an optimizer and those in it read as they update: the options of MLX's, and of any the arrays in the state that are no
-/// parameter's.
-///
-/// An optimizer of the user's own reads its attributes itself as it updates.
-pub struct Settings<'py>(Vec<Setting<'py>>);
-
-struct Setting<'py> {
-    class: Bound<'py, PyType>,
-    state: Bound<'py, PyDict>,
-    options: Bound<'py, PyDict>,
-}
-
-impl<'py> Settings<'py> {
-    /// Note the objects.
-    pub fn of(optimizer: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let mut all = Vec::new();
-        for member in members(optimizer) {
-            let kept = PyDict::new(member.py());
-            for (name, value) in state(&member).iter().flatten() {
-                if bridge::is_array(&value) {
-                    kept.set_item(name, value)?;
-                }
-            }
-            let options = class_of_mlx(&member).and_then(|_| bridge::attributes(&member));
-            all.push(Setting {
-                class: member.get_type(),
-                state: kept,
-                options: options.map_or_else(|| Ok(PyDict::new(member.py())), |it| it.copy())?,
-            });
-        }
-        Ok(Self(all))
-    }
-
-    /// Return whether one of them is another object now; an attribute that the code of MLX's does not name is none.
-    pub fn differ(&self, now: &Self) -> PyResult<bool> {
-        if self.0.len() != now.0.len() {
-            return Ok(true);
-        }
-        for (before, now) in self.0.iter().zip(&now.0) {
-            if !differing(&before.state, &now.state).is_empty() {
-                return Ok(true);
-            }
-            for name in differing(&before.options, &now.options) {
-                if is_option(&now.class, &name)? {
-                    return Ok(true);
-                }
-            }
-        }
-        Ok(false)
-    }
-}
-
-/// What stood in an optimizer's state before a schedule was called, or what that has put there.
-pub struct Replaced {
-    state: Py<PyDict>,
-    name: String,
-    value: Option<Py<PyAny>>,
-}
-
-impl Replaced {
-    /// Put the one in the place of the other.
-    pub fn swap(&mut self, py: Python<'_>) -> PyResult<()> {
-        let state = self.state.bind(py);
-        let now = state.get_item(&self.name)?.map(Bound::unbind);
-        match std::mem::replace(&mut self.value, now) {
-            Some(value) => state.set_item(&self.name, value),
-            None => state.del_item(&self.name),
-        }
-    }
 }
 
 /// Schedules that are called on the host, and what they replaced in the optimizer's state.
@@ -451,16 +266,6 @@ impl<'py> HostSchedules<'py> {
         }
     }
 
-    /// The roots of a look at what they reach; none where there is no schedule. In the place of a model there is nothing: they read
-    /// one as any other object.
-    pub fn roots(&self) -> Option<Vec<Bound<'py, PyAny>>> {
-        let functions = self.found.iter().map(|(_, _, schedule)| schedule.clone());
-        let mut roots: Vec<_> = functions.collect();
-        let none = roots.first()?.py().None().into_bound(roots[0].py());
-        roots.insert(1, none);
-        Some(roots)
-    }
-
     /// Return whether there are any.
     pub fn are_there(&self) -> bool {
         !self.found.is_empty()
@@ -481,19 +286,6 @@ impl<'py> HostSchedules<'py> {
             state.set_item(name, value)?;
         }
         Ok(())
-    }
-
-    /// What `call` replaced, for a loss that reads it: in the plain loop a schedule is called behind that.
-    pub fn replaced(&self) -> PyResult<Vec<Replaced>> {
-        let pairs = self.found.iter().zip(&self.old);
-        let replaced = pairs.map(|((optimizer, name, _), old)| {
-            Ok(Replaced {
-                state: state(optimizer)?.unbind(),
-                name: name.clone(),
-                value: old.as_ref().map(|old| old.clone().unbind()),
-            })
-        });
-        replaced.collect()
     }
 
     /// Put back what `call` replaced.
@@ -523,30 +315,4 @@ impl<'py> HostSchedules<'py> {
         Ok(())
     }
 
-    /// Replace each schedule, while the optimizer is traced, by the value that `call` put into the state.
-    pub fn hold(&self) -> PyResult<()> {
-        for (optimizer, name, _) in &self.found {
-            let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;
-            let value = state(optimizer)?.as_any().get_item(name)?.unbind();
-            let held = pyo3::types::PyCFunction::new_closure(
-                optimizer.py(),
-                None,
-                None,
-                move |args: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| {
-                    value.clone_ref(args.py())
-                },
-            )?;
-            schedulers.set_item(name, held)?;
-        }
-        Ok(())
-    }
-
-    /// Put the schedules back that `hold` replaced.
-    pub fn let_go(&self) -> PyResult<()> {
-        for (optimizer, name, schedule) in &self.found {
-            let schedulers = optimizer.getattr(intern!(optimizer.py(), "_schedulers"))?;
-            schedulers.set_item(name, schedule)?;
-        }
-        Ok(())
-    }
 }

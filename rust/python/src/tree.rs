@@ -2,13 +2,11 @@
 //!
 //! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
 //! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
-pub mod apart;
 mod glance;
 pub mod identity;
 pub mod ordered;
 pub mod paths;
 pub mod rebuild;
-pub mod renewed;
 pub mod slot;
 pub mod snapshot;
 pub mod static_value;
@@ -20,9 +18,8 @@ use std::{cell::RefCell, collections::HashMap, ops::Range, rc::Rc};
 use faststep::engine::Tensor;
 use pyo3::{
     exceptions::PyRecursionError,
-    intern,
     prelude::*,
-    types::{PyBytes, PyCFunction, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType},
+    types::{PyCFunction, PyDict, PyList, PyTuple, PyType},
 };
 
 use crate::mlx::{
@@ -31,7 +28,6 @@ use crate::mlx::{
     collector::{Collector, Refers, Visited},
     glance::Glance,
 };
-use apart::Names;
 use identity::Class;
 use paths::Paths;
 use slot::{Place, Places, Slot};
@@ -97,7 +93,6 @@ pub struct Tree {
     aliases: Vec<(usize, usize)>,
     containers: RefCell<Rc<Vec<usize>>>, // of the last check: where they are the same, so are the aliases
     glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
-    apart: Names,                    // attributes of modules that are left out
     doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
     /// Which of the arrays stand for NumPy's among arguments, with their dtypes.
     pub numpy: Vec<(usize, i64)>,
@@ -149,27 +144,10 @@ impl Tree {
     /// # Errors
     /// A tree that is nested too deeply.
     pub fn record<'py>(root: &Bound<'py, PyAny>, scope: Scope) -> PyResult<(Self, Vec<Slot<'py>>)> {
-        Self::record_without(root, scope, Names::default())
-    }
-
-    /// As [`Tree::record`], for the model of a step: without what is left apart.
-    ///
-    /// # Errors
-    /// A tree that is nested too deeply.
-    pub fn of_model<'py>(model: &Bound<'py, PyAny>) -> PyResult<(Self, Vec<Slot<'py>>)> {
-        Self::record_without(model, Scope::Whole, apart::of(model).0)
-    }
-
-    fn record_without<'py>(
-        root: &Bound<'py, PyAny>,
-        scope: Scope,
-        apart: Names,
-    ) -> PyResult<(Self, Vec<Slot<'py>>)> {
         let mut recorder = Recorder {
             scope,
             ..Recorder::default()
         };
-        recorder.tree.apart = apart;
         recorder.run(root)?;
         recorder.tree.aliases = aliases(&recorder.containers);
         recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
@@ -177,6 +155,14 @@ impl Tree {
             recorder.tree.doubles = doubles(&recorder.slots);
         }
         Ok((recorder.tree, recorder.slots))
+    }
+
+    /// As [`Tree::record`], for the model of a step.
+    ///
+    /// # Errors
+    /// A tree that is nested too deeply.
+    pub fn of_model<'py>(model: &Bound<'py, PyAny>) -> PyResult<(Self, Vec<Slot<'py>>)> {
+        Self::record(model, Scope::Whole)
     }
 
     /// As [`Tree::record`], for the arguments of a call.
@@ -246,12 +232,9 @@ impl Tree {
     ) -> Option<Vec<Slot<'py>>> {
         let mut glance = self.glance.borrow_mut();
         let Some(objects) = glance.as_mut()?.arrays(root, known) else {
-            if !self.apart.is_empty() {
-                glance.take(); // of what is left apart it knows the classes, which may be others now
-            }
             return None;
         };
-        let places = Rc::new(Places::of(root.clone(), self.apart.clone()));
+        let places = Rc::new(Places::of(root.clone()));
         let slots = objects.enumerate().map(|(number, object)| Slot {
             place: Place::Nth(places.clone(), number),
             object,
@@ -268,7 +251,7 @@ impl Tree {
         let slots = self.check(root, Scope::Whole, known)?;
         let mut glance = self.glance.borrow_mut();
         glance.get_or_insert_with(|| {
-            glance::written(&self.items, &self.apart, root).unwrap_or_default()
+            glance::written(&self.items, root).unwrap_or_default()
         });
         Some(slots)
     }
@@ -555,15 +538,6 @@ impl<'py> Visitor<'py> for Recorder<'py> {
         Some(())
     }
 
-    fn apart(&self) -> &[String] {
-        &self.tree.apart
-    }
-
-    fn pass(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
-        self.tree.items.push(Item::Object);
-        Some(())
-    }
-
     fn takes_arguments(&self) -> bool {
         self.scope == Scope::Arguments
     }
@@ -635,14 +609,6 @@ impl<'py> Visitor<'py> for Checker<'_, 'py> {
         }
         self.slots.push(Slot { place, object });
         Some(())
-    }
-
-    fn apart(&self) -> &[String] {
-        &self.tree.apart
-    }
-
-    fn pass(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
-        matches!(self.next()?, Item::Object).then_some(())
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {

@@ -2,8 +2,6 @@
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
-use std::time::Instant;
-
 use faststep::engine::{Flags, Output, Role};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
@@ -21,8 +19,6 @@ const MANY: usize = 100;
 const EVERY: usize = 7;
 /// Number of pending flags from which on the older half is read.
 const PENDING: usize = 2 * (MANY / EVERY + 2);
-/// A look of so many seconds is long, where it is more than half of the time from one step to the next.
-const LONG: f64 = 1e-3;
 /// Largest number of names in a warning.
 const NAMES: usize = 5;
 
@@ -32,30 +28,7 @@ pub struct Alarms {
     broken: Flags, // true: the loss is no number, where nothing is skipped
     kept: KeptLosses,
     due: Vec<String>, // warnings
-    looks: Looks,
     told: Told,
-}
-
-/// Steps of which looking at what the loss reaches has been the most.
-#[derive(Default)]
-struct Looks {
-    last: Option<Instant>, // when the last step began
-    many: usize,           // each other step counts against two of them
-}
-
-impl Looks {
-    // whether a look of so many seconds in a step that began then is one too many
-    fn are_long(&mut self, seconds: f64, began: Instant) -> bool {
-        let before = self.last.replace(began);
-        let whole = before.map_or(f64::MAX, |before| (began - before).as_secs_f64());
-        let is_long = seconds >= LONG && 2.0 * seconds > whole;
-        self.many = if is_long {
-            self.many + 1
-        } else {
-            self.many.saturating_sub(2)
-        };
-        self.many == MANY
-    }
 }
 
 #[derive(Default)]
@@ -66,7 +39,6 @@ struct Told {
     zero: bool,
     idle: bool,
     rounded: bool,
-    long: bool,
 }
 
 impl Default for Alarms {
@@ -76,7 +48,6 @@ impl Default for Alarms {
             broken: Flags::default().read_at(PENDING),
             kept: KeptLosses::default(),
             due: Vec::new(),
-            looks: Looks::default(),
             told: Told::default(),
         }
     }
@@ -104,23 +75,6 @@ impl Alarms {
         read(self.zero.push(norm, &is(|norm| norm == 0.0)))?;
         let loss = output.batch.loss.as_ref().filter(|_| !checked);
         read(self.broken.push(loss, &is(|loss| !loss.is_finite())))
-    }
-
-    /// A step that began then has looked at what the loss reaches for so many seconds. `most`: where most of that is, by name.
-    pub fn note_look(
-        &mut self,
-        seconds: f64,
-        began: Instant,
-        most: impl FnOnce() -> Option<String>,
-    ) {
-        if self.looks.are_long(seconds, began) && first(&mut self.told.long) {
-            let most = most().map_or_else(String::new, |most| format!(", most of it in {most}"));
-            self.due.push(format!(
-                "it takes {:.1} ms of each step, more than all else, to look at what the loss reaches{most}: whether that has changed. Let the \
-                 loss reach what it reads (a function, or an object that has no more than that), and pass data as arguments",
-                1e3 * seconds
-            ));
-        }
     }
 
     /// A step returns its loss in this object.

@@ -119,7 +119,7 @@ impl Store {
             .map(|(slot, path)| (role(slot), path))
             .collect();
         self.next_id += 1;
-        let form = self.form(&tree, asked.as_ref(), py).unwrap_or(self.next_id);
+        let form = self.form(&tree, &roles).unwrap_or(self.next_id);
         Ok(ModelSignature {
             id: self.next_id,
             form,
@@ -131,17 +131,11 @@ impl Store {
         })
     }
 
-    // the form of a known model from which this one differs in numbers alone
-    fn form(
-        &self,
-        tree: &Tree,
-        asked: Option<&HashSet<Vec<String>>>,
-        py: Python<'_>,
-    ) -> Option<usize> {
-        let models = self.models.iter().rev();
-        let models = models.filter(|known| known.asked.as_ref() == asked);
-        let mut alike = models.filter(|known| known.tree.equals_but_numbers(tree, py));
-        alike.next().map(|known| known.form)
+    // the form of a known model whose arrays have the same places, roles, shapes and dtypes
+    fn form(&self, tree: &Tree, roles: &[(Role, Vec<String>)]) -> Option<usize> {
+        let mut models = self.models.iter().rev();
+        let alike = models.find(|known| *known.roles == roles && known.tree.tensors() == tree.tensors());
+        alike.map(|known| known.form)
     }
 
     // switch to another signature; the engine is kept if the trained tensors are the same

@@ -16,16 +16,14 @@ use crate::mlx::glance::{Container, Glance};
 
 struct Writer<'a> {
     items: &'a [Item],
-    apart: &'a [String],
     at: usize,
     glance: Glance,
 }
 
 /// Write down what is in a tree of these items, which `root` is; `None` where a glance cannot tell whether it still is.
-pub(super) fn written(items: &[Item], apart: &[String], root: &Bound<'_, PyAny>) -> Option<Glance> {
+pub(super) fn written(items: &[Item], root: &Bound<'_, PyAny>) -> Option<Glance> {
     let mut writer = Writer {
         items,
-        apart,
         at: 0,
         glance: Glance::default(),
     };
@@ -77,16 +75,6 @@ impl<'py> Visitor<'py> for Writer<'_> {
             return None;
         }
         self.glance.array();
-        Some(())
-    }
-
-    fn apart(&self) -> &[String] {
-        self.apart
-    }
-
-    fn pass(&mut self, value: &Bound<'py, PyAny>) -> Option<()> {
-        self.next()?;
-        self.glance.any_of(&value.get_type());
         Some(())
     }
 

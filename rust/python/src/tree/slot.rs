@@ -7,7 +7,7 @@ use pyo3::{
     types::{PyDict, PyList, PyString, PyTuple},
 };
 
-use super::{apart::Names, text::text, walk::Scope, Tree};
+use super::{text::text, Tree};
 use crate::mlx::bridge;
 
 /// Place of an object, so that another can be put there.
@@ -26,16 +26,14 @@ pub enum Place<'py> {
 /// The places of a tree's arrays, which are found at the first question.
 pub struct Places<'py> {
     root: Bound<'py, PyAny>,
-    apart: Names,
     found: OnceCell<Vec<Place<'py>>>,
 }
 
 impl<'py> Places<'py> {
-    /// Those of the tree that this object is, without attributes of these names.
-    pub fn of(root: Bound<'py, PyAny>, apart: Names) -> Self {
+    /// Those of the tree that this object is.
+    pub fn of(root: Bound<'py, PyAny>) -> Self {
         Self {
             root,
-            apart,
             found: OnceCell::new(),
         }
     }
@@ -44,7 +42,7 @@ impl<'py> Places<'py> {
         let found = if let Some(found) = self.found.get() {
             found
         } else {
-            let (_, slots) = Tree::record_without(&self.root, Scope::Whole, self.apart.clone())?;
+            let (_, slots) = Tree::of_model(&self.root)?;
             let places = slots.into_iter().map(|slot| slot.place).collect();
             self.found.get_or_init(|| places)
         };

@@ -10,7 +10,7 @@ use pyo3::{
     },
 };
 
-use super::{apart::is_apart, ordered, slot::Place};
+use super::{ordered, slot::Place};
 use crate::mlx::{
     bridge,
     classes::{is_module, is_optimizer},
@@ -68,16 +68,6 @@ pub trait Visitor<'py> {
 
     /// Return whether to pass over an attribute of an optimizer.
     fn skips(&self, key: &str) -> bool;
-
-    /// The attributes of modules that are passed over.
-    fn apart(&self) -> &[String] {
-        &[]
-    }
-
-    /// Pass over one of them.
-    fn pass(&mut self, _value: &Bound<'py, PyAny>) -> Option<()> {
-        Some(())
-    }
 
     /// Return whether dataclasses are containers, and modules and optimizers are not.
     fn takes_arguments(&self) -> bool {
@@ -143,9 +133,9 @@ fn enter<'py>(
         if !module {
             visitor.open(Kind::Dict, &object, dict.len())?;
             if around.updates {
-                return walk_items(dict, None, around.within(&object), visitor);
+                return walk_items(dict, around.within(&object), visitor);
             }
-            return walk_items(dict, None, around, visitor);
+            return walk_items(dict, around, visitor);
         }
         if around.has(&object) {
             return visitor.leaf(&object);
@@ -155,7 +145,7 @@ fn enter<'py>(
             updates: false,
             ..around.within(&object)
         };
-        walk_items(dict, Some(Kind::Module), around, visitor)?;
+        walk_items(dict, around, visitor)?;
         return walk_attributes(&object, around, visitor);
     }
     if let Ok(list) = object.cast::<PyList>() {
@@ -220,21 +210,13 @@ fn walk_fields<'py>(
     Some(())
 }
 
-// `of`: what of a module they are
 fn walk_items<'py>(
     dict: &Bound<'py, PyDict>,
-    of: Option<Kind>,
     around: Around<'_>,
     visitor: &mut impl Visitor<'py>,
 ) -> Option<()> {
     let mut item = |key: Bound<'py, PyAny>, value| {
         visitor.key(&key)?;
-        let names = visitor.apart();
-        if of.is_some_and(|of| {
-            !names.is_empty() && is_apart(names, &key, &value, of == Kind::Module)
-        }) {
-            return visitor.pass(&value);
-        }
         let place = Place::Dict(dict.clone(), key);
         enter(value, place, around.deeper(), visitor)
     };
@@ -253,8 +235,7 @@ fn walk_attributes<'py>(
     let attributes = &bridge::attributes(object)?;
     if !is_optimizer(object) {
         visitor.open(Kind::Attributes, attributes.as_any(), attributes.len())?;
-        let of = is_module(object).then_some(Kind::Attributes);
-        return walk_items(attributes, of, around, visitor);
+        return walk_items(attributes, around, visitor);
     }
     let kept = attributes.iter().filter(|(key, _)| {
         let key = key.cast::<PyString>().ok();
