@@ -13,7 +13,7 @@ inline mlx::core::array* inside(PyObject* object) {
   return nanobind::inst_ptr<mlx::core::array>(nanobind::handle(object));
 }
 
-// Whether it is an array of this identity.
+// Return whether an object is an array of this identity.
 inline bool holds(PyObject* object, uintptr_t id) {
   return Py_TYPE(object) == array_type && inside(object)->id() == id;
 }

@@ -10,7 +10,7 @@ PyTypeObject* faststep::array_type = nullptr;
 
 extern "C" {
 
-// 0, or -1 with a Python error set.
+// Returns 0, or -1 with a Python error set.
 int faststep_bridge_init(PyObject* module) {
   try {
     if (!nb::register_module(nb::handle(module))) {

@@ -1,4 +1,4 @@
-// Comparisons of what stands in containers with what stood there: of addresses, and of arrays' identities.
+// Comparison of the objects in containers with those that were there: by address, arrays by their identity.
 #include "arrays.h"
 
 using faststep::holds;
@@ -13,7 +13,7 @@ PyObject* at(uintptr_t address) {
   return reinterpret_cast<PyObject*>(address);
 }
 
-// What a weak reference refers to, borrowed, or null.
+// The object of a weak reference, borrowed, or null.
 PyObject* referent(uintptr_t reference) {
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* object = nullptr;
@@ -21,11 +21,12 @@ PyObject* referent(uintptr_t reference) {
   Py_XDECREF(object);
   return object;
 #else
-  return PyWeakref_GetObject(at(reference));
+  PyObject* object = PyWeakref_GetObject(at(reference));
+  return object == Py_None ? nullptr : object;
 #endif
 }
 
-// The instance dict of an object, borrowed, or null; `distance`: see below.
+// The instance dict of an object, borrowed, or null; distance: see faststep_bridge_dict_distance.
 PyObject* attributes(PyObject* object, uintptr_t distance) {
   if (distance != 0) {
     return *reinterpret_cast<PyObject**>(address(object) + distance);
@@ -38,8 +39,8 @@ PyObject* attributes(PyObject* object, uintptr_t distance) {
   return dict;
 }
 
-// A number that Python gives to a dict when it is made and whenever it is changed, no number twice (PEP 509); 0: none. 3.13 gives no
-// other one where an attribute is assigned whose value stands in the object (a split table), and 3.14 none at all.
+// The number that Python gives to a dict when it is made and whenever it changes, no number twice (PEP 509); 0: none. Python 3.13
+// does not change it for attributes whose values stand in the object (a split table), and 3.14 has none.
 uintptr_t version(PyObject* object) {
 #if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
   auto* dict = reinterpret_cast<PyDictObject*>(object);
@@ -52,7 +53,7 @@ uintptr_t version(PyObject* object) {
 #endif
 }
 
-// Whether a set has a string: most often that stands where it stood, else Python looks for it.
+// Return whether a set has a string: most often at the place in its table where it was, else Python looks for it.
 bool has(PyObject* set, PyObject* string, uintptr_t place) {
   auto* table = reinterpret_cast<PySetObject*>(set);
   if (place <= static_cast<uintptr_t>(table->mask) && table->table[place].key == string) {
@@ -65,19 +66,25 @@ bool has(PyObject* set, PyObject* string, uintptr_t place) {
   return has == 1;
 }
 
-// The lowest bits of a word; objects stand at multiples of eight. mlx/glance.rs has the same.
+// The lowest bits of a word, which is the address of an object: a multiple of eight. mlx/glance.rs has the same numbers.
 enum Kind : uintptr_t { array, value, weak, strings, list, tuple, dict, module };
 constexpr uintptr_t kinds = 7;
-// A class's lowest bit: behind it stands a weak reference to it, because nobody holds it.
+// The lowest bit of a class: a weak reference to it follows, because nobody holds it.
 constexpr uintptr_t referred = 1;
 
-// A walk through containers, in which no reference is counted: no code of Python's runs meanwhile: sets are of strings.
-// Each function is given the words that it is to meet, and returns those behind them, or null where it meets another thing. Of
-// what is met in a dict the addresses are noted, and the dict's version then: while it has that, the same objects are in it.
-template <bool keeps>
+// A walk through containers that compares each object with a list of words:
+//   array:   the address of the object, which the walk writes; the value has to have the next identity
+//   value:   the address of the object
+//   weak:    the address of a weak reference to the object
+//   strings: the size of a set; then its address, and for each string its address and its place in the set's table
+//   others:  the address of a container; then its class (and a weak reference to that), its size, and its items
+// A module has the distance to its instance dict before its size, and the dict behind its items. A dict has its version behind its
+// size, then for each item the key's address and the value's words; while the version stays, the items are not compared.
+// No Python code runs, so that no reference needs to be counted: the sets are of strings.
+// Each function takes the words to compare, and returns those behind them, or null if an object is another.
 class Glance {
  public:
-  // Where it keeps the array objects, met gets them, with a reference to each.
+  // met gets the array objects, with a reference to each.
   Glance(const uintptr_t* ids, size_t arrays, PyObject** met) : ids_(ids), ids_end_(ids + arrays), met_(met) {}
 
   bool sees_all(PyObject* root, uintptr_t* words, size_t count) {
@@ -103,9 +110,7 @@ class Glance {
     if (ids_ == ids_end_ || !holds(object, *ids_++)) {
       return false;
     }
-    if constexpr (keeps) {
-      *met_++ = Py_NewRef(object);
-    }
+    *met_++ = Py_NewRef(object);
     return true;
   }
 
@@ -114,7 +119,7 @@ class Glance {
     auto known = word - kind;
     switch (kind) {
       case Kind::weak:
-        return is_weak(object, known) ? words : nullptr;
+        return referent(known) == object ? words : nullptr;
       case Kind::strings:
         return sees_strings(object, known >> 3, words);
       case Kind::list:
@@ -134,18 +139,12 @@ class Glance {
     }
   }
 
-  // What a weak reference refers to, or any object of a class.
-  static bool is_weak(PyObject* object, uintptr_t known) {
-    bool is_class = PyType_Check(at(known)) != 0;
-    return is_class ? address(Py_TYPE(object)) == known : referent(known) == object;
-  }
-
   template <typename Sequence>
   static PyObject* const* items(PyObject* sequence) {
     return reinterpret_cast<Sequence*>(sequence)->ob_item;
   }
 
-  // Of a container that has to be at an address and of the next class.
+  // Compare a container's address and class.
   static uintptr_t* is(PyObject* object, uintptr_t known, uintptr_t* words) {
     uintptr_t type = *words++;
     bool weakly = (type & referred) != 0;
@@ -208,7 +207,7 @@ class Glance {
     return words;
   }
 
-  // Of a dict in which nothing has been changed: what may have changed in that.
+  // Compare the containers and arrays in a dict that has the same items.
   uintptr_t* sees_same(Py_ssize_t left, uintptr_t* words) {
     for (; left > 0; --left) {
       auto word = words[1];
@@ -229,7 +228,7 @@ class Glance {
     return words;
   }
 
-  // Its items, and its instance dict, which has to be at the address behind them.
+  // Compare a module's items, and its instance dict.
   uintptr_t* sees_module(PyObject* module, uintptr_t distance, uintptr_t* words) {
     words = sees_items(module, words);
     if (words == nullptr) {
@@ -249,14 +248,13 @@ class Glance {
 
 extern "C" {
 
-// Whether a walk meets what is expected, and arrays with these identities; the array objects, new references, where asked for.
+// Return whether a walk from root meets these words and arrays of these identities; met gets the array objects, new references.
 int faststep_bridge_glance(
-    PyObject* root, uintptr_t* expected, size_t count, const uintptr_t* ids, size_t arrays, PyObject** met) {
-  return met == nullptr ? Glance<false>(ids, arrays, met).sees_all(root, expected, count)
-                        : Glance<true>(ids, arrays, met).sees_all(root, expected, count);
+    PyObject* root, uintptr_t* words, size_t count, const uintptr_t* ids, size_t arrays, PyObject** met) {
+  return Glance(ids, arrays, met).sees_all(root, words, count);
 }
 
-// The place of a string in the table of a set that has it, or any number.
+// The place of a string in the table of a set; a number behind the table if it is not there.
 size_t faststep_bridge_place(PyObject* set, PyObject* string) {
   auto* table = reinterpret_cast<PySetObject*>(set);
   size_t place = 0;
@@ -266,8 +264,8 @@ size_t faststep_bridge_place(PyObject* set, PyObject* string) {
   return place;
 }
 
-// The distance from an object to the pointer to its instance dict, which other objects of the class have too; 0 where Python has
-// to be asked for the dict. Until there is a dict that pointer is null, or odd.
+// The distance from an object to the pointer to its instance dict; 0 if only Python can tell the dict. The pointer is null or odd
+// until there is a dict.
 uintptr_t faststep_bridge_dict_distance(PyObject* object) {
 #ifdef Py_GIL_DISABLED
   return 0;
@@ -275,36 +273,5 @@ uintptr_t faststep_bridge_dict_distance(PyObject* object) {
   PyObject** dict = _PyObject_GetDictPtr(object);
   return dict == nullptr ? 0 : address(dict) - address(object);
 #endif
-}
-
-// The same number while nothing is changed in a dict; 0 where there is none.
-uintptr_t faststep_bridge_version(PyObject* dict) {
-  return version(dict);
-}
-
-// The number of items of a list, from the first one on, that are arrays with these identities.
-size_t faststep_bridge_list_holds(PyObject* list, size_t first, const uintptr_t* ids, size_t count) {
-  auto size = static_cast<size_t>(PyList_GET_SIZE(list));
-  size_t found = 0;
-  while (found < count && first + found < size && holds(PyList_GET_ITEM(list, first + found), ids[found])) {
-    ++found;
-  }
-  return found;
-}
-
-// The number of keys, in the order of a dict, at which arrays with these identities stand; other keys are passed over.
-size_t faststep_bridge_dict_holds(PyObject* dict, PyObject* const* keys, const uintptr_t* ids, size_t count) {
-  Py_ssize_t position = 0;
-  PyObject *key = nullptr, *value = nullptr;
-  size_t found = 0;
-  while (found < count && PyDict_Next(dict, &position, &key, &value)) {
-    if (key == keys[found]) {
-      if (!holds(value, ids[found])) {
-        break;
-      }
-      ++found;
-    }
-  }
-  return found;
 }
 }

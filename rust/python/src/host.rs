@@ -32,8 +32,8 @@ use crate::{
 
 /// Loss and gradients of the call under way.
 pub enum Loss {
-    /// Made over the engine's arrays.
-    Graph(Rc<LossGraph>),
+    /// Made over the engine's arrays; where the step itself is not compiled, by operations that are.
+    Graph(Rc<LossGraph>, bool),
     /// As the call has given them; they are evaluated once.
     Arrays(RefCell<Option<Differentiated>>),
     /// There is none: an update alone.
@@ -85,7 +85,9 @@ impl Host for PythonHost {
     ) -> MlxResult<Option<Differentiated>> {
         let current = self.current.borrow();
         match current.as_ref().map(|current| &current.loss) {
-            Some(Loss::Graph(graph)) => graph.differentiated(call, scale).map(Some),
+            Some(Loss::Graph(graph, compiled)) => {
+                graph.differentiated(call, scale, *compiled).map(Some)
+            }
             Some(Loss::Arrays(arrays)) => Ok(arrays.take()),
             Some(Loss::None) | None => Ok(None),
         }

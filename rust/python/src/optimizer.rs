@@ -1,5 +1,5 @@
-//! Python optimizers: as a rule of the engine, or traced; their schedules. Uses `tree` and `mlx`.
-use std::{cell::Cell, collections::HashMap};
+//! Python optimizers: their rules in the engine, their parts and their schedules. Uses `tree` and `mlx`.
+use std::collections::HashMap;
 
 use faststep::{
     engine::{Attributes, Rules},
@@ -26,7 +26,7 @@ fn is_class_of_mlx(class: &Bound<'_, PyType>) -> bool {
     module.is_some_and(|module| module.to_str().ok() == Some("mlx.optimizers.optimizers"))
 }
 
-// the name of an optimizer's class, where it is one of MLX's own
+// the name of an optimizer's class, if it is one of MLX and none of its methods is replaced
 fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
     let class = optimizer.get_type();
     let of_mlx = |object: &Bound<'_, PyAny>| {
@@ -45,9 +45,9 @@ fn class_of_mlx(optimizer: &Bound<'_, PyAny>) -> Option<String> {
     own.then(|| class.name().ok()?.extract().ok()).flatten()
 }
 
-/// The engine's rules for an optimizer, of which every part is of exactly one of MLX's classes; `None` for every other.
+/// The engine's rules for an optimizer; `None` unless each part of it is exactly of a class of MLX.
 ///
-/// `trainable`: makes the parameters' tree, for the predicates of a `MultiOptimizer`; `paths`: where its arrays stand.
+/// `trainable`: makes the parameters' tree, for the predicates of a `MultiOptimizer`; `paths`: the path to each array in it.
 pub fn native_rules<'py>(
     optimizer: &Bound<'py, PyAny>,
     paths: &[Vec<String>],
@@ -96,7 +96,7 @@ fn split<'py>(
     Ok(())
 }
 
-/// The engine's rule for an optimizer of exactly one of MLX's classes that update; `None` for every other.
+/// The engine's rule for an optimizer; `None` unless it is exactly of a class of MLX that updates by itself.
 pub fn native_rule(optimizer: &Bound<'_, PyAny>) -> Option<Rule> {
     let class = class_of_mlx(optimizer)?;
     let scheduled = schedulers(optimizer).ok()?;
@@ -156,14 +156,14 @@ impl Attributes for Fields<'_, '_> {
 pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>> {
     let name = intern!(optimizer.py(), "optimizers");
     if is_class_of_mlx(&optimizer.get_type()) {
-        // looked for where it is: the error of an attribute that is missing takes a microsecond
+        // read from the dict: the error of an attribute that is missing takes a microsecond
         let attributes = bridge::attributes(optimizer)?;
         return attributes.get_item(name).ok()??.cast_into().ok();
     }
     optimizer.getattr_opt(name).ok()??.cast_into().ok()
 }
 
-/// The optimizer and, of a `MultiOptimizer`, those in it: their schedules are called by the step.
+/// The optimizer and, in a `MultiOptimizer`, those that it delegates to.
 #[pyfunction(name = "optimizers_of")]
 pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     let mut all = vec![optimizer.clone()];
@@ -190,7 +190,7 @@ fn schedulers<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Vec<(String, Bound
     pairs.collect()
 }
 
-// MLX's own schedules are traceable; the schedules that they join have to be traceable too
+// schedules of MLX are traceable; the schedules that they join have to be traceable too
 fn is_traceable(schedule: &Bound<'_, PyAny>) -> bool {
     let module = schedule
         .getattr("__module__")
@@ -216,7 +216,7 @@ fn is_traceable(schedule: &Bound<'_, PyAny>) -> bool {
     })
 }
 
-/// The learning rate's schedule, where it can be computed on the device.
+/// The learning rate's schedule, if it can be computed on the device.
 pub fn traceable_rate<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
     let all = schedulers(optimizer).ok()?;
     let rate = all.into_iter().find(|(name, _)| name == "learning_rate");
@@ -233,24 +233,20 @@ pub fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>>
         .cast_into()?)
 }
 
-thread_local! {
-    static READ: Cell<bool> = const { Cell::new(false) };
-}
-
-/// The optimizers within one, itself too, and objects in it that lead to another: what they keep is known to its step.
+/// List an optimizer, those in it, and the objects in it that refer to others.
 #[pyfunction]
 pub fn optimizers_within<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     within(optimizer)
 }
 
-/// Schedules that are called on the host, and what they replaced in the optimizer's state.
+/// Schedules that are called on the host, and the values that they replaced in the optimizer's state.
 pub struct HostSchedules<'py> {
     found: Vec<(Bound<'py, PyAny>, String, Bound<'py, PyAny>)>, // optimizer, name, schedule
-    old: Vec<Option<Bound<'py, PyAny>>>, // the value of each, as far as they have been called
+    old: Vec<Option<Bound<'py, PyAny>>>, // the value of each, once they have been called
 }
 
 impl<'py> HostSchedules<'py> {
-    /// Find them.
+    /// Find the schedules of an optimizer.
     pub fn of(optimizer: &Bound<'py, PyAny>) -> Self {
         let mut found = Vec::new();
         for member in members(optimizer) {
@@ -288,7 +284,7 @@ impl<'py> HostSchedules<'py> {
         Ok(())
     }
 
-    /// Put back what `call` replaced.
+    /// Put back the values that `call` replaced.
     pub fn undo(self) -> PyResult<()> {
         for ((optimizer, name, _), old) in self.found.into_iter().zip(self.old) {
             match old {
@@ -299,7 +295,7 @@ impl<'py> HostSchedules<'py> {
         Ok(())
     }
 
-    /// Put the rates back after a step whose update was missed, as the number of updates is.
+    /// Put the rates back if the update was missed, which an array on the device tells.
     pub fn settle(&self, missed: &Array) -> PyResult<()> {
         for ((optimizer, name, _), old) in self.found.iter().zip(&self.old) {
             let state = state(optimizer)?;
@@ -308,11 +304,10 @@ impl<'py> HostSchedules<'py> {
             if let (Some(old), Some(new)) = (old, new) {
                 let old = old.as_dtype(new.dtype()).map_err(mlx)?;
                 let rate = ops::select(missed, old, new).map_err(mlx)?;
-                unlocked(state.py(), || async_eval([&rate])).map_err(mlx)?; // or it would hold all that came before it
+                unlocked(state.py(), || async_eval([&rate])).map_err(mlx)?; // a lazy one would hold all that it is computed from
                 state.set_item(name, bridge::wrap(state.py(), &rate)?)?;
             }
         }
         Ok(())
     }
-
 }

@@ -1,7 +1,7 @@
-//! Trees of Python containers: the model, the optimizer, a batch. What is in them, and whether it is still the same.
+//! Trees of Python containers: the model, the optimizer, the arguments of a call.
 //!
-//! A [`Tree`] is what a walk met, in order: containers, keys, arrays, and everything else as static values. Two walks
-//! that meet the same may share a trace; arrays are its inputs, and only their shape and dtype count. Uses `mlx`.
+//! A [`Tree`] lists the objects that a walk met, in order: containers, keys, arrays, and all else as static values. Of an array
+//! only its shape and dtype count. Two trees are equal if both walks met the same. Uses `mlx`.
 mod glance;
 pub mod identity;
 pub mod ordered;
@@ -13,7 +13,7 @@ pub mod static_value;
 pub mod text;
 pub mod walk;
 
-use std::{cell::RefCell, collections::HashMap, ops::Range, rc::Rc};
+use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::Tensor;
 use pyo3::{
@@ -37,11 +37,11 @@ use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
 enum Item {
-    Open(Kind, usize, Option<Class>), // its length, and its class where that decides what it does
+    Open(Kind, usize, Option<Class>), // its length; the class of a module or an optimizer
     Key(Py<PyAny>),
     Array,
     Static(Static),
-    Object, // a number, a text, an argument with attributes of its own, an array in a tuple: `reach` looks at it
+    Object, // a NumPy array or another object among arguments, or an array in a tuple: not compared
 }
 
 impl Item {
@@ -73,13 +73,13 @@ impl Refers for Item {
     }
 }
 
-/// The arguments of a call.
+/// The arguments of a call, as a walk met them.
 pub struct RecordedArguments<'py> {
     /// Their structure.
     pub tree: Tree,
     /// Their arrays.
     pub slots: Vec<Slot<'py>>,
-    /// Modules and other objects among them, then classes, and containers with attributes.
+    /// Modules, other objects, and containers of the user's classes among them.
     pub objects: Vec<Bound<'py, PyAny>>,
     /// True if there are NumPy arrays among them.
     pub numpy: bool,
@@ -91,11 +91,9 @@ pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
-    containers: RefCell<Rc<Vec<usize>>>, // of the last check: where they are the same, so are the aliases
-    glance: RefCell<Option<Glance>>, // of the same, where it has been asked for; empty where it cannot tell
-    doubles: Vec<(usize, usize)>,    // array slots that a later one is too, and the last of those
-    /// Which of the arrays stand for NumPy's among arguments, with their dtypes.
-    pub numpy: Vec<(usize, i64)>,
+    containers: RefCell<Vec<usize>>, // addresses at the last check; while they stay the same, so do the aliases
+    glance: RefCell<Option<Glance>>, // for the last check of a whole tree; an empty one never holds
+    doubles: Vec<(usize, usize)>, // array slots that are the same place as a later one, and the last such slot
 }
 
 impl Refers for Tree {
@@ -105,7 +103,7 @@ impl Refers for Tree {
     }
 }
 
-/// Containers that stand at several places: the number of each, and of the one before it that is the same.
+/// Containers that the walk met before: the number of each, and the number of the same one before it.
 fn aliases(containers: &[usize]) -> Vec<(usize, usize)> {
     let mut sorted: Vec<(usize, usize)> = containers.iter().copied().zip(0..).collect();
     sorted.sort_unstable();
@@ -115,7 +113,7 @@ fn aliases(containers: &[usize]) -> Vec<(usize, usize)> {
     pairs
 }
 
-/// The slots that are the same place as a later one, and the last that is.
+/// Slots that are the same place as a later one, and the last such slot.
 fn doubles(slots: &[Slot<'_>]) -> Vec<(usize, usize)> {
     let mut places: Vec<(usize, usize, usize)> = Vec::new();
     for (number, slot) in slots.iter().enumerate() {
@@ -142,40 +140,36 @@ impl Tree {
     /// Walk `root` and record its structure and the arrays' slots.
     ///
     /// # Errors
-    /// A tree that is nested too deeply.
+    /// When the tree is nested too deeply.
     pub fn record<'py>(root: &Bound<'py, PyAny>, scope: Scope) -> PyResult<(Self, Vec<Slot<'py>>)> {
-        let mut recorder = Recorder {
-            scope,
-            ..Recorder::default()
-        };
-        recorder.run(root)?;
-        recorder.tree.aliases = aliases(&recorder.containers);
-        recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
-        if !recorder.tree.aliases.is_empty() {
-            recorder.tree.doubles = doubles(&recorder.slots);
+        let Recorder {
+            mut tree,
+            slots,
+            containers,
+            ..
+        } = Recorder::run(root, scope)?;
+        tree.aliases = aliases(&containers);
+        if !tree.aliases.is_empty() {
+            tree.doubles = doubles(&slots);
         }
-        Ok((recorder.tree, recorder.slots))
+        tree.containers = RefCell::new(containers);
+        Ok((tree, slots))
     }
 
-    /// As [`Tree::record`], for the model of a step.
+    /// Record the model of a step.
     ///
     /// # Errors
-    /// A tree that is nested too deeply.
+    /// As [`Tree::record`].
     pub fn of_model<'py>(model: &Bound<'py, PyAny>) -> PyResult<(Self, Vec<Slot<'py>>)> {
         Self::record(model, Scope::Whole)
     }
 
-    /// As [`Tree::record`], for the arguments of a call.
+    /// Record the arguments of a call.
     ///
     /// # Errors
-    /// A tree that is nested too deeply.
+    /// As [`Tree::record`].
     pub fn record_arguments<'py>(root: &Bound<'py, PyAny>) -> PyResult<RecordedArguments<'py>> {
-        let mut recorder = Recorder {
-            scope: Scope::Arguments,
-            ..Recorder::default()
-        };
-        recorder.run(root)?;
-        recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
+        let recorder = Recorder::run(root, Scope::Arguments)?;
         Ok(RecordedArguments {
             tree: recorder.tree,
             slots: recorder.slots,
@@ -184,9 +178,9 @@ impl Tree {
         })
     }
 
-    /// Walk `root` again: its slots, when it is what was noted, with arrays of the noted shapes and dtypes.
+    /// Walk `root` again. Returns its slots, if it has the recorded structure, and arrays of the recorded shapes and dtypes.
     ///
-    /// `known` are the identities of the arrays that are sure to have them.
+    /// Arrays with the identities in `known` are known to have them.
     pub fn check<'py>(
         &self,
         root: &Bound<'py, PyAny>,
@@ -206,34 +200,24 @@ impl Tree {
             return None;
         }
         let mut containers = self.containers.borrow_mut();
-        if **containers != checker.containers {
+        if *containers != checker.containers {
             if aliases(&checker.containers) != self.aliases {
                 return None;
             }
-            *containers = Rc::new(checker.containers);
+            *containers = checker.containers;
             self.glance.take();
         }
         Some(checker.slots)
     }
 
-    /// Return whether `root` is what was checked last and `known` are its arrays, where a glance can tell: most often.
-    pub fn is_same(&self, root: &Bound<'_, PyAny>, known: &[usize]) -> bool {
-        let mut glance = self.glance.borrow_mut();
-        glance
-            .as_mut()
-            .is_some_and(|glance| glance.meets(root, known))
-    }
-
-    /// The slots, where `root` is what was checked last and `known` are its arrays, and a glance can tell.
+    /// The slots of `root`, if a glance finds nothing changed since the last check, and these arrays.
     pub fn same_slots<'py>(
         &self,
         root: &Bound<'py, PyAny>,
         known: &[usize],
     ) -> Option<Vec<Slot<'py>>> {
         let mut glance = self.glance.borrow_mut();
-        let Some(objects) = glance.as_mut()?.arrays(root, known) else {
-            return None;
-        };
+        let objects = glance.as_mut()?.arrays(root, known)?;
         let places = Rc::new(Places::of(root.clone()));
         let slots = objects.enumerate().map(|(number, object)| Slot {
             place: Place::Nth(places.clone(), number),
@@ -242,7 +226,7 @@ impl Tree {
         Some(slots.collect())
     }
 
-    /// As [`Tree::check`] of all arrays, so that the next look may be a glance.
+    /// Check a whole tree, so that [`Tree::same_slots`] may answer the next time.
     pub fn check_whole<'py>(
         &self,
         root: &Bound<'py, PyAny>,
@@ -250,36 +234,13 @@ impl Tree {
     ) -> Option<Vec<Slot<'py>>> {
         let slots = self.check(root, Scope::Whole, known)?;
         let mut glance = self.glance.borrow_mut();
-        glance.get_or_insert_with(|| {
-            glance::written(&self.items, root).unwrap_or_default()
-        });
+        glance.get_or_insert_with(|| glance::written(&self.items, root).unwrap_or_default());
         Some(slots)
     }
 
-    /// The addresses of its containers, in order, as they were when it was recorded or checked last.
-    pub fn containers(&self) -> Rc<Vec<usize>> {
-        self.containers.borrow().clone()
-    }
-
-    /// Return whether these are they.
-    pub fn has_containers(&self, known: &Rc<Vec<usize>>) -> bool {
-        Rc::ptr_eq(known, &self.containers.borrow())
-    }
-
-    /// Take the containers of another tree, of the same form, for its own.
-    pub fn take_containers(&self, other: &Self) {
-        self.containers.replace(other.containers());
-    }
-
-    /// The array slots that stand at a later place too, because an object that has them does, and the last such place.
+    /// Array slots that are the same place as a later one, because their container stands twice, and the last such slot.
     pub fn doubles(&self) -> &[(usize, usize)] {
         &self.doubles
-    }
-
-    /// The last array slot that is the same place as this one: what is put there stays.
-    pub fn last_place(&self, slot: usize) -> usize {
-        let double = self.doubles.iter().find(|&&(double, _)| double == slot);
-        double.map_or(slot, |&(_, last)| last)
     }
 
     /// Shape and dtype of the array in each slot.
@@ -289,144 +250,23 @@ impl Tree {
 
     /// Return whether both have the same keys and values, and arrays of the same shapes and dtypes.
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
-        self.tensors == other.tensors
-            && self.aliases == other.aliases
-            && self.items.len() == other.items.len()
-            && self
-                .items
-                .iter()
-                .zip(&other.items)
-                .all(|(a, b)| a.equals(b, py))
+        self.is_like(other, |a, b| a.equals(b, py))
     }
 
-    /// The same, but for numbers and flags: another one of any kind may stand in the place of one.
+    /// Compare all but numbers and flags: any number may stand in the place of another.
     pub fn equals_but_numbers(&self, other: &Self, py: Python<'_>) -> bool {
-        let equal = |(a, b): (&Item, &Item)| match (a, b) {
+        self.is_like(other, |a, b| match (a, b) {
             (Item::Static(a), Item::Static(b)) if a.is_number(py) => b.is_number(py),
             _ => a.equals(b, py),
-        };
+        })
+    }
+
+    fn is_like(&self, other: &Self, equal: impl Fn(&Item, &Item) -> bool) -> bool {
+        let mut pairs = self.items.iter().zip(&other.items);
         self.tensors == other.tensors
             && self.aliases == other.aliases
             && self.items.len() == other.items.len()
-            && self.items.iter().zip(&other.items).all(equal)
-    }
-
-    /// The numbers of the items that are other numbers there; none where more than that is another.
-    pub fn other_numbers(&self, other: &Self, py: Python<'_>) -> Option<Vec<usize>> {
-        let pairs = || self.items.iter().zip(&other.items).enumerate();
-        let differ = pairs().filter(|(_, (a, b))| !a.equals(b, py));
-        self.equals_but_numbers(other, py)
-            .then(|| differ.map(|(at, _)| at).collect())
-    }
-
-    /// Those of the items that are numbers, and not flags, in both trees, and other numbers in each.
-    pub fn changed_numbers(&self, other: &Self, py: Python<'_>) -> Vec<usize> {
-        let differ = self.other_numbers(other, py).unwrap_or_default();
-        let is_one = |tree: &Self, at: usize| match &tree.items[at] {
-            Item::Static(value) => value.is_number(py) && !value.is_flag(py),
-            _ => false,
-        };
-        let both = |&at: &usize| is_one(self, at) && is_one(other, at);
-        differ.into_iter().filter(both).collect()
-    }
-
-    /// The number at an item.
-    pub fn number<'py>(&self, at: usize, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        match self.items.get(at)? {
-            Item::Static(value @ Static::Value(number)) if value.is_number(py) => {
-                Some(number.bind(py).clone())
-            }
-            _ => None,
-        }
-    }
-
-    /// All numbers, flags among them.
-    pub fn own_numbers(&self, py: Python<'_>) -> Vec<Py<PyAny>> {
-        let numbers = (0..self.items.len()).filter_map(|at| self.number(at, py));
-        numbers.map(Bound::unbind).collect()
-    }
-
-    /// The same as a tuple.
-    pub fn number_values<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.own_numbers(py))
-    }
-
-    /// The item of each number, and the path to it.
-    pub fn numbers(&self, py: Python<'_>) -> Vec<(usize, String)> {
-        let mut paths = Paths::default();
-        let mut numbers = Vec::new();
-        for (at, item) in self.items.iter().enumerate() {
-            if self.number(at, py).is_some() {
-                numbers.push((at, paths.next_path().join(".")));
-            }
-            paths.step(item, py);
-        }
-        numbers
-    }
-
-    /// The name of an item, where that is an attribute of a module.
-    pub fn attribute(&self, at: usize, py: Python<'_>) -> Option<String> {
-        let mut paths = Paths::default();
-        self.items[..at]
-            .iter()
-            .for_each(|item| paths.step(item, py));
-        paths.attribute()
-    }
-
-    /// The attributes of modules in which something is another thing there, but numbers, functions and modules
-    /// themselves.
-    pub fn changed_attributes(&self, other: &Self, py: Python<'_>) -> Vec<String> {
-        let is_one = |items: &[Item]| match items {
-            [Item::Static(value)] => !value.is_number(py) && !value.is_callable(py),
-            [Item::Open(kind, ..), ..] => matches!(kind, Kind::Dict | Kind::List | Kind::Tuple),
-            _ => false,
-        };
-        let theirs = other.attributes(py);
-        let theirs = theirs.iter().rev(); // what is in front of modules counts
-        let theirs: HashMap<_, _> = theirs.map(|(path, at)| (path, at.clone())).collect();
-        let mut changed = Vec::new();
-        for (path, at) in self.attributes(py) {
-            let items = &self.items[at];
-            let there = theirs.get(&path).map(|at| &other.items[at.clone()]);
-            let Some(there) = there.filter(|there| is_one(items) && is_one(there)) else {
-                continue;
-            };
-            let mut pairs = items.iter().zip(there);
-            if items.len() != there.len() || !pairs.all(|(a, b)| a.equals(b, py)) {
-                changed.extend(path.last().cloned());
-            }
-        }
-        changed
-    }
-
-    // the items behind the key of each attribute of a module, by the path to it; of a module, those that are in no other one
-    fn attributes(&self, py: Python<'_>) -> Vec<(Vec<String>, Range<usize>)> {
-        let mut found: Vec<(Vec<String>, Range<usize>)> = Vec::new();
-        let mut paths = Paths::default();
-        for (at, item) in self.items.iter().enumerate() {
-            if let Some((module, name)) = paths.of_module() {
-                let is_last = |last: &[String]| last.split_last() == Some((name, module));
-                match found.last_mut() {
-                    Some((last, known)) if known.end == at && is_last(last) => known.end = at + 1,
-                    _ => found.push(([module, std::slice::from_ref(name)].concat(), at..at + 1)),
-                }
-            }
-            paths.step(item, py);
-        }
-        found
-    }
-
-    /// The path to the first place where the other one has another key, value or container; arrays may be others.
-    pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
-        let mut paths = Paths::default();
-        for (item, other) in self.items.iter().zip(&other.items) {
-            if !item.equals(other, py) {
-                return Some(paths.next_path());
-            }
-            paths.step(item, py);
-        }
-        let same = self.items.len() == other.items.len() && self.aliases == other.aliases;
-        (!same).then(|| paths.next_path())
+            && pairs.all(|(a, b)| equal(a, b))
     }
 
     /// The path to each array: keys and indices from the root.
@@ -435,51 +275,44 @@ impl Tree {
         self.items.iter().for_each(|item| paths.step(item, py));
         paths.arrays
     }
-
-    /// The path to each object that `reach` looks at.
-    pub fn object_paths(&self, py: Python<'_>) -> Vec<Vec<String>> {
-        let mut paths = Paths::default();
-        self.items.iter().for_each(|item| paths.step(item, py));
-        paths.objects
-    }
 }
 
-// a flag of classes that a program has made
-const HEAP: usize = 1 << 9;
-
-/// Follows items to tell where each one stands.
+/// Records what a walk meets.
 #[derive(Default)]
 struct Recorder<'py> {
     tree: Tree,
     slots: Vec<Slot<'py>>,
     containers: Vec<usize>,
     objects: Vec<Bound<'py, PyAny>>,
-    wholes: Vec<Bound<'py, PyAny>>, // what is more than what is in it
     numpy: bool,
-    optimizer: bool,
+    optimizer: bool, // an optimizer has been met
     scope: Scope,
     error: Option<PyErr>,
 }
 
 impl<'py> Recorder<'py> {
-    // note a container among the arguments that is more than its items
+    fn run(root: &Bound<'py, PyAny>, scope: Scope) -> PyResult<Self> {
+        let mut recorder = Self {
+            scope,
+            ..Self::default()
+        };
+        if walk(root.clone(), Place::Tuple, &mut recorder).is_some() {
+            return Ok(recorder);
+        }
+        Err(recorder.error.take().unwrap_or_else(|| {
+            PyRecursionError::new_err(format!(
+                "the tree is nested more than {MAX_DEPTH} levels deep: does a part of it contain the whole?"
+            ))
+        }))
+    }
+
+    // a container of a user's class may have attributes
     fn note_container(&mut self, container: &Bound<'py, PyAny>) {
         let exact = container.is_exact_instance_of::<PyDict>()
             || container.is_exact_instance_of::<PyList>()
             || container.is_exact_instance_of::<PyTuple>();
         if !exact && self.scope == Scope::Arguments {
             self.objects.push(container.clone());
-        }
-    }
-
-    fn run(&mut self, root: &Bound<'py, PyAny>) -> PyResult<()> {
-        match walk(root.clone(), Place::Tuple, self) {
-            Some(()) => Ok(()),
-            None => Err(self.error.take().unwrap_or_else(|| {
-                PyRecursionError::new_err(format!(
-                    "the tree is nested more than {MAX_DEPTH} levels deep: does a part of it contain the whole?"
-                ))
-            })),
         }
     }
 }
@@ -490,7 +323,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
         self.optimizer |= kind == Kind::Optimizer;
         self.containers.push(container.as_ptr() as usize);
         let has_class = matches!(kind, Kind::Module | Kind::Optimizer);
-        let class = has_class.then(|| Class::of_class(&container.get_type()));
+        let class = has_class.then(|| Class::of(&container.get_type()));
         self.tree.items.push(Item::Open(kind, len, class));
         Some(())
     }
@@ -547,7 +380,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 }
 
-// argument values beside arrays and numbers that compare by identity: classes, enums, dtypes, C functions
+// arguments that are compared by identity: classes, C functions, objects of MLX, members of enums
 fn is_static_object(object: &Bound<'_, PyAny>) -> bool {
     let class = object.get_type();
     let module = class
@@ -559,6 +392,7 @@ fn is_static_object(object: &Bound<'_, PyAny>) -> bool {
         || class.hasattr("__members__").unwrap_or(false)
 }
 
+/// Compares what a walk meets with a tree.
 struct Checker<'a, 'py> {
     tree: &'a Tree,
     scope: Scope,

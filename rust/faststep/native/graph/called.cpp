@@ -654,7 +654,11 @@ int faststep_differentiate(
     std::iota(numbers.begin(), numbers.end(), 0);
     auto function = [&](const std::vector<mlx::core::array>& inner) { // the graph is there: put these under it
       for (size_t i = 0; i < n; ++i) {
-        const_cast<mlx::core::array&>(faststep::at(tracers[i])).inputs() = {inner[i]};
+        auto& tracer = const_cast<mlx::core::array&>(faststep::at(tracers[i]));
+        if (!tracer.has_primitive()) { // evaluated behind a gradient within the function, as MLX's own tracers are
+          tracer.primitive_ptr() = mlx::core::copy(inner[i]).primitive_ptr();
+        }
+        tracer.inputs() = {inner[i]};
       }
       return list;
     };

@@ -7,10 +7,12 @@
 use std::{
     ffi::{c_int, c_void},
     ptr,
+    rc::Rc,
 };
 
-use mlx_rs::{error::Result, Array};
+use mlx_rs::{error::Result, transforms::compile::compile, Array};
 
+use super::array;
 use super::ffi::{
     check, faststep_array_detach, faststep_array_fill, faststep_call_graph_add_gradients,
     faststep_call_graph_count, faststep_call_graph_equals, faststep_call_graph_follow,
@@ -242,6 +244,12 @@ impl CallGraph {
         unsafe { faststep_call_graph_count(self.0, of) }
     }
 
+    /// The number of roots.
+    #[must_use]
+    pub fn roots(&self) -> usize {
+        self.count(0)
+    }
+
     /// The number of inputs beside the tracers.
     #[must_use]
     pub fn inputs(&self) -> usize {
@@ -288,7 +296,7 @@ impl CallGraph {
     /// When they are more or fewer than those of the graph.
     pub fn replay(&self, traced: &[Array], inputs: &[Array]) -> Result<Replayed> {
         let (traced, inputs) = (handles(traced), handles(inputs));
-        let (roots, held) = (self.count(0), self.held());
+        let (roots, held) = (self.roots(), self.held());
         let count = roots + held + self.count(2);
         // SAFETY: a graph, live arrays, the number of each list, and room for all outputs.
         let mut all = written(count, |outputs| unsafe {
@@ -309,6 +317,21 @@ impl CallGraph {
             gradients,
         })
     }
+}
+
+/// A function that MLX compiles.
+pub type Compiled = Box<dyn FnMut(&[Array]) -> Result<Vec<Array>>>;
+
+/// A graph as a function of its tracers, so many, and of its inputs behind them, compiled: roots, arrays that somebody holds, and
+/// gradients.
+#[must_use]
+pub fn compiled(graph: Rc<CallGraph>, traced: usize) -> Compiled {
+    let body = move |arrays: &[Array]| -> Result<Vec<Array>> {
+        let (traced, inputs) = arrays.split_at(traced.min(arrays.len()));
+        let made = graph.replay(traced, inputs)?;
+        array::rewritten(&[made.roots, made.held, made.gradients].concat())
+    };
+    Box::new(compile(body, false))
 }
 
 impl Drop for CallGraph {

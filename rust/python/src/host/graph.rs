@@ -1,8 +1,8 @@
 //! The graph of a loss, and what its outputs are.
-use std::cell::RefCell;
+use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::{
-    array::id, CallGraph, Differentiated, Left, LossCall, LossOutput, Replayed, Roots,
+    array::id, called, CallGraph, Differentiated, Left, LossCall, LossOutput, Replayed, Roots,
 };
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
@@ -48,13 +48,13 @@ pub enum Source {
 pub type Template = pyo3::Py<pyo3::PyAny>;
 
 /// The graph of a loss with its gradients.
-#[derive(Debug)]
 pub struct LossGraph {
     /// Its number among those of the step.
     pub number: usize,
     /// Its outputs.
     pub form: Form,
-    graph: CallGraph,
+    graph: Rc<CallGraph>,
+    compiled: RefCell<Option<(usize, called::Compiled)>>, // for so many inputs
     sources: RefCell<Vec<Source>>,
     others: usize, // so many arrays of the model are among the tracers
 }
@@ -72,7 +72,8 @@ impl LossGraph {
         Ok(Self {
             number: 0,
             form: form.clone(),
-            graph: CallGraph::new(&given.tracers, roots)?,
+            graph: Rc::new(CallGraph::new(&given.tracers, roots)?),
+            compiled: RefCell::default(),
             sources: RefCell::default(),
             others: given.others,
         })
@@ -89,13 +90,18 @@ impl LossGraph {
         gradients: &[Array],
     ) -> MlxResult<()> {
         self.form = form.clone(); // a backward pass may have drawn
-        self.graph.add_gradients(&given.tracers, roots, gradients)
+        match Rc::get_mut(&mut self.graph) {
+            Some(graph) => graph.add_gradients(&given.tracers, roots, gradients),
+            None => Ok(()), // it is kept already
+        }
     }
 
     /// Keep it, with a number, without the arrays of its call.
     pub fn keep(&mut self, number: usize) {
         self.number = number;
-        self.graph.keep();
+        if let Some(graph) = Rc::get_mut(&mut self.graph) {
+            graph.keep();
+        }
     }
 
     /// Return whether a call has this graph, where nobody holds an array of it.
@@ -163,11 +169,8 @@ impl LossGraph {
         self.graph.take_held()
     }
 
-    /// All outputs over other arrays.
-    ///
-    /// # Errors
-    /// When they are more or fewer than those of the graph.
-    pub fn replay(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
+    // the inputs of the graph from its leaves and the random key
+    fn inputs_of(&self, leaves: &[Array], key: &Array) -> MlxResult<Vec<Array>> {
         let mut leaves = leaves.iter();
         let sources = self.sources.borrow();
         let inputs = sources.iter().map(|source| match source {
@@ -175,26 +178,59 @@ impl LossGraph {
             Source::Leaf => leaves.next(),
         });
         let inputs: Option<Vec<Array>> = inputs.map(Option::<&Array>::cloned).collect();
-        self.graph.replay(traced, &inputs.ok_or_else(short)?)
+        inputs.ok_or_else(short)
     }
 
-    /// Loss and gradients over the engine's arrays.
+    /// All outputs over other arrays.
     ///
     /// # Errors
-    /// As [`LossGraph::replay`].
-    pub fn differentiated(&self, call: LossCall, scale: Option<&Array>) -> MlxResult<Differentiated> {
-        let (others, leaves) = call.others.split_at_checked(self.others).ok_or_else(short)?;
-        let traced = [call.parameters, others, call.batch].concat();
-        let traced: Vec<Array> = traced.into_iter().chain(scale.cloned()).collect();
-        let Replayed {
+    /// When they are more or fewer than those of the graph.
+    pub fn replay(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
+        self.graph.replay(traced, &self.inputs_of(leaves, key)?)
+    }
+
+    // the same by operations that MLX has compiled
+    fn run(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
+        let inputs = self.inputs_of(leaves, key)?;
+        let mut compiled = self.compiled.borrow_mut();
+        if compiled.as_ref().is_none_or(|(count, _)| *count != inputs.len()) {
+            let function = called::compiled(self.graph.clone(), traced.len());
+            *compiled = Some((inputs.len(), function));
+        }
+        let (_, function) = compiled.as_mut().ok_or_else(short)?;
+        let mut roots = function(&[traced, &inputs].concat())?;
+        let held = self.graph.roots();
+        let mut held = roots.split_off(held.min(roots.len()));
+        let gradients = held.split_off(self.graph.held().min(held.len()));
+        Ok(Replayed {
             roots,
             held,
             gradients,
-        } = self.replay(&traced, leaves, call.key)?;
-        let mut made = named(&self.form, roots)?;
-        made.output.aux.extend(held);
-        made.gradients = gradients;
-        Ok(made)
+        })
+    }
+
+    /// Loss and gradients over the engine's arrays; `compiled`: by operations that MLX has compiled.
+    ///
+    /// # Errors
+    /// As [`LossGraph::replay`].
+    pub fn differentiated(
+        &self,
+        call: LossCall,
+        scale: Option<&Array>,
+        compiled: bool,
+    ) -> MlxResult<Differentiated> {
+        let (others, leaves) = call.others.split_at_checked(self.others).ok_or_else(short)?;
+        let traced = [call.parameters, others, call.batch].concat();
+        let traced: Vec<Array> = traced.into_iter().chain(scale.cloned()).collect();
+        let made = if compiled {
+            self.run(&traced, leaves, call.key)?
+        } else {
+            self.replay(&traced, leaves, call.key)?
+        };
+        let mut named = named(&self.form, made.roots)?;
+        named.output.aux.extend(made.held);
+        named.gradients = made.gradients;
+        Ok(named)
     }
 }
 

@@ -1,15 +1,15 @@
-//! What Python's garbage collector has to see: the references of Rust's to objects that may lead back to a step, each of them once.
+//! References from Rust to Python objects, as Python's garbage collector visits them: each once.
 use std::{cell::RefCell, collections::HashSet, rc::Rc};
 
 use pyo3::{prelude::*, PyTraverseError, PyVisit};
 
-/// Whether the collector goes on.
+/// An error if the collector stops.
 pub type Visited = Result<(), PyTraverseError>;
 
-/// One visit of the collector's.
+/// One visit of the collector.
 pub struct Collector<'a> {
     visit: PyVisit<'a>,
-    shared: HashSet<usize>, // what several hold, by address, that has been visited
+    shared: HashSet<usize>, // addresses of shared objects that have been visited
 }
 
 impl<'a> Collector<'a> {
@@ -21,7 +21,9 @@ impl<'a> Collector<'a> {
     }
 }
 
-/// What refers to objects. A reference that is not visited keeps its object; one that is visited twice would have it freed too soon.
+/// An owner of references that may lead back to a step.
+///
+/// A reference that is not visited keeps its object alive. One that is visited twice has it freed too soon.
 pub trait Refers {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited;
 }
@@ -59,7 +61,7 @@ impl<A: Refers, B: Refers> Refers for (A, B) {
 
 impl<T: Refers> Refers for RefCell<T> {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
-        let inner = self.try_borrow(); // else a call is under way, which needs it
+        let inner = self.try_borrow(); // an error: a call is under way and needs it
         inner.map_or(Ok(()), |inner| inner.visit(collector))
     }
 }

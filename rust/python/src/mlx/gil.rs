@@ -15,7 +15,9 @@ impl<T, F: FnOnce() -> T> Once<F> {
     }
 }
 
-/// Do work without the GIL: whatever may evaluate arrays of the caller's, of which MLX reads those of an .npz file through Python.
+/// Do work without the GIL.
+///
+/// Any work that may evaluate the user's arrays needs this: MLX reads those of an .npz file through Python.
 pub fn unlocked<T>(py: Python<'_>, work: impl FnOnce() -> T) -> T {
     let work = Once(work);
     py.detach(|| work.run()).0

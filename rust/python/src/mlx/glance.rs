@@ -1,4 +1,6 @@
 //! A walk through containers that only compares addresses, in one call of C++ (`native/glance.cpp`).
+//!
+//! The list of words is the format that `native/glance.cpp` describes.
 #![allow(unsafe_code)]
 
 use pyo3::{
@@ -36,7 +38,7 @@ enum Kind {
     Module,
 }
 
-// in the lowest bit of a class: a weak reference to it stands behind it
+// the lowest bit of a class: a weak reference to it follows
 const REFERRED: usize = 1;
 
 /// Kind of a container.
@@ -54,7 +56,7 @@ pub enum Container {
     Attributes,
 }
 
-/// Objects that a walk is to meet, in order. Keys, values and references are held, containers and arrays are not.
+/// Objects that a walk has to meet, in order. Keys, values and references are held; containers and arrays are not.
 #[derive(Debug, Default)]
 pub struct Glance {
     words: Vec<usize>,
@@ -78,28 +80,23 @@ impl Glance {
         self.words.push(word);
     }
 
-    /// An array, of the next identity.
+    /// An array with the next identity.
     pub fn array(&mut self) {
         self.words.push(Kind::Array as usize);
     }
 
-    /// A key, in front of what stands there.
+    /// A key, before its value.
     pub fn key(&mut self, key: &Bound<'_, PyAny>) {
         let word = self.hold(key);
         self.words.push(word);
     }
 
-    /// That very object.
+    /// This object.
     pub fn value(&mut self, value: &Bound<'_, PyAny>) {
         self.push(Kind::Value, value);
     }
 
-    /// Any object of a class.
-    pub fn any_of(&mut self, class: &Bound<'_, PyType>) {
-        self.push(Kind::Weak, class);
-    }
-
-    /// What a weak reference refers to.
+    /// The object of a weak reference.
     pub fn weak(&mut self, reference: &Bound<'_, PyWeakrefReference>) {
         self.push(Kind::Weak, reference);
     }
@@ -116,7 +113,7 @@ impl Glance {
         }
     }
 
-    /// A container of a class; `reference`: a weak one to the class, where nobody holds that.
+    /// A container of a class; `reference`: a weak reference to the class, if nobody else holds it.
     pub fn container(
         &mut self,
         kind: Container,
@@ -130,7 +127,7 @@ impl Glance {
             Container::Tuple => Kind::Tuple as usize,
             Container::Dict => Kind::Dict as usize,
             Container::Module => Kind::Module as usize,
-            Container::Attributes => 0, // behind a module's items nothing else stands
+            Container::Attributes => 0, // the place behind a module's items tells
         };
         self.words.push(container.as_ptr().addr() | bits);
         if let Some(reference) = reference {
@@ -146,42 +143,32 @@ impl Glance {
         }
         self.words.push(size);
         if !matches!(kind, Container::List | Container::Tuple) {
-            self.words.push(0); // for the version of the dict
+            self.words.push(0); // the version of the dict, not known yet
         }
     }
 
-    /// Return whether a walk from `root` meets all of this, and arrays of these identities.
-    pub fn meets(&mut self, root: &Bound<'_, PyAny>, ids: &[usize]) -> bool {
-        self.walk(root, ids, std::ptr::null_mut())
-    }
-
-    /// The array objects that a walk from `root` meets, where they have these identities and all else is met too.
+    /// The array objects in `root`, if it has all these objects, and arrays of these identities.
     pub fn arrays<'py>(
         &mut self,
         root: &Bound<'py, PyAny>,
         ids: &[usize],
     ) -> Option<impl Iterator<Item = Bound<'py, PyAny>>> {
         let mut met = vec![std::ptr::null_mut(); ids.len()];
-        let py = root.py();
-        // SAFETY: each is a new reference, which ends here.
-        let own = move |object| unsafe { Bound::from_owned_ptr(py, object) };
-        self.walk(root, ids, met.as_mut_ptr())
-            .then(|| met.into_iter().map(own))
-    }
-
-    // `met` is null, or has room for as many objects as there are identities
-    fn walk(&mut self, root: &Bound<'_, PyAny>, ids: &[usize], met: *mut *mut PyObject) -> bool {
-        // SAFETY: a live object, and two lists with their lengths. Keys, values and references are held; of containers and
-        // classes addresses are compared. As many objects are written as there are identities, or none.
-        unsafe {
+        // SAFETY: a live object, and lists with their lengths. Keys, values and references are held; of containers and classes
+        // addresses are compared. As many objects are written as there are identities, or none.
+        let is_same = unsafe {
             faststep_bridge_glance(
                 root.as_ptr(),
                 self.words.as_mut_ptr(),
                 self.words.len(),
                 ids.as_ptr(),
                 ids.len(),
-                met,
+                met.as_mut_ptr(),
             ) != 0
-        }
+        };
+        let py = root.py();
+        // SAFETY: each is a new reference, which ends here.
+        let own = move |object| unsafe { Bound::from_owned_ptr(py, object) };
+        is_same.then(|| met.into_iter().map(own))
     }
 }

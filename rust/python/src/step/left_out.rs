@@ -26,6 +26,8 @@ use crate::{
 const OFTEN: usize = 1000;
 /// The most calls that are watched before a loss is called always.
 const TRIES: usize = 6;
+/// Seconds that a search may take in any case: those of a small net's call are fewer than a look at the clock is worth.
+const SEARCH: f64 = 0.02;
 
 /// What is known of a trace's loss.
 #[derive(Default)]
@@ -174,7 +176,7 @@ impl Inner {
             Some(reason) => Some(reason),
             None => {
                 let objects = PyTuple::new(py, &batch.objects)?;
-                let found = search(&user.loss_fn, &user.model, None, &objects, seconds)?;
+                let found = search(&user.loss_fn, &user.model, None, &objects, seconds.max(SEARCH))?;
                 match found {
                     Err(reason) => Some(reason),
                     Ok(list) => {

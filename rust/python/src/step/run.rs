@@ -2,7 +2,7 @@
 use std::rc::Rc;
 
 use faststep::{
-    engine::{Call, CallTraces, Engine, Output, Role, Stage, Task},
+    engine::{Call, CallTraces, Engine, Output, Role, Rule, Stage, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -86,7 +86,9 @@ impl Inner {
         if new {
             self.seconds.trace += seconds;
         }
-        self.note_mode(way);
+        let own = matches!(store.rule, Some(Rule::Host));
+        let own = own.then(|| store.why_called(&user.optimizer)).transpose()?;
+        self.note_mode(way, own);
         Ok((output, new))
     }
 
@@ -147,17 +149,18 @@ impl Inner {
         Ok(())
     }
 
-    fn note_mode(&mut self, way: &Way<'_>) {
+    fn note_mode(&mut self, way: &Way<'_>, own: Option<String>) {
         let plain = || match &self.plain {
             Some(why) => Some(why.clone()),
             None if !self.options.compile => Some("compile=False".into()),
             None => Some("many graphs have been made, and this is the first call with its own".into()),
         };
         (self.mode, self.reason) = match way {
-            Way::LeftOut => ("native", None),
+            Way::LeftOut if own.is_none() => ("native", None),
+            Way::LeftOut => ("called", own),
             Way::Plain(_) => ("plain", plain()),
             Way::Called(_) if self.plain.is_some() => ("plain", plain()),
-            Way::Called(_) => ("called", self.leaving_out.reason.clone()),
+            Way::Called(_) => ("called", own.or_else(|| self.leaving_out.reason.clone())),
             Way::Nothing => return,
         };
     }
@@ -175,10 +178,12 @@ impl Inner {
         let missing = || PyRuntimeError::new_err("there is no random key");
         let key = bridge::get(&store.key_list.bind(py).get_item(0)?).ok_or_else(missing)?;
         let mut others = vec![store.others.clone()];
+        let eager = self.traces.last().is_none_or(|last| last.trace.is_eager());
+        let by_itself = eager && self.options.compile && self.has_compiler;
         let loss = match way {
             Way::Called(called) => {
                 others.push(Rc::new(called.leaves.clone().into()));
-                called.graph.clone().map_or(Loss::None, Loss::Graph)
+                called.graph.clone().map_or(Loss::None, |graph| Loss::Graph(graph, by_itself))
             }
             Way::Plain(called) => {
                 let made = called.arrays().map_err(mlx)?;
@@ -188,7 +193,7 @@ impl Inner {
                 let last = self.traces.last();
                 others.extend(last.map(|last| last.kept.leaves.clone()));
                 let graph = last.and_then(|last| last.kept.graph.clone());
-                graph.map_or(Loss::None, Loss::Graph)
+                graph.map_or(Loss::None, |graph| Loss::Graph(graph, by_itself))
             }
             Way::Nothing => Loss::None,
         };

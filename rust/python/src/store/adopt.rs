@@ -137,8 +137,8 @@ impl Store {
         Native::find(optimizer, given, &doubles, trainable, self.mixed)
     }
 
-    /// Return the reason why the optimizer's own code is traced.
-    pub fn why_traced(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<String> {
+    /// Return the reason why the optimizer's own code is called.
+    pub fn why_called(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<String> {
         let signature = self.signature()?;
         let halves = signature.tensors();
         if let Some(tensor) = halves.iter().find(|t| !Optimizer::supports(t.dtype)) {

@@ -1,4 +1,4 @@
-//! What a glance at a tree has to meet, written down by a walk through it.
+//! A walk that writes down the objects that a [`Glance`] compares.
 use pyo3::{
     prelude::*,
     types::{PySet, PyString},
@@ -20,7 +20,7 @@ struct Writer<'a> {
     glance: Glance,
 }
 
-/// Write down what is in a tree of these items, which `root` is; `None` where a glance cannot tell whether it still is.
+/// Write down the objects in `root`, which has these items. `None` if a glance cannot tell whether they change.
 pub(super) fn written(items: &[Item], root: &Bound<'_, PyAny>) -> Option<Glance> {
     let mut writer = Writer {
         items,
@@ -43,7 +43,7 @@ impl<'py> Visitor<'py> for Writer<'_> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()> {
         self.next()?;
         if container.cast().is_ok_and(ordered::has_own_order) {
-            return None; // it meets the items of a dict in the order of a dict
+            return None; // a glance reads the items in the order of a plain dict
         }
         let kind = match kind {
             Kind::Dict => Container::Dict,
@@ -54,7 +54,7 @@ impl<'py> Visitor<'py> for Writer<'_> {
             Kind::Optimizer | Kind::Dataclass => return None,
         };
         let class = container.get_type();
-        let weak = match Class::of_class(&class) {
+        let weak = match Class::of(&class) {
             Class::Weak(weak) => Some(weak.into_bound(class.py())),
             Class::Strong(_) => None,
         };
@@ -94,7 +94,7 @@ impl<'py> Visitor<'py> for Writer<'_> {
                     .iter()
                     .all(|each| each.is_exact_instance_of::<PyString>())
                 {
-                    return None; // equality may be anybody's code
+                    return None; // to compare others may run Python code
                 }
                 self.glance.strings(set);
             }

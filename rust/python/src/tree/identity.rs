@@ -1,6 +1,5 @@
-//! Objects and classes that are compared by identity.
+//! Classes, which are compared by identity.
 use pyo3::{
-    intern,
     prelude::*,
     types::{PyType, PyWeakrefReference},
 };
@@ -8,63 +7,37 @@ use pyo3::{
 use super::text::text;
 use crate::mlx::collector::{Collector, Refers, Visited};
 
-/// An object, without keeping it alive where that can be.
+/// A reference to a class.
 #[derive(Debug)]
-pub enum Weak {
-    /// By a weak reference.
+pub enum Class {
+    /// A class that is defined in a function. It may refer to a model, and is not kept alive.
     Weak(Py<PyWeakrefReference>),
-    /// An object without weak references.
+    /// A class of a module, which lives as long as the process.
     Strong(Py<PyAny>),
 }
 
-/// A class, which is not kept alive either.
-pub type Class = Weak;
-
-impl Refers for Weak {
+impl Refers for Class {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
         match self {
             Self::Weak(_) => Ok(()),
-            Self::Strong(object) => object.visit(collector),
+            Self::Strong(class) => class.visit(collector),
         }
     }
 }
 
-impl Weak {
-    /// An object.
-    pub fn of(object: &Bound<'_, PyAny>) -> Self {
-        match PyWeakrefReference::new(object) {
-            Ok(weak) => Self::Weak(weak.unbind()),
-            Err(_) => Self::Strong(object.clone().unbind()),
+impl Class {
+    /// Refer to a class.
+    pub fn of(class: &Bound<'_, PyType>) -> Self {
+        let name = class.qualname();
+        let is_local = name.map_or(true, |name| text(&name).contains("<locals>"));
+        let weak = is_local.then(|| PyWeakrefReference::new(class.as_any()));
+        match weak {
+            Some(Ok(weak)) => Self::Weak(weak.unbind()),
+            _ => Self::Strong(class.clone().into_any().unbind()),
         }
     }
 
-    /// A class: one that is a module attribute lives as long as the process; one made by a function may refer to a model.
-    pub fn of_class(class: &Bound<'_, PyType>) -> Self {
-        let made = class.qualname();
-        if made.is_ok_and(|name| !text(&name).contains("<locals>")) {
-            return Self::Strong(class.clone().into_any().unbind());
-        }
-        Self::of(class.as_any())
-    }
-
-    /// A function or a descriptor, by the same rule.
-    pub fn of_code(object: &Bound<'_, PyAny>) -> Self {
-        let made = object.getattr(intern!(object.py(), "__qualname__"));
-        if made.is_ok_and(|name| !text(&name).contains("<locals>")) {
-            return Self::Strong(object.clone().unbind());
-        }
-        Self::of(object)
-    }
-
-    /// The object, while there is one.
-    pub fn get<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        match self {
-            Self::Weak(weak) => weak.bind(py).upgrade(),
-            Self::Strong(mine) => Some(mine.bind(py).clone()),
-        }
-    }
-
-    /// Return whether both are one object that is still there.
+    /// Return whether both refer to one class that still exists.
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         match other {
             Self::Weak(weak) => weak.bind(py).upgrade().is_some_and(|other| self.is(&other)),
@@ -72,14 +45,14 @@ impl Weak {
         }
     }
 
-    /// Return whether it is that object.
-    pub fn is(&self, object: &Bound<'_, PyAny>) -> bool {
+    /// Return whether it refers to this class.
+    pub fn is(&self, class: &Bound<'_, PyAny>) -> bool {
         match self {
-            Self::Weak(weak) => weak
-                .bind(object.py())
-                .upgrade()
-                .is_some_and(|mine| mine.is(object)),
-            Self::Strong(mine) => mine.is(object),
+            Self::Weak(weak) => {
+                let mine = weak.bind(class.py()).upgrade();
+                mine.is_some_and(|mine| mine.is(class))
+            }
+            Self::Strong(mine) => mine.is(class),
         }
     }
 }

@@ -1,11 +1,10 @@
-//! Dicts that keep an order of their own beside a dict's: what changes them without their class's methods breaks them.
+//! `OrderedDict`: it keeps an order of its own, which only its own methods may change.
 use pyo3::{
     intern,
     prelude::*,
     types::{PyDict, PyList, PyType},
 };
 
-use super::static_value::equal;
 use crate::mlx::classes::ordered_dict;
 
 fn class_of<'py>(dict: &Bound<'py, PyDict>) -> Option<Bound<'py, PyType>> {
@@ -15,12 +14,12 @@ fn class_of<'py>(dict: &Bound<'py, PyDict>) -> Option<Bound<'py, PyType>> {
     class.cloned()
 }
 
-/// Return whether a dict is such a one.
+/// Return whether a dict is an `OrderedDict`.
 pub fn has_own_order(dict: &Bound<'_, PyDict>) -> bool {
     class_of(dict).is_some()
 }
 
-/// The keys of such a dict in its order; None of another dict.
+/// The keys of an `OrderedDict` in its order; `None` for another dict.
 pub fn keys<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyList>>> {
     let Some(class) = class_of(dict) else {
         return Ok(None);
@@ -44,52 +43,21 @@ pub fn items<'py>(dict: &Bound<'py, PyDict>) -> Vec<(Bound<'py, PyAny>, Bound<'p
     }
 }
 
-/// Return whether the keys of a dict are those that another one has among its keys, in the same order, each in its own.
-pub fn is_like(one: &Bound<'_, PyDict>, other: &Bound<'_, PyDict>) -> bool {
-    let (one_items, mut other) = (items(one), items(other));
-    other.retain(|(key, _)| one.contains(key).unwrap_or(false));
-    let mut pairs = one_items.iter().zip(&other);
-    one_items.len() == other.len() && pairs.all(|((key, _), (other, _))| equal(key, other))
-}
-
-/// Put a value into a dict.
-pub fn set_item(
-    dict: &Bound<'_, PyDict>,
-    key: &Bound<'_, PyAny>,
-    value: &Bound<'_, PyAny>,
-) -> PyResult<()> {
-    match class_of(dict) {
-        Some(class) => class
-            .call_method1(intern!(dict.py(), "__setitem__"), (dict, key, value))
-            .map(drop),
-        None => dict.set_item(key, value),
-    }
-}
-
-/// Remove a key from a dict.
-pub fn del_item(dict: &Bound<'_, PyDict>, key: &Bound<'_, PyAny>) -> PyResult<()> {
-    match class_of(dict) {
-        Some(class) => class
-            .call_method1(intern!(dict.py(), "__delitem__"), (dict, key))
-            .map(drop),
-        None => dict.del_item(key),
-    }
-}
-
-/// Give a dict other contents; `order`: what `keys` gave of it when it had these.
+/// Give a dict other contents; `order`: the keys of an `OrderedDict` in its order.
 pub fn refill(
     dict: &Bound<'_, PyDict>,
     contents: &Bound<'_, PyDict>,
     order: Option<&Bound<'_, PyList>>,
 ) -> PyResult<()> {
+    let py = dict.py();
     let (Some(class), Some(order)) = (class_of(dict), order) else {
         dict.clear();
         return dict.update(contents.as_mapping());
     };
-    class.call_method1(intern!(dict.py(), "clear"), (dict,))?;
+    class.call_method1(intern!(py, "clear"), (dict,))?;
     for key in order {
         if let Some(value) = contents.get_item(&key)? {
-            set_item(dict, &key, &value)?;
+            class.call_method1(intern!(py, "__setitem__"), (dict, key, value))?;
         }
     }
     Ok(())

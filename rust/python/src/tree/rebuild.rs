@@ -1,4 +1,4 @@
-//! Copies of trees in which some objects are others.
+//! Copies of trees with other arrays.
 use pyo3::{
     prelude::*,
     types::{PyDict, PyList, PySlice, PyTuple},
@@ -7,22 +7,13 @@ use pyo3::{
 use super::{ordered, walk::fields};
 use crate::mlx::{bridge, classes::is_module};
 
-/// A copy of `object` in which the arrays, in walking order, are those of `next`; modules stay what they are.
+/// Copy `object`, with each array, in walking order, replaced by what `next` makes of it. Modules are not copied.
 pub fn rebuild<'py>(
     object: &Bound<'py, PyAny>,
     next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    rebuild_where(object, bridge::is_array, next)
-}
-
-/// A copy of `object` in which those that are `wanted` are replaced by `next`.
-pub fn rebuild_where<'py>(
-    object: &Bound<'py, PyAny>,
-    wanted: fn(&Bound<'_, PyAny>) -> bool,
-    next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
-    if wanted(object) {
+    if bridge::is_array(object) {
         return next(object);
     }
     if let Ok(dict) = object.cast::<PyDict>() {
@@ -32,15 +23,15 @@ pub fn rebuild_where<'py>(
         let copy = if dict.is_exact_instance_of::<PyDict>() {
             PyDict::new(py).into_any()
         } else {
-            py.import("copy")?.call_method1("copy", (object,))? // a defaultdict makes what is missing
+            py.import("copy")?.call_method1("copy", (object,))? // a defaultdict keeps its factory
         };
         for (key, value) in ordered::items(dict) {
-            copy.set_item(key, rebuild_where(&value, wanted, next)?)?;
+            copy.set_item(key, rebuild(&value, next)?)?;
         }
         return Ok(copy);
     }
     if let Ok(list) = object.cast::<PyList>() {
-        let items = list.iter().map(|item| rebuild_where(&item, wanted, next));
+        let items = list.iter().map(|item| rebuild(&item, next));
         let items = PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?;
         if list.is_exact_instance_of::<PyList>() {
             return Ok(items.into_any());
@@ -50,7 +41,7 @@ pub fn rebuild_where<'py>(
         return Ok(copy);
     }
     if let Ok(tuple) = object.cast::<PyTuple>() {
-        let items = tuple.iter().map(|item| rebuild_where(&item, wanted, next));
+        let items = tuple.iter().map(|item| rebuild(&item, next));
         return again(tuple, items.collect::<PyResult<_>>()?);
     }
     let Some(fields) = fields(object) else {
@@ -59,13 +50,13 @@ pub fn rebuild_where<'py>(
     let copy = py.import("copy")?.call_method1("copy", (object,))?;
     let set = py.get_type::<PyAny>().getattr("__setattr__")?; // a frozen dataclass refuses its own
     for name in fields {
-        let value = rebuild_where(&object.getattr(&name)?, wanted, next)?;
+        let value = rebuild(&object.getattr(&name)?, next)?;
         set.call1((&copy, name, value))?;
     }
     Ok(copy)
 }
 
-/// A tuple of the same class, and with the same attributes, of other items.
+/// Make a tuple of the same class and with the same attributes, but of other items.
 pub fn again<'py>(
     tuple: &Bound<'py, PyTuple>,
     items: Vec<Bound<'py, PyAny>>,

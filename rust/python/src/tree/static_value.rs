@@ -1,7 +1,7 @@
-//! Values of a tree that belong to its signature.
+//! Values that are part of a tree: all but containers, keys and arrays.
+use faststep::engine::array::id;
 use mlx_rs::Array;
 use pyo3::{
-    ffi::{PyType_HasFeature, Py_TPFLAGS_HEAPTYPE},
     intern,
     prelude::*,
     type_object::PyTypeInfo,
@@ -15,19 +15,18 @@ use crate::mlx::{
     bridge,
     classes::{is_dtype, is_numpy_float, is_numpy_number},
     collector::{Collector, Refers, Visited},
-    errors::answer,
 };
 
-/// A value that belongs to the signature.
+/// A value that is part of a tree.
 #[derive(Debug)]
 pub enum Static {
-    /// A number, a string, or what cannot be referred to weakly.
+    /// A number, a string, or an object without weak references.
     Value(Py<PyAny>),
     /// Any other object; a strong reference could keep the model alive.
     Weak(Py<PyWeakrefReference>),
-    /// The members of a set, for objects that are compared by identity weak references to them.
+    /// The members of a set; members that are compared by identity are weak references.
     Set(Py<PyFrozenSet>),
-    /// An array in a tuple, which cannot be given another value in its place.
+    /// An array in a tuple, where no other array can be put.
     Constant(Array),
 }
 
@@ -42,7 +41,7 @@ pub fn is_plain(object: &Bound<'_, PyAny>) -> bool {
         || object.is_instance_of::<PyComplex>()
 }
 
-/// Return whether the object is such a value, a dtype of MLX's, or a tuple of them: a shape, say.
+/// Return whether the object is a number, a string, bytes, None, a dtype of MLX, or a tuple of these: a shape, say.
 pub fn is_fixed(object: &Bound<'_, PyAny>) -> bool {
     if let Ok(tuple) = object.cast_exact::<PyTuple>() {
         return tuple.iter().all(|each| is_fixed(&each));
@@ -61,6 +60,10 @@ impl Refers for Static {
 }
 
 impl Static {
+    /// Refer to an object.
+    ///
+    /// # Errors
+    /// When the members of a set cannot be hashed.
     pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Some(array) = bridge::get(object) {
             return Ok(Self::Constant(array));
@@ -76,7 +79,7 @@ impl Static {
         Ok(Self::Value(object.clone().unbind()))
     }
 
-    // identity only: no user code is called
+    /// Return whether it is this object, or a set with these members.
     pub fn is(&self, object: &Bound<'_, PyAny>) -> bool {
         let py = object.py();
         match self {
@@ -87,11 +90,11 @@ impl Static {
                 let same = || self::members(set).map(|members| equal(&members, mine));
                 set.len() == mine.len() && (set.is_empty() || same().unwrap_or(false))
             }),
-            Self::Constant(array) => bridge::id(object) == Some(faststep::engine::array::id(array)),
+            Self::Constant(array) => bridge::id(object) == Some(id(array)),
         }
     }
 
-    // a number or a flag of Python's own classes, or one of NumPy's floats
+    /// Return whether it is a number or a flag of Python's own classes, or a float of NumPy.
     pub fn is_number(&self, py: Python<'_>) -> bool {
         matches!(self, Self::Value(value) if {
             let value = value.bind(py);
@@ -102,39 +105,25 @@ impl Static {
         })
     }
 
-    pub fn is_callable(&self, py: Python<'_>) -> bool {
-        matches!(self, Self::Weak(weak) if weak.bind(py).upgrade().is_some_and(|it| it.is_callable()))
-    }
-
-    pub fn is_flag(&self, py: Python<'_>) -> bool {
-        matches!(self, Self::Value(value) if value.bind(py).is_exact_instance_of::<PyBool>())
-    }
-
+    /// Return whether both are equal; see [`equal`].
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
-        let object = match other {
-            Self::Value(value) => Some(value.bind(py).clone()),
-            Self::Weak(weak) => weak.bind(py).upgrade(),
-            Self::Set(set) => {
-                return matches!(self, Self::Set(mine) if equal(mine.bind(py), set.bind(py)))
-            }
-            Self::Constant(array) => {
-                let id = faststep::engine::array::id(array);
-                return matches!(self, Self::Constant(mine) if faststep::engine::array::id(mine) == id);
-            }
-        };
-        let mine = match self {
+        let object = |it: &Self| match it {
             Self::Value(value) => Some(value.bind(py).clone()),
             Self::Weak(weak) => weak.bind(py).upgrade(),
             Self::Set(_) | Self::Constant(_) => None,
         };
-        let (Some(mine), Some(object)) = (mine, object) else {
-            return false;
-        };
-        equal(&mine, &object)
+        match (self, other) {
+            (Self::Set(a), Self::Set(b)) => equal(a.bind(py), b.bind(py)),
+            (Self::Constant(a), Self::Constant(b)) => id(a) == id(b),
+            _ => match (object(self), object(other)) {
+                (Some(a), Some(b)) => equal(&a, &b),
+                _ => false,
+            },
+        }
     }
 }
 
-// of a set, which may lead to a model: two weak references to one object are equal
+// the members of a set, which must not keep a model alive; there is one weak reference to each object
 fn members<'py>(set: &Bound<'py, PySet>) -> PyResult<Bound<'py, PyFrozenSet>> {
     let py = set.py();
     let name = intern!(py, "__hash__");
@@ -150,75 +139,38 @@ fn members<'py>(set: &Bound<'py, PySet>) -> PyResult<Bound<'py, PyFrozenSet>> {
     PyFrozenSet::new(py, members)
 }
 
-/// Return whether two objects are one, or of one class and equal: numbers bit by bit, also within tuples and, in their order, within
-/// sets. Of a user's class their attributes are the same too, whatever it calls equal, of a library's what it pickles.
+/// Return whether two objects are the same, or equal values of one class.
+///
+/// Values are numbers, strings, bytes, dtypes of MLX, and tuples and frozen sets of values. Floats are compared by their bits, and
+/// frozen sets in their order. No Python code runs.
 pub fn equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    if a.is(b) {
-        return true;
-    }
-    a.get_type().is(b.get_type()) && are_equal(a, b) && (is_nothing_more(a) || are_alike(a, b))
-}
-
-// whether objects that are equal have nothing else that code could read
-fn is_nothing_more(object: &Bound<'_, PyAny>) -> bool {
-    let is_exact = object.is_exact_instance_of::<PyString>()
-        || object.is_exact_instance_of::<PyInt>()
-        || object.is_exact_instance_of::<PyFloat>()
-        || object.is_exact_instance_of::<PyBytes>()
-        || object.is_exact_instance_of::<PyComplex>()
-        || object.is_exact_instance_of::<PyTuple>()
-        || object.is_exact_instance_of::<PyFrozenSet>();
-    // SAFETY: an object has a type.
-    #[allow(unsafe_code)]
-    let is_made = unsafe { PyType_HasFeature(object.get_type_ptr(), Py_TPFLAGS_HEAPTYPE) } != 0;
-    let is_index = || {
-        object
-            .hasattr(intern!(object.py(), "__index__"))
-            .unwrap_or(false)
-    };
-    let is_number = || is_numpy_float(object) || (is_numpy_number(object) && is_index());
-    let is_row = || object.is_instance_of::<PyTuple>() && has_no_dict(object).unwrap_or(false);
-    is_exact
-        || object.is_instance_of::<PyWeakrefReference>()
-        || (!is_made && is_number())
-        || is_dtype(object)
-        || is_row() // of names, say
-}
-
-fn has_no_dict(object: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let offset = object
-        .get_type()
-        .getattr(intern!(object.py(), "__dictoffset__"))?;
-    Ok(offset.extract::<isize>()? == 0)
-}
-
-fn are_alike(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    let things = a.py().import("faststep._step._things");
-    let same = things.and_then(|things| things.call_method1("are_alike", (a, b)));
-    answer(a.py(), same.and_then(|same| same.is_truthy()), false)
+    a.is(b) || (a.get_type().is(b.get_type()) && are_equal(a, b))
 }
 
 fn are_equal(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    if let (Ok(a), Ok(b)) = (a.cast::<PyFloat>(), b.cast::<PyFloat>()) {
+    if let (Ok(a), Ok(b)) = (a.cast_exact::<PyFloat>(), b.cast_exact::<PyFloat>()) {
         return a.value().to_bits() == b.value().to_bits();
     }
-    if let (Ok(a), Ok(b)) = (a.cast::<PyComplex>(), b.cast::<PyComplex>()) {
+    if let (Ok(a), Ok(b)) = (a.cast_exact::<PyComplex>(), b.cast_exact::<PyComplex>()) {
         let bits = |it: &Bound<'_, PyComplex>| (it.real().to_bits(), it.imag().to_bits());
         return bits(a) == bits(b);
     }
-    if let (Ok(a), Ok(b)) = (a.cast::<PyTuple>(), b.cast::<PyTuple>()) {
+    if let (Ok(a), Ok(b)) = (a.cast_exact::<PyTuple>(), b.cast_exact::<PyTuple>()) {
         return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
     }
     let sets = (a.cast_exact::<PyFrozenSet>(), b.cast_exact::<PyFrozenSet>());
     if let (Ok(a), Ok(b)) = sets {
-        // also in their order
         return a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(&a, &b));
     }
-    answer(a.py(), a.eq(b), false) && (!is_numpy_float(a) || has_same_sign(a, b))
+    let is_value = a.is_exact_instance_of::<PyInt>()
+        || a.is_exact_instance_of::<PyString>()
+        || a.is_exact_instance_of::<PyBytes>()
+        || is_dtype(a)
+        || is_numpy_number(a);
+    let has_same_sign = || !is_numpy_float(a) || is_negative(a) == is_negative(b); // 0.0 equals -0.0
+    is_value && a.eq(b).unwrap_or(false) && has_same_sign()
 }
 
-// of NumPy's floats, where 0.0 equals -0.0
-fn has_same_sign(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> bool {
-    let sign = |it: &Bound<'_, PyAny>| it.extract().map(f64::is_sign_negative);
-    sign(a).ok() == sign(b).ok()
+fn is_negative(float: &Bound<'_, PyAny>) -> Option<bool> {
+    float.extract().map(f64::is_sign_negative).ok()
 }

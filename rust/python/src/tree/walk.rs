@@ -19,8 +19,10 @@ use crate::mlx::{
 /// Deeper trees than this are taken for cycles.
 pub const MAX_DEPTH: usize = 200;
 
-/// So much is looked through for an optimizer in an object: numbers, texts and arrays count one, all else as many.
-const MAX_LOOKED: (usize, usize) = (4096, 16);
+/// Budget of a search for an optimizer in an object: a number, a text or an array costs one.
+const MAX_LOOKED: usize = 4096;
+/// Cost of any other object in that search.
+const LOOK: usize = 16;
 
 /// Kind of container that a walk met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,11 +35,11 @@ pub enum Kind {
     Tuple,
     /// An `nn.Module`: a dict with attributes.
     Module,
-    /// An `optimizers.Optimizer`, or an object in one that leads to another.
+    /// An `optimizers.Optimizer`, or an object in one that refers to another optimizer.
     Optimizer,
     /// The instance dict of a module or an optimizer.
     Attributes,
-    /// The fields of a dataclass, behind the class.
+    /// A dataclass: its class, then its fields.
     Dataclass,
 }
 
@@ -49,17 +51,18 @@ pub enum Scope {
     Whole,
     /// An optimizer without the state that it keeps for each parameter.
     Options,
-    /// The arguments of a call: arrays may stand in tuples, and `reach` looks at objects that are no containers.
+    /// The arguments of a call: arrays in tuples have slots, dataclasses are containers, modules and optimizers are not.
     Arguments,
 }
 
 impl Scope {
+    /// Return whether to pass over an attribute of an optimizer.
     pub fn skips(self, key: &str) -> bool {
         matches!(key, "_initialized" | "_faststep") || (self == Self::Options && key == "_state")
     }
 }
 
-/// Receiver of a walk's reports; `None` ends it.
+/// Receiver of a walk's reports; `None` ends the walk.
 pub trait Visitor<'py> {
     fn open(&mut self, kind: Kind, container: &Bound<'py, PyAny>, len: usize) -> Option<()>;
     fn key(&mut self, key: &Bound<'py, PyAny>) -> Option<()>;
@@ -75,12 +78,12 @@ pub trait Visitor<'py> {
     }
 }
 
-/// The containers around an object, of which modules and those of optimizers are known: an attribute may lead back to one.
+/// The containers around an object. Modules and containers of optimizers are known: an attribute may refer back to one.
 #[derive(Clone, Copy, Default)]
 struct Around<'a> {
     depth: usize,
     known: Option<(usize, &'a Self)>,
-    updates: bool, // in an optimizer
+    updates: bool, // the object is in an optimizer
 }
 
 impl<'a> Around<'a> {
@@ -251,7 +254,7 @@ fn walk_attributes<'py>(
     Some(())
 }
 
-/// The optimizers within one, itself too, and objects in it that lead to another: what they keep is known as the state.
+/// List an optimizer, those in it, and the objects in it that refer to others: all whose attributes are its state.
 pub fn optimizers_within<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     let mut within = Within(Vec::new());
     walk(optimizer.clone(), Place::Tuple, &mut within);
@@ -285,11 +288,11 @@ impl<'py> Visitor<'py> for Within<'py> {
     }
 }
 
-// whether an optimizer is in the attributes of an object, or in objects, lists, dicts and tuples there
+// search for an optimizer in the attributes of an object, and in objects, lists, dicts and tuples there
 fn leads_to_optimizer(object: &Bound<'_, PyAny>) -> bool {
     let mut looking = Looking {
         seen: HashSet::new(),
-        left: MAX_LOOKED.0,
+        left: MAX_LOOKED,
     };
     looking.leads(object)
 }
@@ -305,7 +308,7 @@ impl Looking {
             self.left = self.left.saturating_sub(1);
             return false;
         }
-        self.left = self.left.saturating_sub(MAX_LOOKED.1);
+        self.left = self.left.saturating_sub(LOOK);
         if self.left == 0 || !self.seen.insert(object.as_ptr().addr()) {
             return false;
         }
@@ -342,7 +345,7 @@ impl Looking {
     }
 }
 
-// a text, a number or None, of which a batch may hold many
+// a text, a number or None: a batch may hold many
 fn is_builtin(object: &Bound<'_, PyAny>) -> bool {
     object.is_exact_instance_of::<PyString>()
         || object.is_exact_instance_of::<PyInt>()
@@ -354,7 +357,7 @@ fn is_builtin(object: &Bound<'_, PyAny>) -> bool {
 /// The names of the fields of a dataclass's instance.
 pub fn fields<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyString>>> {
     if is_builtin(object) {
-        return None; // to ask for an attribute that is not there takes a microsecond
+        return None; // a look for an attribute that is missing takes a microsecond
     }
     let name = intern!(object.py(), "__dataclass_fields__");
     let fields = object.get_type().getattr_opt(name).ok().flatten()?;
