@@ -1,4 +1,4 @@
-"""What a loss keeps on an object or on its model: who holds an array sees it change, and a container keeps its order."""
+"""What a loss keeps on an object or on its model: arrays that others hold, and containers with their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from support.programs.reach.registry import (
     Make,
     Place,
     add,
-    changed,
     program,
 )
 
@@ -48,11 +47,8 @@ class Case:
 
     def __call__(self) -> Made:
         """Make the program."""
-        kept, model, body = (
-            types.SimpleNamespace(),
-            nn.Linear(4, 3),
-            self.body,
-        )  # alone: a loss reaches what its case has
+        kept, model = types.SimpleNamespace(), nn.Linear(4, 3)
+        body = self.body  # alone: a loss reaches all that its case has
         self.begin(kept, model)
 
         def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
@@ -510,25 +506,25 @@ for kind, reads, what in itertools.product(NUMBERED, (False, True), ("numbers", 
     add("model", name, numbered(kind, reads, what))
 
 
-def changed(it: Any, name: str, *given: Any) -> Any:
+def after(it: Any, name: str, *given: Any) -> Any:
     """Call a method that changes a container, which is returned."""
     getattr(it, name)(*given)
     return it
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, mx.array], Any]]] = {
-    "a set": (lambda: {1, 2}, lambda it, new: changed(it, "discard", 1) | {5}),
+    "a set": (lambda: {1, 2}, lambda it, new: after(it, "discard", 1) | {5}),
     "bytes": (
         lambda: bytearray(b"ab"),
-        lambda it, new: bytearray(b"x") + changed(it, "append", 99)[:3],
+        lambda it, new: bytearray(b"x") + after(it, "append", 99)[:3],
     ),
     "a list": (
         lambda: [mx.array(0.1), 2],
-        lambda it, new: [changed(it, "append", 3)[0] * 0.9, 2],
+        lambda it, new: [after(it, "append", 3)[0] * 0.9, 2],
     ),
     "a queue": (
         lambda: collections.deque([mx.array(0.1), 2]),
-        lambda it, new: collections.deque([changed(it, "append", 3)[0], 3]),
+        lambda it, new: collections.deque([after(it, "append", 3)[0], 3]),
     ),
     "a queue of another length": (
         lambda: collections.deque([mx.array(0.1), mx.array(0.2)], maxlen=2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,17 +21,19 @@ PLACES: tuple[Place, ...] = ("closure", "object", "model", "process", "iterator"
 
 
 class Around:
-    """What a run of a program may change and does not have to put back: attributes of libraries, and a folder."""
+    """What a run may use and leave as it is: a patch of attributes, a folder, and what is closed behind it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.patch, self.folder = patch, folder
+        self.patch, self.folder, self.opened = patch, folder, ExitStack()
 
     @staticmethod
     @contextmanager
     def begun() -> Iterator[Around]:
         """Give one, and put everything back behind it."""
         with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            yield Around(patch, Path(folder))
+            around = Around(patch, Path(folder))
+            with around.opened:
+                yield around
 
 
 def rows_of_normals(number: int, rows: int = 3, columns: int = 4) -> mx.array:
@@ -172,3 +174,27 @@ def changed(loss_fn: Loss, changes: Changes, seen: Callable[[], Any] = nothing, 
 
     given = {"batch": one_batch, "optimizer": optim.SGD(0.1), "calls": 2 + 2 * len(changes)}
     return Made(loss_fn, seen, between, **(given | more))
+
+
+Changing = tuple[Loss, Changes]
+Build = Callable[[], Changing] | Callable[[pytest.MonkeyPatch], Changing]
+
+
+def made_of(build: Build, **more: Any) -> Make:
+    """Make a program of a loss and the changes between its calls."""
+
+    def make(around: Around) -> Made:
+        given: Any = build
+        return changed(*(given(around.patch) if inspect.signature(given).parameters else given()), **more)
+
+    return make
+
+
+def changing(place: Place, **more: Any) -> Callable[[Build], Build]:
+    """Add a program by the function that returns its loss and the changes between its calls."""
+
+    def added(build: Any) -> Any:
+        add(place, build.__name__.replace("_", " "), made_of(build), **more)
+        return build
+
+    return added
