@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step, fast_step
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from support import process
 from support.helpers import flat, random_key
@@ -206,12 +206,18 @@ def average(window: list[Any], model: nn.Module) -> Any:
     if len(window) == 1:
         return window[0]
     named = [flat(each) for each in window]
+    if all(each.keys() == named[0].keys() for each in named):
+        return tree_map(lambda *each: mean(list(each), len(window)), *window)
     total: dict[str, mx.array] = {}
     for name, parameter in flat(model.trainable_parameters()).items():
-        parts = [each[name].astype(mx.float32) for each in named if name in each]
-        mean = sum(parts, mx.zeros(parameter.shape)) / len(window)
-        total[name] = mean.astype(parts[0].dtype if parts else parameter.dtype)
+        parts = [each[name] for each in named if name in each]
+        total[name] = mean(parts, len(window)) if parts else mx.zeros_like(parameter)
     return tree_unflatten(list(total.items()))
+
+
+def mean(parts: list[mx.array], count: int) -> mx.array:
+    """Return the sum of gradients by a count."""
+    return (sum((each.astype(mx.float32) for each in parts[1:]), parts[0].astype(mx.float32)) / count).astype(parts[0].dtype)
 
 
 Arrays = dict[tuple[Any, ...], tuple[mx.array, mx.array]]
@@ -244,7 +250,8 @@ def put_back(model: nn.Module, before: Arrays) -> None:
 
 def named(tree: Any) -> Any:
     """Return the arrays of a tree by their paths, in whatever order they are."""
-    return as_data(dict(sorted(flat(tree).items())))
+    arrays = {path: mx.array(leaf) for path, leaf in tree_flatten(tree) if isinstance(leaf, (mx.array, np.ndarray))}
+    return as_data(dict(sorted(arrays.items())))
 
 
 def as_data(value: Any, within: tuple[int, ...] = ()) -> Any:

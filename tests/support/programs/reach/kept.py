@@ -615,6 +615,14 @@ def an_array_of_a_deque_in_the_place_of_a_list() -> Made:
     return Case(at_two_places("a deque"), body)()
 
 
+NUMBER: Any = None
+
+
+def leave_global(number: Any) -> None:
+    global NUMBER
+    NUMBER = number
+
+
 def left_number(place: str) -> Make:
     """A number that a loss makes of one that it counts."""
 
@@ -622,7 +630,8 @@ def left_number(place: str) -> Make:
         kept.slotted, kept.calls, kept.numbers = Slotted(), 0, {1.0}
         kept.slotted.one = 1.0
         model._numbers = {1.0}
-        Owner.it = globals()["NUMBER"] = 1.0
+        Owner.it = 1.0
+        leave_global(1.0)
 
     def body(kept: Any, model: nn.Module, loss: mx.array, mean: mx.array) -> mx.array:
         kept.calls += 1
@@ -630,7 +639,7 @@ def left_number(place: str) -> Make:
             leave: dict[str, Callable[[Any], object]] = {
                 "a slot": lambda number: setattr(kept.slotted, "one", number),
                 "a class": lambda number: setattr(Owner, "it", number),
-                "a global": lambda number: globals().__setitem__("NUMBER", number),
+                "a global": leave_global,
                 "a set": lambda number: kept.numbers.add(number),
                 "a set of the model": lambda number: model._numbers.add(number),
             }
@@ -638,7 +647,7 @@ def left_number(place: str) -> Make:
         return loss
 
     def between(number: int, kept: Any, model: nn.Module) -> None:
-        kept.left = [Owner.it, globals()["NUMBER"]]
+        kept.left = [Owner.it, NUMBER]
 
     return Case(begin, body, between)
 
