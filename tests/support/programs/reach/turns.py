@@ -380,10 +380,10 @@ for kind in ("a set", "a dict", "a list of events"):
     add("object", f"a milestone among many numbers in {kind}", milestone(kind))
 
 
-Place = tuple[Callable[[Any], None], Callable[[Any], int]]
+Counter = tuple[Callable[[Any], None], Callable[[Any], int]]
 
 
-PLACES: dict[str, Place] = {
+PLACES: dict[str, Counter] = {
     "an item of a list": (lambda m: operator.setitem(m.counts, 0, m.counts[0] + 1), lambda m: m.counts[0]),
     "a list as a whole": (lambda m: operator.setitem(m.counts, 0, m.counts[0] + 1), lambda m: sum(m.counts)),
     "a dict as a whole": (lambda m: m.seen.update(n=m.seen["n"] + 1), lambda m: sum(m.seen.values())),
