@@ -389,7 +389,8 @@ class Far(Wrapping):
         return ctypes.cast(self.address, ctypes.py_object).value
 
 
-KINDS |= {
+# optimizers that are none of an object's attributes
+HIDDEN: dict[str, Callable[[nn.Module], Any]] = {
     "enclosing": lambda _: Enclosing(),
     "slotted": lambda _: Wrapping(Slotted(optim.Adam(1e-2))),
     "far": lambda _: Far(),
@@ -399,12 +400,12 @@ KINDS |= {
 def updating_object(kind: str, near: float) -> None:
     def make() -> Made:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        return Made(squares, model=model, optimizer=KINDS[kind](model))
+        return Made(squares, model=model, optimizer=(KINDS | HIDDEN)[kind](model))
 
     add("optimizer", f"an object that updates: {kind}", make, near=near)
 
 
-for kind in KINDS:
+for kind in KINDS | HIDDEN:
     updating_object(kind, 2e-5)
 # Newton and Schulz's iteration differs in rounding where it is compiled
 KINDS["several"] = lambda _: Several()
