@@ -37,6 +37,7 @@ class Variant:
     window: int = 1
     bad: frozenset[int] = frozenset()
     compiled: bool = True
+    raises: bool = False
 
 
 VARIANTS = {
@@ -46,6 +47,7 @@ VARIANTS = {
     "windows": Variant(window=3),
     "bad batches": Variant(bad=BAD),
     "bad batches in windows": Variant(window=3, bad=BAD),
+    "bad batches that raise": Variant(bad=BAD, raises=True),
 }
 
 
@@ -93,7 +95,7 @@ class Plain:
 
     def __init__(self, part: Made, loss_fn: Callable[..., Any], variant: Variant) -> None:
         self.model, self.optimizer, self.window = part.model, part.optimizer, variant.window
-        self.taken, self.gradients = 0, list[Any]()
+        self.taken, self.gradients, self.raises = 0, list[Any](), variant.raises
 
     def __call__(self, loss_fn: Callable[..., Any], *batch: Any) -> Any:
         """Take a batch."""
@@ -108,6 +110,8 @@ class Plain:
             self.gradients.append(gradients)
         else:
             put_back(self.model, before)
+            if self.raises:
+                raise FloatingPointError
         self.taken += 1
         if self.taken == self.window:
             if self.gradients:
@@ -123,6 +127,7 @@ class Ours:
     def __init__(self, part: Made, loss_fn: Callable[..., Any], variant: Variant) -> None:
         self.part, self.by_step = part, variant.way == "Step"
         self.options: dict[str, Any] = {"accumulate": variant.window, "compile": variant.compiled}
+        self.options |= {"nonfinite": "raise"} if variant.raises else {}
         self.step = Step(part.model, part.optimizer, loss_fn, **self.options) if self.by_step else None
 
     def __call__(self, loss_fn: Callable[..., Any], *batch: Any) -> Any:
@@ -154,7 +159,7 @@ def run(program: Program, variant: Variant, way: type[Plain | Ours]) -> Run:
             try:
                 returned = steps[number % len(parts)](loss_fn, *(spoilt(batch) if number in variant.bad else batch))
             except ArithmeticError as error:
-                returned = repr(error)
+                returned = type(error).__name__
             held.append(made.seen())
             found.calls.append(
                 {
@@ -172,7 +177,7 @@ def run(program: Program, variant: Variant, way: type[Plain | Ours]) -> Run:
             "what is held": as_data(held),
             "the parameters": [named(part.model.state) for part in parts],
             "the states of optimizers": [named(part.optimizer.state) for part in parts],
-            "the random key": as_data(random_key()),
+            "the random key": as_data(None if variant.raises else random_key()),
         }
     return found
 
@@ -217,7 +222,8 @@ def average(window: list[Any], model: nn.Module) -> Any:
 
 def mean(parts: list[mx.array], count: int) -> mx.array:
     """Return the sum of gradients by a count."""
-    return (sum((each.astype(mx.float32) for each in parts[1:]), parts[0].astype(mx.float32)) / count).astype(parts[0].dtype)
+    first, *others = (each.astype(mx.float32) for each in parts)
+    return (sum(others, first) / count).astype(parts[0].dtype)
 
 
 Arrays = dict[tuple[Any, ...], tuple[mx.array, mx.array]]

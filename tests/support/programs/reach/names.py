@@ -20,6 +20,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from support.programs.reach.registry import (
+    BAD_BATCHES,
     Around,
     Made,
     Make,
@@ -341,11 +342,11 @@ for name in ARGUMENTS:
         "object",
         f"what an argument has beside its items: {name}",
         of_an_argument(name),
-        without=("bad batches", "bad batches in windows"),
+        without=BAD_BATCHES,
     )
 
 
-@program("object", without=("bad batches", "bad batches in windows"))
+@program("object", without=BAD_BATCHES)
 def what_a_dict_among_the_arguments_makes_of_a_missing_key() -> Made:
     rates = [1.0]
     made = collections.defaultdict(lambda: rates[0])

@@ -10,6 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 
 from support.programs.reach.registry import (
+    BAD_BATCHES,
     Loss,
     Made,
     Make,
@@ -53,7 +54,7 @@ for kind in ("array", "dict", "list", "written"):
         "closure",
         f"NumPy arrays before MLX's: {kind}",
         before_mlxs(kind),
-        without=("bad batches", "bad batches in windows"),
+        without=BAD_BATCHES,
     )
 
 
@@ -81,7 +82,7 @@ def are_what_they_are(kind: str) -> Make:
 
 
 for kind in ("isinstance", "dtype", "float64", "mask", "method", "the same"):
-    without = ("bad batches", "bad batches in windows") if kind == "mask" else ()
+    without = BAD_BATCHES if kind == "mask" else ()
     add("closure", f"NumPy arrays are what they are: {kind}", are_what_they_are(kind), near=1e-4, without=without)
 
 

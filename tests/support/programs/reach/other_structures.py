@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_map
 
 from support.programs.reach.registry import (
     Made,
@@ -338,3 +339,61 @@ def kept(kind: str, on_model: bool) -> Make:
 
 for kind, on_model in itertools.product(KEPT, (False, True)):
     add("model" if on_model else "object", f"what is made at the first batch: {kind}", kept(kind, on_model))
+
+
+class Done:
+    """What the code of an optimizer keeps beside its state."""
+
+    def __init__(self) -> None:
+        self.norm, self.updates, self.all = mx.array(0.0), 0, list[int]()
+
+
+def _norm(done: Done, gradients: Any) -> None:
+    done.norm = 0.5 * done.norm + mx.abs(gradients["weight"]).mean()
+
+
+def _updates(done: Done, gradients: Any) -> None:
+    done.updates += 1
+
+
+def _all(done: Done, gradients: Any) -> None:
+    done.all.append(len(done.all))
+
+
+def _nothing(done: Done, gradients: Any) -> None:
+    pass
+
+
+DONE: dict[str, Callable[[Done, Any], None]] = {
+    "an array": _norm,
+    "a count": _updates,
+    "a list": _all,
+    "nothing": _nothing,
+}
+
+
+def own(done: Done, change: Callable[[Done, Any], None]) -> optim.Optimizer:
+    class Own(optim.SGD):
+        def update(self, model: nn.Module, gradients: Any) -> None:
+            change(done, gradients)
+            divisor = 1 + done.norm + 0.01 * done.updates
+            super().update(model, tree_map(lambda each: each / divisor, gradients))
+
+    return Own(0.05)
+
+
+def beside_an_update(kind: str, change: str) -> Make:
+    """What a loss keeps, beside what the code of the optimizer keeps."""
+
+    def make() -> Made:
+        made, done = kept(kind, False)(), Done()  # type: ignore[call-arg]
+        seen = made.seen
+        made.seen, made.optimizer = lambda: (seen(), done), own(done, DONE[change])
+        return made
+
+    return make
+
+
+ALONG = ("an attribute", "a tuple", "a flag", "a count", "a number that is multiplied")
+for kind, change in itertools.product(ALONG, DONE):
+    add("optimizer", f"an update that keeps {change}, beside a loss that keeps {kind}", beside_an_update(kind, change))

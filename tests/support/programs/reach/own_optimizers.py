@@ -13,6 +13,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from support.programs.reach.registry import (
+    BAD_BATCHES,
+    WINDOWS,
     Around,
     Box,
     Made,
@@ -442,7 +444,7 @@ for number in (float, np.float64, np.float32):
     add("optimizer", f"options that are numbers of {number.__name__}", of_numpy(number))
 
 
-@program("optimizer", without=("Step", "fast_step", "windows", "bad batches", "bad batches in windows"))
+@program("optimizer", without=("Step", "fast_step", *WINDOWS, *BAD_BATCHES))
 def moments_that_numpy_makes() -> Made:
     """NumPy's number on the left makes a NumPy array of MLX's: it stays in the state."""
 

@@ -615,6 +615,21 @@ def a_number_that_changes_the_form() -> Made:
     return Made(agent.loss, between=lambda number: setattr(agent, "calls", number), optimizer=optim.SGD(1e-2))
 
 
+@program("object")
+def names_of_libraries_that_the_trainer_has_too() -> Made:
+    """`nn.losses` is not `self.losses`."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.losses: list[Any] = [[object()] for _ in range(5000)]
+
+        def loss(self, model: nn.Module, x: mx.array) -> mx.array:
+            return nn.losses.mse_loss(model(x), mx.zeros((3, 2)))
+
+    trainer = Trainer()
+    return Made(trainer.loss, lambda: len(trainer.losses), lambda number: trainer.losses.append(0.1 * number))
+
+
 @changing("object")
 def an_array_in_a_large_queue_of_tuples() -> Changing:
     last = collections.deque([(mx.array([2.0]), 1.0)] * 500)

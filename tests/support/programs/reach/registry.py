@@ -18,6 +18,9 @@ import pytest
 Place = Literal["closure", "object", "model", "process", "iterator", "optimizer"]
 Loss = Callable[..., Any]
 PLACES: tuple[Place, ...] = ("closure", "object", "model", "process", "iterator", "optimizer")
+# variants in which some programs have no meaning
+WINDOWS = ("windows", "bad batches in windows")
+BAD_BATCHES = ("bad batches", "bad batches in windows", "bad batches that raise")
 
 
 class Around:

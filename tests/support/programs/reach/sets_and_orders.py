@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from support.programs.reach.registry import (
+    WINDOWS,
     Made,
     Make,
     add,
@@ -78,11 +79,8 @@ for name, make in {
         lambda model: (model.head is model.spare[0], round(float(model.spare[0].weight.sum()), 4)),
     ),
 }.items():
-    of_windows = (
-        "windows",
-        "bad batches in windows",
-    )  # whose optimizer begins with the model that the first call leaves
-    add("model", name, make, without=of_windows if "first call" in name else ())
+    # in a window the optimizer begins with the model that the first call leaves
+    add("model", name, make, without=WINDOWS if "first call" in name else ())
 
 
 def in_turns(model: Any, x: mx.array) -> None:

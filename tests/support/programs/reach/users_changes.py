@@ -14,6 +14,7 @@ from support.changes import CHANGES, Change, setting
 from support.helpers import NATIVE, Row, Tree, copy_tree
 from support.models import cross_entropy
 from support.programs.reach.registry import (
+    WINDOWS,
     Around,
     Made,
     Make,
@@ -160,7 +161,6 @@ def part_of_state(put: Callable[[Any, Any], None], name: str) -> Make:
     return make
 
 
-of_windows = ("windows", "bad batches in windows")  # which have no state yet at the third call
 for name in ("adamw", "sgd-momentum", "muon", "adafactor", "multi", "user-adam"):
     for put in (all_at_once, one_layer, one_parameter, one_moment, begun_anew):
         how = put.__name__.replace("_", " ")
@@ -169,7 +169,7 @@ for name in ("adamw", "sgd-momentum", "muon", "adafactor", "multi", "user-adam")
             f"a part of the state of {name}: {how}",
             part_of_state(put, name),
             near=5e-4,
-            without=of_windows,
+            without=WINDOWS,
         )
 
 
