@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step, fast_step
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from support import process
 from support.helpers import flat, random_key
@@ -99,6 +99,8 @@ class Plain:
 
     def __call__(self, loss_fn: Callable[..., Any], *batch: Any) -> Any:
         """Take a batch."""
+        if self.window > 1 and hasattr(self.optimizer, "init"):
+            self.optimizer.init(self.model.trainable_parameters())  # what has a state may be frozen for a window
         before = arrays_of(self.model)
         try:
             value, gradients = nn.value_and_grad(self.model, loss_fn)(self.model, *batch)
@@ -211,13 +213,12 @@ def average(window: list[Any], model: nn.Module) -> Any:
     if len(window) == 1:
         return window[0]
     named = [flat(each) for each in window]
-    if all(each.keys() == named[0].keys() for each in named):
-        return tree_map(lambda *each: mean(list(each), len(window)), *window)
-    total: dict[str, mx.array] = {}
-    for name, parameter in flat(model.trainable_parameters()).items():
-        parts = [each[name] for each in named if name in each]
-        total[name] = mean(parts, len(window)) if parts else mx.zeros_like(parameter)
-    return tree_unflatten(list(total.items()))
+
+    def of(path: str, parameter: mx.array) -> mx.array:
+        parts = [each[path] for each in named if path in each]
+        return mean(parts, len(window)) if parts else mx.zeros_like(parameter)
+
+    return tree_map_with_path(of, model.trainable_parameters())
 
 
 def mean(parts: list[mx.array], count: int) -> mx.array:

@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from support.programs.reach.registry import (
-    WINDOWS,
     Made,
     Make,
     add,
@@ -79,8 +78,7 @@ for name, make in {
         lambda model: (model.head is model.spare[0], round(float(model.spare[0].weight.sum()), 4)),
     ),
 }.items():
-    # in a window the optimizer begins with the model that the first call leaves
-    add("model", name, make, without=WINDOWS if "first call" in name else ())
+    add("model", name, make)
 
 
 def in_turns(model: Any, x: mx.array) -> None:

@@ -14,7 +14,6 @@ from support.changes import CHANGES, Change, setting
 from support.helpers import NATIVE, Row, Tree, copy_tree
 from support.models import cross_entropy
 from support.programs.reach.registry import (
-    WINDOWS,
     Around,
     Made,
     Make,
@@ -169,7 +168,6 @@ for name in ("adamw", "sgd-momentum", "muon", "adafactor", "multi", "user-adam")
             f"a part of the state of {name}: {how}",
             part_of_state(put, name),
             near=5e-4,
-            without=WINDOWS,
         )
 
 
