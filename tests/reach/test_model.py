@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import types
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -91,3 +92,23 @@ def test_a_memory_plan_leaves_everything_as_it_is() -> None:
     assert random.getstate() == drawn
     step(mx.ones((3, 4)))
     assert (model.steps, model._done, state.log) == (1, {1}, [3])
+
+
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(0.1), lambda: optim.Lion(0.1), lambda: optim.SGD(0.1)])
+def test_a_parameter_of_integers_is_clipped_as_in_mlx(make: Callable[[], optim.Optimizer]) -> None:
+    values = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 2), make()
+        model.channels = mx.array([192])
+        gradients_of = nn.value_and_grad(model, squares)
+        step = Step(model, optimizer, squares, max_grad_norm=1.0)
+        for number in range(4):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if fast:
+                step(x)
+            else:
+                _, gradients = gradients_of(model, x)
+                optimizer.update(model, optim.clip_grad_norm(gradients, 1.0)[0])
+        values.append(np.array(model.channels))
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
