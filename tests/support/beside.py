@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step, fast_step
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from support import process
 from support.helpers import flat, random_key
@@ -192,14 +192,14 @@ def seed() -> None:
 
 
 def spoilt(batch: Any) -> Any:
-    """Return a batch in whose place a program has one of no numbers."""
-
-    def spoil(value: Any) -> Any:
-        if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
-            return value * float("nan")
-        return value * float("nan") if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
-
-    return tuple(tree_map(spoil, each) for each in batch)
+    """Return a batch with no numbers in the place of its own; modules and other objects stay."""
+    if isinstance(batch, mx.array) and mx.issubdtype(batch.dtype, mx.floating):
+        return batch * float("nan")
+    if isinstance(batch, np.ndarray) and batch.dtype.kind == "f":
+        return batch * float("nan")
+    if type(batch) is dict:
+        return {key: spoilt(each) for key, each in batch.items()}
+    return type(batch)(map(spoilt, batch)) if type(batch) in (list, tuple) else batch
 
 
 def is_finite(loss: mx.array, gradients: Any) -> bool:

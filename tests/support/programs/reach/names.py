@@ -20,7 +20,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from support.programs.reach.registry import (
-    BAD_BATCHES,
     Around,
     Made,
     Make,
@@ -337,16 +336,14 @@ def of_an_argument(name: str) -> Make:
 
 
 for name in ARGUMENTS:
-    # NaN is put into the batch, in whose place a subclass would have a plain container
     add(
         "object",
         f"what an argument has beside its items: {name}",
         of_an_argument(name),
-        without=BAD_BATCHES,
     )
 
 
-@program("object", without=BAD_BATCHES)
+@program("object")
 def what_a_dict_among_the_arguments_makes_of_a_missing_key() -> Made:
     rates = [1.0]
     made = collections.defaultdict(lambda: rates[0])
