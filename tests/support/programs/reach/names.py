@@ -274,7 +274,6 @@ def by_name(name: str) -> Make:
     return make
 
 
-# the bytes of a pickle have the address of nothing, and a sum in the thousands
 for name in programs():
     add("object", f"a name that is made: {name}", by_name(name))
 

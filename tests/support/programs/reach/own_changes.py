@@ -104,7 +104,7 @@ itertools, a generator"""
 def of_own(kind: str) -> Make:
     def make() -> Made:
         model, loss_fn = own_changes(kind)
-        return Made(loss_fn, model=model, optimizer=optim.SGD(0.1, momentum=0.9), rows=(8,))
+        return Made(loss_fn, model=model, optimizer=optim.SGD(0.1, momentum=0.9), rows=(8,), calls=6)
 
     return make
 
