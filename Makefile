@@ -45,8 +45,8 @@ PARTS ?= step optimizers clients reach varying matmul threads quantized scaling 
 # What `make coverage` runs: the tests that reach Python code; the others compare the native step's numbers.
 COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/doctor tests/llm tests/recipes \
 	tests/package/test_environment.py \
-	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py own_changes.py reach.py) \
-	$(addprefix tests/step/test_,state.py state_refused.py states.py surroundings.py threads.py) \
+	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py state.py state_refused.py threads.py) \
+	tests/reach \
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
 .PHONY: help dev build fmt format lint types test test-beside test-rust test-python test-gpu coverage test-consumer test-install \

@@ -1,0 +1,114 @@
+"""What a loss or the user reads, changes and keeps on the model, and what the user does to it between the calls."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import Step
+from support.beside import Variant, beside, cases, squares
+from support.helpers import plain_step
+from support.programs.reach import Program
+
+pytestmark = pytest.mark.filterwarnings("ignore:faststep:RuntimeWarning")
+
+
+@pytest.mark.parametrize(("program", "variant"), cases("model"))
+def test_a_program_is_its_plain_loop(program: Program, variant: Variant) -> None:
+    beside(program, variant)
+
+
+@pytest.mark.parametrize("kind", ["counts", "decides", "fades"])
+def test_gradients_alone_count_too(kind: str) -> None:
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        model.calls += 1
+        if kind == "fades":
+            model.share = max(0.1, model.share * 0.9)
+        loss = squares(model, x) * (1 + model.share)
+        return loss * 3 if kind == "decides" and model.calls % 3 == 0 else loss
+
+    losses, left = [], []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 3), optim.SGD(0.1)
+        model.calls, model.share = 0, 1.0
+        plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
+        losses.append([])
+        for number in range(9):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if number % 2:
+                loss, _ = step.gradients(x) if fast else nn.value_and_grad(model, loss_fn)(model, x)
+                losses[-1].append(float(loss))
+            losses[-1].append(float(step(x).loss if fast else plain(x)[0]))
+        left.append((model.calls, model.share))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_of_a_loss_that_counts_may_be_the_first_call(momentum: float) -> None:
+    at = types.SimpleNamespace(calls=0)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        at.calls += 1
+        model.calls += 1
+        return squares(model, x)
+
+    model, x = nn.Linear(4, 3), mx.ones((8, 4))
+    model.calls = 0
+    optimizer = optim.SGD(0.1, momentum=momentum)
+    step = Step(model, optimizer, loss_fn)
+    wanted = nn.value_and_grad(model, squares)(model, x)[1]
+    for number in range(1, 5):
+        gradients = step.gradients(x)[1]
+        assert mx.allclose(gradients["weight"], wanted["weight"], rtol=1e-5)
+        assert (model.calls, at.calls) == (number, number)
+    assert "weight" not in optimizer.state
+    step(x)
+    assert (model.calls, at.calls) == (5, 5)
+
+
+def test_a_memory_plan_leaves_everything_as_it_is() -> None:
+    state, model = types.SimpleNamespace(mean=mx.zeros((2,)), log=list[int]()), nn.Linear(4, 2)
+    model.steps, model._done = 0, set()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        model.steps += 1
+        model._done.add(model.steps)
+        out = model(x)
+        state.log.append(len(x))
+        state.mean = 0.9 * state.mean + 0.1 * mx.stop_gradient(out).mean(0)
+        return mx.square(out - state.mean).mean() * (1 + random.random())
+
+    step, drawn = Step(model, optim.SGD(0.1), loss_fn), random.getstate()
+    step.memory_plan(mx.ones((3, 4)))
+    assert (model.steps, model._done, state.log, state.mean.tolist()) == (0, set(), [], [0.0, 0.0])
+    assert random.getstate() == drawn
+    step(mx.ones((3, 4)))
+    assert (model.steps, model._done, state.log) == (1, {1}, [3])
+
+
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(0.1), lambda: optim.Lion(0.1), lambda: optim.SGD(0.1)])
+def test_a_parameter_of_integers_is_clipped_as_in_mlx(make: Callable[[], optim.Optimizer]) -> None:
+    values = []
+    for fast in (False, True):
+        mx.random.seed(1)
+        model, optimizer = nn.Linear(4, 2), make()
+        model.channels = mx.array([192])
+        gradients_of = nn.value_and_grad(model, squares)
+        step = Step(model, optimizer, squares, max_grad_norm=1.0)
+        for number in range(4):
+            x = mx.random.normal((8, 4), key=mx.random.key(number))
+            if fast:
+                step(x)
+            else:
+                _, gradients = gradients_of(model, x)
+                optimizer.update(model, optim.clip_grad_norm(gradients, 1.0)[0])
+        values.append(np.array(model.channels))
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
