@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from faststep import Step, StepOutput, fast_step
 from faststep._step._options import Options
-from faststep._step._own import Hung
+from faststep._step._user_optimizer import StepCache
 from support.helpers import Row, Tree, assert_close, assert_same, flat, plain_step, snapshot
 from support.models import cross_entropy
 
@@ -244,7 +244,7 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
     assert all(repr(given[name]) != repr(default) for name, default in Options._field_defaults.items())
     model, optimizer = nn.Linear(2, 1), optim.SGD(0.1)
     fast_step(model, optimizer, lambda model, x: (model(x).sum(), mx.array(1.0)), mx.ones((3, 2)), **given)
-    hung = Hung.at(model, optimizer)
+    hung = StepCache.at(model, optimizer)
     assert hung is not None
     kept = [program.options for _, _, program, _ in hung.programs.values()]
     assert kept == [Options(**given)]

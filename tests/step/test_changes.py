@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from faststep import Step, fast_step
-from faststep._step._own import Hung
+from faststep._step._user_optimizer import StepCache
 from support.helpers import (
     Row,
     Tree,
@@ -55,7 +55,7 @@ def test_a_norm_that_is_another_at_each_step_takes_no_traces(
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
     assert len(step.stats.traces) == made
     assert step.max_grad_norm == (fixed if way == "fast_step" else norm)
-    hung = Hung.at(*ours)
+    hung = StepCache.at(*ours)
     assert (0 if hung is None else len(hung.programs)) == (way == "fast_step")
 
 

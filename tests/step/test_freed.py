@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from faststep import Step, fast_step
-from faststep._step._own import Hung
+from faststep._step._user_optimizer import StepCache
 from mlx.utils import tree_flatten, tree_map
 
 BATCH = mx.ones((2, 4))
@@ -154,8 +154,8 @@ def test_what_is_kept_is_in_no_tree_no_copy_and_no_file(optimizer: str) -> None:
             continue  # no module has its class
         pair = copied(model), copied(kept)
         train(*pair)
-        assert Hung.at(*pair) is not Hung.at(model, kept)
-        gone = weakref.ref(Hung.at(*pair))
+        assert StepCache.at(*pair) is not StepCache.at(model, kept)
+        gone = weakref.ref(StepCache.at(*pair))
         del pair
         gc.collect()
         assert gone() is None

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from faststep import Profile, Step, profile
-from faststep._step._recording import Held
+from faststep._profile._recording import Held
 from mlx.utils import tree_flatten, tree_map
 
 

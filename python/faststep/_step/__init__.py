@@ -1,8 +1,7 @@
 """The step: `Step`, `fast_step`, their results, options, state and memory plan, over the native step of `_native`.
 
-`_program` holds the native step; `_reach` finds what a loss function refers to (over `_of_library`, `_nodes`, `_named`,
-`_things` and `_library`), `_places` where arrays stand that cannot be watched, and `_suspect` what a loss draws and
-reads, for the native code, which imports them by name. Uses `_native`, and `_watch` for calls that hang.
+`_program` holds the native step, `_user_optimizer` stands for optimizers that are objects of the user's own. Uses `_native`, and
+`_watch` for calls that hang.
 """
 
 from faststep._step._average import shows_average
@@ -12,16 +11,12 @@ from faststep._step._library import is_installed
 from faststep._step._memory_plan import MemoryPlan
 from faststep._step._options import Options, whole_number
 from faststep._step._output import Stats, StepOutput
-from faststep._step._profile import Profile, profile
-from faststep._step._recording import KINDS
 from faststep._step._state import like
 from faststep._step._step import Step
 
 __all__ = [
-    "KINDS",
     "MemoryPlan",
     "Options",
-    "Profile",
     "Stats",
     "Step",
     "StepOutput",
@@ -29,7 +24,6 @@ __all__ = [
     "fast_step",
     "is_installed",
     "like",
-    "profile",
     "shows_average",
     "whole_number",
 ]

@@ -13,9 +13,9 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 
 from faststep._native import core
-from faststep._step._own import HUNG, OwnOptimizer
+from faststep._step._user_optimizer import CACHE, OwnOptimizer
 
-_OF_MLX = ("_initialized", "_state", "_schedulers", HUNG)
+_OF_MLX = ("_initialized", "_state", "_schedulers", CACHE)
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _IN_PLACE = (np.ndarray, set, collections.deque)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,11 +13,11 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step._options import Nonfinite, Options, Replay, whole_number
-from faststep._step._own import Hung, as_optimizer
+from faststep._step._user_optimizer import StepCache, as_optimizer
 from faststep._step._program import Program
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
-_Key = tuple[int, int, Options]
+_Key = tuple[int, int, Options, int]
 # The optimizer comes last where it stands for an object that is none.
 _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
 _Others = dict[int, tuple[weakref.ref[Any], int]]
@@ -26,7 +27,7 @@ _models: _Others = {}  # how many each optimizer has had
 _optimizers: _Others = {}  # how many each model has had
 
 
-class _Lives:
+class _ShortLivedModels:
     """How many models in turn have been trained by one loss for a few calls, and were gone as the next one came."""
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class _Lives:
             )
 
 
-_lives = _Lives()
+_short_lived = _ShortLivedModels()
 
 
 def fast_step(
@@ -143,10 +144,10 @@ def fast_step(
         clear_cache_every,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
-    key = (id(model), id(optimizer), options)
-    hung = Hung.at(model, optimizer)
+    key = (id(model), id(optimizer), options, threading.get_ident())  # MLX's streams and random state are a thread's
+    cache = StepCache.at(model, optimizer)
     try:
-        known = None if hung is None else hung.programs.get(key)
+        known = None if cache is None else cache.programs.get(key)
     except TypeError:  # an option that is not even hashable
         Program(model, optimizer, options._replace(max_grad_norm=max_grad_norm))
         raise
@@ -162,29 +163,29 @@ def fast_step(
 def _keep(key: _Key, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> _Known:
     taken = as_optimizer(optimizer)
     program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
-    hung = Hung.made_at(model, optimizer)
-    alike = [each for each in hung.programs if each[:2] == key[:2]]
+    cache = StepCache.made_at(model, optimizer)
+    alike = [each for each in cache.programs if each[:2] == key[:2] and each[3] == key[3]]
     if len(alike) == _MAX_PROGRAMS:
-        if key[:2] not in hung.told:
-            hung.told.add(key[:2])
-            _tell(alike)
-        del hung.programs[alike[0]]
+        if key[:2] not in cache.warned:
+            cache.warned.add(key[:2])
+            _warn_of_changing_options(alike)
+        del cache.programs[alike[0]]
     if not alike:
         models = _count("models", _models, optimizer, "Make a module that joins others once, outside of the loop")
         advice = "Make the optimizer once, outside of the loop, and set its rate"
         if _count("optimizers", _optimizers, model, advice) == models == 1:
-            _lives.begin(model, loss_fn, program)
-    found = weakref.ref(hung)
+            _short_lived.begin(model, loss_fn, program)
+    found = weakref.ref(cache)
 
     def drop(reference: object) -> None:
-        hung = found()
-        kept = None if hung is None else hung.programs.get(key)
-        if hung is not None and kept is not None and reference in kept[:2]:
-            del hung.programs[key]
-            hung.told.discard(key[:2])
+        cache = found()
+        kept = None if cache is None else cache.programs.get(key)
+        if cache is not None and kept is not None and reference in kept[:2]:
+            del cache.programs[key]
+            cache.warned.discard(key[:2])
 
     own = None if taken is optimizer else taken
-    hung.programs[key] = known = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
+    cache.programs[key] = known = weakref.ref(model, drop), weakref.ref(optimizer, drop), program, own
     return known
 
 
@@ -207,9 +208,9 @@ def _count(what: str, others: _Others, of: Any, advice: str) -> int:
     return count
 
 
-def _tell(alike: list[_Key]) -> None:
+def _warn_of_changing_options(alike: list[_Key]) -> None:
     """Warn of options that change again and again."""
-    options = [options._asdict() for *_, options in alike]
+    options = [options._asdict() for _, _, options, _ in alike]
     names = [name for name in Options._fields if len({each[name] for each in options}) > 1]
     warnings.warn(
         f"faststep: fast_step has had more than {len(alike)} values of {' and '.join(names)} for one model: each makes "

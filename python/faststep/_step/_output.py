@@ -47,9 +47,11 @@ class Stats:
         updates: The number of updates that were made.
         skipped: How many batches were not taken, because loss or gradients were not finite or the loss too large.
             Asking waits for the steps in flight.
-        mode: How the step is computed. "native": the update on flat buffers, in Rust. "traced": the update by the
-            optimizer's own Python code, compiled with the rest. "plain": the same step without compilation.
-        reason: Why the mode is not "native": the parameter, the optimizer, or the line of the loss; None where it is.
+        mode: How the last step was computed. "native": the loss was left out, since nothing that it reads has changed.
+            "called": the loss was called once, and its graph picked the compiled step. "plain": the loss was called
+            once, and the step evaluated without compilation.
+        reason: Why the mode is not "native": what the loss reads or does, with its line, or the optimizer; None where
+            it is, and where that is not known yet (the first two calls).
         traces: The traces that are kept, each with its cause, how long it took, and in `replay` its capture as one CUDA
             graph, or why there is none (None where `Step` was told not to replay).
         traced: The number of all traces that were made.

@@ -15,7 +15,7 @@ from mlx.optimizers import Optimizer
 from faststep._native import core
 from faststep._step._average import refuse_average
 from faststep._step._options import Options
-from faststep._step._own import OwnOptimizer
+from faststep._step._user_optimizer import OwnOptimizer
 
 # model, optimizer, the loss function, its positional and named arguments
 _Call = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]

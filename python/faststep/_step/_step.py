@@ -18,7 +18,7 @@ from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
 from faststep._step._output import Stats, StepOutput
-from faststep._step._own import as_optimizer
+from faststep._step._user_optimizer import as_optimizer
 from faststep._step._program import Program
 from faststep._watch import Watchdog, hang_report
 
@@ -33,15 +33,12 @@ class Step:
         optimizer.update(model, gradients)
         mx.eval(model.state, optimizer.state, mx.random.state)
 
-    The loss function is called while the step is traced, which is once for each signature of the batch; afterwards the
-    trace is replayed natively. What Python code in it does beside computing arrays (printing, counting) happens then
-    only; where the result depends on it (it draws from `numpy.random`, counts its calls, takes from an iterator), the
-    step runs uncompiled from the second call on, after one `RuntimeWarning`. Model, optimizer and `mx.random.state` are
-    current after every call, and what is changed in them between calls is seen.
+    The loss function is called once a step, as the plain loop calls it, and the graph that it builds picks the compiled
+    step. The call is left out where nothing that the loss reads has changed since, and all that it reads can be
+    watched (docs/what_is_compiled.md). Model, optimizer and `mx.random.state` are current after every call, and what is
+    changed in them between calls is seen.
 
-    A loss function that cannot be traced or compiled is called a second time and runs uncompiled from then on, after
-    one `RuntimeWarning` that says why; what its Python code does beside computing has then happened twice. One
-    `RuntimeWarning` each tells what has gone wrong for a hundred steps without an error: every batch is skipped, the
+    One `RuntimeWarning` each tells what has gone wrong for a hundred steps without an error: every batch is skipped, the
     loss is not finite, all gradients are zero, the loss does not depend on a parameter, updates are rounded to nothing.
 
     Example:
@@ -53,8 +50,8 @@ class Step:
         >>> step = Step(model, optimizer, loss_fn, max_grad_norm=1.0)
         >>> x, y = mx.random.normal((32, 8)), mx.zeros((32, 1))
         >>> losses = [step(x, y).loss.item() for _ in range(20)]
-        >>> losses[-1] < losses[0], step.stats.mode
-        (True, 'native')
+        >>> losses[-1] < losses[0]
+        True
     """
 
     def __init__(
@@ -96,8 +93,8 @@ class Step:
             weighted: The loss function returns `(mean_loss, weight, *aux)`, the weight being what the loss is a mean
                 over (tokens, say), a scalar array or a number: the average is weighted by it.
             nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
-                optimizer state, buffers and what the loss keeps as they are, on the device, without a wait, but where
-                the loss changes numbers or objects of Python's. "raise": the same, then wait for the step and raise
+                optimizer state and buffers as they are, on the device, without a wait; what the loss does to Python
+                objects stays. "raise": the same, then wait for the step and raise
                 `FloatingPointError`, which names the first such gradient. "allow": take every step, as the plain loop
                 does. A gradient whose square overflows float32 counts as infinite. A batch that
                 is skipped does not count in the average of its window.
@@ -110,7 +107,7 @@ class Step:
                 parameters' own dtype.
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
-            compile: Compile the step. Without, the loss function is called at every step.
+            compile: Compile the step. Without, each is evaluated operation by operation.
             replay: Launch a step again as one CUDA graph, where MLX computes by CUDA. "auto" (the default): a trace
                 that MLX has evaluated a few times is captured where that takes no more than half of the free memory,
                 compared with MLX's evaluation of one step, and launched from then on where both agree; where not, MLX

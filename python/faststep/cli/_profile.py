@@ -25,7 +25,7 @@ def profile(
     from rich.progress import track
 
     from faststep._step import call_with
-    from faststep._step import profile as recorded
+    from faststep._profile import profile as recorded
     from faststep.config import build, load
 
     if trace is not None and trace.exists():

@@ -86,7 +86,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(compiled_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(step::label, module)?)?;
-    module.add_function(wrap_pyfunction!(optimizer::members, module)?)?;
     module.add_function(wrap_pyfunction!(optimizer::optimizers_within, module)?)?;
     module.add_function(wrap_pyfunction!(store::registry::current_state, module)?)
 }

@@ -164,7 +164,6 @@ pub fn children<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyList>
 }
 
 /// The optimizer and, in a `MultiOptimizer`, those that it delegates to.
-#[pyfunction(name = "optimizers_of")]
 pub fn members<'py>(optimizer: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     let mut all = vec![optimizer.clone()];
     for child in children(optimizer).iter().flatten() {

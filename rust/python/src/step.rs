@@ -46,7 +46,7 @@ use crate::{
     host::{Graphs, PythonHost},
     mlx::{
         bridge,
-        errors::{or_late, to_python},
+        errors::to_python,
         gil::Waiting,
     },
     store::{
@@ -206,7 +206,7 @@ impl Step {
 
     /// Clip to another norm from the next step on; return it as a number.
     fn set_max_grad_norm(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<f64>> {
-        self.open(value.py(), |inner, _| {
+        self.open(|inner, _| {
             inner.varies_norm |= inner.options.set_max_grad_norm(value)?;
             Ok(inner.options.max_grad_norm)
         })
@@ -271,7 +271,7 @@ impl Step {
 
     /// Wait for all work in flight.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
-        self.open(py, |_, shared| match shared.enter()?.engine.as_mut() {
+        self.open(|_, shared| match shared.enter()?.engine.as_mut() {
             Some(engine) => {
                 let done = engine.synchronize(&mut Waiting(py));
                 done.map_err(|e| to_python(&e))
@@ -282,7 +282,7 @@ impl Step {
 
     /// Return the state beside model and optimizer: arrays by flat names, and the number of batches in the window.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Option<State<'py>>> {
-        self.open(py, |_, shared| {
+        self.open(|_, shared| {
             let kept = shared.enter()?.kept()?.map(|kept| {
                 let arrays = kept.arrays().into_iter();
                 let arrays = arrays.map(|(name, array)| Ok((name, bridge::wrap(py, &array)?)));
@@ -305,7 +305,7 @@ impl Step {
         let arrays = arrays.into_iter();
         let arrays = arrays.filter_map(|(name, array)| Some((name, bridge::get(&array)?)));
         let kept = NamedAuxState::of_arrays(arrays.collect(), batches);
-        self.open(py, |inner, shared| {
+        self.open(|inner, shared| {
             shared.enter()?.keep(py, kept)?;
             (inner.steps, inner.updates) = (steps, updates);
             inner.skips = Flags::of(skipped);
@@ -316,7 +316,7 @@ impl Step {
 
     /// Return the step's counters.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
-        self.open(py, |inner, shared| {
+        self.open(|inner, shared| {
             let store = shared.enter()?;
             for flags in [&mut inner.skips, &mut inner.misses] {
                 read(flags.read(0, &|flag| is_true(py, flag)))?;
@@ -350,23 +350,19 @@ impl Step {
         if array::is_transforming() {
             return Err(to_python(&Error::Transformed));
         }
-        self.open(optimizer.py(), |inner, shared| {
+        self.open(|inner, shared| {
             registry::claim(&self.shared, &mut *shared.enter()?, optimizer)?;
             work(inner, shared)
         })
     }
 
     // every entry goes through here: it checks the thread and refuses a step within a step
-    fn open<T>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut Inner, &Shared) -> PyResult<T>,
-    ) -> PyResult<T> {
+    fn open<T>(&self, work: impl FnOnce(&mut Inner, &Shared) -> PyResult<T>) -> PyResult<T> {
         self.shared.enter()?.check_thread()?;
         let busy = || PyRuntimeError::new_err(registry::BUSY);
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
         let _under_way = UnderWay::begin(&self.shared)?;
-        or_late(py, work(&mut inner, &self.shared))
+        work(&mut inner, &self.shared)
     }
 }
 

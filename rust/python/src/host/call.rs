@@ -96,7 +96,7 @@ impl Graphs {
         self.made
     }
 
-    /// Forget all but those that are wanted, and the most recent ones.
+    /// Forget all but the most recent ones.
     pub fn keep(&mut self, most: usize) {
         self.known.truncate(most);
     }

@@ -24,7 +24,3 @@ pub fn mlx(error: mlx_rs::error::Exception) -> PyErr {
     to_python(&Error::Mlx(error))
 }
 
-/// Return what a step does. The caller may drop this call.
-pub fn or_late<T>(_: Python<'_>, done: PyResult<T>) -> PyResult<T> {
-    done
-}

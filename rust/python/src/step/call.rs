@@ -178,6 +178,7 @@ impl Inner {
             self.is_unsteady(py)?;
         }
         self.watched = Some((watched, seconds));
+        self.graphs.keep(2 * self.options.max_traces);
         if self.is_rare(py, &called, batch) {
             if let Some(why) = self.never_comes_again() {
                 self.become_plain(py, why)?;

@@ -70,7 +70,7 @@ pub enum Expect {
     /// This number or string, or an equal one of the same class; floats are compared by their bits.
     Plain(Py<PyAny>),
     /// An array object of this value, which is held so that its identity stays its own.
-    Array(Array, usize),
+    Array(Array),
     /// This object.
     Same(Py<PyAny>),
     /// Nothing.
@@ -144,8 +144,8 @@ impl<'py> Reading<'py> {
             }
             _ if value.is(&self.absent) => Expect::Absent,
             _ if is_plain(value) => Expect::Plain(owned()),
-            _ => match (bridge::get(value), bridge::id(value)) {
-                (Some(array), Some(id)) => Expect::Array(array, id),
+            _ => match bridge::get(value) {
+                Some(array) => Expect::Array(array),
                 _ => Expect::Same(owned()),
             },
         })
@@ -245,7 +245,7 @@ impl Expect {
         match self {
             Self::Same(known) => found.is(known),
             Self::Plain(known) => found.is(known) || equal(known.bind(found.py()), found),
-            Self::Array(_, id) => bridge::id(found) == Some(*id),
+            Self::Array(array) => bridge::id(found) == Some(faststep::engine::array::id(array)),
             Self::Absent | Self::Length(_) | Self::Keys(_) => false,
         }
     }

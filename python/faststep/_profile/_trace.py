@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from faststep._step._recording import DATA, LOOP, Held, Recording
+from faststep._profile._recording import DATA, LOOP, Held, Recording
 
 _MICRO = 1e6
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from mlx.optimizers import Optimizer
 
-HUNG = "_faststep"  # where it stands in the instance dict
+CACHE = "_faststep"  # where it stands in the instance dict
 
 
-class Hung(dict[str, Any]):
+class StepCache(dict[str, Any]):
     """What `fast_step` keeps of an optimizer. It hangs there, not at a module: it may lead back to the optimizer.
 
     Of an optimizer of no class of MLX's it hangs at the model: a user's code goes over the attributes of such
@@ -18,35 +18,35 @@ class Hung(dict[str, Any]):
 
     Attributes:
         programs: The programs.
-        told: The pairs of a model and an optimizer whose options have changed again and again, as a warning says.
+        warned: The pairs of a model and an optimizer whose options have changed again and again, as a warning says.
     """
 
-    __slots__ = ("__weakref__", "_of", "programs", "told")
+    __slots__ = ("__weakref__", "_of", "programs", "warned")
 
     def __init__(self, of: Any) -> None:
         """Begin without anything."""
         super().__init__()
         self._of = weakref.ref(of)
         self.programs: dict[Any, Any] = {}
-        self.told: set[Any] = set()
+        self.warned: set[Any] = set()
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
         """Become an empty dict."""
         return dict, ()
 
     @staticmethod
-    def at(model: Any, optimizer: Any) -> Hung | None:
+    def at(model: Any, optimizer: Any) -> StepCache | None:
         """Return what is kept of an optimizer and a model, if anything is; shallow copies show what is not theirs."""
         of = optimizer if isinstance(optimizer, Optimizer) else model
-        found = getattr(of, "__dict__", {}).get(HUNG)
-        return found if isinstance(found, Hung) and found._of() is of else None
+        found = getattr(of, "__dict__", {}).get(CACHE)
+        return found if isinstance(found, StepCache) and found._of() is of else None
 
     @classmethod
-    def made_at(cls, model: Any, optimizer: Any) -> Hung:
+    def made_at(cls, model: Any, optimizer: Any) -> StepCache:
         """Return what is kept, made where there is nothing."""
         if (found := cls.at(model, optimizer)) is None:
             of = optimizer if isinstance(optimizer, Optimizer) else model
-            found = vars(of)[HUNG] = cls(of)
+            found = vars(of)[CACHE] = cls(of)
         return found
 
 

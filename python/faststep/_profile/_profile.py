@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from faststep._step._labels import Labels
-from faststep._step._profile_text import text_of
-from faststep._step._profile_trace import write_chrome
-from faststep._step._recording import DATA, LOOP, Held, Operation, Recording, Span
+from faststep._profile._labels import Labels
+from faststep._profile._text import text_of
+from faststep._profile._trace import write_chrome
+from faststep._profile._recording import DATA, LOOP, Held, Operation, Recording, Span
 from faststep._step._step import Step
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from faststep._step._recording import Held, Operation, Recording
+from faststep._profile._recording import Held, Operation, Recording
 
 _MOST = 10  # rows of a table
 _NAME, _KIND, _FIRST = 44, 36, 64  # characters: of a name, of one before an output, and of the column
