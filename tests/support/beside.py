@@ -92,7 +92,7 @@ class Run:
 
 
 class Plain:
-    """The plain loop, which leaves out a batch whose loss or gradients are no numbers, or raises: arrays are put back."""
+    """The plain loop, which leaves out a batch whose loss or gradients are no numbers: arrays are put back."""
 
     def __init__(self, part: Made, loss_fn: Callable[..., Any], variant: Variant) -> None:
         self.model, self.optimizer, self.window = part.model, part.optimizer, variant.window
