@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from support import process
 from support.helpers import flat, random_key
+from support.plain_loop import keys
 from support.programs.reach import Around, Made, Place, Program, programs_of
 from support.programs.reach.registry import squares
 
@@ -91,7 +92,7 @@ class Run:
 
 
 class Plain:
-    """The plain loop, which leaves out a batch whose loss or gradients are no numbers: only arrays are put back."""
+    """The plain loop, which leaves out a batch whose loss or gradients are no numbers: arrays are put back."""
 
     def __init__(self, part: Made, loss_fn: Callable[..., Any], variant: Variant) -> None:
         self.model, self.optimizer, self.window = part.model, part.optimizer, variant.window
@@ -101,19 +102,20 @@ class Plain:
         """Take a batch."""
         if self.window > 1 and hasattr(self.optimizer, "init"):
             self.optimizer.init(self.model.trainable_parameters())  # what has a state may be frozen for a window
-        before = arrays_of(self.model)
+        before, key = arrays_of(self.model), random_key()
         try:
             value, gradients = nn.value_and_grad(self.model, loss_fn)(self.model, *batch)
             mx.eval(value, gradients, list(flat(self.model.state).values()))
         except BaseException:
-            put_back(self.model, before)
+            self.as_before(before, key)
             raise
         if is_finite(value[0] if isinstance(value, tuple) else value, gradients):
             self.gradients.append(gradients)
         else:
-            put_back(self.model, before)
             if self.raises:
+                self.as_before(before, key)
                 raise FloatingPointError
+            put_back(self.model, before)
         self.taken += 1
         if self.taken == self.window:
             if self.gradients:
@@ -121,6 +123,11 @@ class Plain:
             self.taken, self.gradients = 0, []
         mx.eval(list(flat(self.model.state).values()), list(flat(self.optimizer.state).values()))
         return value
+
+    def as_before(self, arrays: Arrays, key: mx.array) -> None:
+        """Leave nothing of a call that raises, in arrays."""
+        put_back(self.model, arrays)
+        keys()[0] = key
 
 
 class Ours:
@@ -179,7 +186,7 @@ def run(program: Program, variant: Variant, way: type[Plain | Ours]) -> Run:
             "what is held": as_data(held),
             "the parameters": [named(part.model.state) for part in parts],
             "the states of optimizers": [named(part.optimizer.state) for part in parts],
-            "the random key": as_data(None if variant.raises else random_key()),
+            "the random key": as_data(random_key()),
         }
     return found
 
