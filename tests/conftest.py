@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start every test from the same random state and no models before it, and leave nothing running behind it."""
     mx.random.seed(0)
-    monkeypatch.setattr(_fast_step, "_lives", _fast_step._Lives())
+    monkeypatch.setattr(_fast_step, "_short_lived", _fast_step._ShortLivedModels())
     yield
     mx.synchronize()
 

@@ -93,6 +93,7 @@ struct Inner {
     options: Options,
     varies_norm: bool, // the norm to which gradients are clipped has been another
     checked: bool,     // whether there is a compiler
+    numpy_as_mlx: bool, // NumPy arrays are passed as mx.arrays
     has_compiler: bool,
     plain: Option<String>, // why each call is evaluated by itself
     host: Rc<PythonHost>,
@@ -174,6 +175,7 @@ impl Step {
                 options,
                 varies_norm: false,
                 checked: false,
+                numpy_as_mlx: false,
                 has_compiler: true,
                 plain: None,
                 host: Rc::default(),

@@ -1,4 +1,6 @@
 //! Tracers in the places of the arrays among the arguments, while the loss is called.
+use std::collections::HashMap;
+
 use faststep::engine::array::id;
 use mlx_rs::Array;
 use pyo3::{
@@ -15,6 +17,7 @@ use crate::{
 /// Arguments in whose own dicts, lists and dataclasses tracers stand, so that all else that the loss does to these is the user's to
 /// see.
 pub struct LentArguments<'py> {
+    made: HashMap<usize, Bound<'py, PyAny>>, // by the addresses of the user's
     places: Vec<(Holder<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>)>, // with the user's object, and the one in its place
     arrays: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, usize)>, // the user's, the tracer's object, and the tracer's identity
 }
@@ -54,6 +57,7 @@ impl<'py> LentArguments<'py> {
         tracers: &[Array],
     ) -> PyResult<(Self, Bound<'py, PyAny>)> {
         let mut lent = Self {
+            made: HashMap::new(),
             places: Vec::new(),
             arrays: Vec::new(),
         };
@@ -76,7 +80,12 @@ impl<'py> LentArguments<'py> {
             let Some(tracer) = tracers.next() else {
                 return Ok(object.clone());
             };
+            let address = object.as_ptr().addr();
+            if let Some(known) = self.made.get(&address) {
+                return Ok(known.clone()); // one object at two places stays one
+            }
             let made = bridge::wrap(object.py(), tracer)?;
+            self.made.insert(address, made.clone());
             self.arrays.push((object.clone(), made.clone(), id(tracer)));
             return Ok(made);
         }

@@ -4,13 +4,14 @@ use std::rc::Rc;
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
+    intern,
     prelude::*,
     types::PyTuple,
 };
 
 use crate::{
-    mlx::{bridge, gil::unlocked},
-    tree::{RecordedArguments, Tree},
+    mlx::{bridge, classes::is_numeric, gil::unlocked},
+    tree::{rebuild::replace, RecordedArguments, Tree},
 };
 
 /// Arguments of one call: in Python a tuple of these.
@@ -21,20 +22,20 @@ pub struct Arguments<'py> {
     pub optimizer: Bound<'py, PyAny>,
     /// The loss function; `None` where only a window is flushed.
     pub loss_fn: Bound<'py, PyAny>,
-    /// The positional arguments and a dict of the named ones.
-    pub own: Bound<'py, PyTuple>,
+    /// The positional arguments and a dict of the named ones, as the loss gets them.
+    pub passed: Bound<'py, PyTuple>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Arguments<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let (model, optimizer, loss_fn, own) = object.extract()?;
+        let (model, optimizer, loss_fn, passed) = object.extract()?;
         Ok(Self {
             model,
             optimizer,
             loss_fn,
-            own,
+            passed,
         })
     }
 }
@@ -59,6 +60,16 @@ impl<'py> Arguments<'py> {
         self.model.py()
     }
 
+    /// Pass NumPy arrays as `mx.array`s.
+    pub fn convert_numpy(&mut self) -> PyResult<()> {
+        let mlx = self.py().import("mlx.core")?;
+        let converted = replace(self.passed.as_any(), is_numeric, &mut |array| {
+            mlx.call_method1(intern!(array.py(), "array"), (array,))
+        })?;
+        self.passed = converted.cast_into()?;
+        Ok(())
+    }
+
     /// The batch; none of its arrays may wait for another thread, and files are read here, where nothing has changed yet.
     pub fn batch(&mut self) -> PyResult<Batch<'py>> {
         let py = self.py();
@@ -67,7 +78,7 @@ impl<'py> Arguments<'py> {
             slots,
             objects,
             numpy,
-        } = Tree::record_arguments(self.own.as_any())?;
+        } = Tree::record_arguments(self.passed.as_any())?;
         let arrays: Vec<Array> = slots
             .iter()
             .filter_map(|slot| bridge::get(&slot.object))

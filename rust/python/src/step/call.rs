@@ -5,6 +5,7 @@ use std::time::Instant;
 use faststep::engine::{memory, Output, Outputs, Rule, Stage, Task};
 use mlx_rs::Array;
 use pyo3::{
+    exceptions::PyTypeError,
     prelude::*,
     types::{PyBool, PyTuple},
 };
@@ -48,9 +49,7 @@ impl Inner {
                 false => Task::of(accumulate, store.batches()),
             }
         };
-        let batch = self.batch(shared, &mut user, task)?;
-        let done = self.take(shared, &user, &batch, task)?;
-        self.note_way(&user, &batch, &done.way)?;
+        let done = self.take(shared, &mut user, task)?;
         let returned = self.returned(py, &done)?;
         let taken = self.taken(py, &done.output, returned, task)?;
         self.warn(py, shared)?;
@@ -66,6 +65,9 @@ impl Inner {
     ) -> PyResult<Batch<'py>> {
         let py = user.py();
         self.check_compiler(py)?;
+        if self.numpy_as_mlx {
+            user.convert_numpy()?;
+        }
         let batch = user.batch()?;
         let mut store = shared.enter()?;
         if task != Task::Flush {
@@ -77,8 +79,27 @@ impl Inner {
         Ok(batch)
     }
 
-    /// Run a call; an error leaves model and optimizer as they were.
-    pub(super) fn take<'py>(
+    /// Run a call; an error leaves model and optimizer as they were. NumPy arrays that MLX refuses are passed as `mx.array`s from
+    /// then on.
+    fn take<'py>(
+        &mut self,
+        shared: &Shared,
+        user: &mut Arguments<'py>,
+        task: Task,
+    ) -> PyResult<Done<'py>> {
+        let mut batch = self.batch(shared, user, task)?;
+        let mut outcome = self.take_batch(shared, user, &batch, task);
+        if matches!(&outcome, Err(error) if batch.numpy && is_refusal(user.py(), error)) {
+            self.numpy_as_mlx = true;
+            batch = self.batch(shared, user, task)?;
+            outcome = self.take_batch(shared, user, &batch, task);
+        }
+        let done = outcome?;
+        self.note_way(user, &batch, &done.way)?;
+        Ok(done)
+    }
+
+    fn take_batch<'py>(
         &mut self,
         shared: &Shared,
         user: &Arguments<'py>,
@@ -217,7 +238,7 @@ impl Inner {
         let inputs = LossInputs {
             model: &user.model,
             loss_fn: &user.loss_fn,
-            arguments: &user.own,
+            arguments: &user.passed,
             slots: &prepared.model,
             roles: &signature.roles,
             key_list: &key_list,
@@ -343,9 +364,7 @@ impl Inner {
         mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let py = user.py();
-        let batch = self.batch(shared, &mut user, Task::Gradients)?;
-        let done = self.take(shared, &user, &batch, Task::Gradients)?;
-        self.note_way(&user, &batch, &done.way)?;
+        let done = self.take(shared, &mut user, Task::Gradients)?;
         let returned = self.returned(py, &done)?;
         let trainable = shared.enter()?.signature()?.trainable.bind(py).clone();
         let tree = fill(&trainable, done.output.batch.gradients.iter())?;
@@ -382,6 +401,14 @@ impl Inner {
             },
         }
     }
+}
+
+// true if one of MLX's functions has refused a NumPy array
+fn is_refusal(py: Python<'_>, error: &PyErr) -> bool {
+    let message = || error.value(py).to_string();
+    error.is_instance_of::<PyTypeError>(py)
+        && message().contains("incompatible function arguments")
+        && message().contains("ndarray")
 }
 
 fn fill<'a, 'py>(

@@ -12,8 +12,17 @@ pub fn rebuild<'py>(
     object: &Bound<'py, PyAny>,
     next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    replace(object, bridge::is_array, next)
+}
+
+/// The same for the objects that are wanted.
+pub fn replace<'py>(
+    object: &Bound<'py, PyAny>,
+    wanted: fn(&Bound<'_, PyAny>) -> bool,
+    next: &mut impl FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
-    if bridge::is_array(object) {
+    if wanted(object) {
         return next(object);
     }
     if let Ok(dict) = object.cast::<PyDict>() {
@@ -26,12 +35,12 @@ pub fn rebuild<'py>(
             py.import("copy")?.call_method1("copy", (object,))? // a defaultdict keeps its factory
         };
         for (key, value) in ordered::items(dict) {
-            copy.set_item(key, rebuild(&value, next)?)?;
+            copy.set_item(key, replace(&value, wanted, next)?)?;
         }
         return Ok(copy);
     }
     if let Ok(list) = object.cast::<PyList>() {
-        let items = list.iter().map(|item| rebuild(&item, next));
+        let items = list.iter().map(|item| replace(&item, wanted, next));
         let items = PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?;
         if list.is_exact_instance_of::<PyList>() {
             return Ok(items.into_any());
@@ -41,7 +50,7 @@ pub fn rebuild<'py>(
         return Ok(copy);
     }
     if let Ok(tuple) = object.cast::<PyTuple>() {
-        let items = tuple.iter().map(|item| rebuild(&item, next));
+        let items = tuple.iter().map(|item| replace(&item, wanted, next));
         return again(tuple, items.collect::<PyResult<_>>()?);
     }
     let Some(fields) = fields(object) else {
@@ -50,7 +59,7 @@ pub fn rebuild<'py>(
     let copy = py.import("copy")?.call_method1("copy", (object,))?;
     let set = py.get_type::<PyAny>().getattr("__setattr__")?; // a frozen dataclass refuses its own
     for name in fields {
-        let value = rebuild(&object.getattr(&name)?, next)?;
+        let value = replace(&object.getattr(&name)?, wanted, next)?;
         set.call1((&copy, name, value))?;
     }
     Ok(copy)
