@@ -11,7 +11,7 @@ use crate::{
 /// Other objects in the places of a model's arrays, as after `model.update`: each place has one of its own.
 pub struct Lent<'a, 'py> {
     slots: &'a [Slot<'py>],
-    ids: Vec<usize>,
+    ids: Vec<Option<usize>>, // of each place the tracer; none where there is none
 }
 
 /// An array that the loss has put into the place of one, or has made of one in place.
@@ -35,13 +35,17 @@ impl<'a, 'py> Lent<'a, 'py> {
             ids: Vec::with_capacity(slots.len()),
         };
         for (slot, (role, _)) in slots.iter().zip(roles) {
+            if !slot.place.get()?.is_some_and(|now| now.is(&slot.object)) {
+                lent.ids.push(None); // of a module that stands in the model twice, or the loss has put something else there
+                continue;
+            }
             let tracer = tracer(*role);
             let put = bridge::wrap(py, tracer).and_then(|object| slot.place.set(&object));
             if let Err(error) = put {
                 lent.take_back()?;
                 return Err(error);
             }
-            lent.ids.push(id(tracer));
+            lent.ids.push(Some(id(tracer)));
         }
         Ok(lent)
     }
@@ -51,16 +55,13 @@ impl<'a, 'py> Lent<'a, 'py> {
     pub fn take_back(self) -> PyResult<Vec<Assigned<'py>>> {
         let mut assigned = Vec::new();
         for (at, (slot, id)) in self.slots.iter().zip(&self.ids).enumerate() {
-            let Some(now) = slot.place.get()? else {
+            let Some(now) = slot.place.get()?.filter(|_| id.is_some()) else {
                 continue;
             };
             let Some(found) = bridge::id(&now) else {
                 continue;
             };
-            if now.is(&slot.object) {
-                continue; // of a module that stands in the model twice
-            }
-            if found != *id {
+            if Some(found) != *id {
                 let object = now.clone();
                 assigned.push(Assigned { slot: at, object });
             }

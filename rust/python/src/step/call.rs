@@ -183,7 +183,7 @@ impl Inner {
             return self.called(shared, user, (prepared, batch), true).map(Way::Plain);
         }
         let due = match self.standing(py, &user.loss_fn, &key) {
-            Standing::Yes => return Ok(Way::LeftOut),
+            Standing::Yes(trace) => return Ok(Way::LeftOut(trace)),
             Standing::Due(graph) => graph,
             Standing::No => None,
         };

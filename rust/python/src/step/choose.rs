@@ -27,8 +27,8 @@ pub(super) enum Way<'py> {
     Called(Called<'py>),
     /// It has been called, and is evaluated by itself.
     Plain(Called<'py>),
-    /// A trace stands for it.
-    LeftOut,
+    /// The trace of this number stands for it.
+    LeftOut(usize),
     /// There is none: an update alone.
     Nothing,
 }
@@ -38,7 +38,7 @@ impl<'py> Way<'py> {
     pub(super) fn called(&self) -> Option<&Called<'py>> {
         match self {
             Self::Called(called) | Self::Plain(called) => Some(called),
-            Self::LeftOut | Self::Nothing => None,
+            Self::LeftOut(_) | Self::Nothing => None,
         }
     }
 }
@@ -138,12 +138,15 @@ impl Inner {
     ) -> PyResult<()> {
         let graph = match way {
             Way::Called(called) => called.graph.clone(),
-            Way::LeftOut => self.traces.last().and_then(|last| last.kept.graph.clone()),
-            Way::Plain(_) | Way::Nothing => None,
+            Way::LeftOut(_) | Way::Plain(_) | Way::Nothing => None,
         };
         for part in self.parts(store, task)? {
             let mut front = self.call_key(store, batch)?;
             let has_loss = !matches!(part, Part::Update(_));
+            if let (Way::LeftOut(number), true) = (way, has_loss) {
+                self.traces.use_again(|entry| entry.number == *number);
+                continue;
+            }
             let graph = graph.as_ref().filter(|_| has_loss);
             front.graph = graph.map(|graph| (graph.number, graph.inputs()));
             let key = self.key(store, part, front)?;

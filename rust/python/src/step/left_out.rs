@@ -74,14 +74,14 @@ fn is_due(uses: usize) -> bool {
 pub(super) enum Standing {
     /// The loss is to be called.
     No,
-    /// It is the last one.
-    Yes,
+    /// The one of this number.
+    Yes(usize),
     /// The same, but it is time to call the loss all the same: the number of its graph.
     Due(Option<usize>),
 }
 
 impl Inner {
-    /// The trace that stands for a call of the loss becomes the last one.
+    /// Return whether a trace stands for a call of the loss.
     pub(super) fn standing(
         &mut self,
         py: Python<'_>,
@@ -102,7 +102,7 @@ impl Inner {
         if is_due(entry.kept.uses) {
             return Standing::Due(entry.kept.graph.as_ref().map(|graph| graph.number));
         }
-        Standing::Yes
+        Standing::Yes(entry.number)
     }
 
     /// Begin to watch a call, where what its trace reads is listed and still as it was.
@@ -207,7 +207,9 @@ impl Inner {
         batch: &Batch<'_>,
         called: &Called<'_>,
     ) -> PyResult<Option<String>> {
-        let reason = if called.reads {
+        let reason = if called.graph.as_ref().is_some_and(|graph| graph.is_custom()) {
+            "has gradients of its own (mx.custom_function, mx.checkpoint), which are Python functions"
+        } else if called.reads {
             "reads the value of an array"
         } else if called.holds() {
             "keeps an array that it computes"

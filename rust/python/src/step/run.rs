@@ -156,8 +156,8 @@ impl Inner {
             None => Some("many graphs have been made, and this is the first call with its own".into()),
         };
         (self.mode, self.reason) = match way {
-            Way::LeftOut if own.is_none() => ("native", None),
-            Way::LeftOut => ("called", own),
+            Way::LeftOut(_) if own.is_none() => ("native", None),
+            Way::LeftOut(_) => ("called", own),
             Way::Plain(_) => ("plain", plain()),
             Way::Called(_) if self.plain.is_some() => ("plain", plain()),
             Way::Called(_) => ("called", own.or_else(|| self.leaving_out.reason.clone())),
@@ -189,7 +189,7 @@ impl Inner {
                 let made = called.arrays().map_err(mlx)?;
                 Loss::Arrays(std::cell::RefCell::new(Some(made)))
             }
-            Way::LeftOut => {
+            Way::LeftOut(_) => {
                 let last = self.traces.last();
                 others.extend(last.map(|last| last.kept.leaves.clone()));
                 let graph = last.and_then(|last| last.kept.graph.clone());
