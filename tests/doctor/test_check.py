@@ -133,7 +133,8 @@ def test_a_training_goes_on_as_if_nothing_had_been_checked() -> None:
 
 def test_numbers_that_differ_are_found() -> None:
     def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
-        return loss_fn(model, x, y) * (2.0 if sys.getprofile() else 1.0)  # which a step sets while it traces
+        by_step = sys._getframe(1).f_globals["__name__"].startswith("faststep")
+        return loss_fn(model, x, y) * (2.0 if by_step else 1.0)
 
     found = faststep.check(Net(), optim.SGD(0.1), loss, batches(), steps=4, seconds=0)
     assert not found.same

@@ -143,6 +143,38 @@ batches = drawn()
     assert [each["status"] for each in found["rungs"]] == ["ok", "ok", "skipped"]
 
 
+def test_a_number_that_becomes_an_input_is_no_fault(tmp_path: Path) -> None:
+    code = """
+batches = [(*batch, 0.1 * n) for n, batch in enumerate(3 * batches)]
+def loss_fn(model, x, y, weight):
+    return weight * nn.losses.cross_entropy(model(x), y, reduction="mean")
+"""
+    assert diagnosed(tmp_path, code, "data shapes")["findings"] == []
+
+
+def test_a_note_says_why_the_loss_is_called(tmp_path: Path) -> None:
+    code = """
+def loss_fn(model, x, y):
+    time.time()
+    return nn.losses.cross_entropy(model(x), y, reduction="mean")
+"""
+    (finding,) = diagnosed(tmp_path, code, "data native")["findings"]
+    assert (finding["name"], finding["level"]) == ("called", "note")
+    assert "calls time.time (train.py:" in finding["text"]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_native_step_calls_a_loss_that_draws(tmp_path: Path, isolate: bool) -> None:
+    code = """
+import random
+def loss_fn(model, x, y):
+    scale = random.random() + np.random.random()
+    return scale * nn.losses.cross_entropy(model(x), y, reduction="mean")
+"""
+    found = diagnosed(tmp_path, code, "data joint native", isolate=isolate)
+    assert [each["name"] for each in found["findings"] if each["level"] != "note"] == []
+
+
 def test_the_labels_of_a_gpu_s_cross_entropy_are_looked_at(tmp_path: Path) -> None:
     code = """
 def loss_fn(model, x, y):

@@ -100,7 +100,7 @@ def test_any_tree_of_parameters_has_the_bits_of_the_compiled_reference(tree: Tre
         loss, _ = plain(mx.array(0.5 * number))
         assert_same(step(mx.array(0.5 * number)).loss, loss, on_gpu=1e-2)  # in half precision, too
     assert_close(snapshot(*ours), snapshot(*reference), 0)
-    assert step.stats.mode == ("traced" if optimizer == "user" else "native")
+    assert step.stats.mode == ("called" if optimizer == "user" else "native")
     assert len(step.stats.traces) == 1
 
 
@@ -135,7 +135,6 @@ BATCHES = st.recursive(
 
 @SETTINGS
 @given(BATCHES)
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it changes a list")
 def test_any_batch_reaches_the_loss_as_it_is(shapes: Tree) -> None:
     def make(tree: Tree) -> Tree:
         if isinstance(tree, tuple):
@@ -241,12 +240,12 @@ def test_a_part_trains_that_has_a_private_or_a_frozen_name_too(
         step(x)
     assert_close(snapshot(ours, own), snapshot(reference, theirs), 1e-5)
     assert not mx.array_equal(before, ours.part().weight)
+    if not options:
+        assert step.stats.mode == ("native" if optimizer == "adam" else "called")
     step.optimizer.learning_rate = 0.0
     ours.part().weight = before  # seen under each of its names
     step(x)
     assert mx.array_equal(before, ours.part().weight)
-    if not options:
-        assert step.stats.mode == ("native" if optimizer == "adam" else "traced")
 
 
 def test_a_part_may_lead_back_to_the_whole() -> None:
@@ -262,7 +261,7 @@ def test_a_part_may_lead_back_to_the_whole() -> None:
 
     reference, ours = (make(), optim.AdamW(0.1)), (make(), optim.AdamW(0.1))
     take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
-    for x in mx.random.normal((4, 8, 4)):
+    for x in mx.random.normal((5, 8, 4)):
         take(x)
         step(x)
     assert step.stats.mode == "native"

@@ -141,14 +141,14 @@ options["own_step"] = train
         "Pad(multiple=64)",
         "data shapes",
     ),
-    "a number that changes in every step": Fault(
+    "a length that changes in every step": Fault(
         """
-batches = [(*batch, 0.1 * n) for n, batch in enumerate(3 * batches)]
-def loss_fn(model, x, y, weight):
-    return weight * nn.losses.cross_entropy(model(x), y, reduction="mean")
+batches = [(*batch, 1 + n % 16) for n, batch in enumerate(3 * batches)]
+def loss_fn(model, x, y, rows):
+    return nn.losses.cross_entropy(model(x[:rows]), y[:rows], reduction="mean")
 """,
         "new-shapes",
-        ("argument 2 varies",),
+        ("argument 2 varies", "new traces"),
         "mx.array(argument_2)",
         "data shapes",
     ),
@@ -444,7 +444,7 @@ def loss_fn(model, x, y):
         ("repeated", "grows"),
     ),
     "no data": Fault("batches = iter([])", "no-data", ("gave no batch",), "list(batches)", "data forward"),
-    "numbers that a trace cannot see": Fault(
+    "numbers that mx.compile cannot see": Fault(
         """
 import random
 def loss_fn(model, x, y):

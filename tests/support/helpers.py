@@ -59,7 +59,7 @@ def halving(step: mx.array) -> mx.array:
 
 
 def branching(step: mx.array) -> mx.array:
-    """Compute a user's own schedule by reading the step on the host, which no trace allows."""
+    """Compute a user's own schedule by reading the step on the host, which no compiled update allows."""
     return mx.array(1e-2 if step < 2 else 1e-3)
 
 
@@ -135,8 +135,8 @@ class Row:
 
     @property
     def way(self) -> str:
-        """The way that such a step has to go."""
-        return "native" if self.optimizer in NATIVE else "traced"
+        """The mode that such a step has to come to; gradients of a model's own are Python functions."""
+        return "native" if self.optimizer in NATIVE and self.model != "decorated" else "called"
 
     def new(self) -> Pair:
         """Build the model, equal each time, and its optimizer."""

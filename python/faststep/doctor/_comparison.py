@@ -73,8 +73,9 @@ class Comparison:
 
     Attributes:
         steps: How many batches each took.
-        mode: How the step was computed: "native", "traced" or "plain"; see `Stats`.
-        reason: Why it is not "native".
+        mode: How the steps were computed: "native" where calls of the loss were left out, "called" or "plain"; see
+            `Stats`.
+        reason: Why it is not "native"; None of one or two steps, too, which are always called.
         differences: For each kind the array that is furthest from plain MLX, by what rounding explains.
         native: Time and memory of the step; None where nothing was measured.
         plain: Those of plain MLX.

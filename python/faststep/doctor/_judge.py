@@ -50,9 +50,7 @@ def judge(rungs: list[Measured]) -> list[Finding]:
     for each in rungs:
         found += each.findings
         found += _of(each, known)
-    unique = list(dict.fromkeys(found))
-    reads = any(each.name == "loss-reads-values" for each in unique)
-    return [each for each in unique if not (reads and each.name == "step-warning")]
+    return list(dict.fromkeys(found))
 
 
 def _of(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
@@ -165,6 +163,13 @@ _REMEDIES = {
 }
 
 
+_UNSEEN = (
+    "look for what mx.compile cannot see: Python's random, a counter, an array that changes behind its back; "
+    "fast_step and Step call a loss that reads such things"
+)
+_GOES_ON = "look for what goes on from run to run: a counter, random numbers without a seed; else please report it"
+
+
 def _changes(rung: Measured, known: dict[str, Measured]) -> Iterator[tuple[str, Finding]]:
     """Compare the first losses with those of the joint evaluation."""
     plain = known.get("joint")
@@ -178,9 +183,7 @@ def _changes(rung: Measured, known: dict[str, Measured]) -> Iterator[tuple[str, 
             return
         if abs(a - b) > 1e-5 + 2e-2 * max(abs(a), abs(b)):
             text = f"{rung.title} gives other numbers: loss {a:.6g} at step {number}, plain MLX has {b:.6g}"
-            remedy = (
-                "look for what a trace cannot see: Python's random, a counter, an array that changes behind its back"
-            )
+            remedy = _UNSEEN if rung.name == "compiled" else _GOES_ON
             yield (
                 "numbers",
                 Finding("numbers", "warning", text, remedy, "faststep.check(model, optimizer, loss_fn, batches)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from faststep.doctor import _numbers, _rungs_plain, _rungs_step
@@ -74,7 +76,8 @@ def climb(subject: Subject, job: dict[str, Any]) -> None:
         record = Recorder(events, job["steps"], job["seconds"])
         try:
             record.say("begin", **_sums(subject, rung))
-            mx.random.seed(0)  # the same masks on every rung
+            for seed in (mx.random.seed, random.seed, np.random.seed):
+                seed(0)  # the same masks on every rung
             rung.run(subject, record)
             record.say("done")
         except BaseException as error:

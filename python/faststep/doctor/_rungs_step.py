@@ -58,7 +58,10 @@ def compiled(subject: Subject, record: Recorder) -> None:
         if _READS not in str(error):
             raise
         place = place_of(error) or "an unknown place"
-        text = f"the loss or the optimizer reads values while it computes, and cannot be compiled: {place}"
+        text = (
+            f"the loss or the optimizer reads values while it computes: {place}. mx.compile refuses that, and a step "
+            "waits there and computes twice what is read"
+        )
         remedy = "compute with arrays instead: mx.where in place of if; return a metric beside the loss, do not read it"
         record.find(Finding("loss-reads-values", "warning", text, remedy, "mx.where(condition, a, b)"))
 
@@ -72,6 +75,10 @@ def native(subject: Subject, record: Recorder) -> None:
             record.measure(lambda batch: call_with(batch, step).loss, subject.some())
     stats = step.stats
     record.say("stats", mode=stats.mode, reason=stats.reason, traces=len(stats.traces), skipped=stats.skipped)
+    if stats.mode == "called" and stats.reason is not None:
+        text = f"the loss is called at each step, as in a plain loop: {stats.reason}"
+        remedy = "nothing is wrong; a small net gains where the call can be left out (docs/what_is_compiled.md)"
+        record.find(Finding("called", "note", text, remedy))
     for text in dict.fromkeys(str(each.message) for each in caught):
         remedy = "see what it says; the step gives the same numbers either way"
         record.find(Finding("step-warning", "warning", text, remedy))
@@ -80,18 +87,20 @@ def native(subject: Subject, record: Recorder) -> None:
 def shapes(subject: Subject, record: Recorder) -> None:
     """Take native steps on new batches, and see which of their shapes are new."""
     step, seen = _step(subject), _shapes.Shapes()
+    modes: list[str] = []
     end = time.perf_counter() + 2 * record.seconds
     for batch in itertools.islice(subject.fresh(), _FRESH):
         seen.add(batch)
         start = time.perf_counter()
         mx.eval(call_with(batch, step).loss)
         record.step(time.perf_counter() - start)
+        modes.append(step.stats.mode)
         if time.perf_counter() > end and seen.batches > 8:
             break
     stats = step.stats
     record.say("stats", traces=stats.traced, batches=seen.batches)
-    if (finding := seen.finding(stats)) is not None:
-        record.find(finding)
+    if modes[:1] != ["plain"] and (finding := seen.finding(stats, modes.count("plain"))) is not None:
+        record.find(finding)  # otherwise nothing is compiled, whatever the shapes
 
 
 def prefetch(subject: Subject, record: Recorder) -> None:

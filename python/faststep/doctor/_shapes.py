@@ -30,22 +30,24 @@ class Shapes:
             if signature not in (values := self.known.setdefault(name, [])):
                 values.append(signature)
 
-    def finding(self, stats: Stats) -> Finding | None:
-        """Return what is wrong where there are too many."""
-        different = len(self._whole)
-        if different <= _MANY or 4 * different < self.batches:
-            return None
+    def finding(self, stats: Stats, uncompiled: int) -> Finding | None:
+        """Return what is wrong where too many have made traces; `uncompiled` steps got none, after many others."""
+        different, made = len(self._whole), stats.traced + uncompiled
+        if min(different, made) <= _MANY or 4 * different < self.batches:
+            return None  # a number that only changes what an operation gets is an input, and makes no trace
         name, values = max(self.known.items(), key=lambda item: len(item[1]))
         seconds = sum(each.seconds for each in stats.traces) / max(1, len(stats.traces))
         some = ", ".join(str(list(each) if isinstance(each, tuple) else each) for each in values[:4])
         text = (
             f"{different} of {self.batches} batches have a new signature: {name} varies ({some}, ...); "
-            f"each is a new trace of {1e3 * seconds:.0f} ms"
+            f"{stats.traced} new traces took {1e3 * seconds:.0f} ms each"
         )
+        if uncompiled:
+            text += f", and {uncompiled} steps ran uncompiled"
         if isinstance(values[0], tuple):
             remedy = "pad batches to a few lengths: multiples of 64, say"
             return Finding("new-shapes", "warning", text, remedy, "Loader(..., collate=Pad(multiple=64))")
-        remedy = "pass a number that changes as an array"
+        remedy = "pass a number that changes as an array; by a length, mask in place of slicing"
         return Finding("new-shapes", "warning", text, remedy, f"mx.array({name.replace(' ', '_')})")
 
 

@@ -15,7 +15,8 @@ pub mod walk;
 
 use std::{cell::RefCell, rc::Rc};
 
-use faststep::engine::Tensor;
+use faststep::engine::{array::id, Tensor};
+use mlx_rs::Array;
 use pyo3::{
     exceptions::PyRecursionError,
     prelude::*,
@@ -41,7 +42,8 @@ enum Item {
     Key(Py<PyAny>),
     Array,
     Static(Static),
-    Object, // a NumPy array or another object among arguments, or an array in a tuple: not compared
+    Fixed(Array), // in a tuple: no slot, so that its value is compared
+    Object,       // a NumPy array or another object among arguments: not compared
 }
 
 impl Item {
@@ -56,6 +58,7 @@ impl Item {
             }
             (Self::Key(a), Self::Key(b)) => equal(a.bind(py), b.bind(py)),
             (Self::Array, Self::Array) | (Self::Object, Self::Object) => true,
+            (Self::Fixed(a), Self::Fixed(b)) => id(a) == id(b),
             (Self::Static(a), Self::Static(b)) => a.equals(b, py),
             _ => false,
         }
@@ -68,7 +71,7 @@ impl Refers for Item {
             Self::Open(.., class) => class.visit(collector),
             Self::Key(key) => key.visit(collector),
             Self::Static(value) => value.visit(collector),
-            Self::Array | Self::Object => Ok(()),
+            Self::Array | Self::Fixed(_) | Self::Object => Ok(()),
         }
     }
 }
@@ -341,7 +344,7 @@ impl<'py> Visitor<'py> for Recorder<'py> {
             if self.optimizer {
                 return self.leaf(&object);
             }
-            self.tree.items.push(Item::Object);
+            self.tree.items.push(Item::Fixed(bridge::get(&object)?));
             return Some(());
         }
         let array = bridge::get(&object)?;
@@ -429,7 +432,7 @@ impl<'py> Visitor<'py> for Checker<'_, 'py> {
     fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()> {
         if matches!(place, Place::Tuple) {
             return match self.next()? {
-                Item::Object => Some(()),
+                Item::Fixed(array) => (bridge::id(&object) == Some(id(array))).then_some(()),
                 Item::Static(value) => value.is(&object).then_some(()),
                 _ => None,
             };

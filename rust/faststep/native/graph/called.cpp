@@ -279,12 +279,15 @@ class CallGraph {
     gradients_.assign(walk.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size()), walk.roots.end());
     edges_ = walk.edges;
     add(walk);
+    for (size_t i = call_.size(); custom_ && i < walk.arrays.size(); ++i) {
+      call_.push_back(*walk.arrays[i]);
+    }
   }
 
   // Whether another call has the same operations, with its gradients where Python functions make some of them. Constants that have
   // another value are inputs from here on.
   bool equals(const CallGraph& other) {
-    size_t count = custom_ ? steps_.size() : forward_;
+    size_t count = custom_ ? steps_.size() : forward_; // behind the roots, leaves matter where Python functions may make them
     bool form = traced_ == other.traced_ && arrays_ == other.arrays_ && forward_ == other.forward_ && roots_ == other.roots_ &&
         custom_ == other.custom_ && (!custom_ || (gradients_ == other.gradients_ && steps_.size() == other.steps_.size()));
     if (!form || !std::includes(held_.begin(), held_.end(), other.held_.begin(), other.held_.end())) {
@@ -308,9 +311,7 @@ class CallGraph {
         }
       }
       if (step.primitive == nullptr) {
-        if (i < forward_) {
-          differs(leaf++, other.call_[step.first], differing);
-        }
+        differs(leaf++, other.call_[step.first], differing);
       } else if (!same(*step.primitive, *its.primitive, custom_)) {
         return false;
       }
@@ -521,7 +522,7 @@ class CallGraph {
     const auto& array = *step.array;
     bool forward = steps_.size() < forward_;
     if (!array.has_primitive()) {
-      bool constant = !forward || is_number(array);
+      bool constant = (!forward && !custom_) || is_number(array); // MLX's own gradients make the same leaves each time
       leaves_.push_back({step.first, constant, constant ? array : mx::array(0)});
       forward_leaves_ += forward;
       steps_.push_back({nullptr, step.first, 1, step.edge, 0});

@@ -17,7 +17,7 @@ use super::{
     LentArguments,
 };
 use crate::{
-    mlx::{bridge, errors::mlx},
+    mlx::{bridge, classes::has_own_methods, errors::mlx},
     tree::{paths::dotted, rebuild::rebuild, slot::Slot},
 };
 
@@ -144,6 +144,8 @@ pub struct LossInputs<'a, 'py> {
     pub slots: &'a [Slot<'py>],
     /// Their roles and paths.
     pub roles: &'a [(Role, Vec<String>)],
+    /// The model's trainable parameters as a tree.
+    pub trainable: &'a Bound<'py, PyAny>,
     /// `mx.random`'s key list.
     pub key_list: &'a Bound<'py, PyList>,
     /// True if the loss returns its weight.
@@ -398,12 +400,27 @@ fn call_loss<'py>(
             return Err(error);
         }
     };
-    let split = LentArguments::split(inputs.model, &arguments);
-    let returned = split.and_then(|(all, named)| inputs.loss_fn.call(all, Some(&named)));
+    let returned = update_model(inputs, given).and_then(|()| {
+        let (all, named) = LentArguments::split(inputs.model, &arguments)?;
+        inputs.loss_fn.call(all, Some(&named))
+    });
     drop(arguments);
     let assigned = model.take_back();
     lent.take_back()?;
     Ok((returned?, assigned?))
+}
+
+// a model with an `update` of its own is given the tracers by that too, as by nn.value_and_grad
+fn update_model(inputs: &LossInputs<'_, '_>, given: &Given) -> PyResult<()> {
+    if !has_own_methods(inputs.model, &["update"]) {
+        return Ok(());
+    }
+    let mut tracers = given.tracers.arrays().iter();
+    let tree = rebuild(inputs.trainable, &mut |hole| match tracers.next() {
+        Some(tracer) => bridge::wrap(hole.py(), tracer),
+        None => Ok(hole.clone()),
+    })?;
+    inputs.model.call_method1("update", (tree,)).map(drop)
 }
 
 // the arrays that the loss returned
@@ -451,6 +468,7 @@ fn read(
         })?;
     }
     let form = Form {
+        given: (given.parameters.len(), given.others, given.batch),
         scaled: given.scaled,
         weighted: inputs.weighted,
         aux: arrays.len() - results,

@@ -14,6 +14,8 @@ use super::call::Given;
 /// The outputs of a loss call, in their order: the loss times its scale, the loss, what else it returned; then what it assigned.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Form {
+    /// The number of parameters, of other arrays of the model, and of arrays of the batch.
+    pub given: (usize, usize, usize),
     /// True if the loss is differentiated times a scale.
     pub scaled: bool,
     /// True if the first array behind the loss is its weight.

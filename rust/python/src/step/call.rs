@@ -235,7 +235,9 @@ impl Inner {
             let key_list = store.key_list.bind(user.py()).clone();
             (self.given(&store, prepared, batch)?, store.signature()?, key_list)
         };
+        let trainable = signature.trainable.bind(user.py());
         let inputs = LossInputs {
+            trainable,
             model: &user.model,
             loss_fn: &user.loss_fn,
             arguments: &user.passed,

@@ -36,7 +36,7 @@ impl Paths {
                 self.arrays.push(path.cloned().collect());
                 self.seen();
             }
-            Item::Static(_) | Item::Object => {
+            Item::Static(_) | Item::Fixed(_) | Item::Object => {
                 self.key = None;
                 self.seen();
             }
