@@ -45,11 +45,15 @@ PARTS ?= step optimizers clients reach varying matmul threads quantized scaling 
 # What `make coverage` runs: the tests that reach Python code; the others compare the native step's numbers.
 COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/doctor tests/llm tests/recipes \
 	tests/package/test_environment.py \
-	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py state.py state_refused.py threads.py) \
+	$(addprefix tests/step/test_,average.py cache.py calls.py errors.py guard.py meter.py own_optimizers.py profile.py state.py) \
+	$(addprefix tests/step/test_,state_refused.py threads.py) \
 	tests/reach \
 	$(addprefix tests/engine/test_,blas.py losses.py memory_plan.py)
 
-.PHONY: help dev build fmt format lint types test test-beside test-rust test-python test-gpu coverage test-consumer test-install \
+# What `make quick` runs: each rule of the update, losses of two kinds beside their plain loops, and the rooms.
+QUICK ?= tests/step/test_parity.py tests/reach/test_closure.py tests/reach/test_iterator.py tests/package/test_architecture.py
+
+.PHONY: help dev build quick fmt format lint types test test-beside test-rust test-python test-gpu coverage test-consumer test-install \
 	test-mlx-rs deny fuzz bench docs wheels run run-rust all
 
 help: ## Print this list
@@ -93,10 +97,18 @@ format: $(STAMPS)/machine-test $(STAMPS)/requirements
 	ruff check .
 	ruff format --check .
 	cargo fmt --all --check
+	python scripts/words.py
 
 types: $(STAMPS)/built ## mypy, and the stub of the extension module against the module
 	mypy
 	python -m mypy.stubtest faststep._core
+
+# Nothing is built or installed first: the extension module is taken as it is.
+quick: ## ruff, mypy and a sample of the tests, with what is built: a minute or two
+	ruff check .
+	ruff format --check .
+	mypy
+	python -m pytest -q --durations=5 --timeout 200 --numprocesses 2 $(QUICK)
 
 # Two at a time: a compiler waits for itself half of the time, and the tests of Python, the longer ones, for nobody.
 test: $(STAMPS)/machine-test format $(STAMPS)/built ## All that CI checks

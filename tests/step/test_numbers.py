@@ -110,10 +110,10 @@ LOSSES = {
         (only_in_the_backward, 2),
         (checkpointed, 2),
         (of_gradients, 2),
-        (branching, 3),
+        (branching, 4),
         (drawing, 2),
         (as_powers, 2),
-        (as_lengths, 3),
+        (as_lengths, 6),
         (counted_only, 2),
         (without_equivalents_of_mlx, 2),
     )
@@ -155,7 +155,7 @@ def test_a_number_that_changes_at_every_call_is_the_plain_loops(loss: Callable[.
     losses, ours, step = train(loss, optim.AdamW(0.01), Step, passed=passed)
     assert_same(losses, wanted)
     assert_close(ours, left, 0)
-    assert step.stats.mode == "native"
+    assert step.stats.mode == "called"
     assert len(step.stats.traces) <= LOSSES[loss]
 
 
@@ -260,19 +260,24 @@ KEPT: list[mx.array] = []
 HIDDEN: queue.SimpleQueue[mx.array] = queue.SimpleQueue()  # in which nobody can look
 
 
+def hidden() -> list[mx.array]:
+    """Take out what is hidden."""
+    return [HIDDEN.get() for _ in range(HIDDEN.qsize())]
+
+
 @pytest.mark.parametrize("loss", [keeping, hiding, reading])
-def test_what_a_trace_cannot_repeat_is_noticed_when_a_number_first_leads_there(loss: Callable[..., mx.array]) -> None:
+def test_what_a_loss_does_with_values_when_a_number_first_leads_there_is_the_plain_loops(
+    loss: Callable[..., mx.array],
+) -> None:
     KEPT.clear()
     wanted, left, _ = train(loss, optim.AdamW(0.01), plain_step)
-    wanted_kept = [np.array(kept) for kept in KEPT]
+    wanted_kept = [np.array(kept) for kept in [*KEPT, *hidden()]]
     KEPT.clear()
-    with pytest.warns(RuntimeWarning, match="test_numbers.py|stores a new array|keeps an array|takes from") as record:
-        losses, ours, step = train(loss, optim.AdamW(0.01), Step)
-    assert len(record) == 1
-    assert step.stats.mode == "plain"
+    losses, ours, step = train(loss, optim.AdamW(0.01), Step)
+    assert step.stats.mode == "called"
     assert_same(losses, wanted)
     assert_close(ours, left, 0)
-    assert_same(KEPT[-len(wanted_kept) :], wanted_kept)
+    assert_same([*KEPT, *hidden()], wanted_kept)
 
 
 OPTIONS = [
@@ -295,7 +300,7 @@ def test_numbers_are_read_at_every_call_of_a_step_with_options(
     losses, ours, step = train(loss, optim.AdamW(0.01), way(True))
     assert_same(losses, wanted, tolerance)
     assert_close(ours, left, tolerance)
-    assert step.stats.mode == "native"
+    assert step.stats.mode == "called"
 
 
 class Own(optim.Optimizer):
@@ -326,9 +331,7 @@ def test_numbers_of_an_optimizer_of_ones_own_are_read_at_every_update(loss: Call
             step(X)
         return snapshot(model, optimizer)
 
-    wanted = train_own(plain_step)
-    with pytest.warns(RuntimeWarning, match=r"reads optimizer\.numbers\.scale, which has changed again and again"):
-        assert_close(train_own(Step), wanted, 0)
+    assert_close(train_own(Step), train_own(plain_step), 0)
 
 
 class Counted(nn.Module):
@@ -435,18 +438,16 @@ class Decaying(optim.SGD):
 
 
 @pytest.mark.parametrize("way", UNREAD)
-def test_a_number_of_the_model_that_the_loss_does_not_read_costs_no_call_of_the_loss(way: str) -> None:
+def test_a_number_of_the_model_that_the_loss_does_not_read_makes_no_trace(way: str) -> None:
     wanted, reference, *_ = run_counted(UNREAD[way], fast=False)
     losses, parameters, step, calls = run_counted(UNREAD[way], fast=True)
     assert_same(losses, wanted, 1e-6)
     assert_close(parameters, reference, 1e-6)
     assert step is not None
-    assert step.stats.traced <= 3
-    assert sum(calls[6:]) <= 1  # a check of the trace
+    assert step.stats.traced <= 2
+    assert max(calls) == 1
 
 
-@pytest.mark.filterwarnings("ignore:faststep. the loss reaches")  # `eval` may read all of the test process
-@pytest.mark.filterwarnings("ignore:faststep.*takes from an open file")  # one of that
 @pytest.mark.parametrize("way", READ)
 def test_a_number_of_the_model_is_seen_however_it_is_read(way: str) -> None:
     kind = {"repr": Shown, "percent": Shown, "alias": Aliased}.get(way, Counted)
@@ -456,7 +457,7 @@ def test_a_number_of_the_model_is_seen_however_it_is_read(way: str) -> None:
     assert_close(parameters, reference, 1e-6)
 
 
-def test_a_number_beside_an_optimizer_of_ones_own_costs_no_call_of_that() -> None:
+def test_a_number_beside_an_optimizer_of_ones_own_costs_no_further_call_of_that() -> None:
     class Calling(optim.SGD):
         def update(self, model: nn.Module, gradients: dict[str, Any]) -> None:
             super().update(model, gradients)
@@ -480,8 +481,7 @@ def test_a_number_beside_an_optimizer_of_ones_own_costs_no_call_of_that() -> Non
         sys.setprofile(None)
         calls.append(entered.count("call"))
     assert_same(losses[1], losses[0], 1e-6)
-    assert calls[0] == 3 * STEPS
-    assert calls[1] <= 6
+    assert calls == [3 * STEPS, 3 * STEPS]
 
 
 @pytest.mark.parametrize("optimizer", ["schedule", "own"])

@@ -15,7 +15,9 @@ pub mod owner;
 pub mod registry;
 mod values;
 
-use std::{collections::HashSet, rc::Rc, sync::Arc, thread::ThreadId};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc, sync::Arc, thread::ThreadId};
 
 use faststep::engine::{
     Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
@@ -34,7 +36,7 @@ use crate::{
         random::key_list,
     },
     optimizer::members,
-    tree::{slot::Slot, snapshot::Snapshot, text::text, Tree},
+    tree::{slot::Slot, snapshot::Snapshot, text::text, walk::Scope, Tree},
 };
 use lazy::LazyInputs;
 use moments::Moments;
@@ -62,6 +64,33 @@ impl Refers for ModelSignature {
 }
 
 impl ModelSignature {
+    /// Return whether places of the model are one: a module stands in it twice.
+    pub fn is_doubled(&self) -> bool {
+        !self.tree.doubles().is_empty()
+    }
+
+    /// The addresses of the model's modules, dicts and lists, as they were when it was looked at last.
+    pub fn containers(&self) -> Rc<Vec<usize>> {
+        self.tree.containers()
+    }
+
+    /// The places of the arrays in the model as it is now, where it has this structure still. `known`: the identity of each array.
+    pub fn places<'py>(
+        &self,
+        model: &Bound<'py, PyAny>,
+        known: &[usize],
+    ) -> PyResult<Vec<Option<Slot<'py>>>> {
+        if let Some(slots) = self.tree.same_slots(model, known) {
+            return Ok(slots.into_iter().map(Some).collect());
+        }
+        if let Some(slots) = self.tree.check(model, Scope::Whole, known) {
+            return Ok(slots.into_iter().map(Some).collect());
+        }
+        let (tree, slots) = Tree::of_model(model)?;
+        let mut there: HashMap<_, _> = tree.paths(model.py()).into_iter().zip(slots).collect();
+        Ok(self.roles.iter().map(|(_, path)| there.remove(path)).collect())
+    }
+
     /// The path to a parameter.
     pub fn path(&self, parameter: usize) -> &[String] {
         &self.roles[self.parameters[parameter]].1

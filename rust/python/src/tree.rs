@@ -94,7 +94,7 @@ pub struct Tree {
     items: Vec<Item>,
     tensors: Vec<Tensor>,
     aliases: Vec<(usize, usize)>,
-    containers: RefCell<Vec<usize>>, // addresses at the last check; while they stay the same, so do the aliases
+    containers: RefCell<Rc<Vec<usize>>>, // addresses at the last check; while they stay the same, so do the aliases
     glance: RefCell<Option<Glance>>, // for the last check of a whole tree; an empty one never holds
     doubles: Vec<(usize, usize)>, // array slots that are the same place as a later one, and the last such slot
 }
@@ -155,7 +155,7 @@ impl Tree {
         if !tree.aliases.is_empty() {
             tree.doubles = doubles(&slots);
         }
-        tree.containers = RefCell::new(containers);
+        tree.containers = RefCell::new(Rc::new(containers));
         Ok((tree, slots))
     }
 
@@ -203,14 +203,19 @@ impl Tree {
             return None;
         }
         let mut containers = self.containers.borrow_mut();
-        if *containers != checker.containers {
+        if **containers != checker.containers {
             if aliases(&checker.containers) != self.aliases {
                 return None;
             }
-            *containers = checker.containers;
+            *containers = Rc::new(checker.containers);
             self.glance.take();
         }
         Some(checker.slots)
+    }
+
+    /// The addresses of its containers, in order, as they were when it was recorded or checked last.
+    pub fn containers(&self) -> Rc<Vec<usize>> {
+        self.containers.borrow().clone()
     }
 
     /// The slots of `root`, if a glance finds nothing changed since the last check, and these arrays.

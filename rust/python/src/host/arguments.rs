@@ -1,5 +1,5 @@
 //! Tracers in the places of the arrays among the arguments, while the loss is called.
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use faststep::engine::array::id;
 use mlx_rs::Array;
@@ -17,6 +17,7 @@ use crate::{
 /// Arguments in whose own dicts, lists and dataclasses tracers stand, so that all else that the loss does to these is the user's to
 /// see.
 pub struct LentArguments<'py> {
+    of_model: HashSet<usize>,
     made: HashMap<usize, Bound<'py, PyAny>>, // by the addresses of the user's
     places: Vec<(Holder<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>)>, // with the user's object, and the one in its place
     arrays: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, usize)>, // the user's, the tracer's object, and the tracer's identity
@@ -52,12 +53,16 @@ impl<'py> Holder<'py> {
 
 impl<'py> LentArguments<'py> {
     /// The arguments with a tracer for each array, in the order of a tree.
+    ///
+    /// `of_model`: the identities of the tracers of the model, one of whose dicts may be among the arguments.
     pub fn put(
         arguments: &Bound<'py, PyTuple>,
         tracers: &[Array],
+        of_model: &[usize],
     ) -> PyResult<(Self, Bound<'py, PyAny>)> {
         let mut lent = Self {
             made: HashMap::new(),
+            of_model: of_model.iter().copied().collect(),
             places: Vec::new(),
             arrays: Vec::new(),
         };
@@ -80,6 +85,9 @@ impl<'py> LentArguments<'py> {
             let Some(tracer) = tracers.next() else {
                 return Ok(object.clone());
             };
+            if bridge::id(object).is_some_and(|id| self.of_model.contains(&id)) {
+                return Ok(object.clone());
+            }
             let address = object.as_ptr().addr();
             if let Some(known) = self.made.get(&address) {
                 return Ok(known.clone()); // one object at two places stays one

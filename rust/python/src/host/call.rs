@@ -18,6 +18,7 @@ use super::{
 };
 use crate::{
     mlx::{bridge, classes::has_own_methods, errors::mlx},
+    store::ModelSignature,
     tree::{paths::dotted, rebuild::rebuild, slot::Slot},
 };
 
@@ -144,8 +145,8 @@ pub struct LossInputs<'a, 'py> {
     pub slots: &'a [Slot<'py>],
     /// Their roles and paths.
     pub roles: &'a [(Role, Vec<String>)],
-    /// The model's trainable parameters as a tree.
-    pub trainable: &'a Bound<'py, PyAny>,
+    /// The model's signature.
+    pub signature: &'a ModelSignature,
     /// `mx.random`'s key list.
     pub key_list: &'a Bound<'py, PyList>,
     /// True if the loss returns its weight.
@@ -178,6 +179,8 @@ pub struct Called<'py> {
     pub reads: bool,
     /// Arrays of another shape that it has put into the model.
     pub reshaped: Vec<Reshaped>,
+    /// Where the model's arrays are behind the call.
+    pub places: Vec<Option<Slot<'py>>>,
     gradients: Vec<Array>, // where they have been made for this call
     given: Given,
     roots: Roots,
@@ -218,10 +221,10 @@ impl<'py> Called<'py> {
         old_key: &Bound<'py, PyAny>,
     ) -> PyResult<Self> {
         let py = inputs.model.py();
-        let (result, assigned) = call_loss(inputs, &given)?;
+        let (result, assigned, places) = call_loss(inputs, &given)?;
         let reads = given.tracers.are_read();
         let (mut form, mut roots) = read(inputs, &given, &result)?;
-        let reshaped = note_assigned(inputs, &given, assigned, (&mut form, &mut roots))?;
+        let reshaped = note_assigned(inputs, &given, (assigned, &places), (&mut form, &mut roots))?;
         let now = key_of(inputs)?;
         let missing = || PyRuntimeError::new_err("there is no random key");
         let key = bridge::get(old_key).ok_or_else(missing)?;
@@ -239,6 +242,7 @@ impl<'py> Called<'py> {
             leaves: Vec::new(),
             reads,
             reshaped,
+            places,
             gradients: Vec::new(),
             given,
             roots,
@@ -310,7 +314,8 @@ impl<'py> Called<'py> {
             }
         }
         let before = key_of(inputs)?;
-        let lent = Lent::put(py, inputs.slots, inputs.roles, |role| given.of_role(role))?;
+        let doubled = inputs.signature.is_doubled();
+        let lent = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| given.of_role(role))?;
         let made = given.tracers.gradients(&given.parameters, &self.roots);
         let put_back = lent.take_back();
         put_back?;
@@ -386,17 +391,21 @@ fn key_of(inputs: &LossInputs<'_, '_>) -> PyResult<Array> {
     bridge::get(&inputs.key_list.get_item(0)?).ok_or_else(missing)
 }
 
-// call the loss with tracers in the places of arrays; what it returned, and what it has assigned to the model
+// what a loss returned, what it has assigned to the model, and where the model's arrays are now
+type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Vec<Option<Slot<'py>>>);
+
+// call the loss with tracers in the places of arrays
 fn call_loss<'py>(
     inputs: &LossInputs<'_, 'py>,
     given: &Given,
-) -> PyResult<(Bound<'py, PyAny>, Vec<Assigned<'py>>)> {
+) -> PyResult<Outcome<'py>> {
     let py = inputs.model.py();
-    let (lent, arguments) = LentArguments::put(inputs.arguments, given.of_batch())?;
-    let model = match Lent::put(py, inputs.slots, inputs.roles, |role| given.of_role(role)) {
-        Ok(model) => model,
+    let doubled = inputs.signature.is_doubled();
+    let model = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| given.of_role(role))?;
+    let (lent, arguments) = match LentArguments::put(inputs.arguments, given.of_batch(), model.ids()) {
+        Ok(lent) => lent,
         Err(error) => {
-            lent.take_back()?;
+            model.take_back()?;
             return Err(error);
         }
     };
@@ -405,9 +414,10 @@ fn call_loss<'py>(
         inputs.loss_fn.call(all, Some(&named))
     });
     drop(arguments);
-    let assigned = model.take_back();
     lent.take_back()?;
-    Ok((returned?, assigned?))
+    let places = inputs.signature.places(inputs.model, model.ids())?;
+    let assigned = model.take_back_from(places.iter().map(Option::as_ref))?;
+    Ok((returned?, assigned, places))
 }
 
 // a model with an `update` of its own is given the tracers by that too, as by nn.value_and_grad
@@ -416,7 +426,8 @@ fn update_model(inputs: &LossInputs<'_, '_>, given: &Given) -> PyResult<()> {
         return Ok(());
     }
     let mut tracers = given.tracers.arrays().iter();
-    let tree = rebuild(inputs.trainable, &mut |hole| match tracers.next() {
+    let trainable = inputs.signature.trainable.bind(inputs.model.py());
+    let tree = rebuild(trainable, &mut |hole| match tracers.next() {
         Some(tracer) => bridge::wrap(hole.py(), tracer),
         None => Ok(hole.clone()),
     })?;
@@ -504,7 +515,7 @@ fn read_weight(returned: &Bound<'_, PyAny>) -> PyResult<(Array, bool)> {
 fn note_assigned<'py>(
     inputs: &LossInputs<'_, 'py>,
     given: &Given,
-    assigned: Vec<Assigned<'py>>,
+    (assigned, places): (Vec<Assigned<'py>>, &[Option<Slot<'py>>]),
     (form, roots): (&mut Form, &mut Roots),
 ) -> PyResult<Vec<Reshaped>> {
     let mut reshaped = Vec::new();
@@ -533,7 +544,9 @@ fn note_assigned<'py>(
                 )))
             }
             Role::Other(_) if !same => {
-                inputs.slots[slot].place.set(&object)?;
+                if let Some(place) = &places[slot] {
+                    place.place.set(&object)?;
+                }
                 let now = object.unbind();
                 reshaped.push(Reshaped { slot, now });
                 continue;

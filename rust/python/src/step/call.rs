@@ -131,6 +131,9 @@ impl Inner {
     ) -> PyResult<Done<'py>> {
         let py = user.py();
         let mut way = self.way(shared, user, (prepared, batch), task)?;
+        if let Way::Called(called) | Way::Plain(called) = &mut way {
+            move_places(prepared, called);
+        }
         let mut store = shared.enter()?;
         let scheduled = task.updates() && matches!(store.rule, Some(Rule::Native(_)));
         if scheduled {
@@ -187,6 +190,7 @@ impl Inner {
             Standing::Due(graph) => graph,
             Standing::No => None,
         };
+        self.traces.forget_replaced(&user.loss_fn)?;
         let watched = self.begin_watching(py, &user.loss_fn, &key)?;
         let began = Instant::now();
         let called = self.called(shared, user, (prepared, batch), false);
@@ -235,9 +239,8 @@ impl Inner {
             let key_list = store.key_list.bind(user.py()).clone();
             (self.given(&store, prepared, batch)?, store.signature()?, key_list)
         };
-        let trainable = signature.trainable.bind(user.py());
         let inputs = LossInputs {
-            trainable,
+            signature: &signature,
             model: &user.model,
             loss_fn: &user.loss_fn,
             arguments: &user.passed,
@@ -269,7 +272,7 @@ impl Inner {
         let skipped = skipped.map_or(Ok(false), |skipped| read(is_true(py, skipped)))?;
         if skipped || task == Task::Gradients {
             for reshaped in reshaped {
-                let slot = &prepared.model[reshaped.slot];
+                let slot = &prepared.model[reshaped.slot]; // where the loss has left it
                 let now = slot.place.get()?;
                 if now.is_some_and(|now| now.is(&reshaped.now)) {
                     slot.place.set(&slot.object)?;
@@ -401,6 +404,15 @@ impl Inner {
                 Some(loss) => bridge::wrap(py, loss),
                 None => Ok(py.None().into_bound(py)),
             },
+        }
+    }
+}
+
+// the step goes on in the dicts and lists that the loss has left
+fn move_places<'py>(prepared: &mut Prepared<'py>, called: &mut Called<'py>) {
+    for (slot, now) in prepared.model.iter_mut().zip(called.places.drain(..)) {
+        if let Some(now) = now {
+            slot.place = now.place;
         }
     }
 }

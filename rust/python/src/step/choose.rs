@@ -74,6 +74,7 @@ impl Inner {
             options: store.options_id(),
             layout: store.layout_id(),
             batch: batch.tree.clone(),
+            containers: signature.containers(),
             objects: batch.kept.clone(),
             graph: None,
         })

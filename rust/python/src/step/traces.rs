@@ -29,7 +29,9 @@ pub struct CallKey {
     pub layout: usize,
     /// The arguments.
     pub batch: Rc<Tree>,
-    /// Objects among them.
+    /// The addresses of the model's modules, dicts and lists.
+    pub containers: Rc<Vec<usize>>,
+    /// Objects among the arguments.
     pub objects: Rc<Vec<Py<PyAny>>>,
     /// The graph of the loss, and the number of its inputs; none where the step is not compiled, or has no loss.
     pub graph: Option<(usize, usize)>,
@@ -53,6 +55,7 @@ pub fn may_stand_for(one: &Key, other: &Key, py: Python<'_>) -> bool {
     one.part == other.part
         && one.places == other.places
         && a.objects.len() == b.objects.len()
+        && (Rc::ptr_eq(&a.containers, &b.containers) || a.containers == b.containers)
         && objects.all(|(one, other)| one.is(other))
         && (a.model, a.options, a.layout) == (b.model, b.options, b.layout)
         && a.batch.equals(&b.batch, py)
@@ -175,10 +178,25 @@ impl Traces {
         self.known.last_mut()
     }
 
+    /// Let go of arrays that a loss read and that have been replaced since.
+    pub fn forget_replaced(&mut self, loss_fn: &Bound<'_, PyAny>) -> PyResult<()> {
+        for entry in self.known.iter_mut() {
+            let (Watch::Listed(list) | Watch::Stands(list)) = &entry.kept.watch else {
+                continue;
+            };
+            if list.is_stale(loss_fn)? {
+                entry.kept.watch = Watch::default();
+                entry.kept.leaves = Rc::default();
+            }
+        }
+        Ok(())
+    }
+
     /// No call may be left out any more.
     pub fn call_always(&mut self) {
         for entry in self.known.iter_mut() {
             entry.kept.watch = Watch::default();
+            entry.kept.leaves = Rc::default();
         }
     }
 

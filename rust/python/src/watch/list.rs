@@ -66,6 +66,17 @@ impl WatchList {
         Ok(None)
     }
 
+    /// Return whether an array of it is no longer there: another one may be there for good.
+    pub fn is_stale(&self, loss_fn: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let arrays = self.entries.iter();
+        for entry in arrays.filter(|entry| matches!(entry.expect, Expect::Array(_))) {
+            if !entry.place.holds(&entry.expect, loss_fn)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// The text of an entry, as a user writes it: `cfg["beta"]`.
     pub fn name(&self, entry: usize) -> &str {
         self.names.get(entry).map_or("", String::as_str)
