@@ -101,7 +101,8 @@ class Plain:
     def __call__(self, loss_fn: Callable[..., Any], *batch: Any) -> Any:
         """Take a batch."""
         if self.window > 1 and hasattr(self.optimizer, "init"):
-            self.optimizer.init(self.model.trainable_parameters())  # what has a state may be frozen for a window
+            with contextlib.suppress(IndexError):  # of a list of the model that has become shorter
+                self.optimizer.init(self.model.trainable_parameters())  # what has a state may be frozen for a window
         before, key = arrays_of(self.model), random_key()
         try:
             value, gradients = nn.value_and_grad(self.model, loss_fn)(self.model, *batch)
@@ -159,7 +160,14 @@ def run(program: Program, variant: Variant, way: type[Plain | Ours]) -> Run:
         parts = [made, *made.others]
         for part in parts:
             mx.eval(part.model.parameters())
-        steps = [way(part, part.loss_fn if part.loss is None else part.loss(0), variant) for part in parts]
+        steps = list[Any]()
+        for part in parts:
+            pairs = [(other.model, other.optimizer) for other in parts[: len(steps)]]
+            same = [number for number, pair in enumerate(pairs) if pair[0] is part.model and pair[1] is part.optimizer]
+            if way is Plain and same:
+                steps.append(steps[same[0]])  # one pair has one window
+            else:
+                steps.append(way(part, part.loss_fn if part.loss is None else part.loss(0), variant))
         for number in range(made.calls):
             made.between(number)
             part = made.part(number)

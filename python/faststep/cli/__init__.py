@@ -7,8 +7,8 @@ was changed; 3 a check found a difference (`verify-resume`, `checkpoint verify`,
 
 `_app` has the commands, a file for each group of them; `_status` what they share, `_saved` the config of a run,
 `_supervisor` restarts a training.
-Uses `config`, `training`, `checkpoints`, `loggers`, `report`, `doctor`, `mlx_lm`, `_tune`, `_step`, `_native`,
-`_files`, `_records`, `_optional` and `_command`.
+Uses `config`, `training`, `checkpoints`, `loggers`, `report`, `doctor`, `mlx_lm`, `_tune`, `_profile`, `_step`,
+`_native`, `_files`, `_records`, `_optional` and `_command`.
 """
 
 import sys

@@ -25,8 +25,8 @@ _originals: list[Callable[..., mx.array]] = []
 def guarded() -> Iterator[None]:
     """While it is entered, MLX's embeddings give NaN for ids that they have no row for, and the same bits for others.
 
-    So a loss over such ids is not finite, and the step skips the batch on the device. What is traced in the meantime
-    stays so.
+    So a loss over such ids is not finite, and the step skips the batch on the device. Its graph is another one than
+    outside: a step that is called in both places makes a trace for each.
     """
     global _entered
     with _lock:

@@ -1,5 +1,5 @@
 //! The arguments of one call: their arrays, and the names that the user gives them.
-use std::rc::Rc;
+use std::{collections::HashMap, rc::Rc};
 
 use mlx_rs::{transforms::eval, Array};
 use pyo3::{
@@ -11,7 +11,7 @@ use pyo3::{
 
 use crate::{
     mlx::{bridge, classes::is_numeric, gil::unlocked},
-    tree::{rebuild::replace, RecordedArguments, Tree},
+    tree::{rebuild::replace, slot::Slot, RecordedArguments, Tree},
 };
 
 /// Arguments of one call: in Python a tuple of these.
@@ -50,8 +50,21 @@ pub struct Batch<'py> {
     pub objects: Vec<Bound<'py, PyAny>>,
     /// The same.
     pub kept: Rc<Vec<Py<PyAny>>>,
+    /// Arrays that are one object: the number of each, and of the first one.
+    pub aliases: Rc<Vec<(usize, usize)>>,
     /// True if there are NumPy arrays among them, which the loss gets as they are.
     pub numpy: bool,
+}
+
+// arrays of which an earlier one is the same object
+fn aliases(slots: &[Slot<'_>]) -> Vec<(usize, usize)> {
+    let mut first = HashMap::with_capacity(slots.len());
+    let slots = slots.iter().enumerate();
+    let earlier = slots.filter_map(|(number, slot)| {
+        let known = *first.entry(slot.object.as_ptr().addr()).or_insert(number);
+        (known != number).then_some((number, known))
+    });
+    earlier.collect()
 }
 
 impl<'py> Arguments<'py> {
@@ -79,6 +92,7 @@ impl<'py> Arguments<'py> {
             objects,
             numpy,
         } = Tree::record_arguments(self.passed.as_any())?;
+        let aliases = Rc::new(aliases(&slots));
         let arrays: Vec<Array> = slots
             .iter()
             .filter_map(|slot| bridge::get(&slot.object))
@@ -104,6 +118,7 @@ impl<'py> Arguments<'py> {
             arrays,
             kept: Rc::new(objects.iter().map(|it| it.clone().unbind()).collect()),
             objects,
+            aliases,
             numpy,
         })
     }

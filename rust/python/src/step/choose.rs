@@ -75,6 +75,7 @@ impl Inner {
             layout: store.layout_id(),
             batch: batch.tree.clone(),
             containers: signature.containers(),
+            aliases: batch.aliases.clone(),
             objects: batch.kept.clone(),
             graph: None,
         })

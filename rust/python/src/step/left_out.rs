@@ -88,7 +88,7 @@ impl Inner {
         loss_fn: &Bound<'_, PyAny>,
         key: &Key,
     ) -> Standing {
-        if self.leaving_out.reason.is_some() {
+        if self.leaving_out.reason.is_some() || key.front.is_given_of_model() {
             return Standing::No;
         }
         let fits = self.traces.use_again(|entry| {
@@ -112,7 +112,7 @@ impl Inner {
         loss_fn: &Bound<'_, PyAny>,
         key: &Key,
     ) -> PyResult<Option<(Rc<WatchList>, Calls)>> {
-        if self.leaving_out.reason.is_some() {
+        if self.leaving_out.reason.is_some() || key.front.is_given_of_model() {
             return Ok(None);
         }
         let listed = self.traces.recent().find_map(|entry| match &entry.kept.watch {

@@ -119,14 +119,13 @@ impl Inner {
             let rehearsed = Rehearsed { engine, traces, call, calls, shown: &shown, signature: &signature };
             (work(holder, rehearsed), false)
         });
-        let made = outcome.map(|(made, _)| made);
         self.traces.settle(0.0);
         if let Way::Called(called) = &way {
             self.recover(&store, user, prepared, batch, called)?;
         }
         drop(store);
         self.settle_reshaped(user.py(), prepared, &way, None, Task::Gradients)?;
-        made
+        outcome
     }
 
     // the calls that are under way at once

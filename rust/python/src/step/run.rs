@@ -21,7 +21,7 @@ use crate::{
         errors::{mlx, to_python},
     },
     store::{owner::Holder, Prepared, Store},
-    tree::paths::dotted,
+    tree::{paths::dotted, snapshot::Snapshot},
 };
 
 /// MLX's error texts for a kernel that it cannot compile, and the explanation for the user.
@@ -75,8 +75,8 @@ impl Inner {
         let started = std::time::Instant::now();
         let signature = store.signature()?;
         let name = |tensor: usize| dotted(signature.path(tensor));
-        let given = (prepared, batch, way);
-        let (output, way) = self.evaluate(store, user, given, task, &mut |engine, traces, call, holder| {
+        let given = (prepared, batch, &mut *way);
+        let output = self.evaluate(store, user, given, task, &mut |engine, traces, call, holder| {
             let outcome = engine.call(task, traces, call, &name, holder);
             let done = outcome.is_ok() || matches!(outcome, Err(Error::Nonfinite(_)));
             (outcome, done && task != Task::Gradients)
@@ -94,18 +94,37 @@ impl Inner {
 
     /// Find or make the traces, and do `work` with them and the engine; once more without compilation where MLX fails to compile a
     /// step. `work` returns whether the engine has new parameters to be shown.
-    pub(super) fn evaluate<'a, 'py, T>(
+    pub(super) fn evaluate<'py, T>(
         &mut self,
         store: &mut Store,
         user: &Arguments<'py>,
-        (prepared, batch, way): (&Prepared<'py>, &Batch<'py>, &'a mut Way<'py>),
+        (prepared, batch, way): (&Prepared<'py>, &Batch<'py>, &mut Way<'py>),
         task: Task,
         work: &mut Work<'_, T>,
-    ) -> PyResult<(T, &'a mut Way<'py>)> {
+    ) -> PyResult<T> {
+        let updates = task.updates() && matches!(store.rule, Some(Rule::Host));
+        let before = updates.then(|| Snapshot::take(&user.optimizer)).transpose()?;
+        let outcome = self.try_evaluate(store, user, (prepared, batch, way), task, work);
+        match before {
+            Some(before) if outcome.as_ref().map_or(true, |made| !made.1) => before.restore()?,
+            _ => {}
+        }
+        outcome.map(|(made, _)| made)
+    }
+
+    // as above; with what `work` has returned
+    fn try_evaluate<'py, T>(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'py>,
+        (prepared, batch, way): (&Prepared<'py>, &Batch<'py>, &mut Way<'py>),
+        task: Task,
+        work: &mut Work<'_, T>,
+    ) -> PyResult<(T, bool)> {
         loop {
             self.find(store, user, batch, way, task)?;
             match self.attempt(store, user, prepared, (batch, way), task, work) {
-                Ok(made) => return Ok((made, way)),
+                Ok(made) => return Ok(made),
                 Err(failure) => {
                     self.traces.discard();
                     match failure {
@@ -180,6 +199,10 @@ impl Inner {
         let mut others = vec![store.others.clone()];
         let eager = self.traces.last().is_none_or(|last| last.trace.is_eager());
         let by_itself = eager && self.options.compile && self.has_compiler;
+        let seen = match way {
+            Way::Called(called) if eager => called.seen(),
+            _ => Vec::new(),
+        };
         let loss = match way {
             Way::Called(called) => {
                 others.push(Rc::new(called.leaves.clone().into()));
@@ -206,6 +229,7 @@ impl Inner {
                 roles: signature.roles.clone(),
             },
             optimizer: user.optimizer.clone().unbind(),
+            seen,
             raised: None,
         }));
         let arrays = batch.arrays.iter().cloned();
@@ -223,7 +247,7 @@ impl Inner {
         (batch, way): (&Batch<'py>, &mut Way<'py>),
         task: Task,
         work: &mut Work<'_, T>,
-    ) -> Result<T, Failure> {
+    ) -> Result<(T, bool), Failure> {
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let call = self.enter_host(store, user, batch, way)?;
@@ -242,7 +266,7 @@ impl Inner {
             self.recover(store, user, prepared, batch, called)?;
         }
         shown?;
-        finished(outcome, raised)
+        finished(outcome.map(|made| (made, done)), raised)
     }
 
     // give what the loss has made its values all the same, from the arrays that there are

@@ -31,10 +31,20 @@ pub struct CallKey {
     pub batch: Rc<Tree>,
     /// The addresses of the model's modules, dicts and lists.
     pub containers: Rc<Vec<usize>>,
+    /// Arrays among the arguments that are one object.
+    pub aliases: Rc<Vec<(usize, usize)>>,
     /// Objects among the arguments.
     pub objects: Rc<Vec<Py<PyAny>>>,
     /// The graph of the loss, and the number of its inputs; none where the step is not compiled, or has no loss.
     pub graph: Option<(usize, usize)>,
+}
+
+impl CallKey {
+    /// Return whether a dict or list of the model is among the arguments: there are tracers in it while the loss is called.
+    pub fn is_given_of_model(&self) -> bool {
+        let given = self.batch.containers();
+        given.iter().any(|container| self.containers.contains(container))
+    }
 }
 
 /// Key of a trace: what it is valid for.
@@ -55,6 +65,7 @@ pub fn may_stand_for(one: &Key, other: &Key, py: Python<'_>) -> bool {
     one.part == other.part
         && one.places == other.places
         && a.objects.len() == b.objects.len()
+        && a.aliases == b.aliases
         && (Rc::ptr_eq(&a.containers, &b.containers) || a.containers == b.containers)
         && objects.all(|(one, other)| one.is(other))
         && (a.model, a.options, a.layout) == (b.model, b.options, b.layout)
