@@ -10,7 +10,6 @@ import decimal
 import fractions
 import math
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,10 @@ def test_what_a_loss_gathers_in_its_arguments_is_the_callers(loss_fn: LossFn, ki
     reference, ours = ROW.new(), ROW.new()
     take, step = plain_step(*reference, loss_fn), Step(*ours, loss_fn)
     theirs, mine = (kind(), list[Any]()), (kind(), list[Any]())
-    first, *others = batches = ROW.case.batches(3)
-    with pytest.warns(RuntimeWarning, match="reads the value|writes into a dict, list or dataclass"):
-        step(*first, *mine)
-    for batch in others:
+    for batch in ROW.case.batches(3):
         step(*batch, *mine)
-    for batch in batches:
         take(*batch, *theirs)
+    assert step.stats.mode == "called"
     np.testing.assert_allclose(float(mine[0]["loss"]), float(theirs[0]["loss"]), rtol=1e-5)
     np.testing.assert_allclose([float(loss) for loss in mine[1]], [float(loss) for loss in theirs[1]], rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
@@ -114,9 +110,8 @@ def test_what_a_loss_leaves_in_its_arguments_is_there_at_the_next_step(kind: str
         plain, step = plain_step(model, optimizer, loss_fn), Step(model, optimizer, loss_fn)
         xs = [mx.random.normal((8, 4), key=mx.random.key(number)) for number in range(5)]
         if fast:
-            with pytest.warns(RuntimeWarning, match="writes into a dict, list or dataclass"):
-                losses.append([float(step(x, carried).loss) for x in xs])
-            assert step.stats.mode == "plain"
+            losses.append([float(step(x, carried).loss) for x in xs])
+            assert step.stats.mode == "called"
         else:
             losses.append([float(plain(x, carried)[0]) for x in xs])
         left.append(
@@ -164,7 +159,7 @@ def test_an_argument_may_be_any_object(kind: str) -> None:
     for number, batch in zip((0, 1, 1, 2, 0, 3), ROW.case.batches(6), strict=True):
         np.testing.assert_allclose(step(*batch, make(number)).loss, take(*batch, make(number))[0], rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
-    assert step.stats.mode == "native"
+    assert step.stats.mode == "called"
 
 
 CHANGES_OF_ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -176,7 +171,6 @@ CHANGES_OF_ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], C
 }
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 @pytest.mark.parametrize("kind", CHANGES_OF_ARGUMENTS)
 def test_an_argument_that_the_loss_changes_is_changed_at_each_step(kind: str) -> None:
     make, change, read = CHANGES_OF_ARGUMENTS[kind]
@@ -190,7 +184,7 @@ def test_an_argument_that_the_loss_changes_is_changed_at_each_step(kind: str) ->
     for batch in ROW.case.batches(6):
         np.testing.assert_allclose(step(*batch, mine).loss, take(*batch, theirs)[0], rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
-    assert step.stats.mode == "plain"
+    assert step.stats.mode == "called"
     assert read(mine) == read(theirs) == 6
 
 
@@ -210,12 +204,11 @@ def test_a_dataclass_of_which_the_loss_sets_fields_keeps_them() -> None:
 
     step = Step(nn.Linear(4, 3), optim.SGD(0.1), loss_fn)
     batches = [Visited(mx.ones((2, 4)) * number) for number in (1, 2)]
-    with pytest.warns(RuntimeWarning, match="writes into a dict, list or dataclass"):
-        step(batches[0])
-    for number in range(1, 6):
+    for number in range(6):
         step(batches[number % 2])
     assert [batch.visits for batch in batches] == [3, 3]
     assert all(batch.seen is not None for batch in batches)
+    assert step.stats.mode == "called"
 
 
 @pytest.mark.parametrize("arrays", [False, True])
@@ -231,10 +224,9 @@ def test_the_order_of_an_ordered_dict_is_seen(arrays: bool) -> None:
         terms.move_to_end(("one", "two", "two")[number % 3])
         np.testing.assert_allclose(step(*batch, terms).loss, take(*batch, terms)[0], rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 2e-5)
-    assert step.stats.mode == "native"
+    assert step.stats.mode != "plain"
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_the_optimizer_itself_may_be_an_argument() -> None:
     def loss_fn(model: nn.Module, x: mx.array, y: mx.array, optimizer: optim.Optimizer) -> mx.array:
         return cross_entropy(model, x, y) * (1 + optimizer.learning_rate)
@@ -245,7 +237,7 @@ def test_the_optimizer_itself_may_be_an_argument() -> None:
         reference[1].learning_rate = ours[1].learning_rate = 0.9 * ours[1].learning_rate
         np.testing.assert_allclose(step(*batch, ours[1]).loss, take(*batch, reference[1])[0], rtol=1e-5)
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
-    assert step.stats.reason == "it reads the state of the optimizer that updates it"
+    assert step.stats.mode == "called"
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])
@@ -306,12 +298,11 @@ def test_what_a_loss_takes_out_of_a_dict_is_out_of_it(kind: Callable[[], Any], n
             x = mx.random.normal((8, 4), key=mx.random.key(number))
             losses[-1].append(float(step(x, [more]).loss if fast else plain(x, [more])[0]))
             left[-1].append((list(more), list(more.get("inner", {}))))
-        assert not fast or step.stats.mode == "native"
+        assert not fast or step.stats.mode == "called"
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert left[0] == left[1]
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_what_a_loss_takes_out_of_a_dict_at_some_calls_is_taken_out_at_those() -> None:
     left = []
     for fast in (False, True):
@@ -333,7 +324,6 @@ def test_what_a_loss_takes_out_of_a_dict_at_some_calls_is_taken_out_at_those() -
     assert left[0] == left[1]
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 @pytest.mark.parametrize("compute_dtype", [None, mx.bfloat16])
 def test_a_list_that_the_loss_clears_is_cleared_and_one_that_it_fills_is_filled(compute_dtype: mx.Dtype | None) -> None:
     def loss_fn(model: nn.Module, x: mx.array, cleared: list[int], filled: dict[str, Any]) -> mx.array:
@@ -350,7 +340,7 @@ def test_a_list_that_the_loss_clears_is_cleared_and_one_that_it_fills_is_filled(
         x = mx.random.normal((8, 4), key=mx.random.key(number))
         step(x, cleared, filled)
         assert (cleared, filled["lengths"]) == ([], scales)
-        assert mx.array_equal(filled["x"], x)  # in the plain loop too another object
+        assert mx.array_equal(filled["x"], x.astype(compute_dtype or x.dtype))  # in the plain loop too another object
         assert filled["again"] is filled["lengths"]
         if number > 2:
             cleared.append(number)
@@ -376,13 +366,12 @@ def test_a_module_among_the_arguments_may_keep_statistics_and_count() -> None:
             take = step if fast else plain
             take(mx.random.normal((8, 4), key=mx.random.key(number)), {"norm": norm})
         left.append((norm.calls, np.array(norm.running_mean), np.array(model.weight)))
-        assert not fast or step.stats.mode == "native"
+        assert not fast or step.stats.mode == "called"
     assert left[0][0] == left[1][0] == 5
     np.testing.assert_allclose(left[1][1], left[0][1], rtol=1e-5)
     np.testing.assert_allclose(left[1][2], left[0][2], rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it reaches a NumPy array of objects")
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("in_batch", [False, True])
 @pytest.mark.parametrize(
@@ -458,13 +447,11 @@ def test_arrays_of_arguments_changed_in_place_are_as_after_the_plain_loop(kind: 
     plain, step = plain_step(reference, optim.SGD(0.05), loss_fn), Step(model, optim.SGD(0.05), loss_fn)
     stays = kind in ("dataclass", "dict", "list")  # MLX copies the others
     batches = [mx.random.normal((3, 4)) for _ in range(6)]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for number, x in enumerate(batches):
-            losses.append([plain(x, held[0], number % 3)[0].item(), step(x, held[1], number % 3).loss.item()])
+    for number, x in enumerate(batches):
+        losses.append([plain(x, held[0], number % 3)[0].item(), step(x, held[1], number % 3).loss.item()])
     np.testing.assert_allclose(*np.array(losses).T, rtol=1e-5)
     np.testing.assert_allclose(found(held[1]), found(held[0]), rtol=1e-5)
-    assert (step.stats.mode, len(told)) == (("plain", 1) if stays else ("native", 0))
+    assert step.stats.mode == "called" if stays else step.stats.mode != "plain"
     assert bool(found(held[1]).any()) == stays
 
 
@@ -476,8 +463,7 @@ def test_a_float32_array_of_an_argument_is_changed_in_place_in_mixed_precision()
         return mx.square(model(x)).mean()
 
     step = Step(nn.Linear(4, 2), optim.SGD(0.05), loss_fn, compute_dtype=mx.bfloat16)
-    with pytest.warns(RuntimeWarning, match="writes into an array among its arguments"):
-        losses = [step(mx.ones((3, 4)), bank).loss.item() for _ in range(3)]
+    losses = [step(mx.ones((3, 4)), bank).loss.item() for _ in range(3)]
     assert losses[2] < losses[0]
     assert (bank.rows.tolist(), bank.rows.dtype) == ([3.0, 0.0], mx.float32)
 
@@ -549,7 +535,6 @@ EQUAL: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
 
 @pytest.mark.parametrize("where", ["argument", "reached", "on the model"])
 @pytest.mark.parametrize("kind", EQUAL)
-@pytest.mark.filterwarnings("ignore:faststep. attributes of the model have changed again:RuntimeWarning")
 def test_objects_that_are_equal_and_not_the_same_are_told_apart(kind: str, where: str) -> None:
     make, weight_of = EQUAL[kind]
     held: dict[str, Any] = {}
@@ -596,4 +581,4 @@ def test_an_attribute_of_a_value_or_a_key_among_the_arguments_changes_in_place(
     for number in range(16):
         it.weight = 1.0 if number < 12 else 5.0
         assert step(x, given).loss.item() == pytest.approx(loss_fn(step.model, x, given).item(), rel=1e-5)
-    assert step.stats.mode == "native"
+    assert step.stats.mode == "called"

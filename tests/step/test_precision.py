@@ -43,7 +43,8 @@ def test_steps_are_those_of_the_loop(
         assert not out.skipped
         assert_same(out.loss, loss, 1e-6, on_gpu=1e-3)
     compare(step, ours, loop, 1e-6 if norm else 0)
-    assert step.stats.mode == Row("mlp", optimizer).way
+    if norm is None:  # one update comes before the first call that may be left out
+        assert step.stats.mode == Row("mlp", optimizer).way
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_one_tensor_loaded_within_a_window_rounds_no_other_master() -> None:
     assert_close(got, wanted, 0)
 
 
-def test_buffers_that_become_float32_cost_one_step_uncompiled() -> None:
+def test_buffers_that_become_float32_cost_one_more_trace() -> None:
     """BatchNorm's of a model in half precision, at its first float32 batch."""
 
     class Normed(nn.Module):
@@ -373,7 +374,7 @@ def test_buffers_that_become_float32_cost_one_step_uncompiled() -> None:
         optimizer.update(model, gradients)
         mx.eval(model.state, optimizer.state)
         assert_same(step(batch).loss, loss, on_gpu=1e-3)
-    assert (step.stats.mode, len(step.stats.traces)) == ("native", 1)
+    assert (step.stats.mode, len(step.stats.traces)) == ("called", 2)
     compared = zip(tree_flatten(model.parameters()), tree_flatten(ours[0].parameters()), strict=True)
     for (name, wanted), (_, found) in compared:
         assert wanted.dtype == found.dtype, name

@@ -13,13 +13,10 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from faststep._step import _reach
 from support.helpers import assert_close, assert_same, plain_step, snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:faststep. 17 traces have been made"),
-    pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it reads the value"),
-    pytest.mark.filterwarnings("ignore:faststep. numbers or modes of the model have changed"),
 ]
 
 
@@ -135,15 +132,6 @@ def compare(
     return step
 
 
-@pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets longer with each search."""
-    found: list[int] = []
-    search = _reach.discover
-    monkeypatch.setattr(_reach, "discover", lambda *given: found.append(1) or search(*given))
-    return found
-
-
 @pytest.mark.parametrize("loss_fn", [of_graph, with_value])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_comes_with_other_shapes_is_seen(name: str, loss_fn: Callable[..., mx.array]) -> None:
@@ -183,27 +171,26 @@ def test_a_change_of_the_class_between_batches_of_other_shapes_is_seen(
 
 
 @pytest.mark.parametrize("loss_fn", [of_graph, with_value, of_list])
-def test_ever_new_shapes_take_one_search(loss_fn: Callable[..., mx.array], searches: list[int]) -> None:
+def test_ever_new_shapes_are_not_traced_for_ever(loss_fn: Callable[..., mx.array]) -> None:
     made = graphs(2, 70, lambda rng, graph: setattr(graph, "scale", float(rng.random())))
     batches = [made[at : at + 3] for at in range(0, 67)] if loss_fn is of_list else made
     step = compare(loss_fn, batches)
-    assert len(searches) == 1
     assert step.stats.mode == "plain"
+    assert step.stats.traced <= 33
 
 
-def test_shapes_that_come_back_are_native(searches: list[int]) -> None:
+def test_shapes_that_come_back_are_native() -> None:
     made = graphs(3, 4, lambda rng, graph: None)
     step = compare(of_graph, made * 5)
-    assert (step.stats.mode, step.stats.traced, len(searches)) == ("native", 4, 1)
+    assert (step.stats.mode, step.stats.traced) == ("native", 4)
     causes = {record.cause for record in step.stats.traces}
     assert causes == {"first call", "argument graph.edges has changed"}
 
 
-def test_a_list_of_another_length_takes_a_search_once(searches: list[int]) -> None:
+def test_lists_of_other_lengths_are_the_plain_loops() -> None:
     made = graphs(4, 60, lambda rng, graph: None)
     rng = np.random.default_rng(4)
     compare(of_list, [[made[at] for at in rng.integers(0, 60, rng.integers(1, 6))] for _ in range(80)])
-    assert len(searches) <= 2 * 5  # where a graph stands twice in a list, that is another structure
     lists = [[mx.ones((2, 3))] * length for length in (1, 2, 3, 1, 2, 3, 3)]
     compare(lambda model, arrays: sum(model(x).mean() for x in arrays) + 1.0, lists)
 
@@ -234,8 +221,8 @@ class Nested:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.filterwarnings("ignore:faststep. what the loss reaches has had another structure:RuntimeWarning")
-def test_structures_of_which_no_two_are_alike_are_not_searched_at_each_call(reads: bool, searches: list[int]) -> None:
+@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. its loss has computed something else")
+def test_structures_of_which_no_two_are_alike_are_not_traced_at_each_call(reads: bool) -> None:
     def loss_fn(model: nn.Module, nested: Nested) -> mx.array:
         total = sum(model(x).mean() for each in nested.lists for x in each) * nested.scale
         return total * (2.0 if reads and total.item() > 0 else 1.0)
@@ -244,15 +231,11 @@ def test_structures_of_which_no_two_are_alike_are_not_searched_at_each_call(read
     batches = [Nested(rng) for _ in range(140)]
     step = compare(loss_fn, batches)
     assert step.stats.mode == "plain"
-    assert 32 <= len(searches) < 50
-    if not reads:
-        again = [step(batches[0]) for _ in range(40)]
-        assert step.stats.mode == "native"
-        assert again[-1].loss.shape == ()
+    assert step.stats.traced <= 33
 
 
 @pytest.mark.parametrize("more", [0, 1, 12])
-def test_a_number_on_the_model_that_changes_at_each_call_takes_no_search(more: int, searches: list[int]) -> None:
+def test_a_number_on_the_model_that_changes_at_each_call_is_an_input(more: int) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -280,7 +263,7 @@ def test_a_number_on_the_model_that_changes_at_each_call_takes_no_search(more: i
     step = Step(ours, optim.Adam(1e-2), loss_fn)
     wanted = run(plain_step(reference, optim.Adam(1e-2), loss_fn), reference)
     assert_same(run(step, ours), wanted, 1e-5)
-    assert len(searches) <= 4  # two for each activation: the scale is looked at from its third value on
+    assert step.stats.traced <= 8  # two, a number and an input, for each sign and each activation
 
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU's step is not where MLX inverts matrices")
@@ -317,7 +300,7 @@ def test_texts_of_which_each_makes_another_graph_are_not_traced_for_ever() -> No
         np.testing.assert_allclose(step(text).loss, take(text)[0], rtol=1e-5, atol=1e-7)
     assert_close(snapshot(*ours), snapshot(*reference), 1e-5)
     assert len(step.stats.traces) <= 38
-    assert step.stats.mode == "native"
+    assert step.stats.mode != "plain"
 
 
 def test_what_an_uncompiled_loss_keeps_is_right_whatever_the_shapes() -> None:
@@ -381,7 +364,6 @@ class Carries:
         return mx.square(y - 1).mean()
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. it assigns an array of another shape")
 @pytest.mark.parametrize("lengths", [[6, 6, 6, 3], [6, 5, 3]])
 @pytest.mark.parametrize(
     ("keeps", "carries"),

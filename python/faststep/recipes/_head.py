@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -50,12 +52,8 @@ def parted(model: nn.Module, tokens: mx.array, **places: Any) -> Parted:
     if hasattr(model, "hidden") and hasattr(model, "head"):
         return Parted(model.hidden(tokens, **places), model.head, None)
     head, seen = _head_of(model), list[mx.array]()
-    kind: Any = type(head)
-    head.__class__ = _passing(kind, seen)  # no context manager: a step could not look through it
-    try:
+    with _passing(head, seen):
         out = model(tokens, **places)
-    finally:
-        head.__class__ = kind
     if len(seen) != 1 or out is not seen[0]:
         raise ValueError(
             f"in_chunks: {_name(model)} changes its logits behind its last layer (by a scale or a cap, say), so that a "
@@ -78,15 +76,21 @@ def _head_of(model: nn.Module) -> nn.Module:
     return found[0]
 
 
-def _passing(kind: Any, seen: list[mx.array]) -> Any:
-    """Return a subclass of a kind of layer that passes on what it gets, and notes it."""
+@contextlib.contextmanager
+def _passing(head: nn.Module, seen: list[mx.array]) -> Iterator[None]:
+    """Let a layer pass on what it gets, and note it."""
 
     def note(_: Any, x: mx.array) -> mx.array:
         seen.append(x)
         return x
 
-    name = "as_linear" if issubclass(kind, _EMBEDDINGS) else "__call__"
-    return type(kind.__name__, (kind,), {name: note, "__module__": kind.__module__})
+    kind: Any = type(head)
+    name = "as_linear" if isinstance(head, _EMBEDDINGS) else "__call__"
+    head.__class__ = type(kind.__name__, (kind,), {name: note, "__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        head.__class__ = kind
 
 
 def _name(model: nn.Module) -> str:

@@ -42,6 +42,7 @@ def next_token(
         ValueError: `outputs` with `in_chunks`.
     """
     check_outputs(outputs, in_chunks)
+    part, chunked = (parted, linear_cross_entropy) if in_chunks else (None, None)  # a step reads all that a loss names
 
     def loss(
         model: nn.Module,
@@ -56,13 +57,13 @@ def next_token(
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
             mask = None if mask is None else mask[:, 1:]
-        if not in_chunks:
+        if part is None or chunked is None:
             logits = model(tokens, **places)
             return _with(mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
-        parts = parted(model, tokens, **places)
+        parts = part(model, tokens, **places)
         how: dict[str, Any] = {"bias": parts.bias, "token_weights": weights, "ignore_index": ignore_index}
-        mean = linear_cross_entropy(parts.hidden, parts.weight, targets, **how)
+        mean = chunked(parts.hidden, parts.weight, targets, **how)
         mean = mx.where(((weights != 0) & ~in_range(targets, parts.vocabulary)).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 

@@ -39,6 +39,7 @@ def weighted_lm(*, weighted: bool = False, in_chunks: bool = False, outputs: boo
         ValueError: `outputs` with `in_chunks`.
     """
     check_outputs(outputs, in_chunks)
+    chunked = linear_cross_entropy if in_chunks else None  # a step reads all that a loss names
 
     def loss(
         model: nn.Module,
@@ -50,9 +51,9 @@ def weighted_lm(*, weighted: bool = False, in_chunks: bool = False, outputs: boo
     ) -> Any:
         tokens, targets = input_ids[:, :-1], input_ids[:, 1:].astype(mx.int32)
         counts = mx.ones(targets.shape) if mask is None else mask[:, 1:].astype(mx.float32)
-        if in_chunks:
+        if chunked is not None:
             logits, classes = None, model.head.shape[0]
-            losses = linear_cross_entropy(model.hidden(tokens), model.head, targets, reduction="none")
+            losses = chunked(model.hidden(tokens), model.head, targets, reduction="none")
         else:
             logits = model(tokens)
             classes = logits.shape[-1]

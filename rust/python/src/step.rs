@@ -331,7 +331,7 @@ impl Step {
                 inner.traces.records(),
                 inner.traces.made(),
                 inner.seconds.by_name(),
-                bytes(&store),
+                bytes(py, &store)?,
                 store
                     .engine
                     .as_ref()
@@ -408,12 +408,12 @@ impl Spent {
     }
 }
 
-fn bytes(store: &Store) -> HashMap<&'static str, usize> {
+fn bytes(py: Python<'_>, store: &Store) -> PyResult<HashMap<&'static str, usize>> {
     let sum = |arrays: &[Array]| arrays.iter().map(Array::nbytes).sum();
     let engine = store.engine.as_ref();
-    HashMap::from([
+    Ok(HashMap::from([
         ("parameters", engine.map_or(0, |e| sum(e.parameters()))),
-        ("optimizer", engine.map_or(0, |e| sum(e.state()))),
+        ("optimizer", store.optimizer_bytes(py)?),
         (
             "step",
             engine.map_or(0, faststep::engine::Engine::extra_bytes),
@@ -423,5 +423,5 @@ fn bytes(store: &Store) -> HashMap<&'static str, usize> {
             "replay",
             engine.map_or(0, faststep::engine::Engine::captured_bytes),
         ),
-    ])
+    ]))
 }

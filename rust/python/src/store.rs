@@ -31,6 +31,7 @@ use pyo3::{
 
 use crate::{
     mlx::{
+        bridge,
         collector::{Collector, Refers, Visited},
         errors::to_python,
         random::key_list,
@@ -262,6 +263,20 @@ impl Store {
                 used.map(|(_, path)| path).collect()
             })
         })
+    }
+
+    /// The bytes of the optimizer's state, once a step has begun.
+    pub fn optimizer_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        let sum = |arrays: &[Array]| arrays.iter().map(Array::nbytes).sum();
+        let of_engine = self.engine.as_ref().map_or(0, |engine| sum(engine.state()));
+        match (&self.rule, self.optimizer.bind(py).upgrade()) {
+            (Some(Rule::Host), Some(optimizer)) => {
+                let (_, slots) = Tree::record(&optimizer, Scope::Whole)?;
+                let arrays = slots.iter().filter_map(|slot| bridge::get(&slot.object));
+                Ok(of_engine + sum(&arrays.collect::<Vec<_>>()))
+            }
+            _ => Ok(of_engine),
+        }
     }
 
     /// Return whether the store is of that optimizer, or of one that it is in.

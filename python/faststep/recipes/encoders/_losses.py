@@ -33,6 +33,7 @@ def masked_lm(
         ValueError: `outputs` with `in_chunks`.
     """
     check_outputs(outputs, in_chunks)
+    chunked = linear_cross_entropy if in_chunks else None  # a step reads all that a loss names
 
     def loss(
         model: nn.Module,
@@ -42,14 +43,12 @@ def masked_lm(
         lengths: mx.array | None = None,  # of Pad, whose mask says the same
         **places: mx.array,
     ) -> Any:
-        if not in_chunks:
+        if chunked is None:
             logits = model(tokens, mask, **places)
             return _measured(logits, targets, mask, ignore_index, weighted, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
         hidden, (weight, bias) = model.hidden(tokens, mask, **places), model.output
-        mean = linear_cross_entropy(
-            hidden, weight, targets, bias=bias, token_weights=weights, ignore_index=ignore_index
-        )
+        mean = chunked(hidden, weight, targets, bias=bias, token_weights=weights, ignore_index=ignore_index)
         mean = mx.where(((weights != 0) & ~in_range(targets, weight.shape[0])).any(), -mx.inf, mean)
         return (mean, weights.sum()) if weighted else mean
 

@@ -30,13 +30,14 @@ def series_to_text(*, weighted: bool = False, in_chunks: bool = False, outputs: 
         ValueError: `outputs` with `in_chunks`.
     """
     check_outputs(outputs, in_chunks)
+    chunked = linear_cross_entropy if in_chunks else None  # a step reads all that a loss names
 
     def loss(model: nn.Module, series: mx.array, tokens: mx.array, mask: mx.array) -> Any:
         weights = mask.astype(mx.float32)
-        if in_chunks:
-            chunked = linear_cross_entropy(model.hidden(series, tokens), model.head, tokens, token_weights=weights)
-            chunked = mx.where((mask & ~in_range(tokens, model.head.shape[0])).any(), -mx.inf, chunked)
-            return (chunked, weights.sum()) if weighted else chunked
+        if chunked is not None:
+            alone = chunked(model.hidden(series, tokens), model.head, tokens, token_weights=weights)
+            alone = mx.where((mask & ~in_range(tokens, model.head.shape[0])).any(), -mx.inf, alone)
+            return (alone, weights.sum()) if weighted else alone
         logits = model(series, tokens)
         mean = mean_cross_entropy(logits, tokens, mask, -100, weighted)
         right = logits.argmax(axis=-1) == tokens

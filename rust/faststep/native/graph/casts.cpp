@@ -102,7 +102,8 @@ std::shared_ptr<mx::Primitive> known_with_casts(
     std::vector<size_t> casts;
     std::shared_ptr<mx::Primitive> kernel;
   };
-  static thread_local std::unordered_map<const mx::Primitive*, Made> all;
+  // never destroyed: a kernel may hold Python functions, and the interpreter is gone when a thread's objects are destroyed
+  static thread_local auto& all = *new std::unordered_map<const mx::Primitive*, Made>();
   auto found = all.find(kernel.get());
   if (found == all.end() || found->second.of.expired() || found->second.casts != casts) {
     std::erase_if(all, [](const auto& item) { return item.second.of.expired(); });

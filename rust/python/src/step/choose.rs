@@ -18,6 +18,8 @@ use crate::{
 const MANY_GRAPHS: usize = 32;
 /// New graphs of arguments of one form, one after the other, from which on that is so too.
 const MANY_ALIKE: usize = 4;
+/// Traces of one graph with other options each, from which on another one is not compiled.
+const MANY_OPTIONS: usize = 8;
 /// New graphs in a row behind which no graph is looked for any more.
 const NEVER_AGAIN: usize = 96;
 
@@ -164,7 +166,10 @@ impl Inner {
         key: Key,
         graph: Option<&Rc<LossGraph>>,
     ) -> PyResult<()> {
-        let compiled = self.compiling(&key.part, graph.is_some());
+        let compiled = match self.compiling(&key.part, graph.is_some()) {
+            Compiled::Whole if self.has_many_options(&key) => Compiled::Nothing,
+            compiled => compiled,
+        };
         let calls = compiled != Compiled::Whole;
         let known = self.traces.use_again(|entry| {
             equals(&entry.key, &key) && (!calls || entry.trace.is_eager())
@@ -187,6 +192,16 @@ impl Inner {
         let max_traces = self.options.max_traces;
         self.traces.add(user, key, trace, graph.cloned(), max_traces);
         Ok(())
+    }
+
+    // whether many traces compute what this key wants, with other options of the optimizer: they may be others at each step
+    fn has_many_options(&self, key: &Key) -> bool {
+        let alike = self.traces.recent().filter(|entry| {
+            let (one, other) = (&entry.key.front, &key.front);
+            (one.graph, one.form, one.layout) == (other.graph, other.form, other.layout)
+                && !equals(&entry.key, key)
+        });
+        alike.count() >= MANY_OPTIONS
     }
 
     // what of a part MLX compiles

@@ -53,9 +53,20 @@ impl Refers for Watch {
 /// Whether calls may be left out, as far as is known.
 #[derive(Default)]
 pub struct LeavingOut {
-    /// Why the loss is called at each step; none where it need not be, or where that is not known yet.
+    /// Why the loss was called at the last step; none where it need not be, or where that is not known yet.
     pub reason: Option<String>,
-    tries: usize,
+    is_final: bool, // it is called always
+    tries: usize,   // calls in a row for which that was so
+    changed: Option<String>, // what a list has that is not as it was
+}
+
+impl LeavingOut {
+    // note a reason, for good once it has come often enough
+    fn note(&mut self, reason: String) {
+        self.tries += 1;
+        self.is_final = self.tries > TRIES;
+        self.reason = Some(reason);
+    }
 }
 
 // 2, 5, 10, 20, 50, 100 ... uses
@@ -88,7 +99,7 @@ impl Inner {
         loss_fn: &Bound<'_, PyAny>,
         key: &Key,
     ) -> Standing {
-        if self.leaving_out.reason.is_some() || key.front.is_given_of_model() {
+        if self.leaving_out.is_final || key.front.is_given_of_model() {
             return Standing::No;
         }
         let fits = self.traces.use_again(|entry| {
@@ -112,7 +123,7 @@ impl Inner {
         loss_fn: &Bound<'_, PyAny>,
         key: &Key,
     ) -> PyResult<Option<(Rc<WatchList>, Calls)>> {
-        if self.leaving_out.reason.is_some() || key.front.is_given_of_model() {
+        if self.leaving_out.is_final || key.front.is_given_of_model() {
             return Ok(None);
         }
         let listed = self.traces.recent().find_map(|entry| match &entry.kept.watch {
@@ -122,7 +133,8 @@ impl Inner {
         let Some(list) = listed else {
             return Ok(None);
         };
-        if list.look(loss_fn)?.is_some() {
+        if let Some(entry) = list.look(loss_fn)? {
+            self.leaving_out.changed = Some(list.name(entry).to_owned());
             return Ok(None);
         }
         let calls = Calls::begin(py, &list)?;
@@ -138,67 +150,81 @@ impl Inner {
         called: &Called<'_>,
         (watched, seconds): (Option<(Rc<WatchList>, Option<String>)>, f64),
     ) -> PyResult<()> {
-        let py = user.py();
-        if self.leaving_out.reason.is_some() {
-            return Ok(());
-        }
-        if let Some(reason) = self.cannot_be_left_out(batch, called)? {
-            self.leaving_out.reason = Some(reason);
-            self.traces.call_always();
-            return Ok(());
-        }
-        let Some(last) = self.traces.last_mut() else {
-            return Ok(());
-        };
-        if last.trace.is_eager() || matches!(last.key.part, Part::Update(_)) {
-            return Ok(());
-        }
-        if let Watch::Stands(list) = &last.kept.watch {
-            if list.look(&user.loss_fn)?.is_none() {
-                return Ok(());
+        if !self.leaving_out.is_final {
+            let noted = self.may_be_left_out(user, batch, called, watched, seconds)?;
+            if let Some(reason) = noted {
+                self.leaving_out.note(reason);
             }
-        }
-        let reason = match watched {
-            Some((_, Some(reason))) => Some(reason),
-            Some((list, None)) => match list.look(&user.loss_fn)? {
-                None => {
-                    last.kept.watch = Watch::Stands(list);
-                    last.kept.leaves = Rc::new(called.leaves.clone().into());
-                    last.kept.template = Some(template(&called.result)?);
-                    self.leaving_out.tries = 0;
-                    return Ok(());
-                }
-                Some(entry) => self.is_tried(|| format!("changes `{}`", list.name(entry))),
-            },
-            None => None,
-        };
-        let reason = match reason {
-            Some(reason) => Some(reason),
-            None => {
-                let objects = PyTuple::new(py, &batch.objects)?;
-                let found = search(&user.loss_fn, &user.model, None, &objects, seconds.max(SEARCH))?;
-                match found {
-                    Err(reason) => Some(reason),
-                    Ok(list) => {
-                        if let Some(last) = self.traces.last_mut() {
-                            last.kept.watch = Watch::Listed(Rc::new(list));
-                        }
-                        self.is_tried(|| "reads what changes at each call".into())
-                    }
-                }
+            if self.leaving_out.is_final {
+                self.traces.call_always();
             }
-        };
-        if reason.is_some() {
-            self.leaving_out.reason = reason;
-            self.traces.call_always();
         }
         Ok(())
     }
 
-    // a reason once it has been tried often enough
-    fn is_tried(&mut self, why: impl FnOnce() -> String) -> Option<String> {
-        self.leaving_out.tries += 1;
-        (self.leaving_out.tries > TRIES).then(why)
+    // why the call may not be left out next time, if that is known
+    fn may_be_left_out(
+        &mut self,
+        user: &Arguments<'_>,
+        batch: &Batch<'_>,
+        called: &Called<'_>,
+        watched: Option<(Rc<WatchList>, Option<String>)>,
+        seconds: f64,
+    ) -> PyResult<Option<String>> {
+        if let Some(reason) = self.cannot_be_left_out(batch, called)? {
+            return Ok(Some(reason));
+        }
+        let Some(last) = self.traces.last_mut() else {
+            return Ok(None);
+        };
+        if last.trace.is_eager() || matches!(last.key.part, Part::Update(_)) {
+            return Ok(None);
+        }
+        if let Watch::Stands(list) = &last.kept.watch {
+            if list.look(&user.loss_fn)?.is_none() {
+                return Ok(None);
+            }
+        }
+        let mut reason = None;
+        if let Some((list, unknown)) = watched {
+            match (unknown, list.look(&user.loss_fn)?) {
+                (Some(unknown), _) => return Ok(Some(unknown)),
+                (None, Some(entry)) => reason = Some(format!("changes `{}`", list.name(entry))),
+                (None, None) => {
+                    last.kept.watch = Watch::Stands(list);
+                    last.kept.leaves = Rc::new(called.leaves.clone().into());
+                    last.kept.template = Some(template(&called.result)?);
+                    (self.leaving_out.tries, self.leaving_out.reason) = (0, None);
+                    return Ok(None);
+                }
+            }
+        }
+        let changed = self.leaving_out.changed.take();
+        let changed = changed.map(|name| format!("reads `{name}`, which changes at each call"));
+        self.list(user, batch, seconds.max(SEARCH))
+            .map(|refused| refused.or(reason).or(changed))
+    }
+
+    // list what the loss of the last trace reads; why that cannot be
+    fn list(
+        &mut self,
+        user: &Arguments<'_>,
+        batch: &Batch<'_>,
+        seconds: f64,
+    ) -> PyResult<Option<String>> {
+        let objects = PyTuple::new(user.py(), &batch.objects)?;
+        match search(&user.loss_fn, &user.model, None, &objects, seconds)? {
+            Err(reason) => {
+                self.leaving_out.tries = TRIES; // its code stays as it is
+                Ok(Some(reason))
+            }
+            Ok(list) => {
+                if let Some(last) = self.traces.last_mut() {
+                    last.kept.watch = Watch::Listed(Rc::new(list));
+                }
+                Ok(None)
+            }
+        }
     }
 
     // why no call of this loss can be left out, from what this one did
@@ -227,8 +253,9 @@ impl Inner {
 
     /// A call that could have been left out had another graph than its trace: none is left out any more.
     pub(super) fn is_unsteady(&mut self, py: Python<'_>) -> PyResult<()> {
-        self.leaving_out.reason =
-            Some("computes something else, though nothing has changed that is watched".into());
+        self.leaving_out.tries = TRIES;
+        let reason = "computes something else, though nothing has changed that is watched";
+        self.leaving_out.note(reason.into());
         self.traces.call_always();
         warn(
             py,

@@ -1,6 +1,6 @@
 //! The memory plan of a step, from a trace that the step after it reuses.
 use faststep::{
-    engine::{Call, CallTraces, Engine, Plan, PlannedCalls, Role, Task},
+    engine::{Call, CallTraces, Engine, Plan, PlannedCalls, Role, Rule, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -14,6 +14,7 @@ use super::{
 use crate::{
     mlx::bridge,
     store::{moments::Moments, owner::Holder, registry::Shared, ModelSignature, Prepared, Store},
+    tree::snapshot::Snapshot,
 };
 
 /// Memory of the device that a step takes, in bytes.
@@ -114,12 +115,15 @@ impl Inner {
         let mut store = shared.enter()?;
         store.look_again(prepared, &user.model, &user.optimizer)?;
         let (shown, signature) = (shown(&store, prepared)?, store.signature()?);
+        let updates = matches!(store.rule, Some(Rule::Host));
+        let before = updates.then(|| Snapshot::take(&user.model)).transpose()?; // an update of the user's own may change it
         let given = (&*prepared, batch, &mut way);
         let outcome = self.evaluate(&mut store, user, given, task, &mut |engine, traces, call, holder| {
             let rehearsed = Rehearsed { engine, traces, call, calls, shown: &shown, signature: &signature };
             (work(holder, rehearsed), false)
         });
         self.traces.settle(0.0);
+        before.map_or(Ok(()), |before| before.restore())?;
         if let Way::Called(called) = &way {
             self.recover(&store, user, prepared, batch, called)?;
         }
