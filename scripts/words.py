@@ -56,8 +56,9 @@ def of_python(text: str) -> Lines:
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#").strip()
     for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node) is not None:
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node) is not None:
             first = node.body[0]
             lines = text.splitlines()[first.lineno - 1 : first.end_lineno]
             yield first.lineno, ""

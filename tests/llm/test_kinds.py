@@ -21,6 +21,7 @@ from support.language_models import KINDS, new_model
 
 STEPS = 3
 RATE = 1e-2
+CALLED = {"qwen3_moe": "sum_gradients", "mamba2": "default_device"}  # by what their code reads
 
 
 def batches(count: int = STEPS) -> list[mx.array]:
@@ -67,7 +68,9 @@ def test_steps_are_those_of_plain_mlx(kind: str, way: str) -> None:
     losses = plain_losses(expected, loss)
     step = Step(model, optim.SGD(RATE), loss)
     found = [float(step(tokens).loss) for tokens in batches()]
-    assert step.stats.mode == "native"
+    reason = "gradients of its own" if way == "checkpointed" else CALLED.get(kind)
+    assert step.stats.mode == ("called" if reason else "native")
+    assert reason is None or reason in str(step.stats.reason)
     assert found == pytest.approx(losses, rel=2e-5)
     before = dict(tree_flatten(made(kind, way).trainable_parameters()))
     wanted = dict(tree_flatten(expected.trainable_parameters()))

@@ -98,7 +98,7 @@ def test_a_config_builds_it(folder: Path) -> None:
     batch = next(iter(built.loader))
     first, second = (float(built.step(**batch).loss) for _ in range(2))
     assert second < first
-    assert built.step.stats.mode == "native"
+    assert built.step.stats.mode == "called"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, recipes
+from faststep._reach import search
 from faststep.data import Loader, Pack, Pad
+from faststep.metrics import LossWithMetrics, accuracy
 from faststep.recipes._activations import gelu_approx
 from mlx.utils import tree_flatten
 
@@ -37,6 +39,19 @@ def same(one: Arrays, other: Arrays) -> bool:
 def tokens(*shape: int) -> mx.array:
     """Draw some bytes."""
     return mx.random.randint(0, 256, shape)
+
+
+@pytest.mark.parametrize("name", recipes.LOSSES)
+def test_a_step_can_look_through_a_loss(name: str) -> None:
+    """So that calls of it can be left out."""
+    found = search(recipes.LOSSES[name](), small(), None, (), 60.0)
+    assert found.reason is None
+
+
+@pytest.mark.parametrize("name", ["next_token", "cross_entropy"])
+def test_a_step_can_look_through_metrics(name: str) -> None:
+    loss = LossWithMetrics(recipes.LOSSES[name](outputs=True), {"accuracy": accuracy()}, weighted=False)
+    assert search(loss, small(), None, (), 60.0).reason is None
 
 
 def test_only_adapters_of_a_model_in_four_bits_train() -> None:

@@ -24,8 +24,8 @@ def profile(
     """Show where the time and the memory of a config's steps go: data, stages, operations; nothing is saved."""
     from rich.progress import track
 
-    from faststep._step import call_with
     from faststep._profile import profile as recorded
+    from faststep._step import call_with
     from faststep.config import build, load
 
     if trace is not None and trace.exists():
@@ -43,6 +43,8 @@ def profile(
         built.step.synchronize()
     call_with(last, found.measure)
     typer.echo(str(found))
+    if (reason := built.step.stats.reason) is not None:
+        typer.echo(f"\nmode {built.step.stats.mode}: {reason}")
     if trace is not None:
         found.save(trace)
         typer.echo(f"\n{trace}: open it at ui.perfetto.dev or in about:tracing")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from faststep._records import size, span
 from faststep._profile import KINDS, Profile
+from faststep._records import size, span
 from faststep.report import COLOURS, cards, figures, page, plot, said, section, table, tick, write
 
 if TYPE_CHECKING:

@@ -172,7 +172,8 @@ impl Tree {
     /// # Errors
     /// As [`Tree::record`].
     pub fn record_arguments<'py>(root: &Bound<'py, PyAny>) -> PyResult<RecordedArguments<'py>> {
-        let recorder = Recorder::run(root, Scope::Arguments)?;
+        let mut recorder = Recorder::run(root, Scope::Arguments)?;
+        recorder.tree.containers = RefCell::new(Rc::new(recorder.containers));
         Ok(RecordedArguments {
             tree: recorder.tree,
             slots: recorder.slots,
