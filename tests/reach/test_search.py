@@ -162,11 +162,6 @@ class Ours(SGD):
         return super().apply_single(gradient * BETA, parameter, state)
 
 
-class TimedSGD(SGD):
-    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        return super().apply_single(gradient * time.time(), parameter, state)
-
-
 def squared(x: mx.array) -> mx.array:
     return mx.mean(x * x)
 
@@ -219,11 +214,8 @@ def moded(model: nn.Module, x: mx.array) -> mx.array:
     return total
 
 
-def imported(model: nn.Module, x: mx.array) -> mx.array:
-    import math as m
-    from operator import mul
-
-    return functools.reduce(mul, [squared(model(x)), m.pi, np.float32(np.sqrt(2.0))])
+def reduced(model: nn.Module, x: mx.array) -> mx.array:
+    return functools.reduce(operator.mul, [squared(model(x)), math.pi, np.pi, np.float32(2.0)])
 
 
 def remembering(model: nn.Module, x: mx.array) -> mx.array:
@@ -291,7 +283,7 @@ GOOD: dict[str, tuple[Callable[..., Any], Callable[[pytest.MonkeyPatch], object]
     "compiled": (lambda m, x: squared(compiled(m(x))), lambda p: p.setitem(globals(), "BETA", 0.25)),
     "checkpointed": (lambda m, x: squared(mx.checkpoint(scale)(m(x))), lambda p: p.setattr(scale, "by", 1.5)),
     "closure": (made(), None),
-    "imported": (imported, None),
+    "reduced": (reduced, lambda p: p.setattr(np, "pi", 3.0)),
     "remembering": (remembering, None),
     "nested": (nested, lambda p: p.setitem(globals(), "BETA", 0.25)),
     "module": (lambda m, x: squared(m(x)) * settings.gamma, lambda p: p.setattr(settings, "gamma", 1.0)),
@@ -299,7 +291,6 @@ GOOD: dict[str, tuple[Callable[..., Any], Callable[[pytest.MonkeyPatch], object]
     "comprehension": (lambda m, x: sum(squared(m(x)) * w for w in TABLE), None),
     "generator": (lambda m, x: squared(m(x)) * sum(items(3)), None),
     "sorted": (lambda m, x: squared(m(x)) * sorted(CONFIG, key=str.upper).index("scale"), None),
-    "numpy": (lambda m, x: squared(m(x)) * float(np.mean([1.0, 2.0])) * np.pi, None),
     "random": (lambda m, x: squared(m(x) + mx.random.normal(x.shape)), None),
 }
 
@@ -336,8 +327,8 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x: m(x) * hooked.loss.beta,
         "reads `hooked.loss.beta` of the class Hooked, which has a `__get",
     ),
-    "slots": (lambda m, x: m(x) * slotted.beta, "which has `__slots__`"),
-    "property": (lambda m, x: m(x) * computed.beta, "reads the property `Computed.beta`"),
+    "slots": (lambda m, x: m(x) * slotted.beta, "reads `slotted.beta` of type Slotted"),
+    "property": (lambda m, x: m(x) * computed.beta, "calls time.time"),
     "cached": (lambda m, x: m(x) * cached.beta, "reads `Cached.beta` of functools"),
     "derived list": (lambda m, x: m(x) * listed[0], "reads `listed` of type Listed"),
     "metaclass": (lambda m, x: m(x) * of_meta.beta, "which has a metaclass"),
@@ -384,12 +375,6 @@ def _importing(m: nn.Module, x: mx.array) -> mx.array:
     return m(x) * clock()
 
 
-def _random_inside(m: nn.Module, x: mx.array) -> mx.array:
-    import numpy.random as generators
-
-    return m(x) * generators.rand()
-
-
 def _class_inside(m: nn.Module, x: mx.array) -> mx.array:
     class Inner:
         pass
@@ -405,8 +390,7 @@ def _deleting(m: nn.Module, x: mx.array) -> mx.array:
 BAD |= {
     "global statement": (_counting, "stores `BETA`"),
     "nonlocal": (_nonlocal(), "stores `count`"),
-    "import": (_importing, "calls time.perf_counter"),
-    "import of numpy's": (_random_inside, "calls numpy.random.rand"),
+    "import": (_importing, "imports `time` inside a function"),
     "class": (_class_inside, "makes a class"),
     "del": (_deleting, "deletes an item"),
 }
@@ -550,17 +534,6 @@ def test_arguments_are_searched() -> None:
     finally:
         teacher.gain, config.beta = 2.0, 0.5
     assert lookup(lambda m, x, c: c.beta, arguments=(slotted,)).reason is not None
-
-
-def test_an_optimizers_code_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = lookup(lambda m, x: squared(m(x)), optimizer=Ours(0.1))
-    known = copies(found)
-    assert found.reason is None
-    monkeypatch.setitem(globals(), "BETA", 0.125)
-    assert changed(found, known, GOOD["mlp"][0])[-1] == "BETA"
-    reason = lookup(lambda m, x: squared(m(x)), optimizer=TimedSGD(0.1)).reason
-    assert reason is not None
-    assert "calls time.time" in reason
 
 
 def test_a_library_that_defines_the_model_is_read() -> None:

@@ -6,7 +6,6 @@ import collections
 import itertools
 import time
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,9 +208,19 @@ def several() -> optim.Optimizer:
 
 
 KEEPING = {"averaging": Averaging, "wrapped": Wrapped, "several": several}
-PLAIN = {"counting": Counting, "attribute": Attribute, "containers": Containers, "helped": Helped}
-TRACED = {"late": Late, "begun": Begun, "lists": Lists, "noisy": Noisy, "pulled": pulled, "replaced": replaced}
 Make = Callable[[], optim.Optimizer]
+OWN: dict[str, Make] = {
+    "counting": Counting,
+    "attribute": Attribute,
+    "containers": Containers,
+    "helped": Helped,
+    "late": Late,
+    "begun": Begun,
+    "lists": Lists,
+    "noisy": Noisy,
+    "pulled": pulled,
+    "replaced": replaced,
+}
 
 
 def arrays(model: nn.Module, optimizer: optim.Optimizer) -> State:
@@ -227,40 +236,25 @@ def same(ours: State, theirs: State) -> None:
     assert_close(*({name: each for name, each in side.items() if name not in numbers} for side in (ours, theirs)), 1e-5)
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *TRACED])
+@pytest.mark.parametrize("name", OWN)
 def test_an_optimizer_of_ones_own_does_what_it_does_in_the_plain_loop(name: str) -> None:
-    make: Make = (PLAIN | TRACED)[name]
+    make = OWN[name]
     reference, ours = (ROW.new()[0], make()), (ROW.new()[0], make())
     take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
     keys = []
     for side in (take, step):
         mx.random.seed(5)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if name in PLAIN else "error")
-            losses = [side(*batch) for batch in ROW.case.batches(STEPS)]
-        assert len(losses) == STEPS
+        assert len([side(*batch) for batch in ROW.case.batches(STEPS)]) == STEPS
         keys.append(random_key())
     same(arrays(*ours), arrays(*reference))
     assert mx.array_equal(*keys)
-    assert step.stats.mode == ("plain" if name in PLAIN else "traced")
-
-
-@pytest.mark.parametrize(("name", "named"), [("counting", "updates"), ("attribute", "calls"), ("containers", "tuple")])
-def test_the_warning_names_what_changes(name: str, named: str) -> None:
-    step = Step(ROW.new()[0], PLAIN[name](), cross_entropy)
-    first, second, third = ROW.case.batches(3)
-    step(*first)  # it might be for the first update alone
-    with pytest.warns(RuntimeWarning, match=rf"{PLAIN[name].__name__}\) changes more than arrays .*{named}"):
-        step(*second)
-    step(*third)
-    assert named in (step.stats.reason or "")
-    assert len(step.stats.traces) <= 3
+    assert step.stats.mode == "called"
+    assert f"{type(ours[1]).__name__}) is none of MLX's own" in (step.stats.reason or "")
 
 
 @pytest.mark.parametrize("name", ["late", "counting"])
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_a_step_that_is_skipped_changes_no_number(name: str) -> None:
-    make: Make = (PLAIN | TRACED)[name]
+    make = OWN[name]
     reference, ours = (STILL.new()[0], make()), (STILL.new()[0], make())
     take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)
     for number, (x, y) in enumerate(STILL.case.batches(STEPS)):
@@ -274,8 +268,7 @@ def test_a_step_that_is_skipped_changes_no_number(name: str) -> None:
     same(arrays(*ours), arrays(*reference))
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
-def test_an_error_in_an_uncompiled_update_changes_no_number() -> None:
+def test_an_error_in_an_update_changes_no_number() -> None:
     class Failing(Counting):
         """Fails when it is told to, half way through."""
 
@@ -317,7 +310,7 @@ def test_what_is_unfrozen_later_begins_late_too() -> None:
         step(*batch)
         modes.append(step.stats.mode)
     same(arrays(*ours), arrays(*reference))
-    assert modes == ["plain", "traced", "traced"] * 2
+    assert modes == ["called"] * STEPS
 
 
 def test_noise_in_the_update_of_a_window_is_refused_with_words() -> None:
@@ -328,7 +321,7 @@ def test_noise_in_the_update_of_a_window_is_refused_with_words() -> None:
         step(*batches[1])
 
 
-def test_an_optimizer_that_writes_into_the_models_buffers_is_compiled() -> None:
+def test_an_optimizer_may_write_into_the_models_buffers() -> None:
     class Marking(optim.SGD):
         """Scales the model's first frozen array."""
 
@@ -364,13 +357,12 @@ def test_an_optimizer_that_writes_into_the_models_buffers_is_compiled() -> None:
     for _ in range(3):
         take(x)
     assert_close(snapshot(*pair), snapshot(*reference), 1e-6)
-    assert (ours.scale.item(), step.stats.mode) == (0.125, "traced")
+    assert (ours.scale.item(), step.stats.mode) == (0.125, "called")
 
 
 @pytest.mark.parametrize("name", ["late", "counting", "lists", "attribute", "averaging", "wrapped", "several"])
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_a_checkpoint_has_what_it_made_at_the_first_update(name: str, tmp_path: Path) -> None:
-    make: Make = (PLAIN | TRACED | KEEPING)[name]
+    make: Make = (OWN | KEEPING)[name]
     ours, again, batches = (STILL.new()[0], make()), (STILL.new()[0], make()), STILL.case.batches(STEPS)
     step = Step(*ours, cross_entropy)
     for batch in batches[:3]:
@@ -386,7 +378,6 @@ def test_a_checkpoint_has_what_it_made_at_the_first_update(name: str, tmp_path: 
     same(arrays(*again), arrays(*ours))
 
 
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled")
 def test_an_attribute_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     class Remembering(Attribute):
         """Keeps its last counts in what is no plain JSON."""
@@ -416,7 +407,7 @@ def test_an_attribute_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert other.attributes == {}
 
 
-def test_it_is_not_called_on_trial_where_other_steps_have_had_other_numbers_in_the_loss() -> None:
+def test_it_is_called_once_where_other_steps_have_had_other_numbers_in_the_loss() -> None:
     weight = [1.0]
 
     def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
@@ -427,16 +418,14 @@ def test_it_is_not_called_on_trial_where_other_steps_have_had_other_numbers_in_t
         Step(ROW.new()[0], optim.Adam(1e-2), loss_fn)(*batches[0])
     weight[0] = 0.25
     reference, ours = (ROW.new()[0], Helped()), (ROW.new()[0], Helped())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for side in (plain_step(*reference, loss_fn), Step(*ours, loss_fn)):
-            mx.random.seed(5)
-            assert len([side(*batch) for batch in batches]) == STEPS
+    for side in (plain_step(*reference, loss_fn), Step(*ours, loss_fn)):
+        mx.random.seed(5)
+        assert len([side(*batch) for batch in batches]) == STEPS
     same(arrays(*ours), arrays(*reference))
 
 
 class KeepsVelocities:
-    """It keeps more than arrays that an `init_single` makes: its update cannot be traced."""
+    """It makes its arrays at its first update."""
 
     def __init__(self) -> None:
         self.velocities = dict[str, mx.array]()
@@ -451,7 +440,7 @@ class KeepsVelocities:
 @pytest.mark.parametrize("nonfinite", ["skip", "allow"])
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("varies", [0, 1, 2])
-def test_a_loss_counts_once_where_the_update_of_its_window_turns_out_not_to_be_traced(
+def test_a_loss_counts_once_beside_an_update_of_ones_own(
     varies: int, window: int, nonfinite: Any
 ) -> None:
     def run(native: bool) -> tuple[Any, ...]:
@@ -572,15 +561,14 @@ LOSSES: dict[str, Callable[[], Callable[..., mx.array]]] = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_optimizer_that_makes_objects_with_arrays_at_its_first_update_is_told_of(begun: bool, loss: str) -> None:
+def test_an_optimizer_may_make_objects_with_arrays_at_its_first_update(begun: bool, loss: str) -> None:
     def make() -> KeepsSlots:
         made = KeepsSlots()
         if begun:
             made.slots["weight"].velocity, made.slots["bias"].velocity = mx.zeros((2, 3)), mx.zeros((2,))
         return made
 
-    with pytest.warns(RuntimeWarning, match="keeps an array in an object beside its state"):
-        plain, *others = _train(WAYS, make, lambda _, it: it.slots["weight"].velocity.sum().item(), 6, LOSSES[loss]())
+    plain, *others = _train(WAYS, make, lambda _, it: it.slots["weight"].velocity.sum().item(), 6, LOSSES[loss]())
     for other in others:
         np.testing.assert_allclose(other, plain, rtol=1e-5)
 
@@ -633,7 +621,6 @@ class Around(Own):
 
 @pytest.mark.parametrize("way", ["counts", "reads", "draws"])
 @pytest.mark.parametrize("among", [False, True])
-@pytest.mark.filterwarnings("ignore:faststep. this step cannot be compiled. the optimizer:RuntimeWarning")
 def test_a_schedule_of_an_optimizer_within_is_called_at_each_update(way: str, among: bool) -> None:
     found: list[Any] = []
     for fast in (False, True):
@@ -658,7 +645,7 @@ def test_a_schedule_of_an_optimizer_within_is_called_at_each_update(way: str, am
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-7)  # losses come near zero
 
 
-def test_what_an_update_reads_that_nobody_watches_is_told_where_that_is_seen() -> None:
+def test_what_an_update_reads_that_nobody_watches_is_seen() -> None:
     class Share:
         """What there is to be found among the subclasses."""
 
@@ -681,9 +668,7 @@ def test_what_an_update_reads_that_nobody_watches_is_told_where_that_is_seen() -
             losses.append(float(step(x).loss if fast else plain(x)[0]))
         return losses
 
-    with pytest.warns(RuntimeWarning, match=r"takes from (the clock|the system) \(.*, the (clock|system)"):
-        losses = train(True)
-    np.testing.assert_allclose(losses, train(False), rtol=1e-5)
+    np.testing.assert_allclose(train(True), train(False), rtol=1e-5)
 
 
 def test_an_optimizer_that_is_put_in_the_place_of_another_one_takes_the_next_step() -> None:

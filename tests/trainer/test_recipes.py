@@ -238,6 +238,25 @@ def test_checkpointed_gradients_need_less_memory() -> None:
     assert peak(True) < 0.75 * peak(False)
 
 
+def test_checkpointed_gradients_hold_nothing_between_steps() -> None:
+    """A function for the backward pass that kept parameters would keep those of the first step."""
+
+    def held(checkpointed: bool) -> int:
+        before = mx.get_active_memory()
+        model, batch = small(), tokens(2, 33)
+        if checkpointed:
+            recipes.checkpoint_gradients(model, ["blocks.*"])
+        step = Step(model, optim.SGD(1e-2), recipes.next_token())
+        for _ in range(4):
+            step(batch)
+        step.synchronize()
+        return mx.get_active_memory() - before
+
+    plain, checkpointed = held(False), held(True)
+    size = sum(each.nbytes for _, each in tree_flatten(small().parameters()))
+    assert checkpointed - plain < 0.1 * size
+
+
 def test_patterns_of_checkpointing_match_something() -> None:
     with pytest.raises(ValueError, match="'block' matches no module"):
         recipes.checkpoint_gradients(small(), ["block"])

@@ -12,7 +12,7 @@ from faststep._profile._labels import Labels
 from faststep._profile._text import text_of
 from faststep._profile._trace import write_chrome
 from faststep._profile._recording import DATA, LOOP, Held, Operation, Recording, Span
-from faststep._step._step import Step
+from faststep._step import Step
 
 
 class Profile(Recording):

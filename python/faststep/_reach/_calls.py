@@ -11,7 +11,7 @@ from faststep._reach import _code
 from faststep._reach._kinds import described, is_trusted_call
 
 # packages whose own code may run: the search takes only those of their functions that depend on their arguments alone
-_TRUSTED = frozenset({"mlx", "numpy", "functools", "typing", "enum", "abc", "types", "operator"})
+_TRUSTED = frozenset({"functools", "typing", "enum", "abc", "types", "operator"})
 
 
 class Calls:
@@ -44,26 +44,20 @@ class Calls:
 
     def _meet(self, frame: types.FrameType, event: str, function: Any) -> None:
         """Look at one call."""
-        if self.reason is not None:
+        if self.reason is not None or frame.f_code is Calls.__exit__.__code__ or _is_trusted(frame):
             return
-        if event == "call" and not self._is_known(frame):
+        if event == "call" and frame.f_code not in self._codes:
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
             module = frame.f_globals.get("__name__", "")
             name = name if module in ("", "__main__") else f"{module}.{name}"
             self.reason = f"calls {name} ({_place(frame.f_back or frame)})"
-        elif event == "c_call" and not _is_trusted(frame) and not is_trusted_call(function):
-            if frame.f_code is not Calls.__exit__.__code__:
-                self.reason = f"calls {described(function)} ({_place(frame)})"
-
-    def _is_known(self, frame: types.FrameType) -> bool:
-        return frame.f_code in self._codes or _is_trusted(frame)
+        elif event == "c_call" and not is_trusted_call(function):
+            self.reason = f"calls {described(function)} ({_place(frame)})"
 
 
 def _is_trusted(frame: types.FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
-    if type(module) is not str:
-        return False
-    return module.partition(".")[0] in _TRUSTED or module.startswith(("faststep._", "namedtuple_"))
+    return type(module) is str and (module in _TRUSTED or module.startswith(("faststep._", "namedtuple_")))
 
 
 def _place(frame: types.FrameType) -> str:

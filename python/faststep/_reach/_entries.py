@@ -64,5 +64,4 @@ class Holder(NamedTuple):
     names: Any  # the dict
     name: str
     done: set[str]
-    is_open: bool  # every name
-    in_model: bool  # constants, arrays and containers are compared elsewhere
+    in_model: bool = False  # constants, arrays and containers are compared elsewhere

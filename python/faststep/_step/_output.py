@@ -55,7 +55,8 @@ class Stats:
         traces: The traces that are kept, each with its cause, how long it took, and in `replay` its capture as one CUDA
             graph, or why there is none (None where `Step` was told not to replay).
         traced: The number of all traces that were made.
-        seconds: Where the time of all calls went. "look": at what the user has changed. "trace": calls that made a
+        seconds: Where the time of all calls went. "look": at what the user has changed. "call": the
+            loss. "trace": calls that made a
             trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
             of it then, and on a GPU holds a large step back until the last one has let go of its memory. "wait": for
             steps in flight. "show": giving the results to the user's objects.

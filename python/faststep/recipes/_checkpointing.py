@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 
 from faststep.recipes._patterns import check_matched, matches
 
@@ -52,7 +53,8 @@ def _checkpointed(kind: Any) -> Any:
 
 def _call(module: nn.Module, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module; when MLX calls it again, let it find what it found the first time, and leave no trace."""
-    key, before, calls = _keys()[0], module.parameters(), 0
+    trainable, calls = module.trainable_parameters(), 0
+    key, others = _keys()[0], _beside(module, trainable)
 
     def run(parameters: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal calls
@@ -60,7 +62,7 @@ def _call(module: nn.Module, function: Any, args: tuple[Any, ...], kwargs: dict[
         if calls == 1:
             return function(module, *args, **kwargs)
         now, random = module.parameters(), _keys()[0]
-        module.update(before)
+        module.update(others, strict=False)
         module.update(parameters)
         _keys()[0] = key
         try:
@@ -69,7 +71,14 @@ def _call(module: nn.Module, function: Any, args: tuple[Any, ...], kwargs: dict[
             _keys()[0] = random
             module.update(now)
 
-    return mx.checkpoint(run)(module.trainable_parameters(), args, kwargs)
+    return mx.checkpoint(run)(trainable, args, kwargs)
+
+
+def _beside(module: nn.Module, trainable: Any) -> Any:
+    """Return the tree of the arrays that are not trainable: a function that kept the others would keep memory."""
+    known: dict[str, mx.array] = dict(tree_flatten(trainable))
+    everything: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    return tree_unflatten([(path, each) for path, each in everything.items() if path not in known]) or {}
 
 
 def _keys() -> list[mx.array]:

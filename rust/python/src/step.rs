@@ -117,6 +117,7 @@ struct Inner {
 #[derive(Default)]
 struct Spent {
     look: f64,
+    call: f64,
     trace: f64,
     engine: Seconds,
     show: f64,
@@ -399,6 +400,7 @@ impl Spent {
     fn by_name(&self) -> HashMap<&'static str, f64> {
         HashMap::from([
             ("look", self.look),
+            ("call", self.call),
             ("trace", self.trace),
             ("build", self.engine.build),
             ("evaluate", self.engine.evaluate),

@@ -75,21 +75,23 @@ impl ModelSignature {
         self.tree.containers()
     }
 
-    /// The places of the arrays in the model as it is now, where it has this structure still. `known`: the identity of each array.
-    pub fn places<'py>(
+    /// The places of the arrays in the model as it is now, by their paths; none where it is what was checked last, with arrays of
+    /// these identities.
+    pub fn moved<'py>(
         &self,
         model: &Bound<'py, PyAny>,
         known: &[usize],
-    ) -> PyResult<Vec<Option<Slot<'py>>>> {
-        if let Some(slots) = self.tree.same_slots(model, known) {
-            return Ok(slots.into_iter().map(Some).collect());
-        }
-        if let Some(slots) = self.tree.check(model, Scope::Whole, known) {
-            return Ok(slots.into_iter().map(Some).collect());
+    ) -> PyResult<Option<Vec<Option<Slot<'py>>>>> {
+        if self.tree.same_slots(model, known).is_some() {
+            return Ok(None);
         }
         let (tree, slots) = Tree::of_model(model)?;
+        if *tree.containers() == *self.tree.containers() {
+            return Ok(None);
+        }
         let mut there: HashMap<_, _> = tree.paths(model.py()).into_iter().zip(slots).collect();
-        Ok(self.roles.iter().map(|(_, path)| there.remove(path)).collect())
+        let moved = self.roles.iter().map(|(_, path)| there.remove(path));
+        Ok(Some(moved.collect()))
     }
 
     /// The path to a parameter.

@@ -25,7 +25,7 @@ use pyo3::{
 
 use crate::mlx::{
     bridge,
-    classes::is_numeric,
+    classes::{is_numeric, is_numpy_number},
     collector::{Collector, Refers, Visited},
     glance::Glance,
 };
@@ -34,7 +34,7 @@ use paths::Paths;
 use slot::{Place, Places, Slot};
 use static_value::{equal, is_fixed, is_plain, Static};
 use text::text;
-use walk::{walk, Kind, Scope, Visitor, MAX_DEPTH};
+use walk::{is_builtin, walk, Kind, Scope, Visitor, MAX_DEPTH};
 
 #[derive(Debug)]
 enum Item {
@@ -361,14 +361,18 @@ impl<'py> Visitor<'py> for Recorder<'py> {
     }
 
     fn leaf(&mut self, object: &Bound<'py, PyAny>) -> Option<()> {
-        if self.scope == Scope::Arguments && !is_plain(object) && !is_static_object(object) {
-            if is_numeric(object) {
+        let is_value = || is_plain(object) && is_builtin(object);
+        if self.scope == Scope::Arguments && !is_value() && !is_static_object(object) {
+            if is_numeric(object) || is_numpy_number(object) {
                 self.numpy = true;
             } else {
                 self.objects.push(object.clone());
             }
             self.tree.items.push(Item::Object);
             return Some(());
+        }
+        if self.scope == Scope::Arguments && object.is_instance_of::<PyType>() {
+            self.objects.push(object.clone()); // its attributes may be others at the next call
         }
         match Static::of(object) {
             Ok(value) => self.tree.items.push(Item::Static(value)),

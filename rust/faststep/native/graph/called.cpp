@@ -52,6 +52,13 @@ bool same_number(const mx::array& a, const mx::array& b) {
   return std::memcmp(a.data<char>(), b.data<char>(), a.itemsize()) == 0;
 }
 
+// The same number in an array of its own: one that is an input of the step too would be no constant of it.
+mx::array own_number(const mx::array& array) {
+  mx::array own(mx::allocator::malloc(array.itemsize()), mx::Shape{}, array.dtype());
+  std::memcpy(own.data<char>(), array.data<char>(), array.itemsize());
+  return own;
+}
+
 // Its gradients are Python functions, which no primitive shows.
 bool is_custom(const mx::Primitive& primitive) {
   return std::string_view(primitive.name()) == "CustomTransforms";
@@ -523,7 +530,8 @@ class CallGraph {
     bool forward = steps_.size() < forward_;
     if (!array.has_primitive()) {
       bool constant = (!forward && !custom_) || is_number(array); // MLX's own gradients make the same leaves each time
-      leaves_.push_back({step.first, constant, constant ? array : mx::array(0)});
+      auto value = !constant ? mx::array(0) : is_number(array) ? own_number(array) : array;
+      leaves_.push_back({step.first, constant, std::move(value)});
       forward_leaves_ += forward;
       steps_.push_back({nullptr, step.first, 1, step.edge, 0});
       return;
@@ -559,7 +567,7 @@ class CallGraph {
 
   void differs(size_t leaf, const mx::array& array, std::vector<size_t>& differing) const {
     const auto& known = leaves_[leaf];
-    if (known.is_constant && (!is_number(array) || !same_number(known.array, array)) && known.array.id() != array.id()) {
+    if (known.is_constant && (!is_number(array) || !same_number(known.array, array))) {
       differing.push_back(leaf);
     }
   }

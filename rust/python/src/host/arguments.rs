@@ -2,7 +2,7 @@
 use std::collections::{HashMap, HashSet};
 
 use faststep::engine::array::id;
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 use pyo3::{
 
     prelude::*,
@@ -10,17 +10,16 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, classes::is_module},
+    mlx::{bridge, classes::is_module, errors::mlx},
     tree::{ordered, rebuild::again, walk::fields},
 };
 
 /// Arguments in whose own dicts, lists and dataclasses tracers stand, so that all else that the loss does to these is the user's to
-/// see.
+/// see. Each place has a tracer of its own, as MLX gives each a copy.
 pub struct LentArguments<'py> {
     of_model: HashSet<usize>,
-    made: HashMap<usize, Bound<'py, PyAny>>, // by the addresses of the user's
+    made: HashMap<usize, (usize, Dtype)>, // by the address of each object: the tracer's identity, and the user's dtype
     places: Vec<(Holder<'py>, Bound<'py, PyAny>, Bound<'py, PyAny>)>, // with the user's object, and the one in its place
-    arrays: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, usize)>, // the user's, the tracer's object, and the tracer's identity
 }
 
 enum Holder<'py> {
@@ -64,16 +63,29 @@ impl<'py> LentArguments<'py> {
             made: HashMap::new(),
             of_model: of_model.iter().copied().collect(),
             places: Vec::new(),
-            arrays: Vec::new(),
         };
         let mut next = tracers.iter();
-        match lent.replace(arguments.as_any(), &mut next) {
+        match lent.replace_all(arguments, &mut next) {
             Ok(replaced) => Ok((lent, replaced)),
             Err(error) => {
                 lent.take_back()?;
                 Err(error)
             }
         }
+    }
+
+    // the positional arguments, and the dict of the named ones, which is the call's
+    fn replace_all(
+        &mut self,
+        arguments: &Bound<'py, PyTuple>,
+        tracers: &mut std::slice::Iter<'_, Array>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let positional = self.replace(&arguments.get_item(0)?, tracers)?;
+        let named = PyDict::new(arguments.py());
+        for (name, value) in arguments.get_item(1)?.cast::<PyDict>()? {
+            named.set_item(name, self.replace(&value, tracers)?)?;
+        }
+        Ok(PyTuple::new(arguments.py(), [positional, named.into_any()])?.into_any())
     }
 
     fn replace(
@@ -88,13 +100,9 @@ impl<'py> LentArguments<'py> {
             if bridge::id(object).is_some_and(|id| self.of_model.contains(&id)) {
                 return Ok(object.clone());
             }
-            let address = object.as_ptr().addr();
-            if let Some(known) = self.made.get(&address) {
-                return Ok(known.clone()); // one object at two places stays one
-            }
             let made = bridge::wrap(object.py(), tracer)?;
-            self.made.insert(address, made.clone());
-            self.arrays.push((object.clone(), made.clone(), id(tracer)));
+            let dtype = bridge::get(object).map_or(Dtype::Float32, |array| array.dtype());
+            self.made.insert(made.as_ptr().addr(), (id(tracer), dtype));
             return Ok(made);
         }
         if let Ok(dict) = object.cast::<PyDict>() {
@@ -138,21 +146,37 @@ impl<'py> LentArguments<'py> {
         Ok(())
     }
 
-    /// Put the user's objects back; one that the loss has changed in place has the new value.
+    /// Put the user's objects back, but where the loss has changed the one in their place.
     pub fn take_back(self) -> PyResult<()> {
-        for (own, tracer, id) in &self.arrays {
-            if bridge::id(tracer) != Some(*id) {
-                if let Some(array) = bridge::get(tracer) {
-                    bridge::assign(own, &array);
-                }
-            }
-        }
         for (holder, own, now) in &self.places {
-            if holder.get()?.is_some_and(|there| there.is(now)) {
+            let stands = holder.get()?.is_some_and(|there| there.is(now));
+            if stands && !self.is_changed(now)? {
                 holder.set(own)?;
             }
         }
         Ok(())
+    }
+
+    // true if an array has been changed in place; it gets the dtype that it had outside of mixed precision
+    fn is_changed(&self, now: &Bound<'py, PyAny>) -> PyResult<bool> {
+        if let Ok(tuple) = now.cast::<PyTuple>() {
+            for item in tuple {
+                if self.is_changed(&item)? {
+                    return Ok(true);
+                }
+            }
+            return Ok(false);
+        }
+        let Some((tracer, dtype)) = self.made.get(&now.as_ptr().addr()) else {
+            return Ok(false);
+        };
+        match bridge::get(now).filter(|array| id(array) != *tracer) {
+            Some(array) => {
+                bridge::assign(now, &array.as_dtype(*dtype).map_err(mlx)?);
+                Ok(true)
+            }
+            None => Ok(false),
+        }
     }
 
     /// The positional arguments behind the model, and the named ones.

@@ -173,14 +173,16 @@ pub struct Called<'py> {
     pub graph: Option<Rc<LossGraph>>,
     /// True if no earlier call had that graph.
     pub is_new: bool,
+    /// True if the call could have been left out.
+    pub is_check: bool,
     /// The arrays that the graph ends in.
     pub leaves: Vec<Array>,
     /// True if the loss has read the value of an array.
     pub reads: bool,
     /// Arrays of another shape that it has put into the model.
     pub reshaped: Vec<Reshaped>,
-    /// Where the model's arrays are behind the call.
-    pub places: Vec<Option<Slot<'py>>>,
+    /// New places of the model's arrays.
+    pub moved: Moved<'py>,
     gradients: Vec<Array>, // where they have been made for this call
     given: Given,
     roots: Roots,
@@ -221,10 +223,10 @@ impl<'py> Called<'py> {
         old_key: &Bound<'py, PyAny>,
     ) -> PyResult<Self> {
         let py = inputs.model.py();
-        let (result, assigned, places) = call_loss(inputs, &given)?;
+        let (result, assigned, moved) = call_loss(inputs, &given)?;
         let reads = given.tracers.are_read();
         let (mut form, mut roots) = read(inputs, &given, &result)?;
-        let reshaped = note_assigned(inputs, &given, (assigned, &places), (&mut form, &mut roots))?;
+        let reshaped = note_assigned(inputs, &given, (assigned, moved.as_deref()), (&mut form, &mut roots))?;
         let now = key_of(inputs)?;
         let missing = || PyRuntimeError::new_err("there is no random key");
         let key = bridge::get(old_key).ok_or_else(missing)?;
@@ -239,10 +241,11 @@ impl<'py> Called<'py> {
             form,
             graph: None,
             is_new: false,
+            is_check: false,
             leaves: Vec::new(),
             reads,
             reshaped,
-            places,
+            moved,
             gradients: Vec::new(),
             given,
             roots,
@@ -317,7 +320,7 @@ impl<'py> Called<'py> {
         let doubled = inputs.signature.is_doubled();
         let lent = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| given.of_role(role))?;
         let made = given.tracers.gradients(&given.parameters, &self.roots);
-        let put_back = lent.take_back();
+        let put_back = lent.take_back(None);
         put_back?;
         self.gradients = made.map_err(mlx)?;
         let now = key_of(inputs)?;
@@ -397,7 +400,10 @@ fn key_of(inputs: &LossInputs<'_, '_>) -> PyResult<Array> {
 }
 
 // what a loss returned, what it has assigned to the model, and where the model's arrays are now
-type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Vec<Option<Slot<'py>>>);
+type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Moved<'py>);
+
+/// Where the model's arrays are, where the loss has put other containers into the model.
+type Moved<'py> = Option<Vec<Option<Slot<'py>>>>;
 
 // call the loss with tracers in the places of arrays
 fn call_loss<'py>(
@@ -410,7 +416,7 @@ fn call_loss<'py>(
     let (lent, arguments) = match LentArguments::put(inputs.arguments, given.of_batch(), model.ids()) {
         Ok(lent) => lent,
         Err(error) => {
-            model.take_back()?;
+            model.take_back(None)?;
             return Err(error);
         }
     };
@@ -420,9 +426,9 @@ fn call_loss<'py>(
     });
     drop(arguments);
     lent.take_back()?;
-    let places = inputs.signature.places(inputs.model, model.ids())?;
-    let assigned = model.take_back_from(places.iter().map(Option::as_ref))?;
-    Ok((returned?, assigned, places))
+    let moved = inputs.signature.moved(inputs.model, model.ids())?;
+    let assigned = model.take_back(moved.as_deref())?;
+    Ok((returned?, assigned, moved))
 }
 
 // a model with an `update` of its own is given the tracers by that too, as by nn.value_and_grad
@@ -520,7 +526,7 @@ fn read_weight(returned: &Bound<'_, PyAny>) -> PyResult<(Array, bool)> {
 fn note_assigned<'py>(
     inputs: &LossInputs<'_, 'py>,
     given: &Given,
-    (assigned, places): (Vec<Assigned<'py>>, &[Option<Slot<'py>>]),
+    (assigned, moved): (Vec<Assigned<'py>>, Option<&[Option<Slot<'py>>]>),
     (form, roots): (&mut Form, &mut Roots),
 ) -> PyResult<Vec<Reshaped>> {
     let mut reshaped = Vec::new();
@@ -549,9 +555,9 @@ fn note_assigned<'py>(
                 )))
             }
             Role::Other(_) if !same => {
-                if let Some(place) = &places[slot] {
-                    place.place.set(&object)?;
-                }
+                let moved = moved.and_then(|moved| moved[slot].as_ref());
+                let place = moved.map_or(&inputs.slots[slot].place, |moved| &moved.place);
+                place.set(&object)?;
                 let now = object.unbind();
                 reshaped.push(Reshaped { slot, now });
                 continue;

@@ -48,7 +48,7 @@ impl<'a, 'py> Lent<'a, 'py> {
             let tracer = tracer(*role);
             let put = bridge::wrap(py, tracer).and_then(|object| slot.place.set(&object));
             if let Err(error) = put {
-                lent.take_back_from(slots.iter().map(Some))?;
+                lent.take_back(None)?;
                 return Err(error);
             }
             lent.ids.push(id(tracer));
@@ -67,41 +67,39 @@ impl<'a, 'py> Lent<'a, 'py> {
         &self.ids
     }
 
-    /// Put the model's own objects back where they were.
-    pub fn take_back(self) -> PyResult<Vec<Assigned<'py>>> {
-        let slots = self.slots;
-        self.take_back_from(slots.iter().map(Some))
-    }
-
-    /// The same where the places are now, in containers that the loss may have replaced; return what it has assigned. What it has taken
-    /// out, or put there that is no array, stays.
-    pub fn take_back_from<'b>(
-        self,
-        places: impl Iterator<Item = Option<&'b Slot<'py>>>,
-    ) -> PyResult<Vec<Assigned<'py>>>
-    where
-        'py: 'b,
-    {
+    /// Put the model's own objects back; return what the loss has assigned. `places`: where the arrays are now, in containers that the
+    /// loss may have replaced; none: where they were. What it has taken out, or put there that is no array, stays.
+    pub fn take_back(self, places: Option<&[Option<Slot<'py>>]>) -> PyResult<Vec<Assigned<'py>>> {
         let mut assigned = Vec::new();
-        for (number, (place, id)) in places.zip(&self.ids).enumerate() {
-            let Some(place) = place.filter(|_| *id != 0).map(|slot| &slot.place) else {
+        for (number, (slot, id)) in self.slots.iter().zip(&self.ids).enumerate() {
+            if *id == 0 {
                 continue;
-            };
-            let Some(now) = place.get()? else {
-                continue;
-            };
-            let Some(found) = bridge::id(&now) else {
-                continue;
-            };
-            let own = &self.slots[number].object;
-            let known = self.doubled && (now.is(own) || self.has_lent(Some(&now)));
-            if found != *id && !known {
-                assigned.push(Assigned {
-                    slot: number,
-                    object: now,
-                });
             }
-            place.set(own)?;
+            let now = slot.place.get()?.filter(bridge::is_array);
+            let has_tracer = now.as_ref().and_then(bridge::id) == Some(*id);
+            let moved = places.and_then(|places| places[number].as_ref());
+            match moved.filter(|moved| !moved.place.is(&slot.place)) {
+                Some(moved) => {
+                    if has_tracer {
+                        slot.place.set(&slot.object)?;
+                    }
+                    if bridge::id(&moved.object) == Some(*id) {
+                        moved.place.set(&slot.object)?;
+                    } else {
+                        let object = moved.object.clone();
+                        assigned.push(Assigned { slot: number, object });
+                    }
+                }
+                None => {
+                    let Some(now) = now else { continue };
+                    let known = self.doubled && (now.is(&slot.object) || self.has_lent(Some(&now)));
+                    slot.place.set(&slot.object)?;
+                    if !has_tracer && !known {
+                        let object = now;
+                        assigned.push(Assigned { slot: number, object });
+                    }
+                }
+            }
         }
         Ok(assigned)
     }

@@ -130,6 +130,7 @@ impl Inner {
         task: Task,
     ) -> PyResult<Done<'py>> {
         let py = user.py();
+        let before = self.seconds.call;
         let mut way = self.way(shared, user, (prepared, batch), task)?;
         if let Way::Called(called) | Way::Plain(called) = &mut way {
             move_places(prepared, called);
@@ -142,7 +143,7 @@ impl Inner {
         if scheduled && schedules.are_there() || way.called().is_some() {
             store.look_again(prepared, &user.model, &user.optimizer)?;
         }
-        self.seconds.look += started.elapsed().as_secs_f64();
+        self.seconds.look += started.elapsed().as_secs_f64() - (self.seconds.call - before);
         let (output, new) = self.run(&mut store, user, prepared, (batch, &mut way), task)?;
         let shown = Instant::now();
         if let Way::Called(called) = &way {
@@ -197,8 +198,10 @@ impl Inner {
         let seconds = began.elapsed().as_secs_f64();
         let watched = watched.map(|(list, calls)| Ok::<_, PyErr>((list, calls.end(py)?)));
         let watched = watched.transpose()?;
-        let called = called?;
+        let mut called = called?;
+        self.seconds.call += seconds;
         let number = called.graph.as_ref().map(|graph| graph.number);
+        called.is_check = due.is_some() && due == number;
         if due.is_some() && due != number {
             self.is_unsteady(py)?;
         }
@@ -410,8 +413,12 @@ impl Inner {
 
 // the step goes on in the dicts and lists that the loss has left
 fn move_places<'py>(prepared: &mut Prepared<'py>, called: &mut Called<'py>) {
-    for (slot, now) in prepared.model.iter_mut().zip(called.places.drain(..)) {
-        if let Some(now) = now {
+    let moved = called.moved.take().unwrap_or_default();
+    for (slot, now) in prepared.model.iter_mut().zip(moved) {
+        if let Some(now) = now.filter(|now| !now.place.is(&slot.place)) {
+            if let Ok(Some(object)) = now.place.get() {
+                slot.object = object;
+            }
             slot.place = now.place;
         }
     }

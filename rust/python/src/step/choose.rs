@@ -166,7 +166,8 @@ impl Inner {
         key: Key,
         graph: Option<&Rc<LossGraph>>,
     ) -> PyResult<()> {
-        let compiled = match self.compiling(&key.part, graph.is_some()) {
+        let own = matches!(store.rule, Some(Rule::Host)) && key.part != Part::Gradients;
+        let compiled = match self.compiling(&key.part, graph.is_some(), own) {
             Compiled::Whole if self.has_many_options(&key) => Compiled::Nothing,
             compiled => compiled,
         };
@@ -204,12 +205,11 @@ impl Inner {
         alike.count() >= MANY_OPTIONS
     }
 
-    // what of a part MLX compiles
-    fn compiling(&self, part: &Part, has_graph: bool) -> Compiled {
-        let updates_itself = matches!(part, Part::Whole(Rule::Host) | Part::Update(Rule::Host));
+    // the share of a part that MLX compiles; `own`: the optimizer is the user's own, and may read what the loss has left
+    fn compiling(&self, part: &Part, has_graph: bool, own: bool) -> Compiled {
         let compiles = self.options.compile && self.has_compiler;
         let plain = !has_graph && !matches!(part, Part::Update(_));
-        match (compiles, updates_itself) {
+        match (compiles, own) {
             (false, _) | (true, true) => Compiled::Nothing,
             (true, false) if plain || self.plain.is_some() => Compiled::Update,
             (true, false) => Compiled::Whole,

@@ -4,7 +4,7 @@
 //! same graph, change nothing that is watched, and call no unknown function.
 use std::rc::Rc;
 
-use faststep::engine::Part;
+use faststep::engine::{array::id, Part};
 use pyo3::{prelude::*, types::PyTuple};
 
 use super::{
@@ -18,7 +18,7 @@ use crate::{
         bridge,
         collector::{Collector, Refers, Visited},
     },
-    tree::rebuild::rebuild,
+    tree::{rebuild::rebuild, Tree},
     watch::{search, Calls, WatchList},
 };
 
@@ -27,7 +27,7 @@ const OFTEN: usize = 1000;
 /// The most calls that are watched before a loss is called always.
 const TRIES: usize = 6;
 /// Seconds that a search may take in any case: those of a small net's call are fewer than a look at the clock is worth.
-const SEARCH: f64 = 0.02;
+const SEARCH: f64 = 0.2;
 
 /// What is known of a trace's loss.
 #[derive(Default)]
@@ -171,7 +171,7 @@ impl Inner {
         watched: Option<(Rc<WatchList>, Option<String>)>,
         seconds: f64,
     ) -> PyResult<Option<String>> {
-        if let Some(reason) = self.cannot_be_left_out(batch, called)? {
+        if let Some(reason) = self.cannot_be_left_out(user, batch, called)? {
             return Ok(Some(reason));
         }
         let Some(last) = self.traces.last_mut() else {
@@ -230,6 +230,7 @@ impl Inner {
     // why no call of this loss can be left out, from what this one did
     fn cannot_be_left_out(
         &self,
+        user: &Arguments<'_>,
         batch: &Batch<'_>,
         called: &Called<'_>,
     ) -> PyResult<Option<String>> {
@@ -243,6 +244,8 @@ impl Inner {
             "gives an array of the model another shape or dtype"
         } else if batch.numpy {
             "takes NumPy arrays: pass mx.array(...)"
+        } else if changes_arguments(user, batch)? {
+            "changes its arguments"
         } else if !is_plain(&called.result)? {
             "returns objects that are no arrays, numbers, or tuples, lists and dicts of them"
         } else {
@@ -263,6 +266,14 @@ impl Inner {
              may have been computed without that. It is called at each step from here on. Pass as an argument what it depends on",
         )
     }
+}
+
+// true if the arguments are not what they were before the call
+fn changes_arguments(user: &Arguments<'_>, batch: &Batch<'_>) -> PyResult<bool> {
+    let now = Tree::record_arguments(user.passed.as_any())?;
+    let ids = now.slots.iter().map(|slot| bridge::id(&slot.object));
+    let known = batch.arrays.iter().map(|array| Some(id(array)));
+    Ok(!now.tree.equals(&batch.tree, user.py()) || !ids.eq(known))
 }
 
 // the structure that a loss returned, with holes for its arrays

@@ -178,6 +178,7 @@ impl Inner {
             Way::LeftOut(_) if own.is_none() => ("native", None),
             Way::LeftOut(_) => ("called", own),
             Way::Plain(_) => ("plain", plain()),
+            Way::Called(called) if called.is_check && own.is_none() => ("native", None),
             Way::Called(_) if self.plain.is_some() => ("plain", plain()),
             Way::Called(_) => ("called", own.or_else(|| self.leaving_out.reason.clone())),
             Way::Nothing => return,

@@ -51,6 +51,19 @@ impl<'py> Places<'py> {
 }
 
 impl<'py> Place<'py> {
+    /// Return whether both are one place.
+    pub fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Dict(one, key), Self::Dict(other, name)) => {
+                one.is(other) && key.eq(name).unwrap_or(false)
+            }
+            (Self::List(one, at), Self::List(other, index)) => one.is(other) && at == index,
+            (Self::Nth(places, number), other) => places.get(*number).is_ok_and(|it| it.is(other)),
+            (one, Self::Nth(places, number)) => places.get(*number).is_ok_and(|it| it.is(one)),
+            _ => false,
+        }
+    }
+
     /// Put another object there.
     pub fn set(&self, object: &Bound<'py, PyAny>) -> PyResult<()> {
         match self {

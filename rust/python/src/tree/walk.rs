@@ -346,7 +346,7 @@ impl Looking {
 }
 
 // a text, a number or None: a batch may hold many
-fn is_builtin(object: &Bound<'_, PyAny>) -> bool {
+pub fn is_builtin(object: &Bound<'_, PyAny>) -> bool {
     object.is_exact_instance_of::<PyString>()
         || object.is_exact_instance_of::<PyInt>()
         || object.is_exact_instance_of::<PyFloat>()
