@@ -88,6 +88,10 @@ class Point(NamedTuple):
     y: mx.array
 
 
+class Pair(tuple[float, ...]):
+    beta: float
+
+
 class Scale:
     factor = 3.0
 
@@ -185,7 +189,11 @@ scale.unread = hooked
 point, teacher, weak, generator = Point(0.5, mx.array(2.0)), MLP(), weakref.ref(config), np.random.default_rng(0)
 compiled = mx.compile(lambda x: x * BETA)
 compiled_with_state = mx.compile(lambda x: x * ARRAY[0], inputs=[ARRAY])
+pair, row = Pair(), np.ones(2, [("beta", "f4")])[0]
+pair.beta = 0.5
+of_config = functools.partial(getattr, config)
 half = functools.partial(lambda x, by: x * by, by=0.5)
+half.beta = 0.5  # type: ignore[attr-defined]
 
 
 def made(beta: float = 0.3, *, eps: float = 1e-3) -> Callable[..., mx.array]:
@@ -273,6 +281,11 @@ GOOD: dict[str, tuple[Callable[..., Any], Callable[[pytest.MonkeyPatch], object]
     "bound": (lambda m, x, f=scale.scaled: squared(f(m(x))), lambda p: p.setattr(scale, "by", 1.5)),
     "static": (lambda m, x: squared(Scale.halved(m(x))), lambda p: p.setattr(Scale, "halved", staticmethod(squared))),
     "partial": (lambda m, x: squared(half(m(x))), lambda p: p.setitem(half.keywords, "by", 2.0)),
+    "attribute of a partial": (lambda m, x: squared(half(m(x))) * half.beta, lambda p: p.setattr(half, "beta", 1.0)),
+    "inside MLX": (lambda m, x: squared(m(x)), lambda p: p.setattr(mx, "addmm", mx.matmul)),
+    "inside MLX's module": (masked, lambda p: p.setattr(nn.losses, "_reduce", squared)),
+    "inside what MLX compiled": (lambda m, x: nn.gelu(m(x)), lambda p: p.setattr(mx, "erf", mx.tanh)),
+    "a method of arrays": (lambda m, x: m(x).mean(), lambda p: p.setattr(mx.array, "mean", mx.array.sum)),
     "loss partial": (functools.partial(lambda by, m, x: squared(m(x)) * by, 2.0), None),
     "wrapped": (logged(lambda m, x: squared(m(x))), lambda p: p.setattr(squared, "__code__", Scale.halved.__code__)),
     "MLX's class": (lambda m, x: squared(m(x)) * m.layers[0].rank, lambda p: p.setattr(nn.Linear, "rank", 2)),
@@ -318,6 +331,16 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
     "next": (lambda m, x: m(x) * next(counter), "calls next"),
     "made name": (lambda m, x: m(x) * getattr(config, "be" + "ta" * len("x")), "name that is no constant"),
     "getattr elsewhere": (lambda m, x: list(map(getattr, [config], ["beta"])), "name that is no constant"),
+    "getattr in a variable": (lambda m, x, get=getattr: get(config, "be" + "ta"), "calls getattr"),
+    "getattr in part": (lambda m, x, get=of_config: get("be" + "ta"), "calls getattr"),
+    "getattr of a class": (
+        lambda m, x, get=object.__getattribute__: get(config, "be" + "ta"),
+        "of type wrapper_descriptor",
+    ),
+    "getattr of a module": (lambda m, x: builtins.getattr(config, "be" + "ta"), "calls builtins.getattr"),
+    "attributes of a tuple": (lambda m, x: pair.beta, "reads `pair.beta` of type Pair"),
+    "numpy function": (lambda m, x: m(x) * np.mean([1.0, 2.0]), "calls numpy.mean"),
+    "numpy row": (lambda m, x: m(x) * float(row["beta"]), "reads `row` of numpy"),
     "getter": (lambda m, x: operator.attrgetter("beta")(config), "calls operator.attrgetter"),
     "generator": (lambda m, x: m(x) * sum(running), "reads `running` of type generator"),
     "iterator": (lambda m, x: m(x) * sum(counter), "reads `counter` of itertools"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from faststep._reach import _code
-from faststep._reach._kinds import described, is_trusted_call
+from faststep._reach._kinds import NAMING, described, is_trusted_call
 
 # packages whose own code may run: the search takes only those of their functions that depend on their arguments alone
 _TRUSTED = frozenset({"functools", "typing", "enum", "abc", "types", "operator"})
@@ -51,13 +51,17 @@ class Calls:
             module = frame.f_globals.get("__name__", "")
             name = name if module in ("", "__main__") else f"{module}.{name}"
             self.reason = f"calls {name} ({_place(frame.f_back or frame)})"
-        elif event == "c_call" and not is_trusted_call(function):
+        elif event == "c_call" and not (is_trusted_call(function) or _is_by_name(function, frame)):
             self.reason = f"calls {described(function)} ({_place(frame)})"
 
 
 def _is_trusted(frame: types.FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
-    return type(module) is str and (module in _TRUSTED or module.startswith(("faststep._", "namedtuple_")))
+    return type(module) is str and (module in _TRUSTED or module.startswith("namedtuple_"))
+
+
+def _is_by_name(function: Any, frame: types.FrameType) -> bool:
+    return function in NAMING and function.__name__ in frame.f_code.co_names
 
 
 def _place(frame: types.FrameType) -> str:

@@ -51,8 +51,6 @@ def is_constant(value: Any) -> bool:
     kind = type(value)
     if kind in _PLAIN:
         return True
-    if kind is slice:
-        return all(type(each) in _PLAIN for each in (value.start, value.stop, value.step))
     if kind is frozenset:
         return all(type(each) in _PLAIN for each in value)
     if is_a(value, np.dtype):
@@ -97,7 +95,7 @@ def is_trusted_call(function: Any) -> bool:
     own = getattr(function, "__self__", None)
     if own is None or is_a(own, types.ModuleType) or is_a(own, type):
         plain = any(own is each for each in (dict, int, float, bytes, str, tuple, object))
-        return plain or id(function) in _trusted() or function in NAMING
+        return plain or id(function) in _trusted()
     return is_a(own, _WITH_METHODS) and function.__name__ != "__reduce__"
 
 
@@ -139,6 +137,5 @@ def inner_functions(value: Any) -> list[Any] | None:
 def described(value: Any) -> str:
     """Return the name of a function or class as it is called: `time.time`."""
     module = getattr(value, "__module__", None) or getattr(getattr(value, "__self__", None), "__name__", "")
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__)
-    is_builtin = vars(builtins).get(str(name)) is value
-    return str(name) if is_builtin or module in ("builtins", "__main__", "") else f"{module}.{name}"
+    name = getattr(value, "__qualname__", type(value).__name__)
+    return name if module in ("builtins", "__main__", "") else f"{module}.{name}"

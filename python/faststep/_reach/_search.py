@@ -37,10 +37,7 @@ _MADE_AT_ONCE = frozenset({"__init__", "__new__", "__post_init__", "__init_subcl
 _RARE = frozenset({"__repr__", "__str__", "__hash__", "__eq__", "__replace__"})  # a call that runs one is not left out
 _SETTERS = ("__setattr__", "__delattr__")
 _HOOKS = ("__del__", "__getattr__", "__getattribute__", "__get__", "__set__", "__dict__", *_SETTERS)
-_OF_C: tuple[Any, ...] = (
-    *(types.WrapperDescriptorType, types.MethodDescriptorType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType),
-)
+_OF_C = (type(str.__len__), type(str.join), type(int.real), types.MemberDescriptorType)  # what classes of C code have
 _BASES: tuple[Any, ...] = (object, abc.ABC, typing.Generic, typing.Protocol, tuple, int, str)
 _METACLASSES: tuple[type, ...] = (type, abc.ABCMeta, type(enum.Enum), type(typing.Protocol))
 _ADVICE = "read it once, or pass it as an argument"
@@ -73,7 +70,7 @@ class _Search:
         self.deadline = deadline
         self.entries = [Entry(mx.array, "length", None, len(vars(mx.array)), "the attributes of mx.array")]
         self.codes: dict[types.CodeType, None] = {}
-        self.names = {"_training": "the model"}  # attributes in the code read, and where
+        self.names = {"_training": "the model", "_value_": "an enumeration"}  # attributes in the code read, and where
         self.seen: dict[int, Any] = {}
         self.classes: set[int] = set()
         self.made: set[int] = set()  # classes that code can reach, and so make objects of
@@ -94,12 +91,8 @@ class _Search:
 
     def root(self, loss_fn: Any) -> None:
         """Take the loss function, which may be a new one at each call."""
-        target = loss_fn
-        while type(target) in (types.MethodType, functools.partial):
-            target = target.__func__ if type(target) is types.MethodType else target.func
-        if type(target) is types.FunctionType:
-            self.trust(module_of(target))
         if type(loss_fn) is types.FunctionType:
+            self.trust(module_of(loss_fn))
             self.function(loss_fn, None, loss_fn.__name__, "the loss")
         elif type(loss_fn) is types.MethodType:
             self.add(None, "part", "__func__", loss_fn.__func__, loss_fn.__func__.__name__, "the loss")
@@ -167,13 +160,12 @@ class _Search:
             return cls is nn.Module and name == "__setattr__"  # others are dataclasses'
         if name in self.names:
             return True
-        is_dunder = name.startswith("__") and name.endswith("__") and name not in _RARE and cls is not mx.array
-        if holder.way == "attribute" or not is_dunder:
+        is_dunder = name.startswith("__") and name.endswith("__") and name not in _RARE
+        if holder.way == "attribute" or not is_dunder or cls is mx.array:
             return False
         is_code = callable(value) or is_a(value, (property, staticmethod, classmethod))
-        if type(value) in _OF_C and is_a(cls, type(enum.Enum)):
-            return False
-        return is_code and (name not in _MADE_AT_ONCE or id(cls) in self.made)
+        is_of_enum = type(value) in _OF_C and is_a(cls, type(enum.Enum))
+        return is_code and not is_of_enum and (name not in _MADE_AT_ONCE or id(cls) in self.made)
 
     def open_one(self, holder: Holder, name: str, value: Any) -> None:
         """Add one attribute."""
@@ -220,10 +212,6 @@ class _Search:
         elif is_a(value, type):
             self.made.add(id(value))
             self.read_class(value, place, value, name)
-        elif is_a(value, enum.Enum):
-            self.read_class(kind, place, value, name)
-            self.hold(value, name)
-            self.add(value, "attribute", "_value_", value._value_, f"{name}.value", place)
         else:
             self.instance(value, name, place)
 
@@ -249,15 +237,14 @@ class _Search:
             self.add(value, "item", key, each, form.format(name, key), place)
 
     def instance(self, value: Any, name: str, place: str) -> None:
-        """Watch a plain object of a user's class, or a named tuple."""
+        """Watch a plain object of a user's class, a member of an enumeration, or a named tuple."""
         cls = type(value)
-        is_named = is_a(value, tuple) and cls.__dictoffset__ == 0
-        if not self.is_read_package(cls.__module__) or not (is_named or cls.__dictoffset__):
+        is_named = is_a(value, tuple)
+        if not self.is_read_package(cls.__module__) or bool(cls.__dictoffset__) == is_named:
             self.refuse(value, name, place)
         self.read_class(cls, place, value, name)
         if is_named:
-            for at, each in enumerate(tuple.__iter__(value)):
-                self.add(value, "index", at, each, f"{name}[{at}]", place)
+            self.container(tuple.__getitem__(value, slice(None)), name, place)
         else:
             self.entries.append(Entry(value, "type", None, cls, f"type({name})"))
             self.hold(value, name)
@@ -306,7 +293,7 @@ class _Search:
         """Read a function; `parent` is None for the loss function of the current call."""
         module, code = module_of(function), function.__code__
         of_mlx = owner(module) == "mlx"  # whose functions are taken as they are, but for what is replaced in it
-        if module.startswith("faststep._") or is_made(function):
+        if is_made(function):
             return
         if not (of_mlx or self.is_read_package(module)) or function.__builtins__ is not vars(builtins):
             self.refuse(function, name, place)
@@ -332,10 +319,10 @@ class _Search:
 
     def defaults(self, function: Any, parent: Any, name: str, place: str) -> None:
         """Watch the defaults of a function's arguments."""
-        count = len(function.__defaults__ or ())
-        positional = function.__code__.co_varnames[: function.__code__.co_argcount]
-        for at, value in enumerate(function.__defaults__ or ()):
-            self.add(parent, "default", at, value, f"{name}({positional[at - count]})", place)
+        given, count = function.__defaults__ or (), function.__code__.co_argcount
+        for at, value in enumerate(given):
+            key = function.__code__.co_varnames[count - len(given) + at]
+            self.add(parent, "default", at, value, f"{name}({key})", place)
         for key, value in (function.__kwdefaults__ or {}).items():
             self.add(parent, "kwdefault", key, value, f"{name}({key})", place)
 
@@ -382,8 +369,6 @@ class _Search:
         text, cls = self.shown.get(id(value), name), type(value)
         if is_a(value, np.ndarray):
             raise Refused(f"reads the NumPy array `{text}` ({place}): make it an `mx.array`, or pass it as an argument")
-        if is_a(value, types.ModuleType):
-            raise Refused(f"keeps the module `{value.__name__}` in `{text}` ({place})")
         is_function = is_a(value, (types.FunctionType, types.BuiltinFunctionType, type))
         if callable(value) and (is_function or module or cls.__module__ == "nanobind"):
             called = f"{module}.{text.rpartition('.')[2]}" if module else described(value)

@@ -44,11 +44,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*, PyVisit};
 use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
     host::{Graphs, PythonHost},
-    mlx::{
-        bridge,
-        errors::to_python,
-        gil::Waiting,
-    },
+    mlx::{bridge, errors::to_python, gil::Waiting},
     store::{
         registry::{self, Shared},
         Store,
@@ -89,10 +85,11 @@ unsafe impl<T> Sync for ThreadBound<T> {}
 /// A call that was watched, by which list, and why it may not be left out; the seconds that it took.
 type Watched = (Option<(Rc<WatchList>, Option<String>)>, f64);
 
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 struct Inner {
     options: Options,
-    varies_norm: bool, // the norm to which gradients are clipped has been another
-    checked: bool,     // whether there is a compiler
+    varies_norm: bool,  // the norm to which gradients are clipped has been another
+    checked: bool,      // whether there is a compiler
     numpy_as_mlx: bool, // NumPy arrays are passed as mx.arrays
     has_compiler: bool,
     plain: Option<String>, // why each call is evaluated by itself

@@ -17,7 +17,10 @@ mod values;
 
 use std::{
     collections::{HashMap, HashSet},
-    rc::Rc, sync::Arc, thread::ThreadId};
+    rc::Rc,
+    sync::Arc,
+    thread::ThreadId,
+};
 
 use faststep::engine::{
     Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
@@ -378,9 +381,16 @@ impl Store {
         model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
-        let current = self.moments.as_ref().map(|moments| moments.is_current(optimizer));
+        let current = self
+            .moments
+            .as_ref()
+            .map(|moments| moments.is_current(optimizer));
         let same = current.transpose()?.unwrap_or(true);
-        let state = if same { self.look_at_optimizer(model, optimizer)? } else { None };
+        let state = if same {
+            self.look_at_optimizer(model, optimizer)?
+        } else {
+            None
+        };
         let Some(state) = state else {
             return Err(PyRuntimeError::new_err(
                 "the loss function: it has put another state or other options into the optimizer that updates it: do that \

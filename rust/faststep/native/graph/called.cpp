@@ -281,9 +281,11 @@ class CallGraph {
     }
   }
 
-  // Go on to gradients, behind the same roots.
-  void add_gradients(const Walk& walk) {
-    gradients_.assign(walk.roots.begin() + static_cast<std::ptrdiff_t>(roots_.size()), walk.roots.end());
+  // Go on to gradients, behind so many roots: those of before, or with a later random key.
+  void add_gradients(const Walk& walk, size_t roots) {
+    auto behind = walk.roots.begin() + static_cast<std::ptrdiff_t>(roots);
+    roots_.assign(walk.roots.begin(), behind);
+    gradients_.assign(behind, walk.roots.end());
     edges_ = walk.edges;
     add(walk);
     for (size_t i = call_.size(); custom_ && i < walk.arrays.size(); ++i) {
@@ -726,7 +728,7 @@ int faststep_call_graph_add_gradients(
     Walk walk(pointers(tracers, n_tracers), n_roots);
     walk.add_roots(pointers(roots, n_roots));
     walk.add_roots(pointers(gradients, n_gradients));
-    graph_of(graph).add_gradients(walk);
+    graph_of(graph).add_gradients(walk, n_roots);
   });
 }
 

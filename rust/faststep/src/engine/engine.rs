@@ -129,7 +129,10 @@ impl Engine {
     /// The scale of a loss in half precision, where a step of these options has one.
     #[must_use]
     pub fn loss_scale(&self, options: &Options) -> Option<&Array> {
-        let at = self.places.scale.filter(|_| precision::scales(options.compute_dtype))?;
+        let at = self
+            .places
+            .scale
+            .filter(|_| precision::scales(options.compute_dtype))?;
         self.state.get(at)
     }
 

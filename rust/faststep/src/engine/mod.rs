@@ -45,8 +45,8 @@ pub use crate::{
     },
     optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
-        Call, CallTraces, Causes, Compiled, Differentiated, Field, Guard, HeldArrays, Host, Key, Left, LossCall,
-        LossOutput, Nonfinite, Options, Outputs, Part, Recipe, Replay, Role, Rule, Task, Trace,
-        TraceCache, TraceEntry, TraceRecord, UpdateCall,
+        Call, CallTraces, Causes, Compiled, Differentiated, Field, Guard, HeldArrays, Host, Key,
+        Left, LossCall, LossOutput, Nonfinite, Options, Outputs, Part, Recipe, Replay, Role, Rule,
+        Task, Trace, TraceCache, TraceEntry, TraceRecord, UpdateCall,
     },
 };

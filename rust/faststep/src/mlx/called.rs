@@ -43,7 +43,10 @@ fn written(count: usize, call: impl FnOnce(*mut New) -> c_int) -> Result<Vec<Arr
     let mut new = vec![ptr::null_mut(); count];
     check(call(new.as_mut_ptr()))?;
     // SAFETY: each of them is a new array.
-    Ok(new.into_iter().map(|array| unsafe { owned(array) }).collect())
+    Ok(new
+        .into_iter()
+        .map(|array| unsafe { owned(array) })
+        .collect())
 }
 
 /// Lazy copies of arrays, with which a function is called in their places.

@@ -4,7 +4,6 @@ use std::collections::{HashMap, HashSet};
 use faststep::engine::array::id;
 use mlx_rs::{Array, Dtype};
 use pyo3::{
-
     prelude::*,
     types::{PyDict, PyList, PyTuple},
 };

@@ -1,9 +1,7 @@
 //! One call of the loss with tracers: what it returned, the graph that came of it, and the arrays that the graph ends in.
 use std::rc::Rc;
 
-use faststep::engine::{
-    array::id, called, Differentiated, Role, Roots, Tensor, Tracers,
-};
+use faststep::engine::{array::id, called, Differentiated, Role, Roots, Tensor, Tracers};
 use mlx_rs::{error::Result as MlxResult, Array, Dtype};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
@@ -226,7 +224,12 @@ impl<'py> Called<'py> {
         let (result, assigned, moved) = call_loss(inputs, &given)?;
         let reads = given.tracers.are_read();
         let (mut form, mut roots) = read(inputs, &given, &result)?;
-        let reshaped = note_assigned(inputs, &given, (assigned, moved.as_deref()), (&mut form, &mut roots))?;
+        let reshaped = note_assigned(
+            inputs,
+            &given,
+            (assigned, moved.as_deref()),
+            (&mut form, &mut roots),
+        )?;
         let now = key_of(inputs)?;
         let missing = || PyRuntimeError::new_err("there is no random key");
         let key = bridge::get(old_key).ok_or_else(missing)?;
@@ -285,18 +288,17 @@ impl<'py> Called<'py> {
         }
         self.differentiate(inputs)?;
         let found = (&self.form, &self.roots);
-        new.add_gradients(&self.given, found, &self.gradients).map_err(mlx)?;
-        let known = match new.is_custom() {
-            true => graphs.find(|graph| graph.equals(&new), key).map_err(mlx)?,
-            false => None,
+        new.add_gradients(&self.given, found, &self.gradients)
+            .map_err(mlx)?;
+        let known = if new.is_custom() {
+            graphs.find(|graph| graph.equals(&new), key).map_err(mlx)?
+        } else {
+            None
         };
-        let found = match known {
-            Some(found) => found,
-            None => {
-                self.is_new = true;
-                graphs.add(new, key).map_err(mlx)?
-            }
-        };
+        self.is_new = known.is_none();
+        let found = known
+            .map_or_else(|| graphs.add(new, key), Ok)
+            .map_err(mlx)?;
         self.is(found).map_err(mlx)
     }
 
@@ -318,7 +320,9 @@ impl<'py> Called<'py> {
         }
         let before = key_of(inputs)?;
         let doubled = inputs.signature.is_doubled();
-        let lent = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| given.of_role(role))?;
+        let lent = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| {
+            given.of_role(role)
+        })?;
         let made = given.tracers.gradients(&given.parameters, &self.roots);
         let put_back = lent.take_back(None);
         put_back?;
@@ -406,20 +410,20 @@ type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Moved<'py>);
 type Moved<'py> = Option<Vec<Option<Slot<'py>>>>;
 
 // call the loss with tracers in the places of arrays
-fn call_loss<'py>(
-    inputs: &LossInputs<'_, 'py>,
-    given: &Given,
-) -> PyResult<Outcome<'py>> {
+fn call_loss<'py>(inputs: &LossInputs<'_, 'py>, given: &Given) -> PyResult<Outcome<'py>> {
     let py = inputs.model.py();
     let doubled = inputs.signature.is_doubled();
-    let model = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| given.of_role(role))?;
-    let (lent, arguments) = match LentArguments::put(inputs.arguments, given.of_batch(), model.ids()) {
-        Ok(lent) => lent,
-        Err(error) => {
-            model.take_back(None)?;
-            return Err(error);
-        }
-    };
+    let model = Lent::put(py, inputs.slots, inputs.roles, doubled, |role| {
+        given.of_role(role)
+    })?;
+    let (lent, arguments) =
+        match LentArguments::put(inputs.arguments, given.of_batch(), model.ids()) {
+            Ok(lent) => lent,
+            Err(error) => {
+                model.take_back(None)?;
+                return Err(error);
+            }
+        };
     let returned = update_model(inputs, given).and_then(|()| {
         let (all, named) = LentArguments::split(inputs.model, &arguments)?;
         inputs.loss_fn.call(all, Some(&named))
@@ -469,7 +473,9 @@ fn read(
     }
     let mut arrays = Vec::new();
     if let Some(scale) = given.scale() {
-        let loss = loss.as_dtype(Dtype::Float32).and_then(|loss| loss.multiply(scale));
+        let loss = loss
+            .as_dtype(Dtype::Float32)
+            .and_then(|loss| loss.multiply(scale));
         arrays.push(loss.map_err(mlx)?);
     }
     arrays.push(loss);
@@ -513,7 +519,10 @@ fn read_weight(returned: &Bound<'_, PyAny>) -> PyResult<(Array, bool)> {
             weight.shape()
         )));
     }
-    if let Some(weight) = second.as_ref().and_then(|weight| weight.extract::<f32>().ok()) {
+    if let Some(weight) = second
+        .as_ref()
+        .and_then(|weight| weight.extract::<f32>().ok())
+    {
         return Ok((Array::from_f32(weight), true));
     }
     Err(PyTypeError::new_err(format!(

@@ -135,7 +135,10 @@ impl LossGraph {
     /// The number of its inputs beside the random key.
     pub fn leaves(&self) -> usize {
         let sources = self.sources.borrow();
-        sources.iter().filter(|source| **source == Source::Leaf).count()
+        sources
+            .iter()
+            .filter(|source| **source == Source::Leaf)
+            .count()
     }
 
     /// The leaves of the call that was compared last, without the random key. `None`: the key is another input than before.
@@ -195,7 +198,10 @@ impl LossGraph {
     fn run(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
         let inputs = self.inputs_of(leaves, key)?;
         let mut compiled = self.compiled.borrow_mut();
-        if compiled.as_ref().is_none_or(|(count, _)| *count != inputs.len()) {
+        if compiled
+            .as_ref()
+            .is_none_or(|(count, _)| *count != inputs.len())
+        {
             let function = called::compiled(self.graph.clone(), traced.len());
             *compiled = Some((inputs.len(), function));
         }
@@ -221,7 +227,10 @@ impl LossGraph {
         scale: Option<&Array>,
         compiled: bool,
     ) -> MlxResult<Differentiated> {
-        let (others, leaves) = call.others.split_at_checked(self.others).ok_or_else(short)?;
+        let (others, leaves) = call
+            .others
+            .split_at_checked(self.others)
+            .ok_or_else(short)?;
         let traced = [call.parameters, others, call.batch].concat();
         let traced: Vec<Array> = traced.into_iter().chain(scale.cloned()).collect();
         let made = if compiled {
@@ -242,7 +251,12 @@ pub fn named(form: &Form, roots: Vec<Array>) -> MlxResult<Differentiated> {
     let mut output = LossOutput::new(roots.next().ok_or_else(short)?);
     output.aux = roots.by_ref().take(form.aux).collect();
     output.weight = form.weighted.then(|| output.aux.first().cloned()).flatten();
-    output.parameters = form.parameters.iter().copied().zip(roots.by_ref()).collect();
+    output.parameters = form
+        .parameters
+        .iter()
+        .copied()
+        .zip(roots.by_ref())
+        .collect();
     let others = form.others.iter().copied().zip(roots.by_ref()).collect();
     let key = form.key.then(|| roots.next()).flatten();
     Ok(Differentiated {

@@ -3,10 +3,7 @@ use faststep::engine::{array::id, Role};
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
-use crate::{
-    mlx::bridge,
-    tree::slot::Slot,
-};
+use crate::{mlx::bridge, tree::slot::Slot};
 
 /// Other objects in the places of a model's arrays, as after `model.update`: each place has one of its own.
 pub struct Lent<'a, 'py> {
@@ -78,28 +75,24 @@ impl<'a, 'py> Lent<'a, 'py> {
             let now = slot.place.get()?.filter(bridge::is_array);
             let has_tracer = now.as_ref().and_then(bridge::id) == Some(*id);
             let moved = places.and_then(|places| places[number].as_ref());
-            match moved.filter(|moved| !moved.place.is(&slot.place)) {
-                Some(moved) => {
-                    if has_tracer {
-                        slot.place.set(&slot.object)?;
-                    }
-                    if bridge::id(&moved.object) == Some(*id) {
-                        moved.place.set(&slot.object)?;
-                    } else {
-                        let object = moved.object.clone();
-                        assigned.push(Assigned { slot: number, object });
-                    }
-                }
-                None => {
-                    let Some(now) = now else { continue };
-                    let known = self.doubled && (now.is(&slot.object) || self.has_lent(Some(&now)));
+            let moved = moved.filter(|moved| !moved.place.is(&slot.place));
+            let object = if let Some(moved) = moved {
+                if has_tracer {
                     slot.place.set(&slot.object)?;
-                    if !has_tracer && !known {
-                        let object = now;
-                        assigned.push(Assigned { slot: number, object });
-                    }
                 }
-            }
+                let is_tracer = bridge::id(&moved.object) == Some(*id);
+                if is_tracer {
+                    moved.place.set(&slot.object)?;
+                }
+                (!is_tracer).then(|| moved.object.clone())
+            } else {
+                let Some(now) = now else { continue };
+                let known = self.doubled && (now.is(&slot.object) || self.has_lent(Some(&now)));
+                slot.place.set(&slot.object)?;
+                (!has_tracer && !known).then_some(now)
+            };
+            let slot = number;
+            assigned.extend(object.map(|object| Assigned { slot, object }));
         }
         Ok(assigned)
     }

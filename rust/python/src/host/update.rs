@@ -58,7 +58,10 @@ impl Update {
         let mut gradients = call.gradients.iter();
         let gradients = rebuild(self.trainable.bind(py), &mut |_| {
             let array = gradients.next();
-            bridge::wrap(py, array.ok_or_else(|| expected("as many gradients as parameters"))?)
+            bridge::wrap(
+                py,
+                array.ok_or_else(|| expected("as many gradients as parameters"))?,
+            )
         })?;
         let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
         let left = updated.and_then(|_| self.left(optimizer, &slots, &call));
@@ -92,7 +95,10 @@ impl Update {
         for (slot, (role, path)) in slots.iter().zip(self.roles.iter()) {
             let now = slot.place.get()?.as_ref().and_then(bridge::get);
             let Some(now) = now else {
-                return Err(expected(&format!("it to leave {} an mx.array", dotted(path))));
+                return Err(expected(&format!(
+                    "it to leave {} an mx.array",
+                    dotted(path)
+                )));
             };
             match role {
                 Role::Parameter(at) => parameters[*at] = Some(now),
@@ -108,7 +114,8 @@ impl Update {
         let (_, state) = Tree::record(optimizer, Scope::Whole)?;
         let state = state.iter().filter_map(|slot| bridge::get(&slot.object));
         Ok(UpdateOutput {
-            parameters: parameters.ok_or_else(|| expected("it to leave the model its parameters"))?,
+            parameters: parameters
+                .ok_or_else(|| expected("it to leave the model its parameters"))?,
             others,
             kept: state.filter(array::is_lazy).collect(),
             ..UpdateOutput::default()

@@ -23,4 +23,3 @@ pub fn to_python(error: &Error) -> PyErr {
 pub fn mlx(error: mlx_rs::error::Exception) -> PyErr {
     to_python(&Error::Mlx(error))
 }
-

@@ -12,7 +12,7 @@ use pyo3::{
 
 use super::{
     arguments::{Arguments, Batch},
-    choose::Way,
+    choose::{loss_key, Way},
     flags::{is_true, read},
     left_out::Standing,
     traces::warn,
@@ -44,9 +44,10 @@ impl Inner {
         let py = user.py();
         let task = {
             let store = shared.enter()?;
-            match flush {
-                true => Task::Flush,
-                false => Task::of(accumulate, store.batches()),
+            if flush {
+                Task::Flush
+            } else {
+                Task::of(accumulate, store.batches())
             }
         };
         let done = self.take(shared, &mut user, task)?;
@@ -110,7 +111,13 @@ impl Inner {
         let mut prepared = self.prepare(&mut *shared.enter()?, user, task)?;
         let undo = prepared.undo.take();
         let mut schedules = HostSchedules::of(&user.optimizer);
-        let outcome = self.take_prepared(shared, user, (&mut prepared, batch), (&mut schedules, started), task);
+        let outcome = self.take_prepared(
+            shared,
+            user,
+            (&mut prepared, batch),
+            (&mut schedules, started),
+            task,
+        );
         if outcome.is_err() {
             schedules.undo()?;
         }
@@ -130,20 +137,20 @@ impl Inner {
         task: Task,
     ) -> PyResult<Done<'py>> {
         let py = user.py();
-        let before = self.seconds.call;
+        let spent = self.seconds.call;
         let mut way = self.way(shared, user, (prepared, batch), task)?;
         if let Way::Called(called) | Way::Plain(called) = &mut way {
             move_places(prepared, called);
         }
         let mut store = shared.enter()?;
-        let scheduled = task.updates() && matches!(store.rule, Some(Rule::Native(_)));
-        if scheduled {
+        let has_schedules = task.updates() && matches!(store.rule, Some(Rule::Native(_)));
+        if has_schedules {
             schedules.call()?;
         }
-        if scheduled && schedules.are_there() || way.called().is_some() {
+        if has_schedules && schedules.are_there() || way.called().is_some() {
             store.look_again(prepared, &user.model, &user.optimizer)?;
         }
-        self.seconds.look += started.elapsed().as_secs_f64() - (self.seconds.call - before);
+        self.seconds.look += started.elapsed().as_secs_f64() - (self.seconds.call - spent);
         let (output, new) = self.run(&mut store, user, prepared, (batch, &mut way), task)?;
         let shown = Instant::now();
         if let Way::Called(called) = &way {
@@ -151,10 +158,10 @@ impl Inner {
             called.fill(values).map_err(mlx)?;
         }
         let skipped = output.batch.skipped.as_ref();
-        self.settle_reshaped(py, prepared, &way, skipped, task)?;
+        settle_reshaped(py, prepared, &way, skipped, task)?;
         if task != Task::Gradients {
             store.take_output(&user.model, prepared, &output)?;
-            if let (true, Some(missed)) = (scheduled, &output.last().skipped) {
+            if let (true, Some(missed)) = (has_schedules, &output.last().skipped) {
                 schedules.settle(missed)?;
             }
             if new {
@@ -177,14 +184,16 @@ impl Inner {
         let py = user.py();
         let key = {
             let store = shared.enter()?;
-            self.loss_key(&store, batch, task)?
+            loss_key(&store, batch, task)?
         };
         let Some(key) = key else {
             return Ok(Way::Nothing);
         };
         let plain = self.plain.is_some() || !self.options.compile;
         if plain {
-            return self.called(shared, user, (prepared, batch), true).map(Way::Plain);
+            return self
+                .called(shared, user, (prepared, batch), true)
+                .map(Way::Plain);
         }
         let due = match self.standing(py, &user.loss_fn, &key) {
             Standing::Yes(trace) => return Ok(Way::LeftOut(trace)),
@@ -194,11 +203,11 @@ impl Inner {
         self.traces.forget_replaced(&user.loss_fn)?;
         let watched = self.begin_watching(py, &user.loss_fn, &key)?;
         let began = Instant::now();
-        let called = self.called(shared, user, (prepared, batch), false);
+        let outcome = self.called(shared, user, (prepared, batch), false);
         let seconds = began.elapsed().as_secs_f64();
         let watched = watched.map(|(list, calls)| Ok::<_, PyErr>((list, calls.end(py)?)));
         let watched = watched.transpose()?;
-        let mut called = called?;
+        let mut called = outcome?;
         self.seconds.call += seconds;
         let number = called.graph.as_ref().map(|graph| graph.number);
         called.is_check = due.is_some() && due == number;
@@ -223,9 +232,7 @@ impl Inner {
         user: &Arguments<'py>,
         given: (&Prepared<'py>, &Batch<'py>),
     ) -> PyResult<Way<'py>> {
-        let plain = self.plain.is_some() || !self.options.compile;
-        let called = self.called(shared, user, given, plain)?;
-        Ok(if plain { Way::Plain(called) } else { Way::Called(called) })
+        self.called(shared, user, given, false).map(Way::Called)
     }
 
     // call the loss; the store is free meanwhile, for what the loss reads of the optimizer
@@ -240,7 +247,11 @@ impl Inner {
             let store = shared.enter()?;
             store.clock.enter(Stage::Trace);
             let key_list = store.key_list.bind(user.py()).clone();
-            (self.given(&store, prepared, batch)?, store.signature()?, key_list)
+            (
+                self.given(&store, prepared, batch)?,
+                store.signature()?,
+                key_list,
+            )
         };
         let inputs = LossInputs {
             signature: &signature,
@@ -257,32 +268,6 @@ impl Inner {
         let called = Called::make(&inputs, given, graphs);
         shared.clock.enter(Stage::Objects);
         called
-    }
-
-    // of a batch that is skipped, and of gradients alone, arrays of another shape go out of the model again
-    pub(super) fn settle_reshaped(
-        &self,
-        py: Python<'_>,
-        prepared: &Prepared<'_>,
-        way: &Way<'_>,
-        skipped: Option<&Array>,
-        task: Task,
-    ) -> PyResult<()> {
-        let reshaped = way.called().map_or(&[][..], |called| &called.reshaped);
-        if reshaped.is_empty() {
-            return Ok(());
-        }
-        let skipped = skipped.map_or(Ok(false), |skipped| read(is_true(py, skipped)))?;
-        if skipped || task == Task::Gradients {
-            for reshaped in reshaped {
-                let slot = &prepared.model[reshaped.slot]; // where the loss has left it
-                let now = slot.place.get()?;
-                if now.is_some_and(|now| now.is(&reshaped.now)) {
-                    slot.place.set(&slot.object)?;
-                }
-            }
-        }
-        Ok(())
     }
 
     // counts a step; returns its outputs
@@ -330,7 +315,10 @@ impl Inner {
         if let Some(message) = self.traces.warning() {
             warn(py, &message)?; // which may raise: everything is in its place by now
         }
-        let not_replayed = self.traces.last().and_then(|last| last.trace.not_replayed());
+        let not_replayed = self
+            .traces
+            .last()
+            .and_then(|last| last.trace.not_replayed());
         if let (Some(reason), None) = (not_replayed, &self.told) {
             let message = format!("this step is not replayed as a CUDA graph: {reason}");
             self.told = Some(reason.to_owned());
@@ -398,7 +386,10 @@ impl Inner {
             return Ok(called.result.clone());
         }
         let output: &Outputs = &done.output.batch;
-        let template = self.traces.last().and_then(|last| last.kept.template.as_ref());
+        let template = self
+            .traces
+            .last()
+            .and_then(|last| last.kept.template.as_ref());
         match template.map(|template| template.bind(py)) {
             Some(template) if !bridge::is_array(template) => {
                 fill(template, output.loss.iter().chain(&output.aux))
@@ -409,6 +400,31 @@ impl Inner {
             },
         }
     }
+}
+
+/// Take arrays of another shape out of the model again, where the batch was skipped, and behind gradients alone.
+pub(super) fn settle_reshaped(
+    py: Python<'_>,
+    prepared: &Prepared<'_>,
+    way: &Way<'_>,
+    skipped: Option<&Array>,
+    task: Task,
+) -> PyResult<()> {
+    let reshaped = way.called().map_or(&[][..], |called| &called.reshaped);
+    if reshaped.is_empty() {
+        return Ok(());
+    }
+    let skipped = skipped.map_or(Ok(false), |skipped| read(is_true(py, skipped)))?;
+    if skipped || task == Task::Gradients {
+        for reshaped in reshaped {
+            let slot = &prepared.model[reshaped.slot]; // where the loss has left it
+            let now = slot.place.get()?;
+            if now.is_some_and(|now| now.is(&reshaped.now)) {
+                slot.place.set(&slot.object)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 // the step goes on in the dicts and lists that the loss has left

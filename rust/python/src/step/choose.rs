@@ -66,56 +66,55 @@ impl NewGraphs {
     }
 }
 
+// the part of a key that is the step's own
+fn call_key(store: &Store, batch: &Batch<'_>) -> PyResult<CallKey> {
+    let signature = store.signature()?;
+    Ok(CallKey {
+        model: signature.id,
+        form: signature.form,
+        options: store.options_id(),
+        layout: store.layout_id(),
+        batch: batch.tree.clone(),
+        containers: signature.containers(),
+        aliases: batch.aliases.clone(),
+        objects: batch.kept.clone(),
+        graph: None,
+    })
+}
+
+fn missing() -> PyErr {
+    PyRuntimeError::new_err("the step has not been prepared")
+}
+
+fn key_of(store: &Store, part: Part, front: CallKey) -> PyResult<Key> {
+    Ok(Key {
+        part,
+        places: store.engine.as_ref().ok_or_else(missing)?.places(),
+        front,
+    })
+}
+
+// the parts of a call, that of the loss last
+fn parts(store: &Store, task: Task) -> PyResult<Vec<Part>> {
+    Ok(task.parts(store.rule.as_ref().ok_or_else(missing)?))
+}
+
+/// The key of the part with the loss, whatever its graph; none where there is no loss.
+pub(super) fn loss_key(store: &Store, batch: &Batch<'_>, task: Task) -> PyResult<Option<Key>> {
+    match parts(store, task)?.pop() {
+        Some(part) if task != Task::Flush => key_of(store, part, call_key(store, batch)?).map(Some),
+        _ => Ok(None),
+    }
+}
+
 impl Inner {
-    // the part of the key that is the step's own
-    pub(super) fn call_key(&self, store: &Store, batch: &Batch<'_>) -> PyResult<CallKey> {
-        let signature = store.signature()?;
-        Ok(CallKey {
-            model: signature.id,
-            form: signature.form,
-            options: store.options_id(),
-            layout: store.layout_id(),
-            batch: batch.tree.clone(),
-            containers: signature.containers(),
-            aliases: batch.aliases.clone(),
-            objects: batch.kept.clone(),
-            graph: None,
-        })
-    }
-
-    pub(super) fn key(&self, store: &Store, part: Part, front: CallKey) -> PyResult<Key> {
-        let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        Ok(Key {
-            part,
-            places: store.engine.as_ref().ok_or_else(missing)?.places(),
-            front,
-        })
-    }
-
-    // the parts of a call, that of the loss last
-    pub(super) fn parts(&self, store: &Store, task: Task) -> PyResult<Vec<Part>> {
-        let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        Ok(task.parts(store.rule.as_ref().ok_or_else(missing)?))
-    }
-
-    // the key of the part with the loss, whatever its graph; none where there is no loss
-    pub(super) fn loss_key(
-        &self,
-        store: &Store,
-        batch: &Batch<'_>,
-        task: Task,
-    ) -> PyResult<Option<Key>> {
-        let mut parts = self.parts(store, task)?;
-        match parts.pop() {
-            Some(part) if task != Task::Flush => {
-                self.key(store, part, self.call_key(store, batch)?).map(Some)
-            }
-            _ => Ok(None),
-        }
-    }
-
     // why a loss that has just been called is evaluated by itself rather than by a trace, if it is
-    pub(super) fn is_rare(&mut self, py: Python<'_>, called: &Called<'_>, batch: &Batch<'_>) -> bool {
+    pub(super) fn is_rare(
+        &mut self,
+        py: Python<'_>,
+        called: &Called<'_>,
+        batch: &Batch<'_>,
+    ) -> bool {
         self.new_graphs.note(called.is_new, batch, py);
         let many = self.graphs.made() >= MANY_GRAPHS || self.new_graphs.alike >= MANY_ALIKE;
         called.is_new && many
@@ -144,8 +143,8 @@ impl Inner {
             Way::Called(called) => called.graph.clone(),
             Way::LeftOut(_) | Way::Plain(_) | Way::Nothing => None,
         };
-        for part in self.parts(store, task)? {
-            let mut front = self.call_key(store, batch)?;
+        for part in parts(store, task)? {
+            let mut front = call_key(store, batch)?;
             let has_loss = !matches!(part, Part::Update(_));
             if let (Way::LeftOut(number), true) = (way, has_loss) {
                 self.traces.use_again(|entry| entry.number == *number);
@@ -153,7 +152,7 @@ impl Inner {
             }
             let graph = graph.as_ref().filter(|_| has_loss);
             front.graph = graph.map(|graph| (graph.number, graph.inputs()));
-            let key = self.key(store, part, front)?;
+            let key = key_of(store, part, front)?;
             self.find_part(store, user, key, graph)?;
         }
         Ok(())
@@ -172,16 +171,15 @@ impl Inner {
             compiled => compiled,
         };
         let calls = compiled != Compiled::Whole;
-        let known = self.traces.use_again(|entry| {
-            equals(&entry.key, &key) && (!calls || entry.trace.is_eager())
-        });
+        let known = self
+            .traces
+            .use_again(|entry| equals(&entry.key, &key) && (!calls || entry.trace.is_eager()));
         if let Some(entry) = known {
             if calls {
                 entry.trace.expect_others();
             }
             return Ok(());
         }
-        let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let engine = store.engine.as_ref().ok_or_else(missing)?;
         let others = match (&key.part, graph) {
             (Part::Update(Rule::Native(_)), _) => 0,
@@ -191,7 +189,8 @@ impl Inner {
         let recipe = engine.recipe(key.part.clone(), *self.options, others);
         let trace = Trace::new(recipe, self.host.clone(), compiled);
         let max_traces = self.options.max_traces;
-        self.traces.add(user, key, trace, graph.cloned(), max_traces);
+        self.traces
+            .add(user, key, trace, graph.cloned(), max_traces);
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use pyo3::{prelude::*, types::PyTuple};
 use super::{
     arguments::{Arguments, Batch},
     traces::{may_stand_for, warn, Key},
-    Inner,
+    Inner, Watched,
 };
 use crate::{
     host::Called,
@@ -55,8 +55,8 @@ impl Refers for Watch {
 pub struct LeavingOut {
     /// Why the loss was called at the last step; none where it need not be, or where that is not known yet.
     pub reason: Option<String>,
-    is_final: bool, // it is called always
-    tries: usize,   // calls in a row for which that was so
+    is_final: bool,          // it is called always
+    tries: usize,            // calls in a row for which that was so
     changed: Option<String>, // what a list has that is not as it was
 }
 
@@ -126,10 +126,13 @@ impl Inner {
         if self.leaving_out.is_final || key.front.is_given_of_model() {
             return Ok(None);
         }
-        let listed = self.traces.recent().find_map(|entry| match &entry.kept.watch {
-            Watch::Listed(list) if may_stand_for(&entry.key, key, py) => Some(list.clone()),
-            _ => None,
-        });
+        let listed = self
+            .traces
+            .recent()
+            .find_map(|entry| match &entry.kept.watch {
+                Watch::Listed(list) if may_stand_for(&entry.key, key, py) => Some(list.clone()),
+                _ => None,
+            });
         let Some(list) = listed else {
             return Ok(None);
         };
@@ -148,7 +151,7 @@ impl Inner {
         user: &Arguments<'_>,
         batch: &Batch<'_>,
         called: &Called<'_>,
-        (watched, seconds): (Option<(Rc<WatchList>, Option<String>)>, f64),
+        (watched, seconds): Watched,
     ) -> PyResult<()> {
         if !self.leaving_out.is_final {
             let noted = self.may_be_left_out(user, batch, called, watched, seconds)?;
@@ -171,7 +174,7 @@ impl Inner {
         watched: Option<(Rc<WatchList>, Option<String>)>,
         seconds: f64,
     ) -> PyResult<Option<String>> {
-        if let Some(reason) = self.cannot_be_left_out(user, batch, called)? {
+        if let Some(reason) = cannot_be_left_out(user, batch, called)? {
             return Ok(Some(reason));
         }
         let Some(last) = self.traces.last_mut() else {
@@ -227,33 +230,6 @@ impl Inner {
         }
     }
 
-    // why no call of this loss can be left out, from what this one did
-    fn cannot_be_left_out(
-        &self,
-        user: &Arguments<'_>,
-        batch: &Batch<'_>,
-        called: &Called<'_>,
-    ) -> PyResult<Option<String>> {
-        let reason = if called.graph.as_ref().is_some_and(|graph| graph.is_custom()) {
-            "has gradients of its own (mx.custom_function, mx.checkpoint), which are Python functions"
-        } else if called.reads {
-            "reads the value of an array"
-        } else if called.holds() {
-            "keeps an array that it computes"
-        } else if !called.reshaped.is_empty() {
-            "gives an array of the model another shape or dtype"
-        } else if batch.numpy {
-            "takes NumPy arrays: pass mx.array(...)"
-        } else if changes_arguments(user, batch)? {
-            "changes its arguments"
-        } else if !is_plain(&called.result)? {
-            "returns objects that are no arrays, numbers, or tuples, lists and dicts of them"
-        } else {
-            return Ok(None);
-        };
-        Ok(Some(reason.into()))
-    }
-
     /// A call that could have been left out had another graph than its trace: none is left out any more.
     pub(super) fn is_unsteady(&mut self, py: Python<'_>) -> PyResult<()> {
         self.leaving_out.tries = TRIES;
@@ -266,6 +242,32 @@ impl Inner {
              may have been computed without that. It is called at each step from here on. Pass as an argument what it depends on",
         )
     }
+}
+
+// why a call of this loss cannot be left out, from what this one did
+fn cannot_be_left_out(
+    user: &Arguments<'_>,
+    batch: &Batch<'_>,
+    called: &Called<'_>,
+) -> PyResult<Option<String>> {
+    let reason = if called.graph.as_ref().is_some_and(|graph| graph.is_custom()) {
+        "has gradients of its own (mx.custom_function, mx.checkpoint), which are Python functions"
+    } else if called.reads {
+        "reads the value of an array"
+    } else if called.holds() {
+        "keeps an array that it computes"
+    } else if !called.reshaped.is_empty() {
+        "gives an array of the model another shape or dtype"
+    } else if batch.numpy {
+        "takes NumPy arrays: pass mx.array(...)"
+    } else if changes_arguments(user, batch)? {
+        "changes its arguments"
+    } else if !is_plain(&called.result)? {
+        "returns objects that are no arrays, numbers, or tuples, lists and dicts of them"
+    } else {
+        return Ok(None);
+    };
+    Ok(Some(reason.into()))
 }
 
 // true if the arguments are not what they were before the call

@@ -45,7 +45,14 @@ impl Inner {
         let graphs = std::mem::take(&mut self.graphs); // the operations of this call have their modules, and no others
         let (host, in_flight) = (self.host.clone(), self.in_flight());
         let outcome = self.rehearse(shared, user, accumulate, false, &mut |holder, work| {
-            let Rehearsed { engine, traces, call, calls, signature, .. } = work;
+            let Rehearsed {
+                engine,
+                traces,
+                call,
+                calls,
+                signature,
+                ..
+            } = work;
             let CallTraces { trace, update } = traces;
             let mut trace = trace.again(host.clone());
             let traces = CallTraces {
@@ -70,7 +77,16 @@ impl Inner {
             let held = each.held;
             let what = (each.name, each.module, each.output, each.bytes);
             let (name, module, output, bytes) = what;
-            (name, module, output, bytes, each.seconds, each.by_events, held.bytes, held.cache)
+            (
+                name,
+                module,
+                output,
+                bytes,
+                each.seconds,
+                each.by_events,
+                held.bytes,
+                held.cache,
+            )
         });
         Ok(found.collect())
     }

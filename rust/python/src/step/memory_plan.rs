@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 
 use super::{
     arguments::{Arguments, Batch},
+    call::settle_reshaped,
     choose::Way,
     Inner,
 };
@@ -72,8 +73,19 @@ impl Inner {
     ) -> PyResult<MemoryPlan> {
         let in_flight = self.in_flight();
         let plan: Plan = self.rehearse(shared, user, accumulate, true, &mut |given, work| {
-            let Rehearsed { engine, traces, call, calls, shown, .. } = work;
-            let calls = PlannedCalls { calls, in_flight, shown };
+            let Rehearsed {
+                engine,
+                traces,
+                call,
+                calls,
+                shown,
+                ..
+            } = work;
+            let calls = PlannedCalls {
+                calls,
+                in_flight,
+                shown,
+            };
             engine.plan(traces, call, calls, given)
         })?;
         Ok(plan.into())
@@ -92,7 +104,11 @@ impl Inner {
         let (task, calls) = window_of(accumulate, &*shared.enter()?);
         let batch = self.batch(shared, &mut user, task)?;
         let needs = self.needs(task);
-        let prepare = if drafts { Store::prepare_draft } else { Store::prepare };
+        let prepare = if drafts {
+            Store::prepare_draft
+        } else {
+            Store::prepare
+        };
         let mut prepared = prepare(&mut *shared.enter()?, &user.model, &user.optimizer, needs)?;
         let undo = prepared.undo.take();
         let outcome = self.rehearsed(shared, &user, (&mut prepared, &batch), (task, calls), work);
@@ -118,17 +134,30 @@ impl Inner {
         let updates = matches!(store.rule, Some(Rule::Host));
         let before = updates.then(|| Snapshot::take(&user.model)).transpose()?; // an update of the user's own may change it
         let given = (&*prepared, batch, &mut way);
-        let outcome = self.evaluate(&mut store, user, given, task, &mut |engine, traces, call, holder| {
-            let rehearsed = Rehearsed { engine, traces, call, calls, shown: &shown, signature: &signature };
-            (work(holder, rehearsed), false)
-        });
+        let outcome = self.evaluate(
+            &mut store,
+            user,
+            given,
+            task,
+            &mut |engine, traces, call, holder| {
+                let rehearsed = Rehearsed {
+                    engine,
+                    traces,
+                    call,
+                    calls,
+                    shown: &shown,
+                    signature: &signature,
+                };
+                (work(holder, rehearsed), false)
+            },
+        );
         self.traces.settle(0.0);
         before.map_or(Ok(()), |before| before.restore())?;
         if let Way::Called(called) = &way {
             self.recover(&store, user, prepared, batch, called)?;
         }
         drop(store);
-        self.settle_reshaped(user.py(), prepared, &way, None, Task::Gradients)?;
+        settle_reshaped(user.py(), prepared, &way, None, Task::Gradients)?;
         outcome
     }
 

@@ -76,11 +76,17 @@ impl Inner {
         let signature = store.signature()?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let given = (prepared, batch, &mut *way);
-        let output = self.evaluate(store, user, given, task, &mut |engine, traces, call, holder| {
-            let outcome = engine.call(task, traces, call, &name, holder);
-            let done = outcome.is_ok() || matches!(outcome, Err(Error::Nonfinite(_)));
-            (outcome, done && task != Task::Gradients)
-        })?;
+        let output = self.evaluate(
+            store,
+            user,
+            given,
+            task,
+            &mut |engine, traces, call, holder| {
+                let outcome = engine.call(task, traces, call, &name, holder);
+                let done = outcome.is_ok() || matches!(outcome, Err(Error::Nonfinite(_)));
+                (outcome, done && task != Task::Gradients)
+            },
+        )?;
         let seconds = started.elapsed().as_secs_f64();
         let new = self.traces.settle(seconds);
         if new {
@@ -103,7 +109,9 @@ impl Inner {
         work: &mut Work<'_, T>,
     ) -> PyResult<T> {
         let updates = task.updates() && matches!(store.rule, Some(Rule::Host));
-        let before = updates.then(|| Snapshot::take(&user.optimizer)).transpose()?;
+        let before = updates
+            .then(|| Snapshot::take(&user.optimizer))
+            .transpose()?;
         let outcome = self.try_evaluate(store, user, (prepared, batch, way), task, work);
         match before {
             Some(before) if outcome.as_ref().map_or(true, |made| !made.1) => before.restore()?,
@@ -172,7 +180,9 @@ impl Inner {
         let plain = || match &self.plain {
             Some(why) => Some(why.clone()),
             None if !self.options.compile => Some("compile=False".into()),
-            None => Some("many graphs have been made, and this is the first call with its own".into()),
+            None => {
+                Some("many graphs have been made, and this is the first call with its own".into())
+            }
         };
         (self.mode, self.reason) = match way {
             Way::LeftOut(_) if own.is_none() => ("native", None),
@@ -207,7 +217,10 @@ impl Inner {
         let loss = match way {
             Way::Called(called) => {
                 others.push(Rc::new(called.leaves.clone().into()));
-                called.graph.clone().map_or(Loss::None, |graph| Loss::Graph(graph, by_itself))
+                called
+                    .graph
+                    .clone()
+                    .map_or(Loss::None, |graph| Loss::Graph(graph, by_itself))
             }
             Way::Plain(called) => {
                 let made = called.arrays().map_err(mlx)?;
@@ -300,7 +313,10 @@ impl Inner {
         batch: &Batch<'_>,
     ) -> PyResult<crate::host::Given> {
         let signature = store.signature()?;
-        let scale = store.engine.as_ref().and_then(|it| it.loss_scale(&self.options));
+        let scale = store
+            .engine
+            .as_ref()
+            .and_then(|it| it.loss_scale(&self.options));
         let (mut parameters, mut others): (Vec<Option<Array>>, Vec<Option<Array>>) =
             (Vec::new(), Vec::new());
         for (slot, (role, _)) in prepared.model.iter().zip(signature.roles.iter()) {
@@ -316,20 +332,14 @@ impl Inner {
         let missing = || PyRuntimeError::new_err("an array of the model is gone");
         let parameters: Option<Vec<Array>> = parameters.into_iter().collect();
         let others: Option<Vec<Array>> = others.into_iter().collect();
-        let (parameters, others) = (
-            parameters.ok_or_else(missing)?,
-            others.ok_or_else(missing)?,
-        );
+        let (parameters, others) = (parameters.ok_or_else(missing)?, others.ok_or_else(missing)?);
         let dtype = self.options.compute_dtype;
         crate::host::Given::new(&parameters, &others, &batch.arrays, scale, dtype).map_err(mlx)
     }
 }
 
 // the engine's outcome; what the user's code raised comes before its error
-pub(super) fn finished<T>(
-    outcome: Result<T, Error>,
-    raised: Option<PyErr>,
-) -> Result<T, Failure> {
+pub(super) fn finished<T>(outcome: Result<T, Error>, raised: Option<PyErr>) -> Result<T, Failure> {
     outcome.map_err(|error| match raised {
         Some(raised) => Failure::Raised(raised),
         None => from_device(&error),

@@ -43,7 +43,9 @@ impl CallKey {
     /// Return whether a dict or list of the model is among the arguments: there are tracers in it while the loss is called.
     pub fn is_given_of_model(&self) -> bool {
         let given = self.batch.containers();
-        given.iter().any(|container| self.containers.contains(container))
+        given
+            .iter()
+            .any(|container| self.containers.contains(container))
     }
 }
 

@@ -134,7 +134,8 @@ impl Store {
     // the form of a known model whose arrays have the same places, roles, shapes and dtypes
     fn form(&self, tree: &Tree, roles: &[(Role, Vec<String>)]) -> Option<usize> {
         let mut models = self.models.iter().rev();
-        let alike = models.find(|known| *known.roles == roles && known.tree.tensors() == tree.tensors());
+        let alike =
+            models.find(|known| *known.roles == roles && known.tree.tensors() == tree.tensors());
         alike.map(|known| known.form)
     }
 

@@ -5,10 +5,7 @@ use faststep::engine::{Engine, Owner, Role};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
-use crate::{
-    mlx::gil::Waiting,
-    tree::slot::Slot,
-};
+use crate::{mlx::gil::Waiting, tree::slot::Slot};
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {

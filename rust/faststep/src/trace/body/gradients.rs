@@ -77,7 +77,10 @@ impl Body<'_> {
             batch: &batch,
             key,
         };
-        if let Some(made) = self.host.differentiated(call, scale.map(|[scale, _]| scale))? {
+        if let Some(made) = self
+            .host
+            .differentiated(call, scale.map(|[scale, _]| scale))?
+        {
             return self.known(made);
         }
         if self.eager {
@@ -127,7 +130,12 @@ impl Body<'_> {
         } = made;
         let values = std::iter::once(&output.loss).chain(&output.aux);
         self.decides_for_all(&values.cloned().collect::<Vec<_>>(), &gradients)?;
-        let set = |tensor: usize| output.parameters.iter().any(|(rebound, _)| *rebound == tensor);
+        let set = |tensor: usize| {
+            output
+                .parameters
+                .iter()
+                .any(|(rebound, _)| *rebound == tensor)
+        };
         let idle = gradients.iter().enumerate();
         let idle = idle.filter(|(tensor, gradient)| array::is_zero(gradient) && !set(*tensor));
         let idle = idle.map(|(tensor, _)| tensor).collect();
