@@ -318,7 +318,7 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
     "numpy array": (lambda m, x: m(x) * NUMBERS, "reads the NumPy array `NUMBERS`"),
     "numpy file": (lambda m, x: m(x) * np.load("x.npy"), "calls numpy.load"),
     "print": (lambda m, x: print(m(x)), "calls print"),
-    "open": (lambda m, x: m(x) * len(open("x").read()), "calls open"),  # noqa: PTH123
+    "open": (lambda m, x: m(x) * len(open("x").read()), "calls io.open"),  # noqa: PTH123
     "input": (lambda m, x: m(x) * float(input()), "calls input"),
     "eval": (lambda m, x: m(x) * eval("BETA"), "calls eval"),
     "globals": (lambda m, x: m(x) * globals()["BETA"], "calls globals"),

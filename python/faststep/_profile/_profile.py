@@ -68,7 +68,7 @@ class Profile(Recording):
     def save(self, path: str | Path) -> None:
         """Write the recording as a trace that Perfetto and Chrome (about:tracing) show: stages, operations, memory.
 
-        Behind the loop follow the operations that were measured, and the memory of each kind while they run.
+        The operations that were measured follow the loop, with the memory of each kind while they run.
 
         Args:
             path: A JSON file, which must not be there yet.

@@ -61,7 +61,7 @@ _REFUSED = {
 _REFUSED_NAMES = frozenset(
     "__dict__ __globals__ __builtins__ __code__ __closure__ __getattribute__ __getattr__ __subclasses__ __weakref__ "
     "__reduce__ __reduce_ex__ __traceback__ __context__ __annotations__ __doc__ __defaults__ __kwdefaults__ "
-    "__wrapped__ tb_frame gi_frame cr_frame f_back f_locals f_globals load_weights save_weights "
+    "__wrapped__ __self__ tb_frame gi_frame cr_frame f_back f_locals f_globals load_weights save_weights "
     "format format_map".split()  # whose texts may name attributes
 )
 _SETTERS = frozenset({"__setattr__", "__delattr__"})

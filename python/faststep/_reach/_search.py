@@ -33,7 +33,7 @@ from faststep._reach._kinds import (
 )
 
 _MAX_ITEMS = 4096
-_MADE_AT_ONCE = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__annotate__"})
+_MADE_AT_ONCE = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__annotate_func__"})
 _RARE = frozenset({"__repr__", "__str__", "__hash__", "__eq__", "__replace__"})  # a call that runs one is not left out
 _SETTERS = ("__setattr__", "__delattr__")
 _HOOKS = ("__del__", "__getattr__", "__getattribute__", "__get__", "__set__", "__dict__", *_SETTERS)
@@ -170,7 +170,7 @@ class _Search:
     def open_one(self, holder: Holder, name: str, value: Any) -> None:
         """Add one attribute."""
         text, place = f"{holder.name}.{name}", self.names.get(name, holder.name)
-        if holder.in_model and (is_constant(value) or is_a(value, (mx.array, dict, list, tuple))):
+        if holder.in_model and (is_constant(value) or type(value) in (mx.array, dict, list, tuple)):
             return
         if is_a(holder.parent, type(enum.Enum)) and name in holder.parent._member_map_:
             self.queue.append((holder.parent._member_map_[name], text, place))

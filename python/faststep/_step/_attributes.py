@@ -1,4 +1,4 @@
-"""What an optimizer keeps in attributes beside its `state`: counters and averages of a user's own class."""
+"""Attributes of an optimizer beside its `state`: counters and averages of a user's own class."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _optimizers: _Others = {}  # how many each model has had
 
 
 class _ShortLivedModels:
-    """How many models in turn have been trained by one loss for a few calls, and were gone as the next one came."""
+    """Models in turn that one loss has trained for a few calls, each gone as the next one came."""
 
     def __init__(self) -> None:
         self.code: Any = None

@@ -30,7 +30,7 @@ class StepOutput:
     grad_norm: mx.array | None
     skipped: mx.array | bool
     weight: Any
-    _update: mx.array | bool  # whether there was one, or the array that tells whether it was missed
+    _update: mx.array | bool  # True if there was one, or the array that tells if it was missed
 
     @property
     def updated(self) -> mx.array | bool:

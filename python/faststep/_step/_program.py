@@ -31,7 +31,7 @@ class Program:
     def __init__(self, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
         """Check the options."""
         self.options = options
-        self.calls = [0]  # so many, for whoever holds the list, the step gone or not
+        self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
         self.core = core.Step(model, optimizer, options)
         if threading.current_thread() is not threading.main_thread():
             _threads.add(threading.get_native_id())

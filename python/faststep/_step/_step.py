@@ -148,7 +148,7 @@ class Step:
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        self._given, self._optimizer = optimizer, as_optimizer(optimizer)  # which does not keep the first one alive
+        self._given, self._optimizer = optimizer, as_optimizer(optimizer)  # the stand-in does not keep the first one alive
 
     @property
     def accumulate(self) -> int:
@@ -219,7 +219,7 @@ class Step:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the optimizer keeps in attributes beside its `state`: those that have changed since the step was made.
+        """Attributes that the optimizer keeps beside its `state`, as far as they have changed since the step was made.
 
         A counter, or an average, of a user's own class; a checkpoint has them. Set, they are given to the optimizer.
         """
@@ -287,7 +287,7 @@ class Step:
     def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """Compute loss and gradients of one batch; all arrays of model and optimizer, and the random state, stay.
 
-        What the loss function changes itself beside arrays, a count of its calls, say, it changes here too.
+        Changes that the loss function makes itself stay: a count of its calls, new arrays that it puts on the model.
 
         Args:
             *batch: As for a step.

@@ -1,4 +1,4 @@
-"""What is kept of an optimizer, and optimizers that are no `mlx.optimizers.Optimizer`: objects with an `update`."""
+"""Steps kept with an optimizer, and optimizers that are no `mlx.optimizers.Optimizer`: objects with an `update`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from mlx.optimizers import Optimizer
 
-CACHE = "_faststep"  # where it stands in the instance dict
+CACHE = "_faststep"  # its name in the instance dict
 
 
 class StepCache(dict[str, Any]):
-    """What `fast_step` keeps of an optimizer. It hangs there, not at a module: it may lead back to the optimizer.
+    """Programs that `fast_step` keeps with an optimizer, not with a module: they may lead back to the optimizer.
 
     Of an optimizer of no class of MLX's it hangs at the model: a user's code goes over the attributes of such
     (`Own(**vars(it))`). Where one does, it finds an empty dict, which trees and files leave out, as do copies.
@@ -51,7 +51,7 @@ class StepCache(dict[str, Any]):
 
 
 class OwnOptimizer(Optimizer):
-    """What the step takes in the place of a user's object. It does not keep that alive, but its attributes.
+    """Stand-in for a user's object: it keeps the object's attributes alive, and not the object.
 
     Attributes:
         attributes: The attributes of the object: the same dict, so that both see what an update makes of them.
@@ -82,7 +82,7 @@ class OwnOptimizer(Optimizer):
 
     @property  # type: ignore[misc]
     def learning_rate(self) -> Any:
-        """That of the object, where it has one."""
+        """The object's own, if it has one."""
         return self.own.learning_rate
 
     def __getattr__(self, name: str) -> Any:

@@ -98,15 +98,14 @@ struct Inner {
     new_graphs: NewGraphs,
     traces: Traces,
     leaving_out: LeavingOut,
-    watched: Option<Watched>, // of the call under way
+    watched: Option<Watched>, // in the call under way
     steps: usize,
     updates: usize,
     skips: Flags,
     misses: Flags,
     alarms: Alarms,
     seconds: Spent,
-    mode: &'static str,
-    reason: Option<String>,
+    mode: (&'static str, Option<String>), // with the reason, where it is not native
     told: Option<String>, // why a trace is not replayed, as last reported to the user
 }
 
@@ -150,7 +149,7 @@ impl Step {
         }
     }
 
-    // what leads back to it is forgotten: it would be made again
+    // forget the traces, which may lead back to the step
     fn __clear__(&self) {
         let Ok(mut inner) = self.inner.0.try_borrow_mut() else {
             return;
@@ -188,8 +187,7 @@ impl Step {
                 misses: Flags::default(),
                 alarms: Alarms::default(),
                 seconds: Spent::default(),
-                mode: "called",
-                reason: None,
+                mode: ("called", None),
                 told: None,
             })),
         })
@@ -325,7 +323,7 @@ impl Step {
                 inner.steps,
                 inner.updates - inner.misses.count(),
                 inner.skips.count(),
-                (inner.mode, inner.reason.clone()),
+                inner.mode.clone(),
                 inner.traces.records(),
                 inner.traces.made(),
                 inner.seconds.by_name(),

@@ -218,8 +218,8 @@ thread_local Numbers Walk::numbers_;
 
 namespace {
 
-// How many handles the caller has of each array: one of each tracer and of each root. Of results, which are outputs in any case,
-// that does not matter.
+// Numbers of handles that the caller has: one of each tracer and of each root. Results are outputs in any case,
+// and have none here.
 std::vector<uint32_t> owned_in(const Walk& walk) {
   std::vector<uint32_t> own(walk.arrays.size());
   std::fill_n(own.begin(), walk.traced, 1);
@@ -245,7 +245,7 @@ std::vector<Number> held_in(const Walk& walk) {
   return held;
 }
 
-// Whether each array of a walk is computed from a tracer.
+// True for each array of a walk that is computed from a tracer.
 std::vector<bool> depends_in(const Walk& walk) {
   std::vector<bool> depends(walk.arrays.size());
   std::fill_n(depends.begin(), walk.traced, true);
@@ -293,10 +293,10 @@ class CallGraph {
     }
   }
 
-  // Whether another call has the same operations, with its gradients where Python functions make some of them. Constants that have
+  // Compare with another call: the same operations, and gradients where Python functions make some of them. Constants that have
   // another value are inputs from here on.
   bool equals(const CallGraph& other) {
-    size_t count = custom_ ? steps_.size() : forward_; // behind the roots, leaves matter where Python functions may make them
+    size_t count = custom_ ? steps_.size() : forward_; // leaves of gradients matter where Python functions may make them
     bool form = traced_ == other.traced_ && arrays_ == other.arrays_ && forward_ == other.forward_ && roots_ == other.roots_ &&
         custom_ == other.custom_ && (!custom_ || (gradients_ == other.gradients_ && steps_.size() == other.steps_.size()));
     if (!form || !std::includes(held_.begin(), held_.end(), other.held_.begin(), other.held_.end())) {
@@ -337,7 +337,7 @@ class CallGraph {
     call_.clear();
   }
 
-  // The same without a table of ids, twice as fast, for a graph of which nobody holds anything beside the roots: follow the
+  // Compare without a table of ids, twice as fast, a graph of which nobody holds anything but the roots: follow the
   // recorded edges from these on, and write down which array each number is. An array that stood for two numbers would have
   // more handles than either has here; so has one that somebody holds, which is left to `compare`.
   bool follow(const std::vector<const mx::array*>& tracers, const std::vector<const mx::array*>& roots) {
@@ -434,13 +434,13 @@ class CallGraph {
     return std::exchange(inputs_, {});
   }
 
-  // How many leaves are inputs.
+  // Number of leaves that are inputs.
   size_t inputs() const {
     return static_cast<size_t>(
         std::count_if(leaves_.begin(), leaves_.end(), [](const auto& leaf) { return !leaf.is_constant; }));
   }
 
-  // How many outputs there are: roots, arrays that somebody holds, gradients.
+  // Numbers of outputs: roots, arrays that somebody holds, gradients.
   size_t roots() const {
     return roots_.size();
   }
@@ -451,7 +451,7 @@ class CallGraph {
     return gradients_.size();
   }
 
-  // Whether a gradient in it is a Python function: the graph is to be compared with its gradients.
+  // True if a Python function makes a gradient: the graph is to be compared with its gradients.
   bool is_custom() const {
     return custom_;
   }
@@ -516,7 +516,7 @@ class CallGraph {
     mx::array array; // of a constant its value, else none
   };
 
-  // What of a walk is not yet there.
+  // Add the rest of a walk.
   void add(const Walk& walk) {
     for (size_t i = shapes_.size(); i < walk.arrays.size(); ++i) {
       shapes_.push_back(walk.arrays[i]->shape());
@@ -596,7 +596,7 @@ class CallGraph {
   std::vector<mx::Dtype> dtypes_;
   std::vector<Step> steps_;
   std::vector<Leaf> leaves_;
-  Arrays call_; // of the call of which it was made, until it is kept
+  Arrays call_; // arrays of the call that made it, until it is kept
   Arrays inputs_, held_arrays_; // of the call that was compared last
 };
 
@@ -686,7 +686,7 @@ void faststep_tracers_end(const void* const* tracers, size_t n) noexcept {
   }
 }
 
-// What somebody holds that is computed from no tracer has a value from here on, as any loop would give it one.
+// Evaluate arrays that somebody holds and that are computed from no tracer, as any loop would.
 int faststep_call_settle(
     const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, size_t* held_tracers) {
   return guarded([&] {
@@ -790,7 +790,7 @@ int faststep_array_fill(const void* array, const void* value) {
       throw std::invalid_argument("an array of a loss was given a value of another form");
     }
     if (node.has_primitive()) {
-      node.detach(); // what it was given before
+      node.detach(); // an earlier value
     }
     if (faststep::called::is_pending(from)) { // becomes a copy of it
       node.inputs() = {from};

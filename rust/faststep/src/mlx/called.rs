@@ -141,7 +141,7 @@ impl Tracers {
 pub struct Roots {
     /// The arrays.
     pub arrays: Vec<Array>,
-    /// So many of the first are outputs whoever holds them; the others only where somebody does.
+    /// Number of the first ones that are outputs whoever holds them; the others are only where somebody does.
     pub results: usize,
 }
 
@@ -233,7 +233,7 @@ impl CallGraph {
         })
     }
 
-    /// The same with the graph of a call that is not kept, of which somebody may hold arrays.
+    /// Compare with the graph of a call that is not kept, of which somebody may hold arrays.
     ///
     /// # Errors
     /// When there is no memory.

@@ -131,7 +131,7 @@ impl Graphs {
     }
 }
 
-/// What a loss is called with.
+/// Inputs of a call of the loss.
 pub struct LossInputs<'a, 'py> {
     /// The model.
     pub model: &'a Bound<'py, PyAny>,
@@ -163,7 +163,7 @@ pub struct Reshaped {
 
 /// One call of the loss.
 pub struct Called<'py> {
-    /// What it returned.
+    /// Its return value.
     pub result: Bound<'py, PyAny>,
     /// The outputs of its graph.
     pub form: Form,
@@ -181,7 +181,7 @@ pub struct Called<'py> {
     pub reshaped: Vec<Reshaped>,
     /// New places of the model's arrays.
     pub moved: Moved<'py>,
-    gradients: Vec<Array>, // where they have been made for this call
+    gradients: Vec<Array>, // those that were made for this call
     given: Given,
     roots: Roots,
     held: Vec<Array>,
@@ -384,7 +384,7 @@ impl<'py> Called<'py> {
         arrays.try_for_each(|(array, value)| called::fill(array, value))
     }
 
-    /// The same after an error of the engine: lazily, over the arrays that there are.
+    /// Give them lazy values after an error of the engine, over the arrays that there are.
     ///
     /// # Errors
     /// When there is no memory.
@@ -403,10 +403,10 @@ fn key_of(inputs: &LossInputs<'_, '_>) -> PyResult<Array> {
     bridge::get(&inputs.key_list.get_item(0)?).ok_or_else(missing)
 }
 
-// what a loss returned, what it has assigned to the model, and where the model's arrays are now
+// return value, assignments to the model, and new places of the model's arrays
 type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Moved<'py>);
 
-/// Where the model's arrays are, where the loss has put other containers into the model.
+/// Places of the model's arrays, if the loss has put other containers into the model.
 type Moved<'py> = Option<Vec<Option<Slot<'py>>>>;
 
 // call the loss with tracers in the places of arrays

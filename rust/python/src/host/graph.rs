@@ -37,7 +37,7 @@ impl Form {
     }
 }
 
-/// What an input of a graph is.
+/// Kind of an input of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// The random key.
@@ -58,7 +58,7 @@ pub struct LossGraph {
     graph: Rc<CallGraph>,
     compiled: RefCell<Option<(usize, called::Compiled)>>, // for so many inputs
     sources: RefCell<Vec<Source>>,
-    others: usize, // so many arrays of the model are among the tracers
+    others: usize, // number of the model's other arrays among the tracers
 }
 
 fn short() -> Exception {
@@ -114,7 +114,7 @@ impl LossGraph {
         Ok(self.form == *form && self.graph.follows(&given.tracers, roots)?)
     }
 
-    /// The same with the graph of a call that is not kept.
+    /// Compare with the graph of a call that is not kept.
     ///
     /// # Errors
     /// When there is no memory.
@@ -194,7 +194,7 @@ impl LossGraph {
         self.graph.replay(traced, &self.inputs_of(leaves, key)?)
     }
 
-    // the same by operations that MLX has compiled
+    // replay by operations that MLX has compiled
     fn run(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
         let inputs = self.inputs_of(leaves, key)?;
         let mut compiled = self.compiled.borrow_mut();

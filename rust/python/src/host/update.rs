@@ -15,7 +15,7 @@ use crate::{
     tree::{paths::dotted, rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
-/// Where an update finds the model's arrays, and what it leaves there.
+/// Objects of an update by the optimizer's own code.
 pub struct Update {
     /// The model.
     pub model: Py<PyAny>,

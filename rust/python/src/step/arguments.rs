@@ -48,7 +48,7 @@ pub struct Batch<'py> {
     pub arrays: Vec<Array>,
     /// Modules and other objects among them, which a loss may reach into.
     pub objects: Vec<Bound<'py, PyAny>>,
-    /// The same.
+    /// References to these objects, for keys.
     pub kept: Rc<Vec<Py<PyAny>>>,
     /// Arrays that are one object: the number of each, and of the first one.
     pub aliases: Rc<Vec<(usize, usize)>>,

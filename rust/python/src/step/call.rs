@@ -26,7 +26,7 @@ use crate::{
     tree::rebuild::rebuild,
 };
 
-/// What a call has come to.
+/// Outcome of a call.
 pub(super) struct Done<'py> {
     output: Output,
     way: Way<'py>,
@@ -173,7 +173,7 @@ impl Inner {
         Ok(Done { output, way })
     }
 
-    // how the loss is computed: it is called here, or left out
+    // call the loss, or leave the call out
     pub(super) fn way<'py>(
         &mut self,
         shared: &Shared,
@@ -313,7 +313,7 @@ impl Inner {
 
     fn warn(&mut self, py: Python<'_>, shared: &Shared) -> PyResult<()> {
         if let Some(message) = self.traces.warning() {
-            warn(py, &message)?; // which may raise: everything is in its place by now
+            warn(py, &message)?; // a warning may raise: everything is in its place by now
         }
         let not_replayed = self
             .traces
@@ -367,7 +367,7 @@ impl Inner {
         Ok((returned, tree))
     }
 
-    // whether the next call may be left out
+    // note if the next call may be left out
     fn note_way<'py>(
         &mut self,
         user: &Arguments<'py>,
@@ -380,7 +380,7 @@ impl Inner {
         }
     }
 
-    // what the loss returned: of this call, or of the one that made the trace, with the arrays of this step
+    // return value of this call, or of the one that made the trace, with the arrays of this step
     fn returned<'py>(&mut self, py: Python<'py>, done: &Done<'py>) -> PyResult<Bound<'py, PyAny>> {
         if let Some(called) = done.way.called() {
             return Ok(called.result.clone());
@@ -417,7 +417,7 @@ pub(super) fn settle_reshaped(
     let skipped = skipped.map_or(Ok(false), |skipped| read(is_true(py, skipped)))?;
     if skipped || task == Task::Gradients {
         for reshaped in reshaped {
-            let slot = &prepared.model[reshaped.slot]; // where the loss has left it
+            let slot = &prepared.model[reshaped.slot];
             let now = slot.place.get()?;
             if now.is_some_and(|now| now.is(&reshaped.now)) {
                 slot.place.set(&slot.object)?;

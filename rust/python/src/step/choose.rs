@@ -194,7 +194,7 @@ impl Inner {
         Ok(())
     }
 
-    // whether many traces compute what this key wants, with other options of the optimizer: they may be others at each step
+    // true if many traces have this graph with other options of the optimizer, which may change at each step
     fn has_many_options(&self, key: &Key) -> bool {
         let alike = self.traces.recent().filter(|entry| {
             let (one, other) = (&entry.key.front, &key.front);

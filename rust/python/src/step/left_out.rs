@@ -1,4 +1,4 @@
-//! Whether a call of the loss may be left out: only while a watch list holds that covers all that the loss reads.
+//! Calls that are left out: only while a watch list holds that covers all that the loss reads.
 //!
 //! A list is made where a call has made a trace, and counts from the next call on, which is watched too: that one has to give the
 //! same graph, change nothing that is watched, and call no unknown function.
@@ -29,7 +29,7 @@ const TRIES: usize = 6;
 /// Seconds that a search may take in any case: those of a small net's call are fewer than a look at the clock is worth.
 const SEARCH: f64 = 0.2;
 
-/// What is known of a trace's loss.
+/// State of a trace's watch list.
 #[derive(Default)]
 pub enum Watch {
     /// It has been called once.
@@ -50,7 +50,7 @@ impl Refers for Watch {
     }
 }
 
-/// Whether calls may be left out, as far as is known.
+/// Progress towards leaving calls out.
 #[derive(Default)]
 pub struct LeavingOut {
     /// Why the loss was called at the last step; none where it need not be, or where that is not known yet.
@@ -81,13 +81,13 @@ fn is_due(uses: usize) -> bool {
     [2 * power, 5 * power, 10 * power].contains(&uses) || (power > 1 && uses == power)
 }
 
-/// Whether a trace stands for a call of the loss.
+/// Answer to the question for a trace that stands for a call.
 pub(super) enum Standing {
     /// The loss is to be called.
     No,
     /// The one of this number.
     Yes(usize),
-    /// The same, but it is time to call the loss all the same: the number of its graph.
+    /// A trace stands, and a check is due: the number of its graph.
     Due(Option<usize>),
 }
 

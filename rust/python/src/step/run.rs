@@ -184,7 +184,7 @@ impl Inner {
                 Some("many graphs have been made, and this is the first call with its own".into())
             }
         };
-        (self.mode, self.reason) = match way {
+        self.mode = match way {
             Way::LeftOut(_) if own.is_none() => ("native", None),
             Way::LeftOut(_) => ("called", own),
             Way::Plain(_) => ("plain", plain()),

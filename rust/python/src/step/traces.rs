@@ -21,7 +21,7 @@ const MANY: usize = 16;
 pub struct CallKey {
     /// The model's signature.
     pub model: usize,
-    /// The same for models that differ in numbers alone.
+    /// Id that models share whose arrays have the same places, roles, shapes and dtypes.
     pub form: usize,
     /// The optimizer's options, and the forms of the arrays among them.
     pub options: (usize, usize),
@@ -110,11 +110,11 @@ pub struct Kept {
     pub graph: Option<Rc<LossGraph>>,
     /// The arrays that the graph ended in at the last call, while calls may be left out.
     pub leaves: Rc<HeldArrays>,
-    /// What the loss returns, with holes for the arrays.
+    /// Return value of the loss, with holes for the arrays.
     pub template: Option<Template>,
     /// While this holds, the loss need not be called.
     pub watch: Watch,
-    /// How often the trace has stood for a call of the loss.
+    /// Number of calls for which the trace has stood.
     pub uses: usize,
 }
 

@@ -15,7 +15,7 @@ pub fn rebuild<'py>(
     replace(object, bridge::is_array, next)
 }
 
-/// The same for the objects that are wanted.
+/// Replace the objects that are wanted.
 pub fn replace<'py>(
     object: &Bound<'py, PyAny>,
     wanted: fn(&Bound<'_, PyAny>) -> bool,
