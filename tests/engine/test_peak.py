@@ -170,7 +170,7 @@ def peaks(
     return ours, compiled, shared
 
 
-UNCOMPILED = """
+CALLED = """
     import json, warnings
     import faststep, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
 
@@ -213,7 +213,7 @@ UNCOMPILED = """
             mx.synchronize()
             peaks.append(mx.get_peak_memory())
         if ours:
-            assert step.stats.mode == "plain", step.stats.reason
+            assert step.stats.mode == "called", step.stats.reason
         del model, optimizer, step
         gradients_of = None
     print(json.dumps(peaks))
@@ -225,9 +225,11 @@ UNCOMPILED = """
     [(True, "optim.Adam(1e-3)", 0.75), (True, "optim.SGD(1e-2)", 0.9), (False, "Reading(1e-3)", 1.02)],
     ids=["adam", "sgd", "own"],
 )
-def test_an_uncompiled_step_peaks_below_the_plain_loop(reads: bool, optimizer: str, share: float, child: Child) -> None:
-    """The update is compiled nevertheless; one by Python code waits until it is known whether it is taken."""
-    done = child(UNCOMPILED.format(reads=reads, optimizer=optimizer))
+def test_a_step_whose_loss_reads_values_peaks_below_the_plain_loop(
+    reads: bool, optimizer: str, share: float, child: Child
+) -> None:
+    """The step is compiled nevertheless; an update by Python code waits until it is known whether it is taken."""
+    done = child(CALLED.format(reads=reads, optimizer=optimizer))
     first, later, our_first, ours = json.loads(done.stdout)
     assert our_first <= 1.02 * first, done.stdout
     assert ours <= share * later, done.stdout

@@ -464,8 +464,8 @@ def copies(found: Found) -> list[Any]:
     return [mx.array(each.value) if isinstance(each.value, mx.array) else None for each in found.entries]
 
 
-def lookup(loss_fn: Any, model: nn.Module | None = None, optimizer: Any = None, arguments: Any = ()) -> Found:
-    return search(loss_fn, model or MLP(), optimizer, arguments, 10.0)
+def lookup(loss_fn: Any, model: nn.Module | None = None, arguments: Any = ()) -> Found:
+    return search(loss_fn, model or MLP(), arguments, 10.0)
 
 
 @pytest.fixture(autouse=True)
@@ -602,6 +602,6 @@ def test_a_profiler_stays() -> None:
 
 def test_time_is_limited() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
-    found = search(GOOD["global"][0], model, None, (), 0.0)
+    found = search(GOOD["global"][0], model, (), 0.0)
     assert found.reason is not None
     assert "takes longer than a call" in found.reason

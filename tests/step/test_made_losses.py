@@ -15,11 +15,7 @@ import pytest
 from faststep import Step, fast_step
 from support.made_losses import MadeLoss
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:faststep. this step cannot be compiled. (?!called again)",
-    "ignore:faststep. .* traces have been made",
-    "ignore:faststep. attributes of the model have changed again and again",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:faststep. .* traces have been made")
 SEEDS = max(60, int(os.environ.get("FASTSTEP_FUZZ", "2000")) // 50)
 STEPS = 45
 MAX_LOSS = 1e6  # beyond it the two differ by what they round

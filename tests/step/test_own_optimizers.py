@@ -440,9 +440,7 @@ class KeepsVelocities:
 @pytest.mark.parametrize("nonfinite", ["skip", "allow"])
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("varies", [0, 1, 2])
-def test_a_loss_counts_once_beside_an_update_of_ones_own(
-    varies: int, window: int, nonfinite: Any
-) -> None:
+def test_a_loss_counts_once_beside_an_update_of_ones_own(varies: int, window: int, nonfinite: Any) -> None:
     def run(native: bool) -> tuple[Any, ...]:
         seen: Any = types.SimpleNamespace(calls=0, log=[], total=mx.array(0.0))
         model: Any = nn.Linear(4, 3)

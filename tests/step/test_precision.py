@@ -374,7 +374,7 @@ def test_buffers_that_become_float32_cost_one_more_trace() -> None:
         optimizer.update(model, gradients)
         mx.eval(model.state, optimizer.state)
         assert_same(step(batch).loss, loss, on_gpu=1e-3)
-    assert (step.stats.mode, len(step.stats.traces)) == ("called", 2)
+    assert (step.stats.mode, len(step.stats.traces)) == ("native", 2)
     compared = zip(tree_flatten(model.parameters()), tree_flatten(ours[0].parameters()), strict=True)
     for (name, wanted), (_, found) in compared:
         assert wanted.dtype == found.dtype, name

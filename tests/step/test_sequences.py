@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
     "sgd": lambda: optim.SGD(0.05, momentum=0.9),
     "adam": lambda: optim.Adam(1e-2, eps=1e-2),
     "scheduled": lambda: optim.AdamW(optim.cosine_decay(5e-2, 20), eps=1e-2, weight_decay=0.1),
-    "traced": lambda: HalvedAdam(1e-2, eps=1e-2),
+    "own": lambda: HalvedAdam(1e-2, eps=1e-2),
     "on-the-host": lambda: optim.Adam(branching, eps=1e-2),
     "multi": lambda: optim.MultiOptimizer([optim.SGD(0.05, momentum=0.9), optim.Adam(1e-2, eps=1e-2)], [is_matrix]),
 }

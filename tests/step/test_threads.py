@@ -78,6 +78,29 @@ def test_another_thread_makes_a_step_of_its_own() -> None:
         there[0](*batches[0])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "user-adam", "multi"])
+def test_fast_step_goes_on_in_any_thread(optimizer: str) -> None:
+    """It makes a step of its own there; model, optimizer and what the loss counts are the same ones."""
+    row = Row("mlp", optimizer)
+    reference, ours, calls = row.new(), row.new(), [0]
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        calls[0] += 1
+        return cross_entropy(model, x, y)
+
+    plain, batches = plain_step(*reference, cross_entropy), row.case.batches(12)
+    wanted = [float(plain(*batch)[0]) for batch in batches]
+
+    def train(first: int) -> list[float]:
+        return [float(fast_step(*ours, loss_fn, *batch)) for batch in batches[first : first + 3]]
+
+    losses = train(0) + elsewhere(lambda: train(3)) + train(6) + elsewhere(lambda: train(9))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert calls == [12]
+    elsewhere(lambda: mx.eval(ours[0].parameters(), ours[1].state))
+    assert_close(snapshot(*ours), snapshot(*reference) | {"random": snapshot(*ours)["random"]}, 1e-5)
+
+
 def tree_loss(model: nn.Module, batch: dict[str, Tree], rest: list[mx.array]) -> mx.array:
     return cross_entropy(model, batch["x"], batch["y"]) + rest[1].sum()
 

@@ -245,7 +245,7 @@ def test_the_seconds_add_up_to_the_time_of_the_calls(options: dict[str, Any]) ->
         step(x)
         spent += time.perf_counter() - started
     seconds = step.stats.seconds
-    assert seconds.keys() == {"look", "trace", "build", "evaluate", "wait", "show"}
+    assert seconds.keys() == {"look", "call", "trace", "build", "evaluate", "wait", "show"}
     assert all(value > 0 for name, value in seconds.items() if name != "wait")
     parts = sum(value for name, value in seconds.items() if name != "trace")
     assert parts <= spent

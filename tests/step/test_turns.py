@@ -111,7 +111,7 @@ def test_turns_are_the_plain_loop_s(optimizer: str) -> None:
         for run in (ours, plain):
             run.take(batch % 3, batch)
     assert_close(ours.arrays(), plain.arrays(), 2e-6, on_gpu=1e-3)
-    assert {step.stats.mode for step in ours.steps} == {"native" if optimizer in NATIVE else "traced"}
+    assert {step.stats.mode for step in ours.steps} == {"native" if optimizer in NATIVE else "called"}
 
 
 @pytest.mark.parametrize("seed", range(4))

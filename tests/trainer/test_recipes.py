@@ -44,14 +44,14 @@ def tokens(*shape: int) -> mx.array:
 @pytest.mark.parametrize("name", recipes.LOSSES)
 def test_a_step_can_look_through_a_loss(name: str) -> None:
     """So that calls of it can be left out."""
-    found = search(recipes.LOSSES[name](), small(), None, (), 60.0)
+    found = search(recipes.LOSSES[name](), small(), (), 60.0)
     assert found.reason is None
 
 
 @pytest.mark.parametrize("name", ["next_token", "cross_entropy"])
 def test_a_step_can_look_through_metrics(name: str) -> None:
     loss = LossWithMetrics(recipes.LOSSES[name](outputs=True), {"accuracy": accuracy()}, weighted=False)
-    assert search(loss, small(), None, (), 60.0).reason is None
+    assert search(loss, small(), (), 60.0).reason is None
 
 
 def test_only_adapters_of_a_model_in_four_bits_train() -> None:

@@ -1,4 +1,4 @@
-"""The profile of a step: its operations measured one by one, and the stages of real calls. Uses `_step` and `_native`."""
+"""The profile of a step: its operations one by one, and the stages of real calls. Uses `_step` and `_native`."""
 
 from faststep._profile._profile import Profile, profile
 from faststep._profile._recording import KINDS

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from faststep._profile._labels import Labels
+from faststep._profile._recording import DATA, LOOP, Held, Operation, Recording, Span
 from faststep._profile._text import text_of
 from faststep._profile._trace import write_chrome
-from faststep._profile._recording import DATA, LOOP, Held, Operation, Recording, Span
 from faststep._step import Step
 
 

@@ -128,7 +128,7 @@ def _refusal(code: types.CodeType, step: Step, name: str) -> str | None:
         return f"stores `{name}`"
     if step.op in _NAMED and name in _REFUSED_NAMES:
         return f"reads `{name}` of an object"
-    if step.op in _NAMED and name in _SETTERS and code.co_filename != "<string>":  # which is code of dataclasses
+    if step.op in _NAMED and name in _SETTERS and code.co_filename != "<string>":  # code of dataclasses
         return f"calls `{name}` of an object"
     return None
 

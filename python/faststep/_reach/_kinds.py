@@ -22,7 +22,7 @@ _PLAIN: frozenset[type] = frozenset(
     | {mx.Dtype, mx.DtypeCategory, mx.Device, mx.Stream, types.GenericAlias}
     | {type(dataclasses.MISSING), type(getattr(dataclasses, "_HAS_DEFAULT_FACTORY", None)), type(int | str)}
 )
-TRANSFORMED: type = type(mx.compile(lambda: None))  # what `mx.compile` and `mx.grad` return
+TRANSFORMED: type = type(mx.compile(lambda: None))  # the results of `mx.compile` and `mx.grad`
 NAMING = (getattr, hasattr)  # which are taken by these names and with constant ones only
 _BUILTINS = (
     "len range zip enumerate min max sum abs isinstance issubclass float int bool str bytes complex tuple list dict "

@@ -37,19 +37,18 @@ _MADE_AT_ONCE = frozenset({"__init__", "__new__", "__post_init__", "__init_subcl
 _RARE = frozenset({"__repr__", "__str__", "__hash__", "__eq__", "__replace__"})  # a call that runs one is not left out
 _SETTERS = ("__setattr__", "__delattr__")
 _HOOKS = ("__del__", "__getattr__", "__getattribute__", "__get__", "__set__", "__dict__", *_SETTERS)
-_OF_C = (type(str.__len__), type(str.join), type(int.real), types.MemberDescriptorType)  # what classes of C code have
+_OF_C = (type(str.__len__), type(str.join), type(int.real), types.MemberDescriptorType)  # methods of classes in C
 _BASES: tuple[Any, ...] = (object, abc.ABC, typing.Generic, typing.Protocol, tuple, int, str)
 _METACLASSES: tuple[type, ...] = (type, abc.ABCMeta, type(enum.Enum), type(typing.Protocol))
 _ADVICE = "read it once, or pass it as an argument"
 
 
-def search(loss_fn: Any, model: Any, optimizer: None, arguments: tuple[Any, ...], seconds: float) -> Found:
+def search(loss_fn: Any, model: Any, arguments: tuple[Any, ...], seconds: float) -> Found:
     """List what a loss reads beside the model and plain arguments.
 
     Args:
         loss_fn: The loss function of the current call.
         model: The model, whose arrays, numbers and containers are compared elsewhere.
-        optimizer: None: no optimizer's code is searched.
         arguments: Objects among the call's arguments that are no containers, arrays or numbers.
         seconds: Time that the search may take, in seconds, beside that for reading code for the first time.
     """
@@ -158,7 +157,7 @@ class _Search:
         cls, value = holder.parent, holder.names[name]
         if name in _SETTERS:
             return cls is nn.Module and name == "__setattr__"  # others are dataclasses'
-        if name in self.names:
+        if name in self.names and (holder.way == "attribute" or name not in _MADE_AT_ONCE):
             return True
         is_dunder = name.startswith("__") and name.endswith("__") and name not in _RARE
         if holder.way == "attribute" or not is_dunder or cls is mx.array:
@@ -210,7 +209,7 @@ class _Search:
             self.read_class(kind, place, value, name)
             self.hold(value, name)
         elif is_a(value, type):
-            self.made.add(id(value))
+            self.made.update(map(id, value.__mro__))
             self.read_class(value, place, value, name)
         else:
             self.instance(value, name, place)

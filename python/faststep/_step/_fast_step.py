@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 import weakref
@@ -13,8 +14,8 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step._options import Nonfinite, Options, Replay, whole_number
-from faststep._step._user_optimizer import StepCache, as_optimizer
 from faststep._step._program import Program
+from faststep._step._user_optimizer import StepCache, as_optimizer
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
 _Key = tuple[int, int, Options, int]
@@ -25,6 +26,18 @@ _MAX_PROGRAMS = 16  # of a model and an optimizer, models of an optimizer, and o
 _FEW = 16  # calls, for which a trace takes more time than it saves where a net is small
 _models: _Others = {}  # how many each optimizer has had
 _optimizers: _Others = {}  # how many each model has had
+
+
+class _Thread(threading.local):
+    """The number of the thread that reads it. Unlike `threading.get_ident()`, it is never given out again."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
+_thread = _Thread()
 
 
 class _ShortLivedModels:
@@ -144,7 +157,7 @@ def fast_step(
         clear_cache_every,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
-    key = (id(model), id(optimizer), options, threading.get_ident())  # MLX's streams and random state are a thread's
+    key = (id(model), id(optimizer), options, _thread.number)  # MLX's streams and random state are a thread's
     cache = StepCache.at(model, optimizer)
     try:
         known = None if cache is None else cache.programs.get(key)

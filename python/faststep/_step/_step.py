@@ -18,8 +18,8 @@ from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
 from faststep._step._output import Stats, StepOutput
-from faststep._step._user_optimizer import as_optimizer
 from faststep._step._program import Program
+from faststep._step._user_optimizer import as_optimizer
 from faststep._watch import Watchdog, hang_report
 
 
@@ -38,7 +38,7 @@ class Step:
     watched (docs/what_is_compiled.md). Model, optimizer and `mx.random.state` are current after every call, and what is
     changed in them between calls is seen.
 
-    One `RuntimeWarning` each tells what has gone wrong for a hundred steps without an error: every batch is skipped, the
+    One `RuntimeWarning` each tells what has gone wrong for 100 steps without an error: every batch is skipped, the
     loss is not finite, all gradients are zero, the loss does not depend on a parameter, updates are rounded to nothing.
 
     Example:
@@ -148,7 +148,7 @@ class Step:
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        self._given, self._optimizer = optimizer, as_optimizer(optimizer)  # the stand-in does not keep the first one alive
+        self._given, self._optimizer = optimizer, as_optimizer(optimizer)
 
     @property
     def accumulate(self) -> int:

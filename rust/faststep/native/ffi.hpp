@@ -219,9 +219,9 @@ int faststep_differentiate(
     const void* const* outputs,
     size_t n_outputs,
     void** gradients);
-// Evaluate what somebody holds of the graph behind the roots that is computed from no tracer; count the tracers that somebody holds.
+// Evaluate what somebody holds of the graph behind the roots and is computed from no tracer; in a step, such tracers too.
 int faststep_call_settle(
-    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, size_t* held_tracers);
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, int is_step);
 // The graph of a call: from tracers to roots, of each of which the caller has one handle. So many `results`, the first roots, are
 // outputs whoever holds them. Nothing may have been differentiated yet.
 int faststep_call_graph_new(

@@ -1,8 +1,8 @@
 //! The user's loss and optimizer: called once a step, with tracers in the places of the model's arrays.
 //!
 //! `call` calls the loss and takes what it gives: a graph, of which `graph` keeps the operations. `lent` and `arguments` put
-//! tracers where the arrays are and take them away again. `update` calls an optimizer of the user's own. Uses `optimizer`, `tree`
-//! and `mlx`.
+//! tracers where the arrays are and take them away again. `update` calls an optimizer of the user's own. Uses `optimizer`,
+//! `store`, `tree` and `mlx`.
 mod arguments;
 mod call;
 mod graph;

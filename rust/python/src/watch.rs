@@ -1,7 +1,7 @@
 //! The watch list: what a loss reads, compared before its call is left out.
 //!
 //! `list`: the list and its look. `entry`: one place and what is expected there. The search is Python's
-//! (`faststep._reach`), as are the checks of one call.
+//! (`faststep._reach`), as are the checks of one call. Uses `tree` and `mlx`.
 mod entry;
 mod list;
 
@@ -20,12 +20,11 @@ pub use list::WatchList;
 pub fn search(
     loss_fn: &Bound<'_, PyAny>,
     model: &Bound<'_, PyAny>,
-    optimizer: Option<&Bound<'_, PyAny>>,
     arguments: &Bound<'_, PyTuple>,
     seconds: f64,
 ) -> PyResult<Result<WatchList, String>> {
     let py = loss_fn.py();
-    let given = (loss_fn, model, optimizer, arguments, seconds);
+    let given = (loss_fn, model, arguments, seconds);
     let found = py
         .import("faststep._reach")?
         .call_method1("search", given)?;

@@ -52,7 +52,7 @@ bool same_number(const mx::array& a, const mx::array& b) {
   return std::memcmp(a.data<char>(), b.data<char>(), a.itemsize()) == 0;
 }
 
-// The same number in an array of its own: one that is an input of the step too would be no constant of it.
+// Copy a number into a new array: one that is an input of the step too would be no constant of it.
 mx::array own_number(const mx::array& array) {
   mx::array own(mx::allocator::malloc(array.itemsize()), mx::Shape{}, array.dtype());
   std::memcpy(own.data<char>(), array.data<char>(), array.itemsize());
@@ -686,18 +686,18 @@ void faststep_tracers_end(const void* const* tracers, size_t n) noexcept {
   }
 }
 
-// Evaluate arrays that somebody holds and that are computed from no tracer, as any loop would.
+// Evaluate arrays that somebody holds and that are computed from no tracer, as any loop would. A step evaluates such tracers too, as
+// the parameters are written over.
 int faststep_call_settle(
-    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, size_t* held_tracers) {
+    const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, int is_step) {
   return guarded([&] {
     Walk walk(pointers(tracers, n_tracers), results);
     walk.add_roots(pointers(roots, n_roots));
     auto depends = faststep::called::depends_in(walk);
     std::vector<mlx::core::array> lasting;
-    *held_tracers = 0;
     for (auto number : faststep::called::held_in(walk)) {
-      *held_tracers += number < walk.traced;
-      if (!depends[number] && faststep::called::is_pending(*walk.arrays[number])) {
+      bool is_wanted = number < walk.traced ? is_step != 0 : !depends[number];
+      if (is_wanted && faststep::called::is_pending(*walk.arrays[number])) {
         lasting.push_back(*walk.arrays[number]);
       }
     }

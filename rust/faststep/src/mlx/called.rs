@@ -105,15 +105,14 @@ impl Tracers {
         })
     }
 
-    /// Evaluate what somebody holds of the graph behind `roots` and is computed from no tracer, as any loop would. Return whether
-    /// somebody holds a tracer.
+    /// Evaluate what somebody holds of the graph behind `roots` and is computed from no tracer, as any loop would. In a step, evaluate
+    /// the tracers that somebody holds too: the parameters are written over.
     ///
     /// # Errors
     /// Those of the evaluation.
-    pub fn settle(&self, roots: &Roots) -> Result<bool> {
+    pub fn settle(&self, roots: &Roots, is_step: bool) -> Result<()> {
         let (tracers, results) = (handles(&self.0), roots.results);
         let roots = handles(&roots.arrays);
-        let mut held = 0;
         // SAFETY: live arrays, and the number of each list.
         check(unsafe {
             faststep_call_settle(
@@ -122,10 +121,9 @@ impl Tracers {
                 roots.as_ptr(),
                 roots.len(),
                 results,
-                &raw mut held,
+                c_int::from(is_step),
             )
-        })?;
-        Ok(held > 0)
+        })
     }
 
     /// The tracers stand for nothing any more.

@@ -233,7 +233,7 @@ extern "C" {
         roots: Handles,
         n_roots: usize,
         results: usize,
-        held_tracers: *mut usize,
+        is_step: c_int,
     ) -> c_int;
     pub(crate) fn faststep_call_graph_new(
         tracers: Handles,

@@ -147,6 +147,8 @@ pub struct LossInputs<'a, 'py> {
     pub signature: &'a ModelSignature,
     /// `mx.random`'s key list.
     pub key_list: &'a Bound<'py, PyList>,
+    /// True if the step is run, false if it is planned.
+    pub is_step: bool,
     /// True if the loss returns its weight.
     pub weighted: bool,
     /// True if it is computed in another dtype than the parameters'.
@@ -181,7 +183,7 @@ pub struct Called<'py> {
     pub reshaped: Vec<Reshaped>,
     /// New places of the model's arrays.
     pub moved: Moved<'py>,
-    gradients: Vec<Array>, // those that were made for this call
+    gradients: Vec<Array>, // of this call; none where its graph is known
     given: Given,
     roots: Roots,
     held: Vec<Array>,
@@ -274,12 +276,8 @@ impl<'py> Called<'py> {
         if let Some(found) = found.map_err(mlx)? {
             return self.is(found).map_err(mlx);
         }
-        let settled = crate::mlx::gil::unlocked(py, || given.tracers.settle(&self.roots));
-        if settled.map_err(mlx)? {
-            // their values are to be there when the parameters are written over
-            let tracers = given.tracers.arrays();
-            crate::mlx::gil::unlocked(py, || mlx_rs::transforms::eval(tracers)).map_err(mlx)?;
-        }
+        let settle = || given.tracers.settle(&self.roots, inputs.is_step);
+        crate::mlx::gil::unlocked(py, settle).map_err(mlx)?;
         let mut new = LossGraph::new(given, form, &self.roots).map_err(mlx)?;
         if !new.is_custom() {
             if let Some(found) = graphs.find(|graph| graph.equals(&new), key).map_err(mlx)? {

@@ -192,7 +192,7 @@ impl Inner {
         let plain = self.plain.is_some() || !self.options.compile;
         if plain {
             return self
-                .called(shared, user, (prepared, batch), true)
+                .called(shared, user, (prepared, batch), (true, true))
                 .map(Way::Plain);
         }
         let due = match self.standing(py, &user.loss_fn, &key) {
@@ -203,7 +203,7 @@ impl Inner {
         self.traces.forget_replaced(&user.loss_fn)?;
         let watched = self.begin_watching(py, &user.loss_fn, &key)?;
         let began = Instant::now();
-        let outcome = self.called(shared, user, (prepared, batch), false);
+        let outcome = self.called(shared, user, (prepared, batch), (false, true));
         let seconds = began.elapsed().as_secs_f64();
         let watched = watched.map(|(list, calls)| Ok::<_, PyErr>((list, calls.end(py)?)));
         let watched = watched.transpose()?;
@@ -232,16 +232,17 @@ impl Inner {
         user: &Arguments<'py>,
         given: (&Prepared<'py>, &Batch<'py>),
     ) -> PyResult<Way<'py>> {
-        self.called(shared, user, given, false).map(Way::Called)
+        self.called(shared, user, given, (false, false))
+            .map(Way::Called)
     }
 
-    // call the loss; the store is free meanwhile, for what the loss reads of the optimizer
+    // call the loss, for a step or a plan; the store is free meanwhile, for what the loss reads of the optimizer
     fn called<'py>(
         &mut self,
         shared: &Shared,
         user: &Arguments<'py>,
         (prepared, batch): (&Prepared<'py>, &Batch<'py>),
-        alone: bool,
+        (alone, is_step): (bool, bool),
     ) -> PyResult<Called<'py>> {
         let (given, signature, key_list) = {
             let store = shared.enter()?;
@@ -261,6 +262,7 @@ impl Inner {
             slots: &prepared.model,
             roles: &signature.roles,
             key_list: &key_list,
+            is_step,
             weighted: self.options.weighted,
             mixed: self.options.compute_dtype.is_some(),
         };

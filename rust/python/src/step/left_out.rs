@@ -216,7 +216,7 @@ impl Inner {
         seconds: f64,
     ) -> PyResult<Option<String>> {
         let objects = PyTuple::new(user.py(), &batch.objects)?;
-        match search(&user.loss_fn, &user.model, None, &objects, seconds)? {
+        match search(&user.loss_fn, &user.model, &objects, seconds)? {
             Err(reason) => {
                 self.leaving_out.tries = TRIES; // its code stays as it is
                 Ok(Some(reason))
