@@ -695,11 +695,16 @@ int faststep_call_settle(
     walk.add_roots(pointers(roots, n_roots));
     auto depends = faststep::called::depends_in(walk);
     std::vector<mlx::core::array> lasting;
+    bool are_held = false;
     for (auto number : faststep::called::held_in(walk)) {
-      bool is_wanted = number < walk.traced ? is_step != 0 : !depends[number];
-      if (is_wanted && faststep::called::is_pending(*walk.arrays[number])) {
+      are_held |= number < walk.traced;
+      if (!depends[number] && faststep::called::is_pending(*walk.arrays[number])) {
         lasting.push_back(*walk.arrays[number]);
       }
+    }
+    if (are_held && is_step != 0) { // all of them: of those that the graph does not have it is not known who holds them
+      auto all = faststep::list(tracers, n_tracers);
+      lasting.insert(lasting.end(), all.begin(), all.end());
     }
     if (!lasting.empty()) {
       mlx::core::eval(std::move(lasting));

@@ -139,9 +139,10 @@ impl Inner {
         let py = user.py();
         let spent = self.seconds.call;
         let mut way = self.way(shared, user, (prepared, batch), task)?;
-        if let Way::Called(called) | Way::Plain(called) = &mut way {
-            move_places(prepared, called);
-        }
+        let moved = match &mut way {
+            Way::Called(called) | Way::Plain(called) => move_places(prepared, called),
+            _ => Vec::new(),
+        };
         let mut store = shared.enter()?;
         let has_schedules = task.updates() && matches!(store.rule, Some(Rule::Native(_)));
         if has_schedules {
@@ -151,7 +152,13 @@ impl Inner {
             store.look_again(prepared, &user.model, &user.optimizer)?;
         }
         self.seconds.look += started.elapsed().as_secs_f64() - (self.seconds.call - spent);
-        let (output, new) = self.run(&mut store, user, prepared, (batch, &mut way), task)?;
+        let outcome = self.run(&mut store, user, prepared, (batch, &mut way), task);
+        if outcome.is_err() {
+            for (slot, old) in &moved {
+                prepared.model[*slot].place.set(old)?;
+            }
+        }
+        let (output, new) = outcome?;
         let shown = Instant::now();
         if let Way::Called(called) = &way {
             let values = output.batch.loss.iter().chain(&output.batch.aux);
@@ -429,17 +436,23 @@ pub(super) fn settle_reshaped(
     Ok(())
 }
 
-// the step goes on in the dicts and lists that the loss has left
-fn move_places<'py>(prepared: &mut Prepared<'py>, called: &mut Called<'py>) {
+// the step goes on in the dicts and lists that the loss has left; which slots these are, and the arrays that were there before
+fn move_places<'py>(
+    prepared: &mut Prepared<'py>,
+    called: &mut Called<'py>,
+) -> Vec<(usize, Bound<'py, PyAny>)> {
+    let mut old = Vec::new();
     let moved = called.moved.take().unwrap_or_default();
-    for (slot, now) in prepared.model.iter_mut().zip(moved) {
+    for (index, (slot, now)) in prepared.model.iter_mut().zip(moved).enumerate() {
         if let Some(now) = now.filter(|now| !now.place.is(&slot.place)) {
+            old.push((index, slot.object.clone()));
             if let Ok(Some(object)) = now.place.get() {
                 slot.object = object;
             }
             slot.place = now.place;
         }
     }
+    old
 }
 
 // true if one of MLX's functions has refused a NumPy array

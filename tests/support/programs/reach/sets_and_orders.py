@@ -81,18 +81,6 @@ for name, make in {
     add("model", name, make)
 
 
-def in_turns(model: Any, x: mx.array) -> None:
-    model.heads = getattr(model, "heads", None) or (model.head, model.spare[0])
-    model.head = model.heads[model.steps % 2]
-
-
-add(
-    "model",
-    "heads in turns",
-    acting(in_turns, lambda model: [round(float(head.weight.sum()), 4) for head in (model.head, model.spare[0])]),
-)
-
-
 def keeping(value: Callable[[int, mx.array], Any], where: str) -> Make:
     def build() -> Made:
         state = types.SimpleNamespace(task=0)
