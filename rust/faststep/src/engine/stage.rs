@@ -90,12 +90,21 @@ pub struct StageClock {
 impl StageClock {
     /// A stage begins, in the thread of the step.
     pub fn enter(&self, stage: Stage) {
-        let entered = (self.stage.load(Ordering::Relaxed) >> 8) + 1;
-        self.stage
-            .store(entered << 8 | stage as u64, Ordering::Relaxed);
         if stage == Stage::Trace {
             self.traces.fetch_add(1, Ordering::Relaxed);
         }
+        self.begin(stage);
+    }
+
+    /// A call of the loss begins, which need not make a trace.
+    pub fn enter_call(&self) {
+        self.begin(Stage::Trace);
+    }
+
+    fn begin(&self, stage: Stage) {
+        let entered = (self.stage.load(Ordering::Relaxed) >> 8) + 1;
+        self.stage
+            .store(entered << 8 | stage as u64, Ordering::Relaxed);
         if self.records.load(Ordering::Relaxed) {
             self.record(stage);
         }

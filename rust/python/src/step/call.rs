@@ -253,7 +253,7 @@ impl Inner {
     ) -> PyResult<Called<'py>> {
         let (given, signature, key_list) = {
             let store = shared.enter()?;
-            store.clock.enter(Stage::Trace);
+            store.clock.enter_call();
             let key_list = store.key_list.bind(user.py()).clone();
             (
                 self.given(&store, prepared, batch)?,

@@ -100,10 +100,6 @@ def shrink(model: Net) -> None:
     model._spread = 0.9 * model._spread
 
 
-def shrink_in_place(model: Net) -> None:
-    model._spread *= 0.9
-
-
 def shrink_frozen(model: Net) -> None:
     model.frozen = 0.9 * model.frozen
 
@@ -221,7 +217,6 @@ TRACED: dict[str, Case] = {
     "sets what is frozen": (Net, tracking_frozen, sets(shrink_frozen)),
     "sets what the loss leaves": (Net, error, sets(shrink)),
     "sets what the loss reads": (Net, weighed, sets(shrink)),
-    "sets in place": (Net, weighed, sets(shrink_in_place)),
     "averages": (Net, tracking, sets(average)),
     "update() of the model averages": (Averaging, tracking, optim.Adam),
     "counts, and nobody reads it": (Net, counting, sets(shrink)),

@@ -328,7 +328,7 @@ def a_mask_of_the_last_length() -> Made:
     return Made(loss_fn, lambda: model._mask, model=model, optimizer=optim.Adam(1e-2), batch=rows)
 
 
-@program("model")
+@program("model", without=("bad batches",))
 def a_buffer_that_grows_to_its_size() -> Made:
     model = nn.Linear(6, 3)
     model._recent = None
