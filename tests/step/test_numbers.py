@@ -9,7 +9,6 @@ import pickle
 import queue
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ import pytest
 from faststep import Step
 from mlx.utils import tree_map
 from support.helpers import assert_close, assert_same, plain_step, snapshot
-from support.places import Child
 
 X = mx.random.normal((8, 4), key=mx.random.key(3))
 STEPS = 12
@@ -190,47 +188,6 @@ def test_a_number_that_is_another_one_for_each_optimizer_is_the_plain_loops(
     losses, ours = rounds(Step)
     assert_same(losses, wanted)
     assert_close(ours, left, 0)
-
-
-ROUNDS = """
-import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-from faststep import _core, fast_step
-
-task = {"weight": 0.1}
-
-class Net(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.layer, self.weight = nn.Linear(4, 2), weight
-
-def reached(model, x, _):
-    return task["weight"] * mx.square(model.layer(x)).mean()
-
-def of_model(model, x, _):
-    return mx.sin(model.weight * model.layer(x)).mean()
-
-def passed(model, x, weight):
-    return mx.abs(model.layer(x) + weight).mean()
-
-for loss in (reached, of_model, passed):
-    for number in range(5):
-        weight = task["weight"] = 0.1 + 0.2 * number
-        model, optimizer, before = Net(weight), optim.Adam(0.01), _core.compiled_kernels()
-        for _ in range(3):
-            fast_step(model, optimizer, loss, mx.ones((3, 4)), weight)
-        print(_core.compiled_kernels() - before)
-for number in range(5):
-    optimizer, before = optim.AdamW(0.01, betas=[0.5 + 0.1 * number, 0.9]), _core.compiled_kernels()
-    for _ in range(3):
-        fast_step(model, optimizer, reached, mx.ones((3, 4)), 0)
-    print(_core.compiled_kernels() - before)
-"""
-
-
-def test_a_number_that_is_another_one_for_each_model_compiles_no_kernels_for_each(child: Child, tmp_path: Path) -> None:
-    compiled = child(ROUNDS, XDG_CACHE_HOME=str(tmp_path / "cache"), FASTSTEP_KERNELS="1").stdout.split()
-    assert compiled[2:5] + compiled[7:10] + compiled[12:15] + compiled[18:] == ["0"] * 11, compiled
-    assert all(int(each) > 0 for each in compiled[::5]), compiled
 
 
 def keeping(model: Net, x: mx.array, numbers: SimpleNamespace) -> mx.array:
