@@ -190,7 +190,13 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("what", "way"), [("numbers", "a number"), *(("numbers", w) for w in LEAVES)])
+@pytest.mark.parametrize(
+    ("what", "way"),
+    [
+        *((what, "a number") for what in COLLECTS if what not in ("arrays", "modules")),
+        *(("numbers", w) for w in LEAVES),
+    ],
+)
 def test_what_is_collected_on_the_model_and_not_read_is_no_part_of_it(what: str, way: str) -> None:
     reads = [LEAVES[way]]
     wanted, reference, *_ = collect(what, reads, fast=False)
