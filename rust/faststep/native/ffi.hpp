@@ -208,7 +208,7 @@ int faststep_tape_build(
 int faststep_in_tracing(void (*work)(void*), void* context);
 // A lazy copy of an array, for a function to be called with in its place.
 int faststep_tracer(const void* array, void** tracer);
-// Whether its value has been read.
+// Return 1 if the value of the tracer has been read.
 int faststep_tracer_is_read(const void* tracer) noexcept;
 void faststep_tracers_end(const void* const* tracers, size_t n) noexcept;
 // The gradients of the first output with respect to parameters whose tracers it has been computed from, one for each.
@@ -226,7 +226,7 @@ int faststep_call_settle(
 // outputs whoever holds them. Nothing may have been differentiated yet.
 int faststep_call_graph_new(
     const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots, size_t results, void** graph);
-// The same call on to its gradients; the random key among the roots may be a later one.
+// Add the gradients of the same call to its graph; the random key among the roots may be a later one.
 int faststep_call_graph_add_gradients(
     void* graph,
     const void* const* tracers,
@@ -238,11 +238,11 @@ int faststep_call_graph_add_gradients(
 // Keep a graph, without the arrays of its call.
 void faststep_call_graph_keep(void* graph) noexcept;
 void faststep_call_graph_free(void* graph) noexcept;
-// Whether another call has the same graph, of which nobody holds an array; else not applicable. Constants that differ are inputs
+// Return done if another call has the same graph and nobody holds an array of it; else not applicable. Constants that differ are inputs
 // from here on.
 int faststep_call_graph_follow(
     void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots);
-// The same with the graph of a call that is not kept: somebody may hold arrays of it.
+// Compare with the graph of a call that is not kept; somebody may hold arrays of it.
 int faststep_call_graph_equals(void* graph, const void* other);
 // The number of roots (0), of arrays that somebody holds (1), of gradients (2), of inputs (3); whether Python makes gradients (4).
 size_t faststep_call_graph_count(const void* graph, int of) noexcept;

@@ -49,7 +49,7 @@ use moments::Moments;
 pub struct ModelSignature {
     /// Tells signatures of one store apart.
     pub id: usize,
-    /// The same for models whose arrays have the same places, roles, shapes and dtypes.
+    /// Number that models share whose arrays have the same places, roles, shapes and dtypes.
     pub form: usize,
     tree: Tree,
     /// The role of each slot, and the path to it.

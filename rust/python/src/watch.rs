@@ -15,8 +15,8 @@ pub use list::WatchList;
 
 /// List what a loss reads, or say why that cannot be watched.
 ///
-/// `optimizer`: one whose own code belongs to the program. `arguments`: objects among the call's arguments that are no
-/// containers, arrays or numbers. `seconds`: the time that the search may take.
+/// `arguments`: objects among the call's arguments that are no containers, arrays or numbers. `seconds`: the time that the search may
+/// take.
 pub fn search(
     loss_fn: &Bound<'_, PyAny>,
     model: &Bound<'_, PyAny>,

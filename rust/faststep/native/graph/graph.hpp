@@ -21,7 +21,7 @@ struct Place {
 void may_lie_within(const mlx::core::array& array, std::vector<Place> inputs);
 const std::vector<Place>& may_lie_within(const mlx::core::Primitive& primitive);
 
-// Whether two operations compute the same from the same inputs. Functions with gradients of their own are not looked into.
+// Return true if two operations compute the same from the same inputs. Functions with gradients of their own are not looked into.
 bool same_primitive(const mlx::core::Primitive& a, const mlx::core::Primitive& b);
 
 } // namespace faststep

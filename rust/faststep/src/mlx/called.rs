@@ -85,7 +85,7 @@ impl Tracers {
     /// The gradients of the first root with respect to the first tracers, whose parameters these are.
     ///
     /// # Errors
-    /// Those of the differentiation, which may call Python code.
+    /// If the differentiation fails, which may call Python code.
     pub fn gradients(&self, parameters: &[Array], roots: &Roots) -> Result<Vec<Array>> {
         let (given, tracers, outputs) = (
             handles(parameters),
@@ -109,7 +109,7 @@ impl Tracers {
     /// the tracers that somebody holds too: the parameters are written over.
     ///
     /// # Errors
-    /// Those of the evaluation.
+    /// If the evaluation fails.
     pub fn settle(&self, roots: &Roots, is_step: bool) -> Result<()> {
         let (tracers, results) = (handles(&self.0), roots.results);
         let roots = handles(&roots.arrays);

@@ -58,9 +58,9 @@ pub struct Left {
 /// A loss with its gradients.
 #[derive(Debug)]
 pub struct Differentiated {
-    /// What the loss returned and assigned.
+    /// Values that the loss returned or assigned.
     pub output: LossOutput,
-    /// What differs from before the loss.
+    /// Arrays that the loss has left other than they were.
     pub left: Left,
     /// The gradients of the loss, or of the loss times the scale, by trainable tensor.
     pub gradients: Vec<Array>,

@@ -193,7 +193,7 @@ impl<'py> Called<'py> {
     /// Call the loss. `graphs`: those to compare with; none: the call is differentiated and evaluated by itself.
     ///
     /// # Errors
-    /// Those of the loss, which leave the model's arrays and the random key as they were.
+    /// An error of the loss, which leaves the model's arrays and the random key as they were.
     pub fn make(
         inputs: &LossInputs<'_, 'py>,
         given: Given,
