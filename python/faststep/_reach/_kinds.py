@@ -17,6 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from faststep._native import core
+
 _PLAIN: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented)}
     | {mx.Dtype, mx.DtypeCategory, mx.Device, mx.Stream, types.GenericAlias}
@@ -73,6 +75,7 @@ def _trusted() -> dict[int, Any]:
     found += (each for each in vars(math).values())
     found += (each for name, each in vars(operator).items() if name not in _GETTERS)
     found += (functools.partial, functools.reduce, typing.Any, typing.Generic, typing.Protocol, np.ndarray)
+    found.append(core.current_state)  # `Optimizer.state`
     found += (each for each in vars(np).values() if isinstance(each, type) and issubclass(each, (np.number, np.bool_)))
     return {id(each): each for each in found if isinstance(each, (type, types.BuiltinFunctionType))}
 

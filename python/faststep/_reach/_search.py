@@ -10,10 +10,12 @@ import time
 import types
 import typing
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 
 from faststep._reach import _code
@@ -34,7 +36,7 @@ from faststep._reach._kinds import (
 
 _MAX_ITEMS = 4096
 _MADE_AT_ONCE = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__annotate_func__"})
-_RARE = frozenset({"__repr__", "__str__", "__hash__", "__eq__", "__replace__"})  # a call that runs one is not left out
+_RARE = frozenset({"__repr__", "__str__", "__hash__", "__eq__", "__replace__", "__getstate__", "__setstate__"})  # a call that runs one is not left out
 _SETTERS = ("__setattr__", "__delattr__")
 _HOOKS = ("__del__", "__getattr__", "__getattribute__", "__get__", "__set__", "__dict__", *_SETTERS)
 _OF_C = (type(str.__len__), type(str.join), type(int.real), types.MemberDescriptorType)  # methods of classes in C
@@ -52,9 +54,24 @@ def search(loss_fn: Any, model: Any, arguments: tuple[Any, ...], seconds: float)
         arguments: Objects among the call's arguments that are no containers, arrays or numbers.
         seconds: Time that the search may take, in seconds, beside that for reading code for the first time.
     """
+    return _found(seconds, lambda found: found.take(loss_fn, model, arguments))
+
+
+def search_update(optimizer: Any, model: Any, seconds: float) -> Found:
+    """List what the update of an optimizer reads beside the model, the gradients and its own state.
+
+    Args:
+        optimizer: The optimizer, whose arrays, numbers and containers are compared elsewhere.
+        model: The model.
+        seconds: Time that the search may take, in seconds.
+    """
+    return _found(seconds, lambda found: found.take_update(optimizer, model))
+
+
+def _found(seconds: float, take: Callable[[_Search], None]) -> Found:
     found = _Search(time.perf_counter() + seconds)
     try:
-        found.take(loss_fn, model, arguments)
+        take(found)
     except Refused as refused:
         return Found([], frozenset(), str(refused))
     except Exception as error:  # of a class whose attributes compute something
@@ -81,9 +98,22 @@ class _Search:
 
     def take(self, loss_fn: Any, model: Any, arguments: tuple[Any, ...]) -> None:
         """Search everything."""
-        self.tree(model)
+        self.tree(model, "model")
         self.queue += ((each, type(each).__name__.lower(), "an argument") for each in arguments)
         self.root(loss_fn)
+        self.search()
+
+    def take_update(self, optimizer: Any, model: Any) -> None:
+        """Search what an update reads."""
+        if not is_a(optimizer, optim.Optimizer):
+            raise Refused("is of no class of `mlx.optimizers.Optimizer`")
+        self.names["update"] = "the optimizer"
+        self.tree(model, "model")
+        self.tree(optimizer, "optimizer")
+        self.search()
+
+    def search(self) -> None:
+        """Search all that is known to be read."""
         while self.queue or self.open():
             while self.queue:
                 self.visit(*self.queue.popleft())
@@ -108,22 +138,23 @@ class _Search:
         """True if a module's code is read as the user's own is."""
         return module.partition(".")[0] in self.readable or owner(module) == "user"
 
-    def tree(self, model: Any) -> None:
-        """Walk the model: its classes, and objects in its containers, which are themselves compared elsewhere."""
-        todo: list[tuple[Any, Any, str, Any, str]] = [(model, None, "", None, "model")]
+    def tree(self, root: Any, name: str) -> None:
+        """Walk a model or an optimizer: its classes, and objects in its containers, which are themselves compared elsewhere."""
+        todo: list[tuple[Any, Any, str, Any, str]] = [(root, None, "", None, name)]
         while todo:
             value, parent, way, key, path = todo.pop()
             if id(value) in self.seen or is_constant(value) or type(value) is mx.array:
                 continue
-            if is_a(value, nn.Module):
+            if is_a(value, (nn.Module, optim.Optimizer)):
                 self.see(value)
                 self.trust(type(value).__module__)
                 self.read_class(type(value), path, value, path)
                 own = object.__getattribute__(value, "__dict__")
-                self.holders.append(Holder(value, "attribute", own, path, {"_no_grad"}, in_model=True))
-                inside = [(n, each) for n, each in own.items() if type(each) in (dict, list, tuple)]
-                todo += ((each, value, "attribute", n, f"{path}.{n}") for n, each in inside)
-                todo += ((each, value, "item", n, f"{path}.{n}") for n, each in dict.items(value))
+                self.holders.append(Holder(value, "attribute", own, path, {"_no_grad", "_faststep"}, in_model=True))
+                inside = [(n, each) for n, each in own.items() if is_a(each, (dict, list, tuple, optim.Optimizer))]
+                todo += ((each, value, "attribute", n, f"{path}.{n}") for n, each in inside if n != "_faststep")
+                items = dict.items(value) if is_a(value, dict) else ()
+                todo += ((each, value, "item", n, f"{path}.{n}") for n, each in items)
             elif type(value) in (dict, list, tuple):
                 self.see(value)
                 way = "item" if type(value) is dict else "index"
@@ -175,7 +206,7 @@ class _Search:
             self.queue.append((holder.parent._member_map_[name], text, place))
         elif type(value) is property:
             self.entries.append(Entry(holder.parent, "class", name, value, text))
-            self.queue += ((each, text, place) for each in (value.fget, value.fset))
+            self.queue += ((each, text, place) for each in (value.fget, value.fset) if not is_trusted(value.fget))
         else:
             self.add(holder.parent, holder.way, name, value, text, place)
 
@@ -266,7 +297,7 @@ class _Search:
                 if not self.is_read_package(base.__module__):
                     self.refuse(value, name, place)
                 self.check_class(base, place, self.shown.get(id(value), name))
-            elif not issubclass(base, nn.Module):
+            elif not issubclass(base, (nn.Module, optim.Optimizer)):
                 self.refuse(value, name, place)
             self.classes.add(id(base))
             own = vars(base)

@@ -258,59 +258,12 @@ void faststep_array_detach(const void* array) noexcept;
 // Give such an array a value, which all who hold it see.
 int faststep_array_fill(const void* array, const void* value);
 
-// The graph from inputs to outputs, as it is before MLX's compiler rewrites it.
-int faststep_graph_new(
-    const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** graph);
-void faststep_graph_free(void* graph) noexcept;
-size_t faststep_graph_size(const void* graph) noexcept;
-// The bytes of its constants.
-size_t faststep_graph_bytes(const void* graph) noexcept;
-// The numbers of the constants in which two graphs differ: as many as there is room for, and how many there are. Not
-// applicable where they differ in more.
-int faststep_graph_compare(const void* a, const void* b, uint32_t* varying, size_t room, size_t* count);
-// The constant with that number; not applicable where there is none.
-int faststep_graph_constant(const void* graph, uint32_t number, void** constant);
-// Whether MLX alone makes gradients of it: there is no function with gradients of its own in it.
-bool faststep_graph_determines_gradients(const void* graph) noexcept;
-// The constants that are held outside of the graph and of `also`, null or another graph of the same arrays: as many as there
-// is room for, and how many were written.
-int faststep_graph_held(
-    const void* graph,
-    const void* also,
-    const void* const* outputs,
-    size_t n,
-    void** found,
-    size_t room,
-    size_t* count);
-// Arrays that are computed from the inputs and held outside of the graph, and inputs of which there are more handles than
-// `before`, one number for each: as many as there is room for, and how many were written.
-int faststep_graph_kept(
-    const void* const* inputs,
-    const size_t* before,
-    size_t n_inputs,
-    const void* const* outputs,
-    size_t n_outputs,
-    void** found,
-    size_t room,
-    size_t* count);
-// Arrays that are yet to be computed, and from no input, which are held outside of what the outputs are computed by, but for
-// those behind `known`: as many as there is room for, and how many were written. There are two handles of each output.
-int faststep_graph_lasting(
-    const void* const* known,
-    size_t n_known,
-    const void* const* outputs,
-    size_t n_outputs,
-    void** found,
-    size_t room,
-    size_t* count);
-// Replace constants by inputs, one for each, in what the outputs are computed from.
-int faststep_graph_replace(
-    const void* graph,
-    const uint32_t* numbers,
-    const void* const* inputs,
-    size_t n,
-    const void* const* outputs,
-    size_t n_outputs);
+// The number of operations from inputs to outputs.
+size_t faststep_graph_size(
+    const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs) noexcept;
+// Have the operations behind the outputs read `to` in the place of `from`, of which `to` is made by one operation.
+int faststep_graph_read_instead(
+    const void* const* from, const void* const* to, size_t n, const void* const* outputs, size_t n_outputs);
 
 // --- cpu/
 

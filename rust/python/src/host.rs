@@ -1,8 +1,8 @@
 //! The user's loss and optimizer: called once a step, with tracers in the places of the model's arrays.
 //!
 //! `call` calls the loss and takes what it gives: a graph, of which `graph` keeps the operations. `lent` and `arguments` put
-//! tracers where the arrays are and take them away again. `update` calls an optimizer of the user's own. Uses `optimizer`,
-//! `store`, `tree` and `mlx`.
+//! tracers where the arrays are and take them away again. `update` is an optimizer's of the user's own. Uses `watch`,
+//! `optimizer`, `store`, `tree` and `mlx`.
 mod arguments;
 mod call;
 mod graph;
@@ -22,8 +22,8 @@ use pyo3::{exceptions::PyTypeError, prelude::*};
 
 pub use arguments::LentArguments;
 pub use call::{Called, Given, Graphs, LossInputs};
-pub use graph::{LossGraph, Template};
-pub use update::Update;
+pub use graph::{KnownGraph, Template};
+pub use update::{LeftOutUpdate, Observed, Update, Updates};
 
 use crate::{
     mlx::{bridge, gil::Waiting},
@@ -33,7 +33,7 @@ use crate::{
 /// Loss and gradients of the call under way.
 pub enum Loss {
     /// Made over the engine's arrays; where the step itself is not compiled, by operations that are.
-    Graph(Rc<LossGraph>, bool),
+    Graph(Rc<KnownGraph>, bool),
     /// As the call has given them; they are evaluated once.
     Arrays(RefCell<Option<Differentiated>>),
     /// There is none: an update alone.
@@ -59,6 +59,7 @@ pub struct Current {
 pub struct PythonHost {
     /// The call under way; nothing between calls.
     pub current: RefCell<Option<Current>>,
+    updates: RefCell<Updates>,
 }
 
 impl PythonHost {
@@ -121,6 +122,10 @@ impl Host for PythonHost {
     }
 
     fn update(&self, call: UpdateCall) -> MlxResult<UpdateOutput> {
-        self.run(|py, current| current.update.call(py, current.optimizer.bind(py), call))
+        let mut known = self.updates.borrow_mut();
+        self.run(|py, current| {
+            let optimizer = current.optimizer.bind(py);
+            current.update.call(py, optimizer, call, &mut known)
+        })
     }
 }

@@ -25,6 +25,7 @@ mod memory_plan;
 mod options;
 mod run;
 mod traces;
+mod updates;
 
 use std::{
     cell::RefCell,
@@ -59,6 +60,7 @@ use left_out::LeavingOut;
 use measure::Measured;
 use options::Options;
 use traces::Traces;
+use updates::Updates;
 
 pub use measure::label;
 pub use memory_plan::MemoryPlan;
@@ -98,6 +100,7 @@ struct Inner {
     new_graphs: NewGraphs,
     traces: Traces,
     leaving_out: LeavingOut,
+    own_updates: Updates,
     watched: Option<Watched>, // in the call under way
     steps: usize,
     updates: usize,
@@ -144,7 +147,10 @@ impl Step {
         let mut collector = Collector::new(visit);
         self.shared.visit(&mut collector)?;
         match self.inner.0.try_borrow() {
-            Ok(inner) => inner.traces.visit(&mut collector),
+            Ok(inner) => {
+                inner.traces.visit(&mut collector)?;
+                inner.own_updates.visit(&mut collector)
+            }
             Err(_) => Ok(()), // it is under way
         }
     }
@@ -154,9 +160,9 @@ impl Step {
         let Ok(mut inner) = self.inner.0.try_borrow_mut() else {
             return;
         };
-        let traces = take(&mut inner.traces);
+        let forgotten = (take(&mut inner.traces), take(&mut inner.own_updates));
         drop(inner); // before these: that may call Python
-        drop(traces);
+        drop(forgotten);
     }
 
     #[new]
@@ -180,6 +186,7 @@ impl Step {
                 new_graphs: NewGraphs::default(),
                 traces: Traces::default(),
                 leaving_out: LeavingOut::default(),
+                own_updates: Updates::default(),
                 watched: None,
                 steps: 0,
                 updates: 0,

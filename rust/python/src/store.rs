@@ -186,6 +186,7 @@ pub struct Store {
     kept: Option<NamedAuxState>, // by an engine that is gone
     lent: bool,                  // the engine has let go of the optimizer's state
     updated: bool,               // parameters, by an engine that is gone
+    takes_state: bool,           // of an optimizer of the user's own, while its update is left out
 }
 
 impl Refers for Store {
@@ -241,6 +242,7 @@ impl Store {
             kept: None,
             lent: false,
             updated: false,
+            takes_state: false,
         })
     }
 
@@ -275,7 +277,7 @@ impl Store {
         let sum = |arrays: &[Array]| arrays.iter().map(Array::nbytes).sum();
         let of_engine = self.engine.as_ref().map_or(0, |engine| sum(engine.state()));
         match (&self.rule, self.optimizer.bind(py).upgrade()) {
-            (Some(Rule::Host), Some(optimizer)) => {
+            (Some(Rule::Host), Some(optimizer)) if !self.takes_state => {
                 let (_, slots) = Tree::record(&optimizer, Scope::Whole)?;
                 let arrays = slots.iter().filter_map(|slot| bridge::get(&slot.object));
                 Ok(of_engine + sum(&arrays.collect::<Vec<_>>()))
@@ -328,6 +330,16 @@ impl Store {
         self.layouts.last().map_or(0, |(id, _)| *id)
     }
 
+    /// Take over the arrays of an optimizer of the user's own, whose update is left out, or leave them to it.
+    pub fn set_takes_state(&mut self, py: Python<'_>, takes_state: bool) -> PyResult<()> {
+        if self.takes_state != takes_state {
+            self.takes_state = takes_state;
+            self.expose(py)?;
+            self.forget()?;
+        }
+        Ok(())
+    }
+
     /// Take over whatever the user has changed since the last step, for one that needs this beside the optimizer's state.
     pub fn prepare<'py>(
         &mut self,
@@ -371,7 +383,8 @@ impl Store {
         })
     }
 
-    /// Take over what the loss or a schedule has changed of the optimizer since `prepare`.
+    /// Take over what the loss or a schedule has changed of the optimizer since `prepare`: of one of the user's own nothing, which is
+    /// called.
     ///
     /// # Errors
     /// Where the optimizer has become another one meanwhile.
@@ -381,6 +394,9 @@ impl Store {
         model: &Bound<'py, PyAny>,
         optimizer: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
+        if let Some(Rule::Host) = self.rule {
+            return Ok(());
+        }
         let current = self
             .moments
             .as_ref()

@@ -23,11 +23,24 @@ pub fn search(
     arguments: &Bound<'_, PyTuple>,
     seconds: f64,
 ) -> PyResult<Result<WatchList, String>> {
-    let py = loss_fn.py();
     let given = (loss_fn, model, arguments, seconds);
-    let found = py
-        .import("faststep._reach")?
-        .call_method1("search", given)?;
+    let reach = loss_fn.py().import("faststep._reach")?;
+    listed(&reach.call_method1("search", given)?)
+}
+
+/// The same for the update of an optimizer, an `Optimizer` of MLX's.
+pub fn search_update(
+    optimizer: &Bound<'_, PyAny>,
+    model: &Bound<'_, PyAny>,
+    seconds: f64,
+) -> PyResult<Result<WatchList, String>> {
+    let given = (optimizer, model, seconds);
+    let reach = optimizer.py().import("faststep._reach")?;
+    listed(&reach.call_method1("search_update", given)?)
+}
+
+fn listed(found: &Bound<'_, PyAny>) -> PyResult<Result<WatchList, String>> {
+    let py = found.py();
     let (entries, codes, reason): (Bound<'_, PyList>, Bound<'_, PyAny>, Option<String>) =
         found.extract()?;
     match reason {

@@ -39,7 +39,6 @@ pub use crate::{
     mlx::{
         array, blas,
         called::{self, CallGraph, Replayed, Roots, Tracers},
-        graph::{self, Graph},
         join, measure, memory,
         rebind::RebindError,
     },

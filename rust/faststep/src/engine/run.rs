@@ -13,7 +13,7 @@ use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, Evaluated},
     layout::aux_state::Open,
-    mlx::{array, fuse, graph::Graph, kernels},
+    mlx::{array, fuse, graph, kernels},
     trace::{Call, CallTraces, Inputs, Options, Outputs, Part, Recipe, Task, Trace},
 };
 
@@ -294,7 +294,7 @@ impl Engine {
         let all: Vec<&Array> = all.filter(|_| !trace.evaluated.warm).collect();
         if !trace.evaluated.warm {
             let all: Vec<Array> = all.iter().copied().cloned().collect();
-            trace.operations = Graph::new(&inputs.all(), &all).map_or(0, |graph| graph.len());
+            trace.operations = graph::size(&inputs.all(), &all);
             trace.collective = array::ranks(&all) > 1;
         }
         self.clock.set_operations(trace.operations);
@@ -327,7 +327,7 @@ impl Engine {
         Ok(outputs)
     }
 
-    /// Trace without evaluating anything; the host sees the graph ([`Host::traced`](super::Host::traced)).
+    /// Trace without evaluating anything.
     ///
     /// # Errors
     /// Of the trace, which the host may have ended.

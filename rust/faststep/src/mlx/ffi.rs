@@ -275,61 +275,15 @@ extern "C" {
     ) -> c_int;
     pub(crate) fn faststep_array_detach(array: Handle);
     pub(crate) fn faststep_array_fill(array: Handle, value: Handle) -> c_int;
-    pub(crate) fn faststep_graph_new(
+    pub(crate) fn faststep_graph_size(
         inputs: Handles,
         n_inputs: usize,
         outputs: Handles,
         n_outputs: usize,
-        graph: *mut *mut c_void,
-    ) -> c_int;
-    pub(crate) fn faststep_graph_free(graph: *mut c_void);
-    pub(crate) fn faststep_graph_size(graph: *const c_void) -> usize;
-    pub(crate) fn faststep_graph_bytes(graph: *const c_void) -> usize;
-    pub(crate) fn faststep_graph_compare(
-        a: *const c_void,
-        b: *const c_void,
-        varying: *mut u32,
-        room: usize,
-        count: *mut usize,
-    ) -> c_int;
-    pub(crate) fn faststep_graph_constant(
-        graph: *const c_void,
-        number: u32,
-        constant: *mut New,
-    ) -> c_int;
-    pub(crate) fn faststep_graph_determines_gradients(graph: *const c_void) -> bool;
-    pub(crate) fn faststep_graph_held(
-        graph: *const c_void,
-        also: *const c_void,
-        outputs: Handles,
-        n: usize,
-        found: *mut New,
-        room: usize,
-        count: *mut usize,
-    ) -> c_int;
-    pub(crate) fn faststep_graph_kept(
-        inputs: Handles,
-        before: *const usize,
-        n_inputs: usize,
-        outputs: Handles,
-        n_outputs: usize,
-        found: *mut New,
-        room: usize,
-        count: *mut usize,
-    ) -> c_int;
-    pub(crate) fn faststep_graph_lasting(
-        known: Handles,
-        n_known: usize,
-        outputs: Handles,
-        n_outputs: usize,
-        found: *mut New,
-        room: usize,
-        count: *mut usize,
-    ) -> c_int;
-    pub(crate) fn faststep_graph_replace(
-        graph: *const c_void,
-        numbers: *const u32,
-        inputs: Handles,
+    ) -> usize;
+    pub(crate) fn faststep_graph_read_instead(
+        from: Handles,
+        to: Handles,
         n: usize,
         outputs: Handles,
         n_outputs: usize,

@@ -47,10 +47,6 @@ impl LossOutput {
 pub struct Left {
     /// Buffers: other arrays to which the loss assigned, with their index.
     pub others: Vec<(usize, Array)>,
-    /// Arrays of an optimizer of the host's own to which the loss assigned, with their index.
-    pub state: Vec<(usize, Array)>,
-    /// Arrays that the model keeps beyond its slots and that have to be evaluated with the step.
-    pub kept: Vec<Array>,
     /// The random key, where the loss drew from it.
     pub key: Option<Array>,
 }
@@ -100,25 +96,9 @@ pub trait Host {
         work().map(|()| Left::default())
     }
 
-    /// Look at the graph of a trace with a loss before it is compiled; what the outputs are computed from may be replaced.
-    ///
-    /// `before`: the number of handles of each input when the trace began.
-    ///
-    /// # Errors
-    /// It ends the trace.
-    fn traced(&self, inputs: &[Array], before: &[usize], outputs: &[Array]) -> MlxResult<()> {
-        let _ = (inputs, before, outputs);
-        Ok(())
-    }
-
     /// Run work that waits for arrays in a step that is not compiled, with whatever lock the caller holds released.
     fn unlocked(&self, work: &mut dyn FnMut()) {
         work();
-    }
-
-    /// Return whether the host has seen all that it wanted of a trace, which ends without an error then.
-    fn has_seen_enough(&self) -> bool {
-        false
     }
 
     /// The loss with its gradients, where the host has their graph; `None`: the loss is to be differentiated.

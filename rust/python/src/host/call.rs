@@ -10,7 +10,7 @@ use pyo3::{
 };
 
 use super::{
-    graph::{named, Form, LossGraph},
+    graph::{named, Form, KnownGraph},
     lent::{Assigned, Lent},
     LentArguments,
 };
@@ -85,7 +85,7 @@ impl Given {
 /// The graphs of a step's loss, the one used last first.
 #[derive(Default)]
 pub struct Graphs {
-    known: Vec<Rc<LossGraph>>,
+    known: Vec<Rc<KnownGraph>>,
     made: usize,
 }
 
@@ -100,17 +100,17 @@ impl Graphs {
         self.known.truncate(most);
     }
 
-    fn use_again(&mut self, at: usize) -> Rc<LossGraph> {
+    fn use_again(&mut self, at: usize) -> Rc<KnownGraph> {
         let found = self.known.remove(at);
         self.known.insert(0, found.clone());
         found
     }
 
-    fn find(
+    pub(super) fn find(
         &mut self,
-        is: impl Fn(&LossGraph) -> MlxResult<bool>,
+        is: impl Fn(&KnownGraph) -> MlxResult<bool>,
         key: &Array,
-    ) -> MlxResult<Option<(Rc<LossGraph>, Vec<Array>)>> {
+    ) -> MlxResult<Option<(Rc<KnownGraph>, Vec<Array>)>> {
         for at in 0..self.known.len() {
             if is(&self.known[at])? {
                 if let Some(leaves) = self.known[at].take_leaves(key)? {
@@ -121,7 +121,11 @@ impl Graphs {
         Ok(None)
     }
 
-    fn add(&mut self, mut graph: LossGraph, key: &Array) -> MlxResult<(Rc<LossGraph>, Vec<Array>)> {
+    pub(super) fn add(
+        &mut self,
+        mut graph: KnownGraph,
+        key: &Array,
+    ) -> MlxResult<(Rc<KnownGraph>, Vec<Array>)> {
         self.made += 1;
         graph.keep(self.made);
         let leaves = graph.take_leaves(key)?.unwrap_or_default();
@@ -170,7 +174,7 @@ pub struct Called<'py> {
     /// The outputs of its graph.
     pub form: Form,
     /// Its graph; none where it is not kept.
-    pub graph: Option<Rc<LossGraph>>,
+    pub graph: Option<Rc<KnownGraph>>,
     /// True if no earlier call had that graph.
     pub is_new: bool,
     /// True if the call could have been left out.
@@ -272,13 +276,13 @@ impl<'py> Called<'py> {
         key: &Array,
     ) -> PyResult<()> {
         let (given, form) = (&self.given, &self.form);
-        let found = graphs.find(|graph| graph.follows(given, form, &self.roots), key);
+        let found = graphs.find(|graph| graph.follows(&given.tracers, form, &self.roots), key);
         if let Some(found) = found.map_err(mlx)? {
             return self.is(found).map_err(mlx);
         }
         let settle = || given.tracers.settle(&self.roots, inputs.is_step);
         crate::mlx::gil::unlocked(py, settle).map_err(mlx)?;
-        let mut new = LossGraph::new(given, form, &self.roots).map_err(mlx)?;
+        let mut new = KnownGraph::new(&given.tracers, form, &self.roots).map_err(mlx)?;
         if !new.is_custom() {
             if let Some(found) = graphs.find(|graph| graph.equals(&new), key).map_err(mlx)? {
                 return self.is(found).map_err(mlx);
@@ -286,7 +290,7 @@ impl<'py> Called<'py> {
         }
         self.differentiate(inputs)?;
         let found = (&self.form, &self.roots);
-        new.add_gradients(&self.given, found, &self.gradients)
+        new.add_gradients(&self.given.tracers, found, &self.gradients)
             .map_err(mlx)?;
         let known = if new.is_custom() {
             graphs.find(|graph| graph.equals(&new), key).map_err(mlx)?
@@ -300,7 +304,7 @@ impl<'py> Called<'py> {
         self.is(found).map_err(mlx)
     }
 
-    fn is(&mut self, (graph, leaves): (Rc<LossGraph>, Vec<Array>)) -> MlxResult<()> {
+    fn is(&mut self, (graph, leaves): (Rc<KnownGraph>, Vec<Array>)) -> MlxResult<()> {
         self.held = graph.take_held()?;
         self.leaves = leaves;
         self.graph = Some(graph);

@@ -1,20 +1,19 @@
-//! The graph of a loss, and what its outputs are.
+//! The graph of a call of the user's code, and what its outputs are.
 use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::{
     array::id, called, CallGraph, Differentiated, Left, LossCall, LossOutput, Replayed, Roots,
+    Tracers,
 };
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     Array,
 };
 
-use super::call::Given;
-
-/// The outputs of a loss call, in their order: the loss times its scale, the loss, what else it returned; then what it assigned.
+/// The outputs of a call, in their order: the loss times its scale, the loss, what else it returned; then what it assigned.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Form {
-    /// The number of parameters, of other arrays of the model, and of arrays of the batch.
+    /// The number of parameters, of other arrays of the model, and of arrays of the batch, or of gradients.
     pub given: (usize, usize, usize),
     /// True if the loss is differentiated times a scale.
     pub scaled: bool,
@@ -49,8 +48,8 @@ pub enum Source {
 /// The structure that a loss returned, with holes for its arrays.
 pub type Template = pyo3::Py<pyo3::PyAny>;
 
-/// The graph of a loss with its gradients.
-pub struct LossGraph {
+/// The graph of a loss with its gradients, or of an update.
+pub struct KnownGraph {
     /// Its number among those of the step.
     pub number: usize,
     /// Its outputs.
@@ -58,26 +57,24 @@ pub struct LossGraph {
     graph: Rc<CallGraph>,
     compiled: RefCell<Option<(usize, called::Compiled)>>, // for so many inputs
     sources: RefCell<Vec<Source>>,
-    others: usize, // number of the model's other arrays among the tracers
 }
 
 fn short() -> Exception {
     Exception::custom("a graph of a loss has fewer outputs than the loss")
 }
 
-impl LossGraph {
+impl KnownGraph {
     /// The graph of a call, before it is differentiated.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(given: &Given, form: &Form, roots: &Roots) -> MlxResult<Self> {
+    pub fn new(tracers: &Tracers, form: &Form, roots: &Roots) -> MlxResult<Self> {
         Ok(Self {
             number: 0,
             form: form.clone(),
-            graph: Rc::new(CallGraph::new(&given.tracers, roots)?),
+            graph: Rc::new(CallGraph::new(tracers, roots)?),
             compiled: RefCell::default(),
             sources: RefCell::default(),
-            others: given.others,
         })
     }
 
@@ -87,13 +84,13 @@ impl LossGraph {
     /// When there is no memory.
     pub fn add_gradients(
         &mut self,
-        given: &Given,
+        tracers: &Tracers,
         (form, roots): (&Form, &Roots),
         gradients: &[Array],
     ) -> MlxResult<()> {
         self.form = form.clone(); // a backward pass may have drawn
         match Rc::get_mut(&mut self.graph) {
-            Some(graph) => graph.add_gradients(&given.tracers, roots, gradients),
+            Some(graph) => graph.add_gradients(tracers, roots, gradients),
             None => Ok(()), // it is kept already
         }
     }
@@ -110,8 +107,8 @@ impl LossGraph {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn follows(&self, given: &Given, form: &Form, roots: &Roots) -> MlxResult<bool> {
-        Ok(self.form == *form && self.graph.follows(&given.tracers, roots)?)
+    pub fn follows(&self, tracers: &Tracers, form: &Form, roots: &Roots) -> MlxResult<bool> {
+        Ok(self.form == *form && self.graph.follows(tracers, roots)?)
     }
 
     /// Compare with the graph of a call that is not kept.
@@ -194,8 +191,11 @@ impl LossGraph {
         self.graph.replay(traced, &self.inputs_of(leaves, key)?)
     }
 
-    // replay by operations that MLX has compiled
-    fn run(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
+    /// All outputs over other arrays, by operations that MLX has compiled.
+    ///
+    /// # Errors
+    /// As [`KnownGraph::replay`].
+    pub fn run(&self, traced: &[Array], leaves: &[Array], key: &Array) -> MlxResult<Replayed> {
         let inputs = self.inputs_of(leaves, key)?;
         let mut compiled = self.compiled.borrow_mut();
         if compiled
@@ -220,7 +220,7 @@ impl LossGraph {
     /// Loss and gradients over the engine's arrays; `compiled`: by operations that MLX has compiled.
     ///
     /// # Errors
-    /// As [`LossGraph::replay`].
+    /// As [`KnownGraph::replay`].
     pub fn differentiated(
         &self,
         call: LossCall,
@@ -229,7 +229,7 @@ impl LossGraph {
     ) -> MlxResult<Differentiated> {
         let (others, leaves) = call
             .others
-            .split_at_checked(self.others)
+            .split_at_checked(self.form.given.1)
             .ok_or_else(short)?;
         let traced = [call.parameters, others, call.batch].concat();
         let traced: Vec<Array> = traced.into_iter().chain(scale.cloned()).collect();
@@ -261,11 +261,7 @@ pub fn named(form: &Form, roots: Vec<Array>) -> MlxResult<Differentiated> {
     let key = form.key.then(|| roots.next()).flatten();
     Ok(Differentiated {
         output,
-        left: Left {
-            others,
-            key,
-            ..Left::default()
-        },
+        left: Left { others, key },
         gradients: Vec::new(),
     })
 }

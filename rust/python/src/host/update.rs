@@ -1,8 +1,12 @@
-//! One update by an optimizer of the user's own, as the plain loop calls it.
-//!
-//! The optimizer keeps its arrays itself: the step evaluates them with the parameters, and nothing of it is left out.
-use faststep::engine::{array, Role, UpdateCall, UpdateOutput};
-use mlx_rs::Array;
+//! One update by an optimizer of the user's own: its code is called with tracers, and the graph that comes of it is compiled; or the
+//! call is left out, and the graph made again within the trace of the step.
+use std::rc::Rc;
+
+use faststep::engine::{
+    array::{self, id},
+    called, Role, Roots, Tracers, UpdateCall, UpdateOutput,
+};
+use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
     intern,
@@ -10,10 +14,104 @@ use pyo3::{
     types::PyList,
 };
 
-use crate::{
-    mlx::bridge,
-    tree::{paths::dotted, rebuild::rebuild, slot::Slot, walk::Scope, Tree},
+use super::{
+    call::Graphs,
+    graph::{Form, KnownGraph},
 };
+use crate::{
+    mlx::{bridge, errors::mlx, gil::unlocked},
+    tree::{paths::dotted, rebuild::rebuild, slot::Slot, walk::Scope, Tree},
+    watch::{Calls, WatchList},
+};
+
+/// So many graphs of updates are kept.
+const MOST: usize = 16;
+/// New graphs in a row behind which none is looked for any more.
+const NEVER_AGAIN: usize = 16;
+
+/// The graphs of a step's updates.
+#[derive(Default)]
+pub struct Updates {
+    graphs: Graphs,
+    new_in_a_row: usize,
+}
+
+impl Updates {
+    /// The graph of a call, with the arrays that it ends in; none where no earlier call had it.
+    fn find(
+        &mut self,
+        py: Python<'_>,
+        tracers: &Tracers,
+        (form, roots): (&Form, &Roots),
+        key: &Array,
+    ) -> MlxResult<Option<(Rc<KnownGraph>, Vec<Array>)>> {
+        if self.new_in_a_row >= NEVER_AGAIN {
+            return Ok(None);
+        }
+        let follows = |graph: &KnownGraph| graph.follows(tracers, form, roots);
+        let mut found = self.graphs.find(follows, key)?;
+        if found.is_none() {
+            unlocked(py, || tracers.settle(roots, false))?;
+            let new = KnownGraph::new(tracers, form, roots)?;
+            found = self.graphs.find(|graph| graph.equals(&new), key)?;
+            if found.is_none() {
+                self.graphs.add(new, key)?;
+                self.graphs.keep(MOST);
+            }
+        }
+        self.new_in_a_row = found.as_ref().map_or(self.new_in_a_row + 1, |_| 0);
+        Ok(found)
+    }
+}
+
+/// The graph of an update, with which its calls can be left out.
+pub struct LeftOutUpdate {
+    graph: Rc<KnownGraph>,
+    /// The arrays that it ends in beside those that it is given: the same at each call.
+    pub leaves: Vec<Array>,
+    state: Vec<usize>, // the numbers of the optimizer's arrays that it writes
+}
+
+impl LeftOutUpdate {
+    /// Return whether both compute the same.
+    pub fn is(&self, other: &Self) -> bool {
+        let leaves = self.leaves.iter().map(id);
+        Rc::ptr_eq(&self.graph, &other.graph)
+            && leaves.eq(other.leaves.iter().map(id))
+            && self.state == other.state
+    }
+
+    /// The outputs of an update over other arrays.
+    fn outputs(&self, call: UpdateCall) -> MlxResult<UpdateOutput> {
+        let given = [call.parameters, call.others, call.gradients, call.state].concat();
+        let no_key = array::hollow();
+        let key = call.key.unwrap_or(&no_key);
+        let form = &self.graph.form;
+        let made = self.graph.replay(&given, &self.leaves, key)?;
+        let mut made = made.roots.into_iter();
+        let parameters = made.by_ref().take(call.parameters.len()).collect();
+        let others = form.others.iter().copied().zip(made.by_ref()).collect();
+        let state = self.state.iter().copied().zip(made.by_ref()).collect();
+        Ok(UpdateOutput {
+            parameters,
+            state,
+            others,
+            key: made.next(),
+            ..UpdateOutput::default()
+        })
+    }
+}
+
+/// Observations of a called update, for one that may be left out.
+#[derive(Default)]
+pub struct Observed {
+    /// What is needed to leave it out; none where its graph is not known yet.
+    pub update: Option<LeftOutUpdate>,
+    /// The optimizer as the update has left it.
+    pub tree: Option<Tree>,
+    /// Why it cannot be left out.
+    pub reason: Option<String>,
+}
 
 /// Objects of an update by the optimizer's own code.
 pub struct Update {
@@ -24,38 +122,192 @@ pub struct Update {
     /// The model's trainable parameters as a tree.
     pub trainable: Py<PyAny>,
     /// The role of each array slot of the model, and the path to it.
-    pub roles: std::rc::Rc<Vec<(Role, Vec<String>)>>,
+    pub roles: Rc<Vec<(Role, Vec<String>)>>,
+    /// True if there is a compiler, and it may be used.
+    pub compiles: bool,
+    /// In place of a call.
+    pub left_out: Option<Rc<LeftOutUpdate>>,
+    /// What the call is watched by.
+    pub watched: Option<Rc<WatchList>>,
+    /// What a call has shown; none where that is not asked for.
+    pub observed: Option<Observed>,
 }
 
 fn expected(what: &str) -> PyErr {
     PyRuntimeError::new_err(format!("the update of the optimizer: expected {what}"))
 }
 
+// tracers of what an update is called with, and the optimizer with its own arrays
+struct Given<'py> {
+    tracers: Tracers,
+    arrays: Vec<Array>,
+    counts: (usize, usize, usize), // parameters, other arrays of the model, gradients
+    tree: Tree,
+    state: Vec<Slot<'py>>,
+}
+
+impl<'py> Given<'py> {
+    fn new(optimizer: &Bound<'py, PyAny>, call: &UpdateCall, compiles: bool) -> PyResult<Self> {
+        let (tree, mut state) = Tree::record(optimizer, Scope::Whole)?;
+        if !compiles {
+            state.clear();
+        }
+        let own = state.iter().filter_map(|slot| bridge::get(&slot.object));
+        let own: Vec<Array> = own.collect();
+        let arrays = [call.parameters, call.others, call.gradients, &own].concat();
+        Ok(Self {
+            tracers: Tracers::new(&arrays).map_err(mlx)?,
+            arrays,
+            counts: (
+                call.parameters.len(),
+                call.others.len(),
+                call.gradients.len(),
+            ),
+            tree,
+            state,
+        })
+    }
+
+    fn of_role(&self, role: Role) -> Option<&Array> {
+        let (parameters, others, _) = self.counts;
+        match role {
+            Role::Parameter(at) => self.tracers.arrays().get(..parameters)?.get(at),
+            Role::Other(at) => self.tracers.arrays()[parameters..][..others].get(at),
+        }
+    }
+
+    fn gradients(&self) -> &[Array] {
+        let (parameters, others, gradients) = self.counts;
+        &self.tracers.arrays()[parameters + others..][..gradients]
+    }
+
+    fn of_state(&self) -> &[Array] {
+        let (parameters, others, gradients) = self.counts;
+        &self.tracers.arrays()[parameters + others + gradients..]
+    }
+
+    // put tracers into the places of the optimizer's arrays
+    fn lend(&self, py: Python<'py>) -> PyResult<()> {
+        let mut pairs = self.state.iter().zip(self.of_state());
+        pairs.try_for_each(|(slot, tracer)| slot.place.set(&bridge::wrap(py, tracer)?))
+    }
+
+    // put the optimizer's own objects back where the update has left their tracers
+    fn take_back(&self) -> PyResult<()> {
+        for (slot, tracer) in self.state.iter().zip(self.of_state()) {
+            let now = slot.place.get()?.as_ref().and_then(bridge::id);
+            if now == Some(id(tracer)) {
+                slot.place.set(&slot.object)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Update {
-    /// Call the optimizer with these gradients, and return what it has made of the model.
+    /// Update with these gradients, and return what has become of the model and of the optimizer's state.
     pub fn call(
-        &self,
+        &mut self,
         py: Python<'_>,
         optimizer: &Bound<'_, PyAny>,
         call: UpdateCall,
+        known: &mut Updates,
     ) -> PyResult<UpdateOutput> {
-        let (model, keys) = (self.model.bind(py), self.key_list.bind(py));
+        if let Some(left_out) = &self.left_out {
+            return left_out.outputs(call).map_err(mlx);
+        }
+        let given = Given::new(optimizer, &call, self.compiles)?;
+        let mut made = None;
+        called::in_tracing(&mut || made = Some(self.traced(optimizer, &call, &given)))
+            .map_err(mlx)?;
+        let (form, mut roots) = made.ok_or_else(|| expected("MLX to call it"))??;
+        let no_key = array::hollow();
+        let key = call.key.unwrap_or(&no_key);
+        let mut held = Vec::new();
+        let found = if self.compiles {
+            let graph = (&form, &roots);
+            known.find(py, &given.tracers, graph, key).map_err(mlx)?
+        } else {
+            None
+        };
+        if let Some((graph, leaves)) = found {
+            held = graph.take_held().map_err(mlx)?;
+            let made = graph.run(&given.arrays, &leaves, key).map_err(mlx)?;
+            self.observe(optimizer, &given, (graph, leaves), !held.is_empty())?;
+            let seen = || roots.arrays.iter().chain(&held);
+            called::detach(seen());
+            for (array, value) in seen().zip(made.roots.iter().chain(&made.held)) {
+                called::fill(array, value).map_err(mlx)?;
+            }
+            let first = form.given.0 + form.others.len();
+            let first = made.roots.into_iter().take(first);
+            roots.arrays.splice(..first.len(), first);
+        }
+        given.tracers.end();
+        let mut arrays = roots.arrays.into_iter();
+        let parameters = arrays.by_ref().take(form.given.0).collect();
+        let others = form.others.iter().copied().zip(arrays.by_ref()).collect();
+        let key = if form.key { arrays.next_back() } else { None };
+        Ok(UpdateOutput {
+            parameters,
+            others,
+            key,
+            kept: arrays.chain(held).collect(),
+            ..UpdateOutput::default()
+        })
+    }
+
+    // the outputs of a call: parameters, other arrays of the model, those that the optimizer keeps and that are yet to be computed,
+    // and the random key
+    fn traced<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+        call: &UpdateCall,
+        given: &Given<'py>,
+    ) -> PyResult<(Form, Roots)> {
+        let py = optimizer.py();
+        let (model, keys) = (self.model.bind(py), self.key_list.bind(py).clone());
         let (_, slots) = Tree::of_model(model)?;
         if slots.len() < self.roles.len() {
             return Err(expected("a model with the arrays that it had"));
         }
         let old_key = keys.get_item(0)?;
         for (slot, (role, _)) in slots.iter().zip(self.roles.iter()) {
-            let array = array_of(&call, *role).filter(|array| !slot.holds(array));
-            if let Some(array) = array {
-                slot.place.set(&bridge::wrap(py, array)?)?;
+            if let Some(tracer) = given.of_role(*role) {
+                slot.place.set(&bridge::wrap(py, tracer)?)?;
             }
         }
         if let Some(key) = call.key {
             keys.set_item(0, bridge::wrap(py, key)?)?;
         }
         let first = bridge::id(&keys.get_item(0)?);
-        let mut gradients = call.gradients.iter();
+        given.lend(py)?;
+        let updated = self.update(optimizer, given);
+        given.take_back()?;
+        let left = updated.and_then(|()| self.left(optimizer, &slots, given));
+        for slot in slots.iter().take(self.roles.len()) {
+            slot.place.set(&slot.object)?;
+        }
+        let key = keys.get_item(0)?;
+        keys.set_item(0, old_key)?;
+        let (mut form, mut arrays) = left?;
+        form.key = bridge::id(&key) != first;
+        if form.key {
+            if call.key.is_none() {
+                return Err(PyValueError::new_err(format!(
+                    "the optimizer ({}) draws random numbers in its update, which a window cannot repeat: expected accumulate=1",
+                    optimizer.get_type().fully_qualified_name()?
+                )));
+            }
+            arrays.extend(bridge::get(&key));
+        }
+        let results = arrays.len();
+        Ok((form, Roots { arrays, results }))
+    }
+
+    fn update(&mut self, optimizer: &Bound<'_, PyAny>, given: &Given<'_>) -> PyResult<()> {
+        let py = optimizer.py();
+        let mut gradients = given.gradients().iter();
         let gradients = rebuild(self.trainable.bind(py), &mut |_| {
             let array = gradients.next();
             bridge::wrap(
@@ -63,24 +315,17 @@ impl Update {
                 array.ok_or_else(|| expected("as many gradients as parameters"))?,
             )
         })?;
+        let calls = self.watched.as_ref().map(|list| Calls::begin(py, list));
+        let calls = calls.transpose()?;
+        let model = self.model.bind(py);
         let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
-        let left = updated.and_then(|_| self.left(optimizer, &slots, &call));
-        for slot in slots.iter().take(self.roles.len()) {
-            slot.place.set(&slot.object)?;
-        }
-        let key = keys.get_item(0)?;
-        keys.set_item(0, old_key)?;
-        let mut output = left?;
-        if bridge::id(&key) != first {
-            if call.key.is_none() {
-                return Err(PyValueError::new_err(format!(
-                    "the optimizer ({}) draws random numbers in its update, which a window cannot repeat: expected accumulate=1",
-                    optimizer.get_type().fully_qualified_name()?
-                )));
+        if let Some(calls) = calls {
+            let unknown = calls.end(py)?;
+            if let Some(observed) = &mut self.observed {
+                observed.reason = unknown;
             }
-            output.key = bridge::get(&key);
         }
-        Ok(output)
+        updated.map(drop)
     }
 
     // the parameters, other arrays of the model that are others now, and what the optimizer keeps that is yet to be computed
@@ -88,9 +333,9 @@ impl Update {
         &self,
         optimizer: &Bound<'_, PyAny>,
         slots: &[Slot<'_>],
-        call: &UpdateCall,
-    ) -> PyResult<UpdateOutput> {
-        let mut parameters: Vec<Option<Array>> = vec![None; call.parameters.len()];
+        given: &Given<'_>,
+    ) -> PyResult<(Form, Vec<Array>)> {
+        let mut parameters: Vec<Option<Array>> = vec![None; given.counts.0];
         let mut others = Vec::new();
         for (slot, (role, path)) in slots.iter().zip(self.roles.iter()) {
             let now = slot.place.get()?.as_ref().and_then(bridge::get);
@@ -103,29 +348,65 @@ impl Update {
             match role {
                 Role::Parameter(at) => parameters[*at] = Some(now),
                 Role::Other(at) => {
-                    let shown = array_of(call, *role);
-                    if shown.map(array::id) != Some(array::id(&now)) {
+                    if given.of_role(*role).map(id) != Some(id(&now)) {
                         others.push((*at, now));
                     }
                 }
             }
         }
         let parameters: Option<Vec<Array>> = parameters.into_iter().collect();
-        let (_, state) = Tree::record(optimizer, Scope::Whole)?;
-        let state = state.iter().filter_map(|slot| bridge::get(&slot.object));
-        Ok(UpdateOutput {
-            parameters: parameters
-                .ok_or_else(|| expected("it to leave the model its parameters"))?,
+        let mut arrays =
+            parameters.ok_or_else(|| expected("it to leave the model its parameters"))?;
+        let (others, values): (Vec<_>, Vec<_>) = others.into_iter().unzip();
+        arrays.extend(values);
+        let before = arrays.len();
+        let state = pending(&Tree::record(optimizer, Scope::Whole)?.1);
+        arrays.extend(state.into_iter().map(|(_, array)| array));
+        let form = Form {
+            given: given.counts,
+            aux: arrays.len() - before,
             others,
-            kept: state.filter(array::is_lazy).collect(),
-            ..UpdateOutput::default()
-        })
+            ..Form::default()
+        };
+        Ok((form, arrays))
+    }
+
+    // note whether all that the update reads and writes is known
+    fn observe(
+        &mut self,
+        optimizer: &Bound<'_, PyAny>,
+        given: &Given<'_>,
+        (graph, leaves): (Rc<KnownGraph>, Vec<Array>),
+        keeps: bool,
+    ) -> PyResult<()> {
+        let Some(observed) = &mut self.observed else {
+            return Ok(());
+        };
+        let (tree, slots) = Tree::record(optimizer, Scope::Whole)?;
+        let reason = if given.tracers.are_read() {
+            "reads the value of an array"
+        } else if keeps {
+            "keeps an array in another place than the optimizer"
+        } else if !tree.equals(&given.tree, optimizer.py()) {
+            "changes what the optimizer keeps beside arrays"
+        } else {
+            let state = pending(&slots).into_iter().map(|(at, _)| at).collect();
+            observed.update = Some(LeftOutUpdate {
+                graph,
+                leaves,
+                state,
+            });
+            observed.tree = Some(tree);
+            return Ok(());
+        };
+        observed.reason.get_or_insert_with(|| reason.into());
+        Ok(())
     }
 }
 
-fn array_of<'a>(call: &UpdateCall<'a>, role: Role) -> Option<&'a Array> {
-    match role {
-        Role::Parameter(at) => call.parameters.get(at),
-        Role::Other(at) => call.others.get(at),
-    }
+// the arrays that are yet to be computed, with the numbers of their slots
+fn pending(slots: &[Slot<'_>]) -> Vec<(usize, Array)> {
+    let arrays = slots.iter().enumerate();
+    let arrays = arrays.filter_map(|(at, slot)| Some((at, bridge::get(&slot.object)?)));
+    arrays.filter(|(_, array)| array::is_lazy(array)).collect()
 }

@@ -12,7 +12,7 @@ use pyo3::{
 
 use super::{
     arguments::{Arguments, Batch},
-    choose::{loss_key, Way},
+    choose::Way,
     flags::{is_true, read},
     left_out::Standing,
     traces::warn,
@@ -108,7 +108,7 @@ impl Inner {
         task: Task,
     ) -> PyResult<Done<'py>> {
         let started = Instant::now();
-        let mut prepared = self.prepare(&mut *shared.enter()?, user, task)?;
+        let mut prepared = self.prepare(&mut *shared.enter()?, user, task, Store::prepare)?;
         let undo = prepared.undo.take();
         let mut schedules = HostSchedules::of(&user.optimizer);
         let outcome = self.take_prepared(
@@ -191,7 +191,7 @@ impl Inner {
         let py = user.py();
         let key = {
             let store = shared.enter()?;
-            loss_key(&store, batch, task)?
+            self.loss_key(&store, batch, task)?
         };
         let Some(key) = key else {
             return Ok(Way::Nothing);
@@ -341,17 +341,6 @@ impl Inner {
             warn(py, &message)?;
         }
         Ok(())
-    }
-
-    fn prepare<'py>(
-        &mut self,
-        store: &mut Store,
-        user: &Arguments<'py>,
-        task: Task,
-    ) -> PyResult<Prepared<'py>> {
-        let prepared = store.prepare(&user.model, &user.optimizer, self.needs(task))?;
-        store.give_max_norm(self.options.max_grad_norm);
-        Ok(prepared)
     }
 
     // the state beside the optimizer's

@@ -10,7 +10,7 @@ use super::{
     Inner,
 };
 use crate::{
-    host::{Called, LossGraph},
+    host::{Called, KnownGraph},
     store::Store,
 };
 
@@ -67,7 +67,7 @@ impl NewGraphs {
 }
 
 // the part of a key that is the step's own
-fn call_key(store: &Store, batch: &Batch<'_>) -> PyResult<CallKey> {
+fn call_key(store: &Store, batch: &Batch<'_>, update: Option<usize>) -> PyResult<CallKey> {
     let signature = store.signature()?;
     Ok(CallKey {
         model: signature.id,
@@ -79,6 +79,7 @@ fn call_key(store: &Store, batch: &Batch<'_>) -> PyResult<CallKey> {
         aliases: batch.aliases.clone(),
         objects: batch.kept.clone(),
         graph: None,
+        update,
     })
 }
 
@@ -99,15 +100,23 @@ fn parts(store: &Store, task: Task) -> PyResult<Vec<Part>> {
     Ok(task.parts(store.rule.as_ref().ok_or_else(missing)?))
 }
 
-/// The key of the part with the loss, whatever its graph; none where there is no loss.
-pub(super) fn loss_key(store: &Store, batch: &Batch<'_>, task: Task) -> PyResult<Option<Key>> {
-    match parts(store, task)?.pop() {
-        Some(part) if task != Task::Flush => key_of(store, part, call_key(store, batch)?).map(Some),
-        _ => Ok(None),
-    }
-}
-
 impl Inner {
+    /// The key of the part with the loss, whatever its graph; none where there is no loss.
+    pub(super) fn loss_key(
+        &self,
+        store: &Store,
+        batch: &Batch<'_>,
+        task: Task,
+    ) -> PyResult<Option<Key>> {
+        match parts(store, task)?.pop() {
+            Some(part) if task != Task::Flush => {
+                let front = call_key(store, batch, None)?;
+                key_of(store, part, front).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     // why a loss that has just been called is evaluated by itself rather than by a trace, if it is
     pub(super) fn is_rare(
         &mut self,
@@ -144,10 +153,21 @@ impl Inner {
             Way::LeftOut(_) | Way::Plain(_) | Way::Nothing => None,
         };
         for part in parts(store, task)? {
-            let mut front = call_key(store, batch)?;
+            let update = self.update_left_out(way);
+            let mut front = call_key(store, batch, update)?;
             let has_loss = !matches!(part, Part::Update(_));
             if let (Way::LeftOut(number), true) = (way, has_loss) {
                 self.traces.use_again(|entry| entry.number == *number);
+                if let (Some(_), Some(last)) = (update, self.traces.last()) {
+                    // one trace of loss and update in place of the loss's
+                    let kept = last.kept.again();
+                    front.graph = last.key.front.graph;
+                    let key = key_of(store, part, front)?;
+                    self.find_part(store, user, key, kept.graph.as_ref())?;
+                    if let Some(last) = self.traces.last_mut() {
+                        last.kept = kept;
+                    }
+                }
                 continue;
             }
             let graph = graph.as_ref().filter(|_| has_loss);
@@ -163,9 +183,10 @@ impl Inner {
         store: &Store,
         user: &Arguments<'_>,
         key: Key,
-        graph: Option<&Rc<LossGraph>>,
+        graph: Option<&Rc<KnownGraph>>,
     ) -> PyResult<()> {
         let own = matches!(store.rule, Some(Rule::Host)) && key.part != Part::Gradients;
+        let own = own && key.front.update.is_none();
         let compiled = match self.compiling(&key.part, graph.is_some(), own) {
             Compiled::Whole if self.has_many_options(&key) => Compiled::Nothing,
             compiled => compiled,

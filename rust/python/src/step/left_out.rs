@@ -27,7 +27,7 @@ const OFTEN: usize = 1000;
 /// The most calls that are watched before a loss is called always.
 const TRIES: usize = 6;
 /// Seconds that a search may take in any case: those of a small net's call are fewer than a look at the clock is worth.
-const SEARCH: f64 = 0.2;
+pub(super) const SEARCH: f64 = 0.2;
 
 /// State of a trace's watch list.
 #[derive(Default)]
@@ -180,7 +180,7 @@ impl Inner {
         let Some(last) = self.traces.last_mut() else {
             return Ok(None);
         };
-        if last.trace.is_eager() || matches!(last.key.part, Part::Update(_)) {
+        if last.kept.graph.is_none() || matches!(last.key.part, Part::Update(_)) {
             return Ok(None);
         }
         if let Watch::Stands(list) = &last.kept.watch {

@@ -10,6 +10,7 @@ use super::{
     arguments::{Arguments, Batch},
     call::settle_reshaped,
     choose::Way,
+    updates::Take,
     Inner,
 };
 use crate::{
@@ -103,13 +104,12 @@ impl Inner {
     ) -> PyResult<T> {
         let (task, calls) = window_of(accumulate, &*shared.enter()?);
         let batch = self.batch(shared, &mut user, task)?;
-        let needs = self.needs(task);
-        let prepare = if drafts {
+        let take: Take<'_> = if drafts {
             Store::prepare_draft
         } else {
             Store::prepare
         };
-        let mut prepared = prepare(&mut *shared.enter()?, &user.model, &user.optimizer, needs)?;
+        let mut prepared = self.prepare(&mut *shared.enter()?, &user, task, take)?;
         let undo = prepared.undo.take();
         let outcome = self.rehearsed(shared, &user, (&mut prepared, &batch), (task, calls), work);
         if let Some(undo) = undo {
@@ -152,6 +152,7 @@ impl Inner {
             },
         );
         self.traces.settle(0.0);
+        self.own_updates.observed = None;
         before.map_or(Ok(()), |before| before.restore())?;
         if let Way::Called(called) = &way {
             self.recover(&store, user, prepared, batch, called)?;

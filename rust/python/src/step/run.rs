@@ -92,8 +92,10 @@ impl Inner {
         if new {
             self.seconds.trace += seconds;
         }
-        let own = matches!(store.rule, Some(Rule::Host));
-        let own = own.then(|| store.why_called(&user.optimizer)).transpose()?;
+        self.note_update(store, user, way)?;
+        let own = matches!(store.rule, Some(Rule::Host)) && self.own_updates.number().is_none();
+        let reason = self.own_updates.reason();
+        let own = own.then(|| store.why_called(&user.optimizer, reason)).transpose()?;
         self.note_mode(way, own);
         Ok((output, new))
     }
@@ -108,27 +110,6 @@ impl Inner {
         task: Task,
         work: &mut Work<'_, T>,
     ) -> PyResult<T> {
-        let updates = task.updates() && matches!(store.rule, Some(Rule::Host));
-        let before = updates
-            .then(|| Snapshot::take(&user.optimizer))
-            .transpose()?;
-        let outcome = self.try_evaluate(store, user, (prepared, batch, way), task, work);
-        match before {
-            Some(before) if outcome.as_ref().map_or(true, |made| !made.1) => before.restore()?,
-            _ => {}
-        }
-        outcome.map(|(made, _)| made)
-    }
-
-    // as above; with what `work` has returned
-    fn try_evaluate<'py, T>(
-        &mut self,
-        store: &mut Store,
-        user: &Arguments<'py>,
-        (prepared, batch, way): (&Prepared<'py>, &Batch<'py>, &mut Way<'py>),
-        task: Task,
-        work: &mut Work<'_, T>,
-    ) -> PyResult<(T, bool)> {
         loop {
             self.find(store, user, batch, way, task)?;
             match self.attempt(store, user, prepared, (batch, way), task, work) {
@@ -214,6 +195,7 @@ impl Inner {
             Way::Called(called) if eager => called.seen(),
             _ => Vec::new(),
         };
+        let leaves_out = matches!(way, Way::LeftOut(_));
         let loss = match way {
             Way::Called(called) => {
                 others.push(Rc::new(called.leaves.clone().into()));
@@ -241,6 +223,10 @@ impl Inner {
                 key_list: store.key_list.clone_ref(py),
                 trainable: signature.trainable.clone_ref(py),
                 roles: signature.roles.clone(),
+                compiles: self.options.compile && self.has_compiler,
+                left_out: self.own_updates.left_out().filter(|_| leaves_out).cloned(),
+                watched: self.own_updates.list(&user.optimizer)?,
+                observed: self.own_updates.observes(),
             },
             optimizer: user.optimizer.clone().unbind(),
             seen,
@@ -261,26 +247,31 @@ impl Inner {
         (batch, way): (&Batch<'py>, &mut Way<'py>),
         task: Task,
         work: &mut Work<'_, T>,
-    ) -> Result<(T, bool), Failure> {
+    ) -> Result<T, Failure> {
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
         let call = self.enter_host(store, user, batch, way)?;
         if let Way::Called(called) = way {
             called.release();
         }
+        let updates = self.calls_update(store, task, way);
+        let before = updates.then(|| Snapshot::take(&user.optimizer));
+        let before = before.transpose()?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let moments = store.moments.as_mut();
-        let mut holder = Holder::new(user.py(), prepared, &signature.roles, moments);
+        let mut holder = Holder::new(user.py(), prepared, &signature.roles, moments, before);
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let (outcome, done) = work(engine, traces, call, &mut holder);
         store.clock.enter(Stage::Objects);
         let shown = holder.show(engine, done);
-        let raised = self.host.current.take().and_then(|current| current.raised);
+        let current = self.host.current.take();
+        let (raised, observed) = current.map_or((None, None), |it| (it.raised, it.update.observed));
+        self.own_updates.observed = observed.filter(|_| done);
         if let (Err(_), Way::Called(called)) = (&outcome, &*way) {
             self.recover(store, user, prepared, batch, called)?;
         }
         shown?;
-        finished(outcome.map(|made| (made, done)), raised)
+        finished(outcome, raised)
     }
 
     // give what the loss has made its values all the same, from the arrays that there are

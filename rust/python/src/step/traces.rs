@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
 use super::{arguments::Arguments, left_out::Watch};
 use crate::{
-    host::{LossGraph, Template},
+    host::{KnownGraph, Template},
     mlx::collector::{Collector, Refers, Visited},
     tree::Tree,
 };
@@ -37,6 +37,8 @@ pub struct CallKey {
     pub objects: Rc<Vec<Py<PyAny>>>,
     /// The graph of the loss, and the number of its inputs; none where the step is not compiled, or has no loss.
     pub graph: Option<(usize, usize)>,
+    /// The number of an update by an optimizer of the user's own that is left out.
+    pub update: Option<usize>,
 }
 
 impl CallKey {
@@ -58,6 +60,7 @@ pub fn equals(one: &Key, other: &Key) -> bool {
     one.part == other.part
         && one.places == other.places
         && (a.graph, a.form, a.options, a.layout) == (b.graph, b.form, b.options, b.layout)
+        && a.update == b.update
 }
 
 /// Return whether a trace for one key may stand for a call of the other: all but the graph is the same.
@@ -70,7 +73,7 @@ pub fn may_stand_for(one: &Key, other: &Key, py: Python<'_>) -> bool {
         && a.aliases == b.aliases
         && (Rc::ptr_eq(&a.containers, &b.containers) || a.containers == b.containers)
         && objects.all(|(one, other)| one.is(other))
-        && (a.model, a.options, a.layout) == (b.model, b.options, b.layout)
+        && (a.model, a.options, a.layout, a.update) == (b.model, b.options, b.layout, b.update)
         && a.batch.equals(&b.batch, py)
 }
 
@@ -107,7 +110,7 @@ impl From<engine::TraceRecord> for TraceRecord {
 #[derive(Default)]
 pub struct Kept {
     /// The graph of its loss.
-    pub graph: Option<Rc<LossGraph>>,
+    pub graph: Option<Rc<KnownGraph>>,
     /// The arrays that the graph ended in at the last call, while calls may be left out.
     pub leaves: Rc<HeldArrays>,
     /// Return value of the loss, with holes for the arrays.
@@ -116,6 +119,18 @@ pub struct Kept {
     pub watch: Watch,
     /// Number of calls for which the trace has stood.
     pub uses: usize,
+}
+
+impl Kept {
+    /// The same without a list.
+    pub fn again(&self) -> Self {
+        Self {
+            graph: self.graph.clone(),
+            leaves: self.leaves.clone(),
+            template: Python::attach(|py| self.template.as_ref().map(|it| it.clone_ref(py))),
+            ..Self::default()
+        }
+    }
 }
 
 impl Refers for Kept {
@@ -163,7 +178,7 @@ impl Traces {
         user: &Arguments<'_>,
         key: Key,
         trace: Trace,
-        graph: Option<Rc<LossGraph>>,
+        graph: Option<Rc<KnownGraph>>,
         max_traces: usize,
     ) {
         let compiled = self.recent().filter(|entry| !entry.trace.is_eager());

@@ -88,8 +88,10 @@ impl Store {
             if self.mixed {
                 widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
             }
-            // it keeps its state itself
-            unlocked(py, || take(Rc::new(layout), parameters, Vec::new()))
+            let state = self.state_slots(optimizer)?;
+            let state = state.iter().filter_map(|slot| bridge::get(&slot.object));
+            let state = state.collect();
+            unlocked(py, || take(Rc::new(layout), parameters, state))
         };
         let mut engine = engine.map_err(|error| to_python(&error))?;
         self.sign_layout(engine.layout().clone());
@@ -105,8 +107,12 @@ impl Store {
             })
             .map_err(|error| to_python(&error))?;
         }
-        let (tree, _) = Tree::record(optimizer, Scope::Options)?;
-        self.sign_options(py, tree);
+        let scope = if self.takes_own_state() {
+            Scope::Whole
+        } else {
+            Scope::Options
+        };
+        self.sign_options(py, Tree::record(optimizer, scope)?.0);
         Ok(engine)
     }
 
@@ -137,8 +143,12 @@ impl Store {
         Native::find(optimizer, given, &doubles, trainable, self.mixed)
     }
 
-    /// Return the reason why the optimizer's own code is called.
-    pub fn why_called(&self, optimizer: &Bound<'_, PyAny>) -> PyResult<String> {
+    /// Return the reason why the optimizer's own code is called. `reason`: what is known of its update.
+    pub fn why_called(
+        &self,
+        optimizer: &Bound<'_, PyAny>,
+        reason: Option<&str>,
+    ) -> PyResult<String> {
         let signature = self.signature()?;
         let halves = signature.tensors();
         if let Some(tensor) = halves.iter().find(|t| !Optimizer::supports(t.dtype)) {
@@ -149,6 +159,9 @@ impl Store {
             return Ok("the model has an update() of its own, which the optimizer calls".into());
         }
         let class = class_name(optimizer)?;
+        if let Some(reason) = reason {
+            return Ok(format!("the update of the optimizer ({class}) {reason}"));
+        }
         if !signature.doubles().is_empty() && children(optimizer).is_some() {
             return Ok(format!(
                 "parameters stand in the model twice, and the optimizer ({class}) is several"
@@ -170,8 +183,14 @@ impl Store {
     ) -> PyResult<Vec<Slot<'py>>> {
         match &self.moments {
             Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
+            None if self.takes_own_state() => Ok(Tree::record(optimizer, Scope::Whole)?.1),
             None => Ok(Vec::new()),
         }
+    }
+
+    // whether the engine's state is that of an optimizer of the user's own
+    fn takes_own_state(&self) -> bool {
+        self.takes_state && matches!(self.rule, Some(Rule::Host))
     }
 }
 

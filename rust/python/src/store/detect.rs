@@ -178,7 +178,7 @@ impl Store {
             return Ok(None);
         };
         if let Some(Rule::Host) = self.rule {
-            return Ok(Some(Vec::new())); // it keeps its state itself, and reads its options as it updates
+            return self.look_at_own_state(optimizer);
         }
         let layout = engine.layout().clone();
         let scope = Scope::Options;
@@ -200,6 +200,27 @@ impl Store {
             self.rule = Some(Rule::Native(Rc::new(rules)));
         }
         self.state_slots(optimizer).map(Some)
+    }
+
+    // the slots of an optimizer of the user's own; none where the engine's state is another
+    fn look_at_own_state<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Vec<Slot<'py>>>> {
+        let Some(engine) = self.engine.as_ref().filter(|_| self.takes_state) else {
+            return Ok(Some(Vec::new())); // it keeps its state itself, and reads its options as it updates
+        };
+        let state = engine.state().iter().take(engine.places().optimizer);
+        let known: Vec<usize> = state.map(faststep::engine::array::id).collect();
+        let last = self.options.last().map(|(_, tree)| tree);
+        let slots = last.and_then(|tree| tree.check(optimizer, Scope::Whole, &known));
+        if slots.is_some() {
+            return Ok(slots);
+        }
+        let (tree, slots) = Tree::record(optimizer, Scope::Whole)?;
+        let same = last.is_some_and(|last| last.tensors() == tree.tensors());
+        self.sign_options(optimizer.py(), tree);
+        Ok(same.then_some(slots))
     }
 
     /// Rules whose numbers are arrays of the state, once these have been others a few times, or those of other optimizers.
@@ -265,7 +286,8 @@ impl Store {
         );
     }
 
-    pub(super) fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
+    /// Make these the optimizer's options.
+    pub fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
         let native = matches!(self.rule, Some(Rule::Native(_))); // its numbers are in the rule
         sign(&mut self.options, &mut self.next_id, tree, |known, new| {
             known.equals(new, py) || (native && known.equals_but_numbers(new, py))

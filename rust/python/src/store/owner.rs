@@ -5,7 +5,10 @@ use faststep::engine::{Engine, Owner, Role};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
-use crate::{mlx::gil::Waiting, tree::slot::Slot};
+use crate::{
+    mlx::gil::Waiting,
+    tree::{slot::Slot, snapshot::Snapshot},
+};
 
 /// The slots of one call.
 pub struct Holder<'a, 'py> {
@@ -13,24 +16,27 @@ pub struct Holder<'a, 'py> {
     prepared: &'a Prepared<'py>,
     roles: &'a [(Role, Vec<String>)],
     moments: Option<&'a mut Moments>,
+    before: Option<Snapshot<'py>>,
     released: bool,
     held: bool,
     error: Option<PyErr>,
 }
 
 impl<'a, 'py> Holder<'a, 'py> {
-    /// Make an owner for the slots of a prepared call.
+    /// Make an owner for the slots of a prepared call. `before`: the optimizer as it was, where its own code updates.
     pub fn new(
         py: Python<'py>,
         prepared: &'a Prepared<'py>,
         roles: &'a [(Role, Vec<String>)],
         moments: Option<&'a mut Moments>,
+        before: Option<Snapshot<'py>>,
     ) -> Self {
         Self {
             py,
             prepared,
             roles,
             moments,
+            before,
             released: false,
             held: false,
             error: None,
@@ -45,8 +51,12 @@ impl<'a, 'py> Holder<'a, 'py> {
         })
     }
 
-    /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out again.
+    /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out again. Where nothing has
+    /// been computed, the optimizer is as it was.
     pub fn show(&mut self, engine: &Engine, done: bool) -> PyResult<()> {
+        if let Some(before) = self.before.take().filter(|_| !done) {
+            before.restore()?;
+        }
         if self.released || (done && self.prepared.packed) {
             self.show_all(engine)?;
         }
@@ -77,6 +87,7 @@ impl<'a, 'py> Holder<'a, 'py> {
 impl Owner for Holder<'_, '_> {
     fn release(&mut self) {
         self.released = true;
+        self.before = None; // or it would hold arrays that the update writes over
         let hollow = faststep::engine::array::hollow();
         let mut slots: HashMap<usize, isize> = HashMap::new(); // of an object that stands in the model twice
         if self.prepared.aliased {

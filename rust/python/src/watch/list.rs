@@ -77,6 +77,16 @@ impl WatchList {
         Ok(false)
     }
 
+    /// Return whether an array of this identity is on it.
+    pub fn has(&self, id: usize) -> bool {
+        let arrays = self.entries.iter();
+        let mut ids = arrays.filter_map(|entry| match &entry.expect {
+            Expect::Array(array) => Some(faststep::engine::array::id(array)),
+            _ => None,
+        });
+        ids.any(|it| it == id)
+    }
+
     /// The text of an entry, as a user writes it: `cfg["beta"]`.
     pub fn name(&self, entry: usize) -> &str {
         self.names.get(entry).map_or("", String::as_str)

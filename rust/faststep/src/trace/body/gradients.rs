@@ -143,7 +143,6 @@ impl Body<'_> {
             outputs: Outputs {
                 loss: Some(output.loss),
                 aux: output.aux,
-                kept: left.kept,
                 others: left.others,
                 key: left.key,
                 idle,
@@ -151,7 +150,6 @@ impl Body<'_> {
             },
             weight: output.weight,
             rebound: output.parameters,
-            state: left.state,
             gradients,
         })
     }
@@ -219,8 +217,7 @@ pub(super) struct Differentiated {
     pub(super) outputs: Outputs,
     pub(super) weight: Option<Array>,
     pub(super) rebound: Vec<(usize, Array)>,
-    pub(super) state: Vec<(usize, Array)>, // of an optimizer, that the loss has set
-    pub(super) gradients: Vec<Array>,      // by tensor
+    pub(super) gradients: Vec<Array>, // by tensor
 }
 
 /// The number of values of each kind that a loss returned: they pass through the differentiation as one list.
@@ -266,21 +263,16 @@ impl LossCounts {
         let rebound = take(self.rebound.len());
         let others = left.others.into_iter();
         let others = others.map(|(index, array)| Ok((index, stop_gradient(&array)?)));
-        let state = left.state.into_iter();
-        let state = state.map(|(index, array)| Ok((index, stop_gradient(&array)?)));
-        let kept = left.kept.iter().map(stop_gradient);
         Ok(Differentiated {
             outputs: Outputs {
                 loss,
                 aux,
-                kept: kept.collect::<Result<_>>()?,
                 others: others.collect::<Result<_>>()?,
                 key: left.key.as_ref().map(stop_gradient).transpose()?,
                 ..Outputs::default()
             },
             weight,
             rebound: self.rebound.into_iter().zip(rebound).collect(),
-            state: state.collect::<Result<_>>()?,
             gradients,
         })
     }

@@ -127,7 +127,7 @@ impl<'a> Body<'a> {
         self.update(
             inputs,
             rule,
-            (&made.rebound, &made.state),
+            &made.rebound,
             &clipped,
             good.as_ref(),
             &mut outputs,

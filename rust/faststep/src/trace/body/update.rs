@@ -3,7 +3,10 @@ use mlx_rs::{error::Result, Array};
 
 use super::{short, Body, Inputs, Rebound};
 use crate::{
-    mlx::ops::{choose, scalar},
+    mlx::{
+        graph,
+        ops::{choose, scalar},
+    },
     optim::UpdateOutput,
     trace::{host::UpdateCall, inputs::with, outputs::Outputs, recipe::Rule},
 };
@@ -14,22 +17,16 @@ impl Body<'_> {
         &self,
         inputs: &Inputs,
         rule: &Rule,
-        (rebound, state): (&Rebound, &Rebound),
+        rebound: &Rebound,
         gradients: &[Array],
         good: Option<&Array>,
         outputs: &mut Outputs,
     ) -> Result<()> {
         let weights = self.weights(inputs, rebound)?;
         let key = outputs.key.as_ref().or(inputs.rest.first());
-        let (given, left) = ((gradients, &weights[..]), (&outputs.others[..], state));
-        let updated = self.updated(inputs, rule, given, left, key, good)?;
+        let given = (gradients, &weights[..]);
+        let updated = self.updated(inputs, rule, given, &outputs.others, key, good)?;
         let mut new = updated.parameters;
-        for (index, left) in state {
-            if !updated.state.iter().any(|(at, _)| at == index) {
-                let left = choose(good, left.clone(), &inputs.state[*index])?;
-                outputs.state.push((*index, left));
-            }
-        }
         outputs.state.extend(updated.state);
         outputs.kept.extend(updated.kept);
         let set = |(index, _): &(usize, Array)| updated.others.iter().any(|(at, _)| at == index);
@@ -103,13 +100,13 @@ impl Body<'_> {
         self.recipe.places.master(&self.recipe.layout, buffer)
     }
 
-    // `left`: other arrays, and arrays of the optimizer, to which the loss has assigned
+    // `left`: other arrays to which the loss has assigned
     fn updated(
         &self,
         inputs: &Inputs,
         rule: &Rule,
         (gradients, weights): (&[Array], &[Array]),
-        left: (&Rebound, &Rebound),
+        left: &Rebound,
         key: Option<&Array>,
         good: Option<&Array>,
     ) -> Result<UpdateOutput> {
@@ -145,19 +142,25 @@ impl Body<'_> {
             }
             None => good,
         };
-        let (others, shown) = (with(inputs.others, left.0), with(state, left.1));
+        let others = with(inputs.others, left);
         let mut output = rule.update(UpdateCall {
             gradients,
             parameters: weights,
-            state: &shown,
+            state,
             others: &others,
             key,
         })?;
         for (new, old) in output.parameters.iter_mut().zip(weights) {
             *new = choose(good, new.clone(), old)?;
         }
+        let mut pairs = Vec::new();
         for (index, new) in &mut output.state {
-            *new = choose(good, new.clone(), &state[*index])?;
+            let chosen = choose(good, new.clone(), &state[*index])?;
+            pairs.push((std::mem::replace(new, chosen.clone()), chosen));
+        }
+        if good.is_some() {
+            // or MLX would compile a kernel for each array rather than one for a parameter with its state
+            graph::read_instead(&pairs, &output.parameters)?;
         }
         Ok(output)
     }

@@ -46,10 +46,6 @@ impl Body<'_> {
         let total = begun(total)?;
         let new = choose(good.as_ref(), total.add(weight)?, &total)?;
         outputs.state.push((first + gradients.len(), new));
-        for (index, new) in made.state {
-            let new = choose(good.as_ref(), new, &inputs.state[index])?;
-            outputs.state.push((index, new));
-        }
         if !made.rebound.is_empty() {
             self.assign(inputs, &made.rebound, good.as_ref(), &mut outputs)?;
         }
@@ -90,7 +86,7 @@ impl Body<'_> {
         self.update(
             inputs,
             rule,
-            (&[], &[]),
+            &[],
             &gradients,
             Some(&good),
             &mut outputs,
