@@ -325,9 +325,20 @@ impl Store {
         (options, self.forms.last().map_or(0, |(id, _)| *id))
     }
 
+    /// Return whether the optimizer's options were these at the last preparation.
+    pub fn has_options(&self, py: Python<'_>, tree: &Tree) -> bool {
+        let last = self.options.last();
+        last.is_some_and(|(_, options)| options.equals(tree, py))
+    }
+
     /// The id of the layout of the trained tensors, since a step has begun.
     pub fn layout_id(&self) -> usize {
         self.layouts.last().map_or(0, |(id, _)| *id)
+    }
+
+    /// Return whether the engine has the arrays of an optimizer of the user's own.
+    pub fn takes_state(&self) -> bool {
+        self.takes_state
     }
 
     /// Take over the arrays of an optimizer of the user's own, whose update is left out, or leave them to it.

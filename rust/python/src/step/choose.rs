@@ -196,8 +196,8 @@ impl Inner {
             .traces
             .use_again(|entry| equals(&entry.key, &key) && (!calls || entry.trace.is_eager()));
         if let Some(entry) = known {
-            if calls {
-                entry.trace.expect_others();
+            if calls && graph.is_none() {
+                entry.trace.expect_others(); // a graph has one form of a batch
             }
             return Ok(());
         }

@@ -10,6 +10,7 @@ use super::{
     arguments::{Arguments, Batch},
     call::settle_reshaped,
     choose::Way,
+    left_out::Standing,
     updates::Take,
     Inner,
 };
@@ -111,7 +112,17 @@ impl Inner {
         };
         let mut prepared = self.prepare(&mut *shared.enter()?, &user, task, take)?;
         let undo = prepared.undo.take();
-        let outcome = self.rehearsed(shared, &user, (&mut prepared, &batch), (task, calls), work);
+        let left_out = if drafts {
+            self.left_out(&*shared.enter()?, &user, &batch, task)?
+        } else {
+            None
+        };
+        let way = match left_out {
+            Some(way) => way,
+            None => self.call_for_trace(shared, &user, (&prepared, &batch))?,
+        };
+        let given = (&mut prepared, &batch, way);
+        let outcome = self.rehearsed(shared, &user, given, (task, calls), work);
         if let Some(undo) = undo {
             undo.restore()?; // the optimizer is initialised by its first update
             shared.enter()?.discard();
@@ -123,11 +134,10 @@ impl Inner {
         &mut self,
         shared: &Shared,
         user: &Arguments<'py>,
-        (prepared, batch): (&mut Prepared<'py>, &Batch<'py>),
+        (prepared, batch, mut way): (&mut Prepared<'py>, &Batch<'py>, Way<'py>),
         (task, calls): (Task, usize),
         work: &mut dyn FnMut(&mut Holder<'_, '_>, Rehearsed<'_>) -> Result<T, Error>,
     ) -> PyResult<T> {
-        let mut way = self.call_for_trace(shared, user, (prepared, batch))?;
         let mut store = shared.enter()?;
         store.look_again(prepared, &user.model, &user.optimizer)?;
         let (shown, signature) = (shown(&store, prepared)?, store.signature()?);
@@ -160,6 +170,22 @@ impl Inner {
         drop(store);
         settle_reshaped(user.py(), prepared, &way, None, Task::Gradients)?;
         outcome
+    }
+
+    // the way of a call that the next step would leave out
+    fn left_out<'py>(
+        &mut self,
+        store: &Store,
+        user: &Arguments<'py>,
+        batch: &Batch<'py>,
+        task: Task,
+    ) -> PyResult<Option<Way<'py>>> {
+        let key = self.loss_key(store, batch, task)?;
+        let standing = key.map(|key| self.standing(user.py(), &user.loss_fn, &key));
+        Ok(match standing {
+            Some(Standing::Yes(trace)) => Some(Way::LeftOut(trace)),
+            _ => None,
+        })
     }
 
     // the calls that are under way at once

@@ -206,6 +206,12 @@ impl Traces {
         self.known.last_mut()
     }
 
+    /// Return whether calls of the loss may be left out.
+    pub fn stand(&self) -> bool {
+        self.recent()
+            .any(|entry| matches!(entry.kept.watch, Watch::Stands(_)))
+    }
+
     /// Let go of arrays that a loss read and that have been replaced since.
     pub fn forget_replaced(&mut self, loss_fn: &Bound<'_, PyAny>) -> PyResult<()> {
         for entry in self.known.iter_mut() {

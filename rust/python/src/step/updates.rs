@@ -10,11 +10,15 @@ use crate::{
     host::{LeftOutUpdate, Observed},
     mlx::collector::{Collector, Refers, Visited},
     store::{Prepared, Store},
+    tree::Tree,
     watch::{search_update, WatchList},
 };
 
 /// The most reasons against leaving updates out before the optimizer is called always.
 const TRIES: usize = 6;
+
+/// Reason against leaving updates out.
+const UNSTEADY: &str = "computes something else, though nothing has changed that is watched";
 
 /// `Store::prepare` or `Store::prepare_draft`.
 pub(super) type Take<'py> =
@@ -23,14 +27,19 @@ pub(super) type Take<'py> =
 /// An update that need not be called.
 struct Stands {
     update: Rc<LeftOutUpdate>,
-    ids: Ids,
+    tree: Tree,             // of the optimizer
+    options: Option<usize>, // its id, once the engine has the state
+    model: usize,           // the id of the model's signature
 }
 
-/// The ids of the optimizer's options and of the model's signature.
-type Ids = (usize, usize);
-
-fn ids(store: &Store) -> PyResult<Ids> {
-    Ok((store.options_id().0, store.signature()?.id))
+impl Stands {
+    fn fits(&mut self, py: Python<'_>, store: &Store) -> PyResult<bool> {
+        let (options, _) = store.options_id();
+        if self.options != Some(options) && store.has_options(py, &self.tree) {
+            self.options = Some(options);
+        }
+        Ok(self.options == Some(options) && self.model == store.signature()?.id)
+    }
 }
 
 /// Progress towards leaving updates out.
@@ -99,14 +108,15 @@ impl Inner {
         task: Task,
         take: Take<'py>,
     ) -> PyResult<Prepared<'py>> {
-        store.set_takes_state(user.py(), self.own_updates.stands.is_some())?;
+        let takes_state = self.own_updates.stands.is_some() && self.traces.stand();
+        store.set_takes_state(user.py(), takes_state)?;
         let prepared = take(store, &user.model, &user.optimizer, self.needs(task))?;
         store.give_max_norm(self.options.max_grad_norm);
         let own = &mut self.own_updates;
         own.fits = false;
-        if let (Some(stands), Some(list)) = (&own.stands, &own.listed) {
+        if let (Some(stands), Some(list), true) = (&mut own.stands, &own.listed, takes_state) {
             let changed = list.look(&user.optimizer)?;
-            own.fits = stands.ids == ids(store)? && changed.is_none();
+            own.fits = changed.is_none() && stands.fits(user.py(), store)?;
             if !own.fits {
                 let name = changed.map(|entry| list.name(entry).to_owned());
                 let name = name.map_or_else(|| "what".into(), |name| format!("`{name}`, which"));
@@ -137,21 +147,27 @@ impl Inner {
         let own = &mut self.own_updates;
         if let Some(stands) = &own.stands {
             if own.fits && !stands.update.is(&update) {
-                let is_check = way.called().is_some_and(|called| called.is_check);
-                own.refuse("computes something else, though nothing has changed that is watched".into());
-                if is_check {
-                    warn(py, &format!("the update of the optimizer {UNSTEADY}"))?;
+                own.refuse(UNSTEADY.into());
+                if way.called().is_some_and(|called| called.is_check) {
+                    let message = format!(
+                        "the update of the optimizer {UNSTEADY}: steps before this one may have been computed without that. It is \
+                         called at each step from here on"
+                    );
+                    warn(py, &message)?;
                 }
-            } else if !own.fits {
+            } else if store.takes_state() && !own.fits {
                 own.refuse(own.reason.clone().unwrap_or_default());
             }
             return Ok(());
         }
         if let Some(list) = own.list(&user.optimizer)? {
             if update.leaves.iter().all(|leaf| list.has(id(leaf))) {
-                store.sign_options(py, tree);
-                let (update, ids) = (Rc::new(update), ids(store)?);
-                own.stands = Some(Stands { update, ids });
+                own.stands = Some(Stands {
+                    update: Rc::new(update),
+                    tree,
+                    options: None,
+                    model: store.signature()?.id,
+                });
                 own.stood += 1;
                 own.reason = None;
             } else {
@@ -180,7 +196,3 @@ impl Inner {
         own && self.update_left_out(way).is_none()
     }
 }
-
-/// Text of the warning.
-const UNSTEADY: &str = "computes something else, though nothing has changed that is watched: steps before this one may have been \
-                        computed without that. It is called at each step from here on";

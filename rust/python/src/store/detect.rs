@@ -286,8 +286,7 @@ impl Store {
         );
     }
 
-    /// Make these the optimizer's options.
-    pub fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
+    pub(super) fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
         let native = matches!(self.rule, Some(Rule::Native(_))); // its numbers are in the rule
         sign(&mut self.options, &mut self.next_id, tree, |known, new| {
             known.equals(new, py) || (native && known.equals_but_numbers(new, py))
