@@ -296,10 +296,10 @@ int faststep_sum_of_squares(const void* const* arrays, size_t count, void** sum)
 // the loss is at most its limit, and whether not. Not applicable as above.
 int faststep_checked(const void* const* gradients, size_t count, const void* loss, const float* limits, void** made);
 // The mean of the squares of an array, a float32 scalar, or of each of its slices along the first axis, whose other axes are 1 then;
-// and of the rows and of the columns of matrices, with `eps` added to each square: two arrays. Not applicable to other arrays than
+// and of the rows and of the columns of matrices, with the float32 scalar `eps` added to each square: two arrays. Not applicable to other arrays than
 // float32 ones with elements, and where the default device is no CPU.
 int faststep_mean_square(const void* array, int by_slice, void** mean);
-int faststep_mean_squares(const void* array, float eps, void** means);
+int faststep_mean_squares(const void* array, const void* eps, void** means);
 // Replace the products with quantized weights that arrays are computed from by such as Rust computes. Not applicable where
 // `input`, from which they are computed, is no tracer of a compilation.
 int faststep_dequantize(

@@ -222,6 +222,11 @@ pub fn traceable_rate<'py>(optimizer: &Bound<'py, PyAny>) -> Option<Bound<'py, P
     rate.map(|(_, schedule)| schedule).filter(is_traceable)
 }
 
+/// The learning rates' schedules that are computed on the device, of each member that updates; None where there is none.
+pub fn traceable_rates<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+    PyTuple::new(optimizer.py(), leaves(optimizer).iter().map(traceable_rate))
+}
+
 /// The dict behind `optimizer.state`, as it is: a look at the attribute would make it current.
 pub fn state<'py>(optimizer: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
     let name = intern!(optimizer.py(), "_state");

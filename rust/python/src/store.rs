@@ -145,6 +145,12 @@ pub struct Prepared<'py> {
     pub undo: Option<Snapshot<'py>>,
 }
 
+/// An optimizer's options, and those on which the trace of a native one depends beside its rule: schedules.
+struct OptionTrees {
+    all: Tree,
+    rates: Tree,
+}
+
 /// The numbers of a native optimizer's options.
 #[derive(Default)]
 struct Numbers {
@@ -163,7 +169,7 @@ pub struct Store {
     pub key_list: Py<PyList>,
     models: Vec<Rc<ModelSignature>>,
     current: Option<Rc<ModelSignature>>,
-    options: Vec<(usize, Tree)>,       // most recent last
+    options: Vec<(usize, OptionTrees)>, // most recent last
     forms: Vec<(usize, Vec<Tensor>)>, // of the optimizer's arrays that a user sets: a rate, say; most recent last
     layouts: Vec<(usize, Rc<Layout>)>, // most recent last
     numbers: Numbers,
@@ -193,8 +199,10 @@ impl Refers for Store {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
         self.models.visit(collector)?;
         self.current.visit(collector)?;
-        let mut options = self.options.iter();
-        options.try_for_each(|(_, tree)| tree.visit(collector))
+        self.options.iter().try_for_each(|(_, options)| {
+            options.all.visit(collector)?;
+            options.rates.visit(collector)
+        })
     }
 }
 

@@ -259,23 +259,11 @@ impl Tree {
 
     /// Return whether both have the same keys and values, and arrays of the same shapes and dtypes.
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
-        self.is_like(other, |a, b| a.equals(b, py))
-    }
-
-    /// Compare all but numbers and flags: any number may stand in the place of another.
-    pub fn equals_but_numbers(&self, other: &Self, py: Python<'_>) -> bool {
-        self.is_like(other, |a, b| match (a, b) {
-            (Item::Static(a), Item::Static(b)) if a.is_number(py) => b.is_number(py),
-            _ => a.equals(b, py),
-        })
-    }
-
-    fn is_like(&self, other: &Self, equal: impl Fn(&Item, &Item) -> bool) -> bool {
         let mut pairs = self.items.iter().zip(&other.items);
         self.tensors == other.tensors
             && self.aliases == other.aliases
             && self.items.len() == other.items.len()
-            && pairs.all(|(a, b)| equal(a, b))
+            && pairs.all(|(a, b)| a.equals(b, py))
     }
 
     /// The path to each array: keys and indices from the root.

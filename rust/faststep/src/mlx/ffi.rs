@@ -307,7 +307,7 @@ extern "C" {
         made: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_mean_square(array: Handle, by_slice: c_int, mean: *mut New) -> c_int;
-    pub(crate) fn faststep_mean_squares(array: Handle, eps: f32, means: *mut New) -> c_int;
+    pub(crate) fn faststep_mean_squares(array: Handle, eps: Handle, means: *mut New) -> c_int;
     pub(crate) fn faststep_dequantize(
         input: Handle,
         arrays: Handles,

@@ -17,16 +17,16 @@ pub(crate) fn of_squares(array: &Array, by_slice: bool) -> Result<Option<Array>>
     made(|mean| unsafe { faststep_mean_square(handle(array), by_slice.into(), mean) })
 }
 
-/// The means of the squares of each row and of each column of matrices (lazily), with `eps` added to each square; where one task
+/// The means of the squares of each row and of each column of matrices (lazily), with `eps`, a float32 scalar, added to each square; where one task
 /// gives both: of float32, on a CPU.
 ///
 /// # Errors
 /// When there is no memory.
-pub(crate) fn of_rows_and_columns(matrices: &Array, eps: f32) -> Result<Option<[Array; 2]>> {
+pub(crate) fn of_rows_and_columns(matrices: &Array, eps: &Array) -> Result<Option<[Array; 2]>> {
     let mut made = [ptr::null_mut(); 2];
-    // SAFETY: a live array, and room for two; a function that is done has written new ones.
+    // SAFETY: live arrays, and room for two; a function that is done has written new ones.
     unsafe {
-        let done = faststep_mean_squares(handle(matrices), eps, made.as_mut_ptr());
+        let done = faststep_mean_squares(handle(matrices), handle(eps), made.as_mut_ptr());
         Ok(is_done(done)?.then(|| made.map(|new| owned(new))))
     }
 }
@@ -60,9 +60,10 @@ mod tests {
                 return Ok(()); // a GPU
             };
             assert!(is_same(&mean, &squares.mean(None)?)?, "{:?}", x.shape());
-            let squares = squares.add(Array::from_f32(1e-3))?;
+            let eps = Array::from_f32(1e-3);
+            let squares = squares.add(&eps)?;
             let wanted = [squares.mean_axis(-1, None)?, squares.mean_axis(-2, None)?];
-            let made = of_rows_and_columns(&x, 1e-3)?.into_iter().flatten();
+            let made = of_rows_and_columns(&x, &eps)?.into_iter().flatten();
             for (made, wanted) in made.zip(&wanted) {
                 assert!(is_same(&made, wanted)?, "{:?}", x.shape());
             }
@@ -87,7 +88,7 @@ mod tests {
         let half = Array::from_f32(1.0).as_dtype(mlx_rs::Dtype::Bfloat16)?;
         assert!(of_squares(&half, false)?.is_none());
         let none = mlx_rs::ops::zeros::<f32>(&[0, 3])?;
-        assert!(of_rows_and_columns(&none, 0.0)?.is_none());
+        assert!(of_rows_and_columns(&none, &Array::from_f32(0.0))?.is_none());
         Ok(())
     }
 }

@@ -143,6 +143,12 @@ impl Trace {
         self.eager
     }
 
+    /// Return whether a part of it, or all, is not to be compiled.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.compiled != Compiled::Whole
+    }
+
     /// Expect a batch of other shapes, which has never been evaluated: one that calls the host takes any.
     pub fn expect_others(&mut self) {
         self.evaluated.tried = false;

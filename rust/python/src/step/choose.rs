@@ -1,5 +1,5 @@
 //! Choice of the traces of a call, and of the way in which its loss is computed.
-use std::rc::Rc;
+use std::{mem::discriminant, rc::Rc};
 
 use faststep::engine::{Compiled, Part, Rule, Task, Trace};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
@@ -18,7 +18,7 @@ use crate::{
 const MANY_GRAPHS: usize = 32;
 /// New graphs of arguments of one form, one after the other, from which on that is so too.
 const MANY_ALIKE: usize = 4;
-/// Traces of one graph with other options each, from which on another one is not compiled.
+/// Traces of one graph with other options each, from which on the first call with others runs uncompiled: it may be the only one.
 const MANY_OPTIONS: usize = 8;
 /// New graphs in a row behind which no graph is looked for any more.
 const NEVER_AGAIN: usize = 96;
@@ -87,7 +87,10 @@ fn missing() -> PyErr {
     PyRuntimeError::new_err("the step has not been prepared")
 }
 
-fn key_of(store: &Store, part: Part, front: CallKey) -> PyResult<Key> {
+fn key_of(store: &Store, part: Part, mut front: CallKey) -> PyResult<Key> {
+    if matches!(part, Part::Batch | Part::Gradients) {
+        front.options = (0, 0); // the optimizer updates nothing in it
+    }
     Ok(Key {
         part,
         places: store.engine.as_ref().ok_or_else(missing)?.places(),
@@ -194,7 +197,7 @@ impl Inner {
         let calls = compiled != Compiled::Whole;
         let known = self
             .traces
-            .use_again(|entry| equals(&entry.key, &key) && (!calls || entry.trace.is_eager()));
+            .use_again(|entry| equals(&entry.key, &key) && calls == entry.trace.is_partial());
         if let Some(entry) = known {
             if calls && graph.is_none() {
                 entry.trace.expect_others(); // a graph has one form of a batch
@@ -215,14 +218,20 @@ impl Inner {
         Ok(())
     }
 
-    // true if many traces have this graph with other options of the optimizer, which may change at each step
+    // true if many traces have this graph with other options of the optimizer, and none has these: each step may have its own
     fn has_many_options(&self, key: &Key) -> bool {
         let alike = self.traces.recent().filter(|entry| {
             let (one, other) = (&entry.key.front, &key.front);
             (one.graph, one.form, one.layout) == (other.graph, other.form, other.layout)
-                && !equals(&entry.key, key)
+                && discriminant(&entry.key.part) == discriminant(&key.part)
+                && entry.key.places == key.places
         });
-        alike.count() >= MANY_OPTIONS
+        let (mut others, mut has_these) = (0, false);
+        for entry in alike {
+            has_these |= equals(&entry.key, key);
+            others += usize::from(!has_these);
+        }
+        others >= MANY_OPTIONS && !has_these
     }
 
     // the share of a part that MLX compiles; `own`: the optimizer is the user's own, and may read what the loss has left

@@ -96,7 +96,10 @@ impl Inner {
         let own = matches!(store.rule, Some(Rule::Host)) && self.own_updates.number().is_none();
         let reason = self.own_updates.reason();
         let own = own.then(|| store.why_called(&user.optimizer, reason)).transpose()?;
-        self.note_mode(way, own);
+        let parts = self.traces.of(task).into_iter();
+        let mut parts = parts.flat_map(|it| std::iter::once(it.trace).chain(it.update));
+        let is_partial = parts.any(|trace| trace.is_partial());
+        self.note_mode(way, own, is_partial);
         Ok((output, new))
     }
 
@@ -157,7 +160,7 @@ impl Inner {
         Ok(())
     }
 
-    fn note_mode(&mut self, way: &Way<'_>, own: Option<String>) {
+    fn note_mode(&mut self, way: &Way<'_>, own: Option<String>, is_partial: bool) {
         let plain = || match &self.plain {
             Some(why) => Some(why.clone()),
             None if !self.options.compile => Some("compile=False".into()),
@@ -166,11 +169,15 @@ impl Inner {
             }
         };
         self.mode = match way {
+            Way::Plain(_) => ("plain", plain()),
+            Way::Called(_) if self.plain.is_some() => ("plain", plain()),
+            Way::LeftOut(_) | Way::Called(_) if is_partial && own.is_none() => (
+                "plain",
+                Some("options of the optimizer have changed again and again".into()),
+            ),
             Way::LeftOut(_) if own.is_none() => ("native", None),
             Way::LeftOut(_) => ("called", own),
-            Way::Plain(_) => ("plain", plain()),
             Way::Called(called) if called.is_check && own.is_none() => ("native", None),
-            Way::Called(_) if self.plain.is_some() => ("plain", plain()),
             Way::Called(_) => ("called", own.or_else(|| self.leaving_out.reason.clone())),
             Way::Nothing => return,
         };

@@ -236,12 +236,12 @@ impl Traces {
 
     /// Keep the new traces of a call that succeeded, with their seconds. Returns whether there were any.
     pub fn settle(&mut self, seconds: f64) -> bool {
-        let (before, all) = (self.compiled, self.known.made());
+        let before = self.compiled;
+        let made = self.recent();
+        let made = made.filter(|entry| entry.is_new() && !entry.trace.is_eager());
+        let made = before + made.count();
+        self.compiled = made;
         let new = self.known.commit(seconds);
-        if self.last().is_some_and(|last| !last.trace.is_eager()) {
-            self.compiled += self.known.made() - all;
-        }
-        let made = self.compiled;
         if before <= MANY && made > MANY {
             let cause = self.known.records().pop().map(|record| record.cause);
             self.warning = Some(format!(

@@ -112,7 +112,7 @@ impl Store {
         } else {
             Scope::Options
         };
-        self.sign_options(py, Tree::record(optimizer, scope)?.0);
+        self.sign_options(optimizer, Tree::record(optimizer, scope)?.0)?;
         Ok(engine)
     }
 

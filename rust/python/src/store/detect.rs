@@ -8,10 +8,10 @@ use faststep::engine::{Layout, Role, Rule, Rules, Tensor};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
-use super::{known_numbers::have_varied, ModelSignature, Numbers, Store};
+use super::{known_numbers::have_varied, ModelSignature, Numbers, OptionTrees, Store};
 use crate::{
     mlx::{bridge, classes::has_own_methods},
-    optimizer::native_rules,
+    optimizer::{native_rules, traceable_rates},
     tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
@@ -182,13 +182,12 @@ impl Store {
         }
         let layout = engine.layout().clone();
         let scope = Scope::Options;
-        let tree = self.options.last().map(|(_, tree)| tree);
-        let slots = tree.and_then(|tree| tree.check(optimizer, scope, &[]));
+        let known = self.options.last();
+        let slots = known.and_then(|(_, known)| known.all.check(optimizer, scope, &[]));
         if slots.is_some() {
             return self.state_slots(optimizer).map(Some);
         }
-        let (tree, _) = Tree::record(optimizer, scope)?;
-        self.sign_options(optimizer.py(), tree);
+        self.sign_options(optimizer, Tree::record(optimizer, scope)?.0)?;
         if let Some(Rule::Native(old)) = &self.rule {
             let paths = self.signature()?.paths();
             let new = native_rules(optimizer, &paths, || self.trainable(model))?;
@@ -212,14 +211,14 @@ impl Store {
         };
         let state = engine.state().iter().take(engine.places().optimizer);
         let known: Vec<usize> = state.map(faststep::engine::array::id).collect();
-        let last = self.options.last().map(|(_, tree)| tree);
+        let last = self.options.last().map(|(_, known)| &known.all);
         let slots = last.and_then(|tree| tree.check(optimizer, Scope::Whole, &known));
         if slots.is_some() {
             return Ok(slots);
         }
         let (tree, slots) = Tree::record(optimizer, Scope::Whole)?;
         let same = last.is_some_and(|last| last.tensors() == tree.tensors());
-        self.sign_options(optimizer.py(), tree);
+        self.sign_options(optimizer, tree)?;
         Ok(same.then_some(slots))
     }
 
@@ -286,11 +285,16 @@ impl Store {
         );
     }
 
-    pub(super) fn sign_options(&mut self, py: Python<'_>, tree: Tree) {
-        let native = matches!(self.rule, Some(Rule::Native(_))); // its numbers are in the rule
-        sign(&mut self.options, &mut self.next_id, tree, |known, new| {
-            known.equals(new, py) || (native && known.equals_but_numbers(new, py))
+    pub(super) fn sign_options(&mut self, optimizer: &Bound<'_, PyAny>, all: Tree) -> PyResult<()> {
+        let py = optimizer.py();
+        let rates = traceable_rates(optimizer)?;
+        let rates = Tree::record(rates.as_any(), Scope::Options)?.0;
+        let native = matches!(self.rule, Some(Rule::Native(_)));
+        let new = OptionTrees { all, rates };
+        sign(&mut self.options, &mut self.next_id, new, |known, new| {
+            known.all.equals(&new.all, py) || (native && known.rates.equals(&new.rates, py))
         });
+        Ok(())
     }
 }
 

@@ -94,17 +94,6 @@ impl Static {
         }
     }
 
-    /// Return whether it is a number or a flag of Python's own classes, or a float of NumPy.
-    pub fn is_number(&self, py: Python<'_>) -> bool {
-        matches!(self, Self::Value(value) if {
-            let value = value.bind(py);
-            value.is_exact_instance_of::<PyFloat>()
-                || value.is_exact_instance_of::<PyInt>()
-                || value.is_exact_instance_of::<PyBool>()
-                || is_numpy_float(value)
-        })
-    }
-
     /// Return whether both are equal; see [`equal`].
     pub fn equals(&self, other: &Self, py: Python<'_>) -> bool {
         let object = |it: &Self| match it {

@@ -98,10 +98,9 @@ impl Fields for Adafactor {
         (rule.has_rate || rule.relative_step).then_some(rule)
     }
 
-    // what is added to the squares stays: a kernel of the means has it in its code
     fn form(&self) -> Self {
         Self {
-            eps: (self.eps.0, self.eps.1.form()),
+            eps: self.eps.form(),
             clip_threshold: self.clip_threshold.form(),
             decay_rate: self.decay_rate.form(),
             beta_1: self.beta_1.form(),
@@ -142,6 +141,7 @@ impl Rule for Adafactor {
             beta,
             rest,
             -self.weight_decay,
+            self.eps.0,
             self.decay_rate,
         ]
     }
@@ -149,13 +149,13 @@ impl Rule for Adafactor {
     // u = g / sqrt(v), divided by max(1, rms(u) / clip_threshold), times the learning rate;  m = b1 m + (1 - b1) u
     // w = w - lr wd w - u, or m in place of u
     fn update(&self, given: &Given) -> Updated {
-        let [least, threshold, beta, rest, decay, _] = given.numbers(self)?;
+        let [least, threshold, beta, rest, decay, added, _] = given.numbers(self)?;
         let rate = self.rate(given, least)?;
         let kept = given.moments.len();
         let (second, first) = given
             .moments
             .split_at(kept.saturating_sub(usize::from(self.beta_1.is_some())));
-        let (root, mut new) = self.second(given, second)?;
+        let (root, mut new) = self.second(given, second, &added)?;
         let update = paced(&root.multiply(given.gradient)?)?;
         let clip = root_mean_square(&update, given.stacked)?;
         let clip = clip.divide(threshold)?;
@@ -201,8 +201,8 @@ impl Adafactor {
 
     // v = b2 v + (1 - b2) (g^2 + eps_1) with b2 = 1 - step^decay_rate: the new ones, and 1 / sqrt(v)
     // of a matrix v is kept as the means of its rows r and columns c, and taken for r c^T / mean(r)
-    fn second(&self, given: &Given, old: &[Array]) -> Result<(Array, Vec<Array>)> {
-        let [.., decay_rate]: [_; 6] = given.numbers_in(self, Dtype::Float32)?;
+    fn second(&self, given: &Given, old: &[Array], added: &Array) -> Result<(Array, Vec<Array>)> {
+        let [.., decay_rate]: [_; 7] = given.numbers_in(self, Dtype::Float32)?;
         let power = given.step.power(decay_rate)?;
         let power = power.as_dtype(given.gradient.dtype())?;
         let beta = given.number(1.0).subtract(power)?;
@@ -213,7 +213,7 @@ impl Adafactor {
         };
         match old {
             [rows, columns] => {
-                let [of_rows, of_columns] = self.means(given)?;
+                let [of_rows, of_columns] = means_of(given.gradient, added)?;
                 let (rows, columns) = (average(rows, of_rows)?, average(columns, of_columns)?);
                 let row = rows.divide(rows.mean_axis(-1, true)?)?.rsqrt()?;
                 let column = columns.rsqrt()?;
@@ -221,25 +221,24 @@ impl Adafactor {
                 Ok((root, vec![rows, columns]))
             }
             [v] => {
-                let v = average(v, self.squared(given)?)?;
+                let v = average(v, squared(given.gradient, added)?)?;
                 Ok((v.rsqrt()?, vec![v]))
             }
             _ => Err(given.refuse_moments(self.moments(given.parameter.shape()).len())),
         }
     }
+}
 
-    // g^2 + eps_1
-    fn squared(&self, given: &Given) -> Result<Array> {
-        given.gradient.square()?.add(given.number(self.eps.0))
-    }
+// g^2 + eps_1
+fn squared(gradient: &Array, added: &Array) -> Result<Array> {
+    gradient.square()?.add(added)
+}
 
-    // its means over the rows and the columns of matrices
-    fn means(&self, given: &Given) -> Result<[Array; 2]> {
-        #[allow(clippy::cast_possible_truncation)] // MLX keeps Python's floats as float32
-        if let Some(means) = means::of_rows_and_columns(given.gradient, self.eps.0 as f32)? {
-            return Ok(means);
-        }
-        let squared = stored(self.squared(given)?)?;
-        Ok([squared.mean_axis(-1, None)?, squared.mean_axis(-2, None)?])
+// its means over the rows and the columns of matrices
+fn means_of(gradient: &Array, added: &Array) -> Result<[Array; 2]> {
+    if let Some(means) = means::of_rows_and_columns(gradient, added)? {
+        return Ok(means);
     }
+    let squared = stored(squared(gradient, added)?)?;
+    Ok([squared.mean_axis(-1, None)?, squared.mean_axis(-2, None)?])
 }
