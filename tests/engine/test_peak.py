@@ -135,13 +135,8 @@ WINDOWS = {
 }
 
 
-IN_FLIGHT = pytest.param(
-    "one-convolution", marks=pytest.mark.xfail(reason="two steps in flight keep what a convolution unfolds")
-)
-
-
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["", "clip"])
-@pytest.mark.parametrize("name", [*(name for name in CASES if name != "one-convolution"), IN_FLIGHT])
+@pytest.mark.parametrize("name", CASES)
 def test_peak_is_the_compiled_loop_s_and_two_shared_buffers(
     name: str, max_grad_norm: float | None, child: Child
 ) -> None:

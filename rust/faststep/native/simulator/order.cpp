@@ -123,7 +123,7 @@ class Graph {
     std::vector<size_t> first, bytes{0}; // of each portion, after one that begins with the step
     for (auto at : order) {
       const auto& op = ops_[at];
-      bool can_wait = !op.inputs.empty() && !op.is_elementwise() && op.outputs[0].primitive().stream() == stream;
+      bool can_wait = !op.is_elementwise() && op.outputs[0].primitive().stream() == stream;
       if (can_wait && bytes.back() + memory(op) >= portion) {
         first.push_back(at);
         bytes.push_back(0);
@@ -133,10 +133,13 @@ class Graph {
     for (size_t i = 0; i < first.size(); ++i) {
       auto& op = ops_[first[i]];
       const auto& inputs = op.outputs[0].inputs();
-      auto in = *std::find_if(inputs.begin(), inputs.end(), [this](const mx::array& in) { return is_computed(in); });
+      auto in = std::find_if(inputs.begin(), inputs.end(), [this](const mx::array& in) { return is_computed(in); });
+      if (in == inputs.end()) { // the first op of a step: the step before may be under way
+        in = std::find_if(inputs.begin(), inputs.end(), [](const mx::array& in) { return in.is_tracer(); });
+      }
       bool large = bytes[i] + bytes[i + 1] >= large_portion;
       auto pace = large ? faststep::waited(stream) : faststep::paced(stream);
-      replace(op, in, mx::array(in.shape(), in.dtype(), std::move(pace), {in}));
+      replace(op, *in, mx::array(in->shape(), in->dtype(), std::move(pace), {*in}));
     }
   }
 
