@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -15,6 +16,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step, fast_step
+from faststep._step._program import Program
+from faststep._step._user_optimizer import StepCache
 from support.helpers import Row, Tree, assert_close, plain_step, snapshot
 from support.models import cross_entropy
 
@@ -99,6 +102,27 @@ def test_fast_step_goes_on_in_any_thread(optimizer: str) -> None:
     assert calls == [12]
     elsewhere(lambda: mx.eval(ours[0].parameters(), ours[1].state))
     assert_close(snapshot(*ours), snapshot(*reference) | {"random": snapshot(*ours)["random"]}, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "user-adam"])
+def test_the_programs_of_fast_step_go_with_their_thread(kind: str) -> None:
+    """One that runs on keeps its own."""
+    row = Row("mlp", kind)
+    model, optimizer = row.new()
+    batch = row.case.batches(1)[0]
+    fast_step(model, optimizer, cross_entropy, *batch)
+    cache = StepCache.at(model, optimizer)
+    assert cache is not None
+    (mine,) = cache.programs
+    theirs = elsewhere(lambda: weakref.ref((fast_step(model, optimizer, cross_entropy, *batch), newest(cache))[1]))
+    assert list(cache.programs) == [mine]
+    assert theirs() is None
+    assert float(fast_step(model, optimizer, cross_entropy, *batch)) > 0
+
+
+def newest(cache: StepCache) -> Program:
+    program: Program = list(cache.programs.values())[-1][2]
+    return program
 
 
 def tree_loss(model: nn.Module, batch: dict[str, Tree], rest: list[mx.array]) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 import weakref
@@ -28,13 +29,28 @@ _models: _Others = {}  # how many each optimizer has had
 _optimizers: _Others = {}  # how many each model has had
 
 
-class _Thread(threading.local):
-    """The number of the thread that reads it. Unlike `threading.get_ident()`, it is never given out again."""
+class _Programs:
+    """The programs of one thread, which go as it ends."""
 
     numbers = itertools.count()
 
     def __init__(self) -> None:
-        self.number = next(self.numbers)
+        self.number = next(self.numbers)  # unlike that of `threading.get_ident()`, it is never given out again
+        self.caches: weakref.WeakValueDictionary[int, StepCache] = weakref.WeakValueDictionary()
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        for cache in list(self.caches.values()):
+            for key in [key for key in cache.programs if key[3] == self.number]:
+                del cache.programs[key]
+
+
+class _Thread(threading.local):
+    """The programs of the thread that reads it."""
+
+    def __init__(self) -> None:
+        self.programs = _Programs()
 
 
 _thread = _Thread()
@@ -157,7 +173,7 @@ def fast_step(
         clear_cache_every,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
-    key = (id(model), id(optimizer), options, _thread.number)  # MLX's streams and random state are a thread's
+    key = (id(model), id(optimizer), options, _thread.programs.number)  # MLX's streams and random state are a thread's
     cache = StepCache.at(model, optimizer)
     try:
         known = None if cache is None else cache.programs.get(key)
@@ -177,6 +193,7 @@ def _keep(key: _Key, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_no
     taken = as_optimizer(optimizer)
     program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
     cache = StepCache.made_at(model, optimizer)
+    _thread.programs.caches[id(cache)] = cache
     alike = [each for each in cache.programs if each[:2] == key[:2] and each[3] == key[3]]
     if len(alike) == _MAX_PROGRAMS:
         if key[:2] not in cache.warned:
