@@ -16,8 +16,6 @@ use crate::{
     options::Options,
 };
 
-/// The options that a run was made with.
-pub const RUN: &str = "run.json";
 // behind the name of one that is being written
 const UNFINISHED: &str = ".new";
 
@@ -86,7 +84,7 @@ impl Checkpoints {
             return Ok(0);
         };
         let path = self.path(last);
-        self.compare(&path.join(RUN))?;
+        self.compare(&path.join(lora::RUN))?;
         step.load(&path)?;
         Ok(last)
     }
@@ -102,7 +100,7 @@ impl Checkpoints {
         step.save(&new)?;
         lora::save(step.parameters(), &new.join(lora::ADAPTERS))?;
         let run = serde_json::to_vec_pretty(&self.run).map_err(|e| Failure::file(&new, e))?;
-        fs::write(new.join(RUN), run).map_err(|error| Failure::file(&new, error))?;
+        fs::write(new.join(lora::RUN), run).map_err(|error| Failure::file(&new, error))?;
         fs::rename(&new, &path).map_err(|error| Failure::file(&path, error))?;
         let all = self.steps()?;
         for old in &all[..all.len().saturating_sub(self.keep)] {

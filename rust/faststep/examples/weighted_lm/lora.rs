@@ -16,13 +16,14 @@ use mlx_rs::{
 use serde::Deserialize;
 
 use crate::{
-    checkpoints::RUN,
     failure::Failure,
     model::Decoder,
     options::{Adaptation, Run},
 };
 
 const MODEL: &str = "model.safetensors";
+/// The file of the options that a run was made with, in each checkpoint.
+pub const RUN: &str = "run.json";
 /// The file of adapters in each checkpoint.
 pub const ADAPTERS: &str = "adapters.safetensors";
 

@@ -7,7 +7,7 @@ use super::{
     checkpoint::{Checkpoint, Numbers},
     optimizer::{named, Arrays},
     slots::ModuleArrays,
-    step::{Shown, Step},
+    step::{Kept, Shown, Step},
 };
 use crate::{
     engine::{nonfinite::is_true, Flags},
@@ -15,13 +15,6 @@ use crate::{
     layout::NamedAuxState,
     mlx::random,
 };
-
-/// The state of a step by parameter name, of parameters that are frozen now too.
-#[derive(Debug, Default)]
-pub(super) struct Kept {
-    pub(super) optimizer: Arrays,
-    pub(super) aux_state: NamedAuxState,
-}
 
 impl<M: ModuleParameters + 'static> Step<M> {
     /// The optimizer's arrays as `tree_flatten(optimizer.state)` names them in Python: `step`, `learning_rate`,

@@ -14,15 +14,22 @@ use super::{
     optimizer::{self, Arrays},
     output::{Spent, StepOutput},
     slots::{ModuleArrays, Slots},
-    state::Kept,
 };
 use crate::{
     engine::{nonfinite::is_true, Engine, Flags, Options},
     error::{Error, Result},
+    layout::NamedAuxState,
     mlx::{kernels, memory, openblas, random},
     optim::{LearningRate, Optimizers, Rules},
     trace::{Key, Outputs, Task, TraceCache},
 };
+
+/// The state of a step by parameter name, of parameters that are frozen now too.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub(super) optimizer: Arrays,
+    pub(super) aux_state: NamedAuxState,
+}
 
 /// Access of the user to the module since the last step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,8 +15,7 @@ use super::{
     optimizer,
     output::Stats,
     slots::ModuleArrays,
-    state::Kept,
-    step::{Shown, Step},
+    step::{Kept, Shown, Step},
 };
 use crate::{
     engine::nonfinite::is_true,

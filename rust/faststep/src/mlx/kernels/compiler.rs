@@ -1,13 +1,12 @@
 //! The compiler of MLX's kernels: g++, as the shell finds it.
 use std::{
-    fs,
     hash::{DefaultHasher, Hash, Hasher},
     io,
     process::{self, Stdio},
     sync::OnceLock,
 };
 
-use super::{command::Command, header::Header, seal, source, FLAGS};
+use super::{seal, source, FLAGS};
 
 /// The compiler: whether it takes our flags, and a hash of all that a library depends on but for MLX's version and the
 /// kernel: the compiler, the flags, and what `native` is on this machine, instructions and sizes of caches.
@@ -39,29 +38,13 @@ pub fn identity() -> Option<u64> {
     found().map(|it| it.identity)
 }
 
-/// Compiles a kernel our way, or MLX's where that fails, and seals it.
-pub fn compile(command: &Command) -> io::Result<()> {
-    let ours = || {
-        let text = fs::read_to_string(command.source)?;
-        fs::write(command.source, source::independent(&text))?;
-        if let Some(header) = Header::of(command, &text, run) {
-            let done = run(&command.with_flags(&format!("{FLAGS} {}", header.flags())));
-            if done.is_ok() {
-                return done;
-            }
-            header.delete(); // it may be damaged
-        }
-        run(&command.with_flags(FLAGS))
-    };
-    if !found().is_some_and(|it| it.flags) || ours().is_err() {
-        run(&command.with_flags(""))?;
-    }
-    // sync before MLX renames the library into place: after a power failure the name must not refer to a partial file
-    seal::seal(command.library)
+/// Return whether it takes our flags.
+pub fn takes_flags() -> bool {
+    found().is_some_and(|it| it.flags)
 }
 
 /// The output of a command that succeeds.
-fn run(command: &str) -> io::Result<String> {
+pub fn run(command: &str) -> io::Result<String> {
     let mut shell = process::Command::new("/bin/sh"); // popen's
     let output = shell.args(["-c", command]).stdin(Stdio::null()).output()?;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();

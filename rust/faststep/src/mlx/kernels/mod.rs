@@ -31,6 +31,7 @@
 
 mod ahead;
 mod command;
+mod compile;
 mod compiler;
 mod cuda;
 mod header;
@@ -134,7 +135,7 @@ unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut 
     let ours = text.ok().and_then(Command::parse);
     COMPILED.fetch_add(usize::from(ours.is_some()), Ordering::Relaxed);
     let ours = ours.filter(|it| store::holds(it.source) && store::holds(it.library));
-    let done = ours.is_some_and(|it| compiler::compile(&it).is_ok());
+    let done = ours.is_some_and(|it| compile::compile(&it).is_ok());
     // `:` is a no-op that succeeds
     let command = if done { c":".as_ptr() } else { command };
     // SAFETY: both are strings that end with a NUL.

@@ -11,6 +11,7 @@
 //! OpenBLAS's; all else is MLX's own, and with `FASTSTEP_QUANTIZED=0` in the environment everything is.
 #![allow(unsafe_code)]
 
+mod element;
 mod product;
 mod unpack;
 
@@ -23,7 +24,8 @@ use crate::mlx::{
     blas,
     ffi::{check, faststep_dequantize, handle, handles, QuantizedProduct},
 };
-use product::{Element, Pieces, Product};
+use element::Element;
+use product::{Pieces, Product};
 use unpack::{Format, Mode, Packed};
 
 /// Let what `outputs` are computed from multiply by weights in float32 where it multiplies quantized ones, if `inputs` are

@@ -3,9 +3,7 @@
 
 use std::{iter, slice};
 
-use half::{bf16, f16, slice::HalfFloatSliceExt};
-
-use super::unpack::Packed;
+use super::{element::Element, unpack::Packed};
 use crate::mlx::blas::{self, Sgemm};
 
 /// Numbers of float32 that the weights of one piece take, about, and all that one product takes.
@@ -15,44 +13,6 @@ const SCRATCH: usize = 1 << 22;
 const EDGE: usize = 128;
 /// Number of multiplications from which on pieces are shared with other threads; each brings the unpacking of its weights.
 const LEAST_SHARED: usize = 1 << 22;
-
-/// The element type of activations.
-pub trait Element: Copy + Send + Sync + 'static {
-    fn to_f32(self) -> f32;
-    fn widen(from: &[Self], to: &mut [f32]);
-    fn narrow(from: &[f32], to: &mut [Self]);
-}
-
-impl Element for f32 {
-    fn to_f32(self) -> f32 {
-        self
-    }
-    fn widen(from: &[Self], to: &mut [f32]) {
-        to.copy_from_slice(from);
-    }
-    fn narrow(from: &[f32], to: &mut [Self]) {
-        to.copy_from_slice(from);
-    }
-}
-
-macro_rules! half {
-    ($type:ty) => {
-        impl Element for $type {
-            fn to_f32(self) -> f32 {
-                self.to_f32()
-            }
-            fn widen(from: &[Self], to: &mut [f32]) {
-                from.convert_to_f32_slice(to);
-            }
-            fn narrow(from: &[f32], to: &mut [Self]) {
-                to.convert_from_f32_slice(from);
-            }
-        }
-    };
-}
-
-half!(f16);
-half!(bf16);
 
 /// The division of a product, by its shape alone.
 #[derive(Clone, Copy, Debug)]

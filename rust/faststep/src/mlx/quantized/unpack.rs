@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use half::f16;
 
-use super::product::Element;
+use super::element::Element;
 
 /// The scaling of groups of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
