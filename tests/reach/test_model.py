@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from support.beside import Variant, beside, cases, squares
-from support.helpers import plain_step
+from support.helpers import assert_close, flat, plain_step
 from support.programs.reach import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:faststep:RuntimeWarning")
@@ -113,3 +113,46 @@ def test_a_parameter_of_integers_is_clipped_as_in_mlx(make: Callable[[], optim.O
                 optimizer.update(model, optim.clip_grad_norm(gradients, 1.0)[0])
         values.append(np.array(model.channels))
     np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
+
+
+class Pair(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tied:
+            self.second = self.first
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_module_in_the_place_of_another_is_refused(tied: bool, at: int, compiled: bool) -> None:
+    """Two modules become one in a call, or one becomes two: nothing is trained by it."""
+    model, optimizer, number = Pair(tied), optim.Adam(0.1), -1
+    kept = {"first": model.first, "second": model.second}
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        if number == at:
+            model.second = nn.Linear(4, 4) if tied else model.first
+        return squares(model, x)
+
+    step = Step(model, optimizer, loss_fn, compile=compiled)
+    for number in range(at):  # noqa: B007
+        step(mx.ones((3, 4)))
+    number = at
+    optimizer.init(model.trainable_parameters())
+    trees = lambda: flat({"model": kept, "state": optimizer.state, "key": mx.random.state})  # noqa: E731
+    before = {name: np.array(array) for name, array in trees().items()}
+    key = mx.random.state[0]
+    with pytest.raises(ValueError, match=r"expected it to leave model\.second\.weight at a place of its own"):
+        step(mx.ones((3, 4)))
+    assert tied or mx.array_equal(key, mx.random.state[0])
+    after = {name: np.array(array) for name, array in trees().items()}
+    assert_close(after, before, 0)
+    assert step.stats.steps == at
+    number = -1
+    step(mx.ones((3, 4)))
+    assert step.stats.steps == at + 1

@@ -25,8 +25,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from faststep import Step
 from faststep._reach import ABSENT, Calls, Entry, Found, search
 from mlx.optimizers import SGD
+from support.helpers import plain_step
 
 BETA = 0.5
 TABLE = [1.0, 2.0]
@@ -605,3 +607,115 @@ def test_time_is_limited() -> None:
     found = search(GOOD["global"][0], model, (), 0.0)
     assert found.reason is not None
     assert "takes longer than a call" in found.reason
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+
+class Space:
+    """Attributes."""
+
+
+def grows(model: nn.Module, x: mx.array, *_: Any) -> mx.array:
+    model.history.append(len(model.history))
+    return squared(model.layer(x))
+
+
+def renews(model: nn.Module, x: mx.array, *_: Any) -> mx.array:
+    model.layer = nn.Linear(4, 2)
+    return squared(model.layer(x))
+
+
+def puts(model: nn.Module, x: mx.array, *_: Any) -> mx.array:
+    setattr(model, f"name {len(vars(model))}", 1)
+    return squared(model.layer(x))
+
+
+OUTER: Any = Space()
+OUTER.inner, OUTER.slotted, OUTER.other = Space(), Slotted(), types.SimpleNamespace(n=1.0)
+OUTER.inner.n = OUTER.slotted.n = 1.0
+# a loss, what the user does before each call, what more is passed, and the reason
+CALLED: dict[
+    str, tuple[Callable[..., mx.array], Callable[[Any, int], object], Callable[[int], tuple[Any, ...]], str]
+] = {
+    "a list": (grows, lambda *_: None, lambda _: (), "changes `model.history`"),
+    "a module": (renews, lambda *_: None, lambda _: (), "changes `model.layer`"),
+    "an attribute": (puts, lambda *_: None, lambda _: (), "puts attributes on the model, or takes them away"),
+    "a slot": (
+        lambda m, x: squared(m.layer(x)) * OUTER.slotted.n,
+        lambda *_: None,
+        lambda _: (),
+        "reads `OUTER.slotted` of type Slotted",
+    ),
+    "an attribute of the standard library": (
+        lambda m, x: squared(m.layer(x)) * OUTER.other.n,
+        lambda *_: None,
+        lambda _: (),
+        "reads `OUTER.other` of types",
+    ),
+    "a number of the model": (
+        lambda m, x: squared(m.layer(x)) * m.share,
+        lambda model, number: setattr(model, "share", 1 / (1 + number)),
+        lambda _: (),
+        "reads `model.share`, which changes at each call",
+    ),
+    "an attribute of an attribute": (
+        lambda m, x: squared(m.layer(x)) * OUTER.inner.n,
+        lambda _, number: setattr(OUTER.inner, "n", 1 / (1 + number)),
+        lambda _: (),
+        "reads `OUTER.inner.n`, which changes at each call",
+    ),
+    "an argument": (
+        lambda m, x, share: squared(m.layer(x)) * share["of"][0],
+        lambda *_: None,
+        lambda number: ({"of": [1 / (1 + number)]},),
+        'reads `share["of"][0]`, which changes at each call',
+    ),
+    "the model among the arguments": (
+        lambda m, x, layer: squared(m.layer(x)) + mx.square(layer["weight"]).sum(),
+        lambda *_: None,
+        lambda _: (),
+        "has a dict or list of the model among its arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_step_says_why_its_loss_is_called(name: str) -> None:
+    loss_fn, change, more, reason = CALLED[name]
+    model = nn.Module()
+    model.layer, model.history, model.share = nn.Linear(4, 2), [], 1.0
+    model.tables = {"weight": mx.ones((2,))}
+    step = Step(model, SGD(1e-3), loss_fn)
+    for number in range(6):
+        change(model, number)
+        step(mx.ones((3, 4)), *(more(number) if "model among" not in name else (model.tables,)))
+        assert (step.stats.mode, bool(step.stats.reason)) == ("called", True)
+    assert step.stats.reason is not None
+    assert reason in step.stats.reason
+
+
+@pytest.mark.parametrize("place", ["argument", "model"])
+def test_one_of_two_values_in_turns_is_left_out(place: str) -> None:
+    """The other one is called, and each has its own number."""
+    losses, modes = [], []
+    for fast in (True, False):
+        mx.random.seed(0)
+        model, optimizer = nn.Linear(4, 2), SGD(0.1)
+        model.share = 1.0
+
+        def loss_fn(model: nn.Module, x: mx.array, share: float) -> mx.array:
+            return squared(model(x)) * share * model.share
+
+        step, plain = Step(model, optimizer, loss_fn), plain_step(model, optimizer, loss_fn)
+        losses.append([])
+        for number in range(14):
+            share = 0.5 * (1 + number % 2)
+            model.share = share if place == "model" else 1.0
+            given = mx.ones((3, 4)), share if place == "argument" else 1.0
+            losses[-1].append((step(*given).loss if fast else plain(*given)[0]).item())
+            modes.append((step.stats.mode, step.stats.reason))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
+    name = "share" if place == "argument" else "model.share"
+    assert sorted(modes[12:14]) == [("called", f"reads `{name}`, which changes at each call"), ("native", None)]

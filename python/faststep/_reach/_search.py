@@ -359,16 +359,16 @@ class _Search:
     def read_chain(self, function: Any, parent: Any, chain: _code.Chain, cells: dict[str, Any], of_mlx: bool) -> None:
         """Watch a variable and what is read from it, where it is a module."""
         if chain.is_cell:
-            value = self.follow(cells[chain.name], chain, of_mlx)
+            value, name = self.follow(cells[chain.name], chain, of_mlx)
         else:
             known = function.__globals__
             value = known.get(chain.name, getattr(builtins, chain.name, ABSENT))
             self.add_once(None if parent is None else known, Entry(parent, "global", chain.name, value, chain.name))
             if chain.name in ("getattr", "hasattr") and value in NAMING:
                 return
-            value = self.follow(value, chain, of_mlx)
+            value, name = self.follow(value, chain, of_mlx)
         if not of_mlx or (type(value) in (types.FunctionType, TRANSFORMED) and owner(value.__module__) == "mlx"):
-            self.queue.append((value, self.shown.get(id(value), chain.name), chain.place))
+            self.queue.append((value, name, chain.place))
 
     def add_once(self, names: Any, entry: Entry) -> None:
         """Add an entry for a name in a module or in globals, unless there is one."""
@@ -376,9 +376,9 @@ class _Search:
             self.globals.add((id(names), entry.key))
             self.entries.append(entry)
 
-    def follow(self, value: Any, chain: _code.Chain, of_mlx: bool) -> Any:
-        """Follow the attributes of modules: `mx.random.normal`; returns the first object that is no module."""
-        attributes, module = list(chain.attributes), None
+    def follow(self, value: Any, chain: _code.Chain, of_mlx: bool) -> tuple[Any, str]:
+        """Follow the attributes of modules: `mx.random.normal`; return the first object that is none, and its name."""
+        attributes, module, text = list(chain.attributes), None, chain.name
         while is_a(value, types.ModuleType):
             if not attributes:
                 raise Refused(f"uses the module `{chain.text}` other than by its names ({chain.place})")
@@ -386,13 +386,13 @@ class _Search:
             if name not in own or type(value) is not types.ModuleType:
                 of = f"which the module `{value.__name__}` finds by code"
                 raise Refused(f"reads `{chain.text}`, {of} ({chain.place})")
-            value = own[name]
+            value, text = own[name], f"{text}.{name}"
             self.add_once(own, Entry(own, "item", name, value, chain.text))
         self.shown.setdefault(id(value), chain.text)
         if module is not None and not of_mlx and not (is_trusted(value) or is_constant(value)):
             if owner(module.__name__) != "mlx" and not self.is_read_package(module.__name__):
                 self.refuse(value, chain.text, chain.place, module.__name__)
-        return value
+        return value, text
 
     def refuse(self, value: Any, name: str, place: str, module: str = "") -> typing.NoReturn:
         """Refuse an object, and say what can be done."""

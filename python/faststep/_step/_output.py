@@ -50,8 +50,8 @@ class Stats:
         mode: How the last step was computed. "native": the loss was left out, since nothing that it reads has changed.
             "called": the loss was called once, and its graph picked the compiled step. "plain": the loss was called
             once, and the step evaluated without compilation.
-        reason: Why the mode is not "native": what the loss reads or does, with its line, or the optimizer; None where
-            it is, and where that is not known yet (the first two calls).
+        reason: Why the mode is not "native": what the loss reads or does, with its line, the optimizer, or that these
+            are the first calls; None where it is.
         traces: The traces that are kept, each with its cause, how long it took, and in `replay` its capture as one CUDA
             graph, or why there is none (None where `Step` was told not to replay).
         traced: The number of all traces that were made.

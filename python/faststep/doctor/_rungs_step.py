@@ -75,8 +75,8 @@ def native(subject: Subject, record: Recorder) -> None:
             record.measure(lambda batch: call_with(batch, step).loss, subject.some())
     stats = step.stats
     record.say("stats", mode=stats.mode, reason=stats.reason, traces=len(stats.traces), skipped=stats.skipped)
-    if stats.mode == "called" and stats.reason is not None:
-        text = f"the loss is called at each step, as in a plain loop: {stats.reason}"
+    if stats.mode == "called":
+        text = f"the loss was called at the last step, as in a plain loop: {stats.reason}"
         remedy = "nothing is wrong; a small net gains where the call can be left out (docs/what_is_compiled.md)"
         record.find(Finding("called", "note", text, remedy))
     for text in dict.fromkeys(str(each.message) for each in caught):

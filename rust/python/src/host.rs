@@ -1,10 +1,11 @@
 //! The user's loss and optimizer: called once a step, with tracers in the places of the model's arrays.
 //!
-//! `call` calls the loss and takes what it gives: a graph, of which `graph` keeps the operations. `lent` and `arguments` put
-//! tracers where the arrays are and take them away again. `update` is an optimizer's of the user's own. Uses `watch`,
-//! `optimizer`, `store`, `tree` and `mlx`.
+//! `call` calls the loss and takes what it gives: a graph, of which `graph` keeps the operations. `given` has the
+//! tracers; `lent` and `arguments` put them where the arrays are and take them away again. `update` is an optimizer's of
+//! the user's own. Uses `watch`, `optimizer`, `store`, `tree` and `mlx`.
 mod arguments;
 mod call;
+mod given;
 mod graph;
 mod lent;
 mod update;
@@ -21,7 +22,8 @@ use mlx_rs::{
 use pyo3::{exceptions::PyTypeError, prelude::*};
 
 pub use arguments::LentArguments;
-pub use call::{Called, Given, Graphs, LossInputs};
+pub use call::{Called, Graphs, LossInputs};
+pub use given::Given;
 pub use graph::{KnownGraph, Template};
 pub use update::{LeftOutUpdate, Observed, Update, Updates};
 

@@ -8,6 +8,7 @@
 //! - `optimizer`: MLX's optimizers as rules of the engine.
 //! - `tree`: Python containers of arrays: walks, slots, signatures.
 //! - `mlx`: `mx.array` objects, classes, the random key, the GIL, errors.
+//! - `python`: the modules of the package that are called.
 //!
 //! Each uses only those below it. A batch goes through `step/call.rs`, `step/arguments.rs`,
 //! `store/detect.rs`, `host/call.rs`, `step/choose.rs`, `step/run.rs`, then the engine, then `store/owner.rs` and `store/values.rs`.
@@ -16,6 +17,7 @@
 mod host;
 mod mlx;
 mod optimizer;
+mod python;
 mod step;
 mod store;
 mod tree;

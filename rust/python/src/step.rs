@@ -48,7 +48,7 @@ use crate::{
     mlx::{bridge, errors::to_python, gil::Waiting},
     store::{
         registry::{self, Shared},
-        Store,
+        ModelSignature, Store,
     },
     watch::WatchList,
 };
@@ -59,7 +59,7 @@ use flags::{is_true, read};
 use left_out::LeavingOut;
 use measure::Measured;
 use options::Options;
-use traces::Traces;
+use traces::{Key, Traces};
 use updates::Updates;
 
 pub use measure::label;
@@ -84,8 +84,13 @@ unsafe impl<T> Send for ThreadBound<T> {}
 #[allow(unsafe_code)]
 unsafe impl<T> Sync for ThreadBound<T> {}
 
-/// A call that was watched, by which list, and why it may not be left out; the seconds that it took.
-type Watched = (Option<(Rc<WatchList>, Option<String>)>, f64);
+/// A call of the loss that may be left out the next time.
+struct Watched {
+    key: Key,                                      // the part with the loss, whatever its graph
+    signature: Rc<ModelSignature>,                 // before it
+    list: Option<(Rc<WatchList>, Option<String>)>, // by which it was watched, and why it may not be left out
+    seconds: f64,
+}
 
 #[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 struct Inner {

@@ -10,17 +10,13 @@ mod kept;
 mod known_numbers;
 mod lazy;
 pub mod moments;
+mod moved;
 mod native;
 pub mod owner;
 pub mod registry;
 mod values;
 
-use std::{
-    collections::{HashMap, HashSet},
-    rc::Rc,
-    sync::Arc,
-    thread::ThreadId,
-};
+use std::{collections::HashSet, rc::Rc, sync::Arc, thread::ThreadId};
 
 use faststep::engine::{
     Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
@@ -44,6 +40,7 @@ use crate::{
 };
 use lazy::LazyInputs;
 use moments::Moments;
+pub use moved::Moved;
 
 /// Structure of a model, apart from the values of its arrays.
 pub struct ModelSignature {
@@ -78,23 +75,12 @@ impl ModelSignature {
         self.tree.containers()
     }
 
-    /// The places of the arrays in the model as it is now, by their paths; none where it is what was checked last, with arrays of
-    /// these identities.
-    pub fn moved<'py>(
-        &self,
-        model: &Bound<'py, PyAny>,
-        known: &[usize],
-    ) -> PyResult<Option<Vec<Option<Slot<'py>>>>> {
-        if self.tree.same_slots(model, known).is_some() {
-            return Ok(None);
-        }
-        let (tree, slots) = Tree::of_model(model)?;
-        if *tree.containers() == *self.tree.containers() {
-            return Ok(None);
-        }
-        let mut there: HashMap<_, _> = tree.paths(model.py()).into_iter().zip(slots).collect();
-        let moved = self.roles.iter().map(|(_, path)| there.remove(path));
-        Ok(Some(moved.collect()))
+    /// The path to what the loss has changed in the model beside its arrays; none where all is as it was.
+    pub fn changed(&self, model: &Bound<'_, PyAny>) -> PyResult<Option<Vec<String>>> {
+        let py = model.py();
+        let (now, _) = Tree::of_model(model)?;
+        let changed = self.tree.difference(&now, py);
+        Ok(changed.or_else(|| self.tree.replaced(&now, py)))
     }
 
     /// The path to a parameter.
@@ -327,6 +313,15 @@ impl Store {
         current.ok_or_else(|| PyRuntimeError::new_err("the step has not been prepared"))
     }
 
+    /// The path to the first difference between two signatures of the model, apart from the addresses of its parts.
+    pub fn difference(&self, one: usize, other: usize, py: Python<'_>) -> Option<Vec<String>> {
+        let tree = |id| Some(&self.models.iter().find(|it| it.id == id)?.tree);
+        let differ = one != other;
+        differ
+            .then(|| tree(one)?.difference(tree(other)?, py))
+            .flatten()
+    }
+
     /// The id of the optimizer's options at the last preparation, and that of the forms of the arrays among them.
     pub fn options_id(&self) -> (usize, usize) {
         let options = self.options.last().map_or(0, |(id, _)| *id);
@@ -336,7 +331,7 @@ impl Store {
     /// Return whether the optimizer's options were these at the last preparation.
     pub fn has_options(&self, py: Python<'_>, tree: &Tree) -> bool {
         let last = self.options.last();
-        last.is_some_and(|(_, options)| options.equals(tree, py))
+        last.is_some_and(|(_, options)| options.all.equals(tree, py))
     }
 
     /// The id of the layout of the trained tensors, since a step has begun.

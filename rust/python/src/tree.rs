@@ -266,6 +266,41 @@ impl Tree {
             && pairs.all(|(a, b)| a.equals(b, py))
     }
 
+    /// The path to the first item that is another one in the other tree; none where both are equal.
+    pub fn difference(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
+        let same = |at: usize, item: &Item| {
+            let its = other.items.get(at);
+            its.is_some_and(|its| item.equals(its, py))
+        };
+        self.first(py, |at, item, _| !same(at, item))
+    }
+
+    /// The path to the first module, dict or list in whose place there is another one in the other tree, of the same structure.
+    pub fn replaced(&self, other: &Self, py: Python<'_>) -> Option<Vec<String>> {
+        let (mine, its) = (self.containers(), other.containers());
+        self.first(py, |_, item, before| {
+            matches!(item, Item::Open(..)) && mine.get(before) != its.get(before)
+        })
+    }
+
+    // the path to the first item of which this is true: its number, the item, and the number of containers before it
+    fn first(
+        &self,
+        py: Python<'_>,
+        is_it: impl Fn(usize, &Item, usize) -> bool,
+    ) -> Option<Vec<String>> {
+        let mut paths = Paths::default();
+        let mut containers = 0;
+        for (at, item) in self.items.iter().enumerate() {
+            if is_it(at, item, containers) {
+                return Some(paths.here());
+            }
+            containers += usize::from(matches!(item, Item::Open(..)));
+            paths.step(item, py);
+        }
+        None
+    }
+
     /// The path to each array: keys and indices from the root.
     pub fn paths(&self, py: Python<'_>) -> Vec<Vec<String>> {
         let mut paths = Paths::default();

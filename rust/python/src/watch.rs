@@ -1,7 +1,8 @@
 //! The watch list: what a loss reads, compared before its call is left out.
 //!
 //! `list`: the list and its look. `entry`: one place and what is expected there. The search is Python's
-//! (`faststep._reach`), as are the checks of one call. Uses `tree` and `mlx`.
+//! (`faststep._reach`), as are the checks of one call. Uses `tree`, `mlx` and
+//! `python`.
 mod entry;
 mod list;
 
@@ -10,6 +11,8 @@ use pyo3::{
     prelude::*,
     types::{PyList, PyTuple},
 };
+
+use crate::python::reach;
 
 pub use list::WatchList;
 
@@ -24,8 +27,7 @@ pub fn search(
     seconds: f64,
 ) -> PyResult<Result<WatchList, String>> {
     let given = (loss_fn, model, arguments, seconds);
-    let reach = loss_fn.py().import("faststep._reach")?;
-    listed(&reach.call_method1("search", given)?)
+    listed(&reach(loss_fn.py())?.call_method1("search", given)?)
 }
 
 /// The same for the update of an optimizer, an `Optimizer` of MLX's.
@@ -35,8 +37,7 @@ pub fn search_update(
     seconds: f64,
 ) -> PyResult<Result<WatchList, String>> {
     let given = (optimizer, model, seconds);
-    let reach = optimizer.py().import("faststep._reach")?;
-    listed(&reach.call_method1("search_update", given)?)
+    listed(&reach(optimizer.py())?.call_method1("search_update", given)?)
 }
 
 fn listed(found: &Bound<'_, PyAny>) -> PyResult<Result<WatchList, String>> {
@@ -55,8 +56,7 @@ pub struct Calls(Py<PyAny>);
 impl Calls {
     /// Begin. To be ended also where the call raises: until then a profiler is set.
     pub fn begin(py: Python<'_>, list: &WatchList) -> PyResult<Self> {
-        let reach = py.import("faststep._reach")?;
-        let calls = reach.call_method1("Calls", (list.codes(py),))?;
+        let calls = reach(py)?.call_method1("Calls", (list.codes(py),))?;
         calls.call_method0(intern!(py, "__enter__"))?;
         Ok(Self(calls.unbind()))
     }

@@ -10,77 +10,16 @@ use pyo3::{
 };
 
 use super::{
+    given::Given,
     graph::{named, Form, KnownGraph},
     lent::{Assigned, Lent},
     LentArguments,
 };
 use crate::{
     mlx::{bridge, classes::has_own_methods, errors::mlx},
-    store::ModelSignature,
+    store::{ModelSignature, Moved},
     tree::{paths::dotted, rebuild::rebuild, slot::Slot},
 };
-
-/// The arrays that a loss is called with tracers of: parameters, the model's other arrays, those of the batch, and the scale of the
-/// loss.
-pub struct Given {
-    /// Their tracers.
-    pub tracers: Tracers,
-    /// The number of the model's other arrays.
-    pub others: usize,
-    parameters: Vec<Array>,
-    batch: usize,
-    scaled: bool,
-}
-
-impl Given {
-    /// Make the tracers, of `compute_dtype` where the loss is computed in another dtype than the parameters'.
-    pub fn new(
-        parameters: &[Array],
-        others: &[Array],
-        batch: &[Array],
-        scale: Option<&Array>,
-        compute_dtype: Option<Dtype>,
-    ) -> MlxResult<Self> {
-        let cast = |array: &Array, always: bool| match compute_dtype {
-            Some(compute) if always || array.dtype() == Dtype::Float32 => array.as_dtype(compute),
-            _ => Ok(array.clone()),
-        };
-        let parameters = parameters.iter().map(|array| cast(array, true));
-        let parameters: Vec<Array> = parameters.collect::<MlxResult<_>>()?;
-        let given = batch.iter().map(|array| cast(array, false));
-        let given: Vec<Array> = given.collect::<MlxResult<_>>()?;
-        let all = parameters.iter().chain(others).chain(&given).chain(scale);
-        Ok(Self {
-            tracers: Tracers::new(all)?,
-            others: others.len(),
-            batch: batch.len(),
-            scaled: scale.is_some(),
-            parameters,
-        })
-    }
-
-    /// The arrays that stand for the tracers.
-    pub fn traced(&self) -> &[Array] {
-        self.tracers.arrays()
-    }
-
-    fn of_role(&self, role: Role) -> &Array {
-        let first = self.parameters.len();
-        match role {
-            Role::Parameter(at) => &self.tracers.arrays()[at],
-            Role::Other(at) => &self.tracers.arrays()[first + at],
-        }
-    }
-
-    fn of_batch(&self) -> &[Array] {
-        let first = self.parameters.len() + self.others;
-        &self.tracers.arrays()[first..first + self.batch]
-    }
-
-    fn scale(&self) -> Option<&Array> {
-        self.tracers.arrays().last().filter(|_| self.scaled)
-    }
-}
 
 /// The graphs of a step's loss, the one used last first.
 #[derive(Default)]
@@ -185,8 +124,8 @@ pub struct Called<'py> {
     pub reads: bool,
     /// Arrays of another shape that it has put into the model.
     pub reshaped: Vec<Reshaped>,
-    /// New places of the model's arrays.
-    pub moved: Moved<'py>,
+    /// New places of the model's arrays, if the loss has put other containers into the model.
+    pub moved: Option<Moved<'py>>,
     gradients: Vec<Array>, // of this call; none where its graph is known
     given: Given,
     roots: Roots,
@@ -276,7 +215,10 @@ impl<'py> Called<'py> {
         key: &Array,
     ) -> PyResult<()> {
         let (given, form) = (&self.given, &self.form);
-        let found = graphs.find(|graph| graph.follows(&given.tracers, form, &self.roots), key);
+        let found = graphs.find(
+            |graph| graph.follows(&given.tracers, form, &self.roots),
+            key,
+        );
         if let Some(found) = found.map_err(mlx)? {
             return self.is(found).map_err(mlx);
         }
@@ -406,10 +348,7 @@ fn key_of(inputs: &LossInputs<'_, '_>) -> PyResult<Array> {
 }
 
 // return value, assignments to the model, and new places of the model's arrays
-type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Moved<'py>);
-
-/// Places of the model's arrays, if the loss has put other containers into the model.
-type Moved<'py> = Option<Vec<Option<Slot<'py>>>>;
+type Outcome<'py> = (Bound<'py, PyAny>, Vec<Assigned<'py>>, Option<Moved<'py>>);
 
 // call the loss with tracers in the places of arrays
 fn call_loss<'py>(inputs: &LossInputs<'_, 'py>, given: &Given) -> PyResult<Outcome<'py>> {
@@ -432,9 +371,11 @@ fn call_loss<'py>(inputs: &LossInputs<'_, 'py>, given: &Given) -> PyResult<Outco
     });
     drop(arguments);
     lent.take_back()?;
-    let moved = inputs.signature.moved(inputs.model, model.ids())?;
-    let assigned = model.take_back(moved.as_deref())?;
-    Ok((returned?, assigned, moved))
+    let signature = inputs.signature;
+    let moved = signature.moved(inputs.model, inputs.slots, model.ids());
+    let places = moved.as_ref().ok().and_then(Option::as_deref);
+    let assigned = model.take_back(places)?;
+    Ok((returned?, assigned, moved?))
 }
 
 // a model with an `update` of its own is given the tracers by that too, as by nn.value_and_grad

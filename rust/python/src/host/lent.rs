@@ -64,8 +64,8 @@ impl<'a, 'py> Lent<'a, 'py> {
         &self.ids
     }
 
-    /// Put the model's own objects back; return what the loss has assigned. `places`: where the arrays are now, in containers that the
-    /// loss may have replaced; none: where they were. What it has taken out, or put there that is no array, stays.
+    /// Put the model's own objects back; return what the loss has assigned. `places`: the new ones of arrays whose containers the loss
+    /// has replaced. What it has taken out, or put there that is no array, stays.
     pub fn take_back(self, places: Option<&[Option<Slot<'py>>]>) -> PyResult<Vec<Assigned<'py>>> {
         let mut assigned = Vec::new();
         for (number, (slot, id)) in self.slots.iter().zip(&self.ids).enumerate() {
@@ -75,7 +75,6 @@ impl<'a, 'py> Lent<'a, 'py> {
             let now = slot.place.get()?.filter(bridge::is_array);
             let has_tracer = now.as_ref().and_then(bridge::id) == Some(*id);
             let moved = places.and_then(|places| places[number].as_ref());
-            let moved = moved.filter(|moved| !moved.place.is(&slot.place));
             let object = if let Some(moved) = moved {
                 if has_tracer {
                     slot.place.set(&slot.object)?;

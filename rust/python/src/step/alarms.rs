@@ -100,7 +100,6 @@ impl Alarms {
                 not_finite(py, store)?
             ));
         }
-        let lasts = |flags: &Flags| flags.streak() * EVERY >= MANY;
         if lasts(&self.broken) && first(&mut told.broken) {
             messages.push(format!(
                 "the loss has not been finite for {} steps. {}",
@@ -108,37 +107,52 @@ impl Alarms {
                 not_finite(py, store)?
             ));
         }
-        let Some(engine) = &store.engine else {
-            return Ok(messages);
+        messages.extend(self.idle(py, store)?);
+        messages.extend(self.without_effect(store));
+        Ok(messages)
+    }
+
+    // parameters on which the loss does not depend
+    fn idle(&mut self, py: Python<'_>, store: &Store) -> PyResult<Option<String>> {
+        let engine = store.engine.as_ref();
+        let engine = engine.filter(|engine| !engine.idle().is_empty());
+        let Some(engine) = engine.filter(|_| first(&mut self.told.idle)) else {
+            return Ok(None);
         };
-        if !engine.idle().is_empty() && !told.idle {
-            let signature = store.signature()?;
-            let (paths, doubles) = (signature.paths(), signature.doubles());
-            let is_double = |tensor| doubles.iter().any(|&(double, _)| double == tensor);
-            let idle = engine.idle().iter().filter(|&&tensor| !is_double(tensor));
-            told.idle = true;
-            let elsewhere = store.trained_elsewhere(py);
-            let idle = idle.map(|&tensor| &paths[tensor]);
-            let idle = idle.filter(|path| !elsewhere.contains(path));
-            let idle: Vec<String> = idle.map(|path| dotted(path)).collect();
-            if !idle.is_empty() {
-                told.zero |= engine.idle().len() == engine.layout().tensors().len();
-                messages.push(format!(
-                    "the loss of the last {MANY} steps does not depend on {}: they get no gradient, and weight decay alone \
-                     may change them. freeze() what is not to be trained, or look for what cuts it off (stop_gradient, an \
-                     argmax, a layer that is not called)",
-                    listed(idle)
-                ));
-            }
+        let signature = store.signature()?;
+        let (paths, doubles) = (signature.paths(), signature.doubles());
+        let is_double = |tensor| doubles.iter().any(|&(double, _)| double == tensor);
+        let idle = engine.idle().iter().filter(|&&tensor| !is_double(tensor));
+        let elsewhere = store.trained_elsewhere(py);
+        let idle = idle.map(|&tensor| &paths[tensor]);
+        let idle = idle.filter(|path| !elsewhere.contains(path));
+        let idle: Vec<String> = idle.map(|path| dotted(path)).collect();
+        if idle.is_empty() {
+            return Ok(None);
         }
-        if lasts(&self.zero) && first(&mut told.zero) {
+        self.told.zero |= engine.idle().len() == engine.layout().tensors().len();
+        Ok(Some(format!(
+            "the loss of the last {MANY} steps does not depend on {}: they get no gradient, and weight decay alone \
+             may change them. freeze() what is not to be trained, or look for what cuts it off (stop_gradient, an \
+             argmax, a layer that is not called)",
+            listed(idle)
+        )))
+    }
+
+    // gradients of zero, and updates that are rounded to nothing
+    fn without_effect(&mut self, store: &Store) -> Vec<String> {
+        let mut messages = Vec::new();
+        let Some(engine) = &store.engine else {
+            return messages;
+        };
+        if lasts(&self.zero) && first(&mut self.told.zero) {
             messages.push(format!(
                 "all gradients have been zero for {} steps: look for activations that are zero for every input, a mask or a \
                  weight of zero in the loss, or gradients too small for half precision (compute_dtype scales them)",
                 self.zero.streak() * EVERY
             ));
         }
-        if engine.rounds_away() && !told.zero && first(&mut told.rounded) {
+        if engine.rounds_away() && !self.told.zero && first(&mut self.told.rounded) {
             let is_half =
                 engine.layout().halves().next().is_some() && engine.places().masters.is_none();
             let (precision, way) = if is_half {
@@ -152,8 +166,13 @@ impl Alarms {
                  these gradients (step.stats.unchanged is near 1). {way}"
             ));
         }
-        Ok(messages)
+        messages
     }
+}
+
+// true if what a flag says has been so for many steps
+fn lasts(flags: &Flags) -> bool {
+    flags.streak() * EVERY >= MANY
 }
 
 fn first(told: &mut bool) -> bool {

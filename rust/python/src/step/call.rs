@@ -16,7 +16,7 @@ use super::{
     flags::{is_true, read},
     left_out::Standing,
     traces::warn,
-    Inner, Returned,
+    Inner, Returned, Watched,
 };
 use crate::{
     host::{Called, LossInputs},
@@ -25,6 +25,17 @@ use crate::{
     store::{registry::Shared, Prepared, Store},
     tree::rebuild::rebuild,
 };
+
+/// Purpose of a call of the loss.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// A step by the trace of its graph.
+    Step,
+    /// A step in which it is evaluated by itself: its graph is not kept.
+    Plain,
+    /// A plan: nothing is computed.
+    Plan,
+}
 
 /// Outcome of a call.
 pub(super) struct Done<'py> {
@@ -189,9 +200,9 @@ impl Inner {
         task: Task,
     ) -> PyResult<Way<'py>> {
         let py = user.py();
-        let key = {
+        let (key, signature) = {
             let store = shared.enter()?;
-            self.loss_key(&store, batch, task)?
+            (self.loss_key(&store, batch, task)?, store.signature()?)
         };
         let Some(key) = key else {
             return Ok(Way::Nothing);
@@ -199,7 +210,7 @@ impl Inner {
         let plain = self.plain.is_some() || !self.options.compile;
         if plain {
             return self
-                .called(shared, user, (prepared, batch), (true, true))
+                .called(shared, user, (prepared, batch), Purpose::Plain)
                 .map(Way::Plain);
         }
         let due = match self.standing(py, &user.loss_fn, &key) {
@@ -208,12 +219,12 @@ impl Inner {
             Standing::No => None,
         };
         self.traces.forget_replaced(&user.loss_fn)?;
-        let watched = self.begin_watching(py, &user.loss_fn, &key)?;
+        let list = self.begin_watching(shared, user, &key)?;
         let began = Instant::now();
-        let outcome = self.called(shared, user, (prepared, batch), (false, true));
+        let outcome = self.called(shared, user, (prepared, batch), Purpose::Step);
         let seconds = began.elapsed().as_secs_f64();
-        let watched = watched.map(|(list, calls)| Ok::<_, PyErr>((list, calls.end(py)?)));
-        let watched = watched.transpose()?;
+        let list = list.map(|(list, calls)| Ok::<_, PyErr>((list, calls.end(py)?)));
+        let list = list.transpose()?;
         let mut called = outcome?;
         self.seconds.call += seconds;
         let number = called.graph.as_ref().map(|graph| graph.number);
@@ -221,7 +232,12 @@ impl Inner {
         if due.is_some() && due != number {
             self.is_unsteady(py)?;
         }
-        self.watched = Some((watched, seconds));
+        self.watched = Some(Watched {
+            key,
+            signature,
+            list,
+            seconds,
+        });
         self.graphs.keep(2 * self.options.max_traces);
         if self.is_rare(py, &called, batch) {
             if let Some(why) = self.never_comes_again() {
@@ -239,7 +255,7 @@ impl Inner {
         user: &Arguments<'py>,
         given: (&Prepared<'py>, &Batch<'py>),
     ) -> PyResult<Way<'py>> {
-        self.called(shared, user, given, (false, false))
+        self.called(shared, user, given, Purpose::Plan)
             .map(Way::Called)
     }
 
@@ -249,7 +265,7 @@ impl Inner {
         shared: &Shared,
         user: &Arguments<'py>,
         (prepared, batch): (&Prepared<'py>, &Batch<'py>),
-        (alone, is_step): (bool, bool),
+        purpose: Purpose,
     ) -> PyResult<Called<'py>> {
         let (given, signature, key_list) = {
             let store = shared.enter()?;
@@ -269,11 +285,11 @@ impl Inner {
             slots: &prepared.model,
             roles: &signature.roles,
             key_list: &key_list,
-            is_step,
+            is_step: purpose != Purpose::Plan,
             weighted: self.options.weighted,
             mixed: self.options.compute_dtype.is_some(),
         };
-        let graphs = (!alone).then_some(&mut self.graphs);
+        let graphs = (purpose != Purpose::Plain).then_some(&mut self.graphs);
         let called = Called::make(&inputs, given, graphs);
         shared.clock.enter(Stage::Objects);
         called
@@ -372,10 +388,13 @@ impl Inner {
         batch: &Batch<'py>,
         way: &Way<'py>,
     ) -> PyResult<()> {
-        match (way, self.watched.take()) {
-            (Way::Called(called), Some(watched)) => self.note_call(user, batch, called, watched),
-            _ => Ok(()),
+        if let (Way::Called(called), Some(watched)) = (way, self.watched.take()) {
+            self.note_call(user, batch, called, watched)?;
         }
+        if let ("called", reason @ None) = (self.mode.0, &mut self.mode.1) {
+            *reason = Some(self.leaving_out.reason());
+        }
+        Ok(())
     }
 
     // return value of this call, or of the one that made the trace, with the arrays of this step
@@ -433,7 +452,7 @@ fn move_places<'py>(
     let mut old = Vec::new();
     let moved = called.moved.take().unwrap_or_default();
     for (index, (slot, now)) in prepared.model.iter_mut().zip(moved).enumerate() {
-        if let Some(now) = now.filter(|now| !now.place.is(&slot.place)) {
+        if let Some(now) = now {
             old.push((index, slot.object.clone()));
             if let Ok(Some(object)) = now.place.get() {
                 slot.object = object;

@@ -9,16 +9,14 @@ use pyo3::{prelude::*, types::PyTuple};
 
 use super::{
     arguments::{Arguments, Batch},
-    traces::{may_stand_for, warn, Key},
+    traces::{may_stand_for, warn, CallKey, Entry, Key, Watch},
     Inner, Watched,
 };
 use crate::{
     host::Called,
-    mlx::{
-        bridge,
-        collector::{Collector, Refers, Visited},
-    },
-    tree::{rebuild::rebuild, Tree},
+    mlx::bridge,
+    store::{registry::Shared, Store},
+    tree::{paths::dotted, rebuild::rebuild, Tree},
     watch::{search, Calls, WatchList},
 };
 
@@ -29,38 +27,22 @@ const TRIES: usize = 6;
 /// Seconds that a search may take in any case: those of a small net's call are fewer than a look at the clock is worth.
 pub(super) const SEARCH: f64 = 0.2;
 
-/// State of a trace's watch list.
-#[derive(Default)]
-pub enum Watch {
-    /// It has been called once.
-    #[default]
-    Unknown,
-    /// All that it reads is listed; the next call is watched.
-    Listed(Rc<WatchList>),
-    /// It need not be called while that holds.
-    Stands(Rc<WatchList>),
-}
-
-impl Refers for Watch {
-    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
-        match self {
-            Self::Unknown => Ok(()),
-            Self::Listed(list) | Self::Stands(list) => list.visit(collector),
-        }
-    }
-}
-
 /// Progress towards leaving calls out.
 #[derive(Default)]
 pub struct LeavingOut {
-    /// Why the loss was called at the last step; none where it need not be, or where that is not known yet.
-    pub reason: Option<String>,
-    is_final: bool,          // it is called always
-    tries: usize,            // calls in a row for which that was so
-    changed: Option<String>, // what a list has that is not as it was
+    reason: Option<String>, // why the loss was called at the last step, where that is known
+    is_final: bool,         // it is called always
+    tries: usize,           // calls in a row for which that was so
+    changed: Option<String>, // what is not as it was at the last call
 }
 
 impl LeavingOut {
+    /// Why the loss was called at the last step.
+    pub fn reason(&self) -> String {
+        let first = "these are the first calls with arguments of this form: two are needed before one may be left out";
+        self.reason.clone().unwrap_or_else(|| first.into())
+    }
+
     // note a reason, for good once it has come often enough
     fn note(&mut self, reason: String) {
         self.tries += 1;
@@ -119,10 +101,11 @@ impl Inner {
     /// Begin to watch a call, where what its trace reads is listed and still as it was.
     pub(super) fn begin_watching(
         &mut self,
-        py: Python<'_>,
-        loss_fn: &Bound<'_, PyAny>,
+        shared: &Shared,
+        user: &Arguments<'_>,
         key: &Key,
     ) -> PyResult<Option<(Rc<WatchList>, Calls)>> {
+        let (py, loss_fn) = (user.py(), &user.loss_fn);
         if self.leaving_out.is_final || key.front.is_given_of_model() {
             return Ok(None);
         }
@@ -133,6 +116,7 @@ impl Inner {
                 Watch::Listed(list) if may_stand_for(&entry.key, key, py) => Some(list.clone()),
                 _ => None,
             });
+        self.leaving_out.changed = self.changed_since(&*shared.enter()?, user, key);
         let Some(list) = listed else {
             return Ok(None);
         };
@@ -144,17 +128,33 @@ impl Inner {
         Ok(Some((list, calls)))
     }
 
-    /// Note what a call has shown, whose trace is the last one: whether the next one may be left out. `list`: by which it was
-    /// watched, and why it may not be left out; `seconds`: how long it took.
+    // a number of the model, or an argument, that is another one than at the last call, where all that this one read is listed
+    fn changed_since(&self, store: &Store, user: &Arguments<'_>, key: &Key) -> Option<String> {
+        let py = user.py();
+        let mut recent = self.traces.recent();
+        let last = recent.find(|entry| !matches!(entry.key.part, Part::Update(_)))?;
+        if matches!(last.kept.watch, Watch::Unknown) {
+            return None;
+        }
+        let (old, new) = (&last.key.front, &key.front);
+        if let Some(path) = store.difference(old.model, new.model, py) {
+            return Some(format!("model.{}", dotted(&path)));
+        }
+        let changed = old.batch.difference(&new.batch, py);
+        let changed = changed.filter(|_| old.batch.tensors() == new.batch.tensors())?;
+        Some(user.name(&changed))
+    }
+
+    /// Note what a call has shown, whose trace is the last one: whether the next one may be left out.
     pub(super) fn note_call(
         &mut self,
         user: &Arguments<'_>,
         batch: &Batch<'_>,
         called: &Called<'_>,
-        (watched, seconds): Watched,
+        watched: Watched,
     ) -> PyResult<()> {
         if !self.leaving_out.is_final {
-            let noted = self.may_be_left_out(user, batch, called, watched, seconds)?;
+            let noted = self.may_be_left_out(user, batch, called, watched)?;
             if let Some(reason) = noted {
                 self.leaving_out.note(reason);
             }
@@ -171,12 +171,21 @@ impl Inner {
         user: &Arguments<'_>,
         batch: &Batch<'_>,
         called: &Called<'_>,
-        watched: Option<(Rc<WatchList>, Option<String>)>,
-        seconds: f64,
+        watched: Watched,
     ) -> PyResult<Option<String>> {
+        if watched.key.front.is_given_of_model() {
+            return Ok(Some(
+                "has a dict or list of the model among its arguments".into(),
+            ));
+        }
         if let Some(reason) = cannot_be_left_out(user, batch, called)? {
             return Ok(Some(reason));
         }
+        if let Some(path) = watched.signature.changed(&user.model)? {
+            return Ok(Some(changes_model(&path)));
+        }
+        let changed = self.leaving_out.changed.take();
+        let changed = changed.map(|name| format!("reads `{name}`, which changes at each call"));
         let Some(last) = self.traces.last_mut() else {
             return Ok(None);
         };
@@ -185,15 +194,17 @@ impl Inner {
         }
         if let Watch::Stands(list) = &last.kept.watch {
             if list.look(&user.loss_fn)?.is_none() {
+                self.leaving_out.reason = changed; // it stands for calls with another value
                 return Ok(None);
             }
         }
         let mut reason = None;
-        if let Some((list, unknown)) = watched {
+        if let Some((list, unknown)) = watched.list {
             match (unknown, list.look(&user.loss_fn)?) {
                 (Some(unknown), _) => return Ok(Some(unknown)),
                 (None, Some(entry)) => reason = Some(format!("changes `{}`", list.name(entry))),
                 (None, None) => {
+                    stand_for(last, watched.key);
                     last.kept.watch = Watch::Stands(list);
                     last.kept.leaves = Rc::new(called.leaves.clone().into());
                     last.kept.template = Some(template(&called.result)?);
@@ -202,17 +213,21 @@ impl Inner {
                 }
             }
         }
-        let changed = self.leaving_out.changed.take();
-        let changed = changed.map(|name| format!("reads `{name}`, which changes at each call"));
-        self.list(user, batch, seconds.max(SEARCH))
+        let is_other = matches!(last.kept.watch, Watch::Listed(_))
+            && !may_stand_for(&last.key, &watched.key, user.py());
+        if is_other && !std::mem::replace(&mut last.kept.missed, true) {
+            return Ok(reason.or(changed)); // one of two values in turn, perhaps
+        }
+        self.list(user, batch, watched.key, watched.seconds.max(SEARCH))
             .map(|refused| refused.or(reason).or(changed))
     }
 
-    // list what the loss of the last trace reads; why that cannot be
+    // list what the loss of the last trace reads, in a call of this key; why that cannot be
     fn list(
         &mut self,
         user: &Arguments<'_>,
         batch: &Batch<'_>,
+        key: Key,
         seconds: f64,
     ) -> PyResult<Option<String>> {
         let objects = PyTuple::new(user.py(), &batch.objects)?;
@@ -223,7 +238,9 @@ impl Inner {
             }
             Ok(list) => {
                 if let Some(last) = self.traces.last_mut() {
+                    stand_for(last, key);
                     last.kept.watch = Watch::Listed(Rc::new(list));
+                    last.kept.missed = false;
                 }
                 Ok(None)
             }
@@ -241,6 +258,19 @@ impl Inner {
             "the loss, called again, computes something else, though nothing has changed that is watched: steps before this one \
              may have been computed without that. It is called at each step from here on. Pass as an argument what it depends on",
         )
+    }
+}
+
+// the list of a trace is that of a call of this key, which has the same graph
+fn stand_for(entry: &mut Entry, key: Key) {
+    let graph = entry.key.front.graph;
+    entry.key.front = CallKey { graph, ..key.front };
+}
+
+fn changes_model(path: &[String]) -> String {
+    match path {
+        [] => "puts attributes on the model, or takes them away".into(),
+        path => format!("changes `model.{}`", dotted(path)),
     }
 }
 

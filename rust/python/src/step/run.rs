@@ -95,10 +95,13 @@ impl Inner {
         self.note_update(store, user, way)?;
         let own = matches!(store.rule, Some(Rule::Host)) && self.own_updates.number().is_none();
         let reason = self.own_updates.reason();
-        let own = own.then(|| store.why_called(&user.optimizer, reason)).transpose()?;
+        let own = own
+            .then(|| store.why_called(&user.optimizer, reason))
+            .transpose()?;
         let parts = self.traces.of(task).into_iter();
         let mut parts = parts.flat_map(|it| std::iter::once(it.trace).chain(it.update));
-        let is_partial = parts.any(|trace| trace.is_partial());
+        let is_partial =
+            matches!(store.rule, Some(Rule::Native(_))) && parts.any(|trace| trace.is_partial());
         self.note_mode(way, own, is_partial);
         Ok((output, new))
     }
@@ -176,9 +179,8 @@ impl Inner {
                 Some("options of the optimizer have changed again and again".into()),
             ),
             Way::LeftOut(_) if own.is_none() => ("native", None),
-            Way::LeftOut(_) => ("called", own),
             Way::Called(called) if called.is_check && own.is_none() => ("native", None),
-            Way::Called(_) => ("called", own.or_else(|| self.leaving_out.reason.clone())),
+            Way::LeftOut(_) | Way::Called(_) => ("called", own),
             Way::Nothing => return,
         };
     }

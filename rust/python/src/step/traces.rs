@@ -6,11 +6,12 @@ use faststep::engine::{
 };
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
-use super::{arguments::Arguments, left_out::Watch};
+use super::arguments::Arguments;
 use crate::{
     host::{KnownGraph, Template},
     mlx::collector::{Collector, Refers, Visited},
     tree::Tree,
+    watch::WatchList,
 };
 
 /// Number of traces from which on a warning names their cause.
@@ -106,6 +107,27 @@ impl From<engine::TraceRecord> for TraceRecord {
     }
 }
 
+/// State of a trace's watch list.
+#[derive(Default)]
+pub enum Watch {
+    /// It has been called once.
+    #[default]
+    Unknown,
+    /// All that it reads is listed; the next call is watched.
+    Listed(Rc<WatchList>),
+    /// It need not be called while that holds.
+    Stands(Rc<WatchList>),
+}
+
+impl Refers for Watch {
+    fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        match self {
+            Self::Unknown => Ok(()),
+            Self::Listed(list) | Self::Stands(list) => list.visit(collector),
+        }
+    }
+}
+
 /// Data that is kept with a trace.
 #[derive(Default)]
 pub struct Kept {
@@ -117,6 +139,8 @@ pub struct Kept {
     pub template: Option<Template>,
     /// While this holds, the loss need not be called.
     pub watch: Watch,
+    /// True if that list, which no call was watched by yet, was of another key than a call of the trace.
+    pub missed: bool,
     /// Number of calls for which the trace has stood.
     pub uses: usize,
 }

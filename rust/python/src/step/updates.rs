@@ -57,7 +57,9 @@ pub struct Updates {
 
 impl Refers for Updates {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
-        self.listed.as_ref().map_or(Ok(()), |list| list.visit(collector))
+        self.listed
+            .as_ref()
+            .map_or(Ok(()), |list| list.visit(collector))
     }
 }
 
@@ -187,7 +189,9 @@ impl Inner {
 
     /// The number of the update that this step leaves out, by an optimizer of the user's own.
     pub(super) fn update_left_out(&self, way: &Way<'_>) -> Option<usize> {
-        self.own_updates.number().filter(|_| matches!(way, Way::LeftOut(_)))
+        self.own_updates
+            .number()
+            .filter(|_| matches!(way, Way::LeftOut(_)))
     }
 
     /// Return whether an optimizer of the user's own is called.

@@ -8,7 +8,10 @@ use faststep::engine::{Layout, Role, Rule, Rules, Tensor};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
-use super::{known_numbers::have_varied, ModelSignature, Numbers, OptionTrees, Store};
+use super::{
+    known_numbers::{have_varied, MANY_VALUES},
+    ModelSignature, Numbers, OptionTrees, Store,
+};
 use crate::{
     mlx::{bridge, classes::has_own_methods},
     optimizer::{native_rules, traceable_rates},
@@ -24,9 +27,6 @@ const ASKED: [&str; 3] = [
 
 /// Largest number of signatures of the model, and of the optimizer's options, that are kept; the oldest goes first.
 const MAX_SIGNATURES: usize = 64;
-
-/// A number of the model that has had so many other values belongs to what is looked at in each call.
-pub(super) const MANY_VALUES: usize = 2;
 
 impl Store {
     fn known(&self) -> Vec<usize> {

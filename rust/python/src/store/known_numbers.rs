@@ -4,7 +4,8 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use faststep::engine::{Rules, Tensor};
 
-use super::detect::MANY_VALUES;
+/// So many changes of an optimizer's numbers, after which they are inputs of its trace.
+pub(super) const MANY_VALUES: usize = 2;
 
 /// The most forms that are kept; the one used least recently goes first.
 const MAX_FORMS: usize = 32;

@@ -27,13 +27,8 @@ impl Paths {
                 self.close();
             }
             Item::Array => {
-                let name = self.take_name();
-                let path = self
-                    .keys
-                    .iter()
-                    .chain([&name])
-                    .filter(|key| !key.is_empty());
-                self.arrays.push(path.cloned().collect());
+                let path = self.here();
+                self.arrays.push(path);
                 self.seen();
             }
             Item::Static(_) | Item::Fixed(_) | Item::Object => {
@@ -41,6 +36,13 @@ impl Paths {
                 self.seen();
             }
         }
+    }
+
+    /// The path to the next item.
+    pub(super) fn here(&mut self) -> Vec<String> {
+        let name = self.take_name();
+        let path = self.keys.iter().chain([&name]);
+        path.filter(|key| !key.is_empty()).cloned().collect()
     }
 
     // the key of the next item, or its index in a list or tuple

@@ -129,37 +129,21 @@ fn enter<'py>(
         return visitor.array(place, object);
     }
     if let Ok(dict) = object.cast::<PyDict>() {
-        let module = !dict.is_exact_instance_of::<PyDict>() && is_module(&object);
-        if module && visitor.takes_arguments() {
-            return visitor.leaf(&object);
+        let is_module = !dict.is_exact_instance_of::<PyDict>() && is_module(&object);
+        if is_module {
+            return enter_module(&object, dict, around, visitor);
         }
-        if !module {
-            visitor.open(Kind::Dict, &object, dict.len())?;
-            if around.updates {
-                return walk_items(dict, around.within(&object), visitor);
-            }
-            return walk_items(dict, around, visitor);
+        visitor.open(Kind::Dict, &object, dict.len())?;
+        if around.updates {
+            return walk_items(dict, around.within(&object), visitor);
         }
-        if around.has(&object) {
-            return visitor.leaf(&object);
-        }
-        visitor.open(Kind::Module, &object, dict.len())?;
-        let around = Around {
-            updates: false,
-            ..around.within(&object)
-        };
-        walk_items(dict, around, visitor)?;
-        return walk_attributes(&object, around, visitor);
+        return walk_items(dict, around, visitor);
     }
     if let Ok(list) = object.cast::<PyList>() {
         visitor.open(Kind::List, &object, list.len())?;
         for (index, item) in list.iter().enumerate() {
-            enter(
-                item,
-                Place::List(list.clone(), index),
-                around.deeper(),
-                visitor,
-            )?;
+            let place = Place::List(list.clone(), index);
+            enter(item, place, around.deeper(), visitor)?;
         }
         return Some(());
     }
@@ -171,26 +155,53 @@ fn enter<'py>(
         return Some(());
     }
     if !visitor.takes_arguments() {
-        let updates = is_optimizer(&object) || (around.updates && leads_to_optimizer(&object));
-        if !updates {
-            return visitor.leaf(&object);
-        }
-        let attributes = bridge::attributes(&object)?;
-        if around.has(&object) || around.has(attributes.as_any()) {
-            return visitor.leaf(&object);
-        }
-        visitor.open(Kind::Optimizer, &object, 0)?;
-        let within = around.within(&object);
-        let around = Around {
-            updates,
-            ..within.within(attributes.as_any())
-        };
-        return walk_attributes(&object, around, visitor);
+        return enter_optimizer(&object, around, visitor);
     }
     match fields(&object) {
         Some(fields) => walk_fields(&object, &fields, around, visitor),
         None => visitor.leaf(&object),
     }
+}
+
+fn enter_module<'py>(
+    module: &Bound<'py, PyAny>,
+    items: &Bound<'py, PyDict>,
+    around: Around<'_>,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    if visitor.takes_arguments() || around.has(module) {
+        return visitor.leaf(module);
+    }
+    visitor.open(Kind::Module, module, items.len())?;
+    let around = Around {
+        updates: false,
+        ..around.within(module)
+    };
+    walk_items(items, around, visitor)?;
+    walk_attributes(module, around, visitor)
+}
+
+// an optimizer, or an object in one that leads to another; any other object is a leaf
+fn enter_optimizer<'py>(
+    object: &Bound<'py, PyAny>,
+    around: Around<'_>,
+    visitor: &mut impl Visitor<'py>,
+) -> Option<()> {
+    let updates = is_optimizer(object) || (around.updates && leads_to_optimizer(object));
+    if !updates {
+        return visitor.leaf(object);
+    }
+    let attributes = bridge::attributes(object)?;
+    if around.has(object) || around.has(attributes.as_any()) {
+        return visitor.leaf(object);
+    }
+    visitor.open(Kind::Optimizer, object, 0)?;
+    let within = around.within(object);
+    let around = Around {
+        updates,
+        ..within.within(attributes.as_any())
+    };
+    walk_attributes(object, around, visitor)
 }
 
 fn walk_fields<'py>(

@@ -20,6 +20,7 @@ use crate::{
         bridge,
         collector::{Collector, Refers, Visited},
     },
+    python::reach,
     tree::static_value::equal,
 };
 
@@ -93,7 +94,7 @@ impl<'py> Reading<'py> {
     pub fn new(py: Python<'py>) -> PyResult<Self> {
         Ok(Self {
             builtins: py.import("builtins")?.dict(),
-            absent: py.import("faststep._reach")?.getattr("ABSENT")?,
+            absent: reach(py)?.getattr("ABSENT")?,
             method: py.import("types")?.getattr("MethodType")?.cast_into()?,
         })
     }

@@ -17,29 +17,13 @@ import numpy as np
 from support.programs.reach.registry import (
     Made,
     Make,
+    Net,
     Place,
     add,
     one_batch,
     program,
     squares,
 )
-
-
-class Net(nn.Module):
-    """A model that counts its calls, and does something as it counts."""
-
-    def __init__(self, act: Callable[[Any, mx.array], object]) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 2)
-        self.spare = (nn.Linear(4, 2),)
-        self.steps, self._done, self._act = 0, set[Any](), (act,)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Give what the head gives."""
-        self.steps += 1
-        self._act[0](self, x)
-        out: mx.array = self.head(self.encoder(x))
-        return out * 0.5 if "warm-up" in self._done else out
 
 
 def deciding(decide: Callable[[int], object]) -> Make:

@@ -15,29 +15,13 @@ from mlx.utils import tree_flatten
 from support.programs.reach.registry import (
     Made,
     Make,
+    Net,
     add,
     program,
     squares,
 )
 
 SIZES = {"one": (3,), "two": (3, 5), "three": (3, 5, 4)}
-
-
-class Net(nn.Module):
-    """A model that counts its calls, and does something as it counts."""
-
-    def __init__(self, act: Callable[[Any, mx.array], object]) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 2)
-        self.spare = (nn.Linear(4, 2),)
-        self.steps, self._done, self._act = 0, set[Any](), (act,)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Give what the head gives."""
-        self.steps += 1
-        self._act[0](self, x)
-        out: mx.array = self.head(self.encoder(x))
-        return out * 0.5 if "warm-up" in self._done else out
 
 
 def acting(act: Callable[[Any, mx.array], object], see: Callable[[Any], Any], sizes: str = "one") -> Make:

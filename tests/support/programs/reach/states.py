@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from mlx.utils import tree_flatten
 
 from support.programs.reach.registry import (
     Loss,
@@ -440,3 +441,55 @@ def in_an_uncompiled_loss(layer: Callable[[], nn.Module]) -> Make:
 
 for layer in (nn.Tanh, nn.SiLU, nn.LeakyReLU):
     add("closure", f"a gradient within a loss that reads a value, of {layer.__name__}", in_an_uncompiled_loss(layer))
+
+
+class InTurn(nn.Module):
+    """Layers of which a private name is the one that is used, and a flag that says which one comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4) for _ in range(3)]
+        self.second, self._now = False, self.layers[0]
+
+    def seen(self) -> Any:
+        return self.second, [layer is self._now for layer in self.layers], tree_flatten(self._now.parameters())
+
+
+def turned(loss: Callable[[InTurn, mx.array], mx.array], frozen: bool) -> Make:
+    def make() -> Made:
+        model = InTurn()
+        if frozen:
+            model.layers[0].freeze()
+        return Made(loss, model.seen, model=model, optimizer=optim.Adam(0.1))
+
+    return make
+
+
+def a_flag_that_is_turned(model: InTurn, x: mx.array) -> mx.array:
+    model.second = not model.second
+    return mx.square(model.layers[0](x)).mean() * (2.0 if model.second else 1.0)
+
+
+def a_name_for_the_other_layer(model: InTurn, x: mx.array) -> mx.array:
+    model._now = model.layers[1 if model._now is model.layers[0] else 0]
+    return mx.square(model._now(x)).mean()
+
+
+def a_name_for_a_new_layer(model: InTurn, x: mx.array) -> mx.array:
+    model._now = nn.Linear(4, 4)
+    return mx.square(model._now(x) + model.layers[0](x)).mean()
+
+
+def two_layers_that_change_places(model: InTurn, x: mx.array) -> mx.array:
+    layers = model.layers
+    layers[1], layers[2] = layers[2], layers[1]
+    return mx.square(layers[1](x)).mean() + mx.square(layers[0](x)).mean()
+
+
+for loss, frozen in itertools.product(
+    (a_flag_that_is_turned, a_name_for_the_other_layer, a_name_for_a_new_layer, two_layers_that_change_places),
+    (False, True),
+):
+    # a plain loop that puts arrays back by their names would put them into another layer
+    bad = ("bad batches", "bad batches in windows", "bad batches that raise") if "name" in loss.__name__ else ()
+    add("model", f"{loss.__name__}{', frozen' * frozen}".replace("_", " "), turned(loss, frozen), without=bad)

@@ -83,14 +83,7 @@ impl Body<'_> {
         if let Some(max_value) = self.recipe.options.max_grad_value {
             gradients = clip::by_value(&gradients, max_value)?;
         }
-        self.update(
-            inputs,
-            rule,
-            &[],
-            &gradients,
-            Some(&good),
-            &mut outputs,
-        )?;
+        self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
         self.choose_others(inputs, Some(&good), &mut outputs)?;
         outputs.skipped = Some(good.logical_not()?);
         // depends on the total, so that it is an output of this step and not a constant
