@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,6 +70,9 @@ def fast(model: nn.Module, optimizer: optim.Optimizer, loss_fn: LossFn, max_grad
 
 
 WAYS = {"plain MLX": plain, "mx.compile'd": compiled, "fast_step": fast}
+AS_INSTALLED = "mx.compile'd, MLX as pip installs it"
+ALONE = "SIDE_BY_SIDE_ALONE"  # is set where only that is run
+FEW = 5  # steps of that; the first, which compiles, is not timed
 
 
 def compare(
@@ -88,6 +94,8 @@ def compare(
     Raises:
         SystemExit: The losses differ by more than 1e-3.
     """
+    if ALONE in os.environ:
+        return tell(compiled(*new_run(), loss_fn, max_grad_norm), batches)
     steps: dict[str, StepFn] = {name: way(*new_run(), loss_fn, max_grad_norm) for name, way in WAYS.items()}
     losses: dict[str, list[float]] = {name: [] for name in WAYS}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -97,11 +105,33 @@ def compare(
                 start = time.perf_counter()
                 losses[name].append(float(step(*batch)))
                 times[name].append(1e3 * (time.perf_counter() - start))
+    if mx.default_device() == mx.cpu:
+        with console.status(f"{FEW} steps with MLX's own BLAS and kernels, in a process of their own ..."):
+            losses[AS_INSTALLED], times[AS_INSTALLED] = as_installed()
     console.print(table(losses, times))
     gap = max(largest_gap(losses[name], losses["plain MLX"]) for name in WAYS)
     if gap > 1e-3:
         sys.exit(f"the losses differ by {gap:.1e}: please report this")
     console.print(f"the losses agree: largest difference {gap:.1e}")
+
+
+def as_installed() -> tuple[list[float], list[float]]:
+    """Run this program once more, with the BLAS and the kernels of MLX's wheel; return its losses and milliseconds."""
+    own = {"FASTSTEP_BLAS": "0", "FASTSTEP_KERNELS": "0", ALONE: "1"}
+    done = subprocess.run([sys.executable, *sys.argv], env=os.environ | own, capture_output=True, text=True, check=True)
+    losses, times = json.loads(done.stdout.splitlines()[-1])
+    return losses, times
+
+
+def tell(step: StepFn, batches: Iterable[tuple[mx.array, ...]]) -> NoReturn:
+    """Take a few steps, print their losses and milliseconds, and end the program."""
+    losses, times = [], []
+    for batch in itertools.islice(batches, FEW):
+        start = time.perf_counter()
+        losses.append(float(step(*batch)))
+        times.append(1e3 * (time.perf_counter() - start))
+    print(json.dumps([losses, times[1:]]))
+    sys.exit()
 
 
 def compare_rounds(new: Callable[[Callable[..., StepFn]], Any], batches: Iterable[Any], count: int) -> None:
@@ -130,13 +160,13 @@ def compare_rounds(new: Callable[[Callable[..., StepFn]], Any], batches: Iterabl
 
 def table(losses: dict[str, list[float]], times: dict[str, list[float]]) -> Table:
     """Lay out the last loss, the largest difference from plain MLX and the median time of each way."""
-    count = len(losses["plain MLX"])
-    result = Table("way", "ms a step", "gain of fast_step", f"loss of step {count}", "difference")
-    for name in WAYS:
+    result = Table("way", "ms a step", "gain of fast_step", "loss", "after steps", "difference")
+    for name in sorted(times, key=lambda name: name in WAYS):
         median, fastest = statistics.median(times[name]), statistics.median(times["fast_step"])
         gain = "" if name == "fast_step" else f"{median / fastest:.2f}x"
-        gap = largest_gap(losses[name], losses["plain MLX"])
-        result.add_row(name, f"{median:.1f}", gain, f"{losses[name][-1]:.5f}", f"{gap:.1e}")
+        count = len(losses[name])
+        gap = largest_gap(losses[name], losses["plain MLX"][:count])
+        result.add_row(name, f"{median:.1f}", gain, f"{losses[name][-1]:.5f}", str(count), f"{gap:.1e}")
     return result
 
 

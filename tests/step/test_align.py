@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from faststep import Step
 from mlx.utils import tree_flatten
-from support.cuda import NEEDS_CUDA, STEPS
+from support.cuda import NEEDS_CUDA
+from support.replays import STEPS
 
 pytestmark = NEEDS_CUDA
 

@@ -1,7 +1,8 @@
-"""Arrays that are held, read or changed between replays of a step, beside plain evaluation. Needs an NVIDIA GPU."""
+"""Arrays that are held, read or changed between replays of a step, beside plain evaluation."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,11 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import Step
-from support.cuda import NEEDS_CUDA, is_captured, replayed
 from support.helpers import Row, assert_close, copy_tree, flat, snapshot, to_numpy
+from support.places import Child
+from support.replays import NEEDS_CPU, NEEDS_REPLAY, STEPS, is_captured, replayed, tolerance
 
-pytestmark = [NEEDS_CUDA, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
+pytestmark = [NEEDS_REPLAY, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
 
 
 def both(
@@ -37,7 +39,7 @@ def both(
             kept.append(step(*batch).loss)
         written = {f"kept {i}": to_numpy(array) for i, array in enumerate(kept)}
         ends.append(snapshot(*pair) | written)
-    assert_close(ends[1], ends[0], row.case.tolerance)
+    assert_close(ends[1], ends[0], tolerance(row.case.tolerance))
     assert is_captured(step), replayed(step)
     return step
 
@@ -80,12 +82,12 @@ def test_another_thread_reads_what_nobody_has_evaluated() -> None:
         assert len(read) == len(held) + 1
         kept.extend(read)
 
-    both(act, optimizer="user")
+    both(act, optimizer="sgd-momentum")
     both(act, model="tied")
 
 
 def test_other_streams_read_what_is_replaced() -> None:
-    stream = mx.new_stream(mx.gpu)
+    stream = mx.new_stream(mx.default_device())
 
     def act(i: int, model: nn.Module, optimizer: optim.Optimizer, step: Step, kept: list[Any]) -> None:
         with mx.stream(stream):
@@ -117,3 +119,96 @@ def test_changes_between_calls_are_taken_over() -> None:
             model.load_weights(list(flat(copy_tree(model.parameters())).items()))
 
     both(act)
+
+
+class Vector(nn.Module):
+    """Numbers that a step of 1 takes one from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = mx.zeros(300_000)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the sum of the products."""
+        return (self.weight * x).sum()
+
+
+@NEEDS_CPU
+def test_another_thread_reads_what_it_was_given_while_steps_are_taken() -> None:
+    model = Vector()
+    step = Step(model, optim.SGD(1.0), lambda model, x: model(x), replay=True)
+    given: queue.SimpleQueue[tuple[int, mx.array] | None] = queue.SimpleQueue()
+    wrong: list[int] = []
+
+    def read() -> None:
+        while (item := given.get()) is not None:
+            number, weight = item
+            if not (np.array(weight) == -number).all():
+                wrong.append(number)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(1, 101):
+        step(mx.ones(1))
+        given.put((number, model.weight))
+    given.put(None)
+    thread.join()
+    assert is_captured(step), replayed(step)
+    assert wrong == []
+    assert (np.array(model.weight) == -100).all()
+
+
+@NEEDS_CPU
+def test_other_threads_go_on_while_a_step_is_taken() -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    step = Step(model, optim.SGD(1e-3), lambda model, x: model(x).square().mean(), replay=True)
+    x = mx.random.normal((512, 512))
+    for _ in range(STEPS):
+        step(x)
+    assert is_captured(step), replayed(step)
+    counted, ended = [0], threading.Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    during = []
+    for _ in range(10):
+        before = counted[0]
+        step(x)
+        during.append(counted[0] - before)
+    ended.set()
+    thread.join()
+    assert sum(during) > 1000  # with the lock held for a step of milliseconds there would be a few
+
+
+FORKED = """
+import os
+import mlx.core as mx
+import numpy as np
+from faststep import Step
+from support.helpers import Row, flat
+
+row = Row("mlp", "adamw", 0.05)
+model, optimizer = row.new()
+step = Step(model, optimizer, row.case.loss_fn, replay=True)
+for batch in row.case.batches(9):
+    step(*batch)
+assert step.stats.traces[0].replay.startswith("captured"), step.stats.traces[0].replay
+ends, begins = os.pipe()
+process = os.fork()
+text = " ".join(str(float(np.array(value).sum())) for value in flat(model.parameters()).values())
+if process == 0:
+    os.write(begins, text.encode())
+    os._exit(0)
+os.waitpid(process, 0)
+assert os.read(ends, 1 << 16).decode() == text
+print("read")
+"""
+
+
+@NEEDS_CPU
+def test_the_child_of_a_fork_reads_parameters(child: Child) -> None:
+    assert child(FORKED).stdout.strip() == "read"

@@ -1,4 +1,4 @@
-"""Memory of a replayed step: its plan, what it keeps, when it gives it back. Needs an NVIDIA GPU."""
+"""Memory of a replayed step: its plan, what it keeps, when it gives it back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import gc
 import mlx.core as mx
 import pytest
 from faststep import Step
-from support.cuda import NEEDS_CUDA, STEPS, is_captured, replayed
 from support.helpers import Row, assert_close, snapshot
+from support.replays import NEEDS_REPLAY, STEPS, is_captured, replayed, tolerance
 
-pytestmark = [NEEDS_CUDA, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
+pytestmark = [NEEDS_REPLAY, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
 
 
 def test_a_plan_knows_what_a_capture_takes() -> None:
@@ -43,7 +43,7 @@ def test_memory_is_given_back_when_others_take_it() -> None:
                 assert step.stats.bytes["replay"] == 0
         ends.append(snapshot(*pair))
     assert is_captured(step), replayed(step)
-    assert_close(ends[1], ends[0], row.case.tolerance)
+    assert_close(ends[1], ends[0], tolerance(row.case.tolerance))
 
 
 def test_memory_stays_flat_and_is_given_back() -> None:

@@ -129,8 +129,8 @@ def fast_step(
         compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
         ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
         compile: Compile the step.
-        replay: Launch a step again as one CUDA graph, where MLX computes by CUDA: "auto", True or False (`Step` says
-            what each does).
+        replay: Record a step once and launch it again, on CUDA as one graph, on a CPU as a list of tasks: "auto", True
+            or False (`Step` says what each does).
         in_flight: How many steps may be under way on the device when a call returns; one only, where that one holds
             more than 1 GiB of activations.
         max_traces: How many traces are kept.

@@ -32,7 +32,7 @@ class MemoryPlan:
             has in MLX's memory.
         cache: Freed buffers that MLX keeps beside the memory in use (`mx.get_cache_memory`). On the CPU they add to
             what the process takes, at most `mx.set_cache_limit`; a GPU's are given back when memory is short.
-        replay: What a capture of the step as a CUDA graph will hold beside all that (`replay` of `Step`): copies of
+        replay: What a capture of the step will hold beside all that (`replay` of `Step`): copies of
             parameters and state, and the memory of one step. A step that finds less than that free is not captured, so
             it counts neither in the peaks nor in `fits`. 0 where nothing is replayed.
         first_peak: The peak of the first update, which holds the old state for a while to be able to go back to it;

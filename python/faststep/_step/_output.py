@@ -52,8 +52,8 @@ class Stats:
             once, and the step evaluated without compilation.
         reason: Why the mode is not "native": what the loss reads or does, with its line, the optimizer, or that these
             are the first calls; None where it is.
-        traces: The traces that are kept, each with its cause, how long it took, and in `replay` its capture as one CUDA
-            graph, or why there is none (None where `Step` was told not to replay).
+        traces: The traces that are kept, each with its cause, how long it took, and in `replay` its capture, or
+            why there is none (None where `Step` was told not to replay).
         traced: The number of all traces that were made.
         seconds: Where the time of all calls went. "look": at what the user has changed. "call": the
             loss. "trace": calls that made a

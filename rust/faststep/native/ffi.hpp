@@ -7,7 +7,7 @@
 // A function that can fail returns a status and writes its results through out parameters, which are left alone unless it
 // is `done`. The others are noexcept. No exception crosses this boundary, and none is swallowed.
 //
-// `graph` rewrites the lazy graph of a step; `cpu` and `cuda` have kernels of our own, `cuda/replay` captures and launches
+// `graph` rewrites the lazy graph of a step; `cpu` and `cuda` have kernels of our own, `replay` captures and launches
 // a step; `simulator` goes through MLX's evaluation for a plan of the memory, and orders gradients by it; `measure` times
 // operations one by one; `array`, `status`, `lazy` and `walk` are what these share.
 #pragma once
@@ -181,6 +181,9 @@ void faststep_labels_clear() noexcept;
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
+// On a CPU: operations on rows of a trace that have kernels of our own, with MLX's bits, are computed by these: the replacement of
+// each of these arrays.
+int faststep_row_kernels(const void* const* arrays, size_t count, void** rewritten);
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.
 int faststep_sum_slices(const void* const* arrays, size_t count, void** summed);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which
@@ -333,7 +336,10 @@ int faststep_align(const void* const* arrays, size_t count, void** aligned);
 // arrays.
 int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 
-// --- cuda/replay/
+// --- captures
+
+// Return whether arrays are computed by a CPU unless told otherwise.
+int faststep_is_cpu() noexcept;
 
 // A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those, and
 // `fed` those that get other values before a launch; `inputs` are all whose values may be others then.
@@ -348,34 +354,54 @@ int faststep_replay_new(
     const void* const* inputs,
     size_t n_inputs,
     void** capture);
-// Record it once, when nobody else holds `from`. `learns` is another one of the same graph, made anew, of no use any more
+// How many others a recording needs.
+size_t faststep_replay_learning_passes() noexcept;
+// Record it once, when nobody else holds `from`. `learns` are so many others of the same graph, made anew, of no use any more
 // then. The message of a failure says why it cannot be captured.
-int faststep_replay_record(void* learns, void* capture, faststep::CaptureInfo* info);
+int faststep_replay_record(void* const* learns, size_t count, void* capture, faststep::CaptureInfo* info);
 // Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
-// Copies arrays, lazy ones too, into static ones and replays. `launched`: an array without a value, to wait for, then copies of the
-// results of at most 8 bytes, in their order, of which there is room for so many, and `given` are. `done` gets the event.
+// Copies arrays into static ones and replays. `launched`: an array without a value, to wait for, then copies of results in their
+// order: of those of at most 8 bytes, as far as there is room for them, or of all; `given` are. On a CPU the arrays have been
+// evaluated, the gate is closed, and all is done when it returns; elsewhere the gate gets the event.
 int faststep_replay_launch(
     void* capture,
     const void* const* from,
     const void* const* into,
     size_t count,
-    const void* done,
+    void* gate,
     void** launched,
     size_t room,
     size_t* given);
-// A lazy copy of a static array, which any thread may evaluate: behind the event of `done`, a true scalar.
-int faststep_replay_shown(const void* place, const void* done, void** shown);
+// What copies of static arrays wait for. While it is closed, by one thread, nobody reads a static array on a CPU.
+int faststep_replay_gate_new(void** gate);
+void faststep_replay_gate_free(void* gate) noexcept;
+void faststep_replay_gate_close(void* gate) noexcept;
+void faststep_replay_gate_open(void* gate) noexcept;
+// A lazy copy of a static array, which any thread may evaluate: behind the launch that is under way. `source`: what it is made of,
+// which belongs to the caller; null where the device's queue keeps the order.
+int faststep_replay_shown(const void* place, void* gate, void** shown, void** source);
+// With the gate closed, before the static array is written over: the copy is of what is there now.
+int faststep_replay_preserve(void* source);
+// The same, and what is there now, in memory of its own.
+int faststep_replay_value(void* source, void** value);
+// Return whether the copy is not of what the static array will hold.
+int faststep_replay_is_over(const void* source) noexcept;
+void faststep_replay_source_free(void* source) noexcept;
 // Make the stream of those copies the thread's default one; `index`: below 0, or that of the stream to go back to, and then
 // that of the one before.
 int faststep_replay_share_stream(int* index);
 // Waits for an array that is not lazy.
 int faststep_replay_wait(const void* array);
+// Return whether such an array need not be waited for; false where that fails.
+int faststep_replay_is_ready(const void* array) noexcept;
 // Return whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.
 int faststep_replay_untouched(
     const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept;
 // Copies arrays into static ones.
 int faststep_replay_copy(const void* const* from, const void* const* into, size_t count);
+// Return whether two arrays that have been evaluated have the same bits, row after row.
+int faststep_replay_is_same(const void* array, const void* other, int* same);
 // Return whether a lazy array gets memory of its own when it is computed, as far as its operation tells.
 int faststep_replay_is_own(const void* array) noexcept;
 // Arrays of at most 8 bytes get memory that no host touches, until it is called once more with what it has written.

@@ -10,7 +10,7 @@
 #include <set>
 #include <vector>
 
-#include "cuda/replay/plan.hpp"
+#include "replay/plan.hpp"
 
 using faststep::replay::direct;
 using faststep::replay::Hazards;

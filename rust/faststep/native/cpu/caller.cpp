@@ -20,6 +20,7 @@
 #include "mlx/mlx.h"
 #include "mlx/scheduler.h"
 #include "cpu/float_mode.hpp"
+#include "cpu/replay/capture.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -98,6 +99,12 @@ void give_back() {
 }
 
 void enqueue(Scheduler* scheduler, mx::Stream stream, Task task) {
+  if (auto* recording = tasks::recording(); recording && recording->take(stream, task)) {
+    return;
+  }
+  if (tasks::has_lost_worker(stream)) {
+    return task();
+  }
   watched.look(); // an operation has allocated what it needs
   if (is_known(stream)) {
     if (worker.replaced) {
@@ -114,6 +121,9 @@ void enqueue(Scheduler* scheduler, mx::Stream stream, Task task) {
 }
 
 void wait_event(Scheduler* scheduler, mx::Stream stream, mx::Event event, EventTask task) {
+  if (tasks::has_lost_worker(stream)) {
+    return task(event);
+  }
   if (is_known(stream)) {
     if (worker.replaced) {
       give_back(); // it may have to wait
@@ -124,6 +134,9 @@ void wait_event(Scheduler* scheduler, mx::Stream stream, mx::Event event, EventT
 }
 
 void signal_event(Scheduler* scheduler, mx::Stream stream, mx::Event event, EventTask task) {
+  if (tasks::has_lost_worker(stream)) {
+    return task(event);
+  }
   if (is_known(stream)) {
     if (worker.replaced) {
       return task(event);
@@ -183,10 +196,12 @@ void faststep_caller_functions(void** functions) noexcept {
     own.wait_event = address<decltype(own.wait_event)>(&Scheduler::wait_event);
     own.signal_event = address<decltype(own.signal_event)>(&Scheduler::signal_event);
     own.enqueue = address<decltype(own.enqueue)>(&Scheduler::enqueue);
+    tasks::keep_own(&mx::allocator::allocator);
   }
   functions[0] = reinterpret_cast<void*>(&enqueue);
   functions[1] = reinterpret_cast<void*>(&wait_event);
   functions[2] = reinterpret_cast<void*>(&signal_event);
+  functions[3] = reinterpret_cast<void*>(&tasks::allocator);
 }
 
 int faststep_caller_begin(int measures) {

@@ -13,6 +13,7 @@
 
 #include "mlx/backend/cpu/encoder.h"
 #include "cpu/on_cpu.hpp"
+#include "cpu/replay/task.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -46,7 +47,9 @@ class Wait : public mx::Primitive {
   using Primitive::Primitive;
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    mx::synchronize(stream());
+    if (tasks::recording() == nullptr) {
+      mx::synchronize(stream());
+    }
     for (size_t i = 0; i < inputs.size(); ++i) {
       outputs[i].copy_shared_buffer(inputs[i]);
     }
@@ -68,6 +71,9 @@ class Wait : public mx::Primitive {
 } // namespace
 
 void pace(mx::Stream stream) {
+  if (tasks::recording() != nullptr) {
+    return; // nothing runs, and memory is planned
+  }
   static thread_local std::unordered_map<int, std::shared_ptr<Progress>> all; // a stream belongs to one thread
   auto& progress = all[stream.index];
   if (!progress) {

@@ -1,6 +1,6 @@
 //! The seam where a step is evaluated: the order of its parts, the same whoever computes them.
 //!
-//! [`Evaluate`] is what computes: MLX or a captured CUDA graph, in `engine`, or the simulator of a memory plan, in `memory`.
+//! [`Evaluate`] is what computes: MLX or a capture, in `engine`, or the simulator of a memory plan, in `memory`.
 //! A [`Schedule`] takes a part through it: the user's arrays are released, what has never been computed is tried out,
 //! there is memory, the part is submitted, its ticket waits among those in flight.
 mod budget;

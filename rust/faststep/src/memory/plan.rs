@@ -33,7 +33,7 @@ pub struct Plan {
     pub others: usize,
     /// Freed buffers that MLX keeps for itself.
     pub cache: usize,
-    /// Bytes that captures of the step as CUDA graphs hold beside all that, where it is replayed.
+    /// Bytes that captures of the step hold beside all that, where it is replayed.
     pub replay: usize,
     /// The peak of the first update, which holds old and new state for a while.
     pub first: usize,

@@ -17,9 +17,9 @@ use super::ffi::{
     faststep_array_is_traced, faststep_array_is_zero, faststep_array_operations,
     faststep_array_random_state, faststep_array_reads_file, faststep_array_view,
     faststep_arrays_ranks, faststep_arrays_recover, faststep_eval_one_by_one,
-    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_sum_rows,
-    faststep_sum_slices, faststep_watch_free, faststep_watch_is_alive, faststep_watch_new, handle,
-    handles, made, owned, Handles, New,
+    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_row_kernels,
+    faststep_sum_rows, faststep_sum_slices, faststep_watch_free, faststep_watch_is_alive,
+    faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
 use super::{join, kernels};
 
@@ -169,14 +169,19 @@ pub(crate) fn is_zero(array: &Array) -> bool {
 
 /// The same lazy arrays as MLX's compilation should get them: equal operations are merged, which it loses outputs over,
 /// the gradients of what is read by slices are summed at once, on a CPU those of tables by rows, and on CUDA odd dimensions
-/// of products are padded and some operations are computed by kernels of the package's own, unless `FASTSTEP_KERNELS` is 0.
+/// of products are padded. Some operations are computed by kernels of the package's own, unless `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
 /// When MLX refuses to rebuild an operation.
 pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     let merged = each(&each(arrays, faststep_merge)?, faststep_sum_slices)?;
     if !join::is_cuda() {
-        rows_summed(&merged)
+        let summed = rows_summed(&merged)?;
+        if kernels::wanted() {
+            each(&summed, faststep_row_kernels)
+        } else {
+            Ok(summed)
+        }
     } else if kernels::wanted() {
         each(&each(&merged, faststep_align)?, faststep_kernels)
     } else {

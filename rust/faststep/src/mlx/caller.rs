@@ -9,7 +9,7 @@
 //!
 //! # Limits
 //! Where functions can be replaced (`rebind.rs`), without a GPU, and on streams that only one thread may use.
-//! `FASTSTEP_CALLER=0` leaves all operations to the worker.
+//! `FASTSTEP_CALLER=0` leaves all operations to the worker, and no step is captured (`replay.rs`).
 #![allow(unsafe_code)]
 
 use std::{
@@ -34,11 +34,12 @@ use super::{
     rebind::{loaded, Function, Imports, RebindError},
 };
 
-/// The scheduler's functions by which tasks are handed to a worker.
-const NAMES: [&CStr; 3] = [
+/// The scheduler's functions by which tasks are handed to a worker, and the one by which all get their allocator.
+const NAMES: [&CStr; 4] = [
     c"_ZN3mlx4core9scheduler9Scheduler7enqueueENS0_6StreamESt8functionIFvvEE",
     c"_ZN3mlx4core9scheduler9Scheduler10wait_eventENS0_6StreamENS0_5EventESt8functionIFvRS4_EE",
     c"_ZN3mlx4core9scheduler9Scheduler12signal_eventENS0_6StreamENS0_5EventESt8functionIFvRS4_EE",
+    c"_ZN3mlx4core9allocator9allocatorEv",
 ];
 
 /// A step that takes more memory keeps the worker busy.
@@ -108,8 +109,8 @@ pub(super) fn watched() -> usize {
     unsafe { faststep_caller_watched() }
 }
 
-// whether the functions have been replaced in every library that is linked with libmlx
-fn has_replaced() -> bool {
+/// Return whether the functions have been replaced in every library that is linked with libmlx.
+pub(super) fn has_replaced() -> bool {
     static CAN: OnceLock<bool> = OnceLock::new();
     static REPLACED: AtomicU64 = AtomicU64::new(0); // when so many libraries had been loaded
     if !CAN.get_or_init(can_replace) {

@@ -182,6 +182,8 @@ extern "C" {
 
     pub(crate) fn faststep_merge(arrays: Handles, count: usize, merged: *mut New) -> c_int;
     pub(crate) fn faststep_sum_rows(arrays: Handles, count: usize, summed: *mut New) -> c_int;
+    pub(crate) fn faststep_row_kernels(arrays: Handles, count: usize, rewritten: *mut New)
+        -> c_int;
     pub(crate) fn faststep_sum_slices(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
@@ -338,6 +340,7 @@ extern "C" {
     ) -> c_int;
     pub(crate) fn faststep_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int;
 
+    pub(crate) fn faststep_is_cpu() -> c_int;
     pub(crate) fn faststep_replay_new(
         results: Handles,
         n_results: usize,
@@ -350,8 +353,10 @@ extern "C" {
         n_inputs: usize,
         capture: *mut *mut c_void,
     ) -> c_int;
+    pub(crate) fn faststep_replay_learning_passes() -> usize;
     pub(crate) fn faststep_replay_record(
-        learns: *mut c_void,
+        learns: *const *mut c_void,
+        count: usize,
         capture: *mut c_void,
         info: *mut CaptureInfo,
     ) -> c_int;
@@ -361,14 +366,28 @@ extern "C" {
         from: Handles,
         into: Handles,
         count: usize,
-        done: Handle,
+        gate: *mut c_void,
         launched: *mut New,
         room: usize,
         given: *mut usize,
     ) -> c_int;
-    pub(crate) fn faststep_replay_shown(place: Handle, done: Handle, shown: *mut New) -> c_int;
+    pub(crate) fn faststep_replay_gate_new(gate: *mut *mut c_void) -> c_int;
+    pub(crate) fn faststep_replay_gate_free(gate: *mut c_void);
+    pub(crate) fn faststep_replay_gate_close(gate: *mut c_void);
+    pub(crate) fn faststep_replay_gate_open(gate: *mut c_void);
+    pub(crate) fn faststep_replay_shown(
+        place: Handle,
+        gate: *mut c_void,
+        shown: *mut New,
+        source: *mut *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_replay_preserve(source: *mut c_void) -> c_int;
+    pub(crate) fn faststep_replay_value(source: *mut c_void, value: *mut New) -> c_int;
+    pub(crate) fn faststep_replay_is_over(source: *const c_void) -> c_int;
+    pub(crate) fn faststep_replay_source_free(source: *mut c_void);
     pub(crate) fn faststep_replay_share_stream(index: *mut c_int) -> c_int;
     pub(crate) fn faststep_replay_wait(array: Handle) -> c_int;
+    pub(crate) fn faststep_replay_is_ready(array: Handle) -> c_int;
     pub(crate) fn faststep_replay_untouched(
         arrays: Handles,
         ids: *const usize,
@@ -376,6 +395,7 @@ extern "C" {
         count: usize,
     ) -> c_int;
     pub(crate) fn faststep_replay_copy(from: Handles, into: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_replay_is_same(array: Handle, other: Handle, same: *mut c_int) -> c_int;
     pub(crate) fn faststep_replay_is_own(array: Handle) -> c_int;
     pub(crate) fn faststep_replay_scalars_apart(apart: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_replay_free(capture: *mut c_void);

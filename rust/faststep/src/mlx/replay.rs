@@ -1,8 +1,11 @@
-//! A part of a step as one CUDA graph, recorded once and launched again.
+//! A part of a step, recorded once and launched again: as one CUDA graph, or as a list of a CPU's tasks.
 //!
 //! It reads and writes static arrays, whose memory stays where it is. Nobody but a capture's owner may have a handle to
-//! one, or to the results: a host that reads an array may move its memory. The C++ behind it (`native/cuda/replay`)
-//! belongs to the thread whose stream it records.
+//! one, or to the results: a host that reads an array may move its memory. The C++ behind it (`native/cuda/replay`,
+//! `native/cpu/replay`) belongs to the thread whose stream it records.
+//!
+//! # Limits
+//! On a CPU, where the functions can be replaced by which MLX allocates and hands over tasks (`caller.rs`).
 #![allow(unsafe_code)]
 
 use std::{
@@ -12,11 +15,20 @@ use std::{
 
 use mlx_rs::{error::Result, Array};
 
-use super::ffi::{
-    check, faststep_replay_copy, faststep_replay_free, faststep_replay_is_own,
-    faststep_replay_is_valid, faststep_replay_launch, faststep_replay_new, faststep_replay_record,
-    faststep_replay_scalars_apart, faststep_replay_share_stream, faststep_replay_shown,
-    faststep_replay_untouched, faststep_replay_wait, handle, handles, owned,
+use super::{
+    caller,
+    ffi::{
+        check, faststep_is_cpu, faststep_replay_copy, faststep_replay_free,
+        faststep_replay_gate_close, faststep_replay_gate_free, faststep_replay_gate_new,
+        faststep_replay_gate_open, faststep_replay_is_over, faststep_replay_is_own,
+        faststep_replay_is_ready, faststep_replay_is_same, faststep_replay_is_valid,
+        faststep_replay_launch, faststep_replay_learning_passes, faststep_replay_new,
+        faststep_replay_preserve, faststep_replay_record, faststep_replay_scalars_apart,
+        faststep_replay_share_stream, faststep_replay_shown, faststep_replay_source_free,
+        faststep_replay_untouched, faststep_replay_value, faststep_replay_wait, handle, handles,
+        owned,
+    },
+    join,
 };
 
 pub(crate) use super::ffi::CaptureInfo;
@@ -37,11 +49,29 @@ pub(crate) struct Computed {
 pub(crate) struct Launched {
     /// An array without a value, to wait for.
     pub ticket: Array,
-    /// Copies of the first of the results that are scalars (`native/cuda/replay/feed.hpp`), in their order.
-    pub small: Vec<Array>,
+    /// Copies of results, in their order: of all, or of the first of those that are scalars (`native/cuda/replay/feed.hpp`).
+    pub given: Vec<Array>,
 }
 
-/// A CUDA graph with its memory.
+/// Return why nothing can be recorded on MLX's default device.
+pub(crate) fn refusal() -> Option<&'static str> {
+    if join::is_cuda() || (is_on_cpu() && caller::has_replaced()) {
+        return None;
+    }
+    Some(if is_on_cpu() {
+        "the functions by which MLX's CPU back end hands over its tasks cannot be replaced"
+    } else {
+        "MLX's default device is none of CUDA's, and no CPU"
+    })
+}
+
+/// Return whether a launch is computed by the thread that calls, which other threads of the program need not wait for.
+pub(crate) fn is_on_cpu() -> bool {
+    // SAFETY: asks MLX for its default device, which any thread may.
+    unsafe { faststep_is_cpu() != 0 }
+}
+
+/// A recorded graph with its memory.
 #[derive(Debug)]
 pub(crate) struct Capture {
     graph: *mut c_void,
@@ -52,17 +82,26 @@ pub(crate) struct Capture {
 
 impl Capture {
     /// Record what the results of a graph and the first of each pair are computed from, without computing anything. A replay
-    /// leaves the value of the first in the memory of the second. The graph is made twice: the first time to learn what memory
-    /// it takes.
+    /// leaves the value of the first in the memory of the second. The graph is made several times: before the last time to learn
+    /// what memory it takes.
     ///
     /// # Errors
     /// The reason why it cannot be captured.
     pub fn record(mut graph: impl FnMut() -> Result<Computed>) -> Result<Self> {
-        let learns = Self::of(graph()?)?;
+        // SAFETY: asks MLX for its default device.
+        let passes = unsafe { faststep_replay_learning_passes() };
+        let learns = (0..passes).map(|_| Self::of(graph()?));
+        let learns = learns.collect::<Result<Vec<_>>>()?;
+        let learns_from: Vec<_> = learns.iter().map(|capture| capture.graph).collect();
         let mut capture = Self::of(graph()?)?;
-        // SAFETY: two captures of one graph, and room for what the second consists of.
+        // SAFETY: captures of one graph, and room for what the last consists of.
         check(unsafe {
-            faststep_replay_record(learns.graph, capture.graph, &raw mut capture.info)
+            faststep_replay_record(
+                learns_from.as_ptr(),
+                passes,
+                capture.graph,
+                &raw mut capture.info,
+            )
         })?;
         Ok(capture)
     }
@@ -102,11 +141,12 @@ impl Capture {
         unsafe { faststep_replay_is_valid(self.graph) != 0 }
     }
 
-    /// Copy the first of each pair into the second, which is static, and replay. `done` gets the event.
+    /// Copy the first of each pair into the second, which is static, and replay. On a CPU the first of each pair has been
+    /// evaluated, and the gate is closed.
     ///
     /// # Errors
-    /// Of the driver, and of what the first of each pair is computed from.
-    pub fn launch(&self, copies: &[(Array, Array)], done: &Array) -> Result<Launched> {
+    /// Of the driver, of a task, and of what the first of each pair is computed from.
+    pub fn launch(&self, copies: &[(Array, Array)], gate: &Gate) -> Result<Launched> {
         let from = handles(copies.iter().map(|(from, _)| from));
         let into = handles(copies.iter().map(|(_, into)| into));
         let (mut launched, mut given) = (vec![ptr::null_mut(); 1 + self.results], 0);
@@ -117,14 +157,14 @@ impl Capture {
                 from.as_ptr(),
                 into.as_ptr(),
                 from.len(),
-                handle(done),
+                gate.0,
                 launched.as_mut_ptr(),
                 launched.len(),
                 &raw mut given,
             ))?;
             Ok(Launched {
                 ticket: owned(launched[0]),
-                small: launched[1..given].iter().map(|&new| owned(new)).collect(),
+                given: launched[1..given].iter().map(|&new| owned(new)).collect(),
             })
         }
     }
@@ -154,20 +194,116 @@ pub(crate) fn copy(copies: &[(Array, Array)]) -> Result<()> {
     check(unsafe { faststep_replay_copy(from.as_ptr(), into.as_ptr(), from.len()) })
 }
 
-/// A lazy copy of a static array, which a thread of any kind may evaluate, behind what `done` waits for: a true scalar.
+/// What copies of static arrays wait for: a launch that is under way.
+#[derive(Debug)]
+pub(crate) struct Gate(*mut c_void);
+
+/// As long as it lives, nobody reads static arrays on a CPU.
+pub(crate) struct Closed<'a>(&'a Gate);
+
+impl Gate {
+    /// An open one.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new() -> Result<Self> {
+        let mut gate = ptr::null_mut();
+        // SAFETY: room for a pointer.
+        check(unsafe { faststep_replay_gate_new(&raw mut gate) })?;
+        Ok(Self(gate))
+    }
+
+    /// Close it, when those are done who read.
+    pub fn close(&self) -> Closed<'_> {
+        // SAFETY: a gate, which only the thread of its engine closes.
+        unsafe { faststep_replay_gate_close(self.0) };
+        Closed(self)
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, freed once.
+        unsafe { faststep_replay_gate_free(self.0) }
+    }
+}
+
+impl Drop for Closed<'_> {
+    fn drop(&mut self) {
+        // SAFETY: closed by this thread.
+        unsafe { faststep_replay_gate_open(self.0 .0) }
+    }
+}
+
+/// Return whether two arrays have the same bits, row after row.
+///
+/// # Errors
+/// Of their evaluation, or where they do not lie so.
+pub(crate) fn is_same(array: &Array, other: &Array) -> Result<bool> {
+    let mut same = 0;
+    // SAFETY: live arrays, and room for a number.
+    check(unsafe { faststep_replay_is_same(handle(array), handle(other), &raw mut same) })?;
+    Ok(same != 0)
+}
+
+/// A lazy copy of a static array, which a thread of any kind may evaluate, behind what the gate waits for; and what it is made
+/// of, where no device's queue keeps the order.
 ///
 /// # Errors
 /// When there is no memory.
-pub(crate) fn shown(place: &Array, done: &Array) -> Result<Array> {
-    let mut shown = ptr::null_mut();
-    // SAFETY: live arrays, and room for one.
+pub(crate) fn shown(place: &Array, gate: &Gate) -> Result<(Array, Option<Source>)> {
+    let (mut shown, mut source) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: live arrays, and room for two pointers.
     unsafe {
         check(faststep_replay_shown(
             handle(place),
-            handle(done),
+            gate.0,
             &raw mut shown,
+            &raw mut source,
         ))?;
-        Ok(owned(shown))
+        Ok((owned(shown), (!source.is_null()).then_some(Source(source))))
+    }
+}
+
+/// What a lazy copy on a CPU is made of: a static array, or what was there before that was written over. Whoever has the copy may
+/// evaluate it at any time: nobody else does.
+#[derive(Debug)]
+pub(crate) struct Source(*mut c_void);
+
+impl Source {
+    /// With the gate closed, before the static array is written over: the copy is of what is there now.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn preserve(&self) -> Result<()> {
+        // SAFETY: a source.
+        check(unsafe { faststep_replay_preserve(self.0) })
+    }
+
+    /// The same, and what is there now, in memory of its own.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn value(&self) -> Result<Array> {
+        let mut value = ptr::null_mut();
+        // SAFETY: a source, and room for an array.
+        unsafe {
+            check(faststep_replay_value(self.0, &raw mut value))?;
+            Ok(owned(value))
+        }
+    }
+
+    /// Return whether the copy is not of what the static array will hold.
+    pub fn is_over(&self) -> bool {
+        // SAFETY: a source.
+        unsafe { faststep_replay_is_over(self.0) != 0 }
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        // SAFETY: made by `shown`, freed once.
+        unsafe { faststep_replay_source_free(self.0) }
     }
 }
 
@@ -178,6 +314,12 @@ pub(crate) fn shown(place: &Array, done: &Array) -> Result<Array> {
 pub(crate) fn wait(array: &Array) -> Result<()> {
     // SAFETY: a live array.
     check(unsafe { faststep_replay_wait(handle(array)) })
+}
+
+/// Return whether an array that is not lazy need not be waited for.
+pub(crate) fn is_ready(array: &Array) -> bool {
+    // SAFETY: a live array.
+    unsafe { faststep_replay_is_ready(handle(array)) != 0 }
 }
 
 /// Return whether arrays are those of these ids, and lazy, with at most so many holders; 0 holders: whatever they are.

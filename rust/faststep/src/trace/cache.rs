@@ -13,7 +13,7 @@ pub struct TraceRecord {
     pub cause: String,
     /// Its duration in seconds, first evaluation included.
     pub seconds: f64,
-    /// Its capture as one CUDA graph, or why it is not replayed; none where that is not asked for.
+    /// Its capture, or why it is not replayed; none where that is not asked for.
     pub replay: Option<String>,
 }
 

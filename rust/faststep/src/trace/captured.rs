@@ -1,4 +1,4 @@
-//! State of a trace's capture as one CUDA graph, or the reason why there is none.
+//! State of a trace's capture, or the reason why there is none.
 use std::{fmt, rc::Rc};
 
 use mlx_rs::Array;
@@ -6,7 +6,7 @@ use mlx_rs::Array;
 use super::outputs::Outputs;
 use crate::mlx::replay::Capture;
 
-/// An array that the graph reads beside parameters and state.
+/// An array that a capture reads beside parameters and state.
 #[derive(Debug)]
 pub(crate) enum Given {
     /// A static copy of the last array that was given, which is kept to be known again.
@@ -24,6 +24,13 @@ impl Given {
             Self::Copied { array, .. } | Self::Carried { array, .. } | Self::Fixed(array) => array,
         }
     }
+
+    /// Know nothing of what was given before: the static array has another value by now.
+    pub fn forget(&mut self) {
+        if let Self::Copied { last, .. } | Self::Carried { last, .. } = self {
+            *last = None;
+        }
+    }
 }
 
 /// A trace over static arrays, as one graph.
@@ -39,6 +46,8 @@ pub(crate) struct Captured {
     pub given: Vec<Given>,
     /// Its outputs, static arrays; neither parameters nor state.
     pub outputs: Outputs,
+    /// Number of evaluations by MLX that are still to be compared with it before it is launched in their place.
+    pub doubts: usize,
 }
 
 /// Capture of a trace, or the reason why there is none.

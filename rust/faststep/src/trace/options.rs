@@ -41,7 +41,7 @@ impl std::fmt::Display for Nonfinite {
     }
 }
 
-/// Replay of a step as one CUDA graph, where MLX's default device is one of CUDA's.
+/// Replay of a step: as one CUDA graph, or as a list of a CPU's tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Replay {
     /// MLX evaluates every step.
@@ -81,7 +81,7 @@ pub struct Options {
     pub ema_decay: Option<f64>,
     /// Compile the step. Without, the loss function is called at every step.
     pub compile: bool,
-    /// Replay of steps as CUDA graphs.
+    /// Replay of steps.
     pub replay: Replay,
     /// The most steps under way on the device when a call returns. Default: 2.
     pub in_flight: usize,

@@ -155,7 +155,7 @@ impl Trace {
         self.usual = self.evaluated.bytes.take().or(self.usual);
     }
 
-    /// Its capture as one CUDA graph, or why it is not replayed; none where that is not asked for.
+    /// Its capture, or why it is not replayed; none where that is not asked for.
     pub(crate) fn replayed(&self) -> Option<String> {
         (self.recipe.options.replay != Replay::Never).then(|| self.capture.to_string())
     }

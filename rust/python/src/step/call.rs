@@ -345,7 +345,7 @@ impl Inner {
             .last()
             .and_then(|last| last.trace.not_replayed());
         if let (Some(reason), None) = (not_replayed, &self.told) {
-            let message = format!("this step is not replayed as a CUDA graph: {reason}");
+            let message = format!("this step is not replayed: {reason}");
             self.told = Some(reason.to_owned());
             warn(py, &message)?;
         }

@@ -86,7 +86,7 @@ pub struct TraceRecord {
     cause: String,
     /// Its duration in seconds, first evaluation included.
     seconds: f64,
-    /// Its capture as one CUDA graph, or why it is not replayed; None where that is not asked for.
+    /// Its capture, or why it is not replayed; None where that is not asked for.
     replay: Option<String>,
 }
 

@@ -75,7 +75,7 @@ void Recorder::lay_within(const mx::array& array, const mx::array& out) {
     const auto& in = array.inputs()[number];
     const auto& data = in.data_shared_ptr();
     auto holds = [&data](const mx::array& each) { return each.data_shared_ptr() == data; };
-    const auto &results = capture_.results_, &carried = capture_.from_;
+    const auto &results = capture_.graph_.results, &carried = capture_.graph_.from;
     bool used = reads_[memory_of(*data)] > 0 || std::any_of(results.begin(), results.end(), holds) ||
         std::any_of(carried.begin(), carried.end(), holds);
     auto buffer = id(data);

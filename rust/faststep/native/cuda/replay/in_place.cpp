@@ -30,7 +30,7 @@ void Recorder::remember(const mx::array& array, const std::vector<mx::array>& ou
 
 // A fused kernel writes the value where it belongs, instead of a copy after it.
 bool Recorder::write_in_place(size_t i) {
-  const auto &from = capture_.from_[i], &into = capture_.into_[i];
+  const auto &from = capture_.graph_.from[i], &into = capture_.graph_.into[i];
   auto *source = memory_of(*from.data_shared_ptr()), *target = memory_of(*into.data_shared_ptr());
   auto made = kernels_.find(source);
   bool whole = from.offset() == 0 && into.offset() == 0 && from.flags().row_contiguous &&
@@ -41,8 +41,8 @@ bool Recorder::write_in_place(size_t i) {
   auto is_source = [source](const mx::array& array) {
     return array.status() != mx::array::Status::unscheduled && memory_of(*array.data_shared_ptr()) == source;
   };
-  auto users = std::count_if(capture_.from_.begin(), capture_.from_.end(), is_source) +
-      std::count_if(capture_.results_.begin(), capture_.results_.end(), is_source);
+  auto users = std::count_if(capture_.graph_.from.begin(), capture_.graph_.from.end(), is_source) +
+      std::count_if(capture_.graph_.results.begin(), capture_.graph_.results.end(), is_source);
   const auto& [unit, inputs] = made->second;
   bool safe = std::all_of(inputs.begin(), inputs.end(), [&](const Kernel::Input& in) {
     return in.memory != target || (in.by_element && in.bytes == into.nbytes());
@@ -98,7 +98,7 @@ bool Recorder::replace_pointer(size_t number, void* from, void* into) const {
 
 // Values go where they belong as soon as nothing reads what is there.
 void Recorder::carry() {
-  auto &from = capture_.from_, &into = capture_.into_;
+  auto &from = capture_.graph_.from, &into = capture_.graph_.into;
   for (size_t i = 0; i < from.size();) {
     if (!is_free(i)) {
       ++i;
@@ -116,7 +116,7 @@ void Recorder::carry() {
 }
 
 bool Recorder::is_free(size_t i) const {
-  const auto &from = capture_.from_, &into = capture_.into_;
+  const auto &from = capture_.graph_.from, &into = capture_.graph_.into;
   if (from[i].status() == mx::array::Status::unscheduled) {
     return false;
   }

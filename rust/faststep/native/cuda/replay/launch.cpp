@@ -8,7 +8,6 @@
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
 #include "cuda/replay/feed.hpp"
-#include "status.hpp"
 
 namespace faststep::replay {
 
@@ -77,70 +76,4 @@ std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const
   return outputs;
 }
 
-namespace {
-
-// A stream of the GPU that any thread may use, beside the thread's own.
-mx::Stream shared_stream() {
-  static const mx::Stream stream = mx::new_thread_unsafe_stream(mx::Device::gpu);
-  return stream;
-}
-
-} // namespace
-
 } // namespace faststep::replay
-
-using faststep::at;
-using faststep::replay::Capture;
-
-int faststep_replay_launch(
-    void* capture,
-    const void* const* from,
-    const void* const* into,
-    size_t count,
-    const void* done,
-    void** launched,
-    size_t room,
-    size_t* given) {
-  return faststep::guarded([&] {
-    auto outputs =
-        static_cast<Capture*>(capture)->launch(faststep::list(from, count), faststep::list(into, count));
-    at(done).attach_event(outputs[0].event());
-    *given = std::min(room, outputs.size());
-    std::transform(outputs.begin(), outputs.begin() + *given, launched, faststep::owned);
-  });
-}
-
-int faststep_replay_shown(const void* place, const void* done, void** shown) {
-  return faststep::guarded([&] {
-    *shown = faststep::owned(mx::where(at(done), at(place), at(place), faststep::replay::shared_stream()));
-  });
-}
-
-int faststep_replay_share_stream(int* index) {
-  return faststep::guarded([&] {
-    auto before = mx::default_stream(mx::Device::gpu);
-    mx::set_default_stream(*index < 0 ? faststep::replay::shared_stream() : mx::Stream(*index, mx::Device::gpu));
-    *index = before.index;
-  });
-}
-
-int faststep_replay_wait(const void* array) {
-  return faststep::guarded([&] {
-    auto shown = at(array);
-    if (shown.status() != mx::array::Status::unscheduled && shown.event().valid()) {
-      shown.wait();
-    }
-  });
-}
-
-int faststep_replay_untouched(
-    const void* const* arrays, const size_t* ids, const size_t* holders, size_t count) noexcept {
-  for (size_t i = 0; i < count; ++i) {
-    bool stays = holders[i] == 0 ||
-        (faststep_array_is_lazy(arrays[i]) && faststep_array_holders(arrays[i]) <= holders[i]);
-    if (faststep_array_id(arrays[i]) != ids[i] || !stays) {
-      return 0;
-    }
-  }
-  return 1;
-}

@@ -38,7 +38,7 @@ Learnt Recorder::learn() {
   run();
   auto& [operations, sizes, made, within, plan] = learning_;
   operations.emplace_back();
-  for (const auto& result : capture_.results_) {
+  for (const auto& result : capture_.graph_.results) {
     operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
   }
   // Buffers of one size that an evaluation makes may get each other's places: none is done with before all are.
@@ -72,7 +72,7 @@ void Recorder::record() {
     throw Refused("a step that is another one when it is gone through again");
   }
   connect();
-  for (const auto& result : capture_.results_) {
+  for (const auto& result : capture_.graph_.results) {
     capture_.kept_.push_back(result.data_shared_ptr());
   }
   auto& kept = capture_.kept_;
@@ -101,14 +101,14 @@ void Recorder::run() {
       evaluate(std::move(array));
     }
     carry();
-    feed([](const Capture& capture) { return capture.feed_->encode_out(capture.results_); });
+    feed([](const Capture& capture) { return capture.feed_->encode_out(capture.graph_.results); });
   } catch (...) {
     if (block_ != nullptr) {
       block_->end(); // while all that lies in it is still there
     }
     throw;
   }
-  if (!capture_.from_.empty()) {
+  if (!capture_.graph_.from.empty()) {
     throw Refused("values that take each other's place");
   }
 }
@@ -116,7 +116,7 @@ void Recorder::run() {
 std::vector<mx::array> Recorder::tape() {
   LazyArrays arrays;
   std::vector<const mx::array*> outputs;
-  for (auto* list : {&capture_.results_, &capture_.from_}) {
+  for (auto* list : {&capture_.graph_.results, &capture_.graph_.from}) {
     for (const auto& array : *list) {
       outputs.push_back(&array);
     }

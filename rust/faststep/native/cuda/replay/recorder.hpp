@@ -12,7 +12,7 @@
 #include "cuda/replay/capture.hpp"
 #include "cuda/replay/encoder.hpp"
 #include "cuda/replay/feed.hpp"
-#include "cuda/replay/plan.hpp"
+#include "replay/plan.hpp"
 
 namespace faststep::replay {
 

@@ -1,5 +1,5 @@
-//! A captured part at work: what has changed is copied in, the graph is launched, what a call returns is copied out.
-use std::time::Instant;
+//! A captured part at work: what has changed is copied in, it is launched, what a call returns is copied out.
+use std::{rc::Rc, time::Instant};
 
 use mlx_rs::{error::Result as MlxResult, transforms::async_eval, Array};
 
@@ -8,7 +8,10 @@ use crate::{
     engine::{evaluate::OnDevice, Engine, Owner},
     error::{Error, Result},
     evaluation::{Evaluate, HandOver},
-    mlx::{array, replay::Launched},
+    mlx::{
+        array,
+        replay::{self, Launched},
+    },
     trace::{Call, Captured, Given, Outputs},
 };
 
@@ -92,20 +95,25 @@ impl Engine {
         owner: &mut dyn Owner,
     ) -> MlxResult<Array> {
         let given = copy_in(&mut launch.captured.given, &launch.call)?;
-        let lazy = given.iter().map(|(from, _)| from);
-        let lazy: Vec<&Array> = lazy.filter(|from| array::is_lazy(from)).collect();
-        if !lazy.is_empty() {
+        if !are_ready(&given) {
             let mut ready = Ok(());
-            owner.unlocked(&mut || ready = async_eval(lazy.iter().copied()));
+            owner.unlocked(&mut || ready = prepare(&given));
             ready?;
         }
         let (updates, written) = (launch.updates, &launch.captured.written);
         let handles = owner.holds_alone();
         let is_untouched = |count| resident.is_untouched(self, updates, written, count);
-        if handles.is_some_and(is_untouched) {
-            return resident.launch(launch, &given); // with the lock: what nobody holds nobody can come by
+        if !handles.is_some_and(is_untouched) {
+            return self.launch_beside(resident, launch, given, owner);
         }
-        self.launch_beside(resident, launch, given, owner)
+        // with the lock: what nobody holds nobody can come by
+        if !replay::is_on_cpu() {
+            return resident.launch(launch, &given);
+        }
+        let _closed = resident.gate.close(); // nor evaluate before it is done
+        let mut launched = Err("nothing was launched".into());
+        owner.unlocked(&mut || launched = resident.launch(launch, &given));
+        launched
     }
 
     // somebody may hold what is written over, or has changed it
@@ -120,16 +128,20 @@ impl Engine {
             owner.release();
         }
         let written = launch.captured.written.clone();
-        let first = resident.held(self, launch.updates, &written); // before anybody below has a handle
+        let held = resident.held(self, launch.updates, &written); // before anybody below has a handle
         let values = self.values();
         copies.extend(resident.changed(&values)?);
         let mut launched = Err("nothing was launched".into());
         owner.unlocked(&mut || {
-            let ready = async_eval(&first).and_then(|()| resident.wait());
-            resident.shown.clone_from(&values);
-            launched = ready.and_then(|()| resident.launch(launch, &copies));
+            launched = prepare(&copies).and_then(|()| {
+                let gate = Rc::clone(&resident.gate);
+                let _closed = gate.close();
+                resident.keep(&held)?;
+                resident.take(&values); // which are copied
+                resident.launch(launch, &copies)
+            });
         });
-        drop((first, copies, values));
+        drop((copies, values));
         let launched = launched?;
         self.show_resident(resident, launch.updates, &written)?;
         Ok(launched)
@@ -140,11 +152,12 @@ impl Resident {
     // returns what to wait for
     fn launch(&self, launch: &mut Launch, copies: &[(Array, Array)]) -> MlxResult<Array> {
         let Launch { captured, call, .. } = launch;
-        let Launched { ticket, small } = captured.graph.launch(copies, &self.done)?;
-        let (mut small, mut large) = (small.into_iter(), Vec::new());
+        let Launched { ticket, given } = captured.graph.launch(copies, &self.gate)?;
+        let all = given.len() == captured.outputs.given_out().count();
+        let (mut given, mut large) = (given.into_iter(), Vec::new());
         let outputs = captured.outputs.map_given_out(|result| {
-            if result.nbytes() <= SMALL {
-                if let Some(copy) = small.next() {
+            if all || result.nbytes() <= SMALL {
+                if let Some(copy) = given.next() {
                     return Ok(copy);
                 }
             }
@@ -166,8 +179,27 @@ impl Resident {
     }
 }
 
+// whether what is copied can be read: on a CPU it is by the thread that launches, elsewhere by the device
+fn are_ready(copies: &[(Array, Array)]) -> bool {
+    let on_cpu = replay::is_on_cpu();
+    let is_ready = |from: &Array| !array::is_lazy(from) && (!on_cpu || replay::is_ready(from));
+    copies.iter().all(|(from, _)| is_ready(from))
+}
+
+fn prepare(copies: &[(Array, Array)]) -> MlxResult<()> {
+    let lazy = copies.iter().filter(|(from, _)| array::is_lazy(from));
+    let lazy: Vec<&Array> = lazy.map(|(from, _)| from).collect();
+    if !lazy.is_empty() {
+        async_eval(lazy)?;
+    }
+    if replay::is_on_cpu() {
+        copies.iter().try_for_each(|(from, _)| replay::wait(from))?;
+    }
+    Ok(())
+}
+
 // what is given, and is not what was given the last time, with its static array. A batch is a new one each time
-fn copy_in(given: &mut [Given], call: &Call) -> MlxResult<Vec<(Array, Array)>> {
+pub(super) fn copy_in(given: &mut [Given], call: &Call) -> MlxResult<Vec<(Array, Array)>> {
     let mut copies = Vec::new();
     let known = call.count_others() + 1; // the random key
     let arrays = call.others().chain(&call.rest).enumerate();

@@ -1,10 +1,11 @@
-//! A step as a CUDA graph that is launched again: which traces are captured, and how long their captures stay.
+//! A step that is recorded once and launched again, as a CUDA graph or as a list of a CPU's tasks: which traces are captured,
+//! and how long their captures stay.
 //!
 //! Parameters and state of a step that is replayed lie in static arrays (`resident`), which nobody else ever sees. What the
 //! engine holds in their place are lazy copies: whoever evaluates one has the value of that moment. Those that somebody
-//! still holds are evaluated before the graph writes over what they are copies of (`launch`). A capture begins with copies of
-//! all that a trace reads, a rehearsal; MLX evaluates the step as always, and what the graph makes of the copies has to be
-//! the same (`verify`).
+//! still holds are evaluated before a launch writes over what they are copies of (`launch`). A capture begins with copies of
+//! all that a trace reads, a rehearsal; MLX evaluates the step as always, and what the capture makes of the copies has to be
+//! the same (`verify`): on a CPU to the bit, twice.
 mod launch;
 mod resident;
 mod verify;
@@ -15,7 +16,10 @@ use mlx_rs::{error::Result as MlxResult, Array};
 
 use super::{evaluate::evaluate, Engine, Owner};
 use crate::{
-    mlx::{array, join, memory, replay::ScalarsApart},
+    mlx::{
+        array, memory,
+        replay::{self, ScalarsApart},
+    },
     trace::{Call, Captured, Given, Outputs, Part, Replay, Trace},
 };
 use resident::copied;
@@ -23,8 +27,9 @@ use resident::copied;
 pub(super) use launch::{Launch, OnGraph};
 pub(super) use resident::Resident;
 
-/// So many evaluations by MLX before a trace is captured, where that is left to the engine, and where it is asked for.
-const RUNS: (usize, usize) = (4, 1);
+/// So many evaluations by MLX before a trace is captured, where that is left to the engine: on CUDA, and on a CPU, where it takes
+/// as long as some steps; and where it is asked for.
+const RUNS: [usize; 3] = [4, 12, 1];
 /// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free.
 const SHARE: usize = 2;
 /// One part in so many of the memory limit is left to others: where less is free, captures go.
@@ -37,10 +42,17 @@ const BEYOND: usize = 10;
 const LITTLE: (usize, usize) = (8, 64 << 20);
 /// And so many bytes: the places of small arrays are rounded up.
 const ROUNDING: usize = 1 << 16;
+/// On a CPU, left to the engine, captures and static arrays take no more than this in all: a step that takes more gains little.
+const MOST_ON_CPU: usize = 64 << 20;
 
 fn captured(bytes: usize) -> usize {
     let (times, most) = LITTLE;
-    (bytes + bytes / BEYOND).max((times * bytes).min(most)) + ROUNDING
+    let little = if replay::is_on_cpu() {
+        0 // nothing runs side by side
+    } else {
+        (times * bytes).min(most)
+    };
+    (bytes + bytes / BEYOND).max(little) + ROUNDING
 }
 
 fn reserve() -> usize {
@@ -58,6 +70,15 @@ pub(super) struct Kept {
 pub(super) struct Rehearsal {
     inputs: Vec<Array>,
     given: Vec<Given>,
+    captured: Option<Captured>, // by which it has been recorded before
+}
+
+/// Whether a capture is one for a call.
+#[derive(PartialEq, Eq)]
+enum Fit {
+    Fits,
+    Replaced, // an array that is read where it lies is another one
+    Lost,
 }
 
 impl Engine {
@@ -70,13 +91,38 @@ impl Engine {
         if trace.capture.captured.is_empty() {
             return Err(call);
         }
-        let is_its =
-            |kept: &Kept| std::ptr::eq(kept.token.as_ptr(), Rc::as_ptr(&trace.capture.token));
-        let Some(at) = self.captures.iter().position(is_its) else {
+        let Some(at) = self.kept(trace) else {
             trace.capture.lose();
             return Err(call);
         };
+        let fit = self.fit(&self.captures[at].captured, &call);
+        if fit != Fit::Fits {
+            self.captures.remove(at);
+            trace.capture.copies_all |= fit == Fit::Replaced;
+            trace.capture.lose();
+            return Err(call);
+        }
+        if self.captures[at].captured.doubts > 0 {
+            return Err(call);
+        }
         let captured = self.captures.remove(at).captured;
+        Ok(Launch {
+            captured,
+            call,
+            updates: matches!(trace.recipe.part, Part::Whole(_) | Part::Update(_)),
+            keeps_masters: trace.recipe.options.compute_dtype.is_some(),
+            outputs: Outputs::default(),
+        })
+    }
+
+    // the place of a trace's capture
+    fn kept(&self, trace: &Trace) -> Option<usize> {
+        let token = Rc::as_ptr(&trace.capture.token);
+        let is_its = |kept: &Kept| std::ptr::eq(kept.token.as_ptr(), token);
+        self.captures.iter().position(is_its)
+    }
+
+    fn fit(&self, captured: &Captured, call: &Call) -> Fit {
         let arrays = call.others().chain(&call.rest);
         let replaced = captured.given.iter().zip(arrays).any(|(given, array)| {
             matches!(given, Given::Fixed(fixed) if array::id(fixed) != array::id(array))
@@ -85,18 +131,13 @@ impl Engine {
         let resident = resident.filter(|it| it.number == captured.resident);
         let fits = resident.is_some_and(|it| it.fits(self.value_refs()));
         let short = memory::free() < reserve(); // others have taken what was left to them
-        if replaced || !fits || short || !captured.graph.is_valid() {
-            trace.capture.copies_all |= replaced;
-            trace.capture.lose();
-            return Err(call);
+        if replaced {
+            Fit::Replaced
+        } else if !fits || short || !captured.graph.is_valid() {
+            Fit::Lost
+        } else {
+            Fit::Fits
         }
-        Ok(Launch {
-            captured,
-            call,
-            updates: matches!(trace.recipe.part, Part::Whole(_) | Part::Update(_)),
-            keeps_masters: trace.recipe.options.compute_dtype.is_some(),
-            outputs: Outputs::default(),
-        })
     }
 
     /// Keep a capture, as the one used last.
@@ -141,7 +182,15 @@ impl Engine {
             return 0;
         }
         let copies = self.value_refs().map(Array::nbytes).sum::<usize>();
-        copies + captured(bytes)
+        let planned = copies + captured(bytes);
+        let is_left_out = trace.recipe.options.replay == Replay::Auto
+            && replay::is_on_cpu()
+            && planned > MOST_ON_CPU;
+        if is_left_out {
+            0
+        } else {
+            planned
+        }
     }
 
     /// Whether a trace is to be captured when MLX has evaluated it once more: then copies of all that it reads.
@@ -153,8 +202,8 @@ impl Engine {
     ) -> Option<Rehearsal> {
         let runs = match trace.recipe.options.replay {
             Replay::Never => return None,
-            Replay::Auto => RUNS.0,
-            Replay::Always => RUNS.1,
+            Replay::Auto => RUNS[usize::from(replay::is_on_cpu())],
+            Replay::Always => RUNS[2],
         };
         if trace.capture.refused.is_some() || self.dry_run {
             return None;
@@ -162,6 +211,13 @@ impl Engine {
         if let Some(reason) = refusal(trace) {
             trace.capture.refuse(reason);
             return None;
+        }
+        if let Some(at) = self.kept(trace) {
+            let captured = self.captures.remove(at).captured; // in doubt, or it would be launched
+            let again = self.again(captured, call, owner);
+            return again
+                .map_err(|error| trace.capture.refuse(error.what()))
+                .ok();
         }
         let bytes = trace.evaluated.bytes?; // where it has been measured
         trace.capture.runs += 1;
@@ -185,10 +241,12 @@ impl Engine {
             _ => self.value_refs().map(Array::nbytes).sum::<usize>(),
         };
         let needed = state + captured(bytes) + reserve();
-        let free = match trace.recipe.options.replay {
-            Replay::Auto => memory::free() / SHARE,
-            _ => memory::free(),
-        };
+        let auto = trace.recipe.options.replay == Replay::Auto;
+        let mut free = memory::free() / if auto { SHARE } else { 1 };
+        if auto && replay::is_on_cpu() {
+            let held = if state == 0 { self.captured_bytes() } else { 0 };
+            free = free.min((MOST_ON_CPU + reserve()).saturating_sub(held));
+        }
         (needed > free).then(|| format!("a capture takes {needed} bytes, and may take {free}"))
     }
 
@@ -231,13 +289,38 @@ impl Engine {
         inputs.extend(self.layout.shared().map(|buffer| buffers[buffer].clone()));
         inputs.extend_from_slice(state);
         inputs.extend(given.iter().map(|given| given.array().clone()));
-        Ok(Rehearsal { inputs, given })
+        Ok(Rehearsal {
+            inputs,
+            given,
+            captured: None,
+        })
+    }
+
+    // the same for what has been recorded: its static arrays get the values of this call
+    fn again(
+        &mut self,
+        mut captured: Captured,
+        call: &Call,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<Rehearsal> {
+        self.fill_resident(owner)?;
+        let copies = launch::copy_in(&mut captured.given, call)?;
+        evaluate(copies.iter().map(|(from, _)| from), owner)?;
+        replay::copy(&copies)?;
+        for given in &mut captured.given {
+            given.forget();
+        }
+        Ok(Rehearsal {
+            inputs: Vec::new(),
+            given: Vec::new(),
+            captured: Some(captured),
+        })
     }
 }
 
 fn refusal(trace: &Trace) -> Option<&'static str> {
-    if !join::is_cuda() {
-        return Some("MLX's default device is none of CUDA's");
+    if let Some(reason) = replay::refusal() {
+        return Some(reason);
     }
     if trace.is_eager() {
         return Some("the step is not compiled");

@@ -1,5 +1,7 @@
 //! The static arrays of parameters and state, and the lazy copies of them that the engine holds in their place.
-use mlx_rs::{error::Result as MlxResult, ops, transforms::eval, Array};
+use std::rc::Rc;
+
+use mlx_rs::{error::Result as MlxResult, ops, transforms::async_eval, Array};
 
 use crate::{
     engine::{
@@ -9,7 +11,7 @@ use crate::{
     error::{Error, Result},
     mlx::{
         array,
-        replay::{self, ScalarsApart, SharedStream},
+        replay::{self, Gate, ScalarsApart, SharedStream, Source},
     },
 };
 
@@ -22,8 +24,10 @@ pub(in crate::engine) struct Resident {
     pub arrays: Vec<Array>,
     /// Arrays of the same values, which the engine holds; empty: it holds others.
     pub shown: Vec<Array>,
-    /// A true scalar, with the event of the last launch: all that is shown is computed from it.
-    pub done: Array,
+    /// On a CPU, what those of them are made of that are copies of static arrays.
+    sources: Vec<Option<Source>>,
+    /// What all that is shown waits for: the last launch.
+    pub gate: Rc<Gate>,
     // of what the engine held when it was shown: parameters, shared buffers, state
     ids: Vec<usize>,
     holders: Vec<usize>,
@@ -36,13 +40,12 @@ pub(super) fn copied(array: &Array) -> MlxResult<Array> {
 
 impl Resident {
     fn new(number: usize, arrays: Vec<Array>) -> MlxResult<Self> {
-        let done = Array::from_bool(true);
-        eval([&done])?;
         Ok(Self {
             number,
             arrays,
             shown: Vec::new(),
-            done,
+            sources: Vec::new(),
+            gate: Rc::new(Gate::new()?),
             ids: Vec::new(),
             holders: Vec::new(),
         })
@@ -73,8 +76,8 @@ impl Resident {
         !self.shown.is_empty() && replay::is_untouched(engine.held(), &self.ids, &holders)
     }
 
-    /// Of what a launch writes over: what somebody beside the engine holds, and nobody has evaluated.
-    pub fn held(&self, engine: &Engine, updates: bool, written: &[usize]) -> Vec<Array> {
+    /// Of what a launch writes over: whether somebody beside the engine holds it.
+    pub fn held(&self, engine: &Engine, updates: bool, written: &[usize]) -> Vec<bool> {
         if self.shown.is_empty() {
             return Vec::new();
         }
@@ -95,17 +98,68 @@ impl Resident {
         for &index in written {
             held[buffers + index] = is_held(&(state + index));
         }
-        let held = self.shown.iter().zip(held).filter(|(_, held)| *held);
-        let held = held.map(|(shown, _)| shown);
-        held.filter(|shown| array::is_lazy(shown))
-            .cloned()
-            .collect()
+        held
     }
 
-    /// Wait for the copies that have been evaluated: another stream reads the static arrays for them.
-    pub fn wait(&self) -> MlxResult<()> {
+    /// Before static arrays are written over: have copies of those that are held, as others may have begun to make them. On a CPU
+    /// the gate is closed, and who makes a copy there is not known: it is left to them, of what is kept here.
+    pub fn keep(&self, held: &[bool]) -> MlxResult<()> {
+        let shown = self.shown.iter().zip(held);
+        if replay::is_on_cpu() {
+            let mut touched = shown
+                .zip(&self.sources)
+                .filter(|((shown, held), _)| **held || !array::is_lazy(shown));
+            return touched
+                .try_for_each(|(_, source)| source.as_ref().map_or(Ok(()), Source::preserve));
+        }
+        let first = shown.filter(|(shown, held)| **held && array::is_lazy(shown));
+        let first: Vec<&Array> = first.map(|(shown, _)| shown).collect();
+        async_eval(first)?;
+        // another stream reads the static arrays for those that have been evaluated
         let mut copies = self.shown.iter().filter(|shown| !array::is_lazy(shown));
         copies.try_for_each(replay::wait)
+    }
+
+    /// The static arrays are about to have these values.
+    pub fn take(&mut self, values: &[Array]) {
+        self.sources.resize_with(values.len(), || None);
+        self.shown.resize_with(values.len(), || values[0].clone());
+        for ((shown, source), value) in self.shown.iter_mut().zip(&mut self.sources).zip(values) {
+            if array::id(shown) != array::id(value) {
+                (*shown, *source) = (value.clone(), None);
+            }
+        }
+    }
+
+    // what the engine holds, and in the place of lazy copies what they are of: nothing is shown any more
+    fn values_of(&mut self, mut values: Vec<Array>) -> MlxResult<Option<Vec<Array>>> {
+        let _closed = self.gate.close();
+        let shown = std::mem::take(&mut self.shown);
+        let sources = std::mem::take(&mut self.sources);
+        for ((value, shown), source) in values.iter_mut().zip(&shown).zip(&sources) {
+            if let Some(source) = source
+                .as_ref()
+                .filter(|_| array::id(shown) == array::id(value))
+            {
+                *value = source.value()?;
+            }
+        }
+        Ok((!shown.is_empty()).then_some(values))
+    }
+
+    // whether an array that is shown does not stand for what a launch has left
+    fn is_old(&self, index: usize) -> bool {
+        let is_copy = match &self.sources[index] {
+            Some(source) => !source.is_over(),
+            None => !replay::is_on_cpu(),
+        };
+        !is_copy || !array::is_lazy(&self.shown[index])
+    }
+
+    fn show(&mut self, index: usize) -> MlxResult<()> {
+        let (shown, source) = replay::shown(&self.arrays[index], &self.gate)?;
+        (self.shown[index], self.sources[index]) = (shown, source);
+        Ok(())
     }
 
     /// The values that are not those of the static arrays, each with its static array.
@@ -197,21 +251,17 @@ impl Engine {
     ) -> MlxResult<()> {
         let _shared = SharedStream::enter()?;
         let buffers = self.layout.len();
-        let is_old = |shown: &Array| !array::is_lazy(shown);
-        if updates && resident.shown[..buffers].iter().any(is_old) {
-            for (shown, place) in resident.shown[..buffers].iter_mut().zip(&resident.arrays) {
-                *shown = replay::shown(place, &resident.done)?;
-            }
+        if updates && (0..buffers).any(|buffer| resident.is_old(buffer)) {
+            (0..buffers).try_for_each(|buffer| resident.show(buffer))?;
             self.parameters.clear();
             self.shared.clear();
             self.fresh = resident.shown[..buffers].to_vec();
             self.show()?;
         }
         for &index in state {
-            let shown = &mut resident.shown[buffers + index];
-            if is_old(shown) {
-                *shown = replay::shown(&resident.arrays[buffers + index], &resident.done)?;
-                self.state[index] = shown.clone();
+            if resident.is_old(buffers + index) {
+                resident.show(buffers + index)?;
+                self.state[index] = resident.shown[buffers + index].clone();
             }
         }
         resident.ids = self.held().map(array::id).collect();
@@ -222,6 +272,9 @@ impl Engine {
     /// Before MLX evaluates a step: whatever waits to be copied from the static arrays is, since theirs will not be the values
     /// of the state any more.
     pub(in crate::engine) fn leave_replay(&mut self, owner: &mut dyn Owner) -> Result<()> {
+        if replay::is_on_cpu() {
+            return self.take_values().map_err(Error::Device);
+        }
         let Some(resident) = &mut self.resident else {
             return Ok(());
         };
@@ -233,5 +286,23 @@ impl Engine {
         let mut waited = Ok(());
         owner.unlocked(&mut || waited = shown.iter().try_for_each(replay::wait));
         waited.map_err(Error::Device)
+    }
+
+    // hold arrays of one's own in the place of lazy copies, which others may be about to evaluate
+    fn take_values(&mut self) -> MlxResult<()> {
+        let Some(mut resident) = self.resident.take() else {
+            return Ok(());
+        };
+        let values = self.values();
+        let taken = resident.values_of(values);
+        self.resident = Some(resident);
+        let Some(mut values) = taken? else {
+            return Ok(());
+        };
+        self.state = values.split_off(self.layout.len());
+        self.parameters.clear();
+        self.shared.clear();
+        self.fresh = values;
+        self.show()
     }
 }

@@ -15,8 +15,8 @@ use crate::{
     error::{unread, Result},
     layout::precision,
     mlx::{
-        fuse,
-        replay::{is_own, Capture, Computed},
+        array, fuse,
+        replay::{self, is_own, Capture, Computed},
     },
     trace::{Captured, Given, Inputs, Outputs, Trace},
 };
@@ -27,6 +27,9 @@ const UPDATE_TOLERANCE: (f32, f32) = (2e-2, 1e-5);
 const OUTPUT_TOLERANCE: f32 = 1e-3;
 /// The tolerance of a value in half precision, whose last bit may be another one.
 const HALF_TOLERANCE: f32 = 1e-2;
+/// On a CPU so many evaluations are compared before a capture takes their place: what a task had kept of the first one would
+/// show in the second.
+const ON_CPU: usize = 2;
 
 impl Engine {
     /// Capture a trace that MLX has just evaluated, and keep the capture where it gives the same.
@@ -45,10 +48,17 @@ impl Engine {
         match self.verified(trace, rehearsal, ordinary, owner) {
             Ok(Some(captured)) => {
                 let (info, seconds) = (captured.graph.info, started.elapsed().as_secs_f64());
-                trace.capture.captured = format!(
-                    "in {seconds:.2} s: {} kernels and copies, {} bytes",
-                    info.nodes, info.bytes
-                );
+                let nodes = if replay::is_on_cpu() {
+                    "tasks"
+                } else {
+                    "kernels and copies"
+                };
+                if trace.capture.captured.is_empty() {
+                    trace.capture.captured = format!(
+                        "in {seconds:.2} s: {} {nodes}, {} bytes",
+                        info.nodes, info.bytes
+                    );
+                }
                 self.keep(trace, captured);
             }
             Ok(None) => trace.capture.runs = 0,
@@ -65,18 +75,42 @@ impl Engine {
         ordinary: &Outputs,
         owner: &mut dyn Owner,
     ) -> MlxResult<Option<Captured>> {
-        let Rehearsal { inputs, given } = rehearsal;
-        let inputs = Inputs::from(inputs);
+        for value in ordinary.loss.iter().chain(&ordinary.norm) {
+            if !value.try_item_cast::<f32>().map_err(unread)?.is_finite() {
+                return Ok(rehearsal.captured); // which stays as doubtful as it was
+            }
+        }
+        let Rehearsal {
+            inputs,
+            given,
+            captured,
+        } = rehearsal;
+        let captured = match captured {
+            Some(captured) => captured,
+            None => self.recorded(trace, inputs, given, owner)?,
+        };
+        if replay::is_on_cpu() {
+            self.compare_bits(&captured, ordinary, owner)?;
+        } else {
+            self.compare(&captured, ordinary, owner)?;
+        }
+        let doubts = captured.doubts.saturating_sub(1);
+        Ok(Some(Captured { doubts, ..captured }))
+    }
+
+    // what the rehearsal's inputs give, as it is recorded
+    fn recorded(
+        &mut self,
+        trace: &mut Trace,
+        inputs: Vec<Array>,
+        given: Vec<Given>,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<Captured> {
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
-        let (arrays, done) = (resident.arrays.clone(), resident.done.clone());
-        let resident = resident.number;
-        for value in ordinary.loss.iter().chain(&ordinary.norm) {
-            if !value.try_item_cast::<f32>().map_err(unread)?.is_finite() {
-                return Ok(None);
-            }
-        }
+        let (arrays, resident) = (resident.arrays.clone(), resident.number);
+        let inputs = Inputs::from(inputs);
         let buffers = self.layout.len();
         let (mut outputs, mut written) = (Outputs::default(), Vec::new());
         let mut computed = || {
@@ -121,13 +155,61 @@ impl Engine {
             })
         };
 
-        let values = self.values();
-        let updates = distances(&values, &arrays, owner)?;
         synchronize(owner)?;
         let graph = Capture::record(&mut computed)?;
-        let results: Vec<Array> = outputs.given_out().cloned().collect();
-        graph.launch(&[], &done)?;
-        let differences = distances(&values, &arrays, owner)?;
+        Ok(Captured {
+            graph,
+            resident,
+            written,
+            given,
+            outputs,
+            doubts: if replay::is_on_cpu() { ON_CPU } else { 1 },
+        })
+    }
+
+    // launched on the values of before, it gives the bits of MLX's evaluation
+    fn compare_bits(
+        &mut self,
+        captured: &Captured,
+        ordinary: &Outputs,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<()> {
+        let Some(resident) = &self.resident else {
+            return Err("there are no static arrays".into());
+        };
+        let given = captured.graph.launch(&[], &resident.gate)?.given;
+        let arrays = resident.arrays.iter().zip(self.value_refs());
+        let given = given.iter().zip(ordinary.given_out());
+        let pairs = arrays.map(|pair| (pair, "parameters or state"));
+        let pairs = pairs.chain(given.map(|pair| (pair, "loss, norm or another output")));
+        for ((got, wanted), what) in pairs {
+            let wanted = array::rows(wanted)?;
+            evaluate([&wanted], owner)?;
+            if !replay::is_same(got, &wanted)? {
+                return Err(Exception::custom(format!(
+                    "called again it gives other bits of {what} than MLX"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    // launched on the values of before, it gives what MLX's evaluation does, up to rounding
+    fn compare(
+        &mut self,
+        captured: &Captured,
+        ordinary: &Outputs,
+        owner: &mut dyn Owner,
+    ) -> MlxResult<()> {
+        let Some(resident) = &self.resident else {
+            return Err("there are no static arrays".into());
+        };
+        let (values, buffers) = (self.values(), self.layout.len());
+        let updates = distances(&values, &resident.arrays, owner)?;
+        synchronize(owner)?;
+        let results: Vec<Array> = captured.outputs.given_out().cloned().collect();
+        captured.graph.launch(&[], &resident.gate)?;
+        let differences = distances(&values, &resident.arrays, owner)?;
         for (i, ((update, _), (difference, size))) in
             updates.into_iter().zip(differences).enumerate()
         {
@@ -145,13 +227,7 @@ impl Engine {
                 return Err(differs("loss, norm or another output", difference, size));
             }
         }
-        Ok(Some(Captured {
-            graph,
-            resident,
-            written,
-            given,
-            outputs,
-        }))
+        Ok(())
     }
 }
 

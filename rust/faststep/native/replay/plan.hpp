@@ -1,4 +1,4 @@
-// Places of the memory of a captured step, and what has to wait for what because of them. Knows neither MLX nor CUDA.
+// Places of the memory of a captured step, and what has to wait for what because of them. Knows neither MLX nor a device.
 //
 // A step is recorded twice. The first time each buffer has memory of its own in all but name, and what is learnt are the
 // operations, in their order, and the buffers that they read and write. `plan` then gives each buffer its place in one block
@@ -41,6 +41,15 @@ struct Within {
 
 // The places of buffers, each of which is written before it is read, in a block of at most `factor` times the least bytes.
 Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor);
+
+// A buffer that is in use from one moment to another. No two buffers begin or end at the same one.
+struct Span {
+  size_t begin, end, bytes;
+};
+
+// The places of buffers in as small a block as is found, where operations run one after the other: two buffers may share bytes
+// where one has ended before the other begins.
+Plan plan(const std::vector<Span>& spans);
 
 // The same order with as few dependencies as say it: without those on an operation that another one waits for anyway. Each
 // operation waits for ones before it; none twice in what is returned.

@@ -1,4 +1,4 @@
-#include "cuda/replay/plan.hpp"
+#include "replay/plan.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -125,17 +125,16 @@ class Sharing {
 };
 
 // Each buffer as low as may be: beside those that it must not share bytes with.
-Plan placed(
-    const std::vector<Life>& lives, const std::vector<size_t>& order, const Sharing& sharing, size_t buffers, size_t apart) {
+template <typename May>
+Plan placed(const std::vector<Life>& lives, const std::vector<size_t>& order, size_t buffers, May may) {
   Plan plan;
   plan.offsets.resize(buffers);
-  plan.apart = apart;
   std::vector<std::pair<size_t, size_t>> beside; // from, to
   for (size_t i = 0; i < order.size(); ++i) {
     const auto& life = lives[order[i]];
     beside.clear();
     for (size_t k = 0; k < i; ++k) {
-      if (!sharing.may(order[i], order[k], apart)) {
+      if (!may(order[i], order[k])) {
         auto from = plan.offsets[lives[order[k]].buffer];
         beside.emplace_back(from, from + lives[order[k]].bytes);
       }
@@ -154,7 +153,30 @@ Plan placed(
   return plan;
 }
 
+template <typename May>
+Plan smallest_of(const std::vector<Life>& lives, const std::vector<std::vector<size_t>>& orders, size_t buffers, May may) {
+  auto best = placed(lives, orders[0], buffers, may);
+  for (size_t i = 1; i < orders.size(); ++i) {
+    auto other = placed(lives, orders[i], buffers, may);
+    if (other.bytes < best.bytes) {
+      best = std::move(other);
+    }
+  }
+  return best;
+}
+
 } // namespace
+
+Plan plan(const std::vector<Span>& spans) {
+  std::vector<Life> all;
+  for (const auto& [begin, end, bytes] : spans) {
+    all.push_back({all.size(), bytes, begin, end, {}});
+  }
+  auto may = [&](size_t i, size_t k) { return all[i].end < all[k].begin || all[k].end < all[i].begin; };
+  auto best = smallest_of(all, orders(all), all.size(), may);
+  best.least = best.bytes;
+  return best;
+}
 
 Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor) {
   std::vector<size_t> place(sizes.size());
@@ -172,13 +194,9 @@ Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<With
   auto tried = orders(all);
   Sharing sharing(all, Ancestors(dependencies(operations)));
   auto smallest = [&](size_t apart) {
-    auto best = placed(all, tried[0], sharing, sizes.size(), apart);
-    for (size_t i = 1; i < tried.size(); ++i) {
-      auto other = placed(all, tried[i], sharing, sizes.size(), apart);
-      if (other.bytes < best.bytes) {
-        best = std::move(other);
-      }
-    }
+    auto may = [&](size_t i, size_t k) { return sharing.may(i, k, apart); };
+    auto best = smallest_of(all, tried, sizes.size(), may);
+    best.apart = apart;
     return best;
   };
   auto best = smallest(1);

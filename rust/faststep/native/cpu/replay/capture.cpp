@@ -1,0 +1,338 @@
+#include "cpu/replay/capture.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "cpu/float_mode.hpp"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+#include "mlx/scheduler.h"
+#include "mlx/version.h"
+
+namespace faststep::tasks {
+
+namespace {
+
+// Whether primitives of that name read a file, or wait for other processes.
+bool waits_for_others(std::string_view name) {
+  constexpr std::string_view kinds[] = {"Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
+  return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
+}
+
+// How the worker of a stream computes.
+uint64_t float_mode_of(mx::Stream stream) {
+  auto mode = std::make_shared<uint64_t>();
+  mx::scheduler::enqueue(stream, [mode] { *mode = float_mode(); });
+  mx::synchronize(stream);
+  return *mode;
+}
+
+// The calling thread computes so, as long as it lives.
+class FloatMode {
+ public:
+  explicit FloatMode(uint64_t mode) : before_(float_mode()) {
+    set_float_mode(mode);
+  }
+  ~FloatMode() {
+    set_float_mode(before_);
+  }
+  FloatMode(const FloatMode&) = delete;
+  FloatMode& operator=(const FloatMode&) = delete;
+
+ private:
+  uint64_t before_;
+};
+
+// Closures, and what is done in their place, are those of one version.
+void check_version() {
+  auto built = std::to_string(MLX_VERSION_MAJOR) + '.' + std::to_string(MLX_VERSION_MINOR) + '.' +
+      std::to_string(MLX_VERSION_PATCH);
+  std::string loaded = mx::version();
+  if (loaded != built) {
+    throw Refused("this was made for MLX " + built + ", and " + loaded + " is loaded");
+  }
+}
+
+bool is_whole(const mx::array& a) {
+  return a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size();
+}
+
+const void* memory_of(const mx::array& array) {
+  const auto& data = array.data_shared_ptr();
+  return data ? data->buffer().ptr() : nullptr;
+}
+
+void copy(const mx::array& from, const mx::array& into) {
+  if (!from.flags().row_contiguous || !into.flags().row_contiguous || from.nbytes() != into.nbytes()) {
+    throw std::logic_error("a replay copies arrays of one size that lie row after row");
+  }
+  std::memcpy(const_cast<char*>(into.data<char>()), from.data<char>(), from.nbytes());
+}
+
+} // namespace
+
+struct Capture::Kernel {
+  struct Input {
+    const void* memory;
+    bool by_element; // row after row, from the beginning of its memory, element by element of the outputs
+  };
+  std::vector<Input> inputs;
+};
+
+Capture::Capture(Graph graph) : graph_(std::move(graph)), stream_(mx::default_stream(mx::Device::cpu)) {}
+
+Capture::~Capture() = default;
+
+void Capture::record(const std::vector<Recorded*>& learns) {
+  auto &first = static_cast<Capture&>(*learns.at(0)), &second = static_cast<Capture&>(*learns.at(1));
+  for (auto* each : {&first, &second, this}) {
+    replay::fold(each->graph_, stream_, [](const mx::Primitive& primitive) { return waits_for_others(primitive.name()); });
+  }
+  float_mode_ = float_mode_of(stream_);
+  check_version();
+
+  Allocations apart;
+  first.go_through(apart, nullptr);
+  auto homes = first.homes(apart);
+
+  std::unordered_set<size_t> held; // the evaluations that make them
+  std::transform(homes.begin(), homes.end(), std::inserter(held, held.end()), [](const Home& home) { return home.evaluation; });
+  Allocations natural;
+  second.go_through(natural, &held);
+  natural.find_constants();
+  second.plan(natural, homes, graph_.into, *this);
+
+  go_through(*memory_, &held);
+  memory_->finish();
+  bring_home(homes);
+  constants_.assign(memory_->fixed(), memory_->fixed() + fixed_bytes_);
+  info.nodes = tasks_.size();
+  info.bytes += fixed_bytes_;
+  for (const auto& array : graph_.into) {
+    kept_.push_back(array.data_shared_ptr());
+  }
+  graph_.from.clear();
+  graph_.into.clear();
+  graph_.fed.clear();
+  graph_.inputs.clear();
+}
+
+// As cpu::eval does it (mlx/backend/cpu/eval.cpp), without running anything.
+void Capture::go_through(Allocations& allocations, const std::unordered_set<size_t>* held) {
+  std::vector<const mx::array*> outputs;
+  for (auto* list : {&graph_.results, &graph_.from}) {
+    for (const auto& array : *list) {
+      outputs.push_back(&array);
+    }
+  }
+  auto tape = tape_of(outputs);
+  for (auto& array : tape) {
+    std::string name = array.primitive().name();
+    if (array.primitive().stream() != stream_) {
+      throw Refused(name + " runs on another stream or device");
+    }
+    if (waits_for_others(name)) {
+      throw Refused(name + " waits for others");
+    }
+    for (auto in : array.inputs()) {
+      if (in.status() != mx::array::Status::unscheduled) {
+        in.wait();
+        kept_.push_back(in.data_shared_ptr()); // nor does MLX write over what somebody holds
+      }
+    }
+  }
+  Recording recording(stream_);
+  Allocations::Scope scope(allocations);
+  for (size_t number = 0; !tape.empty(); ++number) {
+    auto array = std::move(tape.back());
+    tape.pop_back();
+    allocations.next(number);
+    evaluate(std::move(array), number, held == nullptr || held->contains(number), recording);
+  }
+  tasks_ = std::move(recording.tasks);
+}
+
+void Capture::evaluate(mx::array array, size_t number, bool holds, Recording& recording) {
+  auto outputs = array.outputs();
+  std::vector<Data> held;
+  if (holds) {
+    for (const auto& in : array.inputs()) {
+      held.push_back(in.data_shared_ptr());
+    }
+  }
+  auto before = recording.tasks.size();
+  array.primitive().eval_cpu(array.inputs(), outputs);
+  auto temporaries = std::exchange(mx::cpu::get_command_encoder(stream_).temporaries(), {});
+  std::string_view name = array.primitive().name();
+  if (recording.refused != nullptr) {
+    throw Refused(std::string(name) + ": " + recording.refused);
+  }
+  if (recording.tasks.size() > before) {
+    Kernel kernel;
+    for (const auto& in : array.inputs()) {
+      last_reads_[memory_of(in)] = number;
+      kernel.inputs.push_back({memory_of(in), in.size() == outputs[0].size() && is_whole(in)});
+    }
+    if (name.starts_with("Compiled")) {
+      kernels_.emplace(number, std::move(kernel));
+    }
+  }
+  for (auto& out : outputs) {
+    out.set_status(mx::array::Status::available);
+  }
+  outputs.clear();
+  array.detach();
+}
+
+// What a static array gets may be made in its memory, where it has memory of its own and nobody reads what is there any more.
+std::vector<Capture::Home> Capture::homes(const Allocations& allocations) const {
+  std::vector<Home> homes;
+  std::unordered_set<size_t> known;
+  for (size_t i = 0; i < graph_.from.size(); ++i) {
+    const auto &from = graph_.from[i], &into = graph_.into[i];
+    auto number = allocations.find(from);
+    if (number == Allocations::never || !is_whole(from) || !is_whole(into) || !into.data_shared_ptr()->is_owned()) {
+      continue;
+    }
+    const auto& buffer = allocations.buffers()[number];
+    bool fits = buffer.bytes == from.nbytes() && buffer.bytes == into.nbytes();
+    if (fits && may_be_written(i, buffer.evaluation) && known.insert(number).second) {
+      homes.push_back({buffer.evaluation, allocations.order(number), i});
+    }
+  }
+  return homes;
+}
+
+bool Capture::may_be_written(size_t i, size_t evaluation) const {
+  const auto* memory = memory_of(graph_.into[i]);
+  auto is_there = [memory](const mx::array& array) { return memory_of(array) == memory; };
+  if (std::any_of(graph_.from.begin(), graph_.from.end(), is_there) ||
+      std::any_of(graph_.results.begin(), graph_.results.end(), is_there)) {
+    return false;
+  }
+  auto last = last_reads_.find(memory);
+  if (last == last_reads_.end() || last->second < evaluation) {
+    return true;
+  }
+  auto kernel = kernels_.find(evaluation);
+  if (last->second > evaluation || kernel == kernels_.end()) {
+    return false;
+  }
+  const auto& inputs = kernel->second.inputs;
+  return std::all_of(inputs.begin(), inputs.end(), [memory](const Kernel::Input& in) { return in.memory != memory || in.by_element; });
+}
+
+// Gives `records` the memory for what this pass has allocated.
+void Capture::plan(
+    const Allocations& allocations,
+    std::vector<Home>& homes,
+    const std::vector<mx::array>& into,
+    Capture& records) const {
+  constexpr size_t little = 64; // so few bytes are not worth a place that others may have, too
+  const auto& buffers = allocations.buffers();
+  std::vector<Allocations::Place> places(buffers.size());
+  std::erase_if(homes, [&](const Home& home) {
+    auto number = allocations.find(graph_.from[home.carried]);
+    bool is_its = number != Allocations::never && buffers[number].evaluation == home.evaluation &&
+        allocations.order(number) == home.order && buffers[number].bytes == into[home.carried].nbytes() &&
+        !buffers[number].constant;
+    if (is_its) {
+      places[number].home = &into[home.carried];
+    }
+    return !is_its;
+  });
+  auto room = [](const Allocations::Buffer& buffer) {
+    return (buffer.bytes + alignment - 1) / alignment * alignment + alignment;
+  };
+  std::vector<replay::Span> spans;
+  std::vector<size_t> numbers;
+  size_t fixed = 0;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    places[i].bytes = buffers[i].bytes;
+    if (places[i].home != nullptr) {
+      continue;
+    }
+    if (buffers[i].constant || buffers[i].bytes <= little) {
+      places[i].offset = fixed;
+      fixed += room(buffers[i]);
+    } else {
+      spans.push_back({buffers[i].begin, buffers[i].end, room(buffers[i])});
+      numbers.push_back(i);
+    }
+  }
+  auto plan = replay::plan(spans);
+  for (size_t k = 0; k < numbers.size(); ++k) {
+    places[numbers[k]].offset = fixed + plan.offsets[k];
+  }
+  records.memory_ = std::make_unique<Allocations>(fixed + plan.bytes, std::move(places));
+  records.fixed_bytes_ = fixed;
+  records.info.bytes = fixed + plan.bytes;
+}
+
+// The other values are copied when all else is done.
+void Capture::bring_home(const std::vector<Home>& homes) {
+  for (size_t i = 0; i < graph_.from.size(); ++i) {
+    const auto &from = graph_.from[i], &into = graph_.into[i];
+    auto is_its = [i](const Home& home) { return home.carried == i; };
+    if (std::any_of(homes.begin(), homes.end(), is_its) || from.data_shared_ptr() == into.data_shared_ptr()) {
+      continue;
+    }
+    auto is_static = [&from](const mx::array& other) { return other.data_shared_ptr() == from.data_shared_ptr(); };
+    if (std::any_of(graph_.into.begin(), graph_.into.end(), is_static)) {
+      throw Refused("values that take each other's place");
+    }
+    if (!from.flags().row_contiguous || from.nbytes() != into.nbytes()) {
+      throw Refused("a value that does not lie as the one before it");
+    }
+    tasks_.emplace_back([source = from.data<char>(), target = const_cast<char*>(into.data<char>()), bytes = from.nbytes()] {
+      std::memcpy(target, source, bytes);
+    });
+  }
+}
+
+void Capture::run() {
+  FloatMode mode(float_mode_);
+  std::memcpy(memory_->fixed(), constants_.data(), constants_.size());
+  if (std::exchange(has_run_, true)) {
+    for (auto& task : tasks_) {
+      task.run();
+    }
+  } else {
+    for (auto& task : tasks_) {
+      task.run_first();
+    }
+  }
+}
+
+std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
+  tasks::copy(from, into);
+  failed_ = true; // what is written over would be half done
+  run();
+  failed_ = false;
+  std::vector<mx::array> given{mx::array(true)};
+  for (const auto& result : graph_.results) {
+    mx::array copy(mx::allocator::malloc(result.nbytes()), result.shape(), result.dtype());
+    faststep::tasks::copy({result}, {copy});
+    given.push_back(std::move(copy));
+  }
+  return given;
+}
+
+void copy(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
+  for (size_t i = 0; i < from.size(); ++i) {
+    auto source = from[i];
+    if (source.status() == mx::array::Status::unscheduled) {
+      throw std::logic_error("a replay copies evaluated arrays");
+    }
+    source.wait();
+    copy(source, into[i]);
+  }
+}
+
+} // namespace faststep::tasks

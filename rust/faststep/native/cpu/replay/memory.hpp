@@ -1,0 +1,98 @@
+// MLX's allocator while a step is recorded: what the calling thread allocates comes from the pass that is under way.
+//
+// libmlx and what is linked with it call `allocator` below in place of MLX's (src/mlx/caller.rs). Other threads, and all at
+// other times, get MLX's buffers. A buffer from a pass belongs to whoever holds it: however late it is freed, its region is
+// still there.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "mlx/mlx.h"
+
+namespace faststep::tasks {
+
+namespace mx = mlx::core;
+
+// In place of mlx::core::allocator::allocator, which `own` is.
+mx::allocator::Allocator& allocator();
+void keep_own(mx::allocator::Allocator& (*own)());
+
+// A buffer as MLX lays it out: its bytes in the word before its data.
+inline constexpr size_t alignment = 64;
+
+// Memory that buffers are cut from. It is given back when it is closed and all of them have been freed.
+class Region;
+
+// What a pass through a graph allocates, in order.
+class Allocations {
+ public:
+  struct Buffer {
+    size_t bytes;
+    size_t evaluation; // the one that made it
+    char* data;
+    size_t begin, end; // from one to the other of all takes and frees of the pass it is in use
+    bool constant = false; // written by the host, which a replay does not do again
+  };
+  // Where a buffer lies that another pass has made in the same place of the order.
+  struct Place {
+    size_t bytes = 0;
+    size_t offset = 0; // in the block
+    const mx::array* home = nullptr; // or the static array whose memory it is
+  };
+  static constexpr size_t never = ~size_t{0};
+
+  // To learn: each buffer has bytes of its own, which nobody but a host that makes a constant writes.
+  Allocations();
+  // To record: each lies in its place.
+  Allocations(size_t bytes, std::vector<Place> places);
+  ~Allocations();
+  Allocations(const Allocations&) = delete;
+  Allocations& operator=(const Allocations&) = delete;
+
+  // While it lives, the calling thread allocates from this.
+  class Scope {
+   public:
+    explicit Scope(Allocations& allocations);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+  };
+
+  // Those of the evaluation of that number come.
+  void next(size_t evaluation);
+  // The number of the buffer that an array's memory is; `never`: it is none of these.
+  size_t find(const mx::array& array) const;
+  // Of those that its evaluation has made.
+  size_t order(size_t number) const;
+  // The beginning of the block.
+  char* fixed() const;
+  const std::vector<Buffer>& buffers() const {
+    return buffers_;
+  }
+  // Finds the constants; for a pass that learns, when it is done.
+  void find_constants();
+  // Throws where not all that has been planned has been asked for.
+  void finish() const;
+
+  // For the allocator.
+  mx::allocator::Buffer take(size_t bytes);
+  void freed(const void* data);
+
+ private:
+  char* fresh(size_t bytes);
+  void add(std::shared_ptr<Region> region);
+
+  std::vector<std::shared_ptr<Region>> regions_;
+  std::vector<Place> places_;
+  std::vector<Buffer> buffers_;
+  std::unordered_map<const void*, size_t> latest_; // by their data
+  size_t evaluation_ = 0, time_ = 0;
+  bool learns_;
+  size_t left_ = 0;
+  char* next_ = nullptr;
+};
+
+} // namespace faststep::tasks
