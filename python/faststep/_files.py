@@ -6,10 +6,36 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made again: compiled kernels, the tokens of datasets."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "mlx-faststep"
+
+
+def expanded(path: str) -> str:
+    """Return a path with the home folder for a leading `~` or `~NAME`, and the environment's for `$NAME` and `${NAME}`.
+
+    Raises:
+        ValueError: There is no such variable, or no such user.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if name not in os.environ:
+            raise ValueError(f"expected a path, {path!r} names the variable {name}, which is not set")
+        return os.environ[name]
+
+    try:
+        return str(Path(re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, path)).expanduser())
+    except RuntimeError as error:
+        raise ValueError(f"expected a path, got {path!r}: {error}") from None
 
 
 class InUse(RuntimeError):

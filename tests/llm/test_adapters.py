@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,18 @@ def test_a_killed_run_ends_as_one_that_was_not(trained: Path) -> None:
     assert checksums(runs[0]) == checksums(runs[1])
     adapters = [weights_of(run / "adapters" / "adapters.safetensors") for run in runs]
     assert all(mx.array_equal(array, adapters[1][name]) for name, array in adapters[0].items())
+
+
+def test_a_base_that_has_moved_and_the_layers_old_name(trained: Path, tmp_path: Path) -> None:
+    moved, out = tmp_path / "moved", tmp_path / "adapters"
+    shutil.copytree(trained / "llama", moved)
+    faststep("checkpoint", "export", trained / "run", "--adapters", out, "--set", f"model.path={moved}")
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["model"] == str(moved)
+    before = load(moved, adapters=out)
+    config["lora_layers"] = config.pop("num_layers")  # as mlx-lm's first releases wrote it
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    assert mx.array_equal(load(moved, adapters=out)(TOKENS), before(TOKENS))
 
 
 def test_exports_write_over_nothing(trained: Path, tmp_path: Path) -> None:

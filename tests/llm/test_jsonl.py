@@ -53,7 +53,7 @@ def test_tokens_are_those_of_mlx_lm(folder: Path, tmp_path: Path, masked: bool) 
         ChatDataset([], tokenizer, mask_prompt=masked).process({"messages": long}),
     ]
     records = [{"text": texts()[0][:200]}, pair, {"messages": CHAT}, {"messages": long}]
-    samples = Jsonl(write_lines(tmp_path / "a.jsonl", records), folder, mask_prompt=masked)
+    samples = Jsonl(write_lines(tmp_path / "a.jsonl", records), folder, train_on="last" if masked else "all")
     assert len(samples) == 4
     for sample, (tokens, offset) in zip(samples, expected, strict=True):
         assert sample["tokens"].tolist() == tokens[:-1]
@@ -83,10 +83,15 @@ def test_lengths(folder: Path, tmp_path: Path) -> None:
     assert len(Jsonl(file, folder, longer="cut")[0]["tokens"]) == 128
     assert [len(each["tokens"]) for each in Jsonl(file, folder, longer="cut", max_length=4)] == [4, 2]
     assert len(Jsonl(file, folder, longer="skip")) == 1
-    with pytest.raises(ValueError, match="longer: skip left none"):
+    with pytest.raises(
+        ValueError, match=r"found none; 2 longer than 1 tokens: skipped .longer: skip., the first: .*a.jsonl:1"
+    ):
         Jsonl(file, folder, longer="skip", max_length=1)
     write_lines(file, [{"messages": [{"role": "user", "content": "one two three " * 9}, CHAT[1]]}])
-    with pytest.raises(ValueError, match=r"a.jsonl:1: expected tokens to train on, found none within max_length"):
+    with pytest.raises(
+        ValueError,
+        match=r"found none; 1 with nothing left to learn from within 8 tokens: skipped .longer: cut.*a.jsonl:1",
+    ):
         Jsonl(file, folder, longer="cut", max_length=8)
 
 

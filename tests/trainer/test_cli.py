@@ -321,6 +321,9 @@ def test_a_full_disk_loses_nothing(config: Path, tmp_path: Path) -> None:
     done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-2000:]  # something was changed
     assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    named = next(line for line in done.stdout.splitlines() if line.startswith("checkpoint: "))
+    assert f"{Path(named).name}: as it was written" in done.stdout
     assert "damaged" not in done.stdout
     assert "as it was written" in done.stdout
 

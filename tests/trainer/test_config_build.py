@@ -312,3 +312,29 @@ def test_a_training_begins_with_the_weights_of_another(tmp_path: Path) -> None:
         make(tmp_path, MLP, "weights=.")
     with pytest.raises(ConfigError, match=r"weights: .* has other weights than the model"):
         make(tmp_path, MLP, "weights=first", "model.sizes=[8, 4, 3]")
+
+
+def test_names_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` and variables stand for what they do in a shell, in every path of a config."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DATA", "sets")
+    (tmp_path / "home" / "sets").mkdir(parents=True)
+    np.savez(tmp_path / "home" / "sets" / "mine.npz", x=np.ones((8, 4), np.float32), y=np.zeros(8, np.int32))
+    (tmp_path / "home" / "model.py").write_text("import mlx.nn as nn\n\ndef make():\n    return nn.Linear(4, 2)\n")
+    text = """
+model: {use: "~/model.py:make"}
+loss: {use: cross_entropy}
+data: {train: {use: arrays, file: "~/${DATA}/mine.npz"}}
+optimizer: {use: SGD, learning_rate: 0.1}
+train: {steps: 1}
+run: ~/runs/$DATA
+"""
+    loaded = config(tmp_path, text)
+    assert loaded.run == str(tmp_path / "home" / "runs" / "sets")
+    assert train(build(loaded))
+    assert "c.yaml:7: run: expected a path, '~/runs/$NOPE' names the variable NOPE, which is not set" in refusal(
+        tmp_path, text.replace("DATA", "NOPE")
+    )
+    assert "data.train.file: expected a path, '~/${NOPE}/mine.npz' names the variable NOPE" in refusal(
+        tmp_path, text.replace("${DATA}", "${NOPE}").replace("runs/$DATA", "runs")
+    )

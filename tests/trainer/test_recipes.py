@@ -293,6 +293,21 @@ def test_next_token_takes_what_the_loader_gives() -> None:
         assert weight.item() == sum(map(len, texts)) - 4
 
 
+def test_next_token_takes_batches_by_hugging_faces_names() -> None:
+    """Labels stand at their own tokens there, and -100 or a mask leaves some out."""
+    model, loss, ids = small(), recipes.next_token(weighted=True), tokens(3, 12)
+    ours = loss(model, ids)
+    assert [each.item() for each in loss(model, input_ids=ids)] == [each.item() for each in ours]
+    labels = mx.where(mx.arange(12) < 4, -100, ids)
+    mask = (mx.arange(12) < 9)[None] * mx.ones((3, 1), mx.int32)
+    found = loss(model, input_ids=ids, labels=labels, attention_mask=mask)
+    shifted = mx.where((mx.arange(1, 12) >= 4) & (mx.arange(1, 12) < 9), ids[:, 1:], -100)
+    assert [each.item() for each in found] == [each.item() for each in loss(model, ids[:, :-1], shifted)]
+    assert found[1].item() == 3 * 5
+    with pytest.raises(TypeError, match="next_token: expected a batch with tokens or input_ids, got pixels"):
+        loss(model, pixels=ids)
+
+
 def test_other_losses_beside_plain_mlx() -> None:
     model, x = nn.Linear(4, 3), mx.random.normal((5, 4))
     labels, y = mx.array([0, 1, 2, -100, 1]), mx.random.normal((5, 3))

@@ -495,3 +495,48 @@ def test_validation_at_the_start(tmp_path: Path) -> None:
     new_trainer(tmp_path, steps=3, **parts).train()
     new_trainer(tmp_path, steps=4, **parts).train()
     assert list(read_log(tmp_path).validations["step"]) == [0, 3, 4]
+
+
+def test_checkpoints_of_bad_steps_leave_the_last_healthy_one(tmp_path: Path) -> None:
+    """From batch 13 on all are bad; of the two newest checkpoints none is healthy, and the one before them stays."""
+    x, y = data(160)
+    x[96:] = np.nan
+    loader = new_loader((x, y), shuffle=False)
+    options = {"steps": 20, "checkpoint_every": 2, "keep_last": 2, "stop_after_bad": 0}
+    trainer = new_trainer(tmp_path / "run", loader=loader, **options)
+    trainer.train()
+    assert trainer.skipped == 8
+    assert [each.number for each in trainer.checkpoints.list()] == [12, 18, 20]
+
+
+def test_a_learning_rate_that_was_set_anew_counts_behind_a_resume(tmp_path: Path) -> None:
+    def train(rate: Any, steps: int) -> tuple[float, list[str]]:
+        mx.random.seed(5)
+        step = Step(Net(), optim.AdamW(rate), loss_fn)
+        trainer = new_trainer(tmp_path / "run", step, steps=steps)
+        trainer.train()
+        events = [each["text"] for each in read_log(tmp_path / "run").events if each["what"] == "learning_rate"]
+        return step.optimizer.learning_rate.item(), events
+
+    assert train(1e-2, 3) == (pytest.approx(1e-2), [])
+    assert train(1e-2, 5) == (pytest.approx(1e-2), [])
+    rate, events = train(3e-3, 7)
+    assert rate == pytest.approx(3e-3)
+    assert events == ["the learning rate goes on with 0.0030, which was set anew; it was 0.0100"]
+    assert train(3e-3, 9) == (pytest.approx(3e-3), events)
+    _, events = train(optim.cosine_decay(1e-3, 20), 11)
+    assert len(events) == 2
+    assert events[1].startswith("the schedule is another one than before: it says a learning rate of ")
+    assert len(train(optim.cosine_decay(1e-3, 20), 13)[1]) == 2
+    assert len(train(optim.cosine_decay(1e-3, 200), 15)[1]) == 3
+    assert train(1e-4, 17)[0] == pytest.approx(1e-4)
+
+
+def test_an_interval_is_of_the_steps_up_to_its_own(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path / "run", steps=12, log_every=1)
+    trainer.train()
+    log = read_log(tmp_path / "run")
+    assert log.intervals.step.tolist() == [*range(1, 11), 12]  # the last two are read together, at the end
+    for name in ("loss", "learning_rate", "grad_norm"):
+        assert log.intervals[name][:10].tolist() == log.steps[name][:10].tolist()
+    assert log.intervals["loss"][-1] == pytest.approx(log.steps["loss"][-2:].mean())

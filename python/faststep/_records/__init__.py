@@ -6,6 +6,7 @@ What loggers write, the report reads and the trainer counts. Uses no other room.
 from faststep._records._format import clock, count, figure, printable, quantity, share, size, span
 from faststep._records._text import (
     REASONS,
+    data_lines,
     describe_event,
     describe_validation,
     headline,
@@ -19,6 +20,7 @@ __all__ = [
     "Record",
     "clock",
     "count",
+    "data_lines",
     "describe_event",
     "describe_validation",
     "dumps",

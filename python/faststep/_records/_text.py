@@ -29,6 +29,16 @@ def headline(start: Record) -> str:
     return f"{begin}{where}{f'; {versions}' if versions else ''}"
 
 
+def data_lines(start: Record) -> list[str]:
+    """Return what the datasets say of themselves, a line for each: `train: 1,024 samples, 90,112 tokens, ...`."""
+    lines = []
+    for name, each in (start.get("data") or {}).items():
+        sizes = f"{count(each['shortest'])} to {count(each['longest'])} a sample, median {count(each['median'])}"
+        trained = f"{count(each['trained_tokens'])} of them trained on"
+        lines.append(f"{name}: {count(each['samples'])} samples, {count(each['tokens'])} tokens, {trained}; {sizes}")
+    return lines
+
+
 def describe_validation(record: Record) -> str:
     """Return a validation in a line."""
     parts = [f"validation at step {count(record.get('step'))}: loss {figure(record.get('loss'))}"]
@@ -54,7 +64,7 @@ REASONS = {
     "early_stop": "stopped early: what is monitored no longer improves",
     "callback": "stopped by a callback",
     "signal": "stopped by a signal",
-    "max_time": "ended: the time is up",
+    "max_time": "the time is up",
     "bad_batches": "stopped: too many batches in a row were skipped",
-    "error": "ended by an error",
+    "error": "an error",
 }

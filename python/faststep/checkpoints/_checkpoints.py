@@ -125,6 +125,7 @@ class Checkpoints:
         number: int,
         numbers: dict[str, Any] | None = None,
         metric: float | None = None,
+        healthy: bool = True,
     ) -> Path:
         """Take a snapshot and have it written; call it in the thread that trains.
 
@@ -137,6 +138,7 @@ class Checkpoints:
             number: The number of the checkpoint: that of the trainer's step, from 0 on.
             numbers: Whatever else is to be known afterwards: plain JSON values.
             metric: What the best are found by. None or not finite: never among the best.
+            healthy: False while batches are bad: such checkpoints never push out the newest healthy one.
 
         Returns:
             The folder in which the checkpoint will be.
@@ -152,7 +154,7 @@ class Checkpoints:
             raise CheckpointError(f"number: expected one from 0 to {LARGEST_NUMBER}, got {number}")
         _folder.refuse_foreign(self.folder)
         self._refuse_older(number)
-        snapshot = _snapshot.take(step, loader, number, numbers or {}, metric)
+        snapshot = _snapshot.take(step, loader, number, numbers or {}, metric, healthy)
         place = _folder.path_of(self.folder, number)
         self._writer.start(lambda: _write.write(self.folder, snapshot, self._keep), place)
         if not self._background:

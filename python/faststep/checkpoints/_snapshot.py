@@ -40,6 +40,7 @@ class Snapshot:
     Attributes:
         number: The number of the checkpoint.
         metric: Its metric, None where there is none or it is not finite.
+        healthy: Whether nothing is known against it.
         time: When it was taken, seconds since 1970.
         tensors: Arrays, evaluated and not shared with the model, and metadata, by file.
         training: The text of `training.json`.
@@ -47,6 +48,7 @@ class Snapshot:
 
     number: int
     metric: float | None
+    healthy: bool
     time: float
     tensors: dict[str, tuple[Arrays, dict[str, str]]]
     training: bytes
@@ -113,7 +115,9 @@ def decoded(value: Any, arrays: Arrays) -> Any:
     return tuple(parts) if kind == "tuple" else parts
 
 
-def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, Any], metric: float | None) -> Snapshot:
+def take(
+    step: Step, loader: Stateful | None, number: int, numbers: dict[str, Any], metric: float | None, healthy: bool
+) -> Snapshot:
     """Take the snapshot; it waits for the steps in flight.
 
     Raises:
@@ -146,7 +150,7 @@ def take(step: Step, loader: Stateful | None, number: int, numbers: dict[str, An
     }
     mx.eval([arrays for arrays, _ in tensors.values()])
     finite = None if metric is None or not math.isfinite(metric) else float(metric)
-    return Snapshot(number, finite, now, tensors, _text(training))
+    return Snapshot(number, finite, healthy, now, tensors, _text(training))
 
 
 def _own(arrays: Arrays, what: str) -> Arrays:

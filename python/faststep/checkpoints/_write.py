@@ -88,6 +88,7 @@ def _fill(partial: Path, snapshot: Snapshot) -> int:
         "version": VERSION,
         "number": snapshot.number,
         "metric": snapshot.metric,
+        "healthy": snapshot.healthy,
         "time": snapshot.time,
         "files": files,
     }
@@ -138,12 +139,15 @@ def _retain(folder: Path, new: Path, keep: Keep) -> None:
 
 def _superfluous(folder: Path, keep: Keep) -> list[Path]:
     valid: list[Path] = []
+    healthy: list[Path] = []
     metrics: dict[Path, float] = {}
     for _, path in _folder.numbered(folder):
         with contextlib.suppress(CheckpointError):
-            metric = read_manifest(path)["metric"]
+            manifest = read_manifest(path)
+            metric = manifest["metric"]
             valid.append(path)
+            healthy += [path] if manifest.get("healthy", True) else []
             if metric is not None:
                 metrics[path] = metric
     best = keep.best_of(dict(reversed(metrics.items())), keep.best)  # of equal ones the oldest, as the trainer does
-    return [path for path in valid[keep.last :] if path not in best]
+    return [path for path in valid[keep.last :] if path not in (*best, *healthy[:1])]

@@ -68,7 +68,7 @@ def main() -> None:
         status = _status(error)
         if status is None:
             raise
-        if (cause := error.__cause__) is not None and status == FAILED:
+        if (cause := error.__cause__) is not None and status == FAILED and not _says_all(cause):
             traceback.print_exception(type(cause), cause, _users(cause.__traceback__))
         print(f"faststep: {error}", file=sys.stderr)
         raise SystemExit(status) from None
@@ -87,6 +87,11 @@ def _status(error: Exception) -> int | None:
     if isinstance(error, TrainingError):
         return FAILED
     return WRONG if isinstance(error, wrong) else None
+
+
+def _says_all(cause: BaseException) -> bool:
+    """Return whether an error is this package's own word to the user, to which a traceback adds nothing."""
+    return isinstance(cause, Exception) and _status(cause) is not None
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from faststep.cli._saved import config_of
-from faststep.cli._status import DIFFERS, Exit, RunFolder
+from faststep.cli._status import DIFFERS, Exit, Overrides, RunFolder
 
 if TYPE_CHECKING:
     from faststep.checkpoints import Checkpoint
@@ -57,10 +57,12 @@ def export(
     fuse: Annotated[
         Path | None, typer.Option(help="A folder for the whole model, as Hugging Face lays it out.")
     ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them.
 
     Of a model of mlx-lm: its adapters (--adapters DIR), or plain weights with the adapters in them (--fuse DIR).
+    Where its folder has moved: --set model.path=FOLDER.
     """
     places = [each for each in (file, adapters, fuse) if each is not None]
     if len(places) != 1:
@@ -71,16 +73,16 @@ def export(
     if file is not None:
         typer.echo(chosen.export(file, average=average))
     else:
-        typer.echo(_export_model(chosen, places[0], average, fuse is not None))
+        typer.echo(_export_model(chosen, places[0], average, fuse is not None, overrides))
 
 
-def _export_model(chosen: Checkpoint, folder: Path, average: bool, fuse: bool) -> Path:
+def _export_model(chosen: Checkpoint, folder: Path, average: bool, fuse: bool, overrides: list[str] | None) -> Path:
     """Write the adapters of a model of mlx-lm, or all of it."""
     from faststep.config import model_of
     from faststep.mlx_lm import LanguageModel, export_adapters, export_fused
 
     run = chosen.path.parent.parent
-    model = model_of(config_of(run))
+    model = model_of(config_of(run, overrides))
     if not isinstance(model, LanguageModel):
         raise Exit(f"{run}: expected the run of a model of mlx-lm (use: mlx_lm), got one of {type(model).__name__}")
     weights = chosen.weights(average=average)

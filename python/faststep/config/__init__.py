@@ -10,7 +10,8 @@ may be named itself: a function that still needs positional arguments when it ha
 these bound to it); one that needs none is called, and what it returns is used.
 
 **Paths**: files of code, `weights`, and arguments whose annotation is `pathlib.Path` are relative to the config's
-folder (`folder`); `run` is relative to the working directory.
+folder (`folder`); `run` is relative to the working directory. `~`, `$NAME` and `${NAME}` in them stand for the home
+folder and for variables of the environment.
 
 **Schedules** take `warmup` (steps) and `warmup_init` beside their own arguments; `decay_steps` of `cosine_decay` and
 `steps` of `linear_schedule` are, where they are left out, what is left of `train.steps` or `train.epochs`. Their
@@ -18,7 +19,7 @@ lengths may be in epochs: `warmup: 1 epoch`.
 
 Files: `_yaml` and `_load` read, `_schema` has the sections, `_usage` who reads which key, `_kinds`, `_components` and
 `_find` find what is named (`_user_code`: the user's own), `_build` makes it; `_reference` describes it all. Uses
-`_step`, `metrics`, `recipes`, `mlx_lm`, `data`, `checkpoints`, `training` and `_optional`.
+`_files`, `_step`, `metrics`, `recipes`, `mlx_lm`, `data`, `checkpoints`, `training` and `_optional`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from faststep._files import expanded
 from faststep.config._errors import expected, short, unknown
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -69,8 +71,20 @@ def converted(value: Any, hint: Any) -> tuple[Any, str | None]:
     try:
         return adapter.validate_json(json.dumps(value), strict=True), None
     except ValidationError as error:
-        found = {expected(each): each["input"] for each in error.errors()}
-        return value, f"expected {' or '.join(found)}, got {short(next(iter(found.values())))}"
+        errors = error.errors()
+        fields = _fields(hint)
+        if strange := [each["loc"][-1] for each in errors if each["type"] == "unexpected_keyword_argument"]:
+            return value, unknown(strange[0], fields)
+        found = {expected(each): each["input"] for each in errors}
+        inside = [str(each["loc"][0]) for each in errors if each["loc"] and each["loc"][0] in fields]
+        problem = f"expected {' or '.join(found)}, got {short(next(iter(found.values())))}"
+        return value, ": ".join([*inside[:1], problem])
+
+
+def _fields(hint: Any) -> list[str]:
+    """Return the names of a dataclass's fields, or of one among several kinds."""
+    kinds = [each for each in (hint, *getattr(hint, "__args__", ())) if dataclasses.is_dataclass(each)]
+    return [field.name for each in kinds for field in dataclasses.fields(each)]
 
 
 def is_component(value: Any) -> bool:
@@ -79,9 +93,13 @@ def is_component(value: Any) -> bool:
 
 
 def below(value: Any, folder: File) -> Any:
-    """Put the paths in a value below a folder."""
+    """Put the paths in a value below a folder, what stands for other names in them replaced.
+
+    Raises:
+        ValueError: It stands for nothing.
+    """
     if isinstance(value, File):
-        return folder / value
+        return folder / expanded(str(value))
     if isinstance(value, list | tuple):
         return type(value)(below(each, folder) for each in value)
     return {key: below(each, folder) for key, each in value.items()} if isinstance(value, dict) else value

@@ -153,7 +153,10 @@ class Parts:
                 self.refuse((*part.path, name), "missing")
         for name in part.arguments.keys() - bad.keys():
             value, _ = _arguments.converted(part.arguments[name], _arguments.hint_of(takes, name))
-            part.arguments[name] = _arguments.below(self._inside(value, part, name), self.folder)
+            try:
+                part.arguments[name] = _arguments.below(self._inside(value, part, name), self.folder)
+            except ValueError as error:
+                self.refuse((*part.path, name), str(error))
 
     def _inside(self, value: Any, part: Part, *keys: str | int) -> Any:
         """Find the components among the arguments of another."""

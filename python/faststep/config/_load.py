@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from faststep._files import expanded
 from faststep.config._components import Parts
 from faststep.config._errors import ConfigError, Path, Problem, Source, expected, short, unknown
 from faststep.config._find import find_all
@@ -46,10 +47,24 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
         override(each, values, places)
     if isinstance(values, dict):
         values.setdefault("run", f"runs/{file.stem}")
+        _expand(values, Source(places))
         folder = values.get("folder", ".")
         if isinstance(folder, str):
             values["folder"] = str(file.parent.resolve() / folder)
     return validate(values, Source(places))
+
+
+def _expand(values: dict[str, Any], source: Source) -> None:
+    """Replace what stands for other names in the paths of the config's own keys."""
+    problems = []
+    for key in ("run", "folder", "weights"):
+        if isinstance(values.get(key), str):
+            try:
+                values[key] = expanded(values[key])
+            except ValueError as error:
+                problems.append(source.problem((key,), str(error)))
+    if problems:
+        raise ConfigError(problems)
 
 
 def validate(values: Any, source: Source | None = None) -> Config:

@@ -13,6 +13,7 @@ from pathlib import Path as File
 from types import ModuleType
 from typing import Any
 
+from faststep._files import expanded
 from faststep.config._errors import unknown
 
 
@@ -29,7 +30,7 @@ def attribute(use: str, folder: File) -> Any:
         NotThere: Nothing has that name.
     """
     place, _, names = use.rpartition(":")
-    value: Any = _file(folder / place) if place.endswith(".py") else _module(place, folder)
+    value: Any = _file(folder, place) if place.endswith(".py") else _module(place, folder)
     for name in names.split("."):
         if not hasattr(value, name):
             there = [each for each in dir(value) if not each.startswith("_")]
@@ -62,14 +63,14 @@ def _module(name: str, folder: File) -> ModuleType:
             raise NotThere(f"expected a module that can be imported, got {name!r}: {error}") from None
 
 
-def _file(file: File) -> ModuleType:
+def _file(folder: File, place: str) -> ModuleType:
     """Load a file, once: model and loss of one file are of one module."""
     try:
-        file = file.resolve()
+        file = (folder / expanded(place)).resolve()
         if not file.is_file():
             raise NotThere(f"expected a file, got {file}")
     except ValueError as error:
-        raise NotThere(f"expected a file, got {str(file)!r}: {error}") from None
+        raise NotThere(f"expected a file, got {place!r}: {error}") from None
     name = file.stem
     if name in sys.stdlib_module_names or not _is_of(sys.modules.get(name), file):
         name = f"{name}_{zlib.crc32(os.fsencode(file)):08x}"  # another module has the plain name

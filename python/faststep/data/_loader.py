@@ -172,6 +172,11 @@ class Loader:
         return self._run is not None and self._run.reading
 
     @property
+    def summary(self) -> dict[str, Any] | None:
+        """What the source says of itself, for logs: plain values; None where it says nothing."""
+        return getattr(self._source.source, "summary", None)
+
+    @property
     def stats(self) -> LoaderStats:
         """Counts of the batches so far."""
         return self._stats

@@ -11,6 +11,7 @@ from faststep._optional import need
 from faststep._records import (
     Record,
     clock,
+    data_lines,
     describe_event,
     describe_validation,
     headline,
@@ -146,6 +147,8 @@ class Live:
         self._print(headline(record), "bold")
         if rows := parameter_table(record):
             self._table(("module", "trainable", "frozen"), rows)
+        for line in data_lines(record):
+            self._print(line, "")
         self._live.start()
         self._console.show_cursor(True)  # a process that is killed would leave the terminal without one
 

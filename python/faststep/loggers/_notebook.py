@@ -12,6 +12,7 @@ from faststep._optional import need
 from faststep._records import (
     Record,
     clock,
+    data_lines,
     describe_event,
     describe_validation,
     headline,
@@ -76,6 +77,7 @@ class Notebook:
         status = self._status
         parts = [f"<div style='opacity:.7'>{_text(headline(status.start))}</div>"] if status.start else []
         parts += [self._bar(), *([_table(summary(status, self._end))] if self._end else [self._groups()])]
+        parts += [f"<div style='opacity:.7'>{_text(each)}</div>" for each in data_lines(status.start or {})]
         lines = "".join(f"<div{_style(level)}>{_text(line)}</div>" for level, line in self._told)
         rows = parameter_table(status.start)
         if rows:

@@ -9,6 +9,7 @@ from faststep._records import (
     Record,
     clock,
     count,
+    data_lines,
     describe_event,
     describe_validation,
     headline,
@@ -35,7 +36,7 @@ class Plain:
         """Write what the record says; the status has it already."""
         kind, status = record["kind"], self._status
         if kind == "start":
-            self._lines([headline(record), *_aligned(parameter_table(record))])
+            self._lines([headline(record), *_aligned(parameter_table(record)), *data_lines(record)])
         elif kind == "interval":
             bound, self._bound = self._bound, bool(status.data_bound)
             self._lines([_interval(status), *([status.data_bound] if self._bound and not bound else [])])

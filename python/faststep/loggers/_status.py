@@ -50,7 +50,7 @@ class Status:
     validation: Record = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     best: tuple[float, int] | None = None
-    checkpoint: Record = field(default_factory=dict)
+    checkpoint_written: Record = field(default_factory=dict)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     peak: float = 0.0
@@ -64,7 +64,7 @@ class Status:
         kind = record["kind"]
         if kind != "event":
             self.step = int(record.get("step") or 0)
-        if kind in ("start", "interval", "validation", "checkpoint"):
+        if kind in ("start", "interval", "validation", "checkpoint_written"):
             setattr(self, kind, record)
         if kind == "interval":
             self._sum(record)
@@ -210,6 +210,6 @@ def summary(status: Status, end: Record) -> list[tuple[str, str]]:
         ("peak memory", size(status.peak or None)),
         ("skipped", count(status.interval.get("skipped"))),
         ("traces", count(status.interval.get("traces"))),
-        ("checkpoint", str(status.checkpoint.get("path", "-"))),
+        ("checkpoint", str(status.checkpoint_written.get("path", "-"))),
     ]
     return [row for row in rows if row[1] != "-"]

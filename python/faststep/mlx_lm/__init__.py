@@ -1,9 +1,10 @@
 """Language models of mlx-lm (extra `llm`): loaded from a local folder, quantized, adapted, fed JSON lines, exported.
 
 `_folder` reads and checks a model's folder, `_load` is the recipe over it, `_lora` its adapters, `_model` and
-`_segments` what losses and trainer need of a model; `_jsonl` and `_tokens` are the data; `_adapters` and `_export`
-mlx-lm's files; `_train` is mlx-lm's trainer with our step, `_llama` makes a small model. Uses `_step`, `_files`,
-`_optional`, `recipes` and `training`.
+`_segments` what losses and trainer need of a model. Data: `_jsonl` over `_records` (files), `_layouts` (records),
+`_chat` (templates), `_tokens`, `_samples`, `_cache`, `_progress`. `_adapters` and `_export` are mlx-lm's files;
+`_train` is mlx-lm's trainer with our step, `_llama` makes a small model. Uses `_step`, `_files`, `_optional`,
+`recipes` and `training`.
 """
 
 from faststep.mlx_lm._export import Adapters, export_adapters, export_fused

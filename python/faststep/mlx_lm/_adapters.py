@@ -57,7 +57,8 @@ def read_config(folder: Path, base: Path) -> dict[str, Any]:
         raise ValueError(f"adapters: expected {' and '.join(missing)} in {folder}, found none")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        kind, layers, given = config.get("fine_tune_type", "lora"), config["num_layers"], config["lora_parameters"]
+        kind, given = config.get("fine_tune_type", "lora"), config["lora_parameters"]
+        layers = config.get("num_layers", config.get("lora_layers"))  # as mlx-lm wrote it before 0.20
         complete = kind in ("lora", "dora") and isinstance(layers, int) and {"rank", "scale", "dropout"} <= given.keys()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"adapters: {file} cannot be read: {error!r}") from None

@@ -2,86 +2,123 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from faststep.mlx_lm import _cache
+from faststep.mlx_lm._chat import TrainOn
 from faststep.mlx_lm._folder import longest, read_config, read_tokenizer
-from faststep.mlx_lm._tokens import Encoder
+from faststep.mlx_lm._layouts import KEYS
+from faststep.mlx_lm._progress import Progress
+from faststep.mlx_lm._records import Split, find_files, read
+from faststep.mlx_lm._samples import Samples
+from faststep.mlx_lm._tokens import Draft, Encoder
 
-IGNORED = -100
-Sample = dict[str, np.ndarray[Any, Any]]
+_TOGETHER = 1024  # records that are encoded at once
+_LONG = 2.0  # seconds of encoding that are worth a file
+
+Item = dict[str, np.ndarray[Any, Any]]
 
 
-class Jsonl(Sequence[Sample]):
+class Jsonl(Sequence[Item]):
     """Lines of JSON as `{"tokens", "targets"}`, int32 [length] each: texts, prompts with completions, and chats.
 
-    A line is `{"text": ...}`, `{"prompt": ..., "completion": ...}` or `{"messages": [{"role", "content"}, ...]}` (and
-    `"tools"`), as mlx-lm takes them. Targets are the tokens one place on, -100 where they do not count. A chat, and a
-    prompt where the tokenizer has a chat template, goes through the template; a text ends with the token of the end.
+    A line is `{"text": ...}`, `{"prompt": ..., "completion": ...}` (texts, or messages) or `{"messages": [{"role",
+    "content"}, ...]}` (and `"tools"`), as mlx-lm takes them; Alpaca's `instruction`, `input` and `output`, ShareGPT's
+    `conversations`, `question` and `answer` are known too. Targets are the tokens one place on, -100 where they do not
+    count. A chat, and a prompt where the tokenizer has a chat template, goes through the template; a text ends with the
+    token of the end.
 
     Args:
-        file: The file, or several.
+        file: The file, or several: names, patterns such as `data/*.jsonl`, or folders. JSON arrays (`.json`), Parquet
+            (`.parquet`, extra `parquet`) and gzip (`.gz`) are read too.
         tokenizer: The folder of the model, whose tokenizer and chat template are taken.
-        mask_prompt: Train on the completion or a chat's last answer only; nothing of a text is left out.
+        train_on: What of a chat or a completion counts. "last": the last answer. "assistant": each answer; where the
+            template writes earlier answers otherwise than the last one (Qwen 3 drops their thoughts), each is a sample
+            of its own. "all": all of it. All of a text counts always.
+        template: Arguments of the chat template: `{enable_thinking: false}`.
+        keys: The records' own names: `{prompt: ask, completion: reply}`, also of `messages`, `text` and `tools`.
+        split: Of a folder, the files of this name: `train.jsonl`, `valid.jsonl`, `test.jsonl`.
         max_length: The most tokens of a sample; None: as many as the model's config says.
         longer: What becomes of a longer one: "refuse", "cut" (its end) or "skip" it.
+        broken: What becomes of a broken line: "refuse" or "skip" it.
+        cache: Keep the tokens in `~/.cache/mlx-faststep` for the next start, where encoding them takes seconds.
+
+    Attributes:
+        summary: What is in it, and what was left out, plain values: see `docs/qlora.md`.
 
     Raises:
-        ImportError: mlx-lm is not installed.
-        ValueError: A line is broken (the message has its number), nothing is left to train on, a sample is too long,
-            or the tokenizer cannot be read.
+        ImportError: mlx-lm, or pyarrow for a Parquet file, is not installed.
+        ValueError: Lines are broken (the message has file and number of each), nothing is left to train on, samples are
+            too long, or the tokenizer cannot be read.
     """
 
     def __init__(
         self,
         file: Path | list[Path],
         tokenizer: Path,
-        mask_prompt: bool = True,
+        train_on: TrainOn = "last",
+        template: dict[str, Any] | None = None,
+        keys: dict[str, str] | None = None,
+        split: Split | None = None,
         max_length: int | None = None,
         longer: Literal["refuse", "cut", "skip"] = "refuse",
+        broken: Literal["refuse", "skip"] = "refuse",
+        cache: bool = True,
     ) -> None:
         limit = _limit(tokenizer, max_length)
+        if unknown := sorted(set(keys or ()) - set(KEYS)):
+            raise ValueError(f"keys: expected names of {', '.join(KEYS)}, got {unknown[0]!r}")
+        files = find_files(file, split)
+        options: dict[str, Any] = {"train_on": train_on, "template": template or {}, "keys": keys or {}}
+        options |= {"limit": limit, "longer": longer, "broken": broken}
+        self._samples = Samples(limit, longer, broken)
+        place = _cache.place_of(files, tokenizer, options) if cache else None
+        if place is None or not _cache.read(place, self._samples):
+            began = time.monotonic()
+            self._encode(files, tokenizer, options)
+            if place is not None and time.monotonic() - began >= _LONG:
+                _cache.write(place, self._samples)
+        self.summary: dict[str, Any] = self._samples.summary()
+
+    def _encode(self, files: list[Path], tokenizer: Path, options: dict[str, Any]) -> None:
         try:
-            encoder = Encoder(read_tokenizer(tokenizer), mask_prompt)
+            loaded = read_tokenizer(tokenizer)
         except ValueError as error:
             raise ValueError(str(error).replace("path: ", "tokenizer: ", 1)) from None
-        files = file if isinstance(file, list) else [file]
-        self._samples: list[Sample] = []
-        for each in files:
-            for where, record in _records(each):
-                self._add(where, *_encoded(encoder, where, record), limit, longer)
-        if not self._samples:
-            skipped = "; longer: skip left none of its samples" if longer == "skip" else ""
-            raise ValueError(f"file: expected samples in {', '.join(map(str, files))}, found none{skipped}")
+        encoder = Encoder(loaded, options["train_on"], options["template"], options["keys"])
+        samples = self._samples
+        progress = Progress(", ".join(each.name for each in files[:3]) + (", ..." if len(files) > 3 else ""))
+        records = read(files)
+        while together := list(itertools.islice(records, _TOGETHER)):
+            drafts: list[tuple[str, Draft]] = []
+            for each in together:
+                try:
+                    if each.record is None:
+                        raise ValueError(each.problem)
+                    drafts += [(each.where, draft) for draft in encoder.drafts(each.record)]
+                except ValueError as error:
+                    samples.add_broken(each.where, str(error))
+            for (where, draft), sample in zip(drafts, encoder.encode([draft for _, draft in drafts]), strict=True):
+                samples.add(where, sample, draft.left_out)
+            samples.check()
+            progress.tell(len(samples), together[-1].done)
+        samples.finish(files)
 
-    def _add(self, where: str, tokens: list[int], prompt: int, limit: int | None, longer: str) -> None:
-        """Take up a sample of so many tokens, of which the first ones are its prompt."""
-        inputs = len(tokens) - 1
-        if limit is not None and inputs > limit:
-            if longer == "refuse":
-                raise ValueError(
-                    f"file: {where}: {inputs} tokens, more than the {limit} of the model or of max_length: shorten it, "
-                    "or set longer to cut or skip"
-                )
-            if longer == "skip":
-                return
-            tokens = tokens[: limit + 1]
-        if len(tokens) < 2 or prompt >= len(tokens):
-            cut = " within max_length" if inputs >= len(tokens) else ""
-            raise ValueError(f"file: {where}: expected tokens to train on, found none{cut}: is its answer empty?")
-        array = np.array(tokens, dtype=np.int32)
-        targets = array[1:].copy()
-        targets[: max(0, prompt - 1)] = IGNORED
-        self._samples.append({"tokens": array[:-1], "targets": targets})
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """The length of each sample, int64 [samples]."""
+        return self._samples.lengths
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]
         return self._samples[index]
 
 
@@ -94,33 +131,3 @@ def _limit(folder: Path, max_length: int | None) -> int | None:
     except ValueError as error:
         raise ValueError(str(error).replace("path: ", "tokenizer: ", 1)) from None
     return min((each for each in (max_length, of_model) if each is not None), default=None)
-
-
-def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file, each with its place; empty lines are passed over.
-
-    Raises:
-        ValueError: The file cannot be read, or a line is no JSON object.
-    """
-    if not file.is_file():
-        raise ValueError(f"file: expected a file of JSON lines, found none at {file}")
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"file: {where}: no JSON in this line: {error}") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"file: {where}: expected an object, {{...}}, got {type(record).__name__}")
-            yield where, record
-
-
-def _encoded(encoder: Encoder, where: str, record: dict[str, Any]) -> tuple[list[int], int]:
-    """Return the tokens of a record, and how many of them are its prompt."""
-    try:
-        return encoder(record)
-    except ValueError as error:
-        raise ValueError(f"file: {where}: {error}") from None

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from faststep._optional import need
 from faststep.mlx_lm._folder import EXTRA
 from faststep.mlx_lm._segments import Segments, check_packable
+from faststep.mlx_lm._tokens import begins
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class LanguageModel(nn.Module):
         sampler = need("mlx_lm.sample_utils", EXTRA).make_sampler(temp=temperature)
         tokens: list[int] = []
         for token, _ in steps.generate_step(
-            mx.array(tokenizer.encode(prompt)), self, max_tokens=count, sampler=sampler
+            mx.array(tokenizer.encode(prompt, add_special_tokens=not begins(tokenizer, prompt))),
+            self,
+            max_tokens=count,
+            sampler=sampler,
         ):
             if int(token) in tokenizer.eos_token_ids:
                 break

@@ -2,7 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from faststep.mlx_lm._chat import Renderer, Span, TrainOn
+from faststep.mlx_lm._layouts import Chat, Pair, laid_out
+
+IGNORED = -100
+
+
+class Draft(NamedTuple):
+    """A text that is to be tokens.
+
+    Attributes:
+        text: The text.
+        spans: What of it is trained on; None: all.
+        before: What stands before it, tokens of its own that are not trained on.
+        plain: Whether it is no chat: the tokenizer's first token comes before it, and the token of the end behind it.
+        left_out: What the chat template has left out.
+    """
+
+    text: str
+    spans: list[Span] | None = None
+    before: str = ""
+    plain: bool = True
+    left_out: tuple[str, ...] = ()
+
+
+class Sample(NamedTuple):
+    """Tokens, and which of them are trained on: int32 and bool [length]."""
+
+    tokens: np.ndarray[Any, Any]
+    trained: np.ndarray[Any, Any]
 
 
 class Encoder:
@@ -10,83 +43,81 @@ class Encoder:
 
     Args:
         tokenizer: A tokenizer, as mlx-lm wraps it.
-        mask_prompt: Whether prompts are told from answers.
+        train_on: What of a chat is trained on.
+        template: Arguments of the chat template.
+        keys: Names of a record's own in place of ours.
     """
 
-    def __init__(self, tokenizer: Any, mask_prompt: bool) -> None:
-        self._tokenizer, self._mask_prompt = tokenizer, mask_prompt
+    def __init__(self, tokenizer: Any, train_on: TrainOn, template: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+        self._tokenizer, self._train_on, self._keys = tokenizer, train_on, keys
+        self._render = Renderer(tokenizer, train_on, template)
+        self._templated = bool(tokenizer.has_chat_template)
         self._end: int | None = tokenizer.eos_token_id
 
-    def __call__(self, record: dict[str, Any]) -> tuple[list[int], int]:
-        """Return the tokens of a record, and how many of them, from the first on, are not trained on.
+    def drafts(self, record: Mapping[str, Any]) -> list[Draft]:
+        """Return the texts of a record: one, or one for each answer of a chat that stands in no other's text.
 
         Raises:
             ValueError: The record is none that is known, a value of it is no text, or a chat has no answer.
         """
-        if "messages" in record:
-            return self._chat(_checked_messages(record["messages"]), record.get("tools"))
-        if "prompt" in record and "completion" in record:
-            return self._completion(_text(record, "prompt"), _text(record, "completion"), record.get("tools"))
-        if "text" in record:
-            return self._ended(list(self._tokenizer.encode(_text(record, "text")))), 0
-        there = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"expected the keys text, prompt and completion, or messages, got {there}")
+        found = laid_out(record, self._keys, self._templated)
+        if isinstance(found, Chat):
+            return [Draft(each.text, each.spans, plain=False, left_out=each.left_out) for each in self._render(found)]
+        if isinstance(found, Pair):
+            masked = self._train_on != "all"
+            return [Draft(found.completion, before=found.prompt) if masked else Draft(found.prompt + found.completion)]
+        return [Draft(found.text)]
 
-    def _completion(self, prompt: str, completion: str, tools: Any) -> tuple[list[int], int]:
-        if self._tokenizer.chat_template is not None or tools:
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return self._chat(messages, tools)
-        before = list(self._tokenizer.encode(prompt))
-        if before and before[-1] == self._end:  # of tokenizers that end every text
-            before.pop()
-        tokens = before + list(self._tokenizer.encode(completion, add_special_tokens=False))
-        return self._ended(tokens), len(before) if self._mask_prompt else 0
+    def encode(self, drafts: Sequence[Draft]) -> Iterator[Sample]:
+        """Yield the tokens of texts; many at once are encoded in parallel."""
+        alone = [each.plain and not each.before and not begins(self._tokenizer, each.text) for each in drafts]
+        made: dict[int, tuple[list[int], Any]] = {}
+        for special in (False, True):
+            numbers = [i for i, each in enumerate(alone) if each == special]
+            texts = [drafts[i].text for i in numbers]
+            made |= zip(numbers, self._encoded(texts, special), strict=True)
+        for i, draft in enumerate(drafts):
+            yield self._sample(draft, *made[i])
 
-    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], int]:
-        tokens = self._rendered(messages, tools, False)
-        if not self._mask_prompt:
-            return tokens, 0
-        prompt = self._rendered(messages[:-1], tools, True)
-        if tokens[: len(prompt)] != prompt:
-            raise ValueError(
-                "the chat template writes a prompt otherwise once its answer is there, so that it cannot be masked: "
-                "set mask_prompt to false"
-            )
-        return tokens, len(prompt)
+    def _encoded(self, texts: list[str], special: bool) -> list[tuple[list[int], Any]]:
+        """Return tokens of texts, each with what tells the place of a character, where the tokenizer knows it."""
+        if not texts:
+            return []
+        plain = self._tokenizer._tokenizer
+        if not plain.is_fast:
+            return [(list(plain.encode(each, add_special_tokens=special)), None) for each in texts]
+        found = plain(texts, add_special_tokens=special)
+        return list(zip(found["input_ids"], found.encodings, strict=True))
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any, answers: bool) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            raise ValueError(
-                "a chat needs a chat template, and the tokenizer has none: add chat_template.jinja to its folder, or "
-                "give prompt and completion"
-            )
-        try:
-            found = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=answers, return_dict=False
-            )
-        except Exception as error:  # what a template raises is its own
-            raise ValueError(f"the chat template refuses it: {error}") from error
-        return list(found)
+    def _sample(self, draft: Draft, tokens: list[int], places: Any) -> Sample:
+        trained = np.ones(len(tokens), dtype=bool)
+        if draft.spans is not None:
+            trained[:] = False
+            for span in draft.spans:
+                trained[self._first(draft.text, places, span) : self._at(draft.text, places, span.stop)] = True
+        if draft.plain and (not tokens or tokens[-1] != self._end) and self._end is not None:
+            tokens, trained = [*tokens, self._end], np.append(trained, True)
+        if draft.before:
+            before, _ = self._encoded([draft.before], not begins(self._tokenizer, draft.before))[0]
+            before = before[:-1] if before[-1:] == [self._end] else before  # of tokenizers that end every text
+            tokens, trained = [*before, *tokens], np.append(np.zeros(len(before), dtype=bool), trained)
+        return Sample(np.array(tokens, dtype=np.int32), trained)
 
-    def _ended(self, tokens: list[int]) -> list[int]:
-        return tokens if self._end is None or tokens[-1:] == [self._end] else [*tokens, self._end]
+    def _first(self, text: str, places: Any, span: Span) -> int:
+        """Return the number of the first token of a span."""
+        at = self._at(text, places, span.start)
+        if places is None or at == 0 or span.strict or places.token_to_chars(at - 1)[1] <= span.start:
+            return at
+        return at - 1  # it begins with what the prompt has too, and is another
+
+    def _at(self, text: str, places: Any, start: int) -> int:
+        """Return the number of the first token that begins at a character or behind it."""
+        if places is None:
+            return len(self._tokenizer.encode(text[:start], add_special_tokens=False))
+        number = next((n for at in range(start, len(text)) if (n := places.char_to_token(at)) is not None), len(places))
+        return number + (number < len(places) and places.token_to_chars(number)[0] < start)
 
 
-def _text(record: dict[str, Any], key: str) -> str:
-    if not isinstance(record[key], str):
-        raise ValueError(f"{key}: expected text, got {type(record[key]).__name__}")
-    return str(record[key])
-
-
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
-        raise ValueError("messages: expected a list of objects with role and content")
-    last = messages[-1] if messages else {}
-    if last.get("role") != "assistant":
-        found = f"one of {last['role']!r}" if last else "none"
-        raise ValueError(
-            f"messages: expected an answer, a last message of role 'assistant', got {found}: add it, or drop it"
-        )
-    if not (last.get("content") or last.get("tool_calls")):
-        raise ValueError("messages: expected an answer with content, got an empty one")
-    return messages
+def begins(tokenizer: Any, text: str) -> bool:
+    """Return whether a text has the tokenizer's first token written in it, so that it is not to be added again."""
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)

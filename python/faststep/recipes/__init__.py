@@ -14,6 +14,7 @@ from faststep.recipes._gpt import GPT
 from faststep.recipes._lora import LoRALinear, add_lora, fuse
 from faststep.recipes._losses import LOSSES as _LOSSES
 from faststep.recipes._losses import METRICS, cross_entropy, mse, next_token
+from faststep.recipes._mixture import Mixture
 from faststep.recipes._mlp import MLP
 from faststep.recipes._models import freeze, load_weights, quantize
 from faststep.recipes._patterns import check_matched, listed, matches
@@ -34,6 +35,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 DATASETS: dict[str, Callable[..., Any]] = {
     "bytes": Bytes,
     "arrays": Arrays,
+    "mixture": Mixture,
     "masked_text": MaskedText,
     "labelled_text": LabelledText,
     "series": Series,
@@ -59,6 +61,7 @@ __all__ = [
     "LabelledText",
     "LoRALinear",
     "MaskedText",
+    "Mixture",
     "Series",
     "SeriesToText",
     "Sources",

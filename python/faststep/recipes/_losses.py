@@ -28,7 +28,8 @@ def next_token(
     It takes `tokens`, integers [batch, seq], of which each is predicted by the ones before it, or `tokens` and
     `targets` of one shape, which are shifted already; and a `mask` of the targets' shape, 0 where they do not count.
     So it takes what `faststep.data` gives: by `stack`, by `Pad` (a bool array in the place of `targets` is the mask of
-    `tokens`), and by `Pack`, whose positions and segments go to the model.
+    `tokens`), and by `Pack`, whose positions and segments go to the model. Batches of Hugging Face's datasets have
+    `input_ids`, `labels` (not shifted) and `attention_mask`.
 
     Args:
         weighted: Return `(mean, tokens that count)`, as `Step(weighted=True)` takes it.
@@ -46,12 +47,14 @@ def next_token(
 
     def loss(
         model: nn.Module,
-        tokens: mx.array,
+        tokens: mx.array | None = None,
         targets: mx.array | None = None,
         mask: mx.array | None = None,
         lengths: mx.array | None = None,  # of Pad, whose mask says the same
         **places: mx.array,
     ) -> Any:
+        if tokens is None:
+            tokens, targets, mask, places = _of_hugging_face(mask, **places)
         if targets is not None and targets.dtype == mx.bool_:
             targets, mask = None, targets
         if targets is None:
@@ -68,6 +71,27 @@ def next_token(
         return (mean, weights.sum()) if weighted else mean
 
     return explained(loss)
+
+
+def _of_hugging_face(
+    mask: mx.array | None,
+    *,
+    input_ids: mx.array | None = None,
+    labels: mx.array | None = None,
+    attention_mask: mx.array | None = None,
+    **places: mx.array,
+) -> tuple[mx.array, mx.array, mx.array | None, dict[str, mx.array]]:
+    """Return tokens, targets and mask of a batch by Hugging Face's names, whose labels stand at their own tokens.
+
+    Raises:
+        TypeError: There are no tokens in it.
+    """
+    if input_ids is None:
+        raise TypeError(f"next_token: expected a batch with tokens or input_ids, got {', '.join(places) or 'none'}")
+    if attention_mask is not None:
+        mask = attention_mask if mask is None else mask * attention_mask
+    targets = (input_ids if labels is None else labels)[:, 1:]
+    return input_ids[:, :-1], targets, None if mask is None else mask[:, 1:], places
 
 
 def cross_entropy(

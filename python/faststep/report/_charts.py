@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,6 +71,8 @@ def charts(log: Log) -> Iterator[Chart]:
     if intervals.known("update_ratio"):
         note = "The norm of an update over the norm of the weights."
         yield _line("Update ratio", log, intervals, {"update_ratio": BLUE}, note=note)
+    for name, each in (log.starts[-1].get("data") or {}).items() if log.starts else ():
+        yield _lengths(name, each)
     for name in log.values.group("values"):
         if log.values.known(f"values.{name}"):
             yield _line(name, log, log.values, {f"values.{name}": GREEN}, dots=True)
@@ -259,6 +261,19 @@ def _durations(log: Log) -> Chart:
         _marks(axes, log)
 
     return Chart("Seconds of each step", plot("seconds of each step", paint), "Faint: shortest and longest.")
+
+
+def _lengths(name: str, summary: dict[str, Any]) -> Chart:
+    """Plot how many samples of a dataset have which length."""
+    edges, counts = summary["histogram"]["edges"], summary["histogram"]["counts"]
+
+    def paint(axes: Axes) -> None:
+        axes.stairs(counts, edges, fill=True, color=BLUE, alpha=0.6)
+        axes.set_ylabel("samples")
+        tick(axes, quantity, whole=True)
+
+    title = f"Lengths of samples, {name}"
+    return Chart(title, plot(title.lower(), paint, across="tokens"), "Of each sample, before padding or packing.")
 
 
 def _counts(log: Log) -> Chart:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from faststep._optional import need
-from faststep._records import REASONS, clock, count, figure, parameter_table, quantity, share, size, span
+from faststep._records import REASONS, clock, count, data_lines, figure, parameter_table, quantity, share, size, span
 from faststep.report._charts import charts
 from faststep.report._log import Log, read_log
 from faststep.report._page import Html, cards, figures, page, said, section, when, write
@@ -44,6 +44,7 @@ def report(run: str | Path, out: str | Path | None = None) -> Path:
         cards(_numbers(log)),
         figures((chart.title, chart.svg, chart.note) for chart in charts(log)),
         section("Parameters", _modules(log)),
+        section("Data", _data(log)),
         section("Events", _events(log)),
         section("Checkpoints", _checkpoints(log)),
         section("Config", _config(log.config), folded=True),
@@ -139,6 +140,11 @@ def _modules(log: Log) -> str:
     return html_table(
         ("module", "trainable", "frozen"), parameter_table(log.starts[-1]) if log.starts else [], numbers=(1, 2)
     )
+
+
+def _data(log: Log) -> str:
+    lines = [] if not log.starts else data_lines(log.starts[-1])
+    return "".join(f"<p>{said(line)}</p>" for line in lines)
 
 
 def _few(rows: list[list[str]]) -> list[list[str]]:

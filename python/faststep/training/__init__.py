@@ -1,9 +1,9 @@
 """The trainer: the loop around the step, with validation, checkpoints and logs. Needs the extra `train`.
 
 `_trainer` has the options and callbacks, `_loop` the loop; `_window` one update; `_guard` and `_bad_batches` batches
-that are skipped; `_run_log`, `_interval`, `_clock` and `_update_ratio` the records; `_monitor` the best; `_heartbeat`
-what is waited for; `_predict` outputs, `_samples` text. Uses `_step`, `_native`, `_watch`, `_records`, `_files`,
-`_random`, `_command`, `metrics`, `data`, `checkpoints` and `loggers`.
+that are skipped; `_run_log`, `_interval`, `_clock` and `_update_ratio` the records; `_rates` learning rates across a
+resume; `_monitor` the best; `_heartbeat` what is waited for; `_predict` outputs, `_samples` text. Uses `_step`,
+`_native`, `_watch`, `_records`, `_files`, `_random`, `_command`, `metrics`, `data`, `checkpoints` and `loggers`.
 """
 
 from faststep.training._bad_batches import Reproduction, reproduce

@@ -20,6 +20,7 @@ class Interval:
     Attributes:
         loss: Their mean loss; that of the last interval where there has been none since. None at first.
         metrics: The means of their metrics, in the same way.
+        told: The last step of the last interval that was told.
     """
 
     def __init__(self, clock: Clock, every: int) -> None:
@@ -29,6 +30,7 @@ class Interval:
             clock: Where the time goes.
             every: An interval ends with each multiple of so many steps.
         """
+        self.told: int | None = None
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self._clock, self._every = clock, every
@@ -37,7 +39,7 @@ class Interval:
         self._norm: float | None = None
         self._count = self._samples = self._tokens = 0
         self._epoch: int | None = None
-        self._full = False
+        self._number = 0
         self._rate: float | None = None
         self._first = True  # the first step traces, and compiles kernels: it is told at once, without rates
 
@@ -47,7 +49,7 @@ class Interval:
         window.wait, window.seconds, window.time = waited - self._waited, now - self._lapped, time.time()
         self._waited, self._lapped = waited, now
         self._count, self._epoch = self._count + 1, window.epoch
-        self._full = number % self._every == 0
+        self._number = number
         self._samples, self._tokens = self._samples + window.samples, self._tokens + window.tokens
 
     def add(self, window: Window, record: dict[str, Any]) -> None:
@@ -56,13 +58,16 @@ class Interval:
         self._norm = record["grad_norm"] if record["grad_norm"] is not None else self._norm
         self._rate = record["learning_rate"]
 
-    def due(self) -> bool:
-        """Return whether the interval is over."""
-        return self._first or self._full or self._clock.elapsed >= _SECONDS
+    def behind(self, in_flight: int) -> int | None:
+        """Return how many of the last steps come after the interval, where it is over; None where it is not.
 
-    def behind(self, in_flight: int) -> int:
-        """Return how many steps the record may leave out, since they may be under way; none of the first one."""
-        return 0 if self._first else in_flight
+        Those may still be under way, and nothing waits for them: an interval is told so many steps behind its end. One
+        that ends because of its time waits, which costs little then.
+        """
+        if self._first or self._clock.elapsed >= _SECONDS:
+            return 0
+        last = self._number - in_flight
+        return in_flight if last > (self.told or 0) and last % self._every == 0 else None
 
     def record(self, step: Step, loader: Any, left: int | None, skipped: int) -> dict[str, Any]:
         """Return the record of the interval, and start the next.
@@ -83,7 +88,7 @@ class Interval:
         if loss is not None:
             self.loss, self.metrics = loss, metrics
         record: dict[str, Any] = {
-            "epoch": loader.epoch + 1 if self._epoch is None else self._epoch,
+            "epoch": epoch_of(loader) if self._epoch is None else self._epoch,
             "batch": loader.position,
             "loss": loss,
             **({"metrics": metrics} if metrics else {}),
@@ -101,6 +106,11 @@ class Interval:
         self._count = self._samples = self._tokens = 0
         self._waited = 0.0
         return record
+
+
+def epoch_of(loader: Any) -> int:
+    """Return the epoch of the last batch, from 1."""
+    return int(loader.epoch + (loader.position > 0 or loader.epoch == 0))
 
 
 def learning_rate(optimizer: Any) -> Any:

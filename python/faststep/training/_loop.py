@@ -16,10 +16,11 @@ from faststep._step import Step, call_with
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of
 from faststep.metrics import scalars
-from faststep.training import _bad_batches, _callback, _ids
+from faststep.training import _bad_batches, _callback, _ids, _rates
 from faststep.training._clock import Clock
 from faststep.training._errors import Phase, TrainingError, tagged
 from faststep.training._guard import Guard, Tried
+from faststep.training._interval import epoch_of
 from faststep.training._monitor import Monitor
 from faststep.training._result import Reason, Result, TrainingProgress
 from faststep.training._run_log import Log, length_of
@@ -51,6 +52,7 @@ class Loop:
     config: dict[str, Any] | None
     monitor: Monitor
     checkpoints: Checkpoints
+    _rates: list[float | None]  # that the optimizer was made with
     _damaged: list[Checkpoint]  # passed over; the log is told when it is open
     _phase_of_step: Callable[[BaseException], Phase]
     _log: Log | None
@@ -65,7 +67,7 @@ class Loop:
         self.validated: Evaluation | None = None
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = self._metric = None
-        self._checked, self._lost = False, list[str]()
+        self._checked, self._lost, self._changed = False, list[str](), list[str]()
         self._signals = Signals(lambda: bool(getattr(self.loader, "reading", False)))
         return self._signals
 
@@ -113,6 +115,8 @@ class Loop:
             self._logs.damaged(self._damaged.pop(0))
         for name in self._lost:
             self._logs.event("callback", f"the checkpoint has a state of {name}, which is no callback of this training")
+        for text in self._changed:
+            self._logs.event("learning_rate", text)
         self._tell("on_start")
         if self.validate_at_start and not resumed:
             self._validate()
@@ -289,7 +293,7 @@ class Loop:
             progress.best, progress.stale = (value, 0) if best else (progress.best, progress.stale + 1)
             progress.best_step = progress.number if best else progress.best_step
             self._logs.tell_steps()
-            fields = found._asdict() | {"seconds": seconds, "best": best, "epoch": self._last_epoch()}
+            fields = found._asdict() | {"seconds": seconds, "best": best, "epoch": epoch_of(self.loader)}
             self._logs.write("validation", fields | {"monitor": self.monitor.name, "value": value})
             if math.isnan(found.loss):
                 self._logs.event("validation", f"the validation loss is NaN, over {found.batches} batches")
@@ -301,10 +305,6 @@ class Loop:
             self._logs.event("early_stop", text, "info")
             self._reason = "early_stop"
 
-    # that of the last batch, from 1
-    def _last_epoch(self) -> int:
-        return int(self.loader.epoch + (self.loader.position > 0 or self.loader.epoch == 0))
-
     def _is_stale(self) -> bool:
         return self.patience is not None and self._progress.stale >= self.patience
 
@@ -315,12 +315,17 @@ class Loop:
             self._count_bad(self._guard.settle())
             began, progress = time.perf_counter(), self._progress
             progress.seconds, self._began = self.seconds, began
-            numbers = progress.state() | {"callbacks": _callback.states(self.callbacks)}
-            path = self.checkpoints.save(self.step, self.loader, number=progress.number, numbers=numbers, metric=metric)
+            numbers = progress.state() | {"callbacks": _callback.states(self.callbacks), "rates": self._rates}
+            about: dict[str, Any] = {"numbers": numbers, "metric": metric, "healthy": not self._is_sick(metric)}
+            path = self.checkpoints.save(self.step, self.loader, number=progress.number, **about)
             pause = time.perf_counter() - began
         self._saved = progress.number
         self._logs.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
         self._tell("on_checkpoint", path)
+
+    # while batches are bad, or the last validation was
+    def _is_sick(self, metric: float | None) -> bool:
+        return self._progress.row > 0 or (metric is not None and not math.isfinite(metric))
 
     def _resume(self, start: Start) -> bool:
         found = None if start == "new" else self.checkpoints.restore(self.step, self.loader, start)
@@ -336,6 +341,7 @@ class Loop:
             return False
         numbers = dict(found.numbers)
         window, states = numbers.pop("window"), numbers.pop("callbacks")
+        self._changed = list(_rates.go_on(self.step.optimizer, self._rates, numbers.pop("rates", None)))
         with self._tagged("callback"):
             self._lost = _callback.load_states(self.callbacks, states)
         now = {"monitor": self.monitor.name, "mode": self.monitor.mode}

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from faststep._step import Step
 from faststep.checkpoints import Checkpoint, Checkpoints
 from faststep.loggers import JsonLines, Logger, Loggers
 from faststep.training._clock import Clock, contention
-from faststep.training._interval import Interval, learning_rate
+from faststep.training._interval import Interval, epoch_of, learning_rate
 from faststep.training._monitor import Monitor
 from faststep.training._run_folder import LOG, counts
 from faststep.training._update_ratio import UpdateRatio
@@ -33,6 +33,7 @@ class Training(Protocol):
 
     step: Step
     loader: Any
+    validation: Any
     run: Path
     clock: Clock
     checkpoints: Checkpoints
@@ -77,6 +78,7 @@ class Log:
         self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet
         self._crowded = False
         self._windows = 0  # steps among them
+        self._read: int | None = None  # the last step that is in the log
         self._lock = threading.Lock()  # the heartbeat has a thread of its own
         self._traced = trainer.step.stats.traced
 
@@ -86,7 +88,12 @@ class Log:
         plan: dict[str, Any] = {"resumed": resumed, "epoch": trainer.loader.epoch + 1, "config": trainer.config}
         plan |= {"steps": trainer.steps, "epochs": trainer.epochs, "batches_per_epoch": length_of(trainer.loader)}
         plan |= {"accumulate": trainer.step.accumulate, "workers": getattr(trainer.loader, "workers", None)}
-        self.write("start", plan | environment() | counts(trainer.step.model))
+        loaders = {"train": trainer.loader, "validation": trainer.validation}
+        data = dict(_summaries({name: getattr(each, "summary", None) for name, each in loaders.items()}))
+        self.write("start", plan | environment() | counts(trainer.step.model) | ({"data": data} if data else {}))
+        for name, each in data.items():
+            for text in each.get("left_out", ()):
+                self.event("data", f"{name}: {text}")
 
     def on_update(self, window: Window) -> None:
         """Take the window of an update; log the interval when it is over."""
@@ -95,8 +102,9 @@ class Log:
         self._updates.append((self._trainer.number, window))
         self._windows += 1
         self.ratio.after()
-        if self.interval.due():
-            self.tell_interval(self.interval.behind(self._trainer.step.options.in_flight))
+        behind = self.interval.behind(self._trainer.step.options.in_flight)
+        if behind is not None:
+            self.tell_interval(behind)
 
     def values(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's own; they are read, and logged, when the step that they belong to is."""
@@ -111,24 +119,24 @@ class Log:
                 self._windows -= 1
                 record = self.write("step", update.record(self._trainer.step.loss_fn), number, update.time)
                 self.interval.add(update, record)
+                self._read = number
             else:
                 self.write("values", {"values": {name: value_of(value) for name, value in update.items()}}, number)
 
     def tell_interval(self, behind: int = 0) -> None:
-        """Log the interval since the last one."""
+        """Log the interval since the last one, up to so many steps before the last one, where it has any."""
         self.tell_steps(behind)
         self._tell_traces()
-        trainer = self._trainer
-        for written in trainer.checkpoints.take_written():
-            fields = {"path": str(written.path), "seconds": written.seconds, "bytes": written.bytes}
-            self.write("checkpoint_written", fields)
+        self._tell_written()
         self._tell_contention()
+        trainer = self._trainer
+        last = self.interval.told = trainer.number if self._read is None else self._read
         record = self.interval.record(trainer.step, trainer.loader, self._left(), trainer.skipped)
-        self.write("interval", record | self.ratio.read())
+        self.write("interval", record | self.ratio.read(), last)
 
     def event(self, what: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
         """Log an event."""
-        self.write("event", {"what": what, "text": text, "level": level, "epoch": self._trainer.loader.epoch + 1})
+        self.write("event", {"what": what, "text": text, "level": level, "epoch": epoch_of(self._trainer.loader)})
 
     def damaged(self, checkpoint: Checkpoint) -> None:
         """Log a damaged checkpoint that was passed over."""
@@ -136,6 +144,7 @@ class Log:
 
     def end(self, reason: str) -> None:
         """Log the end of the training."""
+        self._tell_written()
         trainer = self._trainer
         fields = {"reason": reason, "seconds": trainer.seconds, "loss": self.interval.loss, "best": trainer.best}
         self.write("end", fields | {"monitor": trainer.monitor.name})
@@ -153,6 +162,11 @@ class Log:
     def close(self) -> None:
         """Close all loggers."""
         self._loggers.close()
+
+    def _tell_written(self) -> None:
+        for written in self._trainer.checkpoints.take_written():
+            fields = {"path": str(written.path), "seconds": written.seconds, "bytes": written.bytes}
+            self.write("checkpoint_written", fields)
 
     # once, and not for a GPU
     def _tell_contention(self) -> None:
@@ -178,6 +192,15 @@ class Log:
         if trainer.epochs is not None and length is not None:
             ends.append(trainer.epochs * math.ceil(length / trainer.step.accumulate))
         return max(0, min(ends) - trainer.number) if ends else None
+
+
+def _summaries(found: Mapping[str, dict[str, Any] | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what datasets say of themselves, by name; of several that are mixed each."""
+    for name, each in found.items():
+        if each is not None and "sources" in each:
+            yield from _summaries({f"{name} {i}": part for i, part in enumerate(each["sources"], start=1)})
+        elif each is not None:
+            yield name, each
 
 
 def length_of(loader: Any) -> int | None:

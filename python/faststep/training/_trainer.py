@@ -16,7 +16,7 @@ from faststep.checkpoints import Checkpoints
 from faststep.data import epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
 from faststep.metrics import LossWithMetrics, Metric
-from faststep.training import _hang, _ids, _run_folder
+from faststep.training import _hang, _ids, _rates, _run_folder
 from faststep.training._errors import phase_of_step
 from faststep.training._hang import OnHang
 from faststep.training._heartbeat import Heartbeat
@@ -174,6 +174,7 @@ class Trainer(Loop):
             on_damaged=lambda checkpoint: self._damaged.append(checkpoint),
         )
         self._damaged = []
+        self._rates = _rates.given(step.optimizer)
         self._phase_of_step = phase_of_step(step.loss_fn)
         self._log = None
         self._begin()
