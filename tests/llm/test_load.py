@@ -106,7 +106,10 @@ def test_a_config_builds_it(folder: Path) -> None:
     [
         ({"lora": {"rank": 0}}, "model.lora: rank: expected a number from 1 on, got 0"),
         ({"lora": {"rnk": 2}}, "model.lora: unknown key 'rnk': did you mean 'rank'?"),
-        ({"lora": {"alpha": 16}}, "model.lora: unknown key 'alpha': expected one of dropout, keys, layers, rank, scale"),
+        (
+            {"lora": {"alpha": 16}},
+            "model.lora: unknown key 'alpha': expected one of dropout, keys, layers, rank, scale",
+        ),
         ({"lora": {"rank": "8"}}, "model.lora: rank: expected a whole number, got '8'"),
         ({"quantize": {"groupsize": 64}}, "model.quantize: unknown key 'groupsize': did you mean 'group_size'?"),
         ({"lora": {"layers": 3}}, "model.lora: layers: expected 1 to 2, as many as the model has, got 3"),

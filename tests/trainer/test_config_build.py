@@ -338,3 +338,12 @@ run: ~/runs/$DATA
     assert "data.train.file: expected a path, '~/${NOPE}/mine.npz' names the variable NOPE" in refusal(
         tmp_path, text.replace("${DATA}", "${NOPE}").replace("runs/$DATA", "runs")
     )
+
+
+def test_an_item_too_long_for_its_row_is_told_before_training(tmp_path: Path) -> None:
+    code = "import numpy as np\n\ndef rows():\n    return [np.arange(3), np.arange(9)]\n"
+    options = ["data.train={use: 'rows.py:rows'}", "data.collate={use: pack, length: 4}"]
+    told = refusal(tmp_path, GPT, *options, rows=code)
+    assert "data.collate: train: Pack: a document of 9 tokens does not fit into a row of 4" in told
+    assert told.endswith("(faststep.data: item 1)")
+    assert len(make(tmp_path, GPT, *options, "data.collate.split=true", rows=code).loader) == 1

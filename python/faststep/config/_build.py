@@ -27,6 +27,7 @@ from faststep.config._match import check_match
 from faststep.config._optimizers import Choice, find_optimizers
 from faststep.config._schema import Config
 from faststep.config._usage import Usage
+from faststep.data import TooLong
 from faststep.metrics import LossWithMetrics
 from faststep.mlx_lm import LanguageModel
 
@@ -186,10 +187,8 @@ def _load_weights(model: nn.Module, path: File) -> None:
 
 def _choices(parts: Parts, usage: Usage, loader: Loader) -> list[Choice]:
     """Find the optimizers again, now that the length of an epoch is known."""
-    try:
-        epoch = math.ceil(len(loader) / usage.step["accumulate"])
-    except TypeError:  # an iterable has as many items as it gives
-        epoch = None
+    batches = _epoch_of(loader)
+    epoch = None if batches is None else math.ceil(batches / usage.step["accumulate"])
     choices = find_optimizers(parts, usage.top["optimizer"], usage.steps(epoch), epoch)
     if parts.problems:
         raise ConfigError(parts.problems)
@@ -231,4 +230,18 @@ def _loader(found: dict[str, Any], name: str, options: dict[str, Any], blame: Bl
     blame(("data", name), lambda: check_match(model, source))
     if options.get("shuffle", False) is None:
         options = options | {"shuffle": hasattr(source, "__len__")}
-    return blame(("data",), lambda: Loader(source, collate=collate, **options))
+    loader = blame(("data",), lambda: Loader(source, collate=collate, **options))
+    try:
+        _epoch_of(loader)
+    except TooLong as error:
+        text = " ".join([str(error), *(f"({each})" for each in getattr(error, "__notes__", ()))])
+        raise ConfigError([blame.config.source.problem(("data", "collate"), f"{name}: {text}")]) from error
+    return loader
+
+
+def _epoch_of(loader: Loader) -> int | None:
+    """Return the batches of an epoch, which plans the first one; None for an iterable: it has as many as it gives."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

@@ -5,7 +5,7 @@
 MLX and NumPy, and no other room.
 """
 
-from faststep.data._errors import Interrupted
+from faststep.data._errors import Interrupted, TooLong
 from faststep.data._loader import Loader
 from faststep.data._pack import Pack
 from faststep.data._pad import Pad
@@ -13,4 +13,4 @@ from faststep.data._stack import stack
 from faststep.data._stats import LoaderStats
 from faststep.data._units import epochs_of, seconds_of
 
-__all__ = ["Interrupted", "Loader", "LoaderStats", "Pack", "Pad", "epochs_of", "seconds_of", "stack"]
+__all__ = ["Interrupted", "Loader", "LoaderStats", "Pack", "Pad", "TooLong", "epochs_of", "seconds_of", "stack"]

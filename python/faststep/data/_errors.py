@@ -32,5 +32,9 @@ class about:
                 error.__notes__ = [note]  # type: ignore[attr-defined, unused-ignore]
 
 
+class TooLong(ValueError):
+    """An item that its collate has no room for."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Raised by `Loader.on_wait` to end a loop that waits for a worker; the place in the data is that before it."""

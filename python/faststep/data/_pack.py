@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from faststep.data._by_length import ByLength, Key, Made, Piece, as_numpy, like
+from faststep.data._errors import TooLong
 from faststep.data._order import IntArray, Keys, Units
 from faststep.data._tree import Tree
 
@@ -104,7 +105,7 @@ class Pack(ByLength):
     def cut(self, length: int) -> list[tuple[int, int]]:
         """Return pieces that fit into a row; none of a document without tokens."""
         if length > self.length and not self.split:
-            raise ValueError(
+            raise TooLong(
                 f"Pack: a document of {length} tokens does not fit into a row of {self.length}: a larger length takes "
                 "it whole, split=True in pieces"
             )

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from faststep.data._by_length import ByLength, Key, Made, Piece, as_numpy, like, parts_of
+from faststep.data._errors import TooLong
 from faststep.data._order import IntArray, Keys, Units
 from faststep.data._stack import stack
 from faststep.data._tree import Tree
@@ -151,7 +152,7 @@ class Pad(ByLength):
         for size in self.buckets:
             if length <= size:
                 return size
-        raise ValueError(f"Pad: an item of length {length} is longer than the last of buckets={list(self.buckets)}")
+        raise TooLong(f"Pad: an item of length {length} is longer than the last of buckets={list(self.buckets)}")
 
     def _fill(self, key: Key, items: Sequence[Any], size: int) -> mx.array:
         """Pad one array of all items: [items, size, ...]."""
