@@ -16,8 +16,9 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm needs Python 3.11")
 
+import huggingface_hub
 from faststep.config import ConfigError, build, validate
-from faststep.mlx_lm import Lora, Quantize, load
+from faststep.mlx_lm import Jsonl, Lora, Quantize, load
 from mlx.utils import tree_flatten
 from mlx_lm import load as theirs
 from mlx_lm.utils import make_shards, save_model
@@ -181,6 +182,36 @@ def test_folders_that_do_not_fit(folder: Path, tmp_path: Path, damage: Callable[
         load(copy)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_all_layers_and_other_modes_of_few_bits(folder: Path) -> None:
+    assert load(folder, lora=Lora(layers=-1)).origin.adapters == load(folder, lora=Lora()).origin.adapters
+    model = load(folder, Quantize(mode="mxfp4"), Lora(rank=2))
+    layer = model.model.layers[0].self_attn.q_proj.linear
+    assert (layer.mode, layer.bits, layer.group_size) == ("mxfp4", 4, 32)
+    assert model.origin.config["quantization"]["mode"] == "mxfp4"
+    with pytest.raises(ValueError, match=r"quantize: .*mxfp4 quantization requires bits to be 4 but got 8"):
+        load(folder, Quantize(mode="mxfp4", bits=8))
+
+
+def test_a_model_of_the_hub_is_the_one_in_its_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    inside = tmp_path / "models--mine--llama-tiny"
+    with pytest.raises(ValueError, match=r"no mine/llama-tiny in the cache .* `hf download mine/llama-tiny` fetches"):
+        load(Path("mine/llama-tiny"))
+    with pytest.raises(ValueError, match=r"^tokenizer: .* `hf download mine/llama-tiny` fetches it"):
+        Jsonl(folder.parent / "chat.jsonl", Path("mine/llama-tiny"))
+    (inside / "refs").mkdir(parents=True)
+    (inside / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, inside / "snapshots" / ("0" * 40))
+    tokens = mx.array([[5, 6, 7, 8]])
+    built = build(validate(config_of(folder, path="mine/llama-tiny")))
+    assert mx.array_equal(built.step.model(tokens), load(folder)(tokens))
+    assert len(Jsonl(folder.parent / "chat.jsonl", Path("mine/llama-tiny"))) == len(
+        Jsonl(folder.parent / "chat.jsonl", folder)
+    )
 
 
 def test_few_bits_are_not_made_fewer(folder: Path, tmp_path: Path) -> None:

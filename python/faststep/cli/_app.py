@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from faststep.cli import _checkpoint, _doctor, _new, _profile, _runs, _train, _verify
+from faststep.cli import _checkpoint, _doctor, _from_mlx_lm, _new, _profile, _runs, _train, _verify
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
     "new": _new.new,
+    "from-mlx-lm": _from_mlx_lm.from_mlx_lm,
     "train": _train.train,
     "resume": _train.resume,
     "eval": _train.evaluate,

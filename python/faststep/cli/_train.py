@@ -81,14 +81,21 @@ def evaluate(
     overrides: Overrides = None,
     number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="On the data of data.test.")] = False,
 ) -> None:
-    """Compute the validation loss and metrics of a checkpoint, on all of the validation data."""
+    """Compute the loss and metrics of a checkpoint on all of the validation data, or of the test data."""
     from faststep.config import build
     from faststep.training import validate
 
-    built = build(config_of(run, overrides))
-    if built.validation is None:
-        raise Exit(f"{run}: expected validation data in its config (data.validation), found none")
+    config, what = config_of(run, overrides), "test" if test else "validation"
+    if test:
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"validation": config.data.test, "test": None})}
+        )
+    if config.data.validation is None:
+        raise Exit(f"{run}: expected {what} data in its config (data.{what}), found none")
+    built = build(config)
+    assert built.validation is not None
     chosen = choose(checkpoints_of(run), run, number=number, best=best)
     chosen.restore(built.step)
     loss, batches, metrics = validate(built.step, built.validation)

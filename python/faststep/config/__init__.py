@@ -33,6 +33,7 @@ from faststep.config._errors import ConfigError, Problem  # noqa: E402, behind t
 from faststep.config._load import load, validate  # noqa: E402
 from faststep.config._reference import reference, schema  # noqa: E402
 from faststep.config._schema import Component, Config  # noqa: E402
+from faststep.config._yaml import read, write  # noqa: E402
 
 if TYPE_CHECKING:
     from faststep.config._build import Built, build, model_of
@@ -46,9 +47,11 @@ __all__ = [
     "build",
     "load",
     "model_of",
+    "read",
     "reference",
     "schema",
     "validate",
+    "write",
 ]
 
 

@@ -21,6 +21,7 @@ _KINDS: dict[str, Kind] = {
     "loss": _kinds.LOSS,
     "data.train": _kinds.DATASET,
     "data.validation": _kinds.DATASET,
+    "data.test": _kinds.DATASET,
     "data.collate": _kinds.COLLATE,
     "metrics": _kinds.METRIC,
     "optimizer": _kinds.OPTIMIZER,

@@ -67,10 +67,14 @@ class Component(BaseModel):
 
 
 class Data(Section):
-    """Datasets, and the loader's options; `shuffle` is true by default for all but iterables, which have an order."""
+    """Datasets, and the loader's options; `shuffle` is true by default for all but iterables, which have an order.
+
+    `test` is not looked at while training: `faststep eval RUN --test` computes its loss and metrics.
+    """
 
     train: Component
     validation: Component | None = None
+    test: Component | None = None
     batch_size: Positive = 32
     shuffle: bool | None = None
     drop_last: bool = False

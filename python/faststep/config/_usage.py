@@ -70,7 +70,7 @@ class Usage:
         return values
 
     def _data(self) -> None:
-        self.components: dict[str, Any] = self._take("data", "train validation collate")
+        self.components: dict[str, Any] = self._take("data", "train validation test collate")
         shared = self._take("data", "batch_size workers")
         ahead = shared["workers"] > 0
         shared |= self._take("data", "prefetch", ahead, "without data.workers no batch is made ahead")

@@ -2,11 +2,12 @@
 
 `_folder` reads and checks a model's folder, `_load` is the recipe over it, `_lora` its adapters, `_model` and
 `_segments` what losses and trainer need of a model. Data: `_jsonl` over `_records` (files), `_layouts` (records),
-`_chat` (templates), `_tokens`, `_samples`, `_cache`, `_progress`. `_adapters` and `_export` are mlx-lm's files;
-`_train` is mlx-lm's trainer with our step, `_llama` makes a small model. Uses `_step`, `_files`, `_optional`,
+`_chat` (templates), `_tokens`, `_samples`, `_cache`, `_progress`. `_adapters`, `_config` and `_export` are mlx-lm's
+files; `_train` is mlx-lm's trainer with our step, `_llama` makes a small model. Uses `_step`, `_files`, `_optional`,
 `recipes` and `training`.
 """
 
+from faststep.mlx_lm._config import from_mlx_lm
 from faststep.mlx_lm._export import Adapters, export_adapters, export_fused
 from faststep.mlx_lm._jsonl import Jsonl
 from faststep.mlx_lm._llama import new_llama
@@ -30,6 +31,7 @@ __all__ = [
     "Quantize",
     "export_adapters",
     "export_fused",
+    "from_mlx_lm",
     "load",
     "new_llama",
     "train",

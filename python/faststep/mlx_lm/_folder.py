@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,42 @@ import mlx.nn as nn
 from faststep._optional import need
 
 EXTRA = "llm"
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # of a model on the Hub
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "vocab.txt")
+
+
+def find_folder(path: Path) -> Path:
+    """Return the folder of a model: the one that is named, or that of an id of the Hugging Face Hub in its cache.
+
+    Args:
+        path: A folder, or a path that ends in an id, such as `mlx-community/Qwen3-0.6B-4bit`. Nothing is downloaded.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if path.is_dir():
+        return path
+    missing = f"path: expected a model's folder on this machine, found none at {path}"
+    name = "/".join(path.parts[-2:])
+    if not _ID.fullmatch(name):
+        raise ValueError(f"{missing}; nothing is downloaded")
+    try:
+        return Path(need("huggingface_hub", EXTRA).snapshot_download(name, local_files_only=True))
+    except Exception:  # of as many kinds as there are ways to have no such snapshot
+        raise ValueError(
+            f"{missing}, and no {name} in the cache of the Hugging Face Hub; nothing is downloaded: "
+            f"`hf download {name}` fetches it"
+        ) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a folder.
 
     Raises:
-        ValueError: The folder or the file is not there, or the file is no JSON object with a `model_type`.
+        ValueError: The file is not there, or is no JSON object with a `model_type`.
     """
     file = folder / "config.json"
-    if not folder.is_dir():
-        raise ValueError(
-            f"path: expected a model's folder on this machine, found none at {folder}; nothing is downloaded"
-        )
     if not file.is_file():
         raise ValueError(f"path: expected {file}, found none: is {folder} a model's folder in Hugging Face's layout?")
     try:

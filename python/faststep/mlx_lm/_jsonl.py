@@ -12,7 +12,7 @@ import numpy as np
 
 from faststep.mlx_lm import _cache
 from faststep.mlx_lm._chat import TrainOn
-from faststep.mlx_lm._folder import longest, read_config, read_tokenizer
+from faststep.mlx_lm._folder import find_folder, longest, read_config, read_tokenizer
 from faststep.mlx_lm._layouts import KEYS
 from faststep.mlx_lm._progress import Progress
 from faststep.mlx_lm._records import Split, find_files, read
@@ -37,7 +37,7 @@ class Jsonl(Sequence[Item]):
     Args:
         file: The file, or several: names, patterns such as `data/*.jsonl`, or folders. JSON arrays (`.json`), Parquet
             (`.parquet`, extra `parquet`) and gzip (`.gz`) are read too.
-        tokenizer: The folder of the model, whose tokenizer and chat template are taken.
+        tokenizer: The folder of the model, or its id on the Hub, whose tokenizer and chat template are taken.
         train_on: What of a chat or a completion counts. "last": the last answer. "assistant": each answer; where the
             template writes earlier answers otherwise than the last one (Qwen 3 drops their thoughts), each is a sample
             of its own. "all": all of it. All of a text counts always.
@@ -71,6 +71,10 @@ class Jsonl(Sequence[Item]):
         broken: Literal["refuse", "skip"] = "refuse",
         cache: bool = True,
     ) -> None:
+        try:
+            tokenizer = find_folder(Path(tokenizer))
+        except ValueError as error:
+            raise ValueError(str(error).replace("path: ", "tokenizer: ", 1)) from None
         limit = _limit(tokenizer, max_length)
         if unknown := sorted(set(keys or ()) - set(KEYS)):
             raise ValueError(f"keys: expected names of {', '.join(KEYS)}, got {unknown[0]!r}")

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from faststep._optional import need
 from faststep.mlx_lm import _adapters
-from faststep.mlx_lm._folder import EXTRA, check_vocabulary, read_model, read_tokenizer, vocabulary_of
+from faststep.mlx_lm._folder import EXTRA, check_vocabulary, find_folder, read_model, read_tokenizer, vocabulary_of
 from faststep.mlx_lm._lora import Lora, adapt
 from faststep.mlx_lm._model import LanguageModel, Origin, as_language_model
 from faststep.recipes import checkpoint_gradients
@@ -23,12 +23,14 @@ class Quantize:
     """Weights in few bits, as mlx-lm makes them: layers whose inputs are no multiple of the group stay as they are.
 
     Attributes:
-        bits: Of each weight.
-        group_size: How many weights share scale and bias.
+        bits: Of each weight; None: what is usual for the mode.
+        group_size: How many weights share scale and bias; None: what is usual for the mode, 64 for "affine".
+        mode: How: whole numbers with scale and bias ("affine"), or small floating-point numbers.
     """
 
-    bits: Literal[2, 3, 4, 5, 6, 8] = 4
-    group_size: Literal[32, 64, 128] = 64
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = None
+    group_size: Literal[16, 32, 64, 128] | None = None
+    mode: Literal["affine", "mxfp4", "nvfp4", "mxfp8"] = "affine"
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
@@ -43,7 +45,8 @@ def load(
     """Load a causal language model of mlx-lm from a local folder in Hugging Face's layout, with LoRA or DoRA adapters.
 
     Args:
-        path: The folder: config.json, `model*.safetensors`, tokenizer. Nothing is downloaded.
+        path: The folder: config.json, `model*.safetensors`, tokenizer; or an id of the Hugging Face Hub, such as
+            `mlx-community/Qwen3-0.6B-4bit`, that is in its cache. Nothing is downloaded.
         quantize: Bring the weights into few bits, `{bits: 4, group_size: 64}`; None: as they are.
         lora: Freeze all and train adapters, `{rank, scale, dropout, layers, keys}`; None: all trains that can.
         dora: The adapters are DoRA's.
@@ -55,7 +58,7 @@ def load(
         ValueError: The folder is incomplete, weights are missing, unknown or of other shapes, the tokenizer has tokens
             that the model has not, an argument does not fit, or the adapters are of another model.
     """
-    path = Path(path)
+    path = find_folder(Path(path))
     model, config = read_model(path)
     tokenizer = read_tokenizer(path)
     rows = vocabulary_of(config)
@@ -77,10 +80,18 @@ def _quantize(model: nn.Module, config: dict[str, Any], quantize: Quantize, path
         raise ValueError(f"quantize: the weights in {path} are in few bits already: leave quantize out")
     utils = need("mlx_lm.utils", EXTRA)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
-        _, made = utils.quantize_model(model, config, quantize.group_size, quantize.bits)
+        _, made = _quantized(utils, model, config, quantize)
     if not any("scales" in each for _, each in model.named_modules()):
-        raise ValueError(f"quantize: group_size: no layer has inputs that are a multiple of {quantize.group_size}")
+        size = made["quantization"]["group_size"]
+        raise ValueError(f"quantize: group_size: no layer has inputs that are a multiple of {size}")
     return dict(made)
+
+
+def _quantized(utils: Any, model: nn.Module, config: dict[str, Any], quantize: Quantize) -> Any:
+    try:
+        return utils.quantize_model(model, config, quantize.group_size, quantize.bits, quantize.mode)
+    except ValueError as error:  # bits or groups that a mode has not
+        raise ValueError(f"quantize: {error}") from None
 
 
 def _adapted(

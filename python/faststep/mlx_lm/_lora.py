@@ -6,6 +6,7 @@ Hu et al., "LoRA" (2021, https://arxiv.org/abs/2106.09685); Liu et al., "DoRA: W
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ class Lora:
         rank: Of the adapters.
         scale: The factor of what they give.
         dropout: The share of their inputs that training leaves out.
-        layers: How many blocks get them, counted from the last one; None: all.
+        layers: How many blocks get them, counted from the last one; -1 or None: all.
         keys: The layers that get them by their names in a block, such as `self_attn.q_proj`, or in the model, such as
             `lm_head`; None: all linear ones of the blocks.
     """
@@ -59,6 +60,7 @@ def adapt(model: nn.Module, lora: Lora, *, dora: bool = False) -> dict[str, Any]
         ImportError: mlx-lm is not installed.
         ValueError: A number is out of its range, a key names no layer, or a layer takes no such adapter.
     """
+    lora = dataclasses.replace(lora, layers=None) if lora.layers == -1 else lora
     _check(model, lora)
     model.freeze()
     count = len(model.layers) if lora.layers is None else lora.layers
