@@ -201,6 +201,41 @@ def test_a_base_that_has_moved_and_the_layers_old_name(trained: Path, tmp_path: 
     assert mx.array_equal(load(moved, adapters=out)(TOKENS), before(TOKENS))
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_peft(trained: Path, tmp_path: Path, dora: bool) -> None:
+    """What is written is read again; the product is PEFT's: W x + lora_alpha / r * B A x."""
+    lora = Lora(rank=4, scale=3.0, layers=1, keys=["self_attn.q_proj", "mlp.up_proj"])
+    model: Any = load(trained / "llama", lora=lora, dora=dora)
+    layer = model.model.layers[-1].self_attn.q_proj
+    layer.lora_b, layer.lora_a = (mx.random.normal(each.shape, scale=0.1) for each in (layer.lora_b, layer.lora_a))
+    export_adapters(model, tmp_path / "peft", new=True, peft=True)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_dora"]) == ("LORA", 4, 12.0, dora)
+    assert "model.layers.1.self_attn.q_proj" in config["target_modules"]
+    arrays = weights_of(tmp_path / "peft" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.q_proj"
+    a, b = arrays[f"{name}.lora_A.weight"], arrays[f"{name}.lora_B.weight"]
+    x = mx.random.normal((3, 64))
+    if not dora:
+        expected = layer.linear(x) + config["lora_alpha"] / config["r"] * (x @ a.T @ b.T)
+        assert mx.allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
+    again = load(trained / "llama", adapters=tmp_path / "peft")
+    assert again.origin.adapters is not None
+    assert again.origin.adapters["num_layers"] == 1
+    assert mx.array_equal(again(TOKENS), model(TOKENS))
+    config |= {"use_rslora": True, "lora_alpha": 6.0}  # over the root of the rank: the same factor
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
+    assert mx.array_equal(load(trained / "llama", adapters=tmp_path / "peft")(TOKENS), model(TOKENS))
+    for change, message in (
+        ({"peft_type": "IA3"}, "expected adapters of the type LORA, got 'IA3'"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern: mlx-lm has one rank and scale"),
+        ({"bias": "all"}, "bias: mlx-lm has one rank"),
+    ):
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=message):
+            load(trained / "llama", adapters=tmp_path / "peft")
+
+
 def test_exports_write_over_nothing(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "adapters.safetensors").write_text("mine")
     assert (

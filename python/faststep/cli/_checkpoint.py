@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from faststep.checkpoints import Checkpoint
 
 app = typer.Typer(help="Look at checkpoints, verify them, export weights.", no_args_is_help=True)
+Kind = Literal["adapters", "peft", "fuse"]
 Folder = Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.", show_default=False)]
 
 
@@ -54,6 +55,7 @@ def export(
     average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Of a run: that with the best monitored value.")] = False,
     adapters: Annotated[Path | None, typer.Option(help="A folder for the adapters, in mlx-lm's format.")] = None,
+    peft: Annotated[Path | None, typer.Option(help="A folder for the adapters, in the format of PEFT.")] = None,
     fuse: Annotated[
         Path | None, typer.Option(help="A folder for the whole model, as Hugging Face lays it out.")
     ] = None,
@@ -61,22 +63,24 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them.
 
-    Of a model of mlx-lm: its adapters (--adapters DIR), or plain weights with the adapters in them (--fuse DIR).
+    Of a model of mlx-lm: its adapters (--adapters DIR, --peft DIR), or plain weights with the adapters in them
+    (--fuse DIR).
     Where its folder has moved: --set model.path=FOLDER.
     """
-    places = [each for each in (file, adapters, fuse) if each is not None]
+    places = [each for each in (file, adapters, peft, fuse) if each is not None]
     if len(places) != 1:
-        raise Exit(f"expected one of FILE, --adapters DIR and --fuse DIR, got {len(places)}")
-    if os.path.lexists(places[0]) and not (adapters is not None and adapters.is_dir()):
+        raise Exit(f"expected one of FILE, --adapters DIR, --peft DIR and --fuse DIR, got {len(places)}")
+    if os.path.lexists(places[0]) and not (places[0] in (adapters, peft) and places[0].is_dir()):
         raise Exit(f"{places[0]}: there is such a file already")
     chosen = choose(checkpoints_of(path), path, best=best)
     if file is not None:
         typer.echo(chosen.export(file, average=average))
     else:
-        typer.echo(_export_model(chosen, places[0], average, fuse is not None, overrides))
+        kind: Kind = "fuse" if fuse is not None else "peft" if peft is not None else "adapters"
+        typer.echo(_export_model(chosen, places[0], average, kind, overrides))
 
 
-def _export_model(chosen: Checkpoint, folder: Path, average: bool, fuse: bool, overrides: list[str] | None) -> Path:
+def _export_model(chosen: Checkpoint, folder: Path, average: bool, kind: Kind, overrides: list[str] | None) -> Path:
     """Write the adapters of a model of mlx-lm, or all of it."""
     from faststep.config import model_of
     from faststep.mlx_lm import LanguageModel, export_adapters, export_fused
@@ -87,9 +91,9 @@ def _export_model(chosen: Checkpoint, folder: Path, average: bool, fuse: bool, o
         raise Exit(f"{run}: expected the run of a model of mlx-lm (use: mlx_lm), got one of {type(model).__name__}")
     weights = chosen.weights(average=average)
     try:
-        if fuse:
+        if kind == "fuse":
             return export_fused(model, folder, weights)
-        return export_adapters(model, folder, weights, new=True)
+        return export_adapters(model, folder, weights, new=True, peft=kind == "peft")
     except OSError as error:
         raise Exit(f"{error.filename or folder}: not written: {error.strerror}") from None
     except ValueError as error:

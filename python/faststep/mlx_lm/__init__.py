@@ -2,7 +2,7 @@
 
 `_folder` reads and checks a model's folder, `_load` is the recipe over it, `_lora` its adapters, `_model` and
 `_segments` what losses and trainer need of a model. Data: `_jsonl` over `_records` (files), `_layouts` (records),
-`_chat` (templates), `_tokens`, `_samples`, `_cache`, `_progress`. `_adapters`, `_config` and `_export` are mlx-lm's
+`_chat` (templates), `_tokens`, `_samples`, `_cache`, `_progress`. `_adapters`, `_config`, `_export` are mlx-lm's
 files; `_train` is mlx-lm's trainer with our step, `_llama` makes a small model. Uses `_step`, `_files`, `_optional`,
 `recipes` and `training`.
 """

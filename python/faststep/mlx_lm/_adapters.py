@@ -73,17 +73,26 @@ def read_config(folder: Path, base: Path) -> dict[str, Any]:
     return {"fine_tune_type": kind, "num_layers": layers, "lora_parameters": given}
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights of adapters into a model that has such adapters.
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """Read the weights of adapters by name.
 
     Raises:
-        ValueError: They are of other layers or shapes than the model's.
+        ValueError: They cannot be read.
     """
     file = folder / WEIGHTS
     try:
         found: Any = mx.load(str(file), format="safetensors")
     except (RuntimeError, ValueError, OSError) as error:
         raise ValueError(f"adapters: {file} cannot be read: {error}") from None
+    return dict(found)
+
+
+def load_weights(model: nn.Module, folder: Path, found: Mapping[str, mx.array]) -> None:
+    """Load the weights of adapters, from a folder, into a model that has such adapters.
+
+    Raises:
+        ValueError: They are of other layers or shapes than the model's.
+    """
     there: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
     differ = sorted(found.keys() ^ there.keys())
     shapes = [name for name in found if name in there and found[name].shape != there[name].shape]

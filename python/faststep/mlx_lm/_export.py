@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from faststep._files import sync
 from faststep._optional import need
-from faststep.mlx_lm import _adapters
+from faststep.mlx_lm import _adapters, _peft
 from faststep.mlx_lm._folder import EXTRA
 from faststep.mlx_lm._lora import LEAVES
 from faststep.mlx_lm._model import LanguageModel
@@ -57,7 +57,12 @@ class Adapters(Callback):
 
 
 def export_adapters(
-    model: LanguageModel, folder: Path, weights: Mapping[str, mx.array] | None = None, *, new: bool = False
+    model: LanguageModel,
+    folder: Path,
+    weights: Mapping[str, mx.array] | None = None,
+    *,
+    new: bool = False,
+    peft: bool = False,
 ) -> Path:
     """Write the adapters of a model in mlx-lm's format: adapters.safetensors and adapter_config.json.
 
@@ -68,6 +73,7 @@ def export_adapters(
         folder: Where they go, made where it is missing.
         weights: Weights of the whole model by name, of which the adapters' are taken; None: the model's own.
         new: Refuse a folder with adapters in it.
+        peft: In the format of Hugging Face's PEFT: adapter_model.safetensors and adapter_config.json.
 
     Returns:
         The folder.
@@ -78,7 +84,8 @@ def export_adapters(
     """
     if model.origin.adapters is None:
         raise ValueError(f"expected a model with adapters, {model.origin.folder} was trained without lora")
-    for name in (_adapters.WEIGHTS, _adapters.CONFIG) if new else ():
+    kind = _peft if peft else _adapters
+    for name in (kind.WEIGHTS, kind.CONFIG) if new else ():
         if os.path.lexists(folder / name):
             raise FileExistsError(errno.EEXIST, "there is such a file already", str(folder / name))
     plain: nn.Module = model
@@ -87,7 +94,8 @@ def export_adapters(
     found = names if weights is None else {name: weights[name] for name in names if name in weights}
     if missing := sorted(names.keys() - found.keys()):
         raise ValueError(f"expected the weights of all adapters, {missing[0]} is missing: is it another training's?")
-    return _adapters.write(folder, found, model.origin.adapters, model.origin.folder)
+    written: Path = kind.write(folder, found, model.origin.adapters, model.origin.folder)
+    return written
 
 
 def export_fused(model: LanguageModel, folder: Path, weights: Mapping[str, mx.array] | None = None) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import mlx.nn as nn
 
 from faststep._optional import need
-from faststep.mlx_lm import _adapters
+from faststep.mlx_lm import _adapters, _peft
 from faststep.mlx_lm._folder import EXTRA, check_vocabulary, find_folder, read_model, read_tokenizer, vocabulary_of
 from faststep.mlx_lm._lora import Lora, adapt
 from faststep.mlx_lm._model import LanguageModel, Origin, as_language_model
@@ -50,7 +50,7 @@ def load(
         quantize: Bring the weights into few bits, `{bits: 4, group_size: 64}`; None: as they are.
         lora: Freeze all and train adapters, `{rank, scale, dropout, layers, keys}`; None: all trains that can.
         dora: The adapters are DoRA's.
-        adapters: A folder of mlx-lm's adapters to begin with; they say themselves what they are.
+        adapters: A folder of adapters to begin with, mlx-lm's or PEFT's; they say themselves what they are.
         checkpoint: Compute the activations of each block again in the backward pass, in place of keeping them.
 
     Raises:
@@ -104,10 +104,13 @@ def _adapted(
         return None if lora is None else adapt(model, lora, dora=dora)
     if lora is not None or dora:
         raise ValueError(f"adapters: expected no lora or dora beside it: {adapters} says what its adapters are")
-    config = _adapters.read_config(adapters, path)
+    if _peft.is_peft(adapters):
+        config, weights = _peft.read(adapters, len(model.layers))
+    else:
+        config, weights = _adapters.read_config(adapters, path), _adapters.read_weights(adapters)
     given, names = dict(config["lora_parameters"]), Lora.__dataclass_fields__
     layers = config["num_layers"]
     known = Lora(**{name: each for name, each in given.items() if name in names}, layers=None if layers < 1 else layers)
     made = adapt(model, known, dora=config["fine_tune_type"] == "dora")
-    _adapters.load_weights(model, adapters)
+    _adapters.load_weights(model, adapters, weights)
     return made
