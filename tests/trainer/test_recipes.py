@@ -320,6 +320,37 @@ def test_other_losses_beside_plain_mlx() -> None:
     assert huber.item() == nn.losses.huber_loss(model(x), y, delta=0.3, reduction="mean").item()
 
 
+def test_smoothed_labels_and_weights_of_classes() -> None:
+    model, batch = small(), tokens(3, 20)
+    logits = model(batch[:, :-1])
+    smooth = nn.losses.cross_entropy(logits, batch[:, 1:], label_smoothing=0.1, reduction="mean")
+    assert recipes.next_token(label_smoothing=0.1)(model, batch).item() == pytest.approx(smooth.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="in_chunks: expected no label_smoothing"):
+        recipes.next_token(label_smoothing=0.1, in_chunks=True)
+    line, x, y = nn.Linear(4, 3), mx.random.normal((5, 4)), mx.array([0, 1, 2, -100, 1])
+    counts = mx.array([0.5, 2.0, 3.0])[mx.array([0, 1, 2, 1])]
+    losses = nn.losses.cross_entropy(line(x)[mx.array([0, 1, 2, 4])], mx.array([0, 1, 2, 1]))
+    loss = recipes.cross_entropy(weighted=True, class_weights=[0.5, 2.0, 3.0])
+    mean, weight = loss(line, x, y)
+    assert mean.item() == pytest.approx(((losses * counts).sum() / counts.sum()).item(), rel=1e-6)
+    assert weight.item() == 7.5
+    step = Step(line, optim.SGD(0.1), recipes.cross_entropy(class_weights=[0.5, 2.0, 3.0]))
+    assert step(x, y).loss.item() == pytest.approx(mean.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="class_weights: expected 3, one for each class, got 2"):
+        recipes.cross_entropy(class_weights=[1.0, 2.0])(line, x, y)
+
+
+def test_one_cycle_rises_and_falls() -> None:
+    """By the formula of PyTorch's OneCycleLR, of max_lr 1: cosines from step 0 to 2, and on to 9."""
+    expected = [0.04, 0.52, 1.0, 0.950485, 0.811746, 0.611262, 0.388742, 0.188258, 0.049519, 4e-06]
+    schedule = recipes.one_cycle(1.0, 10)
+    assert [schedule(mx.array(step)).item() for step in range(10)] == pytest.approx(expected, abs=2e-6)
+    assert schedule(mx.array(50)).item() == pytest.approx(4e-6)
+    for steps, share in ((1, 0.3), (9, 1.0)):
+        with pytest.raises(ValueError, match="steps: expected 2 or more and a share"):
+            recipes.one_cycle(1.0, steps, share=share)
+
+
 def test_gelu_is_that_of_mlx() -> None:
     x = mx.concatenate([mx.linspace(-9, 9, 2001), mx.array([-1e4, -30.0, 30.0, 1e4])])
 

@@ -22,7 +22,7 @@ from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
 from faststep.loggers import Csv, JsonLines
 from faststep.report import read_log
-from faststep.training import Callback, Trainer, TrainingError, reproduce, validate
+from faststep.training import Callback, ReduceOnPlateau, Trainer, TrainingError, reproduce, validate
 from mlx.utils import tree_flatten
 from support.helpers import random_key, to_numpy
 
@@ -540,3 +540,61 @@ def test_an_interval_is_of_the_steps_up_to_its_own(tmp_path: Path) -> None:
     for name in ("loss", "learning_rate", "grad_norm"):
         assert log.intervals[name][:10].tolist() == log.steps[name][:10].tolist()
     assert log.intervals["loss"][-1] == pytest.approx(log.steps["loss"][-2:].mean())
+
+
+class Epochs(Callback):
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int]] = []
+
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
+        self.told.append(("start", epoch, trainer.number))
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        self.told.append(("end", epoch, trainer.number))
+
+
+def test_epochs_are_told_once_across_a_stop(tmp_path: Path) -> None:
+    told = []
+    for stops in ((7,), ()):
+        epochs = Epochs()
+        new_trainer(tmp_path / "run", epochs=2, callbacks=[epochs, Stop(*stops)]).train()
+        told += epochs.told
+    assert told == [("start", 1, 0), ("end", 1, 5), ("start", 2, 5), ("end", 2, 10)]
+
+
+def test_the_best_weights_at_the_end(tmp_path: Path) -> None:
+    """A rate that is too high: the loss is best at first."""
+    mx.random.seed(5)
+    step = Step(Net(), optim.SGD(0.9), loss_fn)
+    options = {"validation": new_loader(shuffle=False), "validate_every": 1, "steps": 8, "load_best_at_end": True}
+    result = new_trainer(tmp_path / "run", step, **options).train()
+    assert result.best_checkpoint is not None
+    assert result.best_checkpoint != result.last_checkpoint
+    assert validate(step, new_loader(shuffle=False)).loss == result.best
+
+
+@pytest.mark.parametrize("stops", [(), (4, 9)])
+def test_a_rate_that_is_lowered_on_a_plateau(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    """No validation is better than the first by 1e6: the rate is halved behind each two others, to its least."""
+    options: dict[str, Any] = {"validation": new_loader(shuffle=False), "validate_every": 1, "steps": 12}
+    for number in range(len(stops) + 1):
+        step = new_step()
+        callbacks = [ReduceOnPlateau(0.5, 2, 2e-3), Stop(*stops[number:])]
+        trainer = new_trainer(tmp_path / "run", step, callbacks=callbacks, min_delta=1e6, **options)
+        trainer.train()
+    rates = read_log(tmp_path / "run").steps["learning_rate"].tolist()
+    halved = [1e-2] * 3 + [5e-3] * 2 + [2.5e-3] * 2 + [2e-3] * 5
+    assert rates == pytest.approx(halved)
+
+
+def test_a_plateau_needs_a_rate_and_validations(tmp_path: Path) -> None:
+    step = Step(Net(), optim.SGD(optim.cosine_decay(0.1, 10)), loss_fn)
+    for parts, message in (
+        ({"step": step, "validation": new_loader()}, "expected a learning rate, got a schedule"),
+        ({}, "expected validation data, got none"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            new_trainer(tmp_path / "run", steps=2, callbacks=[ReduceOnPlateau()], **parts).train()
+    for arguments in ((1.0, 1), (0.5, 0)):
+        with pytest.raises(ValueError, match="expected a number"):
+            ReduceOnPlateau(*arguments)

@@ -56,6 +56,7 @@ def _callbacks() -> Mapping[str, Callable[..., Any]]:
     from faststep import mlx_lm, training
 
     own = {"samples": training.Samples, "gradient_norms": training.GradientNorms}
+    own |= {"reduce_on_plateau": training.ReduceOnPlateau}
     return own | mlx_lm.CALLBACKS
 
 
@@ -78,10 +79,11 @@ def _optimizers() -> Mapping[str, Callable[..., Any]]:
 def _schedules() -> Mapping[str, Callable[..., Any]]:
     from mlx.optimizers import schedulers
 
-    from faststep.recipes import constant
+    from faststep.recipes import constant, one_cycle
 
     functions = inspect.getmembers(schedulers, inspect.isfunction)
-    return {"constant": constant} | {name: each for name, each in functions if not name.startswith("_")}
+    own: dict[str, Callable[..., Any]] = {"constant": constant, "one_cycle": one_cycle}
+    return own | {name: each for name, each in functions if not name.startswith("_")}
 
 
 def _is_model(value: Any) -> bool:

@@ -13,7 +13,7 @@ from faststep.config._schema import Component
 from faststep.data import epochs_of
 
 _REFUSED = object()  # in the place of a schedule whose problems have been noted
-_LENGTHS = {"cosine_decay": "decay_steps", "linear_schedule": "steps"}
+_LENGTHS = {"cosine_decay": "decay_steps", "linear_schedule": "steps", "one_cycle": "steps"}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from faststep.recipes._mixture import Mixture
 from faststep.recipes._mlp import MLP
 from faststep.recipes._models import freeze, load_weights, quantize
 from faststep.recipes._patterns import check_matched, listed, matches
-from faststep.recipes._schedules import constant, warm_up
+from faststep.recipes._resampled import Resampled
+from faststep.recipes._schedules import constant, one_cycle, warm_up
 from faststep.recipes._sources import Sources
 from faststep.recipes._weighted_lm import weighted_lm
 from faststep.recipes.encoders import bert, masked_lm, modernbert, text_classification
@@ -36,6 +37,7 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "bytes": Bytes,
     "arrays": Arrays,
     "mixture": Mixture,
+    "resampled": Resampled,
     "masked_text": MaskedText,
     "labelled_text": LabelledText,
     "series": Series,
@@ -62,6 +64,7 @@ __all__ = [
     "LoRALinear",
     "MaskedText",
     "Mixture",
+    "Resampled",
     "Series",
     "SeriesToText",
     "Sources",
@@ -80,6 +83,7 @@ __all__ = [
     "modernbert",
     "mse",
     "next_token",
+    "one_cycle",
     "quantize",
     "series_model",
     "series_to_text",

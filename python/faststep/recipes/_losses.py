@@ -21,7 +21,12 @@ Loss = Callable[..., Any]
 
 
 def next_token(
-    *, weighted: bool = False, ignore_index: int = -100, in_chunks: bool = False, outputs: bool = False
+    *,
+    weighted: bool = False,
+    ignore_index: int = -100,
+    in_chunks: bool = False,
+    label_smoothing: float = 0.0,
+    outputs: bool = False,
 ) -> Loss:
     """Make the loss of a language model: the mean cross entropy of every next token, in nats.
 
@@ -37,12 +42,15 @@ def next_token(
         in_chunks: Never hold all logits: `faststep.losses.linear_cross_entropy` over what the last layer gets and its
             weight, for large vocabularies. A model says both by `hidden(tokens)` and `head`; or it has a linear layer
             `lm_head` or is tied to its embedding, and returns its logits as that gives them, as mlx-lm's models do.
+        label_smoothing: As in `nn.losses.cross_entropy`; not with `in_chunks`.
         outputs: Return the logits behind loss and weight, for metrics; not with `in_chunks`.
 
     Raises:
-        ValueError: `outputs` with `in_chunks`.
+        ValueError: `outputs` or `label_smoothing` with `in_chunks`.
     """
     check_outputs(outputs, in_chunks)
+    if label_smoothing and in_chunks:
+        raise ValueError("in_chunks: expected no label_smoothing, which takes all logits; drop one or the other")
     part, chunked = (parted, linear_cross_entropy) if in_chunks else (None, None)  # a step reads all that a loss names
 
     def loss(
@@ -62,7 +70,8 @@ def next_token(
             mask = None if mask is None else mask[:, 1:]
         if part is None or chunked is None:
             logits = model(tokens, **places)
-            return _with(mean_cross_entropy(logits, targets, mask, ignore_index, weighted), logits, outputs)
+            found = mean_cross_entropy(logits, targets, mask, ignore_index, weighted, label_smoothing)
+            return _with(found, logits, outputs)
         weights = (targets != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
         parts = part(model, tokens, **places)
         how: dict[str, Any] = {"bias": parts.bias, "token_weights": weights, "ignore_index": ignore_index}
@@ -95,7 +104,12 @@ def _of_hugging_face(
 
 
 def cross_entropy(
-    *, weighted: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0, outputs: bool = False
+    *,
+    weighted: bool = False,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    class_weights: list[float] | None = None,
+    outputs: bool = False,
 ) -> Loss:
     """Make the loss of a classifier: the mean cross entropy of `model(x)` and labels `y`, in nats.
 
@@ -103,14 +117,20 @@ def cross_entropy(
         weighted: Return `(mean, labels that count)`.
         ignore_index: The label of what does not count.
         label_smoothing: As in `nn.losses.cross_entropy`.
+        class_weights: What a label of each class counts, where some are rare: the mean is over these weights, as in
+            PyTorch. None: 1.
         outputs: Return the logits behind loss and weight, for metrics.
     """
+    counts = None if class_weights is None else mx.array(class_weights, dtype=mx.float32)
 
     def loss(
         model: nn.Module, x: mx.array, y: mx.array, mask: mx.array | None = None, lengths: mx.array | None = None
     ) -> Any:
         logits = model(x)
-        return _with(mean_cross_entropy(logits, y, mask, ignore_index, weighted, label_smoothing), logits, outputs)
+        if counts is not None and counts.size != logits.shape[-1]:
+            raise ValueError(f"class_weights: expected {logits.shape[-1]}, one for each class, got {counts.size}")
+        found = mean_cross_entropy(logits, y, mask, ignore_index, weighted, label_smoothing, counts)
+        return _with(found, logits, outputs)
 
     return explained(loss)
 
@@ -143,6 +163,7 @@ def mean_cross_entropy(
     ignore_index: int,
     weighted: bool,
     label_smoothing: float = 0.0,
+    class_weights: mx.array | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Average over the targets that count; 0 where none does."""
     targets = targets.astype(mx.int32)  # of uint8, -100 is a label
@@ -150,6 +171,7 @@ def mean_cross_entropy(
     labels = mx.where(counts & inside, targets, 0)
     losses = nn.losses.cross_entropy(logits.astype(mx.float32), labels, label_smoothing=label_smoothing)
     weights = counts.astype(mx.float32) if mask is None else counts * mask.astype(mx.float32)
+    weights = weights if class_weights is None else weights * class_weights[labels]
     total = weights.sum()
     mean = (losses * weights).sum() / mx.maximum(total, 1e-9)
     mean = mx.where(((weights != 0) & ~inside).any(), -mx.inf, mean)

@@ -45,6 +45,7 @@ class Loop:
     max_time: float | None
     validate_every: int | str
     validate_at_start: bool
+    load_best_at_end: bool
     validation_batches: int | None
     patience: int | None
     stop_after_bad: int
@@ -132,6 +133,9 @@ class Loop:
             self.checkpoints.wait()
         self._logs.tell_interval()
         result = self._result()
+        if self.load_best_at_end and result.best_checkpoint is not None:
+            average = self.step.options.ema_decay is not None
+            self.step.model.load_weights(list(Checkpoint.at(result.best_checkpoint).weights(average=average).items()))
         self._tell("on_end", result)
         self._logs.tell_steps()
         self._logs.end(result.reason)
@@ -151,6 +155,8 @@ class Loop:
     # one epoch, or what is left of it
     def _epoch(self) -> None:
         epoch, any_batch = self.loader.epoch + 1, self.loader.position > 0
+        if not any_batch:
+            self._tell("on_epoch_start", epoch)
         try:
             for batch, samples, tokens in self._batches():
                 any_batch = True
@@ -166,6 +172,7 @@ class Loop:
                 self.step.flush()
             self._end_window(self._progress.window)
         self._at_intervals(epoch)
+        self._tell("on_epoch_end", epoch)
 
     # with how many samples and tokens each has
     def _batches(self) -> Iterator[tuple[Any, int, int]]:
@@ -357,13 +364,17 @@ class Loop:
     def _tell(self, method: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             with self._tagged("callback"):
-                getattr(callback, method)(self, *arguments)
+                getattr(callback, method, _nothing)(self, *arguments)
 
     def _tagged(self, phase: Phase) -> Any:
         return tagged(lambda error: phase, self._where)
 
     def _where(self) -> dict[str, int]:
         return {"step": self.number, "epoch": self.loader.epoch + 1, "batch": max(0, self.loader.position - 1)}
+
+
+def _nothing(*arguments: Any) -> None:
+    """Do nothing: for a callback that is no `Callback` and has not all of the methods."""
 
 
 def _is_due(every: int | str, step: int, epochs: int) -> bool:

@@ -15,7 +15,7 @@ _JUMP = 0.01  # of a learning rate, from which on it is told
 
 def given(optimizer: Any) -> list[float | None]:
     """Return the learning rates that an optimizer was made with; None for those of schedules."""
-    return [None if _schedule(each) else _rate(each) for each in _parts(optimizer)]
+    return [None if schedule_of(each) else rate_of(each) for each in parts(optimizer)]
 
 
 def go_on(optimizer: Any, now: Sequence[float | None], before: Sequence[float | None] | None) -> Iterator[str]:
@@ -27,8 +27,8 @@ def go_on(optimizer: Any, now: Sequence[float | None], before: Sequence[float | 
         before: What it said when the training that the checkpoint is of began; None: unknown.
     """
     known = before if before is not None and len(before) == len(now) else now
-    for part, new, old in zip(_parts(optimizer), now, known, strict=True):
-        rate, schedule = _rate(part), _schedule(part)
+    for part, new, old in zip(parts(optimizer), now, known, strict=True):
+        rate, schedule = rate_of(part), schedule_of(part)
         if rate is None:
             continue
         if schedule is not None:
@@ -43,19 +43,21 @@ def go_on(optimizer: Any, now: Sequence[float | None], before: Sequence[float | 
             yield f"the learning rate goes on with {figure(new)}, which was set anew; it was {figure(rate)}"
 
 
-def _parts(optimizer: Any) -> Iterator[Any]:
+def parts(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer, or those that it consists of."""
     if hasattr(optimizer, "optimizers"):
         for each in optimizer.optimizers:
-            yield from _parts(each)
+            yield from parts(each)
     else:
         yield optimizer
 
 
-def _rate(optimizer: Any) -> float | None:
+def rate_of(optimizer: Any) -> float | None:
+    """Return the learning rate of one optimizer, None where it has none."""
     rate = vars(optimizer).get("_state", {}).get("learning_rate")
     return None if rate is None else value_of(rate)
 
 
-def _schedule(optimizer: Any) -> Any:
+def schedule_of(optimizer: Any) -> Any:
+    """Return the schedule of its learning rate, None where it has none."""
     return vars(optimizer).get("_schedulers", {}).get("learning_rate")

@@ -79,6 +79,7 @@ class Trainer(Loop):
         checkpoint_every: int | str = 200,
         keep_last: int = 3,
         keep_best: int = 1,
+        load_best_at_end: bool = False,
         config: dict[str, Any] | None = None,
     ) -> None:
         """Check the arguments; nothing is read or written before `train`.
@@ -123,6 +124,8 @@ class Trainer(Loop):
                 validation only.
             keep_last: Keep so many of the newest checkpoints.
             keep_best: Keep so many of those with the best value of `monitor`.
+            load_best_at_end: Give the model the weights of the best checkpoint when the training has ended (their
+                average, where there is one), for what comes behind `train` in the same process.
             config: What goes into the log as the configuration.
 
         Raises:
@@ -164,6 +167,7 @@ class Trainer(Loop):
         self.stop_after_bad, self.update_ratio_every = stop_after_bad, update_ratio_every
         self.config, self.memory_limit = config, memory_limit
         self.max_time, self.validate_at_start = max_time, validate_at_start
+        self.load_best_at_end = load_best_at_end
         self.hang_timeout, self.on_hang = hang_timeout, on_hang
         self._loggers = loggers
         self.checkpoints = Checkpoints(
@@ -271,6 +275,12 @@ class Callback:
 
     def on_start(self, trainer: Trainer) -> None:
         """Called when training begins, or goes on from a checkpoint."""
+
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
+        """Called before the first batch of an epoch with its number, from 1; not where a resume goes on within it."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """Called behind the last batch of an epoch, and behind the validation and checkpoint that are due there."""
 
     def on_step(self, trainer: Trainer, number: int) -> None:
         """Called after each step with their number; the last ones may still be under way on the device."""
