@@ -275,3 +275,37 @@ def test_a_loader_names_its_source_its_options_and_its_place() -> None:
         "Loader(list, batch_size=4, shuffle=True, seed=3, rank=0, world_size=2) at batch 1 of epoch 0"
     )
     assert repr(Loader(iter([1, 2]))) == "Loader(list_iterator, batch_size=1) at batch 0 of epoch 0"
+
+
+class Tensor:
+    """A tensor of another library, as NumPy sees it."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = np.array(values, np.float32)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.values
+
+
+def test_batches_that_another_loader_has_made() -> None:
+    """As a PyTorch DataLoader gives them: tensors in a list."""
+    made = [[Tensor([1, 2]), Tensor([3])], [Tensor([4, 5]), Tensor([6])]]
+    loader = Loader(IterOf(made), collate=lambda items: items[0])
+    found = [[each.tolist() for each in batch] for batch in loader]
+    assert found == [[[1, 2], [3]], [[4, 5], [6]]]
+    assert all(isinstance(each, mx.array) for batch in loader for each in batch)
+    again = Loader(IterOf(made), collate=lambda items: items[0])
+    next(iter(again))
+    rest = Loader(IterOf(made), collate=lambda items: items[0])
+    rest.load_state(again.state)
+    assert [[each.tolist() for each in batch] for batch in rest] == found[1:]
+
+
+class IterOf:
+    """An iterable that is no sequence."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)

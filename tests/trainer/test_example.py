@@ -81,7 +81,25 @@ def test_the_agent_balances_longer_than_random_actions_do(tmp_path: Path) -> Non
     assert lasts > 5 * baseline
 
 
-@pytest.mark.parametrize("name", ["gan.py", "dqn.py"])
+@pytest.mark.slow
+def test_preferred_answers_become_likely(tmp_path: Path) -> None:
+    printed = finished("preference.py", tmp_path)
+    (before,) = numbers(r"taught both: yes (\d+)% of the time", printed)
+    assert 40 < before < 60
+    for method in ("dpo", "orpo"):
+        (after,) = numbers(rf"{method}: .* yes (\d+)% of the time", printed)
+        assert after > 95
+
+
+@pytest.mark.slow
+def test_rewarded_answers_become_more(tmp_path: Path) -> None:
+    printed = finished("grpo.py", tmp_path)
+    for what in ("drawn answers", "the likeliest answer"):
+        before, after = numbers(rf"{what}: (\d+)% right at first, (\d+)% at the end", printed)
+        assert after > 2 * before
+
+
+@pytest.mark.parametrize("name", ["gan.py", "dqn.py", "preference.py", "grpo.py"])
 def test_these_say_what_to_install_too(tmp_path: Path, name: str) -> None:
     example = EXAMPLE.with_name(name)
     code = f"import runpy, sys; sys.modules['faststep'] = None; runpy.run_path({os.fspath(example)!r})"

@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from faststep import loggers
 from faststep.loggers import Csv, JsonLines, Loggers, Progress, Record, TensorBoard
 from faststep.loggers._csv import COLUMNS
 from support.places import Child
@@ -127,7 +128,8 @@ def test_a_record_is_written_whole_or_not_at_all(child: Child, tmp_path: Path, n
     file = tmp_path / "log"
     code = f"""
     import resource, signal
-    from faststep.loggers import Csv, JsonLines, Loggers
+    from faststep import loggers
+from faststep.loggers import Csv, JsonLines, Loggers
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit fails as on a full disk
     loggers = Loggers([{name}({str(file)!r})])
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -264,6 +266,56 @@ def test_wandb_offline(tmp_path: Path, child: Child) -> None:
     assert all(known in run.name for run in runs)  # one run, gone on with
     for run in runs:
         assert b"val/perplexity" in run.read_bytes()
+
+
+def test_mlflow_goes_on_in_its_run(tmp_path: Path, child: Child) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
+    for at in (0, 10):
+        code = f"""
+        from faststep.loggers import MLflow
+        from support.trained import Training
+        uri = "file://{tmp_path}/runs"
+        training = Training([MLflow({str(tmp_path)!r}, experiment="tests", tracking_uri=uri)], steps=20)
+        training.start({at})
+        training.run({at} + 10)
+        training.end()
+        if {at}:
+            import mlflow
+            (run,) = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("tests").experiment_id])
+            found = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+            assert len({{each.step for each in found}}) == 20, found
+            assert "val/perplexity" in run.data.metrics
+            assert run.data.params
+            assert run.data.tags["reason"] == "done"
+        """
+        child(code, MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_FILE_STORE="true")
+
+
+def test_trackio_goes_on_in_its_run(tmp_path: Path, child: Child) -> None:
+    pytest.importorskip("trackio", reason="trackio is not installed: pip install trackio")
+    for at in (0, 10):
+        code = f"""
+        from faststep.loggers import Trackio
+        from support.trained import Training
+        training = Training([Trackio({str(tmp_path / "run")!r}, project="tests")], steps=20)
+        training.start({at})
+        training.run({at} + 10)
+        training.end()
+        if {at}:
+            import trackio
+            (run,) = trackio.Api().runs("tests")
+            assert run.name == "run"
+            from trackio.sqlite_storage import SQLiteStorage
+            assert len(SQLiteStorage.get_metric_values("tests", "run", "train/loss")) == 20
+        """
+        child(code, TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
+
+
+@pytest.mark.parametrize(("name", "package"), [("MLflow", "mlflow"), ("Trackio", "trackio")])
+def test_others_that_are_missing_say_so(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"{name} needs {package}, which no extra installs: pip install {package}"):
+        getattr(loggers, name)("folder")
 
 
 def test_wandb_that_is_missing_says_so(child: Child) -> None:

@@ -170,12 +170,13 @@ def _loggers_of(built: Built) -> list[Any]:
     Raises:
         Exit: A built-in one cannot be made; what a logger of the user's raises passes as it is.
     """
-    from faststep.loggers import Csv, Progress, TensorBoard, WandB
+    from faststep.loggers import Csv, MLflow, Progress, TensorBoard, Trackio, WandB
 
     run, logs = Path(built.options["run"]), built.logs
     loggers: list[Any] = [Progress()]
     try:  # those first that write nothing before their first record
-        loggers += [WandB(run, **logs["wandb"])] if logs["wandb"] is not None else []
+        for name, kind in {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}.items():
+            loggers += [kind(run, **logs[name])] if logs[name] is not None else []
         loggers += [TensorBoard(run / "tensorboard")] if logs["tensorboard"] else []
         loggers += [Csv(run / "steps.csv"), Csv(run / "validations.csv", "validation")] if logs["csv"] else []
     except (ImportError, OSError, ValueError) as error:

@@ -48,7 +48,7 @@ class Built:
         callbacks: The callbacks.
         loggers: The user's own loggers, each as a function that makes it.
         options: The arguments of `faststep.training.Trainer` beside these, `config` and the loggers.
-        logs: What is to be written beside `log.jsonl`: `csv`, `tensorboard`, `wandb`.
+        logs: What is to be written beside `log.jsonl`: `csv`, `tensorboard`, `wandb`, `mlflow`, `trackio`.
         config: The resolved config, plain values.
     """
 

@@ -175,6 +175,8 @@ class Logs(Section):
     csv: bool = False
     tensorboard: bool = False
     wandb: dict[str, Any] | None = None
+    mlflow: dict[str, Any] | None = None
+    trackio: dict[str, Any] | None = None
 
 
 def _which(value: Any) -> str:

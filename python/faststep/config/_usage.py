@@ -92,7 +92,7 @@ class Usage:
             self.quantize = self._take("quantize", "bits group_size modules")
         reason = "lora freezes all but its adapters and lora.trainable"
         self.top |= self._take("", "frozen", not self.lora, reason)
-        self.logs = self._take("logs", "csv tensorboard wandb")
+        self.logs = self._take("logs", "csv tensorboard wandb mlflow trackio")
 
     def _step(self) -> None:
         self.checkpointed: list[str] = self._take("step", "gradient_checkpointing")["gradient_checkpointing"]

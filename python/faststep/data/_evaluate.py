@@ -39,7 +39,7 @@ def evaluate(tree: Tree, *name: object, lists: bool = True) -> None:
 def batch_of(made: Tree, maker: str) -> Tree:
     """Return what a collate made as the loader hands it out: MLX arrays, all evaluated.
 
-    Numpy arrays become MLX arrays and a list becomes a tuple; what is no array stays as it is.
+    Numpy arrays and PyTorch's tensors become MLX arrays, and a list becomes a tuple; what is no array stays as it is.
 
     Args:
         made: An array, or a tuple, list or mapping of arrays and other values.
@@ -69,7 +69,9 @@ def _arrays(tree: Tree, lists: bool) -> list[mx.array]:
 
 
 def _as_mlx(leaf: Any) -> Any:
-    return mx.array(np.asarray(leaf)) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+    if isinstance(leaf, mx.array) or not hasattr(leaf, "__array__"):
+        return leaf
+    return mx.array(np.asarray(leaf))  # PyTorch's tensors too
 
 
 def _complaint(leaves: list[tuple[str, mx.array]]) -> str:

@@ -1,4 +1,4 @@
-"""Loggers, which take the records of a training: files, a terminal, TensorBoard, Weights & Biases.
+"""Loggers, which take the records of a training: files, a terminal, TensorBoard, W&B, MLflow, Trackio.
 
 A logger is anything with `log(record)` and `close()`. The records are dicts with `kind`, `time` (Unix seconds) and
 `step`; the kinds are `start`, `step`, `interval`, `validation`, `values` (of the user's own), `checkpoint`,
@@ -13,8 +13,10 @@ from faststep.loggers._base import Logger
 from faststep.loggers._csv import Csv
 from faststep.loggers._group import Loggers
 from faststep.loggers._json_lines import JsonLines
+from faststep.loggers._mlflow import MLflow
 from faststep.loggers._progress import Progress
 from faststep.loggers._tensor_board import TensorBoard
+from faststep.loggers._trackio import Trackio
 from faststep.loggers._wandb import WandB
 
-__all__ = ["Csv", "JsonLines", "Logger", "Loggers", "Progress", "Record", "TensorBoard", "WandB"]
+__all__ = ["Csv", "JsonLines", "Logger", "Loggers", "MLflow", "Progress", "Record", "TensorBoard", "Trackio", "WandB"]
